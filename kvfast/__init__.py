@@ -1,0 +1,72 @@
+"""kvfast: the KV cache for language models on CPUs.
+
+Keys and values are stored as INT8 or INT4 with a scale per token per KV head (or float32, float16,
+bfloat16), and attention is computed straight on the stored bytes.
+
+How the package is built, from the bottom up; each room imports only from those before it::
+
+    simd/                   C: arithmetic on one row or one tile, once per instruction set
+    _kernels, _openmp       the table of kernels and the CPU dispatch; the thread policy
+    _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
+    attention               fused attention over a run of blocks
+    contiguous              which block holds which position
+    cache                   the classes that users see
+    llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
+"""
+
+from ._kernels import active_isa, available_isas, cpu_features, use_isa
+from ._openmp import get_num_threads, has_openmp, set_num_threads
+from .attention import attention, merge_states
+from .bandwidth import read_bandwidth
+from .cache import KVCache
+from .errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
+from .quant import dequantize, quantize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheFullError",
+    "DimensionMismatchError",
+    "KVCache",
+    "NonFiniteInputError",
+    "active_isa",
+    "attention",
+    "available_isas",
+    "config",
+    "cpu_features",
+    "dequantize",
+    "get_num_threads",
+    "merge_states",
+    "quantize",
+    "read_bandwidth",
+    "set_num_threads",
+    "show_config",
+    "use_isa",
+]
+
+
+def config():
+    """Version, ISA tiers, threads and CPU features of this installation.
+
+    Returns
+    -------
+    dict
+    """
+    return {
+        "version": __version__,
+        "active_isa": active_isa(),
+        "available_isas": available_isas(),
+        "openmp": has_openmp(),
+        "num_threads": get_num_threads(),
+        "cpu_features": cpu_features(),
+    }
+
+
+def show_config():
+    """Print `config()`."""
+    settings = config()
+    features = [name for name, present in settings["cpu_features"].items() if present]
+    print(f"kvfast {settings['version']}")
+    print(f"ISA tier:     {settings['active_isa']} (available: {', '.join(settings['available_isas'])})")
+    print(f"CPU features: {', '.join(features) or 'none known'}")
+    print(f"OpenMP:       {'yes' if settings['openmp'] else 'no'}, {settings['num_threads']} threads")

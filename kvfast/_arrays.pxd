@@ -1,0 +1,25 @@
+"""Rows of floats in other people's arrays: the one door for array arguments.
+
+A `Rows` is open while a call runs: it holds the buffer, so that its memory cannot go away.
+"""
+from cpython.buffer cimport Py_buffer
+
+
+ctypedef struct kv_rows:
+    char *data                 # element [0, 0, 0]
+    Py_ssize_t tokens          # shape (tokens, heads, dim)
+    Py_ssize_t heads
+    Py_ssize_t dim
+    Py_ssize_t token_stride    # bytes; elements of a row follow each other
+    Py_ssize_t head_stride
+    int dtype                  # KV_FLOAT32, KV_FLOAT16 or KV_BFLOAT16
+
+
+cdef class Rows:
+    cdef kv_rows rows
+    cdef Py_buffer buffer
+    cdef bint is_open
+
+
+cdef Rows open_rows(object array, str name, bint writable=*)
+cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1

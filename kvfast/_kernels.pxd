@@ -1,0 +1,77 @@
+"""The kernel table: the one door to ``simd/``.
+
+``active()`` is read once per call, so that a call runs on one tier to its end.
+"""
+from libc.stdint cimport int8_t, int32_t, uint32_t
+
+
+cdef extern from "simd/kernels.h" nogil:
+    enum:
+        KV_FLOAT32
+        KV_FLOAT16
+        KV_BFLOAT16
+        KV_INT8
+        KV_INT4
+        KV_NUM_DTYPES
+        KV_NUM_FLOATS
+        KV_LANES
+        KV_TILE
+        KV_ROWS
+        KV_MAX_HEAD_DIM
+
+    ctypedef struct kv_side:
+        int dtype
+        int block_size
+        int head_dim
+        int padded_dim
+        Py_ssize_t row_stride
+        Py_ssize_t scales
+        Py_ssize_t bytes
+
+    ctypedef struct kv_queries:
+        pass
+
+    ctypedef struct kv_softmax:
+        float m[16]
+        float l[16]
+        float rescale[16]
+        float weights[1024]
+
+    ctypedef struct kv_score_options:
+        float softcap
+        const float *slopes
+        const float *query_at
+
+    ctypedef struct kv_ahead:
+        const char *next
+        const char *after
+        Py_ssize_t next_bytes
+        Py_ssize_t lead
+
+    ctypedef struct kv_kernels:
+        const char *isa
+        int lanes
+        void (*to_float[3])(const void *source, Py_ssize_t n, float *row) noexcept nogil
+        void (*from_float[3])(const float *row, Py_ssize_t n, void *target) noexcept nogil
+        Py_ssize_t (*find_unstorable)(const float *row, Py_ssize_t n, float limit) noexcept nogil
+        float (*quantize)(const float *row, Py_ssize_t n, int levels, int8_t *codes) noexcept nogil
+        void (*dequantize)(const int8_t *codes, Py_ssize_t n, float scale, float *row) noexcept nogil
+        void (*encode_k)(const kv_side *side, char *block, int slot, const float *row) noexcept nogil
+        void (*encode_v)(const kv_side *side, char *block, int slot, const float *row) noexcept nogil
+        void (*decode_k)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
+        void (*decode_v)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
+        void (*prepare[5])(const kv_side *side, const float *rows, int num_rows, float scale,
+                           kv_queries *queries) noexcept nogil
+        void (*scores[5])(const kv_side *side, const kv_queries *queries, int num_rows, const char *block,
+                          int first, int count, const kv_ahead *ahead, float *scores) noexcept nogil
+        void (*softmax)(kv_softmax *state, int num_rows, int count, const int *start, const int *stop,
+                        float position, const kv_score_options *options) noexcept nogil
+        void (*accumulate[5])(const kv_side *side, const float *weights, int num_rows, const char *block,
+                              int first, int count, const kv_ahead *ahead, const float *rescale,
+                              float *acc) noexcept nogil
+        void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
+                          Py_ssize_t n) noexcept nogil
+        uint32_t (*stream)(const char *source, Py_ssize_t n) noexcept nogil
+
+
+cdef const kv_kernels *active() noexcept nogil

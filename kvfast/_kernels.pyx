@@ -1,0 +1,113 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""CPU dispatch: which tier of kernels runs, chosen at import and changed by ``use_isa``."""
+import os
+
+
+cdef extern from "simd/kernels.h" nogil:
+    const kv_kernels *kv_all_kernels[8]
+    bint kv_supported(const kv_kernels *kernels)
+
+    ctypedef struct kv_cpu_feature:
+        const char *name
+        int present
+
+    const kv_cpu_feature *kv_cpu_features()
+
+
+cdef const kv_kernels *_active = NULL
+
+
+cdef const kv_kernels *active() noexcept nogil:
+    return _active
+
+
+cdef const kv_kernels *_find(str name) except NULL:
+    cdef int i = 0
+    while kv_all_kernels[i] != NULL:
+        if kv_all_kernels[i].isa.decode() == name:
+            if not kv_supported(kv_all_kernels[i]):
+                raise ValueError(f"this CPU cannot run the ISA tier {name!r}; "
+                                 f"it can run {', '.join(available_isas())}")
+            return kv_all_kernels[i]
+        i += 1
+    raise ValueError(f"unknown ISA tier {name!r}; this CPU can run {', '.join(available_isas())}")
+
+
+def available_isas():
+    """Names of the ISA tiers that this CPU and its operating system can run, best first.
+
+    Returns
+    -------
+    tuple of str
+    """
+    cdef int i = 0
+    names = []
+    while kv_all_kernels[i] != NULL:
+        if kv_supported(kv_all_kernels[i]):
+            names.append(kv_all_kernels[i].isa.decode())
+        i += 1
+    return tuple(names)
+
+
+def active_isa():
+    """Name of the ISA tier in use, such as ``"avx2"``."""
+    return _active.isa.decode()
+
+
+def cpu_features():
+    """Instruction-set extensions of this CPU that kvfast knows.
+
+    Returns
+    -------
+    dict of str to bool
+    """
+    cdef const kv_cpu_feature *feature = kv_cpu_features()
+    features = {}
+    while feature.name != NULL:
+        features[feature.name.decode()] = bool(feature.present)
+        feature += 1
+    return features
+
+
+class use_isa:
+    """Make a tier of kernels the active one, for the process or for a ``with`` block.
+
+    Parameters
+    ----------
+    name : str
+        One of `available_isas()`.
+
+    Raises
+    ------
+    ValueError
+        If the name is unknown or this CPU cannot run the tier.
+
+    Notes
+    -----
+    Takes effect at once, also without ``with``; leaving the block brings the previous tier back. The
+    tier is one for the whole process; calls that are running keep the one they started with.
+    ``KVFAST_ISA=name`` in the environment does the same at import.
+
+    Examples
+    --------
+    >>> import kvfast
+    >>> with kvfast.use_isa("scalar"):
+    ...     kvfast.active_isa()
+    'scalar'
+    """
+
+    def __init__(self, name):
+        global _active
+        cdef const kv_kernels *kernels = _find(name)
+        self._previous = active_isa()
+        _active = kernels
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        global _active
+        _active = _find(self._previous)
+
+
+_active = _find(os.environ.get("KVFAST_ISA") or available_isas()[0])

@@ -1,0 +1,3 @@
+"""Thread-count policy: the one door to OpenMP's settings."""
+
+cdef int num_threads_for(object num_threads, double work) except -1

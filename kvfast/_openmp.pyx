@@ -1,0 +1,133 @@
+# cython: language_level=3
+"""How many threads a call may use.
+
+``num_threads=`` of the call, else `set_num_threads`, else ``KVFAST_NUM_THREADS``, else what OpenMP
+says: ``OMP_NUM_THREADS``, a limit set through threadpoolctl, or the CPUs that this process may use
+(affinity and cgroup quota). OpenMP is asked at each call, never remembered.
+"""
+import os
+
+
+cdef extern from *:
+    """
+    #ifdef _OPENMP
+    #include <omp.h>
+    #define KV_HAVE_OPENMP 1
+    #else
+    #define KV_HAVE_OPENMP 0
+    static int omp_get_max_threads(void) { return 1; }
+    #endif
+    """
+    int KV_HAVE_OPENMP
+    int omp_get_max_threads() nogil
+
+
+# A second thread pays when the work it takes over is worth more than waking it, some 10 microseconds.
+# Work is counted in bytes streamed; one core streams 10 to 20 GB/s.
+cdef double _WORK_PER_THREAD = 192 * 1024
+
+cdef object _chosen = None      # set_num_threads or KVFAST_NUM_THREADS
+cdef object _quota = None       # CPUs that the cgroup grants, or None
+cdef bint _pool_started = False
+cdef bint _orphaned = False     # forked from a process whose OpenMP threads did not come along
+
+
+def _check(num_threads, str origin):
+    try:
+        count = num_threads.__index__()
+    except AttributeError:
+        raise TypeError(f"{origin} must be an integer, got {num_threads!r}") from None
+    if not 1 <= count <= 1024:
+        raise ValueError(f"{origin} must be between 1 and 1024, got {count}")
+    return count
+
+
+def _cgroup_quota():
+    """CPUs that the cgroup's CPU quota grants this process, or None (Linux, cgroup v2 and v1)."""
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+    except (OSError, ValueError):
+        try:
+            with open("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") as file:
+                quota = file.read().strip()
+            with open("/sys/fs/cgroup/cpu/cpu.cfs_period_us") as file:
+                period = file.read().strip()
+        except OSError:
+            return None
+    try:
+        cpus = int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):  # "max": no quota
+        return None
+    return max(1, round(cpus)) if cpus > 0 else None
+
+
+def set_num_threads(num_threads):
+    """Set how many threads kvfast uses, for the whole process.
+
+    Parameters
+    ----------
+    num_threads : int or None
+        At least 1; None goes back to the default.
+    """
+    global _chosen
+    _chosen = None if num_threads is None else _check(num_threads, "num_threads")
+
+
+def get_num_threads():
+    """Number of threads that a large enough call uses by default.
+
+    Returns
+    -------
+    int
+        What `set_num_threads` or ``KVFAST_NUM_THREADS`` said, else OpenMP's number of threads, at most
+        the CPUs that the cgroup grants unless ``OMP_NUM_THREADS`` is set.
+    """
+    if not KV_HAVE_OPENMP:
+        return 1
+    if _chosen is not None:
+        return _chosen
+    threads = omp_get_max_threads()
+    if _quota is not None and "OMP_NUM_THREADS" not in os.environ:
+        threads = min(threads, _quota)
+    return threads
+
+
+def has_openmp():
+    """Whether this build has OpenMP."""
+    return bool(KV_HAVE_OPENMP)
+
+
+cdef int num_threads_for(object num_threads, double work) except -1:
+    """Threads for a call: at most num_threads, fewer when its work (bytes) does not pay for them."""
+    global _pool_started
+    cdef int threads
+    if num_threads is not None:
+        threads = _check(num_threads, "num_threads")
+    elif work < 2 * _WORK_PER_THREAD:
+        return 1
+    else:
+        threads = get_num_threads()
+    if _orphaned or not KV_HAVE_OPENMP:
+        return 1
+    threads = min(threads, <int>min(work / _WORK_PER_THREAD, 1024.0))
+    if threads <= 1:
+        return 1
+    _pool_started = True
+    return threads
+
+
+def _after_fork_in_child():
+    # libgomp's threads are not copied by fork, and its next parallel region would wait for them.
+    global _orphaned
+    _orphaned = _orphaned or _pool_started
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+_quota = _cgroup_quota()
+if os.environ.get("KVFAST_NUM_THREADS"):
+    try:
+        _chosen = _check(int(os.environ["KVFAST_NUM_THREADS"]), "KVFAST_NUM_THREADS")
+    except ValueError as error:
+        raise ValueError(f"KVFAST_NUM_THREADS={os.environ['KVFAST_NUM_THREADS']!r}: {error}") from None

@@ -1,0 +1,101 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Storage dtypes, sizes of blocks, and the memory that holds them."""
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.stdint cimport uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from kvfast._kernels cimport (KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_INT4, KV_INT8, KV_LANES, KV_NUM_FLOATS,
+                              kv_side)
+
+
+cdef extern from *:
+    """
+    #if defined(__linux__)
+    #include <sys/mman.h>
+    static void kv_advise_huge(void *address, size_t bytes) { (void)madvise(address, bytes, MADV_HUGEPAGE); }
+    #else
+    static void kv_advise_huge(void *address, size_t bytes) { (void)address; (void)bytes; }
+    #endif
+    """
+    void kv_advise_huge(void *address, size_t bytes) nogil
+
+
+_NAMES = ("float32", "float16", "bfloat16", "int8", "int4")
+_ALIASES = {
+    "float32": ("f32", "fp32", "float", "single"),
+    "float16": ("f16", "fp16", "half"),
+    "bfloat16": ("bf16",),
+    "int8": ("i8", "q8"),
+    "int4": ("i4", "q4"),
+}
+_DTYPES = {alias: _NAMES.index(name) for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
+
+
+cdef int parse_dtype(object dtype) except -1:
+    """Storage dtype of a name, alias, or NumPy (ml_dtypes) dtype."""
+    name = dtype
+    if not isinstance(name, str):
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    number = _DTYPES.get(name.strip().lower())
+    if number is None:
+        raise ValueError(f"unknown storage dtype {dtype!r}; choose one of {', '.join(_NAMES)}")
+    return number
+
+
+cdef str dtype_name(int dtype):
+    return _NAMES[dtype]
+
+
+cdef float dtype_limit(int dtype) noexcept nogil:
+    """Largest magnitude that rounds to a finite value of the dtype."""
+    if dtype == KV_FLOAT16:
+        return 65504.0
+    if dtype == KV_BFLOAT16:
+        return 3.3895314e38
+    return 3.4028235e38
+
+
+cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size) except -1:
+    cdef Py_ssize_t elements
+    memset(side, 0, sizeof(kv_side))
+    side.dtype = dtype
+    side.block_size = block_size
+    side.head_dim = head_dim
+    side.padded_dim = (head_dim + KV_LANES - 1) // KV_LANES * KV_LANES
+    elements = <Py_ssize_t>block_size * side.padded_dim
+    if dtype < KV_NUM_FLOATS:
+        side.row_stride = side.padded_dim * (4 if dtype == KV_FLOAT32 else 2)
+        side.bytes = block_size * side.row_stride
+    else:
+        side.scales = elements if dtype == KV_INT8 else elements // 2
+        side.bytes = (side.scales + block_size * 4 + 63) // 64 * 64
+    return 0
+
+
+cdef class Arena:
+    """Zeroed memory for blocks, aligned to cache lines, in huge pages where that pays.
+
+    Pages become real when they are first written. The arena lives as long as its cache or any array
+    that looks into it.
+    """
+
+    def __cinit__(self, size):
+        cdef Py_ssize_t align
+        if size > <size_t>-1 // 4:
+            raise MemoryError(f"a cache of {size:,} bytes is beyond the address space")
+        self.nbytes = size
+        # 2 MiB is a huge page; smaller arenas would only waste memory on it.
+        align = 1 << 21 if self.nbytes >= 1 << 23 else 64
+        self._raw = calloc(self.nbytes + align, 1)
+        if self._raw == NULL:
+            raise MemoryError(f"cannot allocate {size:,} bytes for a cache")
+        self.data = <char *>((<uintptr_t>self._raw + align - 1) // align * align)
+        if align > 64:
+            kv_advise_huge(self.data, self.nbytes)
+
+    def __dealloc__(self):
+        free(self._raw)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.data, self.nbytes, 1, flags)

@@ -1,0 +1,138 @@
+"""The command line, `python -m kvfast <command>`.
+
+A command is a function here that declares its arguments and names the function that runs it. Only
+NumPy is needed to get this far: what a command needs beyond it is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import kvfast
+
+EXTRA_PACKAGES = {"gguf", "tokenizers", "rich"}
+
+
+def main(argv=None):
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : list of str, optional
+        The arguments; those of the process when omitted.
+
+    Returns
+    -------
+    int
+        Exit code: 0, 1 for an error told in one line, 2 for missing packages (and, from argparse,
+        for wrong usage), 130 for an interrupt.
+    """
+    parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
+    commands = parser.add_subparsers(metavar="command")
+    for add_command in (_add_generate, _add_eval, _add_info):
+        add_command(commands)
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 0
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRA_PACKAGES:
+            raise
+        return _fail('the llama extra is needed: pip install "kvfast[llama]"', 2)
+    except BrokenPipeError:
+        # The reader, `head` for example, has gone. Python would flush into the pipe once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error, 1)
+    except MemoryError as error:
+        return _fail(f"not enough memory. {error}", 1)
+    except (ValueError, RuntimeError) as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _fail(message, code):
+    sys.stdout.flush()
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _add_generate(commands):
+    parser = commands.add_parser(
+        "generate",
+        help="continue a text with a language model",
+        description="Continue a text with a language model whose keys and values live in a kvfast cache.",
+    )
+    add = parser.add_argument
+    add("prompt", help="the text to continue")
+    _add_model_arguments(parser)
+    add("--dtype", default="int8", help="what the cache stores, K and V apart with a slash: int8/int4 (default: int8)")
+    add("--max-tokens", type=_positive, default=128, help="stop after this many (default: 128)")
+    add("--max-seq-len", type=_positive, help="tokens the cache has room for (default: as many as needed)")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
+    add("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (default: 0, no limit)")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that sum to this (default: 1)")
+    add("--seed", type=_natural, help="make the draws repeatable")
+    parser.set_defaults(run=_run_generate)
+
+
+def _add_eval(commands):
+    parser = commands.add_parser(
+        "eval",
+        help="measure what a compressed cache costs in quality",
+        description="Predict a text token by token with a float32 cache and with others, and compare the predictions.",
+    )
+    add = parser.add_argument
+    _add_model_arguments(parser)
+    add("--dtype", default="int8", help="as for generate; several with commas: int8,int8/int4 (default: int8)")
+    add("--text", required=True, metavar="FILE", help="a UTF-8 text file")
+    add("--tokens", type=_positive, default=8000, help="use this many tokens of the text (default: 8000)")
+    add("--chunk", type=_positive, default=512, help="tokens per forward pass (default: 512)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_run_eval)
+
+
+def _add_info(commands):
+    parser = commands.add_parser("info", help="print how kvfast runs on this machine")
+    parser.set_defaults(run=lambda args: kvfast.show_config())
+
+
+def _run_generate(args):
+    from kvfast.llama import commands
+
+    commands.run_generate(args)
+
+
+def _run_eval(args):
+    from kvfast.llama import commands
+
+    commands.run_eval(args)
+
+
+def _add_model_arguments(parser):
+    add = parser.add_argument
+    add("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
+    add("--k-dtype", metavar="DTYPE", help="what the cache stores for keys, whatever --dtype says")
+    add("--v-dtype", metavar="DTYPE", help="what the cache stores for values, whatever --dtype says")
+    add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
+
+
+def _positive(text):
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _natural(text):
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value

@@ -1,0 +1,26 @@
+"""Contiguous buffer: position p of a layer is slot p % 64 of block p // 64."""
+from kvfast._arrays cimport Rows
+from kvfast.attention cimport Workspace
+from kvfast.blocks cimport kv_layer
+
+
+cdef class ContiguousBuffer:
+    cdef readonly Py_ssize_t num_layers
+    cdef readonly Py_ssize_t num_kv_heads
+    cdef readonly Py_ssize_t head_dim
+    cdef readonly object max_seq_len       # tokens, or None: grows
+    cdef readonly Py_ssize_t length        # complete tokens
+    cdef kv_layer *layers
+    cdef Py_ssize_t *offsets               # (num_layers, 2): where K and V of a layer start in a chunk
+    cdef Py_ssize_t chunk_blocks
+    cdef Py_ssize_t chunk_bytes
+    cdef Py_ssize_t table_size             # blocks that fit the pointer tables
+    cdef list chunks                       # of Arena
+    cdef Workspace workspace
+    cdef bint busy
+
+    cdef kv_layer *_layer(self, object index) except NULL
+    cdef int _enter(self) except -1
+    cdef int _reserve(self, Py_ssize_t tokens) except -1
+    cdef Py_ssize_t _stride(self, Py_ssize_t block_bytes)
+    cdef int _check_shape(self, Rows array, str name) except -1

@@ -1,0 +1,334 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The contiguous cache's buffer: blocks one after the other, in chunks that never move.
+
+A chunk holds the same number of blocks for every layer, side and head. A buffer with a maximum length is
+one chunk; one without grows by chunks, so that nothing that is stored is ever copied.
+"""
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memcpy
+
+from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast._kernels cimport KV_FLOAT32, KV_MAX_HEAD_DIM, active, kv_kernels, kv_side
+from kvfast._openmp cimport num_threads_for
+from kvfast.attention cimport Workspace, attend_layer
+from kvfast.blocks cimport Arena, dtype_limit, dtype_name, init_side, kv_layer, parse_dtype
+
+from kvfast.errors import CacheFullError, DimensionMismatchError
+
+cdef enum:
+    BLOCK_SIZE = 64
+    GROW_BLOCKS = 4  # a growing cache takes 256 tokens of all layers at a time
+
+
+cdef Py_ssize_t _positive(object value, str name, Py_ssize_t most) except -1:
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if not 1 <= number <= most:
+        raise ValueError(f"{name} must be between 1 and {most}, got {number}")
+    return number
+
+
+cdef object _per_layer(object dtype, Py_ssize_t num_layers, str name):
+    """One dtype number per layer, from one dtype or a list."""
+    if isinstance(dtype, (list, tuple)):
+        if len(dtype) != num_layers:
+            raise DimensionMismatchError(f"{name} must be one dtype or a list of {num_layers}, one per layer, "
+                                         f"got {len(dtype)}")
+        return [parse_dtype(one) for one in dtype]
+    return [parse_dtype(dtype)] * num_layers
+
+
+cdef class ContiguousBuffer:
+    """Storage of a `KVCache`; see there for the meaning of the arguments."""
+
+    def __cinit__(self, num_layers, num_kv_heads, head_dim, max_seq_len, k_dtype, v_dtype):
+        cdef Py_ssize_t i, side, stride, per_layer
+        cdef kv_layer *layer
+        self.num_layers = _positive(num_layers, "num_layers", 1 << 16)
+        self.num_kv_heads = _positive(num_kv_heads, "num_kv_heads", 1 << 16)
+        self.head_dim = _positive(head_dim, "head_dim", KV_MAX_HEAD_DIM)
+        k_dtypes = _per_layer(k_dtype, self.num_layers, "k_dtype")
+        v_dtypes = _per_layer(v_dtype, self.num_layers, "v_dtype")
+        self.chunk_blocks = GROW_BLOCKS
+        self.max_seq_len = None
+        if max_seq_len is not None:
+            self.max_seq_len = _positive(max_seq_len, "max_seq_len", 1 << 40)
+            self.chunk_blocks = (self.max_seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+        self.layers = <kv_layer *>calloc(self.num_layers, sizeof(kv_layer))
+        self.offsets = <Py_ssize_t *>calloc(2 * self.num_layers, sizeof(Py_ssize_t))
+        if self.layers == NULL or self.offsets == NULL:
+            raise MemoryError("cannot allocate the layers of a cache")
+        total = 0
+        for i in range(self.num_layers):
+            layer = self.layers + i
+            layer.num_kv_heads = <int>self.num_kv_heads
+            init_side(&layer.k, k_dtypes[i], <int>self.head_dim, BLOCK_SIZE)
+            init_side(&layer.v, v_dtypes[i], <int>self.head_dim, BLOCK_SIZE)
+            layer.k_head_stride = self._stride(layer.k.bytes)
+            layer.v_head_stride = self._stride(layer.v.bytes)
+            self.offsets[2 * i] = total
+            total += int(self.num_kv_heads) * int(layer.k_head_stride)
+            self.offsets[2 * i + 1] = total
+            total += int(self.num_kv_heads) * int(layer.v_head_stride)
+            if total > 1 << 60:
+                raise MemoryError(f"a cache of more than {total:,} bytes is beyond the address space")
+        self.chunk_bytes = total
+        self.chunks = []
+        self.workspace = Workspace()
+        if self.max_seq_len is not None:
+            self._reserve(self.max_seq_len)
+
+    cdef Py_ssize_t _stride(self, Py_ssize_t block_bytes):
+        """Bytes from head to head: not a multiple of a page, so that the heads' and the sides' streams
+        do not fall into the same sets of the processor's caches."""
+        cdef Py_ssize_t stride = self.chunk_blocks * block_bytes
+        return stride + 64 if stride % 4096 == 0 else stride
+
+    def __dealloc__(self):
+        cdef Py_ssize_t i
+        if self.layers != NULL:
+            for i in range(self.num_layers):
+                free(self.layers[i].k_blocks)
+                free(self.layers[i].v_blocks)
+        free(self.layers)
+        free(self.offsets)
+
+    cdef int _enter(self) except -1:
+        if self.busy:
+            raise RuntimeError("this cache is in use by another thread; a cache serves one thread at a time")
+        self.busy = True
+        return 0
+
+    cdef kv_layer *_layer(self, object index) except NULL:
+        try:
+            number = index.__index__()
+        except AttributeError:
+            raise TypeError(f"layer must be an integer, got {index!r}") from None
+        if not 0 <= number < self.num_layers:
+            raise IndexError(f"layer must be between 0 and {self.num_layers - 1}, got {number}")
+        return self.layers + <Py_ssize_t>number
+
+    cdef int _reserve(self, Py_ssize_t tokens) except -1:
+        """Make room for `tokens` tokens in every layer."""
+        cdef Py_ssize_t needed = (tokens + BLOCK_SIZE - 1) // BLOCK_SIZE, have, size, i, b
+        cdef kv_layer *layer
+        cdef Arena arena
+        cdef void *table
+        while len(self.chunks) * self.chunk_blocks < needed:
+            have = len(self.chunks) * self.chunk_blocks
+            if have + self.chunk_blocks > self.table_size:
+                size = max(have + self.chunk_blocks, 2 * self.table_size)
+                for i in range(self.num_layers):
+                    layer = self.layers + i
+                    table = realloc(layer.k_blocks, size * sizeof(char *))
+                    if table != NULL:
+                        layer.k_blocks = <const char **>table
+                        table = realloc(layer.v_blocks, size * sizeof(char *))
+                    if table == NULL:
+                        raise MemoryError("cannot allocate the block tables of a cache")
+                    layer.v_blocks = <const char **>table
+                self.table_size = size
+            arena = Arena(self.chunk_bytes)
+            for i in range(self.num_layers):
+                layer = self.layers + i
+                for b in range(self.chunk_blocks):
+                    layer.k_blocks[have + b] = arena.data + self.offsets[2 * i] + b * layer.k.bytes
+                    layer.v_blocks[have + b] = arena.data + self.offsets[2 * i + 1] + b * layer.v.bytes
+            self.chunks.append(arena)
+        return 0
+
+    def append(self, index, k, v):
+        cdef kv_layer *layer = self._layer(index)
+        cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
+        cdef const kv_kernels *kernels = active()
+        cdef Py_ssize_t i, n = keys.rows.tokens
+        cdef int threads
+        self._check_shape(keys, "k")
+        self._check_shape(values, "v")
+        if n != values.rows.tokens:
+            raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got {n} and "
+                                         f"{values.rows.tokens}")
+        if self.max_seq_len is not None and n > self.max_seq_len - layer.length:
+            room = self.max_seq_len - layer.length
+            raise CacheFullError(f"layer {index} has room for {room} of {self.max_seq_len} tokens, got {n}",
+                                 n, room)
+        self._enter()
+        try:
+            check_finite(keys, "k", dtype_limit(layer.k.dtype), dtype_name(layer.k.dtype))
+            check_finite(values, "v", dtype_limit(layer.v.dtype), dtype_name(layer.v.dtype))
+            self._reserve(layer.length + n)
+            threads = num_threads_for(None, <double>n * self.num_kv_heads * self.head_dim * 8)
+            with nogil:
+                if threads == 1:
+                    for i in range(self.num_kv_heads):
+                        _append_head(kernels, layer, <int>i, &keys.rows, &values.rows)
+                else:
+                    for i in prange(self.num_kv_heads, schedule="dynamic", num_threads=threads):
+                        _append_head(kernels, layer, <int>i, &keys.rows, &values.rows)
+            layer.length += n
+        finally:
+            self.busy = False
+
+    cdef int _check_shape(self, Rows array, str name) except -1:
+        if array.rows.heads != self.num_kv_heads or array.rows.dim != self.head_dim:
+            raise DimensionMismatchError(
+                f"{name} must have shape (num_tokens, {self.num_kv_heads}, {self.head_dim}), "
+                f"got ({array.rows.tokens}, {array.rows.heads}, {array.rows.dim})")
+        return 0
+
+    def attend(self, index, q, out, scale, causal, softcap, sliding_window, sinks, alibi_slopes, return_lse,
+               num_splits, num_threads):
+        cdef kv_layer *layer = self._layer(index)
+        if layer.length == 0:
+            raise ValueError(f"layer {index} holds no tokens to attend to")
+        self._enter()
+        try:
+            return attend_layer(layer, self.workspace, q, out, scale, causal, softcap, sliding_window, sinks,
+                                alibi_slopes, return_lse, num_splits, num_threads)
+        finally:
+            self.busy = False
+
+    def advance(self, n):
+        cdef Py_ssize_t i, count = _positive(n, "n", 1 << 60)
+        wrong = [f"layer {i} has {self.layers[i].length}" for i in range(self.num_layers)
+                 if self.layers[i].length != self.length + count]
+        if wrong:
+            raise ValueError(f"advance({n}) needs {self.length + count} tokens in every layer, but "
+                             + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
+        self.length += count
+
+    def layer_length(self, index):
+        return self._layer(index).length
+
+    def truncate(self, n):
+        cdef Py_ssize_t i
+        try:
+            count = n.__index__()
+        except AttributeError:
+            raise TypeError(f"n must be an integer, got {n!r}") from None
+        if not 0 <= count <= self.length:
+            raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, got {count}")
+        self._enter()
+        self.length = count
+        for i in range(self.num_layers):
+            self.layers[i].length = min(self.layers[i].length, self.length)
+        self.busy = False
+
+    def rows(self, index, bint values):
+        """Keys or values of a layer as float32: a view where they are stored so, else decoded."""
+        cdef kv_layer *layer = self._layer(index)
+        cdef const kv_side *side = &layer.v if values else &layer.k
+        cdef const char **blocks = layer.v_blocks if values else layer.k_blocks
+        cdef Py_ssize_t head_stride = layer.v_head_stride if values else layer.k_head_stride
+        cdef const kv_kernels *kernels = active()
+        cdef float[:, :, ::1] out
+        cdef Py_ssize_t i, n = layer.length
+        cdef int threads
+        shape = (n, self.num_kv_heads, self.head_dim)
+        if side.dtype == KV_FLOAT32 and self.max_seq_len is not None:
+            view = np.ndarray(shape, np.float32, buffer=self.chunks[0],
+                              offset=self.offsets[2 * <Py_ssize_t>index + values],
+                              strides=(side.row_stride, head_stride, 4))
+            view.flags.writeable = False
+            return view
+        array = np.empty(shape, np.float32)
+        if n == 0:
+            return array
+        out = array
+        self._enter()
+        try:
+            threads = num_threads_for(None, <double>n * self.num_kv_heads * self.head_dim * 8)
+            with nogil:
+                if threads == 1:
+                    for i in range(n):
+                        _decode_token(kernels, side, blocks, head_stride, i, &out[i, 0, 0], self.num_kv_heads, values)
+                else:
+                    for i in prange(n, schedule="static", num_threads=threads):
+                        _decode_token(kernels, side, blocks, head_stride, i, &out[i, 0, 0], self.num_kv_heads, values)
+        finally:
+            self.busy = False
+        return array
+
+    def copy(self):
+        """An independent deep copy."""
+        cdef ContiguousBuffer other = ContiguousBuffer(self.num_layers, self.num_kv_heads, self.head_dim,
+                                                       self.max_seq_len, self.dtypes(False), self.dtypes(True))
+        cdef Py_ssize_t i, b, h
+        cdef kv_layer *source
+        cdef kv_layer *target
+        self._enter()
+        try:
+            other.length = self.length
+            for i in range(self.num_layers):
+                source, target = self.layers + i, other.layers + i
+                other._reserve(source.length)
+                target.length = source.length
+                for b in range((source.length + BLOCK_SIZE - 1) // BLOCK_SIZE):
+                    for h in range(self.num_kv_heads):
+                        memcpy(<char *>target.k_blocks[b] + h * target.k_head_stride,
+                               source.k_blocks[b] + h * source.k_head_stride, source.k.bytes)
+                        memcpy(<char *>target.v_blocks[b] + h * target.v_head_stride,
+                               source.v_blocks[b] + h * source.v_head_stride, source.v.bytes)
+        finally:
+            self.busy = False
+        return other
+
+    def dtypes(self, bint values):
+        """Names of the storage dtypes of all layers."""
+        cdef Py_ssize_t i
+        return [dtype_name(self.layers[i].v.dtype if values else self.layers[i].k.dtype)
+                for i in range(self.num_layers)]
+
+    @property
+    def nbytes(self):
+        return sum(arena.nbytes for arena in self.chunks)
+
+    @property
+    def bytes_per_token(self):
+        cdef Py_ssize_t i, total = 0
+        for i in range(self.num_layers):
+            total += (self.layers[i].k.bytes + self.layers[i].v.bytes) * self.num_kv_heads
+        return total / BLOCK_SIZE if total % BLOCK_SIZE else total // BLOCK_SIZE
+
+
+cdef void _append_head(const kv_kernels *kernels, const kv_layer *layer, int head, const kv_rows *k,
+                       const kv_rows *v) noexcept nogil:
+    """Write the rows of one head behind the layer's last token."""
+    cdef float buffer[512]
+    cdef const float *row
+    cdef const char *source
+    cdef Py_ssize_t token, at
+    for token in range(k.tokens):
+        at = layer.length + token
+        source = k.data + token * k.token_stride + head * k.head_stride
+        row = <const float *>source
+        if k.dtype != KV_FLOAT32:
+            kernels.to_float[k.dtype](source, k.dim, buffer)
+            row = buffer
+        kernels.encode_k(&layer.k, <char *>layer.k_blocks[at // BLOCK_SIZE] + head * layer.k_head_stride,
+                         <int>(at % BLOCK_SIZE), row)
+        source = v.data + token * v.token_stride + head * v.head_stride
+        row = <const float *>source
+        if v.dtype != KV_FLOAT32:
+            kernels.to_float[v.dtype](source, v.dim, buffer)
+            row = buffer
+        kernels.encode_v(&layer.v, <char *>layer.v_blocks[at // BLOCK_SIZE] + head * layer.v_head_stride,
+                         <int>(at % BLOCK_SIZE), row)
+
+
+cdef void _decode_token(const kv_kernels *kernels, const kv_side *side, const char **blocks,
+                        Py_ssize_t head_stride, Py_ssize_t token, float *out, Py_ssize_t heads,
+                        bint values) noexcept nogil:
+    cdef Py_ssize_t head
+    cdef const char *block
+    for head in range(heads):
+        block = blocks[token // BLOCK_SIZE] + head * head_stride
+        if values:
+            kernels.decode_v(side, block, <int>(token % BLOCK_SIZE), out + head * side.head_dim)
+        else:
+            kernels.decode_k(side, block, <int>(token % BLOCK_SIZE), out + head * side.head_dim)

@@ -1,0 +1,34 @@
+"""The errors of kvfast that are not plain ``ValueError``, ``TypeError`` or ``IndexError``.
+
+All checks run before anything is written: a refused call leaves the cache as it was.
+"""
+
+__all__ = ["CacheFullError", "DimensionMismatchError", "NonFiniteInputError"]
+
+
+class DimensionMismatchError(ValueError):
+    """An array has the wrong rank, or a dimension differs from what the cache holds."""
+
+
+class NonFiniteInputError(ValueError):
+    """An array holds NaN, infinity, or a value beyond the range of its storage dtype."""
+
+
+class CacheFullError(RuntimeError):
+    """More tokens than a cache has room for.
+
+    Attributes
+    ----------
+    needed : int
+        Tokens that the call would have added.
+    free : int
+        Tokens that the cache had room for.
+    """
+
+    def __init__(self, message, needed, free):
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+
+    def __reduce__(self):
+        return type(self), (self.args[0], self.needed, self.free)

@@ -1,0 +1,60 @@
+"""A small llama-style runtime on kvfast: GGUF models, in NumPy, with a compressed KV cache.
+
+    gguf_file -> weights -> model -> generation, evaluation
+    gguf_file -> tokenizer
+    fetch
+
+>>> import kvfast
+>>> from kvfast import llama
+>>> model, tokenizer = llama.load()                      # SmolLM2-135M, fetched once
+>>> cache = kvfast.KVCache(*model.cache_shape, max_seq_len=1024, dtype="int8")
+>>> tokens = tokenizer.encode("It is a truth universally acknowledged")
+>>> for text in tokenizer.stream(llama.generate(model, tokens, cache, end_ids=tokenizer.end_ids)):
+...     print(text, end="", flush=True)
+
+Needs the extra packages of `pip install "kvfast[llama]"`.
+"""
+
+from .evaluation import CacheScore, evaluate
+from .fetch import FetchError, fetch_model
+from .generation import Sampler, generate
+from .gguf_file import GGUFFile, ModelFileError
+from .model import LlamaModel
+from .tokenizer import Tokenizer
+from .weights import LlamaConfig
+
+__all__ = [
+    "CacheScore",
+    "FetchError",
+    "GGUFFile",
+    "LlamaConfig",
+    "LlamaModel",
+    "ModelFileError",
+    "Sampler",
+    "Tokenizer",
+    "evaluate",
+    "fetch_model",
+    "generate",
+    "load",
+]
+
+
+def load(path=None):
+    """Read a model and its tokenizer from one GGUF file.
+
+    Parameters
+    ----------
+    path : path-like, optional
+        SmolLM2-135M-Instruct when omitted, fetched on first use.
+
+    Returns
+    -------
+    (LlamaModel, Tokenizer)
+    """
+    file = GGUFFile(fetch_model() if path is None else path)
+    tokenizer = Tokenizer(file)
+    model = LlamaModel.from_gguf(file)
+    if len(tokenizer.tokens) != model.config.vocab_size:
+        counts = f"{len(tokenizer.tokens)} tokens, its model {model.config.vocab_size}"
+        raise ModelFileError(f"{file.path}: the tokenizer has {counts}")
+    return model, tokenizer

@@ -1,0 +1,155 @@
+"""The commands `generate` and `eval` of `python -m kvfast`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import kvfast
+from kvfast import llama
+
+
+def run_generate(args):
+    """Continue `args.prompt`, printing the text as it comes, then speed and size.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    storage = _storage(args.dtype, args)
+    _set_threads(args.threads)
+    model, tokenizer = llama.load(args.model)
+    prompt = tokenizer.encode(args.prompt)
+    room = args.max_seq_len or min(len(prompt) + args.max_tokens, model.config.context_length)
+    if len(prompt) > room:
+        raise ValueError(f"the prompt has {len(prompt)} tokens and there is room for {room}")
+    cache = kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)
+    tokens = llama.generate(
+        model, prompt, cache, max_tokens=args.max_tokens, sampler=sampler, end_ids=tokenizer.end_ids
+    )
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows "?"
+    clock = _Clock()
+    print(args.prompt, end="", flush=True)
+    for text in tokenizer.stream(clock.watch(tokens)):
+        print(text, end="", flush=True)
+    clock.stop()
+
+    stored = cache.bytes_per_token
+    print("\n")
+    print("prefill ", _speed(len(prompt), clock.prefill))
+    print("decode  ", _speed(clock.ticks - 1, clock.decode))
+    print(f"cache    {cache.dtype}: {stored:,} bytes per token; a float32 cache takes", end=" ")
+    print(f"{_float_bytes(model, 4) / stored:.2f}x as much, float16 {_float_bytes(model, 2) / stored:.2f}x")
+
+
+class _Clock:
+    """Times a stream of tokens: `prefill` seconds until the first, `decode` seconds for the others."""
+
+    def __init__(self):
+        self.ticks = 0
+        self._start = time.perf_counter()
+
+    def watch(self, tokens):
+        for token in tokens:
+            self.ticks += 1
+            if self.ticks == 1:
+                self._first = time.perf_counter()
+            yield token
+
+    def stop(self):
+        end = time.perf_counter()
+        first = self._first if self.ticks else end  # no token: the model ended the text at once
+        self.prefill, self.decode = first - self._start, end - first
+
+
+def _speed(count, seconds):
+    return f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s" if count > 0 else "no tokens"
+
+
+def run_eval(args):
+    """Score the caches of `args.dtype` on `args.text` and print a table, or JSON.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    with open(args.text, encoding="utf-8") as file:
+        try:
+            text = file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.text} is not UTF-8 text: {error}") from None
+    storages = [_storage(dtype, args) for dtype in args.dtype.split(",")]
+    _set_threads(args.threads)
+    model, tokenizer = llama.load(args.model)
+    context = model.config.context_length
+    if args.tokens > context:
+        raise ValueError(f"--tokens is {args.tokens}; the model's context is {context}")
+    tokens = tokenizer.encode(text)[: args.tokens]
+    room = max(1, len(tokens))
+    caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage) for storage in storages]
+    columns = [BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), "ETA", TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=len(tokens) - 1)
+        scores = llama.evaluate(
+            model, tokens, caches, chunk_size=args.chunk, progress=lambda count: bar.advance(task, count)
+        )
+
+    if args.json:
+        results = [asdict(score) | {"nll_difference": score.nll_difference} for score in scores]
+        print(json.dumps({"text": args.text, "chunk": args.chunk, "results": results}, indent=2))
+        return
+    print(f"{args.text}: {scores[0].num_predictions:,} tokens predicted; NLL and KL are means per token, in nats")
+    # Without a terminal rich assumes 80 columns and would fold the table.
+    Console(width=None if sys.stdout.isatty() else 120).print(_table(model, scores))
+
+
+def _table(model, scores):
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("cache", "NLL", "- float32", "KL", "top-1", "bytes/token", "float32 takes", "float16 takes"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+
+    def add_row(dtype, nll, quality, stored):
+        ratios = (f"{_float_bytes(model, itemsize) / stored:.2f}x" for itemsize in (4, 2))
+        table.add_row(dtype, f"{nll:.5f}", *quality, f"{stored:,}", *ratios)
+
+    add_row("float32", scores[0].nll_float32, ("", "", ""), _float_bytes(model, 4))
+    for score in scores:
+        quality = (f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
+        add_row(score.dtype, score.nll, quality, score.bytes_per_token)
+    return table
+
+
+def _storage(dtype, args):
+    """Read `dtype`, one name or two with a slash, into the dtype arguments of a cache."""
+    for_k, _, for_v = dtype.strip().partition("/")
+    storage = {"k_dtype": args.k_dtype or for_k, "v_dtype": args.v_dtype or for_v or for_k}
+    kvfast.KVCache(1, 1, 1, max_seq_len=1, **storage)  # refuses an unknown name before any model is fetched
+    return storage
+
+
+def _set_threads(count):
+    """Limit kvfast's threads and, through threadpoolctl, those of the BLAS under NumPy."""
+    if count is None:
+        return
+    kvfast.set_num_threads(count)
+    try:
+        import threadpoolctl
+    except ImportError:
+        print("note: without threadpoolctl, --threads does not limit NumPy's matrix products", file=sys.stderr)
+    else:
+        threadpoolctl.threadpool_limits(count, user_api="blas")
+
+
+def _float_bytes(model, itemsize):
+    """Bytes per token of a cache of plain floats."""
+    num_layers, num_kv_heads, head_dim = model.cache_shape
+    return 2 * num_layers * num_kv_heads * head_dim * itemsize

@@ -1,0 +1,151 @@
+"""A GGUF file: typed metadata, and tensors as float32 arrays."""
+
+from __future__ import annotations
+
+import os
+
+import gguf
+import numpy as np
+
+
+class ModelFileError(ValueError):
+    """The model file is damaged, is not GGUF, or holds a model this runtime does not know."""
+
+
+class _BoundedReader(gguf.GGUFReader):
+    """The `gguf` reader, refusing to read past the end of the file.
+
+    The plain reader returns short or empty arrays there, and a damaged length field then keeps it
+    looping over elements that do not exist.
+    """
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+        end = int(offset) + int(count) * np.dtype(dtype).itemsize
+        if end > len(self.data):
+            raise ValueError(f"it ends at byte {len(self.data):,} and byte {end:,} is needed")
+        return super()._get(offset, dtype, count, override_order)
+
+
+class GGUFFile:
+    """One open GGUF file.
+
+    The file is memory-mapped: metadata is parsed at once, a tensor is read when it is asked for.
+
+    Parameters
+    ----------
+    path : path-like
+        The `.gguf` file.
+
+    Attributes
+    ----------
+    path : str
+    architecture : str
+        `general.architecture`; model keys are spelled `<architecture>.<name>`.
+    tensor_names : frozenset of str
+
+    Raises
+    ------
+    ModelFileError
+        The file is empty, truncated, damaged or not GGUF.
+    OSError
+        The file cannot be opened.
+    """
+
+    def __init__(self, path):
+        self.path = os.fspath(path)
+        if os.path.isdir(self.path):
+            raise ModelFileError(f"{self.path} is a folder, not a GGUF file")
+        with open(self.path, "rb") as file:  # a missing file is told by its own OSError
+            if file.read(4) != b"GGUF":
+                raise ModelFileError(f"{self.path} is not a GGUF file: it does not start with GGUF")
+        try:
+            reader = _BoundedReader(self.path)
+        except OSError:
+            raise
+        except Exception as error:  # any exception of a parser fed with damaged bytes means the same
+            raise ModelFileError(f"{self.path} is damaged: {error}") from error
+        self._fields = reader.fields
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.tensor_names = frozenset(self._tensors)
+        self.architecture = self.text("general.architecture")
+
+    def __contains__(self, key):
+        """Whether the metadata has `key`."""
+        return key in self._fields
+
+    def get(self, key, default=None):
+        """The metadata value of `key`: a number, a bool, a str or a list of one of them."""
+        if key not in self._fields:
+            return default
+        try:
+            return self._fields[key].contents()
+        except ValueError as error:  # UnicodeDecodeError
+            raise ModelFileError(f"{self.path} is damaged: {key}: {error}") from error
+
+    def text(self, key, default=None):
+        """The string metadata of `key`."""
+        return self._typed(key, default, str, "a string")
+
+    def items(self, key, kind, default=None):
+        """The metadata list of `key`, whose items are all of the type `kind`."""
+        value = self._typed(key, default, list, "a list")
+        if not all(isinstance(item, kind) for item in value):
+            raise ModelFileError(f"{self.path}: every item of {key} should be of type {kind.__name__}")
+        return value
+
+    def count(self, key, default=None):
+        """The metadata of `key`, an integer of at least 1."""
+        value = self._typed(key, default, int, "a whole number")
+        if value < 1:
+            raise ModelFileError(f"{self.path}: {key} should be at least 1; it is {value}")
+        return value
+
+    def number(self, key, default=None):
+        """The metadata of `key`, a number above 0."""
+        value = float(self._typed(key, default, (int, float), "a number"))
+        if not 0 < value < float("inf"):
+            raise ModelFileError(f"{self.path}: {key} should be above 0; it is {value}")
+        return value
+
+    def _typed(self, key, default, types, described):
+        value = self.get(key, default)
+        if value is None:
+            raise ModelFileError(f"{self.path}: the metadata lacks {key}")
+        if not isinstance(value, types):
+            raise ModelFileError(f"{self.path}: {key} should be {described}; it is {value!r:.80}")
+        return value
+
+    def tensor(self, name, shape):
+        """Read one tensor.
+
+        Parameters
+        ----------
+        name : str
+        shape : tuple of int
+            The expected shape, rows first. The file must agree.
+
+        Returns
+        -------
+        ndarray, shape `shape`, float32, C-contiguous
+            A copy of its own, dequantised: it stays valid when the file goes away.
+        """
+        if name not in self._tensors:
+            raise ModelFileError(f"{self.path}: the tensor {name} is missing")
+        tensor = self._tensors[name]
+        stored = tuple(int(size) for size in reversed(tensor.shape))  # GGUF names the fastest axis first
+        if stored != shape:
+            raise ModelFileError(f"{self.path}: {name} should have shape {shape}; it has {stored}")
+        try:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise ModelFileError(f"{self.path}: {name} is stored as {kind}, which gguf cannot decode") from error
+        if np.may_share_memory(values, tensor.data):  # float32 in the file: still the mapped bytes
+            values = values.copy()
+        return np.ascontiguousarray(values, dtype=np.float32).reshape(shape)
+
+    def tensor_shape(self, name):
+        """The shape of a tensor, rows first, without reading it."""
+        if name not in self._tensors:
+            raise ModelFileError(f"{self.path}: the tensor {name} is missing")
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))

@@ -1,0 +1,161 @@
+/* Compiles the kernels once per instruction set, and tells which of them this machine can run.
+
+   Each tier stands in a target region instead of a file with its own flags: all functions are
+   static, so no code of a newer instruction set can leak into what every CPU runs. */
+#include "kernels.h"
+
+#include <math.h>
+#include <string.h>
+
+#if defined(__x86_64__) || defined(__i386__)
+#define KV_X86 1
+#include <cpuid.h>
+#include <immintrin.h>
+#else
+#define KV_X86 0
+#endif
+
+#if defined(__clang__)
+#define KV_PRAGMA(text) _Pragma(#text)
+#define KV_TARGET_BEGIN(isa) KV_PRAGMA(clang attribute push(__attribute__((target(isa))), apply_to = function))
+#define KV_TARGET_END _Pragma("clang attribute pop")
+#else
+#define KV_PRAGMA(text) _Pragma(#text)
+#define KV_TARGET_BEGIN(isa) _Pragma("GCC push_options") KV_PRAGMA(GCC target(isa))
+#define KV_TARGET_END _Pragma("GCC pop_options")
+#endif
+
+#define kv_prefetch(address) __builtin_prefetch(address, 0, 3)
+
+/* Where a panel that starts `offset` bytes into its piece prefetches from; it goes on line after line
+   in the order of memory, whatever the order of its loads. */
+static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offset)
+{
+    offset += ahead->lead;
+    return offset < ahead->next_bytes ? ahead->next + offset : ahead->after + (offset - ahead->next_bytes);
+}
+
+static inline int32_t kv_load32(const void *p) { int32_t x; memcpy(&x, p, 4); return x; }
+static inline int64_t kv_load64(const void *p) { int64_t x; memcpy(&x, p, 8); return x; }
+static inline uint32_t kv_float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+static inline float kv_bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+
+/* for (i = 0; i < n; i++) body, n <= 4 constant, unrolled in the source: compilers keep arrays that are
+   indexed by constants in registers, but not reliably those of loops they unroll themselves. */
+#define KV_FOR4(i, n, ...)                                  \
+    do {                                                    \
+        { enum { i = 0 }; if ((int)i < (int)(n)) { __VA_ARGS__ } }    \
+        { enum { i = 1 }; if ((int)i < (int)(n)) { __VA_ARGS__ } }    \
+        { enum { i = 2 }; if ((int)i < (int)(n)) { __VA_ARGS__ } }    \
+        { enum { i = 3 }; if ((int)i < (int)(n)) { __VA_ARGS__ } }    \
+    } while (0)
+
+/* Half precision in plain C, round to nearest even; also the tails of the vector tiers. */
+static inline float kv_from_float16(uint16_t half)
+{
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7FFF;
+    if (magnitude >= 0x7C00) return kv_bits_float(sign | 0x7F800000 | (magnitude & 0x3FF) << 13);
+    return kv_bits_float(sign | kv_float_bits(kv_bits_float(magnitude << 13) * 0x1p112f));
+}
+static inline uint16_t kv_to_float16(float x)
+{
+    uint32_t bits = kv_float_bits(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
+    if (magnitude > 0x7F800000) return (uint16_t)(sign | 0x7E00);   /* NaN */
+    if (magnitude >= 0x477FF000) return (uint16_t)(sign | 0x7C00);  /* rounds beyond 65504 */
+    if (magnitude < 0x38800000) {                                   /* subnormal: the FPU rounds at 2^-24 */
+        float rounded = kv_bits_float(magnitude) + 0.5f;
+        return (uint16_t)(sign | (kv_float_bits(rounded) - 0x3F000000));
+    }
+    return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13));
+}
+
+static inline void kv_put_nibble(uint8_t *byte, int code, int high)
+{
+    *byte = (uint8_t)(high ? (*byte & 0x0F) | code << 4 : (*byte & 0xF0) | code);
+}
+static inline int kv_get_nibble(const uint8_t *byte, int high) { return high ? *byte >> 4 : *byte & 0x0F; }
+
+#if KV_X86
+KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+#define KV(name) name##_avx512_vnni
+#define KV_ISA "avx512_vnni"
+#include "vec_avx512.h"
+#include "tier.inc.h"
+KV_TARGET_END
+
+KV_TARGET_BEGIN("avx2,fma,f16c")
+#define KV(name) name##_avx2
+#define KV_ISA "avx2"
+#include "vec_avx2.h"
+#include "tier.inc.h"
+KV_TARGET_END
+
+#ifdef __SSE2__
+#define KV(name) name##_sse2
+#define KV_ISA "sse2"
+#include "vec_sse2.h"
+#include "tier.inc.h"
+#endif
+#endif
+
+#define KV(name) name##_scalar
+#define KV_ISA "scalar"
+#include "vec_scalar.h"
+#include "tier.inc.h"
+
+const kv_kernels *const kv_all_kernels[] = {
+#if KV_X86
+    &kernels_avx512_vnni,
+    &kernels_avx2,
+#ifdef __SSE2__
+    &kernels_sse2,
+#endif
+#endif
+    &kernels_scalar,
+    NULL,
+};
+
+#if KV_X86
+/* clang's __builtin_cpu_supports does not know this one; whoever has it and AVX2 may use it. */
+static int has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
+#endif
+
+int kv_supported(const kv_kernels *kernels)
+{
+#if KV_X86
+    /* __builtin_cpu_supports also asks the operating system (XCR0) for the wider registers. */
+    __builtin_cpu_init();
+    if (kernels == &kernels_avx512_vnni)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma") &&
+               has_f16c();
+    if (kernels == &kernels_avx2)
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+#endif
+    (void)kernels;
+    return 1;
+}
+
+const kv_cpu_feature *kv_cpu_features(void)
+{
+    static kv_cpu_feature features[] = {
+#if KV_X86
+        {"sse2", 0}, {"avx", 0}, {"fma", 0}, {"avx2", 0}, {"avx512f", 0}, {"avx512bw", 0},
+        {"avx512dq", 0}, {"avx512vl", 0}, {"avx512vnni", 0}, {"avx512bf16", 0},
+#endif
+        {NULL, 0}};
+#if KV_X86
+    kv_cpu_feature *f = features;
+    __builtin_cpu_init();
+#define KV_FEATURE(name) (f++)->present = __builtin_cpu_supports(name) != 0;
+    KV_FEATURE("sse2") KV_FEATURE("avx") KV_FEATURE("fma") KV_FEATURE("avx2")
+    KV_FEATURE("avx512f") KV_FEATURE("avx512bw") KV_FEATURE("avx512dq") KV_FEATURE("avx512vl")
+    KV_FEATURE("avx512vnni") KV_FEATURE("avx512bf16")
+#endif
+    return features;
+}

@@ -1,0 +1,154 @@
+/* Attention on float32, float16 and bfloat16 rows, converted in registers, summed in float32. */
+
+static inline __attribute__((always_inline)) vf KV(load_as)(const char *row, int index, const int dtype)
+{
+    if (dtype == KV_FLOAT32) return vf_load((const float *)row + index);
+    if (dtype == KV_FLOAT16) return vf_load_float16((const uint16_t *)row + index);
+    return vf_load_bfloat16((const uint16_t *)row + index);
+}
+
+static void KV(prepare_floating)(const kv_side *side, const float *rows, int num_rows, float scale, kv_queries *queries)
+{
+    for (ptrdiff_t i = 0; i < (ptrdiff_t)num_rows * side->padded_dim; i += W)
+        vf_store(queries->values + i, vf_mul(vf_load(rows + i), vf_set1(scale)));
+}
+
+/* rows x tokens dot products over padded_dim. */
+static inline __attribute__((always_inline)) void KV(score_panel)(
+    const char *keys, ptrdiff_t row_stride, int padded_dim, const float *q, const int rows, const int tokens,
+    const char *ahead, float *scores, const int dtype)
+{
+    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
+    vf acc[KV_PANEL][FLOAT_TOKENS];
+    for (int r = 0; r < KV_PANEL; r++)
+        for (int t = 0; t < FLOAT_TOKENS; t++) acc[r][t] = vf_set1(0.0f);
+    for (int i = 0; i < padded_dim; i += W) {
+        vf key[FLOAT_TOKENS];
+        for (int t = 0; t < tokens; t++) {
+            const char *row = keys + t * row_stride;
+            if (i * itemsize % 64 == 0) kv_prefetch(ahead), ahead += 64;
+            key[t] = KV(load_as)(row, i, dtype);
+        }
+        for (int r = 0; r < rows; r++) {
+            vf query = vf_load(q + r * padded_dim + i);
+            for (int t = 0; t < tokens; t++) acc[r][t] = vf_fma(query, key[t], acc[r][t]);
+        }
+    }
+    if (tokens == 1) {
+        for (int r = 0; r < rows; r++) scores[r * KV_TILE] = vf_hsum(acc[r][0]);
+        return;
+    }
+    for (int r = 0; r < rows; r += 4 / FLOAT_TOKENS) {
+        float sums[4];
+#if FLOAT_TOKENS == 4
+        KV(vf_sum4)(acc[r][0], acc[r][1], acc[r][2], acc[r][3], sums);
+        memcpy(scores + r * KV_TILE, sums, 16);
+#else
+        KV(vf_sum4)(acc[r][0], acc[r][1], acc[r + 1][0], acc[r + 1][1], sums);
+        memcpy(scores + r * KV_TILE, sums, 8);
+        if (r + 1 < rows) memcpy(scores + (r + 1) * KV_TILE, sums + 2, 8);
+#endif
+    }
+}
+
+/* rows x (vectors x W) output dimensions over count tokens. */
+static inline __attribute__((always_inline)) void KV(value_panel)(
+    const char *values, ptrdiff_t row_stride, int count, const float *weights, const int rows, const int vectors,
+    const char *ahead, const float *rescale, float *acc, int padded_dim, const int dtype)
+{
+    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
+    vf sum[KV_PANEL][FLOAT_VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++)
+            sum[r][v] = vf_mul(vf_load(acc + r * padded_dim + v * W), vf_set1(rescale[r]));
+    for (int t = 0; t < count; t++) {
+        vf value[FLOAT_VECTORS];
+        for (int v = 0; v < vectors; v++) {
+            if (v * W * itemsize % 64 == 0) kv_prefetch(ahead), ahead += 64;
+            value[v] = KV(load_as)(values, v * W, dtype);
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++)
+                sum[r][v] = vf_fma(vf_set1(weights[r * KV_TILE + t]), value[v], sum[r][v]);
+        values += row_stride;
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) vf_store(acc + r * padded_dim + v * W, sum[r][v]);
+}
+
+/* Every number of rows is a panel of its own, so that its accumulators stay in registers. */
+#define KV_EACH_ROWS(rows, panel, ...)        \
+    switch (rows) {                           \
+    case 1: panel(1, __VA_ARGS__) break;      \
+    case 2: panel(2, __VA_ARGS__) break;      \
+    case 3: panel(3, __VA_ARGS__) break;      \
+    default: panel(4, __VA_ARGS__)            \
+    }
+
+static inline __attribute__((always_inline)) void KV(scores_floating)(
+    const kv_side *side, const kv_queries *queries, int num_rows, const char *block, int first, int count,
+    const kv_ahead *ahead, float *scores, const int dtype)
+{
+    const char *keys = block + first * side->row_stride;
+    for (int row = 0; row < num_rows; row += KV_PANEL) {
+        const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
+        const float *q = queries->values + row * side->padded_dim;
+        int t = 0;
+#define KV_PANEL_SCORES(R, T)                                                                        \
+    KV(score_panel)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, R, T, fetch, \
+                    scores + row * KV_TILE + t, dtype);
+        for (; t + FLOAT_TOKENS <= count; t += FLOAT_TOKENS) {
+            const char *fetch = kv_prefetch_from(ahead, t * side->row_stride);
+            KV_EACH_ROWS(rows, KV_PANEL_SCORES, FLOAT_TOKENS)
+        }
+        for (; t < count; t++) {
+            const char *fetch = kv_prefetch_from(ahead, t * side->row_stride);
+            KV_EACH_ROWS(rows, KV_PANEL_SCORES, 1)
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void KV(accumulate_floating)(
+    const kv_side *side, const float *weights, int num_rows, const char *block, int first, int count,
+    const kv_ahead *ahead, const float *rescale, float *acc, const int dtype)
+{
+    const char *values = block + first * side->row_stride;
+    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
+    for (int row = 0; row < num_rows; row += KV_PANEL) {
+        const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
+        int i = 0;
+#define KV_PANEL_VALUES(R, V)                                                                      \
+    KV(value_panel)(values + i * itemsize, side->row_stride, count, weights + row * KV_TILE, R, V, \
+                    fetch, rescale + row, acc + row * side->padded_dim + i, side->padded_dim, dtype);
+        for (; i + FLOAT_VECTORS * W <= side->padded_dim; i += FLOAT_VECTORS * W) {
+            const char *fetch = kv_prefetch_from(ahead, (ptrdiff_t)count * i * itemsize);
+            KV_EACH_ROWS(rows, KV_PANEL_VALUES, FLOAT_VECTORS)
+        }
+        for (; i < side->padded_dim; i += W) {
+            const char *fetch = kv_prefetch_from(ahead, (ptrdiff_t)count * i * itemsize);
+            KV_EACH_ROWS(rows, KV_PANEL_VALUES, 1)
+        }
+    }
+}
+
+#define KV_FLOATING_KERNELS(name, dtype)                                                              \
+    static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,       \
+                                  const char *block, int first, int count, const kv_ahead *ahead,           \
+                                  float *scores)                                                      \
+    {                                                                                                 \
+        KV(scores_floating)(side, queries, num_rows, block, first, count, ahead, scores, dtype);      \
+    }                                                                                                 \
+    static void KV(accumulate_##name)(const kv_side *side, const float *weights, int num_rows,        \
+                                      const char *block, int first, int count, const kv_ahead *ahead,       \
+                                      const float *rescale, float *acc)                               \
+    {                                                                                                 \
+        KV(accumulate_floating)(side, weights, num_rows, block, first, count, ahead, rescale, acc, dtype); \
+    }
+KV_FLOATING_KERNELS(float32, KV_FLOAT32)
+KV_FLOATING_KERNELS(float16, KV_FLOAT16)
+KV_FLOATING_KERNELS(bfloat16, KV_BFLOAT16)
+
+#undef KV_FLOATING_KERNELS
+#undef KV_PANEL_SCORES
+#undef KV_PANEL_VALUES
+#undef KV_EACH_ROWS

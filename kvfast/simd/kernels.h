@@ -1,0 +1,131 @@
+/* kvfast/simd: arithmetic on one row or one tile of a block, compiled once per instruction set.
+
+   This header is the whole interface of the room: the storage dtypes, the layout of a block and
+   the table of kernels.  Nothing above it knows an instruction set; nothing below it knows Python
+   or OpenMP.
+
+   A block holds block_size tokens (a multiple of 16) of one layer and one KV head.  Its two sides,
+   K and V, are stored apart, each described by a kv_side:
+
+     float dtypes    (block_size, padded_dim) rows, row_stride bytes from token to token
+     integer dtypes  a matrix of codes in lane tiles, then block_size float32 scales
+
+   Lane tiles: 16 lanes x 4 consecutive depths make one 64-byte line, so that one multiply-
+   accumulate instruction serves 16 results and no sum across lanes is ever needed.
+
+                lanes     depth       line of (lane, depth)
+     K side     tokens    head_dim    [lane/16][depth/4][lane%16][depth%4]     INT8, 1 byte
+     V side     head_dim  tokens      [lane/16][depth/8][lane%16][depth%4]     INT4, depths 0-3 of
+                                      each 8 in the low nibbles, 4-7 in the high ones
+
+   Codes are stored biased (INT8 +128, INT4 +8), which is what u8 x s8 instructions want; the bias
+   leaves again as bias x sum(activations).  padded_dim is head_dim rounded up to 16; the padding
+   holds code zero, so no kernel has a tail. */
+#ifndef KVFAST_KERNELS_H
+#define KVFAST_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_INT4, KV_NUM_DTYPES };
+enum { KV_NUM_FLOATS = KV_INT8 };
+
+enum {
+    KV_LANES = 16,         /* lanes of a tile; tokens come in multiples of it */
+    KV_TILE = 64,          /* most tokens between two softmax corrections */
+    KV_ROWS = 16,          /* most query rows that share one pass over a block */
+    KV_MAX_HEAD_DIM = 512, /* bound of the int32 accumulators, see integer.inc.h */
+    KV_PANEL = 4           /* query rows whose activations are interleaved */
+};
+
+typedef struct {
+    int dtype;
+    int block_size;        /* tokens */
+    int head_dim;
+    int padded_dim;
+    ptrdiff_t row_stride;  /* float dtypes: bytes from token to token */
+    ptrdiff_t scales;      /* integer dtypes: byte offset of the float32 scales */
+    ptrdiff_t bytes;       /* of one block of this side */
+} kv_side;
+
+/* Query rows made ready for the K side's dtype: floats times the softmax scale, or 16-bit integers
+   cut into the parts the instruction set multiplies (see integer.inc.h). */
+typedef struct {
+    union {
+        float values[KV_ROWS * KV_MAX_HEAD_DIM];      /* (rows, padded_dim) */
+        int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];  /* (rows/4, padded_dim/4, 4 rows, 8 bytes) */
+    };
+    float scale[KV_ROWS];  /* of the integers, softmax scale included */
+    int32_t sum[KV_ROWS];  /* of the integers, times the code bias */
+} kv_queries;
+
+/* Running softmax of a set of query rows: out = acc / l, lse = m + log(l). */
+typedef struct {
+    float m[KV_ROWS];
+    float l[KV_ROWS];
+    float rescale[KV_ROWS];                /* exp(m_before - m_now) of the last tile */
+    float weights[KV_ROWS * KV_TILE];      /* (rows, KV_TILE): scores, then exp(score - m) */
+} kv_softmax;
+
+typedef struct {
+    float softcap;         /* 0: off */
+    const float *slopes;   /* (rows,) ALiBi slopes or NULL */
+    const float *query_at; /* (rows,) position of each query, for ALiBi */
+} kv_score_options;
+
+/* What a kernel prefetches while it reads its piece of a block: the pieces that will be read after it,
+   `lead` bytes into the first of them. Measured on a Xeon with AVX-512 that streams 19.1 GB/s: 18.2
+   GB/s when the key pass fetches the values and the value pass the next keys, in the order of memory;
+   15.7 GB/s when each fetches the counterpart of its own loads one tile further on. */
+typedef struct {
+    const char *next, *after;
+    ptrdiff_t next_bytes, lead;
+} kv_ahead;
+
+typedef struct {
+    const char *isa;
+    int lanes;             /* floats per register */
+
+    /* Codec: rows of n floats. */
+    void (*to_float[KV_NUM_FLOATS])(const void *source, ptrdiff_t n, float *row);
+    void (*from_float[KV_NUM_FLOATS])(const float *row, ptrdiff_t n, void *target);
+    /* Index of the first element that is NaN or beyond +-limit, or -1. */
+    ptrdiff_t (*find_unstorable)(const float *row, ptrdiff_t n, float limit);
+    /* Symmetric codes in -levels..levels; returns the scale, or -1 for a NaN or infinity. */
+    float (*quantize)(const float *row, ptrdiff_t n, int levels, int8_t *codes);
+    void (*dequantize)(const int8_t *codes, ptrdiff_t n, float scale, float *row);
+
+    /* One token's row of head_dim floats into or out of a block. */
+    void (*encode_k)(const kv_side *side, char *block, int slot, const float *row);
+    void (*encode_v)(const kv_side *side, char *block, int slot, const float *row);
+    void (*decode_k)(const kv_side *side, const char *block, int slot, float *row);
+    void (*decode_v)(const kv_side *side, const char *block, int slot, float *row);
+
+    /* Attention on `count` tokens of a block from `first`, a multiple of 16. */
+    void (*prepare[KV_NUM_DTYPES])(const kv_side *side, const float *rows, int num_rows, float scale,
+                                   kv_queries *queries);
+    void (*scores[KV_NUM_DTYPES])(const kv_side *side, const kv_queries *queries, int num_rows,
+                                  const char *block, int first, int count, const kv_ahead *ahead,
+                                  float *scores);
+    void (*softmax)(kv_softmax *state, int num_rows, int count, const int *from, const int *to,
+                    float position, const kv_score_options *options);
+    void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows,
+                                      const char *block, int first, int count, const kv_ahead *ahead,
+                                      const float *rescale, float *acc);
+    void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
+                      ptrdiff_t n);
+
+    /* Read n bytes (a multiple of 256) as the kernels do; for measuring the machine. */
+    uint32_t (*stream)(const char *source, ptrdiff_t n);
+} kv_kernels;
+
+/* The tiers of this build, best first, NULL-terminated; kv_supported tells if this CPU and its
+   operating system can run one. */
+extern const kv_kernels *const kv_all_kernels[];
+int kv_supported(const kv_kernels *kernels);
+
+typedef struct { const char *name; int present; } kv_cpu_feature;
+/* Features of this CPU that kvfast knows; ends with a NULL name. */
+const kv_cpu_feature *kv_cpu_features(void);
+
+#endif

@@ -1,0 +1,184 @@
+/* Kernels on rows of floats: conversion, quantisation, and the elementary functions of the softmax. */
+
+static void KV(to_float32)(const void *source, ptrdiff_t n, float *row)
+{
+    memcpy(row, source, (size_t)n * sizeof(float));
+}
+
+static void KV(from_float32)(const float *row, ptrdiff_t n, void *target)
+{
+    memcpy(target, row, (size_t)n * sizeof(float));
+}
+
+static void KV(to_float16)(const void *source, ptrdiff_t n, float *row)
+{
+    const uint16_t *halves = source;
+    ptrdiff_t i = 0;
+    for (; i + W <= n; i += W) vf_store(row + i, vf_load_float16(halves + i));
+    for (; i < n; i++) row[i] = kv_from_float16(halves[i]);
+}
+
+static void KV(from_float16)(const float *row, ptrdiff_t n, void *target)
+{
+    uint16_t *halves = target;
+    ptrdiff_t i = 0;
+    for (; i + W <= n; i += W) vf_store_float16(halves + i, vf_load(row + i));
+    for (; i < n; i++) halves[i] = kv_to_float16(row[i]);
+}
+
+static void KV(to_bfloat16)(const void *source, ptrdiff_t n, float *row)
+{
+    const uint16_t *halves = source;
+    for (ptrdiff_t i = 0; i < n; i++) row[i] = kv_bits_float((uint32_t)halves[i] << 16);
+}
+
+static void KV(from_bfloat16)(const float *row, ptrdiff_t n, void *target)
+{
+    uint16_t *halves = target;
+    for (ptrdiff_t i = 0; i < n; i++) { /* nearest even */
+        uint32_t bits = kv_float_bits(row[i]);
+        halves[i] = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    }
+}
+
+/* Magnitudes order as their bit patterns do, with infinity and NaN on top: one integer maximum
+   finds the largest magnitude and everything that is not finite. */
+static int32_t KV(max_magnitude_bits)(const float *row, ptrdiff_t n)
+{
+    const vi mask = vi_set1(0x7FFFFFFF);
+    vi largest = vi_set1(0);
+    ptrdiff_t i = 0;
+    for (; i + W <= n; i += W) largest = vi_max(largest, vi_and(mask, vf_bits(vf_load(row + i))));
+    int32_t bits = vi_hmax(largest);
+    for (; i < n; i++) {
+        int32_t one = (int32_t)(kv_float_bits(row[i]) & 0x7FFFFFFF);
+        bits = one > bits ? one : bits;
+    }
+    return bits;
+}
+
+static ptrdiff_t KV(find_unstorable)(const float *row, ptrdiff_t n, float limit)
+{
+    if (KV(max_magnitude_bits)(row, n) <= (int32_t)kv_float_bits(limit)) return -1;
+    for (ptrdiff_t i = 0; i < n; i++)
+        if (!(__builtin_fabsf(row[i]) <= limit)) return i;
+    return -1;
+}
+
+/* scale = max|x| / levels, codes = round(x / scale). The scale is at least the smallest normal
+   float, so that its inverse is finite; rows of zeros get scale 0. */
+static float KV(quantize)(const float *row, ptrdiff_t n, int levels, int8_t *codes)
+{
+    int32_t bits = KV(max_magnitude_bits)(row, n);
+    if (bits >= 0x7F800000) return -1.0f;
+    float scale = kv_bits_float((uint32_t)bits) / (float)levels;
+    if (bits && scale < 0x1p-126f) scale = 0x1p-126f;
+    float inverse = bits ? 1.0f / scale : 0.0f;
+    ptrdiff_t i = 0;
+    for (; i + W <= n; i += W)
+        vi_store_int8(codes + i, vf_round(vf_mul(vf_load(row + i), vf_set1(inverse))));
+    for (; i < n; i++) codes[i] = (int8_t)(((row[i] * inverse) + 12582912.0f) - 12582912.0f);
+    return scale;
+}
+
+static void KV(dequantize)(const int8_t *codes, ptrdiff_t n, float scale, float *row)
+{
+    ptrdiff_t i = 0;
+    for (; i + W <= n; i += W) vf_store(row + i, vf_mul(vi_to_float(vi_load_int8(codes + i)), vf_set1(scale)));
+    for (; i < n; i++) row[i] = (float)codes[i] * scale;
+}
+
+static void KV(scale_add)(float *target, float target_scale, const float *source, float source_scale, ptrdiff_t n)
+{
+    ptrdiff_t i = 0;
+    for (; i + W <= n; i += W)
+        vf_store(target + i, vf_fma(vf_load(source + i), vf_set1(source_scale),
+                                    vf_mul(vf_load(target + i), vf_set1(target_scale))));
+    for (; i < n; i++) target[i] = target[i] * target_scale + source[i] * source_scale;
+}
+
+/* exp(x) for x <= 88, exactly 0 below -87: 2^n x 2^r, |r| <= 1/2, with the polynomial of degree 5 that
+   interpolates 2^r in the Chebyshev nodes (relative error 1e-7). */
+static inline vf KV(exp)(vf x)
+{
+    vf t = vf_mul(vf_max(x, vf_set1(-87.0f)), vf_set1(1.44269504f));
+    vi n = vf_round(t);
+    vf r = vf_sub(t, vi_to_float(n));
+    vf y = vf_set1(0.00133908633f);
+    y = vf_fma(y, r, vf_set1(0.00967603177f));
+    y = vf_fma(y, r, vf_set1(0.0555035695f));
+    y = vf_fma(y, r, vf_set1(0.240221068f));
+    y = vf_fma(y, r, vf_set1(0.693147182f));
+    y = vf_fma(y, r, vf_set1(1.00000012f));
+    return vf_zero_below(vf_mul(y, vi_exponent(n)), x, -87.0f);
+}
+
+static inline vf KV(tanh)(vf x)
+{
+    vf e = KV(exp)(vf_mul(vf_abs(x), vf_set1(-2.0f)));
+    return vf_sign_of(vf_div(vf_sub(vf_set1(1.0f), e), vf_add(vf_set1(1.0f), e)), x);
+}
+
+static float KV(exp1)(float x)
+{
+    float lanes[W];
+    vf_store(lanes, KV(exp)(vf_set1(x)));
+    return lanes[0];
+}
+
+/* One softmax step over a tile: row r may see the tokens from[r] <= t < to[r]. The running maximum
+   is the base, not the tile's, so that a row that sees nothing stays without NaN. `count` is filled
+   up with zero weights to the next multiple of KV_LANES. */
+static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *from, const int *to,
+                        float position, const kv_score_options *options)
+{
+    const int padded = (count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    for (int r = 0; r < num_rows; r++) {
+        float *weights = state->weights + r * KV_TILE;
+        if (options->softcap > 0) {
+            const vf cap = vf_set1(options->softcap), inverse = vf_set1(1.0f / options->softcap);
+            for (int t = 0; t < padded; t += W)
+                vf_store(weights + t, vf_mul(cap, KV(tanh)(vf_mul(vf_load(weights + t), inverse))));
+        }
+        if (options->slopes)
+            for (int t = from[r]; t < to[r]; t++)
+                weights[t] += options->slopes[r] * (position + (float)t - options->query_at[r]);
+        for (int t = 0; t < from[r] && t < padded; t++) weights[t] = -INFINITY;
+        for (int t = to[r] > 0 ? to[r] : 0; t < padded; t++) weights[t] = -INFINITY;
+
+        vf largest = vf_load(weights);
+        for (int t = W; t < padded; t += W) largest = vf_max(largest, vf_load(weights + t));
+        float m = vf_hmax(largest);
+        m = m > state->m[r] ? m : state->m[r];
+        if (m == -INFINITY) {
+            memset(weights, 0, (size_t)padded * sizeof(float));
+            state->rescale[r] = 1.0f;
+            continue;
+        }
+        const vf base = vf_set1(m);
+        vf sum = vf_set1(0.0f);
+        for (int t = 0; t < padded; t += W) {
+            vf weight = KV(exp)(vf_sub(vf_load(weights + t), base));
+            vf_store(weights + t, weight);
+            sum = vf_add(sum, weight);
+        }
+        state->rescale[r] = m == state->m[r] ? 1.0f : KV(exp1)(state->m[r] - m);
+        state->l[r] = state->l[r] * state->rescale[r] + vf_hsum(sum);
+        state->m[r] = m;
+    }
+}
+
+static uint32_t KV(stream)(const char *source, ptrdiff_t n)
+{
+    vi a = vi_set1(0), b = a, c = a, d = a;
+    for (const char *end = source + n; source < end; source += 256) {
+        for (int line = 0; line < 256; line += 64) kv_prefetch(source + 1024 + line);
+        for (int i = 0; i < 256; i += 16 * W) {
+            a = vi_add(a, vf_bits(vf_load((const float *)(source + i))));
+            b = vi_add(b, vf_bits(vf_load((const float *)(source + i + 4 * W))));
+            c = vi_add(c, vf_bits(vf_load((const float *)(source + i + 8 * W))));
+            d = vi_add(d, vf_bits(vf_load((const float *)(source + i + 12 * W))));
+        }
+    }
+    return (uint32_t)vi_hsum(vi_add(vi_add(a, b), vi_add(c, d)));
+}

@@ -1,0 +1,30 @@
+/* All kernels of one tier, and its row of the table. Included once per instruction set, inside a
+   target region, with KV(name) and KV_ISA set and one vec_*.h included before. */
+#include "rows.inc.h"
+#include "layout.inc.h"
+#include "integer.inc.h"
+#include "floating.inc.h"
+
+static const kv_kernels KV(kernels) = {
+    .isa = KV_ISA,
+    .lanes = W,
+    .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},
+    .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},
+    .find_unstorable = KV(find_unstorable),
+    .quantize = KV(quantize),
+    .dequantize = KV(dequantize),
+    .encode_k = KV(encode_k),
+    .encode_v = KV(encode_v),
+    .decode_k = KV(decode_k),
+    .decode_v = KV(decode_v),
+    .prepare = {KV(prepare_floating), KV(prepare_floating), KV(prepare_floating), KV(prepare_int8), KV(prepare_int4)},
+    .scores = {KV(scores_float32), KV(scores_float16), KV(scores_bfloat16), KV(scores_int8), KV(scores_int4)},
+    .softmax = KV(softmax),
+    .accumulate = {KV(accumulate_float32), KV(accumulate_float16), KV(accumulate_bfloat16), KV(accumulate_int8),
+                   KV(accumulate_int4)},
+    .scale_add = KV(scale_add),
+    .stream = KV(stream),
+};
+#include "vec_undef.h"
+#undef KV
+#undef KV_ISA

@@ -1,0 +1,110 @@
+/* Vector layer, AVX2 with FMA and F16C: 8 floats a register. See vec_scalar.h for the names. */
+#define W 8
+#define INT_VECTORS 1
+#define FLOAT_VECTORS 2
+#define FLOAT_TOKENS 2
+
+#define vf __m256
+#define vi __m256i
+#define vf_load(p) _mm256_loadu_ps(p)
+#define vf_store(p, x) _mm256_storeu_ps(p, x)
+#define vf_set1(x) _mm256_set1_ps(x)
+#define vf_add(a, b) _mm256_add_ps(a, b)
+#define vf_sub(a, b) _mm256_sub_ps(a, b)
+#define vf_mul(a, b) _mm256_mul_ps(a, b)
+#define vf_div(a, b) _mm256_div_ps(a, b)
+#define vf_max(a, b) _mm256_max_ps(a, b)
+#define vf_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define vf_abs(x) _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x)
+#define vf_sign_of(x, s) _mm256_or_ps(x, _mm256_and_ps(_mm256_set1_ps(-0.0f), s))
+#define vf_zero_below(y, x, limit) _mm256_and_ps(_mm256_cmp_ps(x, vf_set1(limit), _CMP_GE_OQ), y)
+#define vf_round(x) _mm256_cvtps_epi32(x)
+#define vf_bits(x) _mm256_castps_si256(x)
+#define vi_set1(x) _mm256_set1_epi32(x)
+#define vi_add(a, b) _mm256_add_epi32(a, b)
+#define vi_sub(a, b) _mm256_sub_epi32(a, b)
+#define vi_and(a, b) _mm256_and_si256(a, b)
+#define vi_max(a, b) _mm256_max_epi32(a, b)
+#define vi_to_float(x) _mm256_cvtepi32_ps(x)
+#define vi_exponent(n) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23))
+
+#define vf_load_float16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define vf_load_bfloat16(p) \
+    _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define vf_store_float16(p, x) \
+    _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define vi_load_int8(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
+
+static inline void KV(vi_store_int8)(int8_t *p, vi x)
+{
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
+}
+#define vi_store_int8 KV(vi_store_int8)
+
+static inline float KV(vf_hmax)(vf x)
+{
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+static inline float KV(vf_hsum)(vf x)
+{
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_shuffle_ps(half, half, 1)));
+}
+static inline int32_t KV(vi_hsum)(vi x)
+{
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4E));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1)));
+}
+static inline int32_t KV(vi_hmax)(vi x)
+{
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4E));
+    return _mm_cvtsi128_si32(_mm_max_epi32(half, _mm_shuffle_epi32(half, 0xB1)));
+}
+#define vf_hmax KV(vf_hmax)
+#define vf_hsum KV(vf_hsum)
+#define vi_hsum KV(vi_hsum)
+#define vi_hmax KV(vi_hmax)
+
+static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
+{
+    vf abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
+
+/* Integer dot products. maddubs would saturate on 8-bit codes, so they are widened once for all
+   rows and multiplied by the whole 16-bit activation. */
+#define vcodes __m256i
+#define vcodes_load(p) _mm256_loadu_si256((const __m256i *)(p))
+#define vcodes_low(c) _mm256_and_si256(c, _mm256_set1_epi8(15))
+#define vcodes_high(c) _mm256_and_si256(_mm256_srli_epi16(c, 4), _mm256_set1_epi8(15))
+typedef struct { __m256i even, odd; } KV(vwide); /* lanes 0,1 and 2,3 of each four */
+#define vwide KV(vwide)
+#define vcodes_widen(c) \
+    ((vwide){_mm256_unpacklo_epi8(c, _mm256_setzero_si256()), _mm256_unpackhi_epi8(c, _mm256_setzero_si256())})
+#define vacc vi
+#define vacc_dot(a, b, codes, x)                                                                 \
+    do {                                                                                         \
+        a = _mm256_add_epi32(a, _mm256_madd_epi16((codes).even, _mm256_set1_epi64x(kv_load64(x)))); \
+        b = _mm256_add_epi32(b, _mm256_madd_epi16((codes).odd, _mm256_set1_epi64x(kv_load64(x))));  \
+    } while (0)
+
+static inline vi KV(vacc_total)(vi a, vi b)
+{
+    vf even = _mm256_castsi256_ps(a), odd = _mm256_castsi256_ps(b);
+    return _mm256_add_epi32(_mm256_castps_si256(_mm256_shuffle_ps(even, odd, 0x88)),
+                            _mm256_castps_si256(_mm256_shuffle_ps(even, odd, 0xDD)));
+}
+#define vacc_total KV(vacc_total)
+
+static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+{
+    vi r01 = _mm256_packs_epi32(r0, r1), r23 = _mm256_packs_epi32(r2, r3);
+    _mm256_storeu_si256((__m256i *)(x + index * 8), _mm256_permute2x128_si256(r01, r23, 0x20));
+    _mm256_storeu_si256((__m256i *)(x + index * 8 + 32), _mm256_permute2x128_si256(r01, r23, 0x31));
+}

@@ -1,0 +1,83 @@
+/* Vector layer, AVX-512 with VNNI: 16 floats a register. See vec_scalar.h for what each name means. */
+#define W 16
+#define INT_VECTORS 2   /* code vectors per integer panel: 4 rows x 2 parts x 2 = 16 accumulators */
+#define FLOAT_VECTORS 4 /* value vectors per float panel: 4 rows x 4 = 16 accumulators */
+#define FLOAT_TOKENS 4  /* key rows per float panel */
+
+#define vf __m512
+#define vi __m512i
+#define vf_load(p) _mm512_loadu_ps(p)
+#define vf_store(p, x) _mm512_storeu_ps(p, x)
+#define vf_set1(x) _mm512_set1_ps(x)
+#define vf_add(a, b) _mm512_add_ps(a, b)
+#define vf_sub(a, b) _mm512_sub_ps(a, b)
+#define vf_mul(a, b) _mm512_mul_ps(a, b)
+#define vf_div(a, b) _mm512_div_ps(a, b)
+#define vf_max(a, b) _mm512_max_ps(a, b)
+#define vf_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define vf_abs(x) _mm512_abs_ps(x)
+#define vf_sign_of(x, s) \
+    _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x), _mm512_castps_si512(s), \
+                                                  _mm512_set1_epi32((int)0x80000000), 0xD8))
+#define vf_zero_below(y, x, limit) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, vf_set1(limit), _CMP_GE_OQ), y)
+#define vf_hmax(x) _mm512_reduce_max_ps(x)
+#define vf_hsum(x) _mm512_reduce_add_ps(x)
+#define vf_round(x) _mm512_cvtps_epi32(x)
+#define vf_bits(x) _mm512_castps_si512(x)
+#define vi_set1(x) _mm512_set1_epi32(x)
+#define vi_add(a, b) _mm512_add_epi32(a, b)
+#define vi_sub(a, b) _mm512_sub_epi32(a, b)
+#define vi_and(a, b) _mm512_and_si512(a, b)
+#define vi_max(a, b) _mm512_max_epi32(a, b)
+#define vi_hmax(x) _mm512_reduce_max_epi32(x)
+#define vi_hsum(x) _mm512_reduce_add_epi32(x)
+#define vi_to_float(x) _mm512_cvtepi32_ps(x)
+#define vi_exponent(n) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23))
+
+#define vf_load_float16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define vf_load_bfloat16(p) \
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define vf_store_float16(p, x) \
+    _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+#define vi_store_int8(p, x) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(x))
+#define vi_load_int8(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
+
+static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
+{
+    vf ab = vf_add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    vf cd = vf_add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    vf abcd = vf_add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
+/* Integer dot products. The 16-bit activation is cut as 256 x high + low, both int8. */
+#define vcodes __m512i
+#define vcodes_load(p) _mm512_loadu_si512(p)
+#define vcodes_low(c) _mm512_and_si512(c, _mm512_set1_epi8(15))
+#define vcodes_high(c) _mm512_and_si512(_mm512_srli_epi16(c, 4), _mm512_set1_epi8(15))
+#define vwide __m512i
+#define vcodes_widen(c) (c)
+/* Of 32-bit lanes, not __m512i: gcc 12 copies every accumulator twice per step of the loop when the
+   type that it carries around is not the one the instruction works on. */
+typedef int32_t KV(vacc) __attribute__((vector_size(64)));
+#define vacc KV(vacc)
+#define vacc_dot(high, low, codes, x)                                                                   \
+    do {                                                                                                \
+        high = (vacc)_mm512_dpbusd_epi32((__m512i)(high), codes, _mm512_set1_epi32(kv_load32(x)));      \
+        low = (vacc)_mm512_dpbusd_epi32((__m512i)(low), codes, _mm512_set1_epi32(kv_load32((x) + 4)));  \
+    } while (0)
+#define vacc_total(high, low) _mm512_add_epi32(_mm512_slli_epi32((__m512i)(high), 8), (__m512i)(low))
+
+/* value + 128 holds the high byte in its byte 1 and, with the top bit flipped, the low one in byte 0. */
+static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+{
+    const vi bias = _mm512_set1_epi32(128), flip = _mm512_set1_epi64(0x8080808000000000);
+    const vi gather = _mm512_set4_epi32(-1, -1, 0x0C080400, 0x0D090501);
+#define KV_CUT(r) _mm512_xor_si512(_mm512_shuffle_epi8(_mm512_add_epi32(r, bias), gather), flip)
+    vi r01 = _mm512_unpacklo_epi64(KV_CUT(r0), KV_CUT(r1)), r23 = _mm512_unpacklo_epi64(KV_CUT(r2), KV_CUT(r3));
+#undef KV_CUT
+    const vi low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+    _mm512_storeu_si512(x + index * 8, _mm512_permutex2var_epi64(r01, low, r23));
+    _mm512_storeu_si512(x + index * 8 + 64, _mm512_permutex2var_epi64(r01, high, r23));
+}

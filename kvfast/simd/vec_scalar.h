@@ -1,0 +1,85 @@
+/* Vector layer, plain C: one float a "register". The oracle of the others, and the tier of any CPU
+   that has no other.
+
+   Every vec_*.h defines the same names over its own registers:
+
+     W                      floats per register
+     *_VECTORS, *_TOKENS    shape of the panels that fill, but do not spill, the register file
+     vf_*, vi_*             float32 and int32 arithmetic; vf_sign_of(x, s) is |x| with s's sign,
+                            vf_zero_below(y, x, limit) is y where x >= limit and 0 elsewhere,
+                            vi_exponent(n) is 2^n
+     vf_sum4                the four sums across the lanes of four registers
+     vcodes, vcodes_*       W x 4 bytes of codes; the nibbles of INT4 as bytes
+     vwide, vcodes_widen    codes in the form that vacc_dot multiplies, shared by all rows
+     vacc_dot, vacc_total   W dot products with 16-bit activations in two int32 accumulators, and
+                            their total modulo 2^32
+     put_parts              stores W activations (-32639..32639) of KV_PANEL rows as vacc_dot reads
+                            them: for each 4 depths, 8 bytes of every row */
+#define W 1
+#define INT_VECTORS 1
+#define FLOAT_VECTORS 2
+#define FLOAT_TOKENS 2
+
+#define vf float
+#define vi int32_t
+#define vf_load(p) (*(const float *)(p))
+#define vf_store(p, x) (*(float *)(p) = (x))
+#define vf_set1(x) (x)
+#define vf_add(a, b) ((a) + (b))
+#define vf_sub(a, b) ((a) - (b))
+#define vf_mul(a, b) ((a) * (b))
+#define vf_div(a, b) ((a) / (b))
+#define vf_max(a, b) ((a) > (b) ? (a) : (b))
+#define vf_fma(a, b, c) ((a) * (b) + (c))
+#define vf_abs(x) __builtin_fabsf(x)
+#define vf_sign_of(x, s) __builtin_copysignf(x, s)
+#define vf_zero_below(y, x, limit) ((x) >= (limit) ? (y) : 0.0f)
+#define vf_hmax(x) (x)
+#define vf_hsum(x) (x)
+/* Adding 1.5 x 2^23 rounds to the nearest even integer, as the vector units do; |x| < 2^22. */
+#define vf_round(x) ((int32_t)(((x) + 12582912.0f) - 12582912.0f))
+#define vf_bits(x) ((int32_t)kv_float_bits(x))
+#define vi_set1(x) (x)
+#define vi_add(a, b) ((int32_t)((uint32_t)(a) + (uint32_t)(b)))
+#define vi_sub(a, b) ((int32_t)((uint32_t)(a) - (uint32_t)(b)))
+#define vi_and(a, b) ((a) & (b))
+#define vi_max(a, b) ((a) > (b) ? (a) : (b))
+#define vi_hmax(x) (x)
+#define vi_hsum(x) (x)
+#define vi_to_float(x) ((float)(x))
+#define vi_exponent(n) kv_bits_float((uint32_t)((n) + 127) << 23)
+
+#define vf_load_float16(p) kv_from_float16(*(const uint16_t *)(p))
+#define vf_load_bfloat16(p) kv_bits_float((uint32_t)*(const uint16_t *)(p) << 16)
+#define vf_store_float16(p, x) (*(uint16_t *)(p) = kv_to_float16(x))
+#define vi_store_int8(p, x) (*(int8_t *)(p) = (int8_t)(x))
+#define vi_load_int8(p) ((int32_t)*(const int8_t *)(p))
+
+static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
+{
+    sums[0] = a, sums[1] = b, sums[2] = c, sums[3] = d;
+}
+
+#define vcodes uint32_t
+#define vcodes_load(p) ((uint32_t)kv_load32(p))
+#define vcodes_low(c) ((c) & 0x0F0F0F0Fu)
+#define vcodes_high(c) (((c) >> 4) & 0x0F0F0F0Fu)
+#define vwide uint32_t
+#define vcodes_widen(c) (c)
+static inline uint32_t KV(vacc_dot)(uint32_t codes, const int8_t *x)
+{
+    int16_t activations[4];
+    uint32_t sum = 0;
+    memcpy(activations, x, 8);
+    for (int j = 0; j < 4; j++) sum += (codes >> 8 * j & 255) * (uint32_t)activations[j];
+    return sum;
+}
+#define vacc vi
+#define vacc_dot(a, b, codes, x) ((a) = vi_add(a, KV(vacc_dot)(codes, x)))
+#define vacc_total(a, b) vi_add(a, b)
+
+static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+{
+    const int16_t parts[KV_PANEL] = {(int16_t)r0, (int16_t)r1, (int16_t)r2, (int16_t)r3};
+    for (int r = 0; r < KV_PANEL; r++) memcpy(x + index / 4 * 32 + r * 8 + index % 4 * 2, parts + r, 2);
+}

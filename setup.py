@@ -1,0 +1,56 @@
+"""Builds the extension modules. Everything else stands in pyproject.toml.
+
+KVFAST_OPENMP=0 builds without OpenMP, KVFAST_OPENMP=1 insists on it; else a probe decides.
+"""
+
+import glob
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "attention", "contiguous", "bandwidth"]
+PARALLEL = {"_openmp", "quant", "attention", "contiguous", "bandwidth"}
+
+# No -ffast-math: the softmax needs its infinities. No -march: one binary runs on any CPU.
+COMPILE = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+
+
+def openmp_works():
+    """Whether the compiler builds and links a program with -fopenmp."""
+    wish = os.environ.get("KVFAST_OPENMP")
+    if wish == "0":
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.c")
+        source.write_text("#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n")
+        command = [*os.environ.get("CC", "cc").split(), "-fopenmp", str(source), "-o", str(Path(folder, "probe"))]
+        try:
+            found = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        except OSError:
+            found = False
+    if wish == "1" and not found:
+        sys.exit(f"KVFAST_OPENMP=1, but this failed: {' '.join(command)}")
+    return found
+
+
+def extension(name, openmp):
+    flags = ["-fopenmp"] if openmp and name in PARALLEL else []
+    sources = [f"kvfast/{name}.pyx"]
+    if name == "_kernels":
+        sources.append("kvfast/simd/dispatch.c")
+    return Extension(
+        f"kvfast.{name}",
+        sources,
+        depends=sorted([*glob.glob("kvfast/simd/*.h"), *glob.glob("kvfast/*.pxd")]),
+        include_dirs=["kvfast"],
+        extra_compile_args=COMPILE + flags,
+        extra_link_args=flags,
+    )
+
+
+OPENMP = openmp_works()
+setup(ext_modules=[extension(name, OPENMP) for name in MODULES])

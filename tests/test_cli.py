@@ -1,0 +1,245 @@
+"""`python -m kvfast`, as a user runs it: in a process of its own."""
+
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def command(*args):
+    return [sys.executable, "-m", "kvfast", *map(str, args)]
+
+
+def run(*args, **options):
+    """Run `python -m kvfast` to its end: (exit code, stdout, stderr)."""
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    result = subprocess.run(
+        command(*args), capture_output=True, encoding="utf-8", env=environment, timeout=300, check=False, **options
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Path of a random two-layer model."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("rich")
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    runpy.run_path(HERE / "data" / "tiny_gguf.py")["write_model"](path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Path of a text file."""
+    path = tmp_path / "text.txt"
+    path.write_text("The one the other — then the 12 others. " * 10, encoding="utf-8")
+    return path
+
+
+# --- help, info and wrong usage ----------------------------------------------------------------
+
+
+def test_help():
+    for args in [(), ("--help",)]:
+        code, out, err = run(*args)
+        assert (code, err) == (0, "")
+        assert all(name in out for name in ("generate", "eval", "info"))
+    for name, option in [("generate", "--max-seq-len"), ("eval", "--chunk"), ("info", "--help")]:
+        code, out, _ = run(name, "--help")
+        assert code == 0
+        assert option in out
+
+
+def test_info():
+    import kvfast
+
+    code, out, err = run("info")
+    assert (code, err) == (0, "")
+    assert out.strip()
+    assert kvfast.active_isa() in out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("explode",),
+        ("generate",),
+        ("generate", "x", "--max-tokens", "0"),
+        ("generate", "x", "--threads", "-1"),
+        ("generate", "x", "--seed", "-1"),
+        ("eval",),
+    ],
+)
+def test_wrong_usage(args):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert "usage:" in err
+
+
+def test_no_extra_package_is_imported_early():
+    code = "import sys, kvfast.cli; sys.exit(any(name in sys.modules for name in ('gguf', 'tokenizers', 'rich')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("package", ["gguf", "tokenizers", "rich"])
+def test_missing_extra(package, model):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        f"from kvfast.cli import main; sys.exit(main(['generate', 'x', '--model', {str(model)!r}]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == 'error: the llama extra is needed: pip install "kvfast[llama]"\n'
+
+
+# --- generate ----------------------------------------------------------------------------------
+
+
+def test_generate(model):
+    code, out, err = run("generate", "then the", "--model", model, "--max-tokens", 12, "--dtype", "int8")
+    assert (code, err) == (0, "")
+    assert out.startswith("then the")
+    assert re.search(r"^prefill  3 tokens in .* s: .* tokens/s$", out, re.M)
+    assert re.search(r"^decode   11 tokens in .* s: .* tokens/s$", out, re.M)
+    stored = int(re.search(r"int8: ([\d,]+) bytes per token", out)[1].replace(",", ""))
+    plain = 2 * 2 * 2 * 12  # K and V, layers, KV heads, head_dim
+    assert f"a float32 cache takes {4 * plain / stored:.2f}x as much, float16 {2 * plain / stored:.2f}x" in out
+
+
+def test_generate_is_repeatable(model):
+    def text(*args):
+        _, out, _ = run("generate", "the", "--model", model, "--max-tokens", 20, "--threads", 1, *args)
+        return out.rsplit("\n\n", 1)[0]
+
+    assert text() == text()
+    assert text("--temperature", 2, "--seed", 1) == text("--temperature", 2, "--seed", 1)
+    assert text("--temperature", 2, "--seed", 1) != text("--temperature", 2, "--seed", 2)
+    assert text("--temperature", 2, "--top-k", 1) == text()
+
+
+@pytest.mark.parametrize(
+    ("args", "stored"),
+    [
+        (("--dtype", "int8/int4"), "int8/int4"),
+        (("--dtype", "fp16"), "float16"),
+        (("--dtype", "int8", "--v-dtype", "int4"), "int8/int4"),
+        (("--dtype", "int8", "--k-dtype", "float16"), "float16/int8"),
+        (("--k-dtype", "int4", "--v-dtype", "int4"), "int4"),
+    ],
+)
+def test_generate_dtypes(model, args, stored):
+    code, out, _ = run("generate", "the", "--model", model, "--max-tokens", 2, *args)
+    assert code == 0
+    assert f"cache    {stored}: " in out
+
+
+def test_generate_stops_when_the_cache_is_full(model):
+    code, out, _ = run("generate", "the", "--model", model, "--max-tokens", 50, "--max-seq-len", 10)
+    assert code == 0
+    assert "decode   9 tokens" in out  # 1 prompt token, 9 more stored; one more token chosen, not stored
+
+
+@pytest.mark.model
+def test_generate_with_the_fetched_model():
+    code, out, err = run("generate", "It is a truth universally acknowledged", "--dtype", "int8", "--max-tokens", 16)
+    if "could not download" in err and not os.environ.get("CI"):
+        pytest.skip(err)
+    assert code == 0, err
+    assert out.startswith("It is a truth universally acknowledged")
+    assert "int8: 12,240 bytes per token; a float32 cache takes 3.76x as much, float16 1.88x" in out
+
+
+# --- eval --------------------------------------------------------------------------------------
+
+
+def test_eval_table(model, text):
+    code, out, err = run("eval", "--model", model, "--text", text, "--dtype", "int8,int8/int4,int4", "--tokens", 200)
+    assert code == 0
+    assert "199 tokens predicted" in out
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("float32", "int"))]
+    assert [row[0] for row in rows] == ["float32", "int8", "int8/int4", "int4"]
+    assert float(rows[0][1]) > 1
+    for row in rows[1:]:
+        assert float(row[1]) - float(rows[0][1]) == pytest.approx(float(row[2]), abs=2e-5)
+    assert 0 < float(rows[1][3]) < float(rows[2][3]) < float(rows[3][3])  # KL
+    assert "199/199" in err  # the progress bar
+
+
+def test_eval_json(model, text):
+    args = ("--dtype", "float32,int4", "--tokens", 100, "--chunk", 30, "--json")
+    code, out, _ = run("eval", "--model", model, "--text", text, *args)
+    assert code == 0
+    report = json.loads(out)
+    assert (report["text"], report["chunk"]) == (str(text), 30)
+    exact, int4 = report["results"]
+    assert exact["dtype"] == "float32"
+    assert exact["nll"] == exact["nll_float32"] == int4["nll_float32"]
+    assert exact["top1"] == 1
+    assert int4["nll_difference"] == int4["nll"] - int4["nll_float32"] != 0
+    assert int4["num_predictions"] == 99
+    assert int4["kl"] > 0
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def test_errors_are_one_plain_line(model, text, tmp_path):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(model.read_bytes()[:3000])
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9")
+    empty = tmp_path / "empty"
+    empty.touch()
+    missing = tmp_path / "missing"
+    for args, message in [
+        (("generate", "x", "--model", missing), f"{missing}: No such file"),
+        (("generate", "x", "--model", damaged), f"{damaged} is damaged"),
+        (("generate", "x", "--model", empty), "not a GGUF file"),
+        (("generate", "x", "--model", text), "not a GGUF file"),
+        (("generate", "x", "--model", tmp_path), "is a folder"),
+        (("generate", "x", "--model", model, "--dtype", "int3"), "int4"),  # the names there are
+        (("generate", "", "--model", model), "prompt is empty"),
+        (("generate", "x", "--model", model, "--top-p", "0"), "top_p"),
+        (("generate", "the the the", "--model", model, "--max-seq-len", "2"), "room for 2"),
+        (("eval", "--model", model, "--text", missing), f"{missing}: No such file"),
+        (("eval", "--model", model, "--text", latin), "not UTF-8"),
+        (("eval", "--model", model, "--text", empty), "at least two tokens"),
+        (("eval", "--model", model, "--text", text, "--tokens", "70000"), "context is 65536"),
+    ]:
+        code, _, err = run(*args)
+        line = err.strip().splitlines()[-1]
+        assert code == 1, args
+        assert line.startswith("error: "), args
+        assert message in line, args
+        assert "Traceback" not in err, args
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
+def test_interrupt_is_quiet(model):
+    args = command("generate", "the", "--model", model, "--max-tokens", 60000, "--threads", 1)
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.read(10)  # some text came: it is generating
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX pipes")
+def test_closed_pipe_is_quiet(model):
+    args = command("generate", "the", "--model", model, "--max-tokens", 60000, "--threads", 1)
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(timeout=60) == 1
+        assert "Traceback" not in process.stderr.read()

@@ -32,10 +32,16 @@ cdef extern from "simd/kernels.h" nogil:
         pass
 
     ctypedef struct kv_softmax:
-        float m[16]
-        float l[16]
-        float rescale[16]
-        float weights[1024]
+        float *m
+        float *l
+        float *rescale
+        float *weights
+
+    ctypedef struct kv_scratch:
+        kv_queries queries
+        kv_softmax softmax
+        float *acc
+        float *rows
 
     ctypedef struct kv_score_options:
         float softcap

@@ -16,16 +16,22 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
-from kvfast._kernels cimport (KV_FLOAT32, KV_LANES, KV_MAX_HEAD_DIM, KV_NUM_FLOATS, KV_ROWS, KV_TILE, active,
-                              kv_ahead, kv_kernels, kv_queries, kv_score_options, kv_side, kv_softmax)
+from kvfast._kernels cimport (KV_FLOAT32, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, active,
+                              kv_ahead, kv_kernels, kv_score_options, kv_scratch, kv_side, kv_softmax)
 from kvfast._openmp cimport num_threads_for
-from kvfast.blocks cimport init_side, kv_layer
+from kvfast.blocks cimport init_side, k_block_at, kv_layer, v_block_at
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
+cdef extern from *:
+    """
+    #define kv_touch(address) __builtin_prefetch(address)
+    """
+    void kv_touch(const void *address) noexcept nogil
+
 # A split is worth its merge from this many tokens on; more tasks than this do not balance better.
 cdef enum:
-    MIN_SPLIT_TOKENS = 1024
+    MIN_SPLIT_TOKENS = 2048
     ENOUGH_TASKS = 64
     # Bytes of float rows between two softmax corrections. Measured: pieces of 4 KiB stream best.
     FLOAT_TILE_BYTES = 4096
@@ -98,12 +104,11 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t task) noexcept nogil:
     cdef const kv_layer *layer = call.layer
     cdef const kv_side *k = &layer.k
     cdef const kv_side *v = &layer.v
-    cdef kv_queries queries
-    cdef kv_softmax state
+    cdef kv_scratch scratch
+    cdef kv_softmax *state = &scratch.softmax
+    cdef float *acc = scratch.acc
     cdef kv_score_options options
     cdef kv_ahead ahead
-    cdef float query_rows[16 * 512]
-    cdef float acc[16 * 512]
     cdef float slopes[16]
     cdef float query_at[16]
     cdef Py_ssize_t starts[16]
@@ -116,15 +121,23 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t task) noexcept nogil:
     cdef Py_ssize_t row0 = row_block * KV_ROWS
     cdef int rows = <int>min(<Py_ssize_t>KV_ROWS, call.rows - row0)
     cdef Py_ssize_t padded = k.padded_dim
-    cdef Py_ssize_t begin = layer.length, end = 0, token, position, t, following, lead
+    cdef Py_ssize_t begin, end = 0, token, position, t, block, lead
     cdef Py_ssize_t k_bytes, v_bytes
-    cdef int r, q_head, slot, count
+    cdef int r, q_head, slot, next_slot, count
     cdef float *partial
     cdef const char *k_block
     cdef const char *v_block
+    cdef const char *next_k_block
+    cdef const char *next_v_block
     cdef const char *next_k
     cdef const char *next_v
 
+    # Ask for the first keys before anything else; nothing was running ahead of them.
+    begin = call.begin + split * call.split_tokens
+    k_block = k_block_at(layer, begin // k.block_size, head)
+    for t in range(0, _piece(k, call.tile), 64):
+        kv_touch(k_block + t)
+    begin = layer.length
     for r in range(rows):
         token = (row0 + r) // call.group
         q_head = head * call.group + <int>((row0 + r) % call.group)
@@ -136,37 +149,46 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t task) noexcept nogil:
         query_at[r] = <float>position
         if call.slopes != NULL:
             slopes[r] = call.slopes[q_head]
-        memset(query_rows + r * padded + k.head_dim, 0, (padded - k.head_dim) * sizeof(float))
+        memset(scratch.rows + r * padded + k.head_dim, 0, (padded - k.head_dim) * sizeof(float))
         kernels.to_float[call.q.dtype](
             call.q.data + token * call.q.token_stride + q_head * call.q.head_stride, k.head_dim,
-            query_rows + r * padded)
+            scratch.rows + r * padded)
         state.m[r] = -INFINITY
         state.l[r] = 0.0
         state.rescale[r] = 1.0
     memset(acc, 0, rows * padded * sizeof(float))
-    kernels.prepare[k.dtype](k, query_rows, rows, call.scale, &queries)
+    kernels.prepare[k.dtype](k, scratch.rows, rows, call.scale, &scratch.queries)
     options.softcap = call.softcap
     options.slopes = slopes if call.slopes != NULL else NULL
     options.query_at = query_at
 
     begin = max(begin // call.tile * call.tile, call.begin + split * call.split_tokens)
     end = min(end, call.begin + (split + 1) * call.split_tokens)
+    k_bytes = _piece(k, call.tile)
+    v_bytes = _piece(v, call.tile)
+    lead = max(k_bytes, v_bytes)
+    block = begin // k.block_size
+    slot = <int>(begin % k.block_size)
+    k_block = k_block_at(layer, block, head)
+    v_block = v_block_at(layer, block, head)
     t = begin
     while t < end:
         count = <int>min(<Py_ssize_t>call.tile, end - t)
-        slot = <int>(t % k.block_size)
-        k_block = layer.k_blocks[t // k.block_size] + head * layer.k_head_stride
-        v_block = layer.v_blocks[t // k.block_size] + head * layer.v_head_stride
-        # The next tile is prefetched past the end of the split too: its neighbour starts there.
-        following = t + call.tile if t + call.tile < layer.length else t
-        next_k = (layer.k_blocks[following // k.block_size] + head * layer.k_head_stride
-                  + _piece(k, following % k.block_size))
-        next_v = (layer.v_blocks[following // k.block_size] + head * layer.v_head_stride
-                  + _piece(v, following % k.block_size))
-        k_bytes = _piece(k, call.tile)
-        v_bytes = _piece(v, call.tile)
-        lead = max(k_bytes, v_bytes)
-
+        # Where the next tile lies, past the end of the split too: its neighbour starts there.
+        next_k_block, next_v_block, next_slot = k_block, v_block, slot
+        if t + call.tile < layer.length:
+            next_slot = slot + call.tile
+            if next_slot == k.block_size:
+                next_slot = 0
+                block += 1
+                if block % layer.chunk_blocks:
+                    next_k_block = k_block + k.bytes
+                    next_v_block = v_block + v.bytes
+                else:
+                    next_k_block = k_block_at(layer, block, head)
+                    next_v_block = v_block_at(layer, block, head)
+        next_k = next_k_block + _piece(k, next_slot)
+        next_v = next_v_block + _piece(v, next_slot)
         for r in range(rows):
             first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
@@ -174,13 +196,14 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t task) noexcept nogil:
         ahead.next_bytes = v_bytes
         ahead.after = next_k
         ahead.lead = lead - k_bytes
-        kernels.scores[k.dtype](k, &queries, rows, k_block, slot, count, &ahead, state.weights)
-        kernels.softmax(&state, rows, count, first, last, <float>t, &options)
+        kernels.scores[k.dtype](k, &scratch.queries, rows, k_block, slot, count, &ahead, state.weights)
+        kernels.softmax(state, rows, count, first, last, <float>t, &options)
         ahead.next = next_k
         ahead.next_bytes = k_bytes
         ahead.after = next_v
         ahead.lead = lead - v_bytes
         kernels.accumulate[v.dtype](v, state.weights, rows, v_block, slot, count, &ahead, state.rescale, acc)
+        k_block, v_block, slot = next_k_block, next_v_block, next_slot
         t += call.tile
 
     for r in range(rows):
@@ -303,7 +326,7 @@ cdef object attend_layer(const kv_layer *layer, Workspace workspace, object q, o
     memset(&call, 0, sizeof(call))
     call.q = queries.rows
     if call.q.dim != layer.k.head_dim:
-        raise DimensionMismatchError(f"q must have head_dim {layer.k.head_dim}, got shape {q.shape}")
+        raise DimensionMismatchError(f"q must have head_dim {layer.k.head_dim}, got {call.q.dim}")
     if call.q.heads % layer.num_kv_heads:
         raise DimensionMismatchError(f"the heads of q must be a multiple of the {layer.num_kv_heads} KV heads, "
                                      f"got {call.q.heads}")
@@ -343,10 +366,13 @@ cdef object attend_layer(const kv_layer *layer, Workspace workspace, object q, o
 
     if out is None:
         out = np.empty((call.q.tokens, call.q.heads, call.q.dim), np.float32)
+    elif not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be a NumPy array, got {type(out).__name__}")
     result = open_rows(out, "out", True)
     call.out = result.rows
     if call.out.tokens != call.q.tokens or call.out.heads != call.q.heads or call.out.dim != call.q.dim:
-        raise DimensionMismatchError(f"out must have the shape of q, {q.shape}, got {out.shape}")
+        raise DimensionMismatchError(
+            f"out must have the shape of q, ({call.q.tokens}, {call.q.heads}, {call.q.dim}), got {out.shape}")
     if _overlap(&call.out, &call.q):
         raise ValueError("out must not share memory with q")
     lse = None
@@ -357,17 +383,19 @@ cdef object attend_layer(const kv_layer *layer, Workspace workspace, object q, o
     if call.splits > 1:
         workspace.reserve(layer.num_kv_heads * call.rows * call.splits * (layer.k.padded_dim + 2))
         call.partials = workspace.data
-    work = span * layer.num_kv_heads * (layer.k.bytes + layer.v.bytes) // layer.k.block_size
+    work = span * layer.num_kv_heads * (_piece(&layer.k, 1) + _piece(&layer.v, 1))
     threads = num_threads_for(num_threads, <double>work * max(1.0, call.rows / 8.0))
     with nogil:
         _run(&call, threads)
     return (out, lse) if return_lse else out
 
 
-cdef object _padded(object array, str name):
-    """The array with head_dim filled up to what the kernels read at once."""
-    extra = -array.shape[-1] % KV_LANES
-    return np.pad(array, ((0, 0), (0, 0), (0, extra))) if extra else array
+cdef object _padded(object array):
+    """A copy with head_dim filled up to what the kernels read at once."""
+    array = np.asarray(array)
+    padded = np.zeros(array.shape[:2] + (array.shape[2] + -array.shape[2] % KV_LANES,), array.dtype)
+    padded[:, :, :array.shape[2]] = array
+    return padded
 
 
 def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None, sinks=None,
@@ -390,15 +418,17 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     """
     cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
     cdef kv_layer layer
-    cdef Py_ssize_t i, head_dim = keys.rows.dim
+    cdef Py_ssize_t head_dim = keys.rows.dim
     if (keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads
             or keys.rows.dim != values.rows.dim):
-        raise DimensionMismatchError(f"k and v must have one shape, got {k.shape} and {v.shape}")
+        raise DimensionMismatchError(
+            f"k and v must have one shape, got ({keys.rows.tokens}, {keys.rows.heads}, {keys.rows.dim}) and "
+            f"({values.rows.tokens}, {values.rows.heads}, {values.rows.dim})")
     check_finite(keys, "k", 3.4028235e38, "float32")
     check_finite(values, "v", 3.4028235e38, "float32")
     if head_dim % KV_LANES:
-        keys = open_rows(_padded(np.asarray(k), "k"), "k")
-        values = open_rows(_padded(np.asarray(v), "v"), "v")
+        keys = open_rows(_padded(k), "k")
+        values = open_rows(_padded(v), "v")
     memset(&layer, 0, sizeof(layer))
     init_side(&layer.k, keys.rows.dtype, <int>head_dim, KV_TILE)
     init_side(&layer.v, values.rows.dtype, <int>head_dim, KV_TILE)
@@ -408,13 +438,11 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     layer.k_head_stride = keys.rows.head_stride
     layer.v_head_stride = values.rows.head_stride
     layer.length = keys.rows.tokens
-    blocks = (layer.length + KV_TILE - 1) // KV_TILE
-    cdef Py_ssize_t[:, ::1] table = np.empty((2, blocks), np.intp)
-    for i in range(table.shape[1]):
-        table[0, i] = <Py_ssize_t>(keys.rows.data + i * KV_TILE * layer.k.row_stride)
-        table[1, i] = <Py_ssize_t>(values.rows.data + i * KV_TILE * layer.v.row_stride)
-    layer.k_blocks = <const char **>&table[0, 0]
-    layer.v_blocks = <const char **>&table[1, 0]
+    layer.chunk_blocks = (layer.length + KV_TILE - 1) // KV_TILE
+    layer.k.bytes = KV_TILE * layer.k.row_stride
+    layer.v.bytes = KV_TILE * layer.v.row_stride
+    layer.k_chunks = <const char **>&keys.rows.data
+    layer.v_chunks = <const char **>&values.rows.data
     return attend_layer(&layer, Workspace(), q, out, scale, causal, softcap, sliding_window, sinks, alibi_slopes,
                         return_lse, num_splits, num_threads)
 

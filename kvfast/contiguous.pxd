@@ -14,7 +14,6 @@ cdef class ContiguousBuffer:
     cdef Py_ssize_t *offsets               # (num_layers, 2): where K and V of a layer start in a chunk
     cdef Py_ssize_t chunk_blocks
     cdef Py_ssize_t chunk_bytes
-    cdef Py_ssize_t table_size             # blocks that fit the pointer tables
     cdef list chunks                       # of Arena
     cdef Workspace workspace
     cdef bint busy

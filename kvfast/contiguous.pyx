@@ -7,20 +7,20 @@ one chunk; one without grows by chunks, so that nothing that is stored is ever c
 import numpy as np
 
 from cython.parallel cimport prange
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, KV_MAX_HEAD_DIM, active, kv_kernels, kv_side
 from kvfast._openmp cimport num_threads_for
 from kvfast.attention cimport Workspace, attend_layer
-from kvfast.blocks cimport Arena, dtype_limit, dtype_name, init_side, kv_layer, parse_dtype
+from kvfast.blocks cimport Arena, dtype_limit, dtype_name, init_side, k_block_at, kv_layer, parse_dtype, v_block_at
 
 from kvfast.errors import CacheFullError, DimensionMismatchError
 
 cdef enum:
     BLOCK_SIZE = 64
-    GROW_BLOCKS = 4  # a growing cache takes 256 tokens of all layers at a time
+    GROW_BLOCKS = 8  # a growing cache takes 512 tokens of all layers at a time
 
 
 cdef Py_ssize_t _positive(object value, str name, Py_ssize_t most) except -1:
@@ -67,6 +67,7 @@ cdef class ContiguousBuffer:
         for i in range(self.num_layers):
             layer = self.layers + i
             layer.num_kv_heads = <int>self.num_kv_heads
+            layer.chunk_blocks = self.chunk_blocks
             init_side(&layer.k, k_dtypes[i], <int>self.head_dim, BLOCK_SIZE)
             init_side(&layer.v, v_dtypes[i], <int>self.head_dim, BLOCK_SIZE)
             layer.k_head_stride = self._stride(layer.k.bytes)
@@ -93,8 +94,8 @@ cdef class ContiguousBuffer:
         cdef Py_ssize_t i
         if self.layers != NULL:
             for i in range(self.num_layers):
-                free(self.layers[i].k_blocks)
-                free(self.layers[i].v_blocks)
+                free(self.layers[i].k_chunks)
+                free(self.layers[i].v_chunks)
         free(self.layers)
         free(self.offsets)
 
@@ -115,30 +116,16 @@ cdef class ContiguousBuffer:
 
     cdef int _reserve(self, Py_ssize_t tokens) except -1:
         """Make room for `tokens` tokens in every layer."""
-        cdef Py_ssize_t needed = (tokens + BLOCK_SIZE - 1) // BLOCK_SIZE, have, size, i, b
+        cdef Py_ssize_t needed = (tokens + BLOCK_SIZE - 1) // BLOCK_SIZE, count, i
         cdef kv_layer *layer
         cdef Arena arena
-        cdef void *table
         while len(self.chunks) * self.chunk_blocks < needed:
-            have = len(self.chunks) * self.chunk_blocks
-            if have + self.chunk_blocks > self.table_size:
-                size = max(have + self.chunk_blocks, 2 * self.table_size)
-                for i in range(self.num_layers):
-                    layer = self.layers + i
-                    table = realloc(layer.k_blocks, size * sizeof(char *))
-                    if table != NULL:
-                        layer.k_blocks = <const char **>table
-                        table = realloc(layer.v_blocks, size * sizeof(char *))
-                    if table == NULL:
-                        raise MemoryError("cannot allocate the block tables of a cache")
-                    layer.v_blocks = <const char **>table
-                self.table_size = size
+            count = len(self.chunks)
             arena = Arena(self.chunk_bytes)
             for i in range(self.num_layers):
                 layer = self.layers + i
-                for b in range(self.chunk_blocks):
-                    layer.k_blocks[have + b] = arena.data + self.offsets[2 * i] + b * layer.k.bytes
-                    layer.v_blocks[have + b] = arena.data + self.offsets[2 * i + 1] + b * layer.v.bytes
+                layer.k_chunks = _with_one_more(layer.k_chunks, count, arena.data + self.offsets[2 * i])
+                layer.v_chunks = _with_one_more(layer.v_chunks, count, arena.data + self.offsets[2 * i + 1])
             self.chunks.append(arena)
         return 0
 
@@ -153,12 +140,12 @@ cdef class ContiguousBuffer:
         if n != values.rows.tokens:
             raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got {n} and "
                                          f"{values.rows.tokens}")
-        if self.max_seq_len is not None and n > self.max_seq_len - layer.length:
-            room = self.max_seq_len - layer.length
-            raise CacheFullError(f"layer {index} has room for {room} of {self.max_seq_len} tokens, got {n}",
-                                 n, room)
         self._enter()
         try:
+            if self.max_seq_len is not None and n > self.max_seq_len - layer.length:
+                room = self.max_seq_len - layer.length
+                raise CacheFullError(f"layer {index} has room for {room} of {self.max_seq_len} tokens, got {n}",
+                                     n, room)
             check_finite(keys, "k", dtype_limit(layer.k.dtype), dtype_name(layer.k.dtype))
             check_finite(values, "v", dtype_limit(layer.v.dtype), dtype_name(layer.v.dtype))
             self._reserve(layer.length + n)
@@ -184,10 +171,10 @@ cdef class ContiguousBuffer:
     def attend(self, index, q, out, scale, causal, softcap, sliding_window, sinks, alibi_slopes, return_lse,
                num_splits, num_threads):
         cdef kv_layer *layer = self._layer(index)
-        if layer.length == 0:
-            raise ValueError(f"layer {index} holds no tokens to attend to")
         self._enter()
         try:
+            if layer.length == 0:
+                raise ValueError(f"layer {index} holds no tokens to attend to")
             return attend_layer(layer, self.workspace, q, out, scale, causal, softcap, sliding_window, sinks,
                                 alibi_slopes, return_lse, num_splits, num_threads)
         finally:
@@ -223,7 +210,6 @@ cdef class ContiguousBuffer:
         """Keys or values of a layer as float32: a view where they are stored so, else decoded."""
         cdef kv_layer *layer = self._layer(index)
         cdef const kv_side *side = &layer.v if values else &layer.k
-        cdef const char **blocks = layer.v_blocks if values else layer.k_blocks
         cdef Py_ssize_t head_stride = layer.v_head_stride if values else layer.k_head_stride
         cdef const kv_kernels *kernels = active()
         cdef float[:, :, ::1] out
@@ -246,10 +232,10 @@ cdef class ContiguousBuffer:
             with nogil:
                 if threads == 1:
                     for i in range(n):
-                        _decode_token(kernels, side, blocks, head_stride, i, &out[i, 0, 0], self.num_kv_heads, values)
+                        _decode_token(kernels, layer, i, &out[i, 0, 0], values)
                 else:
                     for i in prange(n, schedule="static", num_threads=threads):
-                        _decode_token(kernels, side, blocks, head_stride, i, &out[i, 0, 0], self.num_kv_heads, values)
+                        _decode_token(kernels, layer, i, &out[i, 0, 0], values)
         finally:
             self.busy = False
         return array
@@ -270,10 +256,8 @@ cdef class ContiguousBuffer:
                 target.length = source.length
                 for b in range((source.length + BLOCK_SIZE - 1) // BLOCK_SIZE):
                     for h in range(self.num_kv_heads):
-                        memcpy(<char *>target.k_blocks[b] + h * target.k_head_stride,
-                               source.k_blocks[b] + h * source.k_head_stride, source.k.bytes)
-                        memcpy(<char *>target.v_blocks[b] + h * target.v_head_stride,
-                               source.v_blocks[b] + h * source.v_head_stride, source.v.bytes)
+                        memcpy(k_block_at(target, b, h), k_block_at(source, b, h), source.k.bytes)
+                        memcpy(v_block_at(target, b, h), v_block_at(source, b, h), source.v.bytes)
         finally:
             self.busy = False
         return other
@@ -310,25 +294,34 @@ cdef void _append_head(const kv_kernels *kernels, const kv_layer *layer, int hea
         if k.dtype != KV_FLOAT32:
             kernels.to_float[k.dtype](source, k.dim, buffer)
             row = buffer
-        kernels.encode_k(&layer.k, <char *>layer.k_blocks[at // BLOCK_SIZE] + head * layer.k_head_stride,
-                         <int>(at % BLOCK_SIZE), row)
+        kernels.encode_k(&layer.k, k_block_at(layer, at // BLOCK_SIZE, head), <int>(at % BLOCK_SIZE), row)
         source = v.data + token * v.token_stride + head * v.head_stride
         row = <const float *>source
         if v.dtype != KV_FLOAT32:
             kernels.to_float[v.dtype](source, v.dim, buffer)
             row = buffer
-        kernels.encode_v(&layer.v, <char *>layer.v_blocks[at // BLOCK_SIZE] + head * layer.v_head_stride,
-                         <int>(at % BLOCK_SIZE), row)
+        kernels.encode_v(&layer.v, v_block_at(layer, at // BLOCK_SIZE, head), <int>(at % BLOCK_SIZE), row)
 
 
-cdef void _decode_token(const kv_kernels *kernels, const kv_side *side, const char **blocks,
-                        Py_ssize_t head_stride, Py_ssize_t token, float *out, Py_ssize_t heads,
+cdef void _decode_token(const kv_kernels *kernels, const kv_layer *layer, Py_ssize_t token, float *out,
                         bint values) noexcept nogil:
-    cdef Py_ssize_t head
-    cdef const char *block
-    for head in range(heads):
-        block = blocks[token // BLOCK_SIZE] + head * head_stride
+    cdef Py_ssize_t head, block = token // BLOCK_SIZE
+    cdef int slot = <int>(token % BLOCK_SIZE)
+    for head in range(layer.num_kv_heads):
         if values:
-            kernels.decode_v(side, block, <int>(token % BLOCK_SIZE), out + head * side.head_dim)
+            kernels.decode_v(&layer.v, v_block_at(layer, block, head), slot, out)
         else:
-            kernels.decode_k(side, block, <int>(token % BLOCK_SIZE), out + head * side.head_dim)
+            kernels.decode_k(&layer.k, k_block_at(layer, block, head), slot, out)
+        out += layer.k.head_dim
+
+
+cdef const char **_with_one_more(const char **chunks, Py_ssize_t count, const char *chunk) except NULL:
+    """A table of pointers with one more; the old one stays valid if memory runs out."""
+    cdef const char **table = <const char **>malloc((count + 1) * sizeof(char *))
+    if table == NULL:
+        raise MemoryError("cannot allocate the chunk tables of a cache")
+    if count:
+        memcpy(table, chunks, count * sizeof(char *))
+    table[count] = chunk
+    free(chunks)
+    return table

@@ -38,6 +38,9 @@ enum {
     KV_PANEL = 4           /* query rows whose activations are interleaved */
 };
 
+/* Vectors that do not straddle cache lines. */
+#define KV_ALIGNED __attribute__((aligned(64)))
+
 typedef struct {
     int dtype;
     int block_size;        /* tokens */
@@ -51,7 +54,7 @@ typedef struct {
 /* Query rows made ready for the K side's dtype: floats times the softmax scale, or 16-bit integers
    cut into the parts the instruction set multiplies (see integer.inc.h). */
 typedef struct {
-    union {
+    union KV_ALIGNED {
         float values[KV_ROWS * KV_MAX_HEAD_DIM];      /* (rows, padded_dim) */
         int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];  /* (rows/4, padded_dim/4, 4 rows, 8 bytes) */
     };
@@ -64,8 +67,16 @@ typedef struct {
     float m[KV_ROWS];
     float l[KV_ROWS];
     float rescale[KV_ROWS];                /* exp(m_before - m_now) of the last tile */
-    float weights[KV_ROWS * KV_TILE];      /* (rows, KV_TILE): scores, then exp(score - m) */
+    KV_ALIGNED float weights[KV_ROWS * KV_TILE]; /* (rows, KV_TILE): scores, then exp(score - m) */
 } kv_softmax;
+
+/* What one task of attention works in; on its thread's stack. */
+typedef struct {
+    kv_queries queries;
+    kv_softmax softmax;
+    KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];   /* (rows, padded_dim) sum of weight x value */
+    KV_ALIGNED float rows[KV_ROWS * KV_MAX_HEAD_DIM];  /* (rows, padded_dim) queries as given */
+} kv_scratch;
 
 typedef struct {
     float softcap;         /* 0: off */

@@ -1,0 +1,3 @@
+class Arena:
+    nbytes: int
+    def __init__(self, size: int) -> None: ...

@@ -72,12 +72,14 @@ cdef class ContiguousBuffer:
             init_side(&layer.v, v_dtypes[i], <int>self.head_dim, BLOCK_SIZE)
             layer.k_head_stride = self._stride(layer.k.bytes)
             layer.v_head_stride = self._stride(layer.v.bytes)
+            k_bytes = int(self.num_kv_heads) * int(layer.k_head_stride)
+            v_bytes = int(self.num_kv_heads) * int(layer.v_head_stride)
+            if total + k_bytes + v_bytes > 1 << 60:
+                raise MemoryError(f"a cache of more than {total + k_bytes + v_bytes:,} bytes is beyond the "
+                                  f"address space")
             self.offsets[2 * i] = total
-            total += int(self.num_kv_heads) * int(layer.k_head_stride)
-            self.offsets[2 * i + 1] = total
-            total += int(self.num_kv_heads) * int(layer.v_head_stride)
-            if total > 1 << 60:
-                raise MemoryError(f"a cache of more than {total:,} bytes is beyond the address space")
+            self.offsets[2 * i + 1] = total + k_bytes
+            total += k_bytes + v_bytes
         self.chunk_bytes = total
         self.chunks = []
         self.workspace = Workspace()

@@ -1,0 +1,48 @@
+"""Float64 oracle of what the kernels compute."""
+
+import numpy as np
+
+
+def attention(q, k, v, *, scale=None, causal=True, softcap=None, sliding_window=None, sinks=None, alibi_slopes=None):
+    """Attention of the last tokens: q (n, Hq, D), k and v (L, Hkv, D) -> out (n, Hq, D), lse (n, Hq)."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    n, num_q_heads, dim = q.shape
+    length, num_kv_heads = k.shape[:2]
+    group = num_q_heads // num_kv_heads
+    scale = dim**-0.5 if scale is None else scale
+    at = length - n + np.arange(n)[:, None]
+    key = np.arange(length)[None]
+    hidden = np.zeros((n, length), bool)
+    if causal:
+        hidden |= key > at
+    if sliding_window:
+        hidden |= key <= at - sliding_window
+    out, lse = np.zeros(q.shape), np.zeros((n, num_q_heads))
+    for h in range(num_q_heads):
+        score = scale * q[:, h] @ k[:, h // group].T
+        if softcap:
+            score = softcap * np.tanh(score / softcap)
+        if alibi_slopes is not None:
+            score = score + float(alibi_slopes[h]) * (key - at)
+        score[hidden] = -np.inf
+        top = score.max(1)
+        if sinks is not None:
+            top = np.maximum(top, float(sinks[h]))
+        weight = np.exp(score - top[:, None])
+        total = weight.sum(1)
+        if sinks is not None:
+            total = total + np.exp(float(sinks[h]) - top)
+        out[:, h] = weight / total[:, None] @ v[:, h // group]
+        lse[:, h] = top + np.log(total)
+    return out, lse
+
+
+def relative_error(got, expected):
+    """Largest error of an output row, relative to its norm."""
+    norm = np.linalg.norm(expected, axis=-1)
+    return (np.linalg.norm(got - expected, axis=-1) / np.maximum(norm, 1e-30)).max()
+
+
+def bound(*dtypes):
+    """The precision contract: relative error of `attend` on the stored codes."""
+    return 1e-5 if all(dtype == "float32" for dtype in dtypes) else 1e-3

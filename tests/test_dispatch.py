@@ -1,0 +1,62 @@
+"""ISA tiers: which there are, and that one build holds them all."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvfast
+
+SMOKE = """
+import numpy as np, kvfast
+rng = np.random.default_rng(0)
+k, q = rng.standard_normal((100, 2, 32)).astype("f4"), rng.standard_normal((3, 4, 32)).astype("f4")
+print(kvfast.active_isa())
+for dtype in ("float32", "float16", "bfloat16", "int8", "int4"):
+    cache = kvfast.KVCache(1, 2, 32, dtype=dtype)
+    cache.append(0, k, k)
+    print(repr(cache.attend(0, q).astype(float).sum(axis=(0, 2)).round(3).tolist()))
+"""
+
+
+def test_tiers():
+    tiers = kvfast.available_isas()
+    assert tiers[-1] == "scalar" and kvfast.active_isa() in tiers
+    if kvfast.cpu_features().get("avx2"):
+        assert "avx2" in tiers and "sse2" in tiers
+    if kvfast.cpu_features().get("avx512vnni"):
+        assert tiers[0] == "avx512_vnni"
+
+
+def test_use_isa():
+    before = kvfast.active_isa()
+    with kvfast.use_isa("scalar"):
+        assert kvfast.active_isa() == "scalar"
+    assert kvfast.active_isa() == before
+    kvfast.use_isa("scalar")
+    assert kvfast.active_isa() == "scalar"
+    kvfast.use_isa(before)
+    with pytest.raises(ValueError, match="unknown ISA tier 'mmx'"):
+        kvfast.use_isa("mmx")
+    assert kvfast.active_isa() == before
+
+
+def test_show_config(capsys):
+    kvfast.show_config()
+    assert kvfast.active_isa() in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
+@pytest.mark.parametrize(("cpu", "tier"), [("Nehalem", "sse2"), ("Haswell", "avx2")])
+def test_older_cpus(cpu, tier):
+    """The same binary on CPUs without the newer instructions: the tier they have, the same results."""
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in {Path(kvfast.__file__).parents[1], Path(np.__file__).parents[1]})}
+    native = subprocess.run([sys.executable, "-c", SMOKE], env={**paths, "KVFAST_ISA": tier}, capture_output=True, text=True, check=True)
+    python = Path(sys.executable).resolve()
+    old = subprocess.run(["qemu-x86_64", "-cpu", cpu, str(python), "-W", "ignore", "-c", SMOKE], env=paths, capture_output=True, text=True, check=False)
+    assert old.returncode == 0, old.stderr[-2000:]
+    assert native.stdout == old.stdout

@@ -33,6 +33,8 @@ cdef extern from *:
 cdef enum:
     MIN_SPLIT_TOKENS = 2048
     ENOUGH_TASKS = 64
+    # Fewer partial results than this are merged sooner than a second team of threads starts.
+    SERIAL_MERGE = 512
     # Bytes of float rows between two softmax corrections. Measured: pieces of 4 KiB stream best.
     FLOAT_TILE_BYTES = 4096
 
@@ -242,13 +244,15 @@ cdef void _run(const kv_call *call, int threads) noexcept nogil:
     if threads == 1:
         for i in range(tasks):
             _attend_task(call, i)
-        if call.splits > 1:
-            for i in range(rows):
-                _merge_row(call, i)
+    else:
+        for i in prange(tasks, schedule="dynamic", chunksize=1, num_threads=threads):
+            _attend_task(call, i)
+    if call.splits == 1:
         return
-    for i in prange(tasks, schedule="dynamic", chunksize=1, num_threads=threads):
-        _attend_task(call, i)
-    if call.splits > 1:
+    if threads == 1 or rows * call.splits < SERIAL_MERGE:
+        for i in range(rows):
+            _merge_row(call, i)
+    else:
         for i in prange(rows, schedule="static", num_threads=threads):
             _merge_row(call, i)
 

@@ -29,10 +29,14 @@ cdef extern from *:
     """
     void kv_touch(const void *address) noexcept nogil
 
-# A split is worth its merge from this many tokens on; more tasks than this do not balance better.
 cdef enum:
-    MIN_SPLIT_TOKENS = 2048
+    # More tasks than this do not balance better.
     ENOUGH_TASKS = 64
+    # A task costs its cold start and its merge: few heads are split from 1,024 tokens on, 8 and more only
+    # from 4,096 (at 4k, 8 KV heads and 2 threads 0.75 of the bandwidth for int8, 0.71 in halves).
+    MIN_SPLIT_TOKENS = 1024
+    MAX_SPLIT_TOKENS = 4096
+    SPLIT_TOKENS_PER_UNIT = 512
     # Fewer partial results than this are merged sooner than a second team of threads starts.
     SERIAL_MERGE = 512
     # Bytes of float rows between two softmax corrections. Measured: pieces of 4 KiB stream best.
@@ -325,7 +329,7 @@ cdef object attend_layer(const kv_layer *layer, Workspace workspace, object q, o
     cdef Rows result
     cdef float[:, ::1] lse_view
     cdef float[::1] sinks_view, slopes_view
-    cdef Py_ssize_t span, splits, work
+    cdef Py_ssize_t span, splits, work, units, least
     cdef int threads
     memset(&call, 0, sizeof(call))
     call.q = queries.rows
@@ -363,7 +367,9 @@ cdef object attend_layer(const kv_layer *layer, Workspace workspace, object q, o
         call.begin = max(<Py_ssize_t>0, layer.length - call.q.tokens + 1 - call.window) // KV_TILE * KV_TILE
     span = layer.length - call.begin
     if splits == 0:
-        splits = min(ENOUGH_TASKS // (layer.num_kv_heads * call.row_blocks), span // MIN_SPLIT_TOKENS)
+        units = layer.num_kv_heads * call.row_blocks
+        least = min(max(units * SPLIT_TOKENS_PER_UNIT, <Py_ssize_t>MIN_SPLIT_TOKENS), <Py_ssize_t>MAX_SPLIT_TOKENS)
+        splits = min(ENOUGH_TASKS // units, span // least)
     splits = max(<Py_ssize_t>1, min(splits, (span + KV_TILE - 1) // KV_TILE))
     call.split_tokens = ((span + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
     call.splits = (span + call.split_tokens - 1) // call.split_tokens

@@ -1,4 +1,4 @@
-"""Contiguous buffer: position p of a layer is slot p % 64 of block p // 64."""
+"""Contiguous buffer: position p of a layer is slot p % block_size of block p // block_size."""
 from kvfast._arrays cimport Rows
 from kvfast.attention cimport Workspace
 from kvfast.blocks cimport kv_layer
@@ -12,7 +12,7 @@ cdef class ContiguousBuffer:
     cdef readonly Py_ssize_t length        # complete tokens
     cdef kv_layer *layers
     cdef Py_ssize_t *offsets               # (num_layers, 2): where K and V of a layer start in a chunk
-    cdef Py_ssize_t chunk_blocks
+    cdef Py_ssize_t chunk_tokens           # a multiple of every block size
     cdef Py_ssize_t chunk_bytes
     cdef list chunks                       # of Arena
     cdef Workspace workspace
@@ -21,5 +21,4 @@ cdef class ContiguousBuffer:
     cdef kv_layer *_layer(self, object index) except NULL
     cdef int _enter(self) except -1
     cdef int _reserve(self, Py_ssize_t tokens) except -1
-    cdef Py_ssize_t _stride(self, Py_ssize_t block_bytes)
     cdef int _check_shape(self, Rows array, str name) except -1

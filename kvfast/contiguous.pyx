@@ -11,7 +11,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
-from kvfast._kernels cimport KV_FLOAT32, KV_MAX_HEAD_DIM, active, kv_kernels, kv_side
+from kvfast._kernels cimport KV_FLOAT32, KV_INT4, KV_MAX_HEAD_DIM, active, kv_kernels, kv_side
 from kvfast._openmp cimport num_threads_for
 from kvfast.attention cimport Workspace, attend_layer
 from kvfast.blocks cimport Arena, dtype_limit, dtype_name, init_side, k_block_at, kv_layer, parse_dtype, v_block_at
@@ -19,8 +19,10 @@ from kvfast.blocks cimport Arena, dtype_limit, dtype_name, init_side, k_block_at
 from kvfast.errors import CacheFullError, DimensionMismatchError
 
 cdef enum:
+    # Tokens of a block: 4 to 16 KiB of codes a side, the pieces that stream best.
     BLOCK_SIZE = 64
-    GROW_BLOCKS = 8  # a growing cache takes 512 tokens of all layers at a time
+    INT4_BLOCK_SIZE = 128
+    GROW_TOKENS = 512  # a growing cache takes this many tokens of all layers at a time
 
 
 cdef Py_ssize_t _positive(object value, str name, Py_ssize_t most) except -1:
@@ -31,6 +33,12 @@ cdef Py_ssize_t _positive(object value, str name, Py_ssize_t most) except -1:
     if not 1 <= number <= most:
         raise ValueError(f"{name} must be between 1 and {most}, got {number}")
     return number
+
+
+cdef Py_ssize_t _stride(Py_ssize_t nbytes) noexcept:
+    """Bytes from head to head: not a multiple of a page, so that the heads' and the sides' streams do not
+    fall into the same sets of the processor's caches."""
+    return nbytes + 64 if nbytes % 4096 == 0 else nbytes
 
 
 cdef object _per_layer(object dtype, Py_ssize_t num_layers, str name):
@@ -47,18 +55,19 @@ cdef class ContiguousBuffer:
     """Storage of a `KVCache`; see there for the meaning of the arguments."""
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, max_seq_len, k_dtype, v_dtype):
-        cdef Py_ssize_t i, side, stride, per_layer
+        cdef Py_ssize_t i
+        cdef int block_size
         cdef kv_layer *layer
         self.num_layers = _positive(num_layers, "num_layers", 1 << 16)
         self.num_kv_heads = _positive(num_kv_heads, "num_kv_heads", 1 << 16)
         self.head_dim = _positive(head_dim, "head_dim", KV_MAX_HEAD_DIM)
         k_dtypes = _per_layer(k_dtype, self.num_layers, "k_dtype")
         v_dtypes = _per_layer(v_dtype, self.num_layers, "v_dtype")
-        self.chunk_blocks = GROW_BLOCKS
+        self.chunk_tokens = GROW_TOKENS
         self.max_seq_len = None
         if max_seq_len is not None:
             self.max_seq_len = _positive(max_seq_len, "max_seq_len", 1 << 40)
-            self.chunk_blocks = (self.max_seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+            self.chunk_tokens = (self.max_seq_len + INT4_BLOCK_SIZE - 1) // INT4_BLOCK_SIZE * INT4_BLOCK_SIZE
         self.layers = <kv_layer *>calloc(self.num_layers, sizeof(kv_layer))
         self.offsets = <Py_ssize_t *>calloc(2 * self.num_layers, sizeof(Py_ssize_t))
         if self.layers == NULL or self.offsets == NULL:
@@ -67,11 +76,12 @@ cdef class ContiguousBuffer:
         for i in range(self.num_layers):
             layer = self.layers + i
             layer.num_kv_heads = <int>self.num_kv_heads
-            layer.chunk_blocks = self.chunk_blocks
-            init_side(&layer.k, k_dtypes[i], <int>self.head_dim, BLOCK_SIZE)
-            init_side(&layer.v, v_dtypes[i], <int>self.head_dim, BLOCK_SIZE)
-            layer.k_head_stride = self._stride(layer.k.bytes)
-            layer.v_head_stride = self._stride(layer.v.bytes)
+            block_size = INT4_BLOCK_SIZE if k_dtypes[i] == v_dtypes[i] == KV_INT4 else BLOCK_SIZE
+            layer.chunk_blocks = self.chunk_tokens // block_size
+            init_side(&layer.k, k_dtypes[i], <int>self.head_dim, block_size)
+            init_side(&layer.v, v_dtypes[i], <int>self.head_dim, block_size)
+            layer.k_head_stride = _stride(layer.chunk_blocks * layer.k.bytes)
+            layer.v_head_stride = _stride(layer.chunk_blocks * layer.v.bytes)
             k_bytes = int(self.num_kv_heads) * int(layer.k_head_stride)
             v_bytes = int(self.num_kv_heads) * int(layer.v_head_stride)
             if total + k_bytes + v_bytes > 1 << 60:
@@ -85,12 +95,6 @@ cdef class ContiguousBuffer:
         self.workspace = Workspace()
         if self.max_seq_len is not None:
             self._reserve(self.max_seq_len)
-
-    cdef Py_ssize_t _stride(self, Py_ssize_t block_bytes):
-        """Bytes from head to head: not a multiple of a page, so that the heads' and the sides' streams
-        do not fall into the same sets of the processor's caches."""
-        cdef Py_ssize_t stride = self.chunk_blocks * block_bytes
-        return stride + 64 if stride % 4096 == 0 else stride
 
     def __dealloc__(self):
         cdef Py_ssize_t i
@@ -118,10 +122,10 @@ cdef class ContiguousBuffer:
 
     cdef int _reserve(self, Py_ssize_t tokens) except -1:
         """Make room for `tokens` tokens in every layer."""
-        cdef Py_ssize_t needed = (tokens + BLOCK_SIZE - 1) // BLOCK_SIZE, count, i
+        cdef Py_ssize_t count, i
         cdef kv_layer *layer
         cdef Arena arena
-        while len(self.chunks) * self.chunk_blocks < needed:
+        while len(self.chunks) * self.chunk_tokens < tokens:
             count = len(self.chunks)
             arena = Arena(self.chunk_bytes)
             for i in range(self.num_layers):
@@ -256,7 +260,7 @@ cdef class ContiguousBuffer:
                 source, target = self.layers + i, other.layers + i
                 other._reserve(source.length)
                 target.length = source.length
-                for b in range((source.length + BLOCK_SIZE - 1) // BLOCK_SIZE):
+                for b in range((source.length + source.k.block_size - 1) // source.k.block_size):
                     for h in range(self.num_kv_heads):
                         memcpy(k_block_at(target, b, h), k_block_at(source, b, h), source.k.bytes)
                         memcpy(v_block_at(target, b, h), v_block_at(source, b, h), source.v.bytes)
@@ -278,8 +282,9 @@ cdef class ContiguousBuffer:
     def bytes_per_token(self):
         cdef Py_ssize_t i, total = 0
         for i in range(self.num_layers):
-            total += (self.layers[i].k.bytes + self.layers[i].v.bytes) * self.num_kv_heads
-        return total / BLOCK_SIZE if total % BLOCK_SIZE else total // BLOCK_SIZE
+            total += ((self.layers[i].k.bytes + self.layers[i].v.bytes) * self.num_kv_heads
+                      * (INT4_BLOCK_SIZE // self.layers[i].k.block_size))
+        return total // INT4_BLOCK_SIZE
 
 
 cdef void _append_head(const kv_kernels *kernels, const kv_layer *layer, int head, const kv_rows *k,
@@ -296,19 +301,19 @@ cdef void _append_head(const kv_kernels *kernels, const kv_layer *layer, int hea
         if k.dtype != KV_FLOAT32:
             kernels.to_float[k.dtype](source, k.dim, buffer)
             row = buffer
-        kernels.encode_k(&layer.k, k_block_at(layer, at // BLOCK_SIZE, head), <int>(at % BLOCK_SIZE), row)
+        kernels.encode_k(&layer.k, k_block_at(layer, at // layer.k.block_size, head), <int>(at % layer.k.block_size), row)
         source = v.data + token * v.token_stride + head * v.head_stride
         row = <const float *>source
         if v.dtype != KV_FLOAT32:
             kernels.to_float[v.dtype](source, v.dim, buffer)
             row = buffer
-        kernels.encode_v(&layer.v, v_block_at(layer, at // BLOCK_SIZE, head), <int>(at % BLOCK_SIZE), row)
+        kernels.encode_v(&layer.v, v_block_at(layer, at // layer.k.block_size, head), <int>(at % layer.k.block_size), row)
 
 
 cdef void _decode_token(const kv_kernels *kernels, const kv_layer *layer, Py_ssize_t token, float *out,
                         bint values) noexcept nogil:
-    cdef Py_ssize_t head, block = token // BLOCK_SIZE
-    cdef int slot = <int>(token % BLOCK_SIZE)
+    cdef Py_ssize_t head, block = token // layer.k.block_size
+    cdef int slot = <int>(token % layer.k.block_size)
     for head in range(layer.num_kv_heads):
         if values:
             kernels.decode_v(&layer.v, v_block_at(layer, block, head), slot, out)

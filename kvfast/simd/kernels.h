@@ -32,7 +32,7 @@ enum { KV_NUM_FLOATS = KV_INT8 };
 
 enum {
     KV_LANES = 16,         /* lanes of a tile; tokens come in multiples of it */
-    KV_TILE = 64,          /* most tokens between two softmax corrections */
+    KV_TILE = 128,         /* most tokens between two softmax corrections */
     KV_ROWS = 16,          /* most query rows that share one pass over a block */
     KV_MAX_HEAD_DIM = 512, /* bound of the int32 accumulators, see integer.inc.h */
     KV_PANEL = 4           /* query rows whose activations are interleaved */

@@ -2,7 +2,7 @@
 
    The activations (q for the scores, softmax weight x V scale for the values) are 16-bit integers in
    -32639..32639 with one float scale per row: their rounding, 1.5e-5 of the row's largest, vanishes
-   against that of the stored codes. Two instructions sets up: VNNI multiplies them as 256 x high +
+   against that of the stored codes. VNNI multiplies them as 256 x high +
    low bytes, the others as one int16; both give the same integer.
 
    The sums are exact. With codes c = stored - bias in -127..127 and depth n <= 512,

@@ -95,7 +95,6 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    int lanes;             /* floats per register */
 
     /* Codec: rows of n floats. */
     void (*to_float[KV_NUM_FLOATS])(const void *source, ptrdiff_t n, float *row);

@@ -7,7 +7,6 @@
 
 static const kv_kernels KV(kernels) = {
     .isa = KV_ISA,
-    .lanes = W,
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},
     .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},
     .find_unstorable = KV(find_unstorable),

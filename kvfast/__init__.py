@@ -16,10 +16,12 @@ How the package is built, from the bottom up; each room imports only from those 
 
 from ._kernels import active_isa, available_isas, cpu_features, use_isa
 from ._openmp import get_num_threads, has_openmp, set_num_threads
-from .attention import attention, merge_states
 from .bandwidth import read_bandwidth
-from .cache import KVCache
+from .cache import KVCache, RingKVCache
 from .errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
+from .fused import split_qkv_norm_rope
+from .paged_cache import PagedKVCache, Sequence
+from .plain import attention, merge_states
 from .quant import dequantize, quantize
 
 __version__ = "0.1.0"
@@ -29,6 +31,9 @@ __all__ = [
     "DimensionMismatchError",
     "KVCache",
     "NonFiniteInputError",
+    "PagedKVCache",
+    "RingKVCache",
+    "Sequence",
     "active_isa",
     "attention",
     "available_isas",
@@ -41,6 +46,7 @@ __all__ = [
     "read_bandwidth",
     "set_num_threads",
     "show_config",
+    "split_qkv_norm_rope",
     "use_isa",
 ]
 

@@ -48,10 +48,22 @@ cdef extern from "simd/kernels.h" nogil:
         const float *slopes
         const float *query_at
 
+    ctypedef struct kv_tile:
+        const char *base
+        Py_ssize_t at[8]
+        int first
+        int count
+
+    ctypedef struct kv_stream:
+        const char *base
+        const Py_ssize_t *at
+        Py_ssize_t offset
+        Py_ssize_t piece
+        Py_ssize_t bytes
+
     ctypedef struct kv_ahead:
-        const char *next
-        const char *after
-        Py_ssize_t next_bytes
+        kv_stream next
+        kv_stream after
         Py_ssize_t lead
 
     ctypedef struct kv_kernels:
@@ -61,19 +73,23 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t (*find_unstorable)(const float *row, Py_ssize_t n, float limit) noexcept nogil
         float (*quantize)(const float *row, Py_ssize_t n, int levels, int8_t *codes) noexcept nogil
         void (*dequantize)(const int8_t *codes, Py_ssize_t n, float scale, float *row) noexcept nogil
-        void (*encode_k)(const kv_side *side, char *block, int slot, const float *row) noexcept nogil
-        void (*encode_v)(const kv_side *side, char *block, int slot, const float *row) noexcept nogil
+        void (*encode_k)(const kv_side *side, char *block, int slot, const float *rows, Py_ssize_t stride,
+                         int count) noexcept nogil
+        void (*encode_v)(const kv_side *side, char *block, int slot, const float *rows, Py_ssize_t stride,
+                         int count) noexcept nogil
         void (*decode_k)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
         void (*decode_v)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
+        void (*rms_norm)(float *row, Py_ssize_t n, const float *weight, float eps) noexcept nogil
+        void (*rotate_half)(float *row, Py_ssize_t pairs, const float *cos, const float *sin) noexcept nogil
+        void (*rotate_interleaved)(float *row, Py_ssize_t pairs, const float *cos, const float *sin) noexcept nogil
         void (*prepare[5])(const kv_side *side, const float *rows, int num_rows, float scale,
                            kv_queries *queries) noexcept nogil
-        void (*scores[5])(const kv_side *side, const kv_queries *queries, int num_rows, const char *block,
-                          int first, int count, const kv_ahead *ahead, float *scores) noexcept nogil
+        void (*scores[5])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
+                          const kv_ahead *ahead, float *scores) noexcept nogil
         void (*softmax)(kv_softmax *state, int num_rows, int count, const int *start, const int *stop,
                         float position, const kv_score_options *options) noexcept nogil
-        void (*accumulate[5])(const kv_side *side, const float *weights, int num_rows, const char *block,
-                              int first, int count, const kv_ahead *ahead, const float *rescale,
-                              float *acc) noexcept nogil
+        void (*accumulate[5])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
+                              const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil
         uint32_t (*stream)(const char *source, Py_ssize_t n) noexcept nogil

@@ -1,14 +1,57 @@
-"""Fused attention over a layer's blocks, wherever they come from."""
-from kvfast.blocks cimport kv_layer
+"""Fused attention over blocks, wherever they come from."""
+from libc.stdint cimport int32_t
+
+from kvfast._arrays cimport kv_rows
+from kvfast._kernels cimport kv_kernels
+from kvfast.blocks cimport kv_context, kv_store
 
 
-cdef class Workspace:
-    """Memory of one cache for the partial results of splits; grows, never shrinks."""
-    cdef float *data
-    cdef Py_ssize_t size
-    cdef int reserve(self, Py_ssize_t size) except -1
+# One query token. It sees the positions below sink_stop and those from start to stop.
+ctypedef struct kv_query:
+    Py_ssize_t position
+    Py_ssize_t sink_stop
+    Py_ssize_t start
+    Py_ssize_t stop
+    Py_ssize_t partial         # its first partial result counts this many before it, per query head
+    int parts                  # partial results of each of its query heads
 
 
-cdef object attend_layer(const kv_layer *layer, Workspace workspace, object q, object out, object scale,
-                         bint causal, object softcap, object sliding_window, object sinks,
-                         object alibi_slopes, bint return_lse, object num_splits, object num_threads)
+# Queries that read the same keys: those of one sequence, or of several over a prefix that they share.
+ctypedef struct kv_item:
+    kv_context context
+    const int32_t *members     # (num_queries,) indices of queries, or NULL: from first_query on
+    Py_ssize_t first_query
+    Py_ssize_t num_queries
+    Py_ssize_t begin           # positions read: begin, a multiple of KV_TILE, to end, and the sinks before
+    Py_ssize_t end
+    Py_ssize_t split_tokens    # a multiple of KV_TILE
+    Py_ssize_t splits
+    int part                   # index of its first split among the partial results of its queries
+    Py_ssize_t row_blocks      # of KV_ROWS query rows
+    Py_ssize_t first_task
+
+
+# One call of attention.
+ctypedef struct kv_call:
+    const kv_kernels *kernels
+    const kv_store *store
+    kv_rows q
+    kv_rows sink_q             # what the sinks are read with, or data NULL: q
+    kv_rows out
+    float *lse                 # (tokens, num_q_heads) or NULL
+    int group                  # query heads per KV head
+    int tile                   # tokens between two softmax corrections
+    float scale
+    float softcap
+    const float *sinks         # (num_q_heads,) or NULL
+    const float *slopes        # (num_q_heads,) or NULL
+    kv_item *items
+    Py_ssize_t num_items
+    kv_query *queries          # (tokens,)
+    Py_ssize_t num_tasks
+    float *partials            # (tokens, num_q_heads, parts, padded_dim + 2)
+
+
+cdef int choose_tile(const kv_store *store) noexcept nogil
+cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil
+cdef void run(const kv_call *call, int threads) noexcept nogil

@@ -2,33 +2,64 @@
 
 See ``simd/kernels.h`` for what the bytes of a block are.
 """
+from libc.stdint cimport int32_t
+
 from kvfast._kernels cimport kv_side
 
 
-# One layer of a cache as attention sees it: blocks in the order of their tokens, in chunks of memory.
-# Block i of KV head h starts at k_chunks[i // chunk_blocks] + h * k_head_stride + i % chunk_blocks *
-# k.bytes, and so for v. (A pointer per block costs a quarter of the bandwidth, measured on a Xeon with
-# AVX-512: hardware that follows tables of pointers disturbs the streams.)
-ctypedef struct kv_layer:
+# The blocks of one layer. Block b of KV head h starts at base + chunks[b >> chunk_shift] + k_offset +
+# h * k_head_stride + (b & chunk_mask) * k_block_stride, and so for v.
+#
+# Distances from one base, not addresses: loading a pointer for each block costs up to a quarter of the
+# bandwidth, measured on a Xeon with AVX-512, perhaps because its prefetcher follows them.
+ctypedef struct kv_store:
     kv_side k
     kv_side v
     int num_kv_heads
-    Py_ssize_t k_head_stride   # bytes
+    int block_shift            # block_size is 2^block_shift
+    int chunk_shift
+    int32_t chunk_mask
+    char *base
+    const Py_ssize_t *chunks   # bytes, all of them
+    Py_ssize_t k_offset
+    Py_ssize_t v_offset
+    Py_ssize_t k_head_stride
     Py_ssize_t v_head_stride
+    Py_ssize_t k_block_stride
+    Py_ssize_t v_block_stride
+
+
+# Where the tokens of one sequence lie: positions i * block_size ... are block table[i] for i below
+# sink_blocks, block table[i - skipped] for i from sink_blocks + skipped on, and gone between.
+ctypedef struct kv_context:
+    const int32_t *table       # NULL: table[i] = i
     Py_ssize_t length          # tokens
-    Py_ssize_t chunk_blocks
-    const char **k_chunks
-    const char **v_chunks
+    Py_ssize_t sink_blocks
+    Py_ssize_t skipped
 
 
-cdef inline char *k_block_at(const kv_layer *layer, Py_ssize_t block, Py_ssize_t head) noexcept nogil:
-    return (<char *>layer.k_chunks[block // layer.chunk_blocks] + head * layer.k_head_stride
-            + block % layer.chunk_blocks * layer.k.bytes)
+cdef inline Py_ssize_t k_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
+    return (store.chunks[block >> store.chunk_shift] + store.k_offset + head * store.k_head_stride
+            + (block & store.chunk_mask) * store.k_block_stride)
 
 
-cdef inline char *v_block_at(const kv_layer *layer, Py_ssize_t block, Py_ssize_t head) noexcept nogil:
-    return (<char *>layer.v_chunks[block // layer.chunk_blocks] + head * layer.v_head_stride
-            + block % layer.chunk_blocks * layer.v.bytes)
+cdef inline Py_ssize_t v_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
+    return (store.chunks[block >> store.chunk_shift] + store.v_offset + head * store.v_head_stride
+            + (block & store.chunk_mask) * store.v_block_stride)
+
+
+cdef inline char *k_block_at(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
+    return store.base + k_offset_of(store, block, head)
+
+
+cdef inline char *v_block_at(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
+    return store.base + v_offset_of(store, block, head)
+
+
+cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexcept nogil:
+    if context.table == NULL:
+        return <int32_t>index
+    return context.table[index if index < context.sink_blocks else index - context.skipped]
 
 
 cdef class Arena:

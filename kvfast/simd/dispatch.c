@@ -27,13 +27,22 @@
 
 #define kv_prefetch(address) __builtin_prefetch(address, 0, 3)
 
-/* Where a panel that starts `offset` bytes into its piece prefetches from; it goes on line after line
+/* Where a panel that starts `offset` bytes into its tile prefetches from; it goes on line after line
    in the order of memory, whatever the order of its loads. */
 static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offset)
 {
+    const kv_stream *stream = &ahead->next;
     offset += ahead->lead;
-    return offset < ahead->next_bytes ? ahead->next + offset : ahead->after + (offset - ahead->next_bytes);
+    if (offset >= stream->bytes) {
+        offset -= stream->bytes;
+        stream = &ahead->after;
+    }
+    const ptrdiff_t *at = stream->at;
+    for (; offset >= stream->piece; offset -= stream->piece) at++;
+    return stream->base + *at + stream->offset + offset;
 }
+
+static const float kv_ones[KV_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 static inline int32_t kv_load32(const void *p) { int32_t x; memcpy(&x, p, 4); return x; }
 static inline int64_t kv_load64(const void *p) { int64_t x; memcpy(&x, p, 8); return x; }

@@ -85,11 +85,19 @@ static inline __attribute__((always_inline)) void KV(value_panel)(
     default: panel(4, __VA_ARGS__)            \
     }
 
+/* The part of a tile that lies in one block: from token *t of the tile on. */
+static inline const char *KV(rows_in_block)(const kv_side *side, const kv_tile *tile, int t, int *count)
+{
+    const int slot = t ? 0 : tile->first;
+    *count = side->block_size - slot < tile->count - t ? side->block_size - slot : tile->count - t;
+    return tile->base + tile->at[(tile->first + t) / side->block_size] + slot * side->row_stride;
+}
+
+/* The scores of `count` rows of one block; `offset` is theirs in the tile, in bytes. */
 static inline __attribute__((always_inline)) void KV(scores_floating)(
-    const kv_side *side, const kv_queries *queries, int num_rows, const char *block, int first, int count,
+    const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count, ptrdiff_t offset,
     const kv_ahead *ahead, float *scores, const int dtype)
 {
-    const char *keys = block + first * side->row_stride;
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         const float *q = queries->values + row * side->padded_dim;
@@ -98,21 +106,21 @@ static inline __attribute__((always_inline)) void KV(scores_floating)(
     KV(score_panel)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, R, T, fetch, \
                     scores + row * KV_TILE + t, dtype);
         for (; t + FLOAT_TOKENS <= count; t += FLOAT_TOKENS) {
-            const char *fetch = kv_prefetch_from(ahead, t * side->row_stride);
+            const char *fetch = kv_prefetch_from(ahead, offset + t * side->row_stride);
             KV_EACH_ROWS(rows, KV_PANEL_SCORES, FLOAT_TOKENS)
         }
         for (; t < count; t++) {
-            const char *fetch = kv_prefetch_from(ahead, t * side->row_stride);
+            const char *fetch = kv_prefetch_from(ahead, offset + t * side->row_stride);
             KV_EACH_ROWS(rows, KV_PANEL_SCORES, 1)
         }
     }
 }
 
+/* Adds `count` rows of one block. */
 static inline __attribute__((always_inline)) void KV(accumulate_floating)(
-    const kv_side *side, const float *weights, int num_rows, const char *block, int first, int count,
+    const kv_side *side, const float *weights, int num_rows, const char *values, int count, ptrdiff_t offset,
     const kv_ahead *ahead, const float *rescale, float *acc, const int dtype)
 {
-    const char *values = block + first * side->row_stride;
     const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
@@ -121,28 +129,48 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     KV(value_panel)(values + i * itemsize, side->row_stride, count, weights + row * KV_TILE, R, V, \
                     fetch, rescale + row, acc + row * side->padded_dim + i, side->padded_dim, dtype);
         for (; i + FLOAT_VECTORS * W <= side->padded_dim; i += FLOAT_VECTORS * W) {
-            const char *fetch = kv_prefetch_from(ahead, (ptrdiff_t)count * i * itemsize);
+            const char *fetch = kv_prefetch_from(ahead, offset + (ptrdiff_t)count * i * itemsize);
             KV_EACH_ROWS(rows, KV_PANEL_VALUES, FLOAT_VECTORS)
         }
         for (; i < side->padded_dim; i += W) {
-            const char *fetch = kv_prefetch_from(ahead, (ptrdiff_t)count * i * itemsize);
+            const char *fetch = kv_prefetch_from(ahead, offset + (ptrdiff_t)count * i * itemsize);
             KV_EACH_ROWS(rows, KV_PANEL_VALUES, 1)
         }
     }
 }
 
-#define KV_FLOATING_KERNELS(name, dtype)                                                              \
-    static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,       \
-                                  const char *block, int first, int count, const kv_ahead *ahead,           \
-                                  float *scores)                                                      \
-    {                                                                                                 \
-        KV(scores_floating)(side, queries, num_rows, block, first, count, ahead, scores, dtype);      \
-    }                                                                                                 \
-    static void KV(accumulate_##name)(const kv_side *side, const float *weights, int num_rows,        \
-                                      const char *block, int first, int count, const kv_ahead *ahead,       \
-                                      const float *rescale, float *acc)                               \
-    {                                                                                                 \
-        KV(accumulate_floating)(side, weights, num_rows, block, first, count, ahead, rescale, acc, dtype); \
+/* Block by block; the calls keep the loops above apart, which are faster so than inside one more. */
+#define KV_FLOATING_KERNELS(name, dtype)                                                                   \
+    static __attribute__((noinline)) void KV(score_rows_##name)(                                           \
+        const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count,         \
+        ptrdiff_t offset, const kv_ahead *ahead, float *scores)                                            \
+    {                                                                                                      \
+        KV(scores_floating)(side, queries, num_rows, keys, count, offset, ahead, scores, dtype);           \
+    }                                                                                                      \
+    static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,            \
+                                  const kv_tile *tile, const kv_ahead *ahead, float *scores)               \
+    {                                                                                                      \
+        for (int start = 0, count; start < tile->count; start += count) {                                  \
+            const char *keys = KV(rows_in_block)(side, tile, start, &count);                               \
+            KV(score_rows_##name)(side, queries, num_rows, keys, count, start * side->row_stride, ahead,   \
+                                  scores + start);                                                         \
+        }                                                                                                  \
+    }                                                                                                      \
+    static __attribute__((noinline)) void KV(accumulate_rows_##name)(                                      \
+        const kv_side *side, const float *weights, int num_rows, const char *values, int count,            \
+        ptrdiff_t offset, const kv_ahead *ahead, const float *rescale, float *acc)                         \
+    {                                                                                                      \
+        KV(accumulate_floating)(side, weights, num_rows, values, count, offset, ahead, rescale, acc, dtype); \
+    }                                                                                                      \
+    static void KV(accumulate_##name)(const kv_side *side, const float *weights, int num_rows,             \
+                                      const kv_tile *tile, const kv_ahead *ahead,                          \
+                                      const float *rescale, float *acc)                                    \
+    {                                                                                                      \
+        for (int start = 0, count; start < tile->count; start += count) {                                  \
+            const char *values = KV(rows_in_block)(side, tile, start, &count);                             \
+            KV(accumulate_rows_##name)(side, weights + start, num_rows, values, count,                     \
+                                       start * side->row_stride, ahead, start ? kv_ones : rescale, acc);   \
+        }                                                                                                  \
     }
 KV_FLOATING_KERNELS(float32, KV_FLOAT32)
 KV_FLOATING_KERNELS(float16, KV_FLOAT16)

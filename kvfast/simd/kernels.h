@@ -84,13 +84,28 @@ typedef struct {
     const float *query_at; /* (rows,) position of each query, for ALiBi */
 } kv_score_options;
 
-/* What a kernel prefetches while it reads its piece of a block: the pieces that will be read after it,
+/* One side of a tile, the tokens between two softmax corrections: `count` tokens from slot `first` of the
+   block at base + at[0] on, a multiple of 16, or from its start on through whole blocks. */
+typedef struct {
+    const char *base;
+    ptrdiff_t at[KV_TILE / KV_LANES];
+    int first, count;
+} kv_tile;
+
+/* A tile as bytes to prefetch: `piece` bytes at `offset` of each block, `bytes` in all. */
+typedef struct {
+    const char *base;
+    const ptrdiff_t *at;
+    ptrdiff_t offset, piece, bytes;
+} kv_stream;
+
+/* What a kernel prefetches while it reads its side of a tile: the sides that will be read after it,
    `lead` bytes into the first of them. Measured on a Xeon with AVX-512 that streams 19.1 GB/s: 18.2
    GB/s when the key pass fetches the values and the value pass the next keys, in the order of memory;
    15.7 GB/s when each fetches the counterpart of its own loads one tile further on. */
 typedef struct {
-    const char *next, *after;
-    ptrdiff_t next_bytes, lead;
+    kv_stream next, after;
+    ptrdiff_t lead;
 } kv_ahead;
 
 typedef struct {
@@ -105,23 +120,28 @@ typedef struct {
     float (*quantize)(const float *row, ptrdiff_t n, int levels, int8_t *codes);
     void (*dequantize)(const int8_t *codes, ptrdiff_t n, float scale, float *row);
 
-    /* One token's row of head_dim floats into or out of a block. */
-    void (*encode_k)(const kv_side *side, char *block, int slot, const float *row);
-    void (*encode_v)(const kv_side *side, char *block, int slot, const float *row);
+    /* Rows of head_dim floats, `stride` floats apart, into a block from `slot` on; one row out of it. */
+    void (*encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
+    void (*encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
     void (*decode_k)(const kv_side *side, const char *block, int slot, float *row);
     void (*decode_v)(const kv_side *side, const char *block, int slot, float *row);
 
-    /* Attention on `count` tokens of a block from `first`, a multiple of 16. */
+    /* x / sqrt(mean(x^2) + eps) * weight. */
+    void (*rms_norm)(float *row, ptrdiff_t n, const float *weight, float eps);
+    /* Turn element i with element i + pairs, or 2i with 2i + 1, by the angle of cos[i] and sin[i]. */
+    void (*rotate_half)(float *row, ptrdiff_t pairs, const float *cos, const float *sin);
+    void (*rotate_interleaved)(float *row, ptrdiff_t pairs, const float *cos, const float *sin);
+
+    /* Attention on one tile. */
     void (*prepare[KV_NUM_DTYPES])(const kv_side *side, const float *rows, int num_rows, float scale,
                                    kv_queries *queries);
     void (*scores[KV_NUM_DTYPES])(const kv_side *side, const kv_queries *queries, int num_rows,
-                                  const char *block, int first, int count, const kv_ahead *ahead,
-                                  float *scores);
+                                  const kv_tile *tile, const kv_ahead *ahead, float *scores);
     void (*softmax)(kv_softmax *state, int num_rows, int count, const int *from, const int *to,
                     float position, const kv_score_options *options);
     void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows,
-                                      const char *block, int first, int count, const kv_ahead *ahead,
-                                      const float *rescale, float *acc);
+                                      const kv_tile *tile, const kv_ahead *ahead, const float *rescale,
+                                      float *acc);
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);
 

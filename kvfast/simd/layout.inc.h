@@ -7,20 +7,26 @@ static inline uint8_t *KV(locate)(uint8_t *codes, int depths, int lane, int dept
            lane % KV_LANES * 4 + depth % 4;
 }
 
-/* Quantises a row into padded codes; returns its scale. */
-static float KV(code_row)(const kv_side *side, const float *row, int8_t *codes)
+/* Quantises a row into padded, biased codes; returns its scale. */
+static inline float KV(code_row)(const kv_side *side, const float *row, uint8_t *codes)
 {
+    const int bias = side->dtype == KV_INT8 ? 128 : 8;
+    float scale = KV(quantize)(row, side->head_dim, bias - 1, (int8_t *)codes);
     memset(codes + side->head_dim, 0, (size_t)(side->padded_dim - side->head_dim));
-    return KV(quantize)(row, side->head_dim, side->dtype == KV_INT8 ? 127 : 7, codes);
+    for (int d = 0; d < side->padded_dim; d++) codes[d] = (uint8_t)(codes[d] + bias);
+    return scale;
 }
 
-static int KV(encode_floats)(const kv_side *side, char *block, int slot, const float *row)
+static int KV(encode_floats)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
+    if (side->dtype >= KV_NUM_FLOATS) return 0;
     char *target = block + slot * side->row_stride;
-    if (side->dtype == KV_FLOAT32) KV(from_float32)(row, side->head_dim, target);
-    else if (side->dtype == KV_FLOAT16) KV(from_float16)(row, side->head_dim, target);
-    else if (side->dtype == KV_BFLOAT16) KV(from_bfloat16)(row, side->head_dim, target);
-    return side->dtype < KV_NUM_FLOATS;
+    for (; count > 0; count--, rows += stride, target += side->row_stride) {
+        if (side->dtype == KV_FLOAT32) KV(from_float32)(rows, side->head_dim, target);
+        else if (side->dtype == KV_FLOAT16) KV(from_float16)(rows, side->head_dim, target);
+        else KV(from_bfloat16)(rows, side->head_dim, target);
+    }
+    return 1;
 }
 
 static int KV(decode_floats)(const kv_side *side, const char *block, int slot, float *row)
@@ -32,35 +38,62 @@ static int KV(decode_floats)(const kv_side *side, const char *block, int slot, f
     return side->dtype < KV_NUM_FLOATS;
 }
 
-static void KV(encode_k)(const kv_side *side, char *block, int slot, const float *row)
+static void KV(encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
-    if (KV(encode_floats)(side, block, slot, row)) return;
-    int8_t codes[KV_MAX_HEAD_DIM];
-    ((float *)(block + side->scales))[slot] = KV(code_row)(side, row, codes);
+    if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
+    uint8_t codes[KV_MAX_HEAD_DIM + KV_LANES];
     const int dims = side->padded_dim;
-    uint8_t *line = (uint8_t *)block;
-    if (side->dtype == KV_INT8) {
-        line = KV(locate)(line, dims, slot, 0, 4);
-        for (int d = 0; d < dims; d += 4, line += 64)
-            for (int j = 0; j < 4; j++) line[j] = (uint8_t)(codes[d + j] + 128);
-    } else {
-        line = KV(locate)(line, dims, slot, 0, 8);
-        for (int d = 0; d < dims; d += 8, line += 64)
-            for (int j = 0; j < 4; j++) line[j] = (uint8_t)((codes[d + j] + 8) | (codes[d + 4 + j] + 8) << 4);
+    for (const int end = slot + count; slot < end; slot++, rows += stride) {
+        ((float *)(block + side->scales))[slot] = KV(code_row)(side, rows, codes);
+        if (side->dtype == KV_INT8) {
+            uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, 4);
+            for (int d = 0; d < dims; d += 4, line += 64) memcpy(line, codes + d, 4);
+        } else {
+            uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, 8);
+            for (int d = 0; d < dims; d += 8, line += 64) {
+                uint32_t packed = (uint32_t)kv_load32(codes + d) | (uint32_t)kv_load32(codes + d + 4) << 4;
+                memcpy(line, &packed, 4);
+            }
+        }
     }
 }
 
-static void KV(encode_v)(const kv_side *side, char *block, int slot, const float *row)
+/* The codes of 4 tokens as 4-byte depths: 16 lanes, one line. */
+static inline void KV(depths)(const uint8_t *codes, ptrdiff_t stride, uint32_t *line)
 {
-    if (KV(encode_floats)(side, block, slot, row)) return;
-    int8_t codes[KV_MAX_HEAD_DIM];
-    ((float *)(block + side->scales))[slot] = KV(code_row)(side, row, codes);
-    uint8_t *bytes = (uint8_t *)block;
-    for (int d = 0; d < side->padded_dim; d++) {
-        if (side->dtype == KV_INT8)
-            *KV(locate)(bytes, side->block_size, d, slot, 4) = (uint8_t)(codes[d] + 128);
-        else
-            kv_put_nibble(KV(locate)(bytes, side->block_size, d, slot, 8), codes[d] + 8, slot / 4 % 2);
+    for (int i = 0; i < KV_LANES; i++)
+        line[i] = (uint32_t)codes[i] | (uint32_t)codes[stride + i] << 8 | (uint32_t)codes[2 * stride + i] << 16 |
+                  (uint32_t)codes[3 * stride + i] << 24;
+}
+
+static void KV(encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
+{
+    if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
+    enum { STRIDE = KV_MAX_HEAD_DIM + KV_LANES };
+    uint8_t codes[8 * STRIDE];
+    const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
+    const int line_step = side->block_size / per_line * 64; /* from lane tile to lane tile */
+    for (int here; count > 0; count -= here, slot += here, rows += here * stride) {
+        /* Whole lines at once; before the first and behind the last, token by token. */
+        here = slot % per_line == 0 && count >= per_line ? per_line : 1;
+        for (int t = 0; t < here; t++)
+            ((float *)(block + side->scales))[slot + t] = KV(code_row)(side, rows + t * stride, codes + t * STRIDE);
+        uint8_t *line = KV(locate)((uint8_t *)block, side->block_size, 0, slot, per_line);
+        for (int d = 0; d < dims; d += KV_LANES, line += line_step) {
+            if (here == 1 && per_line == 4) {
+                for (int i = 0; i < KV_LANES; i++) line[4 * i] = codes[d + i];
+            } else if (here == 1) {
+                for (int i = 0; i < KV_LANES; i++) kv_put_nibble(line + 4 * i, codes[d + i], slot / 4 % 2);
+            } else {
+                uint32_t low[KV_LANES], high[KV_LANES];
+                KV(depths)(codes + d, STRIDE, low);
+                if (per_line == 8) {
+                    KV(depths)(codes + 4 * STRIDE + d, STRIDE, high);
+                    for (int i = 0; i < KV_LANES; i++) low[i] |= high[i] << 4;
+                }
+                memcpy(line, low, sizeof low);
+            }
+        }
     }
 }
 

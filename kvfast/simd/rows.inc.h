@@ -97,6 +97,44 @@ static void KV(scale_add)(float *target, float target_scale, const float *source
     for (; i < n; i++) target[i] = target[i] * target_scale + source[i] * source_scale;
 }
 
+static void KV(rms_norm)(float *row, ptrdiff_t n, const float *weight, float eps)
+{
+    vf squares = vf_set1(0.0f);
+    ptrdiff_t i = 0;
+    for (; i + W <= n; i += W) squares = vf_fma(vf_load(row + i), vf_load(row + i), squares);
+    float sum = vf_hsum(squares);
+    for (; i < n; i++) sum += row[i] * row[i];
+    const float inverse = 1.0f / __builtin_sqrtf(sum / (float)n + eps);
+    for (i = 0; i + W <= n; i += W)
+        vf_store(row + i, vf_mul(vf_mul(vf_load(row + i), vf_set1(inverse)), vf_load(weight + i)));
+    for (; i < n; i++) row[i] = row[i] * inverse * weight[i];
+}
+
+static void KV(rotate_half)(float *row, ptrdiff_t pairs, const float *cosine, const float *sine)
+{
+    float *second = row + pairs;
+    ptrdiff_t i = 0;
+    for (; i + W <= pairs; i += W) {
+        const vf a = vf_load(row + i), b = vf_load(second + i), c = vf_load(cosine + i), s = vf_load(sine + i);
+        vf_store(row + i, vf_sub(vf_mul(a, c), vf_mul(b, s)));
+        vf_store(second + i, vf_fma(b, c, vf_mul(a, s)));
+    }
+    for (; i < pairs; i++) {
+        const float a = row[i], b = second[i];
+        row[i] = a * cosine[i] - b * sine[i];
+        second[i] = b * cosine[i] + a * sine[i];
+    }
+}
+
+static void KV(rotate_interleaved)(float *row, ptrdiff_t pairs, const float *cosine, const float *sine)
+{
+    for (ptrdiff_t i = 0; i < pairs; i++) {
+        const float a = row[2 * i], b = row[2 * i + 1];
+        row[2 * i] = a * cosine[i] - b * sine[i];
+        row[2 * i + 1] = b * cosine[i] + a * sine[i];
+    }
+}
+
 /* exp(x) for x <= 88, exactly 0 below -87: 2^n x 2^r, |r| <= 1/2, with the polynomial of degree 5 that
    interpolates 2^r in the Chebyshev nodes (relative error 1e-7). */
 static inline vf KV(exp)(vf x)

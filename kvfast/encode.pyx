@@ -1,0 +1,136 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Writing tokens: a slot is block * block_size + place in the block, for every kind of cache."""
+from cython.parallel cimport prange
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
+
+from kvfast._arrays cimport Rows, check_finite, kv_rows
+from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels, kv_side
+from kvfast._openmp cimport num_threads_for
+from kvfast.blocks cimport dtype_limit, dtype_name, k_block_at, kv_store, v_block_at
+
+from kvfast.errors import NonFiniteInputError
+
+cdef enum:
+    RUN = 16             # tokens encoded at once: whole lines of the integer layouts
+    TOKENS_PER_TASK = 64
+
+
+ctypedef struct kv_write:
+    const kv_kernels *kernels
+    const kv_store *store
+    kv_rows k
+    kv_rows v
+    kv_transform transform     # of the keys
+    const int64_t *slots       # (tokens,)
+    bint in_order              # the tokens of a block follow each other: tasks may be ranges of tokens
+    Py_ssize_t first_range     # tokens before the first border of blocks
+    Py_ssize_t range_tokens    # a multiple of block_size
+    int *bad                   # set when a value cannot be stored
+
+
+cdef bint is_identity(const kv_transform *transform) noexcept nogil:
+    return transform.norm == NULL and transform.cos == NULL
+
+
+cdef void load_row(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
+                   const kv_transform *transform, float *row) noexcept nogil:
+    """One row as float32, normalised and rotated."""
+    cdef Py_ssize_t at
+    kernels.to_float[rows.dtype](rows.data + token * rows.token_stride + head * rows.head_stride, rows.dim, row)
+    if transform.norm != NULL:
+        kernels.rms_norm(row, rows.dim, transform.norm, transform.eps)
+    if transform.cos != NULL:
+        at = transform.pairs * (transform.positions[token] if transform.positions != NULL else transform.first + token)
+        if transform.interleaved:
+            kernels.rotate_interleaved(row, transform.pairs, transform.cos + at, transform.sin + at)
+        else:
+            kernels.rotate_half(row, transform.pairs, transform.cos + at, transform.sin + at)
+
+
+cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_transform *transform, bint values,
+                      Py_ssize_t token, int count, Py_ssize_t head) noexcept nogil:
+    """`count` tokens with slots that follow each other in one block."""
+    cdef float buffer[RUN * 512]
+    cdef const float *source = buffer
+    cdef Py_ssize_t stride = rows.dim
+    cdef const kv_side *side = &call.store.v if values else &call.store.k
+    cdef int32_t block = <int32_t>(call.slots[token] // side.block_size)
+    cdef int slot = <int>(call.slots[token] % side.block_size), i
+    cdef float limit = dtype_limit(side.dtype)
+    if rows.dtype == KV_FLOAT32 and is_identity(transform):
+        source = <const float *>(rows.data + token * rows.token_stride + head * rows.head_stride)
+        stride = rows.token_stride // <Py_ssize_t>sizeof(float)
+    else:
+        for i in range(count):
+            load_row(call.kernels, rows, token + i, head, transform, buffer + i * stride)
+    for i in range(count):
+        if call.kernels.find_unstorable(source + i * stride, rows.dim, limit) >= 0:
+            call.bad[0] = 1
+            return
+    if values:
+        call.kernels.encode_v(side, v_block_at(call.store, block, head), slot, source, stride, count)
+    else:
+        call.kernels.encode_k(side, k_block_at(call.store, block, head), slot, source, stride, count)
+
+
+cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
+                        Py_ssize_t last_head) noexcept nogil:
+    cdef kv_transform nothing
+    cdef Py_ssize_t token = first, head
+    cdef int64_t slot
+    cdef int count, block_size = call.store.k.block_size
+    memset(&nothing, 0, sizeof(nothing))
+    while token < last:
+        slot, count = call.slots[token], 1
+        if slot < 0:
+            token += 1
+            continue
+        while (count < RUN and token + count < last and call.slots[token + count] == slot + count
+               and (slot + count) % block_size):
+            count += 1
+        for head in range(first_head, last_head):
+            _encode_run(call, &call.k, &call.transform, False, token, count, head)
+            _encode_run(call, &call.v, &nothing, True, token, count, head)
+        token += count
+
+
+cdef void _write_task(const kv_write *call, Py_ssize_t task) noexcept nogil:
+    cdef Py_ssize_t border = call.first_range + task * call.range_tokens
+    if call.in_order:
+        _write_tokens(call, max(<Py_ssize_t>0, border - call.range_tokens), min(border, call.k.tokens), 0, call.k.heads)
+    else:
+        _write_tokens(call, 0, call.k.tokens, task, task + 1)
+
+
+cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_transform *transform, const int64_t *slots,
+                    bint in_order) except -1:
+    """Encode tokens into their slots, -1 for a token to leave out.
+
+    A value that cannot be stored raises; slots may then be written in part, so they must be such that
+    nobody reads, or the arrays must have been checked before.
+    """
+    cdef kv_write call
+    cdef int bad = 0, threads
+    cdef Py_ssize_t i, tasks, n = k.rows.tokens
+    call.kernels, call.store = active(), store
+    call.k, call.v, call.transform = k.rows, v.rows, transform[0]
+    call.slots, call.in_order, call.bad = slots, in_order, &bad
+    call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
+    call.first_range = call.range_tokens - slots[0] % store.k.block_size
+    tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
+    if not in_order:
+        tasks = k.rows.heads
+    threads = num_threads_for(None, <double>n * k.rows.heads * k.rows.dim * 8)
+    with nogil:
+        if threads == 1:
+            _write_tokens(&call, 0, n, 0, k.rows.heads)
+        else:
+            for i in prange(tasks, schedule="dynamic", num_threads=threads):
+                _write_task(&call, i)
+    if bad:
+        check_finite(k, "k", dtype_limit(store.k.dtype), dtype_name(store.k.dtype))
+        check_finite(v, "v", dtype_limit(store.v.dtype), dtype_name(store.v.dtype))
+        raise NonFiniteInputError(f"k is beyond the range of {dtype_name(store.k.dtype)} "
+                                  f"(+-{dtype_limit(store.k.dtype):g}) once it is normalised and rotated")
+    return 0

@@ -1,0 +1,22 @@
+"""What a model does to Q and K on their way into a cache."""
+from kvfast._arrays cimport Rows
+from kvfast.encode cimport kv_transform
+
+
+cdef class Transform:
+    cdef kv_transform c
+    cdef object arrays                 # that c points into
+    cdef Py_ssize_t needs              # tokens that the positions are for, or -1: any
+    cdef Py_ssize_t table_rows
+
+    cdef int fit(self, Py_ssize_t num_tokens, Py_ssize_t first) except -1
+
+
+cdef class Projection:
+    """The parts of a fused projection, as views."""
+    cdef object array
+    cdef Rows whole, q, k, v
+
+
+cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim)
+cdef object transform_rows(Rows rows, Transform transform, object out, object num_threads)

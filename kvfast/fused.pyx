@@ -1,0 +1,207 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Split of a fused QKV projection, RMS norm per head and rotary position embedding (arXiv 2104.09864)."""
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.stdint cimport int64_t
+from libc.string cimport memset
+
+from kvfast._arrays cimport Rows, kv_rows, open_rows
+from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels
+from kvfast._openmp cimport num_threads_for
+from kvfast.encode cimport kv_transform, load_row
+from kvfast.plan cimport check_count
+
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+
+cdef object _finite(object array, str name):
+    array = np.ascontiguousarray(array, np.float32)
+    if not np.isfinite(array).all():
+        raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
+    return array
+
+
+cdef class Transform:
+    """RMS norm by `norm`, then rotation by `cos` and `sin`; each may be None."""
+
+    def __init__(self, Py_ssize_t head_dim, norm=None, eps=1e-6, cos=None, sin=None, positions=None,
+                 bint interleaved=False, str name="norm"):
+        cdef const float[::1] norm_view
+        cdef const float[:, ::1] cos_view, sin_view
+        cdef const int64_t[::1] positions_view
+        memset(&self.c, 0, sizeof(self.c))
+        self.needs = -1
+        self.c.interleaved = interleaved
+        if norm is not None:
+            norm = _finite(norm, name)
+            if norm.shape != (head_dim,):
+                raise DimensionMismatchError(f"{name} must have shape ({head_dim},), got {norm.shape}")
+            if not (isinstance(eps, (int, float, np.floating)) and 0 <= eps < float("inf")):
+                raise ValueError(f"eps must be a number of at least 0, got {eps!r}")
+            norm_view = norm
+            self.c.norm, self.c.eps = &norm_view[0], eps
+        if (cos is None) != (sin is None):
+            raise ValueError("cos and sin belong together, got only one of them")
+        if positions is not None and cos is None:
+            raise ValueError("positions are rows of cos and sin, which are missing")
+        if cos is not None:
+            cos, sin = _finite(cos, "cos"), _finite(sin, "sin")
+            if cos.ndim != 2 or cos.shape != sin.shape:
+                raise DimensionMismatchError(f"cos and sin must have one shape (positions, rotary_dim // 2), got "
+                                             f"{cos.shape} and {sin.shape}")
+            if not 1 <= cos.shape[1] <= head_dim // 2:
+                raise DimensionMismatchError(f"cos and sin must turn 1 to {head_dim // 2} pairs of the head_dim "
+                                             f"{head_dim}, got shape {cos.shape}")
+            cos_view, sin_view = cos, sin
+            self.table_rows = cos.shape[0]
+            self.c.pairs = cos.shape[1]
+            if self.table_rows:
+                self.c.cos, self.c.sin = &cos_view[0, 0], &sin_view[0, 0]
+            else:
+                raise DimensionMismatchError("cos and sin must hold at least one position")
+        if positions is not None:
+            positions = np.asarray(positions)
+            if positions.ndim != 1 or positions.dtype.kind not in "iu":
+                raise DimensionMismatchError(f"positions must be integers of shape (num_tokens,), got "
+                                             f"{positions.dtype} of shape {positions.shape}")
+            positions = np.ascontiguousarray(positions, np.int64)
+            self.needs = positions.shape[0]
+            if self.needs:
+                if positions.min() < 0 or positions.max() >= self.table_rows:
+                    raise ValueError(f"positions must lie between 0 and {self.table_rows - 1}, the rows of cos and "
+                                     f"sin, got {positions.min()} to {positions.max()}")
+                positions_view = positions
+                self.c.positions = &positions_view[0]
+        self.arrays = norm, cos, sin, positions
+
+    cdef int fit(self, Py_ssize_t num_tokens, Py_ssize_t first) except -1:
+        """Check the tables for `num_tokens` tokens, the first at position `first` where none were given."""
+        if self.needs >= 0 and self.needs != num_tokens:
+            raise DimensionMismatchError(f"positions must have shape ({num_tokens},), one per token, got "
+                                         f"({self.needs},)")
+        if self.c.cos != NULL and self.needs < 0 and first + num_tokens > self.table_rows:
+            raise DimensionMismatchError(f"cos and sin must hold the positions {first} to {first + num_tokens - 1}, "
+                                         f"got {self.table_rows} rows")
+        self.c.first = first
+        return 0
+
+
+cdef Rows _part(Rows whole, Py_ssize_t first, Py_ssize_t count):
+    cdef Rows part = Rows.__new__(Rows)
+    part.rows = whole.rows
+    part.rows.data += first * whole.rows.head_stride
+    part.rows.heads = count
+    return part
+
+
+cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim):
+    """Open (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim); num_q_heads None: what is left."""
+    cdef Projection self = Projection.__new__(Projection)
+    cdef Py_ssize_t heads
+    array = np.asarray(qkv)
+    if array.ndim != 2 or not array.shape[0] or array.shape[1] % head_dim or array.shape[1] // head_dim <= 2 * num_kv_heads:
+        raise DimensionMismatchError(
+            f"qkv must have shape (num_tokens, (num_q_heads + 2 * {num_kv_heads}) * {head_dim}), got {array.shape}")
+    heads = array.shape[1] // head_dim - 2 * num_kv_heads
+    if num_q_heads is not None and num_q_heads != heads:
+        raise DimensionMismatchError(f"qkv must have shape (num_tokens, ({num_q_heads} + 2 * {num_kv_heads}) * "
+                                     f"{head_dim}), got {array.shape}")
+    if heads % num_kv_heads:
+        raise DimensionMismatchError(f"the query heads of qkv must be a multiple of the {num_kv_heads} KV heads, "
+                                     f"got {heads}")
+    self.array = array
+    self.whole = open_rows(array.reshape(array.shape[0], heads + 2 * num_kv_heads, head_dim), "qkv")
+    self.q = _part(self.whole, 0, heads)
+    self.k = _part(self.whole, heads, num_kv_heads)
+    self.v = _part(self.whole, heads + num_kv_heads, num_kv_heads)
+    return self
+
+
+cdef void _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token,
+                           const kv_transform *transform, const kv_rows *out) noexcept nogil:
+    cdef float row[512]
+    cdef Py_ssize_t head
+    cdef char *target = out.data + token * out.token_stride
+    for head in range(rows.heads):
+        if out.dtype == KV_FLOAT32:
+            load_row(kernels, rows, token, head, transform, <float *>target)
+        else:
+            load_row(kernels, rows, token, head, transform, row)
+            kernels.from_float[out.dtype](row, rows.dim, target)
+        target += out.head_stride
+
+
+cdef object transform_rows(Rows rows, Transform transform, object out, object num_threads):
+    """Rows of Q or K, normalised and rotated, as a new array or into `out`."""
+    cdef const kv_kernels *kernels = active()
+    cdef Rows target
+    cdef Py_ssize_t i, n = rows.rows.tokens
+    cdef int threads = num_threads_for(num_threads, <double>n * rows.rows.heads * rows.rows.dim * 8)
+    if out is None:
+        out = np.empty((n, rows.rows.heads, rows.rows.dim), np.float32)
+    elif not isinstance(out, np.ndarray):
+        raise TypeError(f"out must be a NumPy array, got {type(out).__name__}")
+    target = open_rows(out, "out", True)
+    if (target.rows.tokens != n or target.rows.heads != rows.rows.heads or target.rows.dim != rows.rows.dim):
+        raise DimensionMismatchError(f"out must have shape ({n}, {rows.rows.heads}, {rows.rows.dim}), got {out.shape}")
+    with nogil:
+        if threads == 1:
+            for i in range(n):
+                _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows)
+        else:
+            for i in prange(n, schedule="static", num_threads=threads):
+                _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows)
+    return out
+
+
+def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, sin=None, positions=None, q_norm=None,
+                        k_norm=None, eps=1e-6, interleaved=False, num_threads=None):
+    """Split a fused projection; normalise and rotate its queries and keys.
+
+    Parameters
+    ----------
+    qkv : array of shape (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim), float32, float16 or bfloat16
+        All query heads of a token, then its key heads, then its value heads.
+    num_q_heads, num_kv_heads, head_dim : int
+    cos, sin : arrays of shape (num_positions, rotary_dim // 2), float32, optional
+        Of the rotary angles (arXiv 2104.09864); None leaves Q and K as they are. With fewer than
+        ``head_dim // 2`` columns only the first `rotary_dim` dimensions turn.
+    positions : integers of shape (num_tokens,), optional
+        Row of `cos` and `sin` for each token; 0, 1, ... by default.
+    q_norm, k_norm : arrays of shape (head_dim,), optional
+        Weights of an RMS norm per head before the rotation (Qwen3); None for none.
+    eps : float
+        Added to the mean square in the norm.
+    interleaved : bool
+        Turn dimension 2i with 2i + 1 (Llama in GGUF) instead of i with i + rotary_dim // 2 (Hugging Face).
+    num_threads : int, optional
+
+    Returns
+    -------
+    q : ndarray of shape (num_tokens, num_q_heads, head_dim), float32
+    k, v : ndarrays of shape (num_tokens, num_kv_heads, head_dim), float32
+
+    Raises
+    ------
+    DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
+        If shapes or positions do not fit, or a table or weight is not finite.
+    """
+    num_q_heads = check_count(num_q_heads, "num_q_heads", 1, 1 << 20)
+    cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
+    cdef Py_ssize_t dim = check_count(head_dim, "head_dim", 1, 512)
+    cdef Projection parts = open_projection(qkv, num_q_heads, heads, dim)
+    cdef Transform of_q = Transform(dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
+    cdef Transform of_k = Transform(dim, k_norm, eps, cos, sin, positions, interleaved, "k_norm")
+    of_q.fit(parts.whole.rows.tokens, 0)
+    of_k.fit(parts.whole.rows.tokens, 0)
+    return (transform_rows(parts.q, of_q, None, num_threads), transform_rows(parts.k, of_k, None, num_threads),
+            transform_rows(parts.v, Transform(dim), None, num_threads))
+
+
+def rotated(x, cos, sin, interleaved=False):
+    """`x`, (num_tokens, num_heads, head_dim), turned by row t of cos and sin for token t, as float32."""
+    cdef Rows rows = open_rows(x, "q")
+    cdef Transform transform = Transform(rows.rows.dim, cos=cos, sin=sin, interleaved=interleaved)
+    transform.fit(rows.rows.tokens, 0)
+    return transform_rows(rows, transform, None, None)

@@ -1,0 +1,16 @@
+"""Many sequences in one pool."""
+from kvfast.plan cimport AttendCall
+from kvfast.pool cimport BlockPool
+from kvfast.table cimport BlockTable
+
+
+cdef class PagedBuffer:
+    cdef readonly BlockPool pool
+    cdef readonly object index         # PrefixIndex
+    cdef readonly bint is_external     # slots come from somebody else's scheduler
+    cdef dict given                    # block: (table, index in it) of slots from slot_mapping
+
+    cdef Py_ssize_t _layer(self, object layer) except -1
+    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
+    cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,
+                    list kept) except -1

@@ -1,0 +1,387 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Batches over the sequences of a pool (PagedAttention, arXiv 2309.06180), with keys that several of them
+share read once for all (cascade attention, FlashInfer, arXiv 2501.01005)."""
+import numpy as np
+
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
+
+from kvfast._arrays cimport Rows, check_finite, open_rows
+from kvfast._kernels cimport KV_TILE
+from kvfast.attention cimport kv_item
+from kvfast.blocks cimport dtype_limit, dtype_name, kv_context, kv_store
+from kvfast.encode cimport kv_transform, write_rows
+from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
+from kvfast.plan cimport AttendCall, Options, check_count, open_call
+from kvfast.pool cimport BlockPool
+from kvfast.table cimport BlockTable
+
+from kvfast.errors import CacheFullError, DimensionMismatchError
+from kvfast.prefix import PrefixIndex
+
+cdef enum:
+    MIN_SHARED_TOKENS = 256    # shorter shared prefixes are read by each sequence for itself
+    MAX_SHARED_QUERIES = 8     # sequences with more queries are bound by arithmetic, not by reading
+
+cdef kv_transform _NOTHING
+memset(&_NOTHING, 0, sizeof(_NOTHING))
+
+
+cdef class Context:
+    """The keys that one sequence of a batch sees, and which queries are its."""
+    cdef kv_context c
+    cdef Py_ssize_t first_query, num_queries
+    cdef Py_ssize_t shareable  # blocks that all its queries see in full
+
+
+cdef object _integers(object values, str name, object dtype, int ndim):
+    array = np.asarray(values)
+    if array.ndim != ndim or array.dtype.kind not in "iu":
+        raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
+                                     f"{array.dtype} of shape {array.shape}")
+    return np.ascontiguousarray(array, dtype)
+
+
+cdef class PagedBuffer:
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, k_dtypes, v_dtypes):
+        size = check_count(block_size, "block_size", 16, 256)
+        if size & (size - 1):
+            raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {size}")
+        if num_blocks is None:
+            raise TypeError("num_blocks must be an integer, got None")
+        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, k_dtypes, v_dtypes, num_blocks, True)
+        self.index = self.pool.index = PrefixIndex()
+        self.given = {}
+
+    cdef Py_ssize_t _layer(self, object layer) except -1:
+        try:
+            number = layer.__index__()
+        except AttributeError:
+            raise TypeError(f"layer must be an integer, got {layer!r}") from None
+        if not 0 <= number < self.pool.num_layers:
+            raise IndexError(f"layer must be between 0 and {self.pool.num_layers - 1}, got {number}")
+        return number
+
+    def new_table(self, list blocks, Py_ssize_t length):
+        """A sequence's table that starts with known blocks."""
+        cdef BlockTable table = BlockTable(self.pool)
+        cdef Py_ssize_t i
+        if self.is_external:
+            raise ValueError("the blocks of this pool are in the hands of another scheduler (append_batch was given "
+                             "slots that no sequence has); clear() the pool before making sequences")
+        self.pool.enter()
+        try:
+            table.adopt(blocks)
+            table.length = length
+            for i in range(self.pool.num_layers):
+                table.lengths[i] = length
+            return table
+        finally:
+            self.pool.busy = False
+
+    def fork(self, BlockTable table):
+        cdef BlockTable other = BlockTable(self.pool)
+        self.pool.enter()
+        try:
+            other.share(table)
+            return other
+        finally:
+            self.pool.busy = False
+
+    def release(self, BlockTable table):
+        self.pool.enter()
+        try:
+            table.release()
+        finally:
+            self.pool.busy = False
+
+    def clear(self):
+        """Forget known prefixes and foreign slots; no sequence may be left."""
+        if self.num_owned:
+            raise ValueError(f"{self.num_owned} blocks still belong to sequences; free them first")
+        while self.index.num_idle:
+            self.pool.give_back(self.index.evict())
+        self.is_external = False
+
+    @property
+    def num_free(self):
+        return self.pool.available()
+
+    @property
+    def num_owned(self):
+        return self.pool.num_blocks - self.pool.available()
+
+    def owners(self):
+        """Number of owners of each block."""
+        return np.array([self.pool.owners[i] for i in range(self.pool.num_blocks)], np.int32)
+
+    def blocks_needed(self, list tables, list counts):
+        """Blocks to take before each table can be written `counts` tokens behind its complete ones."""
+        cdef BlockTable table
+        cdef Py_ssize_t needed = 0, first, size = self.pool.block_size
+        cdef int32_t block
+        shared = {}
+        for table, count in zip(tables, counts):
+            first = table.length
+            needed += max(0, -(-(first + <Py_ssize_t>count) // size) - table.count)
+            if first // size < table.count:
+                block = table.blocks[first // size]
+                if block in self.index:
+                    needed += 1
+                elif self.pool.owners[block] > 1:
+                    shared[block] = shared.get(block, 0) + 1
+        # The last of a block's owners to write need not copy it.
+        for number, writers in shared.items():
+            needed += writers if writers < self.pool.owners[<int32_t>number] else writers - 1
+        return needed
+
+    def slot_mapping(self, list tables, list counts):
+        """Slots of the next tokens of some sequences, made ready to be written."""
+        cdef BlockTable table
+        cdef Py_ssize_t i, at = 0, n, needed
+        cdef int64_t[::1] view
+        self.pool.enter()
+        try:
+            if len({id(table) for table in tables}) != len(tables):
+                raise ValueError("a sequence may appear only once in slot_mapping")
+            needed = self.blocks_needed(tables, counts)
+            if needed > self.pool.available():
+                raise CacheFullError(f"{needed} blocks of {self.pool.block_size} tokens are needed, and "
+                                     f"{self.pool.available()} of {self.pool.num_blocks} are free", needed,
+                                     self.pool.available())
+            slots = np.empty(sum(counts), np.int64)
+            view = slots
+            for table, count in zip(tables, counts):
+                n = count
+                table.make_writable(table.length, table.length + n)
+                for i in range(table.length, table.length + n):
+                    view[at] = table.slot(i)
+                    at += 1
+                for i in range(table.length // self.pool.block_size, table.count):
+                    self.given[table.blocks[i]] = table, i
+            return slots
+        finally:
+            self.pool.busy = False
+
+    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n):
+        """The slots as int64, and how many tokens each table gets. Slots of sequences must be their next."""
+        cdef int64_t[::1] slots
+        cdef Py_ssize_t i = 0, end, size = self.pool.block_size, expected
+        cdef int64_t total = self.pool.num_blocks * size, slot
+        cdef int32_t block
+        cdef BlockTable table
+        array = _integers(slot_mapping, "slot_mapping", np.int64, 1)
+        if array.shape[0] != n:
+            raise DimensionMismatchError(f"slot_mapping must have shape ({n},), one slot per token, got {array.shape}")
+        slots = array
+        gains, foreign = {}, []
+        while i < n:
+            slot = slots[i]
+            if slot == -1:
+                i += 1
+                continue
+            if not 0 <= slot < total:
+                raise ValueError(f"slot_mapping[{i}] must be -1 or between 0 and {total - 1}, got {slot}")
+            block, end = <int32_t>(slot // size), i + 1
+            while end < n and slots[end] == slots[end - 1] + 1 and slots[end] % size:
+                end += 1
+            if self.pool.owners[block] == 0:
+                foreign.append(array[i:end])
+            else:
+                table, index = self.given.get(block, (None, 0))
+                if table is None or not table.has(index, block):
+                    raise ValueError(f"slot_mapping[{i}] is slot {slot}, in a block of a sequence that slot_mapping() "
+                                     f"did not give out for writing (a stale block table?)")
+                expected = table.lengths[layer] + gains.get(table, 0)
+                if <Py_ssize_t>index * size + slot % size != expected:
+                    raise ValueError(f"slot_mapping[{i}] is slot {slot}, position {index * size + slot % size} of its "
+                                     f"sequence in layer {layer}, and {expected} is the next to be written")
+                gains[table] = gains.get(table, 0) + end - i
+            i = end
+        if foreign:
+            if self.num_owned:
+                raise ValueError(f"slot_mapping holds {foreign[0][0]}, a slot that no sequence has; while a pool has "
+                                 f"sequences, slots must come from slot_mapping()")
+            unique = np.unique(np.concatenate(foreign))
+            if unique.size != sum(part.size for part in foreign):
+                raise ValueError("slot_mapping must not hold a slot twice")
+        return array, gains, bool(foreign)
+
+    def append_batch(self, layer, k, v, slot_mapping):
+        cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
+        self._write(self._layer(layer), keys, values, slot_mapping, None)
+
+    def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
+        cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim)
+        of_q.fit(parts.whole.rows.tokens, 0)
+        of_k.fit(parts.whole.rows.tokens, 0)
+        number = self._layer(layer)
+        q = transform_rows(parts.q, of_q, out, num_threads)
+        self._write(number, parts.k, parts.v, slot_mapping, of_k)
+        return q
+
+    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform):
+        cdef kv_store *store = self.pool.stores + layer
+        cdef int64_t[::1] slots
+        cdef BlockTable table
+        self.pool.enter()
+        try:
+            for rows, name in ((keys, "k"), (values, "v")):
+                _check_shape(rows, name, store)
+            if keys.rows.tokens != values.rows.tokens:
+                raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got "
+                                             f"{keys.rows.tokens} and {values.rows.tokens}")
+            slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
+            if foreign:
+                # Other people's slots have no length that hides what a refused call has written.
+                if transform is not None:
+                    keys = open_rows(transform_rows(keys, transform, None, None), "k")
+                    transform = None
+                check_finite(keys, "k", dtype_limit(store.k.dtype), dtype_name(store.k.dtype))
+                check_finite(values, "v", dtype_limit(store.v.dtype), dtype_name(store.v.dtype))
+            write_rows(store, keys, values, &_NOTHING if transform is None else &transform.c, &slots[0], False)
+            if foreign:
+                while self.index.num_idle:  # what was known of these blocks is no longer true
+                    self.pool.give_back(self.index.evict())
+                self.is_external = True
+            for table, count in gains.items():
+                table.lengths[layer] += count
+        finally:
+            self.pool.busy = False
+
+    def attend_batch(self, layer, q, list tables, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade):
+        """Attention of a ragged batch: over sequences' `tables`, or over plain tables of blocks."""
+        cdef Py_ssize_t number = self._layer(layer), i, count
+        cdef AttendCall call
+        cdef Context context
+        cdef BlockTable table
+        cdef const int32_t[:, ::1] plain
+        cdef const int32_t[::1] lens, starts
+        cdef kv_item *item
+        self.pool.enter()
+        try:
+            count = len(tables) if tables is not None else len(seq_lens)
+            if count == 0:
+                raise ValueError("a batch must hold at least one sequence")
+            call = open_call(&self.pool.stores[number], self.pool.workspace, q, options, 2 * count)
+            if cu_seqlens_q is None:
+                cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
+            starts = cu_seqlens_q = _integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
+            if (starts.shape[0] != count + 1 or starts[0] != 0 or starts[count] != call.call.q.tokens
+                    or np.any(np.diff(cu_seqlens_q) < 0)):
+                raise DimensionMismatchError(
+                    f"cu_seqlens_q must rise from 0 to the {call.call.q.tokens} tokens of q in {count + 1} entries, got "
+                    f"{np.array2string(cu_seqlens_q, threshold=8)}; without it q must hold one token per sequence")
+            if tables is None:
+                lens = seq_lens = _integers(seq_lens, "seq_lens", np.int32, 1)
+                plain = block_table = self._check_blocks(block_table, seq_lens)
+            contexts = []
+            for i in range(count):
+                context = Context.__new__(Context)
+                if tables is not None:
+                    table = tables[i]
+                    table.context(number, &context.c)
+                else:
+                    memset(&context.c, 0, sizeof(context.c))
+                    context.c.table, context.c.length = &plain[i, 0], lens[i]
+                context.first_query, context.num_queries = starts[i], starts[i + 1] - starts[i]
+                if context.num_queries > context.c.length:
+                    raise ValueError(f"sequence {i} of the batch holds {context.c.length} tokens, and q "
+                                     f"{context.num_queries} of them")
+                if context.num_queries <= MAX_SHARED_QUERIES:
+                    context.shareable = (context.c.length - context.num_queries) // self.pool.block_size
+                contexts.append(context)
+
+            begins, parts, kept = [0] * count, [0] * count, []
+            for i in range(count):
+                context = contexts[i]
+                if context.num_queries:
+                    call.add(&context.c, context.first_query, context.num_queries, 0)  # fills in its queries
+            if cascade and call.window == 0 and count > 1:
+                self._share(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, begins,
+                            parts, kept)
+            for i in range(count):
+                context = contexts[i]
+                if context.num_queries:
+                    item = call.add(&context.c, context.first_query, context.num_queries, begins[i])
+                    item.part = parts[i]
+                    call.close(item, context.c.length)
+            return call.run()
+        finally:
+            self.pool.busy = False
+
+    cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,
+                    list kept) except -1:
+        """Add items for prefixes that members of the batch share from block `depth` on; set for each member
+        where its own item begins, and how many partial results come before."""
+        cdef Context context, first
+        cdef Py_ssize_t common, limit, tokens, begin, i, j, n, size = self.pool.block_size
+        cdef int32_t[::1] queries
+        cdef kv_item *item
+        groups = {}
+        for member in members:
+            context = contexts[member]
+            if context.shareable > depth:
+                groups.setdefault(context.c.table[depth], []).append(member)
+        for group in groups.values():
+            if len(group) < 2:
+                continue
+            first = contexts[group[0]]
+            limit = min([(<Context>contexts[member]).shareable for member in group])
+            common = depth + 1
+            while common < limit:
+                for member in group:
+                    if (<Context>contexts[member]).c.table[common] != first.c.table[common]:
+                        break
+                else:
+                    common += 1
+                    continue
+                break
+            begin, tokens = begins[group[0]], common * size // KV_TILE * KV_TILE
+            if tokens - begin >= MIN_SHARED_TOKENS:
+                n = sum([(<Context>contexts[member]).num_queries for member in group])
+                queries = np.empty(n, np.int32)
+                kept.append(queries)
+                j = 0
+                for member in group:
+                    context = contexts[member]
+                    for i in range(context.num_queries):
+                        queries[j] = <int32_t>(context.first_query + i)
+                        j += 1
+                item = call.call.items + call.call.num_items
+                memset(item, 0, sizeof(kv_item))
+                item.context, item.members, item.num_queries = first.c, &queries[0], n
+                item.begin, item.part = begin, parts[group[0]]
+                call.close(item, tokens)
+                for member in group:
+                    begins[member], parts[member] = tokens, item.part + <int>item.splits
+            self._share(call, contexts, group, common, begins, parts, kept)
+        return 0
+
+    def _check_blocks(self, block_table, seq_lens):
+        """A plain block table, every block that is read one that holds tokens."""
+        cdef Py_ssize_t size = self.pool.block_size, i
+        cdef const int32_t[::1] blocks
+        table = _integers(block_table, "block_table", np.int32, 2)
+        if table.shape[0] != seq_lens.shape[0] or table.shape[1] == 0:
+            raise DimensionMismatchError(f"block_table must have shape ({seq_lens.shape[0]}, max_blocks), one row per "
+                                         f"sequence, got {table.shape}")
+        if seq_lens.min() < 0 or seq_lens.max() > table.shape[1] * size:
+            raise ValueError(f"seq_lens must lie between 0 and the {table.shape[1] * size} tokens of block_table's "
+                             f"{table.shape[1]} blocks, got {seq_lens.min()} to {seq_lens.max()}")
+        used = table[np.arange(table.shape[1])[None] * size < seq_lens[:, None]]
+        if used.size and (used.min() < 0 or used.max() >= self.pool.num_blocks):
+            raise ValueError(f"block_table must hold blocks between 0 and {self.pool.num_blocks - 1} for the tokens of "
+                             f"seq_lens, got {used.min()} to {used.max()}")
+        blocks = used
+        for i in range(0 if self.is_external else blocks.shape[0]):
+            if self.pool.owners[blocks[i]] == 0:
+                raise ValueError(f"block_table holds block {blocks[i]}, which belongs to no sequence (a stale table?)")
+        return table
+
+
+cdef int _check_shape(Rows rows, str name, const kv_store *store) except -1:
+    if rows.rows.heads != store.num_kv_heads or rows.rows.dim != store.k.head_dim:
+        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {store.num_kv_heads}, {store.k.head_dim}), "
+                                     f"got ({rows.rows.tokens}, {rows.rows.heads}, {rows.rows.dim})")
+    return 0

@@ -1,0 +1,474 @@
+"""Many sequences in one pool of blocks: names, documentation and properties over the compiled buffers."""
+
+import weakref
+
+import numpy as np
+
+from .cache import SequenceCache, _same, _size
+from .fused import Transform
+from .paged import PagedBuffer
+from .plan import Options, check_size
+from .pool import per_layer
+from .sequence import SequenceBuffer
+
+__all__ = ["PagedKVCache", "Sequence"]
+
+
+class Sequence(SequenceCache):
+    """One sequence of a `PagedKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
+
+    Has the methods of `KVCache`. Use it in a ``with`` statement or call `free` to give its blocks back; one that
+    is forgotten gives them back when Python collects it.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8)
+    >>> with pool.new_sequence() as sequence:
+    ...     sequence.append(0, np.ones((40, 2, 64)), np.ones((40, 2, 64)))
+    ...     sequence.advance(40)
+    ...     pool.num_free_blocks
+    6
+    >>> pool.num_free_blocks
+    8
+    """
+
+    __slots__ = ("_pool", "_table", "_token_ids", "_digests", "_salt", "num_cached_tokens")
+
+    is_paged = True
+
+    def __init__(self, pool, table, token_ids=(), digests=(), salt=b""):
+        self._pool, self._table = pool, table
+        self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(pool.num_layers)])
+        # None once tokens came without their ids: what follows them cannot be known by its tokens.
+        self._token_ids = list(token_ids)
+        self._digests, self._salt = list(digests), salt
+        self.num_cached_tokens = len(self._token_ids)  # tokens that match_prefix found
+        pool._sequences.add(self)
+
+    @property
+    def pool(self):
+        """The `PagedKVCache` that holds the blocks."""
+        return self._pool
+
+    def advance(self, n=1, token_ids=None):
+        """Count `n` tokens as complete; every layer must have got exactly that many.
+
+        Parameters
+        ----------
+        n : int
+        token_ids : integers of shape (n,), optional
+            The tokens. Blocks that they fill can then be found by `PagedKVCache.match_prefix`; tokens without
+            ids end that for the rest of the sequence.
+
+        Raises
+        ------
+        ValueError
+            Naming the layers that hold more or fewer, or if `token_ids` are not `n` integers.
+        """
+        if token_ids is not None:
+            token_ids = np.asarray(token_ids)
+            if token_ids.shape != (n,) or token_ids.dtype.kind not in "iu":
+                raise ValueError(f"token_ids must be {n} integers, got {token_ids.dtype} of shape {token_ids.shape}")
+        self._buffer.advance(n)
+        if token_ids is None:
+            self._token_ids = None
+        elif self._token_ids is not None:
+            self._token_ids.extend(token_ids.tolist())
+            index, size = self._pool._buffer.index, self._pool.block_size
+            if len(self._token_ids) // size > len(self._digests):
+                first = len(self._digests)
+                self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
+                blocks = self._buffer.block_ids(0)
+                for i in range(first, len(self._digests)):
+                    index.add(self._digests[i], int(blocks[i]))
+
+    def truncate(self, n):
+        super().truncate(n)
+        if self._token_ids is not None:
+            del self._token_ids[n:]
+            del self._digests[n // self._pool.block_size :]
+        elif n == 0:
+            self._token_ids, self._digests = [], []
+
+    truncate.__doc__ = SequenceCache.truncate.__doc__
+
+    def clear(self):
+        """Drop all tokens, and give their blocks back."""
+        self.truncate(0)
+
+    def fork(self):
+        """Another sequence with the same tokens. No block is copied until one of the two writes to it.
+
+        Returns
+        -------
+        Sequence
+        """
+        self._check_open()
+        other = object.__new__(Sequence)
+        other.__init__(self._pool, self._pool._buffer.fork(self._table), self._token_ids or (), self._digests, self._salt)
+        if self._token_ids is None:
+            other._token_ids = None
+        other.num_cached_tokens = self.num_cached_tokens
+        return other
+
+    copy = fork
+    __copy__ = fork
+
+    def can_append(self, n):
+        """Whether the pool has the blocks that `n` more tokens take."""
+        self._check_open()
+        return self._pool._buffer.blocks_needed([self._table], [check_size(n, "n", 0, 1 << 60)]) <= self._pool.num_free_blocks
+
+    def free(self):
+        """Give all blocks back. The sequence cannot be used any more; freeing it twice is harmless."""
+        if self._buffer.close():
+            self._pool._buffer.release(self._table)
+            self._pool._sequences.discard(self)
+
+    def __del__(self):
+        if hasattr(self, "_buffer"):
+            self.free()
+
+    def __enter__(self):
+        self._check_open()
+        return self
+
+    def __exit__(self, *exception):
+        self.free()
+
+    def _check_open(self):
+        if self._buffer.closed:
+            raise ValueError("this sequence has been freed")
+
+    @property
+    def nbytes(self):
+        """Bytes of the blocks of this sequence, those that it shares included."""
+        return len(self.block_indices()) * self._pool._buffer.pool.block_bytes
+
+    def __repr__(self):
+        state = "freed" if self._buffer.closed else f"{len(self)} tokens in {len(self.block_indices())} blocks"
+        return f"Sequence({self._shape()}, {state})"
+
+
+class PagedKVCache:
+    """Key/value cache of many sequences in one pool of blocks (PagedAttention, arXiv 2309.06180).
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        As in `KVCache`.
+    num_blocks : int
+        Blocks of the pool. A block spans all layers.
+    block_size : int
+        Tokens of a block: 16, 32, 64, 128 or 256.
+    dtype, k_dtype, v_dtype
+        As in `KVCache`.
+
+    Notes
+    -----
+    Blocks have owners: sequences, and forks that share them. A block goes back to the pool with its last owner;
+    a full block whose tokens are known (see `Sequence.advance`) stays findable until the pool needs it, the
+    least recently used first.
+
+    A scheduler that keeps its own tables uses `append_batch`, `write_batch` and `attend_batch` with its own
+    slots and block tables, and no sequences; in one pool it is one or the other.
+
+    The pool and its sequences serve one thread at a time.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> pool = kvfast.PagedKVCache(num_layers=1, num_kv_heads=2, head_dim=64, num_blocks=64)
+    >>> a, b = pool.new_sequence(), pool.new_sequence()
+    >>> k = v = np.ones((2, 2, 64), np.float32)
+    >>> pool.append_batch(0, k, v, pool.slot_mapping([a, b]))
+    >>> pool.attend_batch(0, np.ones((2, 8, 64), np.float32), [a, b]).shape
+    (2, 8, 64)
+    """
+
+    is_paged = True
+
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size=32, dtype="int8", k_dtype=None,
+                 v_dtype=None):
+        num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
+        k_dtypes = per_layer(dtype if k_dtype is None else k_dtype, num_layers, "k_dtype")
+        v_dtypes = per_layer(dtype if v_dtype is None else v_dtype, num_layers, "v_dtype")
+        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, k_dtypes, v_dtypes)
+        self._sequences = weakref.WeakSet()
+
+    def new_sequence(self):
+        """An empty sequence.
+
+        Returns
+        -------
+        Sequence
+        """
+        return Sequence(self, self._buffer.new_table([], 0))
+
+    def match_prefix(self, token_ids, salt=b""):
+        """A sequence that starts with the blocks that the pool still has of a prompt.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            The prompt. Of its tokens at least the last stays to be computed.
+        salt : bytes
+            Keeps apart those who must not learn of each other's prompts: blocks are found only under the salt
+            that they were made with.
+
+        Returns
+        -------
+        Sequence
+            Its length is the number of tokens found, a multiple of `block_size`, perhaps 0.
+        """
+        token_ids = np.asarray(token_ids)
+        if token_ids.ndim != 1 or token_ids.size and token_ids.dtype.kind not in "iu":
+            raise ValueError(f"token_ids must be integers of shape (num_tokens,), got {token_ids.dtype} of shape "
+                             f"{token_ids.shape}")
+        if not isinstance(salt, bytes) or len(salt) > 64:
+            raise TypeError(f"salt must be at most 64 bytes, got {salt!r}")
+        index = self._buffer.index
+        digests = index.digests(token_ids[:-1], self.block_size, salt)
+        blocks = index.find(digests)
+        found = len(blocks) * self.block_size
+        table = self._buffer.new_table(blocks, found)
+        return Sequence(self, table, token_ids[:found].tolist(), digests[: len(blocks)], salt)
+
+    def block_table(self, sequences):
+        """Blocks of some sequences.
+
+        Returns
+        -------
+        ndarray of shape (num_sequences, max_blocks), int32
+            Filled up with -1.
+        """
+        blocks = [sequence.block_indices() for sequence in self._own(sequences)]
+        table = np.full((len(blocks), max([len(one) for one in blocks], default=0)), -1, np.int32)
+        for row, one in zip(table, blocks):
+            row[: len(one)] = one
+        return table
+
+    def seq_lens(self, sequences):
+        """Complete tokens of some sequences: int32 of shape (num_sequences,)."""
+        return np.array([len(sequence) for sequence in self._own(sequences)], np.int32)
+
+    def slot_mapping(self, sequences, num_tokens=1):
+        """Slots of the next tokens of some sequences, for `append_batch`.
+
+        Takes the blocks for them, and copies those that are shared, for all of the sequences or for none.
+
+        Parameters
+        ----------
+        sequences : list of Sequence
+        num_tokens : int, or a list with one per sequence
+
+        Returns
+        -------
+        ndarray of shape (sum of num_tokens,), int64
+            ``block * block_size + place``, sequence after sequence.
+
+        Raises
+        ------
+        CacheFullError
+            With the blocks needed and free.
+        """
+        tables = self._tables(sequences)
+        counts = list(num_tokens) if np.ndim(num_tokens) else [num_tokens] * len(tables)
+        if len(counts) != len(tables):
+            raise ValueError(f"num_tokens must be one number or {len(tables)}, one per sequence, got {len(counts)}")
+        return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, 1 << 40) for n in counts])
+
+    def append_batch(self, layer, k, v, slot_mapping):
+        """Store tokens of several sequences.
+
+        Parameters
+        ----------
+        layer : int
+        k, v : arrays of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+        slot_mapping : integers of shape (num_tokens,)
+            From `slot_mapping`, the same for every layer, -1 for a token to leave out; or another scheduler's
+            slots in a pool without sequences.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
+            As `KVCache.append`.
+        ValueError
+            For slots out of range, given twice, or not the next of their sequence.
+        """
+        self._buffer.append_batch(layer, k, v, slot_mapping)
+
+    def write_batch(self, layer, qkv, slot_mapping, *, num_q_heads=None, cos=None, sin=None, positions=None,
+                    q_norm=None, k_norm=None, eps=1e-6, interleaved=False, out=None, num_threads=None):
+        """Split a fused projection of several sequences' tokens, and store their keys and values.
+
+        Parameters
+        ----------
+        layer, qkv, num_q_heads, cos, sin, q_norm, k_norm, eps, interleaved, out, num_threads
+            As in `KVCache.write`.
+        slot_mapping
+            As in `append_batch`.
+        positions : integers of shape (num_tokens,), optional
+            Row of `cos` and `sin` for each token; 0, 1, ... by default.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
+        """
+        of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
+        of_k = Transform(self.head_dim, k_norm, eps, cos, sin, positions, interleaved, "k_norm")
+        return self._buffer.write_batch(layer, qkv, slot_mapping, num_q_heads, of_q, of_k, out, num_threads)
+
+    def attend_batch(self, layer, q, sequences=None, *, block_table=None, seq_lens=None, cu_seqlens_q=None, cascade=True,
+                     out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
+                     sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None):
+        """Attention of a ragged batch, prompts and single tokens mixed.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+            Queries of the last tokens of each sequence, sequence after sequence.
+        sequences : list of Sequence
+            Each with the tokens that this layer of it holds; or instead
+        block_table : integers of shape (num_sequences, max_blocks)
+        seq_lens : integers of shape (num_sequences,)
+            Plain tables of blocks and the tokens in them, those of `q` included.
+        cu_seqlens_q : integers of shape (num_sequences + 1,), optional
+            Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; one each by default.
+        cascade : bool
+            Read blocks that several sequences share once for all of them (from 256 shared tokens on, and not
+            with a sliding window). The result is the same to rounding.
+        out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, num_threads
+            As in `KVCache.attend`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
+            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
+            blocks, the same bits as `Sequence.attend` of each sequence alone.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
+        """
+        options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
+                          num_splits, num_threads)
+        if (sequences is None) == (block_table is None) or (block_table is None) != (seq_lens is None):
+            raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
+        tables = None if sequences is None else self._tables(sequences)
+        return self._buffer.attend_batch(layer, q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade)
+
+    def can_append(self, n):
+        """Whether a new sequence of `n` tokens would find its blocks."""
+        return -(-check_size(n, "n", 0, 1 << 60) // self.block_size) <= self.num_free_blocks
+
+    def clear(self):
+        """Forget all known prefixes and another scheduler's slots; every sequence must be freed.
+
+        Raises
+        ------
+        ValueError
+            If a sequence is left.
+        """
+        self._buffer.clear()
+
+    def _own(self, sequences):
+        for sequence in sequences:
+            if not isinstance(sequence, Sequence) or sequence._pool is not self:
+                raise ValueError(f"{sequence!r} is not a sequence of this pool")
+            sequence._check_open()
+        return sequences
+
+    def _tables(self, sequences):
+        return [sequence._table for sequence in self._own(sequences)]
+
+    @property
+    def num_layers(self):
+        return self._buffer.pool.num_layers
+
+    @property
+    def num_kv_heads(self):
+        return self._buffer.pool.num_kv_heads
+
+    @property
+    def head_dim(self):
+        return self._buffer.pool.head_dim
+
+    @property
+    def block_size(self):
+        """Tokens of a block."""
+        return self._buffer.pool.block_size
+
+    @property
+    def num_blocks(self):
+        return self._buffer.pool.num_blocks
+
+    @property
+    def num_free_blocks(self):
+        """Blocks without an owner, those of known prefixes included."""
+        return self._buffer.num_free
+
+    @property
+    def num_cached_blocks(self):
+        """Full blocks that `match_prefix` can find, with an owner or without."""
+        return len(self._buffer.index)
+
+    @property
+    def num_sequences(self):
+        """Sequences that are not freed."""
+        return len(self._sequences)
+
+    @property
+    def usage(self):
+        """Share of the blocks that have an owner, 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks
+
+    @property
+    def capacity(self):
+        """Tokens that the pool has room for."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def nbytes(self):
+        """Bytes reserved for keys and values, scales and padding included."""
+        return self._buffer.pool.nbytes
+
+    @property
+    def bytes_per_token(self):
+        """Bytes that one token takes over all layers, scales and padding included."""
+        return self._buffer.pool.block_bytes // self.block_size
+
+    @property
+    def bytes_per_element(self):
+        """Bytes that one number of a key or value takes, scales and padding included."""
+        return self.bytes_per_token / (2 * self.num_layers * self.num_kv_heads * self.head_dim)
+
+    @property
+    def k_dtype(self):
+        """Storage dtype of the keys: a name, or a tuple of one per layer where layers differ."""
+        return _same(self._buffer.pool.dtypes(False))
+
+    @property
+    def v_dtype(self):
+        """Storage dtype of the values; see `k_dtype`."""
+        return _same(self._buffer.pool.dtypes(True))
+
+    @property
+    def dtype(self):
+        """Storage dtype, ``"int8"`` or ``"int8/int4"`` for K/V, or a tuple of one per layer."""
+        pairs = zip(self._buffer.pool.dtypes(False), self._buffer.pool.dtypes(True))
+        return _same([k if k == v else f"{k}/{v}" for k, v in pairs])
+
+    @property
+    def dtype_name(self):
+        """`dtype` as one word, for logs: ``"mixed"`` where layers differ."""
+        return self.dtype if isinstance(self.dtype, str) else "mixed"
+
+    def __repr__(self):
+        return (
+            f"PagedKVCache({self.dtype_name}, {self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}, "
+            f"{self.num_blocks - self.num_free_blocks}/{self.num_blocks} blocks of {self.block_size} in use, "
+            f"{_size(self.nbytes)})"
+        )

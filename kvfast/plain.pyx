@@ -1,0 +1,112 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Attention on plain arrays, and merging of results."""
+import numpy as np
+
+from libc.stdint cimport intptr_t
+from libc.string cimport memset
+
+from kvfast._arrays cimport Rows, check_finite, open_rows
+from kvfast._kernels cimport KV_LANES, KV_TILE
+from kvfast.blocks cimport init_side, kv_context, kv_store
+from kvfast.plan cimport AttendCall, Options, Workspace, open_call
+
+from kvfast.errors import DimensionMismatchError
+
+cdef int _TILE_SHIFT = <int>((<object>KV_TILE).bit_length() - 1)
+
+
+cdef object _padded(object array):
+    """A copy with head_dim filled up to what the kernels read at once."""
+    array = np.asarray(array)
+    padded = np.zeros(array.shape[:2] + (array.shape[2] + -array.shape[2] % KV_LANES,), array.dtype)
+    padded[:, :, :array.shape[2]] = array
+    return padded
+
+
+def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
+              sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None):
+    """Fused attention on plain arrays, without a cache.
+
+    Parameters
+    ----------
+    q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+        Queries of the last `num_tokens` tokens of the context.
+    k, v : arrays of shape (context, num_kv_heads, head_dim), float32, float16 or bfloat16
+        Keys and values; read where they lie when head_dim is a multiple of 16.
+    out, scale, causal, ... num_threads
+        As in `kvfast.KVCache.attend`.
+
+    Returns
+    -------
+    ndarray of shape (num_tokens, num_q_heads, head_dim), float32
+        And with `return_lse` the log-sum-exp, float32 of shape (num_tokens, num_q_heads).
+    """
+    cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
+    cdef kv_store store
+    cdef kv_context context
+    cdef AttendCall call
+    cdef Py_ssize_t zero = 0
+    cdef Py_ssize_t head_dim = keys.rows.dim
+    if (keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads
+            or keys.rows.dim != values.rows.dim):
+        raise DimensionMismatchError(
+            f"k and v must have one shape, got ({keys.rows.tokens}, {keys.rows.heads}, {keys.rows.dim}) and "
+            f"({values.rows.tokens}, {values.rows.heads}, {values.rows.dim})")
+    check_finite(keys, "k", 3.4028235e38, "float32")
+    check_finite(values, "v", 3.4028235e38, "float32")
+    if head_dim % KV_LANES:
+        keys = open_rows(_padded(k), "k")
+        values = open_rows(_padded(v), "v")
+    memset(&store, 0, sizeof(store))
+    memset(&context, 0, sizeof(context))
+    init_side(&store.k, keys.rows.dtype, <int>head_dim, KV_TILE)
+    init_side(&store.v, values.rows.dtype, <int>head_dim, KV_TILE)
+    store.block_shift = _TILE_SHIFT
+    store.num_kv_heads = <int>keys.rows.heads
+    store.k.row_stride, store.v.row_stride = keys.rows.token_stride, values.rows.token_stride
+    store.k_block_stride, store.v_block_stride = KV_TILE * store.k.row_stride, KV_TILE * store.v.row_stride
+    store.k_head_stride, store.v_head_stride = keys.rows.head_stride, values.rows.head_stride
+    store.v_offset = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
+    store.base, store.chunks = keys.rows.data, &zero
+    store.chunk_shift, store.chunk_mask = 31, 0x7FFFFFFF
+    context.length = keys.rows.tokens
+    call = open_call(&store, Workspace(), q,
+                     Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
+                             return_lse, num_splits, num_threads), 1)
+    if call.call.q.tokens > context.length:
+        raise ValueError(f"q holds {call.call.q.tokens} tokens, but k and v only {context.length}")
+    call.close(call.add(&context, 0, call.call.q.tokens, 0), context.length)
+    return call.run()
+
+
+def merge_states(out_a, lse_a, out_b, lse_b):
+    """Join attention over two disjoint sets of keys (FlashInfer's recursive attention, arXiv 2501.01005).
+
+    Parameters
+    ----------
+    out_a, out_b : arrays of shape (num_tokens, num_q_heads, head_dim)
+        Outputs of `attend` or `attention` over each set.
+    lse_a, lse_b : arrays of shape (num_tokens, num_q_heads)
+        Their log-sum-exps; -inf for a set that holds no key.
+
+    Returns
+    -------
+    out : ndarray of shape (num_tokens, num_q_heads, head_dim), float32
+    lse : ndarray of shape (num_tokens, num_q_heads), float32
+    """
+    out_a, out_b = np.asarray(out_a, np.float32), np.asarray(out_b, np.float32)
+    lse_a, lse_b = np.asarray(lse_a, np.float32), np.asarray(lse_b, np.float32)
+    if out_a.ndim != 3 or out_a.shape != out_b.shape:
+        raise DimensionMismatchError("out_a and out_b must have one shape (num_tokens, num_q_heads, head_dim), "
+                                     f"got {out_a.shape} and {out_b.shape}")
+    if lse_a.shape != out_a.shape[:2] or lse_b.shape != out_a.shape[:2]:
+        raise DimensionMismatchError(f"lse_a and lse_b must have shape {out_a.shape[:2]}, "
+                                     f"got {lse_a.shape} and {lse_b.shape}")
+    top = np.maximum(lse_a, lse_b)
+    base = np.where(np.isneginf(top), np.float32(0), top)
+    weight_a, weight_b = np.exp(lse_a - base), np.exp(lse_b - base)
+    total = weight_a + weight_b
+    safe = np.where(total > 0, total, np.float32(1))
+    out = out_a * (weight_a / safe)[..., None] + out_b * (weight_b / safe)[..., None]
+    with np.errstate(divide="ignore"):
+        return out, base + np.log(total)

@@ -1,0 +1,36 @@
+"""One call of `attend`: its arguments checked, its work cut into tasks."""
+from kvfast._arrays cimport Rows
+from kvfast.attention cimport kv_call, kv_item, kv_query
+from kvfast.blocks cimport kv_context, kv_store
+
+
+cdef class Options:
+    """The keyword arguments that every `attend` takes."""
+    cdef object out, scale, softcap, sliding_window, sinks, alibi_slopes, num_splits, num_threads
+    cdef Py_ssize_t num_sink_tokens
+    cdef bint causal, return_lse
+
+
+cdef class Workspace:
+    """Memory of one cache for its calls; grows, never shrinks."""
+    cdef void *data[3]
+    cdef Py_ssize_t sizes[3]
+    cdef void *reserve(self, int which, Py_ssize_t size) except NULL
+
+
+cdef class AttendCall:
+    cdef kv_call call
+    cdef Options options
+    cdef Workspace workspace
+    cdef Rows q, sink_q, result
+    cdef object out, lse, sinks, slopes
+    cdef Py_ssize_t window, num_splits, work
+
+    cdef kv_item *add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries,
+                      Py_ssize_t begin) except NULL
+    cdef int close(self, kv_item *item, Py_ssize_t end) except -1
+    cdef object run(self)
+
+
+cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t max_items)
+cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1

@@ -1,0 +1,240 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Checks and plans of attention: which positions each query sees, and the splits of each item.
+
+Splits follow from an item's own lengths alone, so that a sequence gives the same bits by itself and in a
+batch, for every number of threads.
+"""
+import math
+
+import numpy as np
+
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+
+from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast._kernels cimport KV_FLOAT32, KV_ROWS, KV_TILE, active
+from kvfast._openmp cimport num_threads_for
+from kvfast.attention cimport bytes_of, choose_tile, kv_item, kv_query, run
+from kvfast.blocks cimport kv_context, kv_store
+
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+cdef enum:
+    # More tasks of one item than this do not balance better.
+    ENOUGH_TASKS = 64
+    # A task costs its cold start and its merge: few heads are split from 1,024 tokens on, 8 and more only
+    # from 4,096 (at 4k, 8 KV heads and 2 threads 0.75 of the bandwidth for int8, 0.71 in halves).
+    MIN_SPLIT_TOKENS = 1024
+    MAX_SPLIT_TOKENS = 4096
+    SPLIT_TOKENS_PER_UNIT = 512
+
+cdef enum:
+    ITEMS
+    QUERIES
+    PARTIALS
+
+
+cdef class Options:
+    def __init__(self, out=None, scale=None, bint causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
+                 sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None):
+        self.out, self.scale, self.causal, self.softcap = out, scale, causal, softcap
+        self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
+        self.num_sink_tokens = -1  # not given
+        if num_sink_tokens is not None:
+            self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0, 1 << 60)
+        self.return_lse, self.num_splits, self.num_threads = return_lse, num_splits, num_threads
+
+
+    def window_or(self, window):
+        """The sliding window of the call, or else `window`."""
+        return window if self.sliding_window is None else check_size(self.sliding_window, "sliding_window", 1, 1 << 60)
+
+    def sinks_or(self, num_sink_tokens):
+        """The number of sink tokens of the call, or else `num_sink_tokens`."""
+        return num_sink_tokens if self.num_sink_tokens < 0 else self.num_sink_tokens
+
+
+cdef class Workspace:
+    def __dealloc__(self):
+        cdef int i
+        for i in range(3):
+            free(self.data[i])
+
+    cdef void *reserve(self, int which, Py_ssize_t size) except NULL:
+        if size > self.sizes[which] or self.data[which] == NULL:
+            free(self.data[which])
+            self.sizes[which] = 0
+            self.data[which] = malloc(size)
+            if self.data[which] == NULL:
+                raise MemoryError(f"cannot allocate {size:,} bytes for a call of attend")
+            self.sizes[which] = size
+        return self.data[which]
+
+
+cdef float _number(object value, str name, bint positive) except? -1:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise ValueError(f"{name} must be a {'positive ' if positive else ''}finite number, got {value!r}")
+    return number
+
+
+cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1:
+    """An integer between least and most; -1 is never returned, so least is at least 0."""
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if not least <= number <= most:
+        limits = f"at least {least}" if most == 1 << 60 else f"between {least} and {most}"
+        raise ValueError(f"{name} must be {limits}, got {number}")
+    return number
+
+
+def check_size(value, name, least, most):
+    """An integer between least and most."""
+    return check_count(value, name, least, most)
+
+
+cdef object _per_head(object values, str name, Py_ssize_t num_q_heads):
+    array = np.ascontiguousarray(values, dtype=np.float32)
+    if array.shape != (num_q_heads,):
+        raise DimensionMismatchError(f"{name} must have shape ({num_q_heads},), one per query head, "
+                                     f"got {array.shape}")
+    if not np.isfinite(array).all():
+        raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
+    return array
+
+
+cdef bint _overlap(const kv_rows *a, const kv_rows *b) noexcept:
+    cdef char *a_low = a.data
+    cdef char *a_high = a.data
+    cdef char *b_low = b.data
+    cdef char *b_high = b.data
+    _extent(a, &a_low, &a_high)
+    _extent(b, &b_low, &b_high)
+    return a_low < b_high and b_low < a_high
+
+
+cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept:
+    cdef Py_ssize_t tokens = (rows.tokens - 1) * rows.token_stride, heads = (rows.heads - 1) * rows.head_stride
+    low[0] += min(tokens, 0) + min(heads, 0)
+    high[0] += max(tokens, 0) + max(heads, 0) + rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
+
+
+cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t max_items):
+    """Check everything but the contexts, which `add` brings."""
+    cdef AttendCall self = AttendCall.__new__(AttendCall)
+    cdef float[:, ::1] lse_view
+    cdef float[::1] view
+    memset(&self.call, 0, sizeof(self.call))
+    self.options, self.workspace = options, workspace
+    self.q = open_rows(q, "q")
+    self.call.q = self.q.rows
+    if self.call.q.dim != store.k.head_dim:
+        raise DimensionMismatchError(f"q must have head_dim {store.k.head_dim}, got {self.call.q.dim}")
+    if self.call.q.heads % store.num_kv_heads:
+        raise DimensionMismatchError(f"the heads of q must be a multiple of the {store.num_kv_heads} KV heads, "
+                                     f"got {self.call.q.heads}")
+    self.call.group = <int>(self.call.q.heads // store.num_kv_heads)
+    self.call.scale = (1.0 / math.sqrt(self.call.q.dim) if options.scale is None
+                       else _number(options.scale, "scale", False))
+    if options.softcap is not None and options.softcap != 0:
+        self.call.softcap = _number(options.softcap, "softcap", True)
+    if options.sliding_window is not None:
+        self.window = check_count(options.sliding_window, "sliding_window", 1, 1 << 60)
+    if options.sinks is not None:
+        self.sinks = view = _per_head(options.sinks, "sinks", self.call.q.heads)
+        self.call.sinks = &view[0]
+    if options.alibi_slopes is not None:
+        self.slopes = view = _per_head(options.alibi_slopes, "alibi_slopes", self.call.q.heads)
+        self.call.slopes = &view[0]
+    self.num_splits = check_count(options.num_splits, "num_splits", 0, 1 << 30)
+    check_finite(self.q, "q", 3.4028235e38, "float32")
+
+    self.out = options.out
+    if self.out is None:
+        self.out = np.empty((self.call.q.tokens, self.call.q.heads, self.call.q.dim), np.float32)
+    elif not isinstance(self.out, np.ndarray):
+        raise TypeError(f"out must be a NumPy array, got {type(self.out).__name__}")
+    self.result = open_rows(self.out, "out", True)
+    self.call.out = self.result.rows
+    if (self.call.out.tokens != self.call.q.tokens or self.call.out.heads != self.call.q.heads
+            or self.call.out.dim != self.call.q.dim):
+        raise DimensionMismatchError(
+            f"out must have the shape of q, ({self.call.q.tokens}, {self.call.q.heads}, {self.call.q.dim}), "
+            f"got {self.out.shape}")
+    if _overlap(&self.call.out, &self.call.q):
+        raise ValueError("out must not share memory with q")
+    if options.return_lse:
+        self.lse = lse_view = np.empty((self.call.q.tokens, self.call.q.heads), np.float32)
+        self.call.lse = &lse_view[0, 0]
+    self.call.kernels = active()
+    self.call.store = store
+    self.call.tile = choose_tile(store)
+    self.call.items = <kv_item *>workspace.reserve(ITEMS, max_items * sizeof(kv_item))
+    self.call.queries = <kv_query *>workspace.reserve(QUERIES, self.call.q.tokens * sizeof(kv_query))
+    return self
+
+
+cdef class AttendCall:
+    cdef kv_item *add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries,
+                      Py_ssize_t begin) except NULL:
+        """The queries first_query ..., which are the last of a context, read it from position `begin` on."""
+        cdef kv_item *item = self.call.items + self.call.num_items
+        cdef kv_query *query
+        cdef Py_ssize_t i
+        for i in range(num_queries):
+            query = self.call.queries + first_query + i
+            query.position = context.length - num_queries + i
+            query.stop = query.position + 1 if self.options.causal else context.length
+            query.start = max(<Py_ssize_t>0, query.position + 1 - self.window) if self.window else 0
+            query.sink_stop = min(max(self.options.num_sink_tokens, 0), query.start)
+            query.parts = 0
+        memset(item, 0, sizeof(kv_item))
+        item.context = context[0]
+        item.first_query, item.num_queries = first_query, num_queries
+        item.begin = max(begin, self.call.queries[first_query].start // KV_TILE * KV_TILE)
+        return item
+
+    cdef int close(self, kv_item *item, Py_ssize_t end) except -1:
+        """Split the item's positions up to `end`, and count it."""
+        cdef Py_ssize_t span = end - item.begin, splits = self.num_splits, units, least
+        item.end = end
+        item.row_blocks = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS
+        if splits == 0:
+            units = self.call.store.num_kv_heads * item.row_blocks
+            least = min(max(units * SPLIT_TOKENS_PER_UNIT, <Py_ssize_t>MIN_SPLIT_TOKENS), <Py_ssize_t>MAX_SPLIT_TOKENS)
+            splits = min(ENOUGH_TASKS // units, span // least)
+        splits = max(<Py_ssize_t>1, min(splits, (span + KV_TILE - 1) // KV_TILE))
+        item.split_tokens = ((span + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
+        item.splits = (span + item.split_tokens - 1) // item.split_tokens
+        item.first_task = self.call.num_tasks
+        self.call.num_tasks += item.splits * item.row_blocks * self.call.store.num_kv_heads
+        self.call.num_items += 1
+        self.work += <Py_ssize_t>(bytes_of(self.call.store, span) * max(1.0, item.num_queries * self.call.group / 8.0))
+        return 0
+
+    cdef object run(self):
+        cdef Py_ssize_t i, j, parts = 0
+        cdef int threads
+        cdef kv_item *item
+        cdef kv_query *query
+        for i in range(self.call.num_items):
+            item = self.call.items + i
+            for j in range(item.num_queries):
+                query = self.call.queries + (item.members[j] if item.members != NULL else item.first_query + j)
+                query.parts = max(query.parts, item.part + <int>item.splits)
+        for i in range(self.call.q.tokens):
+            query = self.call.queries + i
+            query.partial = parts
+            parts += query.parts if query.parts > 1 else 0
+        if parts:
+            self.call.partials = <float *>self.workspace.reserve(
+                PARTIALS, parts * self.call.q.heads * (self.call.store.k.padded_dim + 2) * sizeof(float))
+        threads = num_threads_for(self.options.num_threads, <double>self.work)
+        with nogil:
+            run(&self.call, threads)
+        return (self.out, self.lse) if self.options.return_lse else self.out

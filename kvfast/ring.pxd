@@ -1,0 +1,9 @@
+"""A block table that forgets what has left the sliding window."""
+from kvfast.table cimport BlockTable
+
+
+cdef class RingTable(BlockTable):
+    cdef readonly Py_ssize_t window          # tokens
+    cdef readonly Py_ssize_t num_sink_tokens
+    cdef readonly Py_ssize_t rollback
+    cdef readonly Py_ssize_t evicted         # positions below this and outside the sinks are gone

@@ -1,0 +1,268 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The storage of one sequence: append, attend, go back. The caches are names for it."""
+import numpy as np
+
+from libc.string cimport memset
+
+from kvfast._arrays cimport Rows, open_rows
+from kvfast._kernels cimport KV_FLOAT32, kv_side
+from kvfast.attention cimport kv_item
+from kvfast.blocks cimport kv_context, kv_store
+from kvfast.encode cimport kv_transform
+from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
+from kvfast.plan cimport AttendCall, Options, check_count, open_call
+from kvfast.pool cimport BlockPool
+from kvfast.ring cimport RingTable
+from kvfast.table cimport BlockTable
+
+from kvfast.errors import CacheFullError
+
+cdef kv_transform _NOTHING
+memset(&_NOTHING, 0, sizeof(_NOTHING))
+
+
+cdef class SequenceBuffer:
+    def __init__(self, list tables, list places, max_seq_len=None):
+        self.tables, self.places, self.max_seq_len = tables, places, max_seq_len
+        self.num_layers = len(places)
+
+    cdef BlockTable _table(self, object index, Py_ssize_t *layer):
+        if self.closed:
+            raise ValueError("this sequence has been freed")
+        try:
+            number = index.__index__()
+        except AttributeError:
+            raise TypeError(f"layer must be an integer, got {index!r}") from None
+        if not 0 <= number < self.num_layers:
+            raise IndexError(f"layer must be between 0 and {self.num_layers - 1}, got {number}")
+        table, layer[0] = self.places[number]
+        return table
+
+    def close(self):
+        """Refuse further use; whether it was still open."""
+        if self.closed:
+            return False
+        self.closed = True
+        return True
+
+    cdef int _enter(self) except -1:
+        if self.closed:
+            raise ValueError("this sequence has been freed")
+        (<BlockTable>self.tables[0]).pool.enter()
+        return 0
+
+    cdef int _leave(self) except -1:
+        (<BlockTable>self.tables[0]).pool.busy = False
+        return 0
+
+    cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
+        if self.max_seq_len is not None and held + n > self.max_seq_len:
+            room = self.max_seq_len - held
+            raise CacheFullError(f"layer {index} has room for {room} of {self.max_seq_len} tokens, got {n}", n, room)
+        return 0
+
+    def append(self, index, k, v, Transform transform=None):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
+        self._enter()
+        try:
+            self._check_room(index, table.lengths[layer], keys.rows.tokens)
+            if transform is None:
+                table.append(layer, keys, values, &_NOTHING)
+            else:
+                transform.fit(keys.rows.tokens, 0)
+                table.append(layer, keys, values, &transform.c)
+        finally:
+            self._leave()
+
+    def write(self, index, qkv, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
+        """Append the keys and values of a fused projection; returns its queries."""
+        cdef Py_ssize_t layer, first
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Projection parts = open_projection(qkv, num_q_heads, table.pool.num_kv_heads, table.pool.head_dim)
+        self._enter()
+        try:
+            first = table.lengths[layer]
+            self._check_room(index, first, parts.whole.rows.tokens)
+            of_q.fit(parts.whole.rows.tokens, first)
+            of_k.fit(parts.whole.rows.tokens, first)
+            q = transform_rows(parts.q, of_q, out, num_threads)
+            table.append(layer, parts.k, parts.v, &of_k.c)
+            return q
+        finally:
+            self._leave()
+
+    def attend(self, index, q, sink_q, Options options):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef AttendCall call
+        cdef kv_context context
+        cdef kv_item *item
+        self._enter()
+        try:
+            table.context(layer, &context)
+            if context.length == 0:
+                raise ValueError(f"layer {index} holds no tokens to attend to")
+            call = open_call(&table.pool.stores[layer], table.pool.workspace, q, options, 1)
+            if call.call.q.tokens > context.length:
+                raise ValueError(f"q holds {call.call.q.tokens} tokens, but the layer holds only {context.length}")
+            if sink_q is not None:
+                call.sink_q = open_rows(sink_q, "q")
+                call.call.sink_q = call.sink_q.rows
+            self._limit(table, call)
+            item = call.add(&context, 0, call.call.q.tokens, 0)
+            if not table.holds(call.call.queries[0].start):
+                raise ValueError(f"the first query, at position {call.call.queries[0].position}, needs the keys from "
+                                 f"position {call.call.queries[0].start} on, and the ring has dropped some of them")
+            call.close(item, context.length)
+            return call.run()
+        finally:
+            self._leave()
+
+    cdef int _limit(self, BlockTable table, AttendCall call) except -1:
+        """A ring shows what it holds: its window and its sinks, or less."""
+        cdef RingTable ring
+        cdef Py_ssize_t first
+        if not isinstance(table, RingTable):
+            return 0
+        ring = table
+        if call.window > ring.window:
+            raise ValueError(f"sliding_window must be at most the {ring.window} tokens that the ring keeps, "
+                             f"got {call.window}")
+        if call.options.num_sink_tokens > ring.num_sink_tokens:
+            raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
+                             f"got {call.options.num_sink_tokens}")
+        if call.window == 0:
+            call.window = ring.window
+        if call.options.num_sink_tokens < 0:
+            call.options.num_sink_tokens = ring.num_sink_tokens
+        return 0
+
+    def advance(self, n):
+        cdef Py_ssize_t i, count = check_count(n, "n", 1, 1 << 60), length = self.length
+        cdef Py_ssize_t layer
+        cdef BlockTable table
+        wrong = []
+        for i in range(self.num_layers):
+            table = self._table(i, &layer)
+            if table.lengths[layer] != length + count:
+                wrong.append(f"layer {i} has {table.lengths[layer]}")
+        if wrong:
+            raise ValueError(f"advance({n}) needs {length + count} tokens in every layer, but "
+                             + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
+        self._enter()
+        try:
+            for table in self.tables:
+                table.advance(count)
+        finally:
+            self._leave()
+
+    def truncate(self, n):
+        cdef BlockTable table
+        cdef Py_ssize_t count
+        try:
+            number = n.__index__()
+        except AttributeError:
+            raise TypeError(f"n must be an integer, got {n!r}") from None
+        if not 0 <= number <= self.length:
+            raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, got {number}")
+        count = number
+        self._enter()
+        try:
+            for table in self.tables:
+                table.check_truncate(count)
+            for table in self.tables:
+                table.truncate(count)
+        finally:
+            self._leave()
+
+    @property
+    def length(self):
+        return (<BlockTable>self.tables[0]).length
+
+    def layer_length(self, index):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        return table.lengths[layer]
+
+    def positions(self, index):
+        """Absolute positions that a layer shows."""
+        cdef Py_ssize_t layer, oldest, length
+        cdef BlockTable table = self._table(index, &layer)
+        length = table.lengths[layer]
+        oldest = table.oldest(length)
+        window = np.arange(oldest, length)
+        if oldest == 0:
+            return window
+        return np.concatenate((np.arange(min(oldest, (<RingTable>table).num_sink_tokens)), window))
+
+    def rows(self, index, bint values):
+        """Keys or values of a layer as float32: a view where they are stored so in one piece, else decoded."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef BlockPool pool = table.pool
+        cdef kv_store *store = pool.stores + layer
+        cdef Py_ssize_t length = table.lengths[layer]
+        cdef kv_side *side = &store.v if values else &store.k
+        if side.dtype == KV_FLOAT32 and not pool.grows and not pool.interleaved and table.is_in_order():
+            view = np.ndarray((length, pool.num_kv_heads, pool.head_dim), np.float32, buffer=pool.arenas[0],
+                              offset=store.v_offset if values else store.k_offset,
+                              strides=(side.row_stride, store.v_head_stride if values else store.k_head_stride, 4))
+            view.flags.writeable = False
+            return view
+        self._enter()
+        try:
+            return table.rows(layer, self.positions(index), values)
+        finally:
+            self._leave()
+
+    def copy(self):
+        """An independent deep copy, with pools of its own."""
+        cdef BlockTable table
+        copies = {}
+        self._enter()
+        try:
+            for table in self.tables:
+                copies[table] = table.clone()
+            return SequenceBuffer([copies[table] for table in self.tables],
+                                  [(copies[table], layer) for table, layer in self.places], self.max_seq_len)
+        finally:
+            self._leave()
+
+    def dtypes(self, bint values):
+        """Names of the storage dtypes of all layers."""
+        of_tables = {table: table.pool.dtypes(values) for table in self.tables}
+        return [of_tables[table][layer] for table, layer in self.places]
+
+    def block_ids(self, index):
+        """Blocks of a layer in the order of their tokens, int32."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        return table.block_ids()
+
+    def capacity(self, index):
+        """Tokens that the blocks a layer's pool holds have room for."""
+        cdef Py_ssize_t layer
+        cdef BlockPool pool = self._table(index, &layer).pool
+        return pool.num_blocks * pool.block_size
+
+    @property
+    def num_kv_heads(self):
+        return (<BlockTable>self.tables[0]).pool.num_kv_heads
+
+    @property
+    def head_dim(self):
+        return (<BlockTable>self.tables[0]).pool.head_dim
+
+    @property
+    def block_size(self):
+        return (<BlockTable>self.tables[0]).pool.block_size
+
+    @property
+    def nbytes(self):
+        return sum(table.pool.nbytes for table in self.tables)
+
+    @property
+    def bytes_per_token(self):
+        return sum(table.pool.block_bytes for table in self.tables) // self.block_size

@@ -1,0 +1,37 @@
+"""The map from a sequence's positions to blocks."""
+from libc.stdint cimport int32_t, int64_t
+
+from kvfast._arrays cimport Rows
+from kvfast.blocks cimport kv_context
+from kvfast.encode cimport kv_transform
+from kvfast.pool cimport BlockPool
+
+
+cdef class BlockTable:
+    cdef readonly BlockPool pool
+    cdef int32_t *blocks               # (count,) as in kv_context
+    cdef Py_ssize_t capacity
+    cdef Py_ssize_t count
+    cdef Py_ssize_t sink_blocks
+    cdef Py_ssize_t skipped
+    cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
+    cdef readonly Py_ssize_t length    # tokens that every layer has
+
+    cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept
+    cdef int64_t slot(self, Py_ssize_t position) noexcept
+    cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_transform *transform) except -1
+    cdef int advance(self, Py_ssize_t n) except -1
+    cdef int truncate(self, Py_ssize_t n) except -1
+    cdef int check_truncate(self, Py_ssize_t n) except -1
+    cdef bint is_in_order(self) noexcept
+    cdef BlockTable clone(self)
+    cdef BlockTable empty(self, BlockPool pool)
+    cdef bint holds(self, Py_ssize_t position) noexcept
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept
+    cdef int adopt(self, list blocks) except -1
+    cdef bint has(self, Py_ssize_t index, int32_t block) noexcept
+    cdef int share(self, BlockTable other) except -1
+    cdef int release(self) except -1
+    cdef object rows(self, Py_ssize_t layer, object positions, bint values)

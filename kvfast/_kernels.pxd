@@ -60,6 +60,8 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t offset
         Py_ssize_t piece
         Py_ssize_t bytes
+        Py_ssize_t scales
+        Py_ssize_t scale_bytes
 
     ctypedef struct kv_ahead:
         kv_stream next

@@ -108,6 +108,7 @@ cdef void _attend_range(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const P
     cdef Py_ssize_t k_token = _token_bytes(k), v_token = _token_bytes(v)
     cdef Py_ssize_t k_bytes = k_token * tile, v_bytes = v_token * tile, lead = max(k_bytes, v_bytes)
     cdef Py_ssize_t k_piece = k_token * block_tokens, v_piece = v_token * block_tokens
+    cdef Py_ssize_t k_scales = 4 * block_tokens if k.scales else 0, v_scales = 4 * block_tokens if v.scales else 0
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     keys[0].base = keys[1].base = values[0].base = values[1].base = ahead.next.base = ahead.after.base = store.base
@@ -123,6 +124,8 @@ cdef void _attend_range(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const P
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
         ahead.next.at, ahead.next.piece, ahead.next.bytes = values[now].at, v_piece, v_bytes
         ahead.next.offset = v_token * values[now].first
+        ahead.next.scales, ahead.next.scale_bytes = v.scales + 4 * values[now].first, v_scales
+        ahead.after.scales, ahead.after.scale_bytes = k.scales + 4 * next_keys.first, k_scales
         ahead.after.at, ahead.after.piece = next_keys.at, k_piece
         ahead.after.offset = k_token * next_keys.first
         ahead.lead = lead - k_bytes
@@ -130,12 +133,24 @@ cdef void _attend_range(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const P
         kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
         ahead.next.at, ahead.next.piece, ahead.next.bytes = next_keys.at, k_piece, k_bytes
         ahead.next.offset = ahead.after.offset
+        ahead.next.scales, ahead.next.scale_bytes = ahead.after.scales, k_scales
+        ahead.after.scales, ahead.after.scale_bytes = v.scales + 4 * next_values.first, v_scales
         ahead.after.at, ahead.after.piece = next_values.at, v_piece
         ahead.after.offset = v_token * next_values.first
         ahead.lead = lead - v_bytes
         kernels.accumulate[v.dtype](v, state.weights, task.rows, &values[now], &ahead, state.rescale, scratch.acc)
         now = 1 - now
         t += tile
+
+
+cdef void _touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil:
+    """Prefetch the keys of the first tokens from a position on."""
+    cdef const kv_store *store = task.call.store
+    cdef kv_tile k, v
+    cdef Py_ssize_t token_bytes = _token_bytes(&store.k), i
+    _locate(store, &task.item.context, task.head, position, task.call.tile, &k, &v)
+    for i in range(0, min(tokens, store.k.block_size - k.first) * token_bytes, 64):
+        kv_touch(store.base + k.at[0] + k.first * token_bytes + i)
 
 
 cdef void _prepare(kv_task *task, const kv_rows *q) noexcept nogil:
@@ -172,10 +187,9 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
     cdef Py_ssize_t stops[16]
     cdef Py_ssize_t zeros[16]
     cdef Py_ssize_t sink_stops[16]
-    cdef Py_ssize_t begin, end, t, row0, token, split, sinks_end = 0, split_begin, token_bytes
+    cdef Py_ssize_t begin, end, row0, token, split, sinks_end = 0, split_begin
     cdef int r
     cdef float *partial
-    cdef kv_tile first_keys, first_values
     index -= item.first_task
     row0 = index % item.row_blocks * KV_ROWS
     split = index // item.row_blocks % item.splits
@@ -183,12 +197,6 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
     task.head = <int>(index // item.row_blocks // item.splits)
     task.rows = <int>min(<Py_ssize_t>KV_ROWS, item.num_queries * call.group - row0)
     split_begin = item.begin + split * item.split_tokens
-
-    # Ask for the first keys before anything else; nothing was running ahead of them.
-    _locate(call.store, &item.context, task.head, split_begin, call.tile, &first_keys, &first_values)
-    token_bytes = _token_bytes(&call.store.k)
-    for t in range(0, min(call.tile, call.store.k.block_size - first_keys.first) * token_bytes, 64):
-        kv_touch(call.store.base + first_keys.at[0] + first_keys.first * token_bytes + t)
 
     begin, end = item.end, 0
     for r in range(task.rows):
@@ -207,14 +215,21 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
         state.m[r] = -INFINITY
         state.l[r] = 0.0
         state.rescale[r] = 1.0
+    begin = max(begin // call.tile * call.tile, split_begin)
+    end = min(min(end, item.end), split_begin + item.split_tokens)
+    if split > 0 or item.part > 0:
+        sinks_end = 0
+
+    # Ask for the first keys early; nothing was running ahead of them.
+    if sinks_end > 0:
+        _touch(&task, 0, sinks_end)
+    _touch(&task, begin, call.tile)
     memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL
     task.options.query_at = task.query_at
 
-    begin = max(begin // call.tile * call.tile, split_begin)
-    end = min(min(end, item.end), split_begin + item.split_tokens)
-    if split == 0 and item.part == 0 and sinks_end > 0:
+    if sinks_end > 0:
         _prepare(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
         _attend_range(&task, 0, sinks_end, zeros, sink_stops, begin)
         if call.sink_q.data != NULL:

@@ -2,31 +2,37 @@
 
 See ``simd/kernels.h`` for what the bytes of a block are.
 """
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint8_t
 
 from kvfast._kernels cimport kv_side
 
 
-# The blocks of one layer. Block b of KV head h starts at base + chunks[b >> chunk_shift] + k_offset +
-# h * k_head_stride + (b & chunk_mask) * k_block_stride, and so for v.
+cdef enum:
+    CHUNK_SHIFT = 3            # chunks hold multiples of 2^3 blocks
+
+
+# A piece of memory with the blocks of one layer from `first` on. Block b of KV head h starts at the store's
+# base + k + h * k_head_stride + (b - first) * the side's bytes, and so for v.
 #
 # Distances from one base, not addresses: loading a pointer for each block costs up to a quarter of the
 # bandwidth, measured on a Xeon with AVX-512, perhaps because its prefetcher follows them.
+ctypedef struct kv_chunk:
+    int32_t first
+    Py_ssize_t k               # bytes, all of them
+    Py_ssize_t v
+    Py_ssize_t k_head_stride
+    Py_ssize_t v_head_stride
+
+
+# The blocks of one layer; block b lies in chunks[chunk_of[b >> CHUNK_SHIFT]].
 ctypedef struct kv_store:
     kv_side k
     kv_side v
     int num_kv_heads
     int block_shift            # block_size is 2^block_shift
-    int chunk_shift
-    int32_t chunk_mask
     char *base
-    const Py_ssize_t *chunks   # bytes, all of them
-    Py_ssize_t k_offset
-    Py_ssize_t v_offset
-    Py_ssize_t k_head_stride
-    Py_ssize_t v_head_stride
-    Py_ssize_t k_block_stride
-    Py_ssize_t v_block_stride
+    kv_chunk *chunks
+    const uint8_t *chunk_of    # NULL: all in the first
 
 
 # Where the tokens of one sequence lie: positions i * block_size ... are block table[i] for i below
@@ -39,13 +45,17 @@ ctypedef struct kv_context:
 
 
 cdef inline Py_ssize_t k_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
-    return (store.chunks[block >> store.chunk_shift] + store.k_offset + head * store.k_head_stride
-            + (block & store.chunk_mask) * store.k_block_stride)
+    cdef const kv_chunk *chunk = store.chunks
+    if store.chunk_of != NULL:
+        chunk += store.chunk_of[block >> CHUNK_SHIFT]
+    return chunk.k + head * chunk.k_head_stride + (block - chunk.first) * store.k.bytes
 
 
 cdef inline Py_ssize_t v_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
-    return (store.chunks[block >> store.chunk_shift] + store.v_offset + head * store.v_head_stride
-            + (block & store.chunk_mask) * store.v_block_stride)
+    cdef const kv_chunk *chunk = store.chunks
+    if store.chunk_of != NULL:
+        chunk += store.chunk_of[block >> CHUNK_SHIFT]
+    return chunk.v + head * chunk.v_head_stride + (block - chunk.first) * store.v.bytes
 
 
 cdef inline char *k_block_at(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:

@@ -13,8 +13,9 @@ from .table import BlockTable
 
 __all__ = ["KVCache", "RingKVCache"]
 
-# Tokens of a block of the caches that own their memory.
+# Tokens of a block of the caches that own their memory, and blocks that a growing cache starts with.
 BLOCK_SIZE = 64
+GROW_BLOCKS = 8
 
 
 def _size(nbytes):
@@ -355,11 +356,11 @@ class KVCache(SequenceCache):
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         k_dtypes = per_layer(dtype if k_dtype is None else k_dtype, num_layers, "k_dtype")
         v_dtypes = per_layer(dtype if v_dtype is None else v_dtype, num_layers, "v_dtype")
-        num_blocks = None
+        num_blocks = GROW_BLOCKS
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
             num_blocks = -(-max_seq_len // BLOCK_SIZE)
-        pool = BlockPool(num_layers, num_kv_heads, head_dim, BLOCK_SIZE, k_dtypes, v_dtypes, num_blocks)
+        pool = BlockPool(num_layers, num_kv_heads, head_dim, BLOCK_SIZE, k_dtypes, v_dtypes, num_blocks, max_seq_len is None)
         table = BlockTable(pool)
         self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
 
@@ -461,12 +462,10 @@ class RingKVCache(SequenceCache):
         for one in windows:
             if one not in tables:
                 group = [layer for layer in range(num_layers) if windows[layer] == one]
-                shape = (len(group), num_kv_heads, head_dim, BLOCK_SIZE, [k_dtypes[i] for i in group],
-                         [v_dtypes[i] for i in group], None, False)
-                tables[one] = (
-                    BlockTable(BlockPool(*shape)) if one is None else
-                    RingTable(BlockPool(*shape, _ring_chunk(one + rollback, num_sink_tokens)), one, num_sink_tokens, rollback)
-                )
+                held = GROW_BLOCKS if one is None else _ring_blocks(one + rollback, num_sink_tokens)
+                pool = BlockPool(len(group), num_kv_heads, head_dim, BLOCK_SIZE, [k_dtypes[i] for i in group],
+                                 [v_dtypes[i] for i in group], held, True)
+                tables[one] = BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
             places.append((tables[one], windows[: len(places)].count(one)))
         self._buffer = SequenceBuffer(list(tables.values()), places)
 
@@ -525,7 +524,7 @@ class RingKVCache(SequenceCache):
         return f"RingKVCache({self._shape()}, window {window}{sinks}, {len(self)} tokens seen, {_size(self.nbytes)})"
 
 
-def _ring_chunk(held, num_sink_tokens):
-    """Blocks that a ring's pool takes at a time: a power of two, a quarter of what it holds or less."""
-    blocks = -(-held // BLOCK_SIZE) - (-num_sink_tokens // BLOCK_SIZE) + 1
-    return 1 << max(0, min(blocks // 4, 64).bit_length() - 1)
+def _ring_blocks(held, num_sink_tokens):
+    """Blocks of a ring in steady state, with room for chunks of a prompt: a multiple of 8."""
+    blocks = -(-held // BLOCK_SIZE) - (-num_sink_tokens // BLOCK_SIZE) + 2
+    return -(-(blocks + min(blocks // 4, 8)) // 8) * 8

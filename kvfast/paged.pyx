@@ -49,7 +49,7 @@ cdef class PagedBuffer:
             raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {size}")
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
-        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, k_dtypes, v_dtypes, num_blocks, True)
+        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, k_dtypes, v_dtypes, num_blocks, False, True)
         self.index = self.pool.index = PrefixIndex()
         self.given = {}
 

@@ -7,7 +7,7 @@ from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, open_rows
 from kvfast._kernels cimport KV_LANES, KV_TILE
-from kvfast.blocks cimport init_side, kv_context, kv_store
+from kvfast.blocks cimport init_side, kv_chunk, kv_context, kv_store
 from kvfast.plan cimport AttendCall, Options, Workspace, open_call
 
 from kvfast.errors import DimensionMismatchError
@@ -45,7 +45,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     cdef kv_store store
     cdef kv_context context
     cdef AttendCall call
-    cdef Py_ssize_t zero = 0
+    cdef kv_chunk chunk
     cdef Py_ssize_t head_dim = keys.rows.dim
     if (keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads
             or keys.rows.dim != values.rows.dim):
@@ -64,11 +64,11 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     store.block_shift = _TILE_SHIFT
     store.num_kv_heads = <int>keys.rows.heads
     store.k.row_stride, store.v.row_stride = keys.rows.token_stride, values.rows.token_stride
-    store.k_block_stride, store.v_block_stride = KV_TILE * store.k.row_stride, KV_TILE * store.v.row_stride
-    store.k_head_stride, store.v_head_stride = keys.rows.head_stride, values.rows.head_stride
-    store.v_offset = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
-    store.base, store.chunks = keys.rows.data, &zero
-    store.chunk_shift, store.chunk_mask = 31, 0x7FFFFFFF
+    store.k.bytes, store.v.bytes = KV_TILE * store.k.row_stride, KV_TILE * store.v.row_stride
+    memset(&chunk, 0, sizeof(chunk))
+    chunk.v = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
+    chunk.k_head_stride, chunk.v_head_stride = keys.rows.head_stride, values.rows.head_stride
+    store.base, store.chunks = keys.rows.data, &chunk
     context.length = keys.rows.tokens
     call = open_call(&store, Workspace(), q,
                      Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,

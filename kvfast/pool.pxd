@@ -3,7 +3,7 @@
 A block spans all layers of its pool. Owners take blocks, retain those they share and release them; a
 pool and what lies in it serve one thread at a time (`enter`, `leave`).
 """
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint8_t
 
 from kvfast.blocks cimport kv_store
 from kvfast.plan cimport Workspace
@@ -16,16 +16,17 @@ cdef class BlockPool:
     cdef readonly int block_size
     cdef readonly Py_ssize_t num_blocks
     cdef object settings               # arguments of this pool
+    cdef Py_ssize_t first_blocks
     cdef bint grows
-    cdef bint interleaved
+    cdef bint is_shared
     cdef kv_store *stores              # (num_layers,)
-    cdef Py_ssize_t chunk_blocks
-    cdef Py_ssize_t chunk_bytes
-    cdef Py_ssize_t *chunks            # (num_chunks,) as in kv_store
+    cdef uint8_t *chunk_of             # as in kv_store
     cdef list arenas                   # of Arena, one per chunk
     cdef int32_t *owners               # (num_blocks,) number of owners
-    cdef int32_t *free                 # (num_free,) stack of free blocks, the next one last
+    cdef int32_t *next_free            # (num_blocks + 1,) ring of free blocks; entry 0 is its head,
+    cdef int32_t *prev_free            # entry b + 1 that of block b, -1 for one that is not in it
     cdef Py_ssize_t num_free
+    cdef Py_ssize_t group              # where the search for free groups goes on
     cdef object index                  # PrefixIndex of contents worth keeping, or None
     cdef Workspace workspace
     cdef bint busy
@@ -33,12 +34,15 @@ cdef class BlockPool:
     cdef int enter(self) except -1
     cdef Py_ssize_t available(self) except -1
     cdef int ensure(self, Py_ssize_t count) except -1
-    cdef int32_t take(self) except -1
+    cdef int32_t take(self, int32_t after) except -1
     cdef int retain(self, int32_t block) except -1
-    cdef int give_back(self, int32_t block) except -1
     cdef int release(self, int32_t block) except -1
+    cdef int give_back(self, int32_t block) except -1
     cdef bint is_frozen(self, int32_t block) except -1
     cdef void copy(self, BlockPool other, int32_t source, int32_t target) noexcept
     cdef BlockPool clone(self)
     cdef int trim(self) except -1
+    cdef int32_t _free_group(self) noexcept
+    cdef void _insert(self, int32_t block, int32_t behind) noexcept
+    cdef void _remove(self, int32_t block) noexcept
     cdef int _add_chunk(self, Py_ssize_t blocks) except -1

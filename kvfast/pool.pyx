@@ -1,11 +1,12 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Memory of blocks, the list of free ones, and how many owners each has."""
-from libc.stdint cimport int32_t, intptr_t
+from libc.stdint cimport int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
 from kvfast._kernels cimport KV_MAX_HEAD_DIM
-from kvfast.blocks cimport Arena, dtype_name, init_side, k_block_at, kv_store, parse_dtype, v_block_at
+from kvfast.blocks cimport (CHUNK_SHIFT, Arena, dtype_name, init_side, k_block_at, kv_chunk, kv_store, parse_dtype,
+                            v_block_at)
 from kvfast.plan cimport Workspace, check_count
 
 from kvfast.errors import CacheFullError, DimensionMismatchError
@@ -20,72 +21,61 @@ def per_layer(dtype, num_layers, name):
     return [dtype_name(parse_dtype(one)) for one in dtype]
 
 
-cdef Py_ssize_t _stride(Py_ssize_t nbytes) noexcept:
+cdef object _stride(object nbytes):
     """Bytes from head to head: not a multiple of a page, so that the heads' and the sides' streams do not
     fall into the same sets of the processor's caches."""
     return nbytes + 64 if nbytes % 4096 == 0 else nbytes
 
 
+cdef enum:
+    CHUNK_BLOCKS = 1 << CHUNK_SHIFT
+    GROUP_BLOCKS = 16          # blocks in a row that a new run of a shared pool looks for
+    MAX_CHUNKS = 255
+
+
 cdef class BlockPool:
-    """`num_blocks` None: grows by `chunk_blocks`, a power of two. `interleaved`: all heads of a block lie together, so that few used
-    blocks touch little memory; else each head is a stream of its own."""
+    """Blocks of `num_layers` layers.
+
+    `num_blocks` blocks lie in one piece of memory, each KV head a stream of its own. `grows`: they are the first, and more are
+    added as needed. `is_shared`: by several sequences, each of which is kept together as well as may be; else
+    the lowest free block is always the next.
+    """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, k_dtypes, v_dtypes, num_blocks,
-                  bint interleaved=False, Py_ssize_t chunk_blocks=8):
-        cdef Py_ssize_t i, blocks
-        cdef int chunk_shift = 31
+                  bint grows=False, bint is_shared=False):
+        cdef Py_ssize_t i
         cdef kv_store *store
         self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
         self.num_kv_heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
         self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
         self.block_size = block_size
-        self.settings = num_layers, num_kv_heads, head_dim, block_size, k_dtypes, v_dtypes, num_blocks, interleaved, chunk_blocks
-        self.grows, self.interleaved = num_blocks is None, interleaved
-        self.chunk_blocks = chunk_blocks
-        if self.grows:
-            chunk_shift = <int>((<object>chunk_blocks).bit_length() - 1)
-        else:
-            self.chunk_blocks = check_count(num_blocks, "num_blocks", 1, 1 << 40)
-        if self.chunk_blocks > 0x7FFFFFFF:
-            raise MemoryError(f"a cache of {self.chunk_blocks:,} blocks is beyond what kvfast can count")
+        self.settings = num_layers, num_kv_heads, head_dim, block_size, k_dtypes, v_dtypes, num_blocks, grows, is_shared
+        self.grows, self.is_shared = grows, is_shared
         self.stores = <kv_store *>calloc(self.num_layers, sizeof(kv_store))
         if self.stores == NULL:
             raise MemoryError("cannot allocate the layers of a cache")
-        total = 0
-        blocks = self.chunk_blocks
         for i in range(self.num_layers):
             store = self.stores + i
             store.num_kv_heads = <int>self.num_kv_heads
             store.block_shift = <int>((<object>block_size).bit_length() - 1)
-            store.chunk_shift, store.chunk_mask = chunk_shift, <int32_t>((<Py_ssize_t>1 << chunk_shift) - 1)
             init_side(&store.k, parse_dtype(k_dtypes[i]), <int>self.head_dim, block_size)
             init_side(&store.v, parse_dtype(v_dtypes[i]), <int>self.head_dim, block_size)
-            size = int(self.num_kv_heads) * (int(store.k.bytes) + int(store.v.bytes) + 128) * int(blocks)
-            if total + size > 1 << 60:
-                raise MemoryError(f"a cache of more than {total + size:,} bytes is beyond the address space")
-            store.k_offset = total
-            if interleaved:
-                store.k_head_stride, store.v_head_stride = store.k.bytes, store.v.bytes
-                store.v_offset = total + self.num_kv_heads * store.k.bytes
-                store.k_block_stride = store.v_block_stride = self.num_kv_heads * (store.k.bytes + store.v.bytes)
-                total += blocks * store.k_block_stride
-            else:
-                store.k_block_stride, store.v_block_stride = store.k.bytes, store.v.bytes
-                store.k_head_stride = _stride(blocks * store.k.bytes)
-                store.v_head_stride = _stride(blocks * store.v.bytes)
-                store.v_offset = total + self.num_kv_heads * store.k_head_stride
-                total = store.v_offset + self.num_kv_heads * store.v_head_stride
-        self.chunk_bytes = total
         self.arenas = []
         self.workspace = Workspace()
-        if not self.grows:
-            self._add_chunk(blocks)
+        self.first_blocks = check_count(num_blocks, "num_blocks", 1, 1 << 40)
+        if not grows:
+            self._add_chunk(self.first_blocks)
 
     def __dealloc__(self):
+        cdef Py_ssize_t i
+        if self.stores != NULL:
+            for i in range(self.num_layers):
+                free(self.stores[i].chunks)
         free(self.stores)
-        free(self.chunks)
+        free(self.chunk_of)
         free(self.owners)
-        free(self.free)
+        free(self.next_free)
+        free(self.prev_free)
 
     cdef int enter(self) except -1:
         if self.busy:
@@ -94,41 +84,64 @@ cdef class BlockPool:
         return 0
 
     cdef int _add_chunk(self, Py_ssize_t blocks) except -1:
+        """More blocks, at the end. Nothing has changed if it fails."""
         cdef Py_ssize_t i, count = len(self.arenas), total = self.num_blocks + blocks
+        cdef kv_store *store
+        cdef kv_chunk *chunk
         cdef Arena arena
-        cdef void *chunks
-        cdef void *owners
-        cdef void *stack
-        if total > 0x7FFFFFFF:
+        if total > 0x7FFFFFF0 or count == MAX_CHUNKS:
             raise MemoryError(f"a cache of {total:,} blocks is beyond what kvfast can count")
-        chunks = realloc(self.chunks, (count + 1) * sizeof(Py_ssize_t))
-        if chunks != NULL:
-            self.chunks = <Py_ssize_t *>chunks
-        owners = realloc(self.owners, total * sizeof(int32_t))
-        if owners != NULL:
-            self.owners = <int32_t *>owners
-        stack = realloc(self.free, total * sizeof(int32_t))
-        if stack != NULL:
-            self.free = <int32_t *>stack
-        for i in range(self.num_layers):  # realloc may have moved the table
-            self.stores[i].chunks = self.chunks
-        if chunks == NULL or owners == NULL or stack == NULL:
-            raise MemoryError("cannot allocate the tables of a cache")
-        arena = Arena(self.chunk_bytes)
+        nbytes = 0
+        for i in range(self.num_layers):
+            store = self.stores + i
+            store.chunks = <kv_chunk *>_grown(store.chunks, (count + 1) * sizeof(kv_chunk))
+            k_stride, v_stride = _stride(int(store.k.bytes) * blocks), _stride(int(store.v.bytes) * blocks)
+            end = nbytes + int(self.num_kv_heads) * (k_stride + v_stride)
+            if end > 1 << 60:
+                raise MemoryError(f"a cache of more than {end:,} bytes is beyond the address space")
+            chunk = store.chunks + count
+            chunk.first = <int32_t>self.num_blocks
+            chunk.k_head_stride, chunk.v_head_stride = k_stride, v_stride
+            chunk.k = nbytes
+            chunk.v = nbytes + self.num_kv_heads * chunk.k_head_stride
+            nbytes = end
+        arena = Arena(nbytes)
+        self.owners = <int32_t *>_grown(self.owners, total * sizeof(int32_t))
+        self.next_free = <int32_t *>_grown(self.next_free, (total + 1) * sizeof(int32_t))
+        self.prev_free = <int32_t *>_grown(self.prev_free, (total + 1) * sizeof(int32_t))
+        self.chunk_of = <uint8_t *>_grown(self.chunk_of, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
         self.arenas.append(arena)
+        for i in range(self.num_blocks // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
+            self.chunk_of[i] = <uint8_t>count
+        for i in range(self.num_layers):
+            store = self.stores + i
+            if count == 0:
+                store.base = arena.data
+            chunk = store.chunks + count
+            chunk.k += <intptr_t>arena.data - <intptr_t>store.base
+            chunk.v += <intptr_t>arena.data - <intptr_t>store.base
+            store.chunk_of = self.chunk_of if count else NULL
         if count == 0:
-            for i in range(self.num_layers):
-                self.stores[i].base = arena.data
-        self.chunks[count] = <intptr_t>arena.data - <intptr_t>self.stores[0].base
-        # Blocks are taken in the order of memory: the next one is the last of the stack.
-        for i in range(self.num_free - 1, -1, -1):
-            self.free[i + blocks] = self.free[i]
-        for i in range(blocks):
-            self.owners[self.num_blocks + i] = 0
-            self.free[i] = <int32_t>(total - 1 - i)
+            self.next_free[0] = self.prev_free[0] = 0
+        for i in range(self.num_blocks, total):
+            self.owners[i] = 0
+            self._insert(<int32_t>i, self.prev_free[0])
         self.num_free += blocks
         self.num_blocks = total
         return 0
+
+    cdef void _insert(self, int32_t block, int32_t behind) noexcept:
+        """Put a block into the ring of free ones, behind an entry of it."""
+        cdef int32_t entry = block + 1, before = self.next_free[behind]
+        self.prev_free[entry], self.next_free[entry] = behind, before
+        self.next_free[behind] = self.prev_free[before] = entry
+
+    cdef void _remove(self, int32_t block) noexcept:
+        cdef int32_t entry = block + 1
+        self.next_free[self.prev_free[entry]] = self.next_free[entry]
+        self.prev_free[self.next_free[entry]] = self.prev_free[entry]
+        self.next_free[entry] = self.prev_free[entry] = -1
+        self.num_free -= 1
 
     cdef Py_ssize_t available(self) except -1:
         """Blocks that can be taken without growing."""
@@ -136,24 +149,45 @@ cdef class BlockPool:
 
     cdef int ensure(self, Py_ssize_t count) except -1:
         """Make sure that `count` blocks can be taken; else CacheFullError, and nothing has changed."""
-        if self.grows:
-            while self.num_free < count:
-                self._add_chunk(self.chunk_blocks)
+        cdef Py_ssize_t more
+        if self.grows and self.num_free < count:
+            # Half as much again: few pieces of memory, as streams are slower across their borders.
+            more = max(count - self.num_free, self.num_blocks // 2 if self.num_blocks else self.first_blocks)
+            self._add_chunk((more + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS)
         elif self.available() < count:
             raise CacheFullError(f"{count} blocks of {self.block_size} tokens are needed, and "
                                  f"{self.available()} of {self.num_blocks} are free", count, self.available())
         return 0
 
-    cdef int32_t take(self) except -1:
-        """A block with one owner, after `ensure`."""
-        cdef int32_t block
+    cdef int32_t take(self, int32_t after) except -1:
+        """A block with one owner, after `ensure`; best the one after block `after`, -1 for a new run."""
+        cdef int32_t block = after + 1
         if self.num_free == 0:
             block = self.index.evict()
         else:
-            self.num_free -= 1
-            block = self.free[self.num_free]
+            if not self.is_shared or block == 0 or block >= self.num_blocks or self.prev_free[block + 1] < 0:
+                block = self._free_group() if self.is_shared else -1
+                if block < 0:
+                    block = self.next_free[0] - 1
+            self._remove(block)
         self.owners[block] = 1
         return block
+
+    cdef int32_t _free_group(self) noexcept:
+        """First block of GROUP_BLOCKS free ones in a row, or -1."""
+        cdef Py_ssize_t groups = self.num_blocks // GROUP_BLOCKS, i, j
+        if self.num_free < GROUP_BLOCKS:
+            return -1
+        for i in range(groups):
+            if self.group >= groups:
+                self.group = 0
+            for j in range(GROUP_BLOCKS):
+                if self.prev_free[self.group * GROUP_BLOCKS + j + 1] < 0:
+                    break
+            else:
+                return <int32_t>(self.group * GROUP_BLOCKS)
+            self.group += 1
+        return -1
 
     cdef int retain(self, int32_t block) except -1:
         """One owner more, the first perhaps, of a block whose contents are known."""
@@ -170,12 +204,11 @@ cdef class BlockPool:
 
     cdef int give_back(self, int32_t block) except -1:
         """Put a block without owners among the free ones."""
-        cdef Py_ssize_t i = self.num_free
-        if self.grows:  # low blocks first, so that the last chunks empty and can go
-            while i > 0 and self.free[i - 1] < block:
-                self.free[i] = self.free[i - 1]
-                i -= 1
-        self.free[i] = block
+        cdef int32_t behind = 0
+        if not self.is_shared:
+            while self.next_free[behind] != 0 and self.next_free[behind] <= block:
+                behind = self.next_free[behind]
+        self._insert(block, behind)
         self.num_free += 1
         return 0
 
@@ -198,19 +231,15 @@ cdef class BlockPool:
         return BlockPool(*self.settings)
 
     cdef int trim(self) except -1:
-        """Give back the last chunks of a growing pool while no block of theirs is in use."""
-        cdef Py_ssize_t i, kept, first
-        while self.grows and self.num_blocks > self.chunk_blocks:
-            first = self.num_blocks - self.chunk_blocks
+        """Give back the last chunks of a pool that has grown while no block of theirs is in use."""
+        cdef Py_ssize_t i, first
+        while len(self.arenas) > 1:
+            first = self.stores[0].chunks[len(self.arenas) - 1].first
             for i in range(first, self.num_blocks):
                 if self.owners[i]:
                     return 0
-            kept = 0
-            for i in range(self.num_free):
-                if self.free[i] < first:
-                    self.free[kept] = self.free[i]
-                    kept += 1
-            self.num_free = kept
+            for i in range(first, self.num_blocks):
+                self._remove(<int32_t>i)
             self.num_blocks = first
             self.arenas.pop()
         return 0
@@ -232,3 +261,10 @@ cdef class BlockPool:
         for i in range(self.num_layers):
             total += (self.stores[i].k.bytes + self.stores[i].v.bytes) * self.num_kv_heads
         return total
+
+
+cdef void *_grown(void *memory, Py_ssize_t nbytes) except NULL:
+    memory = realloc(memory, nbytes)
+    if memory == NULL:
+        raise MemoryError("cannot allocate the tables of a cache")
+    return memory

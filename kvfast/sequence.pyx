@@ -205,10 +205,11 @@ cdef class SequenceBuffer:
         cdef kv_store *store = pool.stores + layer
         cdef Py_ssize_t length = table.lengths[layer]
         cdef kv_side *side = &store.v if values else &store.k
-        if side.dtype == KV_FLOAT32 and not pool.grows and not pool.interleaved and table.is_in_order():
+        if side.dtype == KV_FLOAT32 and not pool.grows and not pool.is_shared and table.is_in_order():
             view = np.ndarray((length, pool.num_kv_heads, pool.head_dim), np.float32, buffer=pool.arenas[0],
-                              offset=store.v_offset if values else store.k_offset,
-                              strides=(side.row_stride, store.v_head_stride if values else store.k_head_stride, 4))
+                              offset=store.chunks.v if values else store.chunks.k,
+                              strides=(side.row_stride, store.chunks.v_head_stride if values
+                                       else store.chunks.k_head_stride, 4))
             view.flags.writeable = False
             return view
         self._enter()

@@ -66,10 +66,10 @@ cdef class BlockTable:
         for index in range(first // self.pool.block_size, end):
             at = index if index < self.sink_blocks else index - self.skipped
             if at >= self.count:
-                self.blocks[at] = self.pool.take()
+                self.blocks[at] = self.pool.take(self.blocks[at - 1] if at else -1)
                 self.count += 1
             elif self.pool.is_frozen(self.blocks[at]):
-                block = self.pool.take()
+                block = self.pool.take(self.blocks[at - 1] if at else -1)
                 self.pool.copy(self.pool, self.blocks[at], block)
                 self.pool.release(self.blocks[at])
                 self.blocks[at] = block
@@ -172,7 +172,7 @@ cdef class BlockTable:
             raise MemoryError("cannot allocate the block table of a sequence")
         other.capacity = max(self.count, 1)
         for i in range(self.count):
-            other.blocks[i] = pool.take()
+            other.blocks[i] = pool.take(other.blocks[i - 1] if i else -1)
             other.count += 1
             pool.copy(self.pool, self.blocks[i], other.blocks[i])
         other.sink_blocks, other.skipped, other.length = self.sink_blocks, self.skipped, self.length

@@ -27,6 +27,17 @@
 
 #define kv_prefetch(address) __builtin_prefetch(address, 0, 3)
 
+static inline void kv_prefetch_scales(const kv_stream *stream, ptrdiff_t at)
+{
+    for (ptrdiff_t i = 0; i < stream->scale_bytes; i += 64) kv_prefetch(stream->base + at + stream->scales + i);
+}
+
+/* The scales behind the last piece of what a kernel has prefetched. */
+static inline void kv_prefetch_end(const kv_ahead *ahead)
+{
+    kv_prefetch_scales(&ahead->next, ahead->next.at[(ahead->next.bytes - 1) / ahead->next.piece]);
+}
+
 /* Where a panel that starts `offset` bytes into its tile prefetches from; it goes on line after line
    in the order of memory, whatever the order of its loads. */
 static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offset)
@@ -39,6 +50,7 @@ static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offs
     }
     const ptrdiff_t *at = stream->at;
     for (; offset >= stream->piece; offset -= stream->piece) at++;
+    if (offset == 0 && at > stream->at) kv_prefetch_scales(stream, at[-1]);
     return stream->base + *at + stream->offset + offset;
 }
 

@@ -121,6 +121,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             if (slot == side->block_size) slot = 0, block++;
         }
     }
+    kv_prefetch_end(ahead);
 }
 
 static inline __attribute__((always_inline)) void KV(accumulate_integer)(
@@ -179,6 +180,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             lane += vectors * W;
         }
     }
+    kv_prefetch_end(ahead);
 }
 
 #define KV_INTEGER_KERNELS(dtype, bits, bias)                                                         \

@@ -92,11 +92,12 @@ typedef struct {
     int first, count;
 } kv_tile;
 
-/* A tile as bytes to prefetch: `piece` bytes at `offset` of each block, `bytes` in all. */
+/* A tile as bytes to prefetch: `piece` bytes at `offset` of each block, `bytes` in all, and after each piece
+   scale_bytes at `scales`. */
 typedef struct {
     const char *base;
     const ptrdiff_t *at;
-    ptrdiff_t offset, piece, bytes;
+    ptrdiff_t offset, piece, bytes, scales, scale_bytes;
 } kv_stream;
 
 /* What a kernel prefetches while it reads its side of a tile: the sides that will be read after it,

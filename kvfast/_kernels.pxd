@@ -68,6 +68,14 @@ cdef extern from "simd/kernels.h" nogil:
         kv_stream after
         Py_ssize_t lead
 
+    ctypedef struct kv_transform:
+        const float *norm
+        float eps
+        const float *cos
+        const float *sin
+        Py_ssize_t pairs
+        int interleaved
+
     ctypedef struct kv_kernels:
         const char *isa
         void (*to_float[3])(const void *source, Py_ssize_t n, float *row) noexcept nogil
@@ -81,9 +89,8 @@ cdef extern from "simd/kernels.h" nogil:
                          int count) noexcept nogil
         void (*decode_k)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
         void (*decode_v)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
-        void (*rms_norm)(float *row, Py_ssize_t n, const float *weight, float eps) noexcept nogil
-        void (*rotate_half)(float *row, Py_ssize_t pairs, const float *cos, const float *sin) noexcept nogil
-        void (*rotate_interleaved)(float *row, Py_ssize_t pairs, const float *cos, const float *sin) noexcept nogil
+        void (*transform)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n,
+                          const kv_transform *transform, float *out, Py_ssize_t out_stride) noexcept nogil
         void (*prepare[5])(const kv_side *side, const float *rows, int num_rows, float scale,
                            kv_queries *queries) noexcept nogil
         void (*scores[5])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,

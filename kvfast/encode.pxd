@@ -2,24 +2,20 @@
 from libc.stdint cimport int64_t
 
 from kvfast._arrays cimport Rows, kv_rows
-from kvfast._kernels cimport kv_kernels
+from kvfast._kernels cimport kv_kernels, kv_transform
 from kvfast.blocks cimport kv_store
 
 
-# What becomes of a row of Q or K before it is used: RMS norm, then rotation.
-ctypedef struct kv_transform:
-    const float *norm          # (head_dim,) weights or NULL
-    float eps
-    const float *cos           # (rows, pairs) or NULL
-    const float *sin
-    Py_ssize_t pairs
-    Py_ssize_t first           # token t turns by row first + t of the tables, or by row positions[t]
+# What becomes of the rows of Q or K before they are used. cos and sin are tables (positions, pairs): token t
+# turns by row first + t, or by row positions[t].
+ctypedef struct kv_rotary:
+    kv_transform row
+    Py_ssize_t first
     const int64_t *positions
-    bint interleaved
 
 
-cdef bint is_identity(const kv_transform *transform) noexcept nogil
-cdef void load_row(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
-                   const kv_transform *transform, float *row) noexcept nogil
-cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_transform *transform, const int64_t *slots,
+cdef bint is_identity(const kv_rotary *rotary) noexcept nogil
+cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
+                    Py_ssize_t num_heads, const kv_rotary *rotary, float *out, Py_ssize_t stride) noexcept nogil
+cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order) except -1

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows
-from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels, kv_side
+from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport dtype_limit, dtype_name, k_block_at, kv_store, v_block_at
 
@@ -21,7 +21,7 @@ ctypedef struct kv_write:
     const kv_store *store
     kv_rows k
     kv_rows v
-    kv_transform transform     # of the keys
+    kv_rotary rotary     # of the keys
     const int64_t *slots       # (tokens,)
     bint in_order              # the tokens of a block follow each other: tasks may be ranges of tokens
     Py_ssize_t first_range     # tokens before the first border of blocks
@@ -29,26 +29,31 @@ ctypedef struct kv_write:
     int *bad                   # set when a value cannot be stored
 
 
-cdef bint is_identity(const kv_transform *transform) noexcept nogil:
-    return transform.norm == NULL and transform.cos == NULL
+cdef bint is_identity(const kv_rotary *rotary) noexcept nogil:
+    return rotary.row.norm == NULL and rotary.row.cos == NULL
 
 
-cdef void load_row(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
-                   const kv_transform *transform, float *row) noexcept nogil:
-    """One row as float32, normalised and rotated."""
-    cdef Py_ssize_t at
-    kernels.to_float[rows.dtype](rows.data + token * rows.token_stride + head * rows.head_stride, rows.dim, row)
-    if transform.norm != NULL:
-        kernels.rms_norm(row, rows.dim, transform.norm, transform.eps)
+cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
+                    Py_ssize_t num_heads, const kv_rotary *rotary, float *out, Py_ssize_t stride) noexcept nogil:
+    """Heads of one token as float32, normalised and rotated, `stride` floats apart."""
+    cdef const char *source = rows.data + token * rows.token_stride + head * rows.head_stride
+    cdef kv_transform transform = rotary.row
+    cdef bint identity = is_identity(rotary)
+    cdef Py_ssize_t i, source_stride = rows.head_stride // <Py_ssize_t>sizeof(float)
+    if identity or rows.dtype != KV_FLOAT32:
+        for i in range(num_heads):
+            kernels.to_float[rows.dtype](source + i * rows.head_stride, rows.dim, out + i * stride)
+        if identity:
+            return
+        source, source_stride = <const char *>out, stride
     if transform.cos != NULL:
-        at = transform.pairs * (transform.positions[token] if transform.positions != NULL else transform.first + token)
-        if transform.interleaved:
-            kernels.rotate_interleaved(row, transform.pairs, transform.cos + at, transform.sin + at)
-        else:
-            kernels.rotate_half(row, transform.pairs, transform.cos + at, transform.sin + at)
+        i = transform.pairs * (rotary.positions[token] if rotary.positions != NULL else rotary.first + token)
+        transform.cos += i
+        transform.sin += i
+    kernels.transform(<const float *>source, source_stride, num_heads, rows.dim, &transform, out, stride)
 
 
-cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_transform *transform, bint values,
+cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary *rotary, bint values,
                       Py_ssize_t token, int count, Py_ssize_t head) noexcept nogil:
     """`count` tokens with slots that follow each other in one block."""
     cdef float buffer[RUN * 512]
@@ -58,12 +63,12 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_transf
     cdef int32_t block = <int32_t>(call.slots[token] // side.block_size)
     cdef int slot = <int>(call.slots[token] % side.block_size), i
     cdef float limit = dtype_limit(side.dtype)
-    if rows.dtype == KV_FLOAT32 and is_identity(transform):
+    if rows.dtype == KV_FLOAT32 and is_identity(rotary):
         source = <const float *>(rows.data + token * rows.token_stride + head * rows.head_stride)
         stride = rows.token_stride // <Py_ssize_t>sizeof(float)
     else:
         for i in range(count):
-            load_row(call.kernels, rows, token + i, head, transform, buffer + i * stride)
+            load_rows(call.kernels, rows, token + i, head, 1, rotary, buffer + i * stride, stride)
     for i in range(count):
         if call.kernels.find_unstorable(source + i * stride, rows.dim, limit) >= 0:
             call.bad[0] = 1
@@ -76,7 +81,7 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_transf
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
                         Py_ssize_t last_head) noexcept nogil:
-    cdef kv_transform nothing
+    cdef kv_rotary nothing
     cdef Py_ssize_t token = first, head
     cdef int64_t slot
     cdef int count, block_size = call.store.k.block_size
@@ -90,7 +95,7 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
                and (slot + count) % block_size):
             count += 1
         for head in range(first_head, last_head):
-            _encode_run(call, &call.k, &call.transform, False, token, count, head)
+            _encode_run(call, &call.k, &call.rotary, False, token, count, head)
             _encode_run(call, &call.v, &nothing, True, token, count, head)
         token += count
 
@@ -103,7 +108,7 @@ cdef void _write_task(const kv_write *call, Py_ssize_t task) noexcept nogil:
         _write_tokens(call, 0, call.k.tokens, task, task + 1)
 
 
-cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_transform *transform, const int64_t *slots,
+cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order) except -1:
     """Encode tokens into their slots, -1 for a token to leave out.
 
@@ -114,7 +119,7 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_transform *t
     cdef int bad = 0, threads
     cdef Py_ssize_t i, tasks, n = k.rows.tokens
     call.kernels, call.store = active(), store
-    call.k, call.v, call.transform = k.rows, v.rows, transform[0]
+    call.k, call.v, call.rotary = k.rows, v.rows, rotary[0]
     call.slots, call.in_order, call.bad = slots, in_order, &bad
     call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
     call.first_range = call.range_tokens - slots[0] % store.k.block_size

@@ -1,10 +1,10 @@
 """What a model does to Q and K on their way into a cache."""
 from kvfast._arrays cimport Rows
-from kvfast.encode cimport kv_transform
+from kvfast.encode cimport kv_rotary
 
 
 cdef class Transform:
-    cdef kv_transform c
+    cdef kv_rotary c
     cdef object arrays                 # that c points into
     cdef Py_ssize_t needs              # tokens that the positions are for, or -1: any
     cdef Py_ssize_t table_rows

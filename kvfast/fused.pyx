@@ -9,7 +9,7 @@ from libc.string cimport memset
 from kvfast._arrays cimport Rows, kv_rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast._openmp cimport num_threads_for
-from kvfast.encode cimport kv_transform, load_row
+from kvfast.encode cimport kv_rotary, load_rows
 from kvfast.plan cimport check_count
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -32,7 +32,7 @@ cdef class Transform:
         cdef const int64_t[::1] positions_view
         memset(&self.c, 0, sizeof(self.c))
         self.needs = -1
-        self.c.interleaved = interleaved
+        self.c.row.interleaved = interleaved
         if norm is not None:
             norm = _finite(norm, name)
             if norm.shape != (head_dim,):
@@ -40,13 +40,13 @@ cdef class Transform:
             if not (isinstance(eps, (int, float, np.floating)) and 0 <= eps < float("inf")):
                 raise ValueError(f"eps must be a number of at least 0, got {eps!r}")
             norm_view = norm
-            self.c.norm, self.c.eps = &norm_view[0], eps
+            self.c.row.norm, self.c.row.eps = &norm_view[0], eps
         if (cos is None) != (sin is None):
             raise ValueError("cos and sin belong together, got only one of them")
         if positions is not None and cos is None:
             raise ValueError("positions are rows of cos and sin, which are missing")
         if cos is not None:
-            cos, sin = _finite(cos, "cos"), _finite(sin, "sin")
+            cos, sin = np.ascontiguousarray(cos, np.float32), np.ascontiguousarray(sin, np.float32)
             if cos.ndim != 2 or cos.shape != sin.shape:
                 raise DimensionMismatchError(f"cos and sin must have one shape (positions, rotary_dim // 2), got "
                                              f"{cos.shape} and {sin.shape}")
@@ -55,9 +55,9 @@ cdef class Transform:
                                              f"{head_dim}, got shape {cos.shape}")
             cos_view, sin_view = cos, sin
             self.table_rows = cos.shape[0]
-            self.c.pairs = cos.shape[1]
+            self.c.row.pairs = cos.shape[1]
             if self.table_rows:
-                self.c.cos, self.c.sin = &cos_view[0, 0], &sin_view[0, 0]
+                self.c.row.cos, self.c.row.sin = &cos_view[0, 0], &sin_view[0, 0]
             else:
                 raise DimensionMismatchError("cos and sin must hold at least one position")
         if positions is not None:
@@ -80,7 +80,7 @@ cdef class Transform:
         if self.needs >= 0 and self.needs != num_tokens:
             raise DimensionMismatchError(f"positions must have shape ({num_tokens},), one per token, got "
                                          f"({self.needs},)")
-        if self.c.cos != NULL and self.needs < 0 and first + num_tokens > self.table_rows:
+        if self.c.row.cos != NULL and self.needs < 0 and first + num_tokens > self.table_rows:
             raise DimensionMismatchError(f"cos and sin must hold the positions {first} to {first + num_tokens - 1}, "
                                          f"got {self.table_rows} rows")
         self.c.first = first
@@ -119,17 +119,17 @@ cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_k
 
 
 cdef void _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token,
-                           const kv_transform *transform, const kv_rows *out) noexcept nogil:
+                           const kv_rotary *rotary, const kv_rows *out) noexcept nogil:
     cdef float row[512]
     cdef Py_ssize_t head
     cdef char *target = out.data + token * out.token_stride
+    if out.dtype == KV_FLOAT32:
+        load_rows(kernels, rows, token, 0, rows.heads, rotary, <float *>target,
+                  out.head_stride // <Py_ssize_t>sizeof(float))
+        return
     for head in range(rows.heads):
-        if out.dtype == KV_FLOAT32:
-            load_row(kernels, rows, token, head, transform, <float *>target)
-        else:
-            load_row(kernels, rows, token, head, transform, row)
-            kernels.from_float[out.dtype](row, rows.dim, target)
-        target += out.head_stride
+        load_rows(kernels, rows, token, head, 1, rotary, row, rows.dim)
+        kernels.from_float[out.dtype](row, rows.dim, target + head * out.head_stride)
 
 
 cdef object transform_rows(Rows rows, Transform transform, object out, object num_threads):

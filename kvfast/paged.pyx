@@ -10,7 +10,7 @@ from kvfast._arrays cimport Rows, check_finite, open_rows
 from kvfast._kernels cimport KV_TILE
 from kvfast.attention cimport kv_item
 from kvfast.blocks cimport dtype_limit, dtype_name, kv_context, kv_store
-from kvfast.encode cimport kv_transform, write_rows
+from kvfast.encode cimport kv_rotary, write_rows
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
 from kvfast.plan cimport AttendCall, Options, check_count, open_call
 from kvfast.pool cimport BlockPool
@@ -23,7 +23,7 @@ cdef enum:
     MIN_SHARED_TOKENS = 256    # shorter shared prefixes are read by each sequence for itself
     MAX_SHARED_QUERIES = 8     # sequences with more queries are bound by arithmetic, not by reading
 
-cdef kv_transform _NOTHING
+cdef kv_rotary _NOTHING
 memset(&_NOTHING, 0, sizeof(_NOTHING))
 
 

@@ -8,7 +8,7 @@ from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, kv_side
 from kvfast.attention cimport kv_item
 from kvfast.blocks cimport kv_context, kv_store
-from kvfast.encode cimport kv_transform
+from kvfast.encode cimport kv_rotary
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
 from kvfast.plan cimport AttendCall, Options, check_count, open_call
 from kvfast.pool cimport BlockPool
@@ -17,7 +17,7 @@ from kvfast.table cimport BlockTable
 
 from kvfast.errors import CacheFullError
 
-cdef kv_transform _NOTHING
+cdef kv_rotary _NOTHING
 memset(&_NOTHING, 0, sizeof(_NOTHING))
 
 

@@ -3,7 +3,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from kvfast._arrays cimport Rows
 from kvfast.blocks cimport kv_context
-from kvfast.encode cimport kv_transform
+from kvfast.encode cimport kv_rotary
 from kvfast.pool cimport BlockPool
 
 
@@ -21,7 +21,7 @@ cdef class BlockTable:
     cdef int64_t slot(self, Py_ssize_t position) noexcept
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1
-    cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_transform *transform) except -1
+    cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1
     cdef int advance(self, Py_ssize_t n) except -1
     cdef int truncate(self, Py_ssize_t n) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1

@@ -11,7 +11,7 @@ from kvfast._arrays cimport Rows
 from kvfast._kernels cimport active, kv_kernels
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport k_block_at, kv_context, kv_store, v_block_at
-from kvfast.encode cimport kv_transform, write_rows
+from kvfast.encode cimport kv_rotary, write_rows
 from kvfast.pool cimport BlockPool
 
 from kvfast.errors import DimensionMismatchError
@@ -75,7 +75,7 @@ cdef class BlockTable:
                 self.blocks[at] = block
         return 0
 
-    cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_transform *transform) except -1:
+    cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
         """Write tokens behind those of a layer. A value that cannot be stored leaves the table as it was."""
         cdef kv_store *store = self.pool.stores + layer
         cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens
@@ -91,12 +91,12 @@ cdef class BlockTable:
         self.make_writable(first, first + n)
         if n == 1:
             slot = self.slot(first)
-            write_rows(store, k, v, transform, &slot, True)
+            write_rows(store, k, v, rotary, &slot, True)
         else:
             view = np.empty(n, np.int64)
             for i in range(n):
                 view[i] = self.slot(first + i)
-            write_rows(store, k, v, transform, &view[0], True)
+            write_rows(store, k, v, rotary, &view[0], True)
         self.lengths[layer] += n
         return 0
 

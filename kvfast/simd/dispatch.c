@@ -26,6 +26,7 @@
 #endif
 
 #define kv_prefetch(address) __builtin_prefetch(address, 0, 3)
+#define kv_prefetch_write(address) __builtin_prefetch(address, 1, 3)
 
 static inline void kv_prefetch_scales(const kv_stream *stream, ptrdiff_t at)
 {

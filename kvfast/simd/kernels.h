@@ -100,6 +100,16 @@ typedef struct {
     ptrdiff_t offset, piece, bytes, scales, scale_bytes;
 } kv_stream;
 
+/* RMS norm, x / sqrt(mean(x^2) + eps) * norm, then rotation of element i with element i + pairs, or of 2i
+   with 2i + 1, by the angle of cos[i] and sin[i]. */
+typedef struct {
+    const float *norm; /* or NULL */
+    float eps;
+    const float *cos, *sin; /* or NULL */
+    ptrdiff_t pairs;
+    int interleaved;
+} kv_transform;
+
 /* What a kernel prefetches while it reads its side of a tile: the sides that will be read after it,
    `lead` bytes into the first of them. Measured on a Xeon with AVX-512 that streams 19.1 GB/s: 18.2
    GB/s when the key pass fetches the values and the value pass the next keys, in the order of memory;
@@ -127,11 +137,9 @@ typedef struct {
     void (*decode_k)(const kv_side *side, const char *block, int slot, float *row);
     void (*decode_v)(const kv_side *side, const char *block, int slot, float *row);
 
-    /* x / sqrt(mean(x^2) + eps) * weight. */
-    void (*rms_norm)(float *row, ptrdiff_t n, const float *weight, float eps);
-    /* Turn element i with element i + pairs, or 2i with 2i + 1, by the angle of cos[i] and sin[i]. */
-    void (*rotate_half)(float *row, ptrdiff_t pairs, const float *cos, const float *sin);
-    void (*rotate_interleaved)(float *row, ptrdiff_t pairs, const float *cos, const float *sin);
+    /* What a model does to rows of n floats of Q or K, `stride` floats apart; `out` may be the rows themselves. */
+    void (*transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n,
+                      const kv_transform *transform, float *out, ptrdiff_t out_stride);
 
     /* Attention on one tile. */
     void (*prepare[KV_NUM_DTYPES])(const kv_side *side, const float *rows, int num_rows, float scale,

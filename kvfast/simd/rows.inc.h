@@ -97,41 +97,66 @@ static void KV(scale_add)(float *target, float target_scale, const float *source
     for (; i < n; i++) target[i] = target[i] * target_scale + source[i] * source_scale;
 }
 
-static void KV(rms_norm)(float *row, ptrdiff_t n, const float *weight, float eps)
+/* out[i] = row[i] * factor * norm[i], without norm where it is NULL. */
+static void KV(scale_row)(const float *row, ptrdiff_t n, float factor, const float *norm, float *out)
+{
+    ptrdiff_t i = 0;
+    for (; i + W <= n; i += W) {
+        vf x = vf_mul(vf_load(row + i), vf_set1(factor));
+        vf_store(out + i, norm ? vf_mul(x, vf_load(norm + i)) : x);
+    }
+    for (; i < n; i++) out[i] = row[i] * factor * (norm ? norm[i] : 1.0f);
+}
+
+static float KV(inverse_rms)(const float *row, ptrdiff_t n, float eps)
 {
     vf squares = vf_set1(0.0f);
     ptrdiff_t i = 0;
     for (; i + W <= n; i += W) squares = vf_fma(vf_load(row + i), vf_load(row + i), squares);
     float sum = vf_hsum(squares);
     for (; i < n; i++) sum += row[i] * row[i];
-    const float inverse = 1.0f / __builtin_sqrtf(sum / (float)n + eps);
-    for (i = 0; i + W <= n; i += W)
-        vf_store(row + i, vf_mul(vf_mul(vf_load(row + i), vf_set1(inverse)), vf_load(weight + i)));
-    for (; i < n; i++) row[i] = row[i] * inverse * weight[i];
+    return 1.0f / __builtin_sqrtf(sum / (float)n + eps);
 }
 
-static void KV(rotate_half)(float *row, ptrdiff_t pairs, const float *cosine, const float *sine)
+static inline void KV(transform_row)(const float *row, ptrdiff_t n, const kv_transform *t, float *out)
 {
-    float *second = row + pairs;
+    const ptrdiff_t pairs = t->cos ? t->pairs : 0;
+    if (t->norm) {
+        KV(scale_row)(row, n, KV(inverse_rms)(row, n, t->eps), t->norm, out);
+        row = out;
+    } else if (row != out) {
+        memcpy(out + 2 * pairs, row + 2 * pairs, (size_t)(n - 2 * pairs) * sizeof(float));
+    }
     ptrdiff_t i = 0;
+    if (t->interleaved) {
+        for (; i < pairs; i++) {
+            const float a = row[2 * i], b = row[2 * i + 1];
+            out[2 * i] = a * t->cos[i] - b * t->sin[i];
+            out[2 * i + 1] = b * t->cos[i] + a * t->sin[i];
+        }
+        return;
+    }
     for (; i + W <= pairs; i += W) {
-        const vf a = vf_load(row + i), b = vf_load(second + i), c = vf_load(cosine + i), s = vf_load(sine + i);
-        vf_store(row + i, vf_sub(vf_mul(a, c), vf_mul(b, s)));
-        vf_store(second + i, vf_fma(b, c, vf_mul(a, s)));
+        const vf a = vf_load(row + i), b = vf_load(row + pairs + i), c = vf_load(t->cos + i), s = vf_load(t->sin + i);
+        vf_store(out + i, vf_sub(vf_mul(a, c), vf_mul(b, s)));
+        vf_store(out + pairs + i, vf_fma(b, c, vf_mul(a, s)));
     }
     for (; i < pairs; i++) {
-        const float a = row[i], b = second[i];
-        row[i] = a * cosine[i] - b * sine[i];
-        second[i] = b * cosine[i] + a * sine[i];
+        const float a = row[i], b = row[pairs + i];
+        out[i] = a * t->cos[i] - b * t->sin[i];
+        out[pairs + i] = b * t->cos[i] + a * t->sin[i];
     }
 }
 
-static void KV(rotate_interleaved)(float *row, ptrdiff_t pairs, const float *cosine, const float *sine)
+static void KV(transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n,
+                          const kv_transform *t, float *out, ptrdiff_t out_stride)
 {
-    for (ptrdiff_t i = 0; i < pairs; i++) {
-        const float a = row[2 * i], b = row[2 * i + 1];
-        row[2 * i] = a * cosine[i] - b * sine[i];
-        row[2 * i + 1] = b * cosine[i] + a * sine[i];
+    for (; num_rows > 0; num_rows--, rows += stride, out += out_stride) {
+        for (ptrdiff_t i = 0; i < n; i += 16) { /* lines */
+            kv_prefetch(rows + 4 * stride + i);
+            kv_prefetch_write(out + 4 * out_stride + i);
+        }
+        KV(transform_row)(rows, n, t, out);
     }
 }
 

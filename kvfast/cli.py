@@ -31,7 +31,7 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
     commands = parser.add_subparsers(metavar="command")
-    for add_command in (_add_generate, _add_eval, _add_info):
+    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_info):
         add_command(commands)
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
@@ -99,6 +99,26 @@ def _add_eval(commands):
     parser.set_defaults(run=_run_eval)
 
 
+def _add_serve_sim(commands):
+    parser = commands.add_parser(
+        "serve-sim",
+        help="serve many requests at once from one paged pool",
+        description="Continue many prompts with a shared system prompt by continuous batching over one paged pool, "
+        "then each by itself, and compare texts and speed.",
+    )
+    add = parser.add_argument
+    _add_model_arguments(parser)
+    add("--requests", type=_positive, default=32, help="how many prompts (default: 32)")
+    add("--max-tokens", type=_positive, default=32, help="tokens per request (default: 32)")
+    add("--dtype", default="int8", help="as for generate (default: int8)")
+    add("--blocks", type=_positive, help="blocks of the pool (default: as many as all requests at once need)")
+    add("--block-size", type=_positive, default=32, help="tokens of a block (default: 32)")
+    add("--max-running", type=_positive, default=16, help="requests in one step (default: 16)")
+    add("--show", type=_natural, default=2, help="print so many of the texts (default: 2)")
+    add("--no-check", dest="check", action="store_false", help="do not run each request by itself as well")
+    parser.set_defaults(run=_run_serve_sim)
+
+
 def _add_info(commands):
     parser = commands.add_parser("info", help="print how kvfast runs on this machine")
     parser.set_defaults(run=lambda args: kvfast.show_config())
@@ -114,6 +134,12 @@ def _run_eval(args):
     from kvfast.llama import commands
 
     commands.run_eval(args)
+
+
+def _run_serve_sim(args):
+    from kvfast.llama import commands
+
+    commands.run_serve_sim(args)
 
 
 def _add_model_arguments(parser):

@@ -123,7 +123,7 @@ cdef class PagedBuffer:
         shared = {}
         for table, count in zip(tables, counts):
             first = table.length
-            needed += max(0, -(-(first + <Py_ssize_t>count) // size) - table.count)
+            needed += max(0, (first + <Py_ssize_t>count + size - 1) // size - table.count)
             if first // size < table.count:
                 block = table.blocks[first // size]
                 if block in self.index:

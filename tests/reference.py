@@ -3,7 +3,9 @@
 import numpy as np
 
 
-def attention(q, k, v, *, scale=None, causal=True, softcap=None, sliding_window=None, sinks=None, alibi_slopes=None):
+def attention(
+    q, k, v, *, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=0, sinks=None, alibi_slopes=None
+):
     """Attention of the last tokens: q (n, Hq, D), k and v (L, Hkv, D) -> out (n, Hq, D), lse (n, Hq)."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     n, num_q_heads, dim = q.shape
@@ -16,7 +18,7 @@ def attention(q, k, v, *, scale=None, causal=True, softcap=None, sliding_window=
     if causal:
         hidden |= key > at
     if sliding_window:
-        hidden |= key <= at - sliding_window
+        hidden |= (key <= at - sliding_window) & (key >= num_sink_tokens)
     out, lse = np.zeros(q.shape), np.zeros((n, num_q_heads))
     for h in range(num_q_heads):
         score = scale * q[:, h] @ k[:, h // group].T

@@ -1,6 +1,6 @@
 """A small llama-style runtime on kvfast: GGUF models, in NumPy, with a compressed KV cache.
 
-    gguf_file -> weights -> model -> generation, evaluation
+    gguf_file -> weights -> model -> generation, evaluation, serving
     gguf_file -> tokenizer
     fetch
 
@@ -20,16 +20,19 @@ from .fetch import FetchError, fetch_model
 from .generation import Sampler, generate
 from .gguf_file import GGUFFile, ModelFileError
 from .model import LlamaModel
+from .serving import BatchGenerator, Request
 from .tokenizer import Tokenizer
 from .weights import LlamaConfig
 
 __all__ = [
+    "BatchGenerator",
     "CacheScore",
     "FetchError",
     "GGUFFile",
     "LlamaConfig",
     "LlamaModel",
     "ModelFileError",
+    "Request",
     "Sampler",
     "Tokenizer",
     "evaluate",

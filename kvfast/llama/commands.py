@@ -1,4 +1,4 @@
-"""The commands `generate` and `eval` of `python -m kvfast`."""
+"""The commands `generate`, `eval` and `serve-sim` of `python -m kvfast`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import kvfast
 from kvfast import llama
+from kvfast.llama.prompts import chat_prompts
 
 
 def run_generate(args):
@@ -110,6 +111,63 @@ def run_eval(args):
     print(f"{args.text}: {scores[0].num_predictions:,} tokens predicted; NLL and KL are means per token, in nats")
     # Without a terminal rich assumes 80 columns and would fold the table.
     Console(width=None if sys.stdout.isatty() else 120).print(_table(model, scores))
+
+
+def run_serve_sim(args):
+    """Serve prompts with a shared system prompt from one pool, and compare with each by itself.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    storage = _storage(args.dtype, args)
+    _set_threads(args.threads)
+    model, tokenizer = llama.load(args.model)
+    prompts = [tokenizer.encode(prompt) for prompt in chat_prompts(args.requests)]
+    longest = max(map(len, prompts)) + args.max_tokens
+    blocks = args.blocks or args.max_running * -(-longest // args.block_size)
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=blocks, block_size=args.block_size, **storage)
+    model.batch_invariant = args.check  # else rounding could tell the texts apart
+    server = llama.BatchGenerator(model, pool, end_ids=tokenizer.end_ids, max_running=args.max_running)
+    requests = [server.add(prompt, args.max_tokens) for prompt in prompts]
+    most_used, start = 0.0, time.perf_counter()
+    columns = [BarColumn(), MofNCompleteColumn(), "requests", TextColumn("{task.description}"), TimeElapsedColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=len(requests))
+        for _ in server.run():
+            most_used = max(most_used, pool.usage)
+            done = sum(request.finished for request in requests)
+            written = sum(len(request.output) for request in requests)
+            speed = written / (time.perf_counter() - start)
+            bar.update(task, completed=done, description=f"{speed:.0f} tokens/s, {pool.usage:.0%} of blocks")
+    seconds = time.perf_counter() - start
+    written = sum(len(request.output) for request in requests)
+    found = sum(request.num_cached_tokens for request in requests)
+    given = sum(map(len, prompts))
+
+    for request in requests[: args.show]:
+        print(f"> {tokenizer.decode(request.output).strip()}\n")
+    print(f"served   {len(requests)} requests, {written} tokens in {seconds:.2f} s: {written / seconds:.1f} tokens/s")
+    print(f"prefix   {found:,} of {given:,} prompt tokens found in the pool ({found / given:.0%})")
+    print(f"pool     {pool.dtype}, {most_used:.0%} of {pool.num_blocks} blocks of {pool.block_size} tokens at most, ", end="")
+    print(f"{server.num_preemptions} preemptions")
+    if args.check:
+        _check_served(model, tokenizer, requests, storage, seconds)
+
+
+def _check_served(model, tokenizer, requests, storage, seconds):
+    """Run each request by itself, and tell which texts differ."""
+    start, different = time.perf_counter(), []
+    for number, request in enumerate(requests):
+        room = len(request.prompt) + request.max_tokens
+        cache = kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)
+        alone = list(llama.generate(model, request.prompt, cache, max_tokens=request.max_tokens, end_ids=tokenizer.end_ids))
+        if alone != request.output:
+            different.append(number)
+    alone_seconds = time.perf_counter() - start
+    same = len(requests) - len(different)
+    print(f"alone    {alone_seconds:.2f} s one after the other: {alone_seconds / seconds:.1f}x as long; ", end="")
+    print(f"{same} of {len(requests)} texts the same" + (f", not {different}" if different else ""))
 
 
 def _table(model, scores):

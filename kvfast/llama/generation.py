@@ -60,7 +60,7 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=()):
     model : LlamaModel
     tokens : sequence of int
         The prompt; it follows whatever the cache holds.
-    cache : kvfast.KVCache
+    cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
         Holds the prompt and every yielded token but the last one afterwards. When it is full,
         generation ends.
     max_tokens : int

@@ -1,13 +1,15 @@
 """A Llama-family decoder in NumPy whose keys and values live in a kvfast cache.
 
-This file is the whole model. `LlamaModel.forward` is the loop over the layers, and
-`LlamaModel._attention` is where a runtime meets kvfast: `append` the new keys and values, then
-`attend` with the queries.
+This file is the whole model. `LlamaModel._layers` is the loop over the layers; `LlamaModel.forward` and
+`forward_batch` are where a runtime meets kvfast: `write` a fused projection, which keeps its keys and
+values, then `attend` with the queries that come back.
 """
 
 from __future__ import annotations
 
 import numpy as np
+
+from kvfast.rope import RotaryTables
 
 from .gguf_file import GGUFFile
 from .weights import LlamaConfig, Weights, read_config, read_weights
@@ -20,6 +22,10 @@ class LlamaModel:
     ----------
     config : LlamaConfig
     weights : Weights
+    batch_invariant : bool
+        Give a token the same result whatever else is in its batch. BLAS rounds products of one or two
+        rows in another way; this fills them up to four, which makes single tokens slower, and lets
+        sequences read what they share each for itself.
 
     Examples
     --------
@@ -29,9 +35,11 @@ class LlamaModel:
     >>> next_token = model.logits(hidden).argmax()
     """
 
-    def __init__(self, config: LlamaConfig, weights: Weights):
+    def __init__(self, config: LlamaConfig, weights: Weights, batch_invariant=False):
         self.config = config
+        self.batch_invariant = batch_invariant
         self.weights = weights
+        self._rotation = RotaryTables(config.rope_dims, frequencies=weights.rope_frequencies)
 
     @classmethod
     def from_gguf(cls, source):
@@ -52,7 +60,7 @@ class LlamaModel:
         ----------
         tokens : sequence of int, length num_tokens
             The tokens that follow the `len(cache)` tokens already there.
-        cache : kvfast.KVCache
+        cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
             Made with `cache_shape`. If the call fails, or is interrupted, the cache keeps the
             context it had.
 
@@ -61,24 +69,57 @@ class LlamaModel:
         ndarray, shape (num_tokens, hidden_size), float32
             The final hidden states, normalised: what `logits` takes.
         """
-        tokens = np.asarray(tokens)
-        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
-            raise ValueError("tokens should be a sequence of at least one token id")
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise ValueError(f"token ids should lie in 0..{self.config.vocab_size - 1}")
+        tokens = self._checked(tokens)
         start = len(cache)
-        rotation = self._rotation(start, len(tokens))
-        eps = self.config.norm_eps
-        x = self.weights.embedding[tokens]  # (num_tokens, hidden_size), a copy: added to below
+
+        def attention(index, qkv, **transform):
+            return cache.attend(index, cache.write(index, qkv, **transform))
+
         try:
-            for index, layer in enumerate(self.weights.layers):
-                x += self._attention(rms_norm(x, layer.attn_norm, eps), rotation, index, cache)
-                x += self._feed_forward(rms_norm(x, layer.ffn_norm, eps), layer)
+            hidden = self._layers(tokens, np.arange(start, start + len(tokens)), attention)
             cache.advance(len(tokens))
         except BaseException:
             cache.truncate(start)  # drops what some layers appended and others did not
             raise
-        return rms_norm(x, self.weights.output_norm, eps)
+        return hidden
+
+    def forward_batch(self, tokens, sequences, counts):
+        """Run the next tokens of several sequences through the model at once.
+
+        Parameters
+        ----------
+        tokens : sequence of int, length sum(counts)
+            Of each sequence the tokens that follow those it holds, sequence after sequence.
+        sequences : list of kvfast.Sequence
+            Of one pool, made with `cache_shape`. If the call fails, they keep the contexts they had.
+        counts : list of int
+            How many of the tokens each sequence gets.
+
+        Returns
+        -------
+        ndarray, shape (sum(counts), hidden_size), float32
+            The final hidden states, normalised.
+        """
+        tokens = self._checked(tokens)
+        pool = sequences[0].pool
+        starts = pool.seq_lens(sequences)
+        slots = pool.slot_mapping(sequences, counts)
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        positions = np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)])
+
+        def attention(index, qkv, **transform):
+            q = pool.write_batch(index, qkv, slots, **transform)
+            return pool.attend_batch(index, q, sequences, cu_seqlens_q=bounds, cascade=not self.batch_invariant)
+
+        try:
+            hidden = self._layers(tokens, positions, attention)
+            for sequence, first, last in zip(sequences, bounds[:-1], bounds[1:], strict=True):
+                sequence.advance(last - first, tokens[first:last])
+        except BaseException:
+            for sequence, start in zip(sequences, starts, strict=True):
+                sequence.truncate(start)
+            raise
+        return hidden
 
     def prefill(self, tokens, cache, chunk_size=512):
         """Run a long prompt in chunks, so that scratch memory does not grow with its length.
@@ -112,57 +153,54 @@ class LlamaModel:
         -------
         ndarray, shape (..., vocab_size), float32
         """
-        return hidden @ self.weights.output.T
+        return self._linear(hidden, self.weights.output)
 
-    def _attention(self, x, rotation, index, cache):
-        """x: (num_tokens, hidden_size), normalised. Returns the same shape."""
-        config, layer = self.config, self.weights.layers[index]
-        num_q, num_kv = config.num_q_heads, config.num_kv_heads
-        qkv = x @ layer.qkv.T
-        if layer.qkv_bias is not None:
-            qkv += layer.qkv_bias
-        qkv = qkv.reshape(len(x), num_q + 2 * num_kv, config.head_dim)
-        qk = qkv[:, : num_q + num_kv]  # a view: queries and keys are normed and rotated alike
-        if layer.qk_norm is not None:
-            qk[:] = rms_norm(qk, layer.qk_norm, config.norm_eps)
-        rotate(qk, *rotation)
+    def _checked(self, tokens):
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
+            raise ValueError("tokens should be a sequence of at least one token id")
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            raise ValueError(f"token ids should lie in 0..{self.config.vocab_size - 1}")
+        return tokens
 
-        cache.append(index, qkv[:, num_q : num_q + num_kv], qkv[:, num_q + num_kv :])
-        out = cache.attend(index, qkv[:, :num_q])  # (num_tokens, num_q_heads, head_dim)
-        return out.reshape(len(x), -1) @ layer.attn_output.T
+    def _layers(self, tokens, positions, attention):
+        """All layers: `attention(index, qkv, **transform)` keeps the keys and values, and returns
+        (num_tokens, num_q_heads, head_dim)."""
+        config = self.config
+        rotation = self._rotation.at(positions)  # one row per token
+        rows = np.arange(len(tokens))
+        x = self.weights.embedding[tokens]  # (num_tokens, hidden_size), a copy: added to below
+        for index, layer in enumerate(self.weights.layers):
+            qkv = self._linear(rms_norm(x, layer.attn_norm, config.norm_eps), layer.qkv)
+            if layer.qkv_bias is not None:
+                qkv += layer.qkv_bias
+            out = attention(
+                index, qkv, cos=rotation[0], sin=rotation[1], positions=rows,
+                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps,
+            )  # fmt: skip
+            x += self._linear(out.reshape(len(x), -1), layer.attn_output)
+            x += self._feed_forward(rms_norm(x, layer.ffn_norm, config.norm_eps), layer)
+        return rms_norm(x, self.weights.output_norm, config.norm_eps)
 
     def _feed_forward(self, x, layer):
         """x: (num_tokens, hidden_size), normalised. Returns the same shape."""
-        gate, up = np.split(x @ layer.gate_up.T, 2, axis=1)
-        return (silu(gate) * up) @ layer.ffn_down.T
+        gate, up = np.split(self._linear(x, layer.gate_up), 2, axis=1)
+        return self._linear(silu(gate) * up, layer.ffn_down)
 
-    def _rotation(self, start, num_tokens):
-        """Cosines and sines of positions start.., each (num_tokens, 1, rope_dims // 2) float32."""
-        positions = np.arange(start, start + num_tokens)
-        # float64 angles: at position 8000 a float32 angle is already off by 5e-4 radians.
-        angles = np.multiply.outer(positions, self.weights.rope_frequencies)[:, None]
-        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    def _linear(self, x, weight):
+        """x: (..., inputs), weight: (outputs, inputs). Returns (..., outputs)."""
+        rows = x.size // x.shape[-1]
+        if not self.batch_invariant or rows >= 4:
+            return x @ weight.T
+        padded = np.zeros((4, x.shape[-1]), np.float32)
+        padded[:rows] = x.reshape(rows, -1)
+        return (padded @ weight.T)[:rows].reshape(*x.shape[:-1], -1)
 
 
 def rms_norm(x, weight, eps):
     """Scale the last axis of x to a root mean square of 1, then by `weight`."""
     mean_square = np.mean(x * x, axis=-1, keepdims=True)
     return x / np.sqrt(mean_square + np.float32(eps)) * weight
-
-
-def rotate(x, cos, sin):
-    """Rotary position embedding in place: dimension i turns with dimension i + rope_dims // 2.
-
-    Parameters
-    ----------
-    x : ndarray, shape (num_tokens, num_heads, head_dim), float32
-    cos, sin : ndarray, shape (num_tokens, 1, rope_dims // 2), float32
-    """
-    half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    turned = first * cos - second * sin
-    second[:] = second * cos + first * sin
-    first[:] = turned
 
 
 def silu(x):

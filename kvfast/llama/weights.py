@@ -59,7 +59,8 @@ class Layer:
     attn_norm: np.ndarray  # (hidden_size,)
     qkv: np.ndarray  # ((heads + num_kv_heads) * head_dim, hidden_size): Q, K and V rows stacked
     qkv_bias: np.ndarray | None  # ((heads + num_kv_heads) * head_dim,)
-    qk_norm: np.ndarray | None  # (heads, head_dim)
+    q_norm: np.ndarray | None  # (head_dim,)
+    k_norm: np.ndarray | None  # (head_dim,)
     attn_output: np.ndarray  # (hidden_size, num_q_heads * head_dim)
     ffn_norm: np.ndarray  # (hidden_size,)
     gate_up: np.ndarray  # (2 * ffn_size, hidden_size): gate rows, then up rows
@@ -165,15 +166,17 @@ def _read_layer(tensors, config, prefix):
         q, k = read(f"attn_q.{kind}", q_rows, *inputs), read(f"attn_k.{kind}", kv_rows, *inputs)
         return np.concatenate([side_by_side(q), side_by_side(k), read(f"attn_v.{kind}", kv_rows, *inputs)])
 
-    def read_qk_norm():
-        q, k = (side_by_side(read(f"attn_{name}_norm.weight", head_dim)) for name in "qk")
-        return np.stack([q] * config.num_q_heads + [k] * config.num_kv_heads)
+    def read_norm(name):
+        if f"{prefix}{name}.weight" not in tensors:
+            return None
+        return side_by_side(read(f"{name}.weight", head_dim))
 
     return Layer(
         attn_norm=read("attn_norm.weight", hidden),
         qkv=read_qkv("weight", hidden),
         qkv_bias=read_qkv("bias") if f"{prefix}attn_q.bias" in tensors else None,
-        qk_norm=read_qk_norm() if f"{prefix}attn_q_norm.weight" in tensors else None,
+        q_norm=read_norm("attn_q_norm"),
+        k_norm=read_norm("attn_k_norm"),
         attn_output=read("attn_output.weight", hidden, q_rows),
         ffn_norm=read("ffn_norm.weight", hidden),
         gate_up=np.concatenate([read("ffn_gate.weight", ffn, hidden), read("ffn_up.weight", ffn, hidden)]),

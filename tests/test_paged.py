@@ -1,0 +1,354 @@
+"""PagedKVCache: sequences, batches, forks, shared prefixes, other people's tables."""
+
+import gc
+
+import numpy as np
+import pytest
+from reference import attention, bound, relative_error
+
+import kvfast
+
+DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
+HEADS, DIM = 2, 32
+
+
+def tokens(rng, n):
+    return rng.standard_normal((2, n, HEADS, DIM)).astype(np.float32)
+
+
+def queries(rng, n, group=3):
+    return rng.standard_normal((n, HEADS * group, DIM)).astype(np.float32)
+
+
+def new_pool(num_blocks=32, layers=1, **options):
+    return kvfast.PagedKVCache(layers, HEADS, DIM, num_blocks, **options)
+
+
+def filled(pool, rng, n, token_ids=None):
+    sequence = pool.new_sequence()
+    if n:
+        sequence.append(0, *tokens(rng, n))
+        sequence.advance(n, token_ids)
+    return sequence
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, block_size):
+    pool = new_pool(2048 // block_size, block_size=block_size, dtype=dtype)
+    lengths, counts = [1, 17, 200, 64, 333], [1, 5, 1, 64, 1]
+    sequences = [pool.new_sequence() for _ in lengths]
+    caches = [kvfast.KVCache(1, HEADS, DIM, dtype=dtype) for _ in lengths]
+    for sequence, cache, n in zip(sequences, caches, lengths):
+        k, v = tokens(rng, n)
+        for one in (sequence, cache):
+            one.append(0, k, v)
+            one.advance(n)
+    k, v = tokens(rng, sum(counts))
+    q = queries(rng, sum(counts))
+    slots = pool.slot_mapping(sequences, counts)
+    pool.append_batch(0, k, v, slots)
+    bounds = np.r_[0, np.cumsum(counts)]
+    out, lse = pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, return_lse=True)
+    table = pool.block_table(sequences)
+    plain = pool.attend_batch(
+        0, q, block_table=table, seq_lens=pool.seq_lens(sequences) + counts, cu_seqlens_q=bounds.astype(np.int32)
+    )
+    assert np.array_equal(plain, out)
+    for i, cache in enumerate(caches):
+        part = slice(bounds[i], bounds[i + 1])
+        cache.append(0, k[part], v[part])
+        alone, alone_lse = cache.attend(0, q[part], return_lse=True)
+        assert np.array_equal(out[part], alone) and np.array_equal(lse[part], alone_lse)
+        sequences[i].advance(counts[i])
+        assert np.array_equal(sequences[i].k(0), cache.k(0)) and np.array_equal(sequences[i].v(0), cache.v(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared_prefixes_are_read_once(isa, rng, dtype):
+    """Two levels of sharing: a system prompt, and a question that some have in common."""
+    pool = new_pool(256, dtype=dtype)
+    system = filled(pool, rng, 700)
+    question = system.fork()
+    question.append(0, *tokens(rng, 400))
+    question.advance(400)
+    sequences = [system.fork() for _ in range(3)] + [question.fork() for _ in range(4)] + [filled(pool, rng, 90)]
+    counts = [1, 2, 1, 1, 1, 3, 1, 1]
+    slots = pool.slot_mapping(sequences, counts)
+    pool.append_batch(0, *tokens(rng, sum(counts)), slots)
+    q, bounds = queries(rng, sum(counts)), np.r_[0, np.cumsum(counts)]
+    shared, shared_lse = pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, return_lse=True)
+    apart, apart_lse = pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, cascade=False, return_lse=True)
+    assert not np.array_equal(shared, apart)  # it was another way of reading
+    assert np.allclose(shared, apart, atol=1e-5) and np.allclose(shared_lse, apart_lse, atol=1e-5)
+    for i, sequence in enumerate(sequences):
+        part = slice(bounds[i], bounds[i + 1])
+        assert np.array_equal(sequence.attend(0, q[part]), apart[part])
+        expected, _ = attention(q[part], sequence.k(0), sequence.v(0))
+        assert relative_error(shared[part], expected) < bound(dtype)
+    for num_threads in (1, 2):
+        again = pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, num_threads=num_threads)
+        assert np.array_equal(again, shared)
+
+
+def test_forks_copy_a_block_when_they_write_to_it(rng):
+    pool = new_pool()
+    parent = filled(pool, rng, 70)  # 3 blocks, the last with 6 tokens
+    child = parent.fork()
+    assert pool.num_blocks - pool.num_free_blocks == 3
+    before = parent.k(0)
+    k, v = tokens(rng, 1)
+    child.append(0, k, v)
+    assert pool.num_blocks - pool.num_free_blocks == 4
+    assert parent.block_indices()[:2].tolist() == child.block_indices()[:2].tolist()
+    assert parent.block_indices()[2] != child.block_indices()[2]
+    assert np.array_equal(parent.k(0), before) and np.array_equal(child.k(0)[:70], before)
+    parent.append(0, k, v)  # the last owner writes in place
+    assert pool.num_blocks - pool.num_free_blocks == 4
+    child.truncate(64)
+    child.append(0, k, v)
+    parent.free()
+    assert np.array_equal(child.k(0)[:64], before[:64])
+    child.free()
+    assert pool.num_free_blocks == pool.num_blocks
+
+
+def test_forks_of_long_sequences_take_no_memory(rng):
+    pool = new_pool(4, block_size=256)
+    parent = filled(pool, rng, 1000)
+    forks = [parent.fork() for _ in range(50)]
+    assert pool.num_free_blocks == 0 and parent.nbytes == forks[7].nbytes
+    assert not parent.can_append(1)  # its last block is shared, and there is no other
+
+
+class TestPrefixes:
+    def test_found_with_their_keys(self, rng):
+        pool = new_pool(16)
+        ids = rng.integers(0, 1000, 100)
+        first = filled(pool, rng, 100, ids)
+        with pool.match_prefix(ids) as second:
+            assert len(second) == second.num_cached_tokens == 96
+            assert np.array_equal(second.k(0), first.k(0)[:96])
+            assert second.block_indices().tolist() == first.block_indices()[:3].tolist()
+        with pool.match_prefix(ids[:96]) as second:  # one token is left to compute
+            assert len(second) == 64
+        with pool.match_prefix(np.r_[ids[:40], 5, ids[41:]]) as second:
+            assert len(second) == 32
+        assert len(pool.match_prefix(ids[1:])) == 0
+
+    def test_salts_keep_tenants_apart(self, rng):
+        pool = new_pool(16)
+        ids = rng.integers(0, 1000, 64)
+        filled(pool, rng, 64, ids)
+        assert len(pool.match_prefix(np.r_[ids, 1], salt=b"a")) == 0
+        with pool.match_prefix(np.r_[ids, 1], salt=b"a") as other:
+            other.append(0, *tokens(rng, 64))
+            other.advance(64, ids)
+            assert len(pool.match_prefix(np.r_[ids, 1], salt=b"a")) == 64
+            assert len(pool.match_prefix(np.r_[ids, 1], salt=b"b")) == 0
+
+    def test_digests_differ_from_pool_to_pool(self):
+        first, second = (new_pool(4)._buffer.index for _ in "ab")
+        assert first.digests(range(64), 32) != second.digests(range(64), 32)
+        assert first.digests(range(64), 32) == first.digests(range(64), 32)
+        assert first.digests(range(64), 32)[1] != first.digests(range(32, 64), 32)[0]
+
+    def test_freed_blocks_stay_until_needed_least_recently_used_first(self, rng):
+        pool = new_pool(6)
+        prompts = [rng.integers(0, 1000, 64) for _ in range(3)]
+        for ids in prompts:
+            filled(pool, rng, 64, ids).free()
+        assert pool.num_free_blocks == 6 and pool.num_cached_blocks == 6
+        pool.match_prefix(np.r_[prompts[0], 1]).free()  # now the most recently used
+        kept = filled(pool, rng, 96)
+        assert pool.num_cached_blocks == 3
+        assert [len(pool.match_prefix(np.r_[ids, 1])) for ids in prompts] == [64, 0, 32]
+        kept.free()
+
+    def test_a_known_block_is_never_overwritten(self, rng):
+        pool = new_pool(8)
+        ids = rng.integers(0, 1000, 64)
+        first = filled(pool, rng, 64, ids)
+        stored = first.k(0)
+        first.truncate(40)
+        first.append(0, *tokens(rng, 24))
+        first.advance(24, np.arange(24))
+        with pool.match_prefix(np.r_[ids, 1]) as second:
+            assert np.array_equal(second.k(0), stored)
+
+    def test_tokens_without_ids_end_it(self, rng):
+        pool = new_pool(8)
+        sequence = filled(pool, rng, 10, np.arange(10))
+        sequence.append(0, *tokens(rng, 1))
+        sequence.advance(1)
+        sequence.append(0, *tokens(rng, 60))
+        sequence.advance(60, np.arange(60))
+        assert pool.num_cached_blocks == 0
+
+
+class TestForeignTables:
+    def test_slots_of_another_scheduler(self, rng):
+        pool = new_pool(8)
+        k, v = tokens(rng, 40)
+        slots = np.r_[7 * 32 : 8 * 32, 2 * 32 : 2 * 32 + 8]
+        order = rng.permutation(40)
+        pool.append_batch(0, k[order], v[order], slots[order])
+        pool.append_batch(0, k[:2], v[:2], [-1, -1])
+        cache = kvfast.KVCache(1, HEADS, DIM)
+        cache.append(0, k, v)
+        q = queries(rng, 2)
+        out = pool.attend_batch(0, q, block_table=[[7, 2, -1]], seq_lens=[40], cu_seqlens_q=[0, 2])
+        assert np.array_equal(out, cache.attend(0, q))
+        with pytest.raises(ValueError, match="another scheduler"):
+            pool.new_sequence()
+        pool.clear()
+        pool.new_sequence()
+
+    def test_refused(self, rng):
+        pool = new_pool(8)
+        k, v = tokens(rng, 3)
+        for slots, error, message in [
+            ([0, 1, 1], ValueError, "twice"),
+            ([0, 1, 256], ValueError, "between 0 and 255, got 256"),
+            ([0, 1, -2], ValueError, "got -2"),
+            ([0, 1], kvfast.DimensionMismatchError, r"shape \(3,\)"),
+            ([0.0, 1.0, 2.0], kvfast.DimensionMismatchError, "must be integers"),
+        ]:
+            with pytest.raises(error, match=message):
+                pool.append_batch(0, k, v, slots)
+        bad = v.copy()
+        bad[2, 1, 0] = np.inf
+        with pytest.raises(kvfast.NonFiniteInputError, match=r"v must be finite, got inf at \[2, 1, 0\]"):
+            pool.append_batch(0, k, bad, [0, 1, 2])
+        assert not pool._buffer.is_external  # nothing was written
+        q = queries(rng, 1)
+        sequence = filled(pool, rng, 40)
+        table = pool.block_table([sequence])
+        for options, error, message in [
+            ({"seq_lens": [65]}, ValueError, "between 0 and the 64 tokens"),
+            ({"seq_lens": [40, 1], "cu_seqlens_q": [0, 1, 1]}, kvfast.DimensionMismatchError, "one row per sequence"),
+            ({"seq_lens": [40], "block_table": [[0, 9]]}, ValueError, "between 0 and 7"),
+            ({"seq_lens": [40], "block_table": [[0, -1]]}, ValueError, "between 0 and 7"),
+            ({"seq_lens": [0]}, ValueError, "holds 0 tokens"),
+            ({"seq_lens": [40], "cu_seqlens_q": [0, 2]}, kvfast.DimensionMismatchError, "rise from 0 to the 1"),
+            ({"seq_lens": None}, ValueError, "either sequences, or block_table and seq_lens"),
+        ]:
+            with pytest.raises(error, match=message):
+                pool.attend_batch(0, q, **{"block_table": table, **options})
+        assert pool.attend_batch(0, q, block_table=table, seq_lens=[40]).shape == q.shape
+        sequence.free()
+        with pytest.raises(ValueError, match="belongs to no sequence"):
+            pool.attend_batch(0, q, block_table=table, seq_lens=[40])
+
+
+class TestRefused:
+    def test_slots_must_be_the_next_of_their_sequence(self, rng):
+        pool = new_pool(8)
+        a, b = filled(pool, rng, 10), filled(pool, rng, 40)
+        k, v = tokens(rng, 3)
+        slots = pool.slot_mapping([a, b], [2, 1])
+        for wrong in (slots + 1, slots[::-1], slots[[0, 0, 2]], np.r_[slots[:2], 7 * 32], np.r_[slots[:2], b.block_indices()[0] * 32]):
+            with pytest.raises(ValueError, match="slot"):
+                pool.append_batch(0, k, v, wrong)
+        with pytest.raises(ValueError, match="only once"):
+            pool.slot_mapping([a, a])
+        assert a.layer_length(0) == 10 and b.layer_length(0) == 40
+        pool.append_batch(0, k, v, slots)
+        with pytest.raises(ValueError, match="is the next to be written"):
+            pool.append_batch(0, k, v, slots)
+        with pytest.raises(ValueError, match="layer 0 has 12"):
+            a.advance(1)
+        a.advance(2), b.advance(1)
+        a.free()
+        with pytest.raises(ValueError, match="slot"):
+            pool.append_batch(0, k[:2], v[:2], slots[:2])
+
+    def test_full_pools_change_nothing(self, rng):
+        pool = new_pool(4)
+        a, b, c = filled(pool, rng, 31), filled(pool, rng, 32), filled(pool, rng, 32)
+        with pytest.raises(kvfast.CacheFullError, match="2 blocks of 32 tokens are needed, and 1 of 4 are free") as error:
+            pool.slot_mapping([a, b, c])
+        assert (error.value.needed, error.value.free) == (2, 1)
+        assert pool.num_free_blocks == 1 and len(b.block_indices()) == 1
+        with pytest.raises(kvfast.CacheFullError):
+            a.append(0, *tokens(rng, 34))
+        assert pool.num_free_blocks == 1 and a.layer_length(0) == 31
+        assert a.can_append(33) and not a.can_append(34)
+        assert pool.can_append(32) and not pool.can_append(33)
+        pool.slot_mapping([a, b])
+        d = b.fork()
+        assert not d.can_append(1)
+
+    def test_freed_and_foreign_sequences(self, rng):
+        pool, other = new_pool(4), new_pool(4)
+        sequence, stranger = filled(pool, rng, 5), filled(other, rng, 5)
+        q = queries(rng, 1)
+        with pytest.raises(ValueError, match="not a sequence of this pool"):
+            pool.attend_batch(0, q, [stranger])
+        sequence.free()
+        sequence.free()
+        k, v = tokens(rng, 1)
+        for call in (
+            lambda: sequence.append(0, k, v),
+            lambda: sequence.attend(0, q),
+            lambda: sequence.k(0),
+            lambda: sequence.advance(1),
+            lambda: sequence.truncate(0),
+            lambda: sequence.fork(),
+            lambda: sequence.can_append(1),
+            lambda: sequence.write(0, np.ones((1, 8 * DIM), np.float32)),
+            lambda: sequence.__enter__(),
+            lambda: pool.slot_mapping([sequence]),
+            lambda: pool.attend_batch(0, q, [sequence]),
+        ):
+            with pytest.raises(ValueError, match="has been freed"):
+                call()
+        assert "freed" in repr(sequence)
+        assert pool.num_free_blocks == 4 and pool.num_sequences == 0
+
+    def test_forgotten_sequences_give_their_blocks_back(self, rng):
+        pool = new_pool(4)
+        sequence = filled(pool, rng, 100)
+        assert pool.num_free_blocks == 0
+        del sequence
+        gc.collect()
+        assert pool.num_free_blocks == 4 and pool.num_sequences == 0
+
+    def test_construction(self):
+        for options, message in [
+            ({"num_blocks": 0}, "num_blocks must be between 1 and"),
+            ({"block_size": 24}, "16, 32, 64, 128 or 256"),
+            ({"block_size": 8}, "between 16 and 256"),
+            ({"dtype": "int3"}, "unknown storage dtype"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                kvfast.PagedKVCache(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "num_blocks": 4, **options})
+
+    def test_token_ids(self, rng):
+        pool = new_pool(4)
+        sequence = pool.new_sequence()
+        sequence.append(0, *tokens(rng, 2))
+        with pytest.raises(ValueError, match="token_ids must be 2 integers"):
+            sequence.advance(2, [1])
+        assert len(sequence) == 0
+        with pytest.raises(ValueError, match="token_ids must be integers"):
+            pool.match_prefix([[1]])
+        with pytest.raises(TypeError, match="salt must be at most 64 bytes"):
+            pool.match_prefix([1], salt="a")
+
+
+def test_accessors(rng):
+    pool = new_pool(8, layers=2, k_dtype="int8", v_dtype="int4")
+    assert (pool.block_size, pool.num_blocks, pool.capacity, pool.usage) == (32, 8, 256, 0)
+    assert pool.dtype == pool.dtype_name == "int8/int4" and pool.is_paged
+    assert pool.bytes_per_token == kvfast.KVCache(2, HEADS, DIM, k_dtype="int8", v_dtype="int4").bytes_per_token
+    assert pool.bytes_per_element == pytest.approx((1 + 0.5) / 2 + 4 / DIM)
+    sequence = pool.new_sequence()
+    k, v = tokens(rng, 40)
+    sequence.append(1, k, v)
+    assert sequence.context_lens.tolist() == [0, 40] and len(sequence) == 0
+    assert sequence.block_size == 32 and sequence.capacity() == 256 and sequence.is_paged
+    assert pool.block_table([sequence]).tolist() == [[0, 1]] and pool.seq_lens([sequence]).tolist() == [0]
+    assert pool.usage == 0.25
+    cache = kvfast.KVCache(1, HEADS, DIM, max_seq_len=100)
+    assert not cache.is_paged and cache.block_indices().size == 0 and cache.capacity() == 128

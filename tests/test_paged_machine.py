@@ -1,0 +1,253 @@
+"""PagedKVCache against a KVCache for each sequence and a model of its blocks, over random sequences of calls."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from reference import relative_error
+
+import kvfast
+
+DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
+LAYERS, HEADS, DIM = 2, 2, 20
+SALTS, WHICH = st.sampled_from([b"", b"salt"]), st.integers(0, 99)
+
+# What a token stores follows from all tokens up to it, so a found prefix can be told from a wrong one.
+ROWS = np.random.default_rng(0).standard_normal((LAYERS, 2, 1024, HEADS, DIM)).astype(np.float32)
+WEIGHTS = np.random.default_rng(1).integers(1 << 63, size=4096, dtype=np.uint64)
+
+
+def rows(ids, first, layer):
+    """Keys and values of the tokens from `first` on."""
+    hashes = np.cumsum(np.array(ids, np.uint64) * WEIGHTS[: len(ids)], dtype=np.uint64) >> np.uint64(54)
+    return ROWS[layer][:, hashes[first:].astype(int)]
+
+
+class Model:
+    """A sequence, its tokens, a cache of its own that holds them, and the blocks that it was last seen to have."""
+
+    def __init__(self, sequence, whole, ids=(), blocks=(), salt=b"", named=True):
+        self.sequence, self.whole, self.ids, self.blocks = sequence, whole, list(ids), list(blocks)
+        self.salt, self.named = salt, named  # named: all tokens came with their ids
+
+
+class PagedMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(4, 24), block_size=st.sampled_from([16, 32, 64]),
+                k_dtype=st.sampled_from(DTYPES), v_dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+    def start(self, num_blocks, block_size, k_dtype, v_dtype, seed):
+        self.rng, self.size = np.random.default_rng(seed), block_size
+        self.dtypes = {"k_dtype": k_dtype, "v_dtype": v_dtype}
+        self.pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, block_size, **self.dtypes)
+        self.live, self.owners = [], np.zeros(num_blocks, int)
+        self.known, self.idle = {}, []  # (salt, tokens) -> block; known blocks without an owner, oldest first
+        self.new_sequence()
+
+    def watch(self, model):
+        """Follow a table to the blocks it has now: new ones were taken, missing ones given back."""
+        old, model.blocks = model.blocks, model.sequence.block_indices().tolist()
+        for i, block in enumerate(model.blocks):
+            if old[i : i + 1] != [block]:
+                assert self.owners[block] == 0
+                if block in self.known.values():
+                    assert self.idle.pop(0) == block and len(self.idle) + 1 == np.sum(self.owners == 0)
+                    self.known = {key: other for key, other in self.known.items() if other != block}
+                self.owners[block] = 1
+                self.give_back(old[i : i + 1])
+        self.give_back(old[len(model.blocks) :])
+
+    def give_back(self, blocks):
+        for block in reversed(blocks):
+            self.owners[block] -= 1
+            if self.owners[block] == 0 and block in self.known.values():
+                self.idle.append(block)
+
+    def adopt(self, model):
+        """A new sequence, with blocks that are there already."""
+        self.live.append(model)
+        assert model.sequence.block_indices().tolist() == model.blocks
+        for block in model.blocks:
+            self.owners[block] += 1
+        self.idle = [block for block in self.idle if block not in model.blocks]
+        if len(self.live) > 6:
+            self.free(0, False)
+
+    def needed(self, models, new):
+        owners, needed = self.owners.copy(), 0
+        for model, ids in zip(models, new):
+            needed += -(-(len(model.ids) + len(ids)) // self.size) - len(model.blocks)
+            for block in model.blocks[len(model.ids) // self.size :]:  # begun; copied if others (may) read it
+                if owners[block] > 1 or block in self.known.values():
+                    owners[block] -= 1
+                    needed += 1
+        return needed
+
+    def extend(self, models, new, named, batched=True):
+        """Append and advance, or see the pool refuse it."""
+        parts = [[rows(model.ids + ids, len(model.ids), layer) for model, ids in zip(models, new)]
+                 for layer in range(LAYERS)]
+        needed, free = self.needed(models, new), int(np.sum(self.owners == 0))
+        if not batched:
+            assert models[0].sequence.can_append(len(new[0])) == (needed <= free)
+        try:
+            if batched:
+                slots = self.pool.slot_mapping([model.sequence for model in models], [len(ids) for ids in new])
+                for layer in range(LAYERS):
+                    self.pool.append_batch(layer, *np.concatenate(parts[layer], axis=1), slots)
+            else:
+                for layer in range(LAYERS):
+                    models[0].sequence.append(layer, *parts[layer][0])
+        except kvfast.CacheFullError as error:
+            assert needed > free and (error.needed, error.free) == (needed, free)
+            return  # the invariants see that nothing has changed
+        assert needed <= free
+        for model in models:
+            self.watch(model)
+        for model, ids in zip(models, new):
+            model.sequence.advance(len(ids), token_ids=ids if named else None)
+            self.follow(model, ids)
+            model.named = model.named and named
+            for at in range((len(model.ids) - len(ids)) // self.size, len(model.ids) // self.size * model.named):
+                key = model.salt, tuple(model.ids[: (at + 1) * self.size])
+                if key not in self.known and model.blocks[at] not in self.known.values():
+                    self.known[key] = model.blocks[at]
+
+    def follow(self, model, new):
+        """Give the model's own cache the same tokens."""
+        ids = model.ids + new
+        for layer in range(LAYERS):
+            model.whole.append(layer, *rows(ids, len(model.ids), layer))
+        model.whole.advance(len(new))
+        model.ids = ids
+
+    def new_ids(self, n):
+        n = min(n, self.pool.capacity * 2 // 3)
+        return [1] * n if self.rng.random() < 0.5 else self.rng.integers(1, 3, n).tolist()
+
+    def some(self, which):
+        return [self.live[i] for i in sorted({i % len(self.live) for i in which})]
+
+    @rule()
+    def new_sequence(self):
+        self.adopt(Model(self.pool.new_sequence(), kvfast.KVCache(LAYERS, HEADS, DIM, **self.dtypes)))
+
+    @rule(n=st.sampled_from([0, 1, 20, 70, 300, 600]), like=st.integers(0, 99), keep=st.floats(0, 1), salt=SALTS)
+    def match_prefix(self, n, like, keep, salt):
+        """A prompt that begins like a sequence or like a known block, of a freed sequence perhaps."""
+        others = [model.ids for model in self.live] + [list(ids) for _, ids in self.known]
+        ids = others[like % len(others)]
+        ids = ids[: int(keep * len(ids))] + self.new_ids(n)
+        blocks = []
+        for end in range(self.size, len(ids), self.size):
+            if (salt, tuple(ids[:end])) not in self.known:
+                break
+            blocks.append(self.known[salt, tuple(ids[:end])])
+        found = len(blocks) * self.size
+        sequence = self.pool.match_prefix(ids, salt)
+        assert len(sequence) == sequence.num_cached_tokens == found
+        model = Model(sequence, kvfast.KVCache(LAYERS, HEADS, DIM, **self.dtypes), [], blocks, salt)
+        if found:
+            self.follow(model, ids[:found])
+        self.adopt(model)
+        if ids[found:]:
+            self.extend([model], [ids[found:]], True, batched=False)
+
+    @rule(which=WHICH, n=st.integers(1, 200), named=st.integers(0, 3))
+    def append(self, which, n, named):
+        self.extend(self.some([which]), [self.new_ids(n)], named > 0, batched=False)
+
+    @rule(which=st.lists(WHICH, min_size=1), most=st.integers(1, 100), named=st.integers(0, 3))
+    def append_batch(self, which, most, named):
+        models = self.some(which)
+        self.extend(models, [self.new_ids(int(self.rng.integers(1, most + 1))) for _ in models], named > 0)
+
+    @rule(which=WHICH, n=st.integers(1, 50), layer=st.integers(0, LAYERS - 1))
+    def append_and_abandon(self, which, n, layer):
+        [model], new = self.some([which]), self.new_ids(n)
+        if self.needed([model], [new]) <= np.sum(self.owners == 0):
+            model.sequence.append(layer, *rows(model.ids + new, len(model.ids), layer))
+            self.watch(model)
+            self.truncate(which, 1.0)
+
+    @rule(which=WHICH, keep=st.floats(0, 1))
+    def truncate(self, which, keep):
+        [model] = self.some([which])
+        n = int(keep * len(model.ids))
+        model.sequence.truncate(n)
+        model.whole.truncate(n)
+        model.ids, model.named = model.ids[:n], model.named or n == 0
+        self.watch(model)
+
+    @rule(which=WHICH)
+    def fork(self, which):
+        [model] = self.some([which])
+        self.adopt(Model(model.sequence.fork(), model.whole.copy(), model.ids, model.blocks, model.salt, model.named))
+        self.attend_batch([], 0, 8, None, 2)  # few queries to shared blocks: what a cascade is for
+
+    @precondition(lambda self: len(self.live) > 1)
+    @rule(which=WHICH, forgotten=st.booleans())
+    def free(self, which, forgotten):
+        model = self.live.pop(which % len(self.live))
+        sequence, model.sequence = model.sequence, None
+        self.give_back(model.blocks)
+        if forgotten:
+            return
+        sequence.free()
+        sequence.free()
+        x = np.ones((1, HEADS, DIM), np.float32)
+        for use in (lambda: sequence.append(0, x, x), lambda: sequence.attend(0, x), lambda: sequence.truncate(0),
+                    lambda: sequence.k(0), sequence.fork, lambda: self.pool.slot_mapping([sequence])):
+            with pytest.raises(ValueError):
+                use()
+
+    @rule(which=st.lists(WHICH), layer=st.integers(0, LAYERS - 1), most=st.sampled_from([1, 8, 30]),
+          window=st.sampled_from([None, None, 30]), group=st.integers(1, 3))
+    def attend_batch(self, which, layer, most, window, group):
+        models = [model for model in self.some(which or range(6)) if model.ids] or self.live
+        counts = [int(self.rng.integers(min(most, len(model.ids)) + 1)) for model in models]
+        if not sum(counts):
+            return
+        q = self.rng.standard_normal((sum(counts), HEADS * group, DIM)).astype(np.float32)
+        starts = np.cumsum([0] + counts)
+        alone = np.empty_like(q)
+        for model, n, end in zip(models, counts, starts[1:]):
+            if n:
+                part = q[end - n : end]
+                alone[end - n : end] = model.sequence.attend(layer, part, sliding_window=window)
+                assert np.array_equal(alone[end - n : end], model.whole.attend(layer, part, sliding_window=window))
+        batch = layer, q, [model.sequence for model in models]
+        options = {"cu_seqlens_q": starts, "sliding_window": window}
+        assert np.array_equal(self.pool.attend_batch(*batch, cascade=False, **options), alone)
+        assert relative_error(self.pool.attend_batch(*batch, cascade=True, **options), alone) < 1e-5
+
+    @invariant()
+    def blocks_are_accounted_for(self):
+        if not hasattr(self, "pool"):
+            return
+        table = self.pool.block_table([model.sequence for model in self.live])
+        assert [row[row >= 0].tolist() for row in table] == [model.blocks for model in self.live]
+        counts = np.bincount(table[table >= 0], minlength=self.pool.num_blocks)
+        assert np.array_equal(self.pool._buffer.owners(), counts) and np.array_equal(self.owners, counts)
+        assert self.pool.num_blocks - self.pool.num_free_blocks == np.count_nonzero(counts)
+        assert self.pool.num_cached_blocks == len(self.known)
+        assert self.pool.num_sequences == len(self.live)
+
+    @invariant()
+    def sequences_hold_what_was_given(self):
+        for model in getattr(self, "live", []):
+            assert len(model.sequence) == len(model.whole) == len(model.ids)
+            for layer in range(LAYERS):
+                assert np.array_equal(model.sequence.k(layer), model.whole.k(layer))
+                assert np.array_equal(model.sequence.v(layer), model.whole.v(layer))
+
+    def teardown(self):
+        if hasattr(self, "pool"):
+            for model in self.live:
+                model.sequence.free()
+            assert self.pool.num_free_blocks == self.pool.num_blocks
+            self.pool.clear()
+            assert self.pool.num_cached_blocks == 0
+
+
+TestPagedMachine = PagedMachine.TestCase
+TestPagedMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)

@@ -20,9 +20,9 @@ class CacheFullError(RuntimeError):
     Attributes
     ----------
     needed : int
-        Tokens that the call would have added.
+        Tokens that the call would have added; blocks that it would have taken, for a paged cache.
     free : int
-        Tokens that the cache had room for.
+        Tokens that the cache had room for, or blocks.
     """
 
     def __init__(self, message, needed, free):

@@ -89,8 +89,11 @@ cdef class PagedBuffer:
             self.pool.busy = False
 
     def release(self, BlockTable table):
+        cdef Py_ssize_t i
         self.pool.enter()
         try:
+            for i in range(table.count):
+                self.given.pop(table.blocks[i], None)
             table.release()
         finally:
             self.pool.busy = False
@@ -118,14 +121,16 @@ cdef class PagedBuffer:
     def blocks_needed(self, list tables, list counts):
         """Blocks to take before each table can be written `counts` tokens behind its complete ones."""
         cdef BlockTable table
-        cdef Py_ssize_t needed = 0, first, size = self.pool.block_size
+        cdef Py_ssize_t needed = 0, i, end, size = self.pool.block_size
         cdef int32_t block
         shared = {}
         for table, count in zip(tables, counts):
-            first = table.length
-            needed += max(0, (first + <Py_ssize_t>count + size - 1) // size - table.count)
-            if first // size < table.count:
-                block = table.blocks[first // size]
+            if count == 0:
+                continue
+            end = (table.length + <Py_ssize_t>count + size - 1) // size
+            needed += max(0, end - table.count)
+            for i in range(table.length // size, min(end, table.count)):
+                block = table.blocks[i]
                 if block in self.index:
                     needed += 1
                 elif self.pool.owners[block] > 1:
@@ -153,6 +158,8 @@ cdef class PagedBuffer:
             view = slots
             for table, count in zip(tables, counts):
                 n = count
+                if n == 0:
+                    continue
                 table.make_writable(table.length, table.length + n)
                 for i in range(table.length, table.length + n):
                     view[at] = table.slot(i)
@@ -189,9 +196,9 @@ cdef class PagedBuffer:
                 foreign.append(array[i:end])
             else:
                 table, index = self.given.get(block, (None, 0))
-                if table is None or not table.has(index, block):
+                if table is None or not table.has(index, block) or self.pool.is_frozen(block):
                     raise ValueError(f"slot_mapping[{i}] is slot {slot}, in a block of a sequence that slot_mapping() "
-                                     f"did not give out for writing (a stale block table?)")
+                                     f"did not give out for writing, or that is shared since: ask it for slots again")
                 expected = table.lengths[layer] + gains.get(table, 0)
                 if <Py_ssize_t>index * size + slot % size != expected:
                     raise ValueError(f"slot_mapping[{i}] is slot {slot}, position {index * size + slot % size} of its "

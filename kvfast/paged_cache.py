@@ -256,7 +256,8 @@ class PagedKVCache:
     def slot_mapping(self, sequences, num_tokens=1):
         """Slots of the next tokens of some sequences, for `append_batch`.
 
-        Takes the blocks for them, and copies those that are shared, for all of the sequences or for none.
+        Takes the blocks for them, and copies those that are shared, for all of the sequences or for none. The
+        slots are good until the tokens are complete; after `Sequence.fork` or `truncate` ask again.
 
         Parameters
         ----------
@@ -339,7 +340,7 @@ class PagedKVCache:
             Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; one each by default.
         cascade : bool
             Read blocks that several sequences share once for all of them (from 256 shared tokens on, and not
-            with a sliding window). The result is the same to rounding.
+            with a sliding window). The result differs by rounding.
         out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, num_threads
             As in `KVCache.attend`.
 

@@ -32,6 +32,12 @@ def filled(pool, rng, n, token_ids=None):
     return sequence
 
 
+def filled_with(pool, k, v):
+    sequence = pool.new_sequence()
+    sequence.append(0, k, v)
+    return sequence
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, block_size):
@@ -262,6 +268,31 @@ class TestRefused:
         a.free()
         with pytest.raises(ValueError, match="slot"):
             pool.append_batch(0, k[:2], v[:2], slots[:2])
+
+    def test_slots_are_stale_once_their_block_is_shared_or_known(self, rng):
+        pool = new_pool(8)
+        a = pool.new_sequence()
+        slots = pool.slot_mapping([a], 32)
+        k, v = tokens(rng, 32)
+        pool.append_batch(0, k, v, slots)
+        a.advance(32, np.arange(32))
+        with a.fork() as b:
+            a.truncate(4)
+            with pytest.raises(ValueError, match="shared since"):
+                pool.append_batch(0, k[:4], v[:4], slots[4:8])
+            assert np.array_equal(b.k(0)[4:], filled_with(pool, k, v).k(0)[4:])
+        with pytest.raises(ValueError, match="ask it for slots again"):
+            pool.append_batch(0, k[:4], v[:4], slots[4:8])
+
+    def test_shared_blocks_in_flight_are_counted(self, rng):
+        pool = new_pool(5)
+        a = pool.new_sequence()
+        slots = pool.slot_mapping([a], 70)
+        pool.append_batch(0, *tokens(rng, 70), slots)  # not advanced
+        b, c = a.fork(), pool.new_sequence()
+        with pytest.raises(kvfast.CacheFullError):
+            pool.slot_mapping([c, a], [1, 70])
+        assert pool.num_free_blocks == 2 and len(c.block_indices()) == 0 and b.layer_length(0) == 70
 
     def test_full_pools_change_nothing(self, rng):
         pool = new_pool(4)

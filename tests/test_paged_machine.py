@@ -218,7 +218,9 @@ class PagedMachine(RuleBasedStateMachine):
         batch = layer, q, [model.sequence for model in models]
         options = {"cu_seqlens_q": starts, "sliding_window": window}
         assert np.array_equal(self.pool.attend_batch(*batch, cascade=False, **options), alone)
-        assert relative_error(self.pool.attend_batch(*batch, cascade=True, **options), alone) < 1e-5
+        # Integer values get weights rounded to integers, and the last bit of a float can tip those.
+        limit = 1e-4 if self.dtypes["v_dtype"].startswith("int") else 1e-5
+        assert relative_error(self.pool.attend_batch(*batch, cascade=True, **options), alone) < limit
 
     @invariant()
     def blocks_are_accounted_for(self):

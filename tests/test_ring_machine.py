@@ -142,4 +142,4 @@ class RingMachine(RuleBasedStateMachine):
 
 
 TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestRingMachine.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)

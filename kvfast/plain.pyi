@@ -1,0 +1,44 @@
+from typing import Any, Literal, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    out: NDArray[Any] | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    softcap: float | None = ...,
+    sliding_window: int | None = ...,
+    num_sink_tokens: int | None = ...,
+    sinks: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    num_splits: int = ...,
+    num_threads: int | None = ...,
+) -> NDArray[Any]: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    out: NDArray[Any] | None = ...,
+    scale: float | None = ...,
+    causal: bool = ...,
+    softcap: float | None = ...,
+    sliding_window: int | None = ...,
+    num_sink_tokens: int | None = ...,
+    sinks: ArrayLike | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    return_lse: Literal[True],
+    num_splits: int = ...,
+    num_threads: int | None = ...,
+) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
+def merge_states(
+    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...

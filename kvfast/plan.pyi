@@ -1,0 +1,26 @@
+from typing import Any
+
+from numpy.typing import ArrayLike, NDArray
+
+class Options:
+    def __init__(
+        self,
+        out: NDArray[Any] | None = ...,
+        scale: float | None = ...,
+        causal: bool = ...,
+        softcap: float | None = ...,
+        sliding_window: int | None = ...,
+        num_sink_tokens: int | None = ...,
+        sinks: ArrayLike | None = ...,
+        alibi_slopes: ArrayLike | None = ...,
+        return_lse: bool = ...,
+        num_splits: int = ...,
+        num_threads: int | None = ...,
+    ) -> None: ...
+    def window_or(self, window: int | None) -> int | None: ...
+    def sinks_or(self, num_sink_tokens: int) -> int: ...
+
+class Workspace: ...
+class AttendCall: ...
+
+def check_size(value: Any, name: str, least: int, most: int) -> int: ...

@@ -1,0 +1,27 @@
+from typing import Any
+
+class BlockPool:
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        k_dtypes: list[str],
+        v_dtypes: list[str],
+        num_blocks: int,
+        grows: bool = ...,
+        is_shared: bool = ...,
+    ) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    def dtypes(self, values: bool) -> list[str]: ...
+
+def per_layer(dtype: Any, num_layers: int, name: str) -> list[str]: ...

@@ -19,9 +19,9 @@ DTYPES = ["int8", "int4", "float16"]
 NUM_SINK_TOKENS = 4
 
 
-def paged(model, dtype, context, num_layers):
+def paged(model, dtype, context, num_layers, spare=32):
     """A sequence in a pool of blocks of 32 tokens, and the pool."""
-    pool = kvfast.PagedKVCache(num_layers, model.num_kv_heads, model.head_dim, context // 32 + 32, dtype=dtype)
+    pool = kvfast.PagedKVCache(num_layers, model.num_kv_heads, model.head_dim, context // 32 + spare, dtype=dtype)
     sequence = pool.new_sequence()
     fill(sequence, model, context)
     return sequence, pool
@@ -47,11 +47,14 @@ def decode(cache, q, num_threads):
         cache.attend(layer, q, num_threads=num_threads)
 
 
-def shared(model, dtype, context, num_sequences, num_layers):
-    """Sequences that share a prefix of `context` tokens and have 32 of their own."""
-    prefix, pool = paged(model, dtype, context, num_layers)
-    sequences = [prefix.fork() for _ in range(num_sequences)]
+def batch(model, dtype, context, num_sequences, num_layers, is_shared):
+    """Sequences with a prefix of `context` tokens, shared or each with its own copy, and 32 tokens more."""
+    copies = 0 if is_shared else num_sequences - 1
+    prefix, pool = paged(model, dtype, context, num_layers, copies * context // 32 + num_sequences + 32)
+    sequences = [prefix] + [prefix.fork() if is_shared else pool.new_sequence() for _ in range(num_sequences - 1)]
     for sequence in sequences:
+        if len(sequence) == 0:
+            fill(sequence, model, context)
         k, v = np.random.default_rng(1).standard_normal((2, 32, model.num_kv_heads, model.head_dim), np.float32)
         for layer in range(num_layers):
             sequence.append(layer, k, v)
@@ -59,9 +62,9 @@ def shared(model, dtype, context, num_sequences, num_layers):
     return pool, sequences
 
 
-def decode_batch(pool, q, sequences, num_threads, cascade):
+def decode_batch(pool, q, sequences, num_threads):
     for layer in range(pool.num_layers):
-        pool.attend_batch(layer, q, sequences, num_threads=num_threads, cascade=cascade)
+        pool.attend_batch(layer, q, sequences, num_threads=num_threads)
 
 
 def interleaved(calls, rounds):
@@ -90,15 +93,15 @@ def bench_decode_4k(against_bandwidth, dtype, kind, threads):
     against_bandwidth(lambda: decode(cache, q, threads), nbytes, threads, model=model.name, dtype=dtype, kind=kind)
 
 
-@pytest.mark.parametrize("cascade", [True, False])
+@pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def bench_shared_prefix(benchmark, dtype, cascade, threads):
+def bench_shared_prefix(benchmark, dtype, is_shared, threads):
     model = LLAMA_3_8B
-    pool, sequences = shared(model, dtype, 4096, 16, 8)
+    pool, sequences = batch(model, dtype, 4096, 16, 4, is_shared)
     q = np.random.default_rng(2).standard_normal((16, model.num_q_heads, model.head_dim), np.float32)
     assert np.allclose(pool.attend_batch(0, q, sequences), pool.attend_batch(0, q, sequences, cascade=False), atol=1e-5)
-    benchmark.extra_info.update(model=model.name, dtype=dtype, isa=kvfast.active_isa(), threads=threads, cascade=cascade)
-    benchmark.pedantic(lambda: decode_batch(pool, q, sequences, threads, cascade), rounds=5, warmup_rounds=1)
+    benchmark.extra_info.update(model=model.name, dtype=dtype, isa=kvfast.active_isa(), threads=threads, is_shared=is_shared)
+    benchmark.pedantic(lambda: decode_batch(pool, q, sequences, threads), rounds=5, warmup_rounds=1)
 
 
 def bench_fork_32k(benchmark):
@@ -126,18 +129,18 @@ def table(rounds, threads):
                 times, ratios = interleaved([lambda cache=cache: decode(cache, q, n) for cache in caches], rounds)
                 print(f"{dtype:<9}{context:>8}{n:>8}{times[0] / whole.num_layers * 1e6:>15.0f}{ratios[1]:>8.3f}{ratios[2]:>8.3f}", flush=True)
             del whole, caches
-    print("\n16 sequences with a shared prefix of 4,096 tokens and 32 of their own: us per layer, and times as fast as without sharing")
+    print("\n16 sequences with a prefix of 4,096 tokens and 32 of their own: us per layer with the prefix shared, and how many")
+    print("times as long with a copy for each")
     for name in (LLAMA_3_8B, SMOLLM2_135M):
         for dtype in (*DTYPES, "float32"):
-            num_layers = max(1, TOTAL // (filled(name, dtype, 64, 1).bytes_per_token * 4096))
-            pool, sequences = shared(name, dtype, 4096, 16, num_layers)
+            num_layers = max(2, TOTAL // (16 * filled(name, dtype, 64, 1).bytes_per_token * 4096))
+            pools = [batch(name, dtype, 4096, 16, num_layers, is_shared) for is_shared in (True, False)]
             q = np.random.default_rng(2).standard_normal((16, name.num_q_heads, name.head_dim), np.float32)
             for n in threads:
-                calls = [lambda cascade=cascade: decode_batch(pool, q, sequences, n, cascade) for cascade in (True, False)]
+                calls = [lambda pool=pool, sequences=sequences: decode_batch(pool, q, sequences, n) for pool, sequences in pools]
                 times, ratios = interleaved(calls, rounds)
                 print(f"{name.name:<14}{dtype:<9}{n:>3} threads{times[0] / num_layers * 1e6:>9.0f}{ratios[1]:>8.2f}x", flush=True)
-            for sequence in sequences:
-                sequence.free()
+            del pools
     sequence, pool = paged(SMOLLM2_135M, "int8", 32768, 1)
     times, _ = interleaved([lambda: sequence.fork().free()], 1000)
     print(f"\nfork and free of a sequence of 32,768 tokens: {times[0] * 1e6:.1f} us")

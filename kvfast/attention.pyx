@@ -14,7 +14,7 @@ from libc.string cimport memset
 from kvfast._arrays cimport kv_rows
 from kvfast._kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
                               kv_score_options, kv_scratch, kv_side, kv_softmax, kv_tile)
-from kvfast.blocks cimport block_of, k_offset_of, kv_context, kv_store, v_offset_of
+from kvfast.blocks cimport block_of, k_block_at, k_offset_of, kv_context, kv_store, v_block_at, v_offset_of
 
 cdef extern from *:
     """
@@ -153,6 +153,24 @@ cdef void _touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) no
         kv_touch(store.base + k.at[0] + k.first * token_bytes + i)
 
 
+cdef void _touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
+    """Prefetch all that the sinks, few tokens at the start of a block, are read for: their values are spread
+    over the lane tiles of the block."""
+    cdef const kv_store *store = task.call.store
+    cdef const kv_side *v = &store.v
+    cdef const char *block = v_block_at(store, block_of(&task.item.context, 0), task.head)
+    cdef Py_ssize_t lane_tiles = 1 if v.dtype < KV_NUM_FLOATS else v.padded_dim // KV_LANES
+    cdef Py_ssize_t stride = _token_bytes(v) * v.block_size // lane_tiles, i, j
+    tokens = min((tokens + KV_LANES - 1) // KV_LANES * KV_LANES, <Py_ssize_t>v.block_size)
+    _touch(task, 0, tokens)
+    for i in range(lane_tiles):
+        for j in range(0, stride // v.block_size * tokens, 64):
+            kv_touch(block + i * stride + j)
+    for j in range(0, tokens * 4, 64):
+        kv_touch(k_block_at(store, block_of(&task.item.context, 0), task.head) + store.k.scales + j)
+        kv_touch(block + v.scales + j)
+
+
 cdef void _prepare(kv_task *task, const kv_rows *q) noexcept nogil:
     """Make the queries of the task's rows ready for the keys' dtype."""
     cdef const kv_kernels *kernels = task.call.kernels
@@ -222,7 +240,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
 
     # Ask for the first keys early; nothing was running ahead of them.
     if sinks_end > 0:
-        _touch(&task, 0, sinks_end)
+        _touch_sinks(&task, sinks_end)
     _touch(&task, begin, call.tile)
     memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
     task.options.softcap = call.softcap

@@ -107,7 +107,7 @@ class SequenceCache:
         of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
         of_k = self._transform(layer, len(qkv), k_norm, eps)
         if of_k is None:
-            of_k = Transform(self.head_dim, k_norm, eps, cos, sin, positions, interleaved, "k_norm")
+            of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         elif cos is not None or sin is not None:
             raise ValueError('a cache with rope="cache" turns queries and keys itself: leave out cos and sin')
         return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)

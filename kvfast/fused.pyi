@@ -14,6 +14,7 @@ class Transform:
         positions: ArrayLike | None = ...,
         interleaved: bool = ...,
         name: str = ...,
+        rotation: Transform | None = ...,
     ) -> None: ...
 
 class Projection: ...

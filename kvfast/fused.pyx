@@ -23,16 +23,20 @@ cdef object _finite(object array, str name):
 
 
 cdef class Transform:
-    """RMS norm by `norm`, then rotation by `cos` and `sin`; each may be None."""
+    """RMS norm by `norm`, then rotation by `cos` and `sin`; each may be None. The rotation may be that of
+    another, which saves checking it twice."""
 
     def __init__(self, Py_ssize_t head_dim, norm=None, eps=1e-6, cos=None, sin=None, positions=None,
-                 bint interleaved=False, str name="norm"):
+                 bint interleaved=False, str name="norm", Transform rotation=None):
         cdef const float[::1] norm_view
         cdef const float[:, ::1] cos_view, sin_view
         cdef const int64_t[::1] positions_view
         memset(&self.c, 0, sizeof(self.c))
         self.needs = -1
         self.c.row.interleaved = interleaved
+        if rotation is not None:
+            self.c, self.needs, self.table_rows = rotation.c, rotation.needs, rotation.table_rows
+            self.c.row.norm = NULL
         if norm is not None:
             norm = _finite(norm, name)
             if norm.shape != (head_dim,):
@@ -73,7 +77,7 @@ cdef class Transform:
                                      f"sin, got {positions.min()} to {positions.max()}")
                 positions_view = positions
                 self.c.positions = &positions_view[0]
-        self.arrays = norm, cos, sin, positions
+        self.arrays = norm, cos, sin, positions, rotation
 
     cdef int fit(self, Py_ssize_t num_tokens, Py_ssize_t first) except -1:
         """Check the tables for `num_tokens` tokens, the first at position `first` where none were given."""
@@ -192,7 +196,7 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     cdef Py_ssize_t dim = check_count(head_dim, "head_dim", 1, 512)
     cdef Projection parts = open_projection(qkv, num_q_heads, heads, dim)
     cdef Transform of_q = Transform(dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
-    cdef Transform of_k = Transform(dim, k_norm, eps, cos, sin, positions, interleaved, "k_norm")
+    cdef Transform of_k = Transform(dim, k_norm, eps, name="k_norm", rotation=of_q)
     of_q.fit(parts.whole.rows.tokens, 0)
     of_k.fit(parts.whole.rows.tokens, 0)
     return (transform_rows(parts.q, of_q, None, num_threads), transform_rows(parts.k, of_k, None, num_threads),

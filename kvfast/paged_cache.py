@@ -318,7 +318,7 @@ class PagedKVCache:
         ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
         """
         of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
-        of_k = Transform(self.head_dim, k_norm, eps, cos, sin, positions, interleaved, "k_norm")
+        of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         return self._buffer.write_batch(layer, qkv, slot_mapping, num_q_heads, of_q, of_k, out, num_threads)
 
     def attend_batch(self, layer, q, sequences=None, *, block_table=None, seq_lens=None, cu_seqlens_q=None, cascade=True,

@@ -8,10 +8,18 @@ How the package is built, from the bottom up; each room imports only from those 
     simd/                   C: arithmetic on one row or one tile, once per instruction set
     _kernels, _openmp       the table of kernels and the CPU dispatch; the thread policy
     _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
-    attention               fused attention over a run of blocks
-    contiguous              which block holds which position
-    cache                   the classes that users see
+    attention, plan         fused attention over blocks; its arguments, and its cut into tasks
+    plain                   attention on arrays without a cache
+    encode, fused           rows into blocks; split, norm and rotation on the way
+    pool                    blocks, and how many owners each has
+    table, ring             which block holds which position of a sequence; one that forgets
+    sequence, paged         all layers of one sequence; batches of many in one pool
+    prefix, rope            blocks known by their tokens; tables of angles
+    cache, paged_cache      the classes that users see
     llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
+
+A sequence is a table of blocks of a pool. The caches differ in the pool and the table only: `KVCache` has a pool
+of its own, `RingKVCache` also drops blocks that left the window, the sequences of a `PagedKVCache` share one.
 """
 
 from ._kernels import active_isa, available_isas, cpu_features, use_isa

@@ -53,7 +53,7 @@ def test_help():
     for args in [(), ("--help",)]:
         code, out, err = run(*args)
         assert (code, err) == (0, "")
-        assert all(name in out for name in ("generate", "eval", "info"))
+        assert all(name in out for name in ("generate", "eval", "serve-sim", "info"))
     for name, option in [("generate", "--max-seq-len"), ("eval", "--chunk"), ("info", "--help")]:
         code, out, _ = run(name, "--help")
         assert code == 0
@@ -157,6 +157,26 @@ def test_generate_with_the_fetched_model():
     assert code == 0, err
     assert out.startswith("It is a truth universally acknowledged")
     assert "int8: 12,240 bytes per token; a float32 cache takes 3.76x as much, float16 1.88x" in out
+
+
+# --- serve-sim ---------------------------------------------------------------------------------
+
+
+def test_serve_sim(model):
+    code, out, err = run("serve-sim", "--model", model, "--requests", 3, "--max-tokens", 4, "--show", 1)
+    assert code == 0, err
+    assert re.search(r"^served +3 requests, \d+ tokens in .* tokens/s$", out, re.M)
+    assert re.search(r"^prefix +[\d,]+ of [\d,]+ prompt tokens found in the pool \(\d+%\)$", out, re.M)
+    assert "3 of 3 texts the same" in out
+
+
+@pytest.mark.model
+def test_serve_sim_with_the_fetched_model():
+    code, out, err = run("serve-sim", "--requests", 4, "--max-tokens", 6)
+    if "could not download" in err and not os.environ.get("CI"):
+        pytest.skip(err)
+    assert code == 0, err
+    assert "4 of 4 texts the same" in out
 
 
 # --- eval --------------------------------------------------------------------------------------

@@ -505,6 +505,77 @@ def test_bad_sampling_options_are_refused(option, value):
         llama.Sampler(**{option: value})
 
 
+# --- other caches, and serving ------------------------------------------------------------------
+
+
+def test_ring_and_paged_caches_equal_the_contiguous_one(tiny_model):
+    model, tokenizer = tiny_model
+    tokens = tokenizer.encode("the cat sat on the mat and the dog sat on the cat " * 3)
+    expected = model.forward(tokens, new_cache(model))
+    ring = kvfast.RingKVCache(*model.cache_shape, window=len(tokens), dtype="float32")
+    assert np.array_equal(model.forward(tokens, ring), expected)
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=32, block_size=16, dtype="float32")
+    with pool.new_sequence() as sequence:
+        assert np.array_equal(model.forward(tokens, sequence), expected)
+
+
+def test_batches_equal_single_sequences(tiny_model):
+    model, tokenizer = tiny_model
+    model.batch_invariant = True
+    prompts = [tokenizer.encode(text) for text in ("the cat sat", "a", "on the mat and the dog")]
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=32, block_size=16, dtype="float32")
+    sequences = [pool.new_sequence() for _ in prompts]
+    hidden = model.forward_batch(np.concatenate(prompts), sequences, [len(prompt) for prompt in prompts])
+    alone = np.concatenate([model.forward(prompt, new_cache(model)) for prompt in prompts])
+    assert relative_error(hidden, alone) < 1e-5
+    assert pool.seq_lens(sequences).tolist() == [len(prompt) for prompt in prompts]
+    with pytest.raises(kvfast.CacheFullError):
+        model.forward_batch([1] * 600, sequences, [200] * 3)
+    assert pool.seq_lens(sequences).tolist() == [len(prompt) for prompt in prompts]
+
+
+def test_interrupted_batch_leaves_sequences_as_they_were(tiny_model, monkeypatch):
+    model, _ = tiny_model
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=8, block_size=16)
+    sequences = [pool.new_sequence(), pool.new_sequence()]
+    model.forward_batch([1, 2, 3], sequences, [2, 1])
+    monkeypatch.setattr(model, "_feed_forward", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.forward_batch([1, 2, 3], sequences, [2, 1])
+    assert [sequence.context_lens.tolist() for sequence in sequences] == [[2, 2], [1, 1]]
+
+
+@pytest.mark.parametrize("num_blocks, max_running", [(64, 8), (64, 3), (9, 8)])
+def test_served_texts_are_those_of_each_request_alone(tiny_model, num_blocks, max_running):
+    """A pool for all; few at a time; a pool so small that requests give way."""
+    model, tokenizer = tiny_model
+    model.batch_invariant = True
+    start = tokenizer.encode("the cat sat on the mat and the dog sat on the cat ")
+    prompts = [[*start, *tokenizer.encode(text)] for text in ("a", "the", "dog", "sat on", "mat", "and the", "on")]
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=num_blocks, block_size=16, dtype="int8")
+    server = llama.BatchGenerator(model, pool, end_ids=tokenizer.end_ids, max_running=max_running, max_batch_tokens=40)
+    requests = [server.add(prompt, 20) for prompt in prompts]
+    for _ in server.run():
+        assert len(server.running) <= max_running
+    for prompt, request in zip(prompts, requests, strict=True):
+        cache = new_cache(model, "int8")
+        assert request.finished
+        assert request.output == list(llama.generate(model, prompt, cache, max_tokens=20, end_ids=tokenizer.end_ids))
+    assert pool.num_free_blocks == num_blocks and pool.num_sequences == 0
+    assert (server.num_preemptions > 0) == (num_blocks == 9)
+    if num_blocks == 64:
+        assert sum(request.num_cached_tokens > 0 for request in requests) == len(requests) - 1
+
+
+def test_requests_that_cannot_be_served_are_refused(tiny_model):
+    model, _ = tiny_model
+    server = llama.BatchGenerator(model, kvfast.PagedKVCache(*model.cache_shape, num_blocks=2, block_size=16))
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        server.add([], 5)
+    with pytest.raises(ValueError, match="20 tokens and 13 more do not fit a pool of 32"):
+        server.add([1] * 20, 13)
+
+
 # --- evaluation --------------------------------------------------------------------------------
 
 

@@ -15,7 +15,8 @@ How the package is built, from the bottom up; each room imports only from those 
     table, ring             which block holds which position of a sequence; one that forgets
     sequence, paged         all layers of one sequence; batches of many in one pool
     prefix, rope            blocks known by their tokens; tables of angles
-    cache, paged_cache      the classes that users see
+    cache, *_cache, paged_sequence
+                            the classes that users see
     llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
 
 A sequence is a table of blocks of a pool. The caches differ in the pool and the table only: `KVCache` has a pool
@@ -25,12 +26,14 @@ of its own, `RingKVCache` also drops blocks that left the window, the sequences 
 from ._kernels import active_isa, available_isas, cpu_features, use_isa
 from ._openmp import get_num_threads, has_openmp, set_num_threads
 from .bandwidth import read_bandwidth
-from .cache import KVCache, RingKVCache
+from .cache import KVCache
 from .errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
 from .fused import split_qkv_norm_rope
-from .paged_cache import PagedKVCache, Sequence
+from .paged_cache import PagedKVCache
+from .paged_sequence import Sequence
 from .plain import attention, merge_states
 from .quant import dequantize, quantize
+from .ring_cache import RingKVCache
 
 __version__ = "0.1.0"
 

@@ -4,151 +4,14 @@ import weakref
 
 import numpy as np
 
-from .cache import SequenceCache, _same, _size
 from .fused import Transform
 from .paged import PagedBuffer
+from .paged_sequence import Sequence
 from .plan import Options, check_size
 from .pool import per_layer
-from .sequence import SequenceBuffer
+from .sequence_cache import same_or_tuple, size_text
 
-__all__ = ["PagedKVCache", "Sequence"]
-
-
-class Sequence(SequenceCache):
-    """One sequence of a `PagedKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
-
-    Has the methods of `KVCache`. Use it in a ``with`` statement or call `free` to give its blocks back; one that
-    is forgotten gives them back when Python collects it.
-
-    Examples
-    --------
-    >>> import kvfast, numpy as np
-    >>> pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8)
-    >>> with pool.new_sequence() as sequence:
-    ...     sequence.append(0, np.ones((40, 2, 64)), np.ones((40, 2, 64)))
-    ...     sequence.advance(40)
-    ...     pool.num_free_blocks
-    6
-    >>> pool.num_free_blocks
-    8
-    """
-
-    __slots__ = ("_pool", "_table", "_token_ids", "_digests", "_salt", "num_cached_tokens")
-
-    is_paged = True
-
-    def __init__(self, pool, table, token_ids=(), digests=(), salt=b""):
-        self._pool, self._table = pool, table
-        self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(pool.num_layers)])
-        # None once tokens came without their ids: what follows them cannot be known by its tokens.
-        self._token_ids = list(token_ids)
-        self._digests, self._salt = list(digests), salt
-        self.num_cached_tokens = len(self._token_ids)  # tokens that match_prefix found
-        pool._sequences.add(self)
-
-    @property
-    def pool(self):
-        """The `PagedKVCache` that holds the blocks."""
-        return self._pool
-
-    def advance(self, n=1, token_ids=None):
-        """Count `n` tokens as complete; every layer must have got exactly that many.
-
-        Parameters
-        ----------
-        n : int
-        token_ids : integers of shape (n,), optional
-            The tokens. Blocks that they fill can then be found by `PagedKVCache.match_prefix`; tokens without
-            ids end that for the rest of the sequence.
-
-        Raises
-        ------
-        ValueError
-            Naming the layers that hold more or fewer, or if `token_ids` are not `n` integers.
-        """
-        if token_ids is not None:
-            token_ids = np.asarray(token_ids)
-            if token_ids.shape != (n,) or token_ids.dtype.kind not in "iu":
-                raise ValueError(f"token_ids must be {n} integers, got {token_ids.dtype} of shape {token_ids.shape}")
-        self._buffer.advance(n)
-        if token_ids is None:
-            self._token_ids = None
-        elif self._token_ids is not None:
-            self._token_ids.extend(token_ids.tolist())
-            index, size = self._pool._buffer.index, self._pool.block_size
-            if len(self._token_ids) // size > len(self._digests):
-                first = len(self._digests)
-                self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
-                blocks = self._buffer.block_ids(0)
-                for i in range(first, len(self._digests)):
-                    index.add(self._digests[i], int(blocks[i]))
-
-    def truncate(self, n):
-        super().truncate(n)
-        if self._token_ids is not None:
-            del self._token_ids[n:]
-            del self._digests[n // self._pool.block_size :]
-        elif n == 0:
-            self._token_ids, self._digests = [], []
-
-    truncate.__doc__ = SequenceCache.truncate.__doc__
-
-    def clear(self):
-        """Drop all tokens, and give their blocks back."""
-        self.truncate(0)
-
-    def fork(self):
-        """Another sequence with the same tokens. No block is copied until one of the two writes to it.
-
-        Returns
-        -------
-        Sequence
-        """
-        self._check_open()
-        other = object.__new__(Sequence)
-        other.__init__(self._pool, self._pool._buffer.fork(self._table), self._token_ids or (), self._digests, self._salt)
-        if self._token_ids is None:
-            other._token_ids = None
-        other.num_cached_tokens = self.num_cached_tokens
-        return other
-
-    copy = fork
-    __copy__ = fork
-
-    def can_append(self, n):
-        """Whether the pool has the blocks that `n` more tokens take."""
-        self._check_open()
-        return self._pool._buffer.blocks_needed([self._table], [check_size(n, "n", 0, 1 << 60)]) <= self._pool.num_free_blocks
-
-    def free(self):
-        """Give all blocks back. The sequence cannot be used any more; freeing it twice is harmless."""
-        if self._buffer.close():
-            self._pool._buffer.release(self._table)
-            self._pool._sequences.discard(self)
-
-    def __del__(self):
-        if hasattr(self, "_buffer"):
-            self.free()
-
-    def __enter__(self):
-        self._check_open()
-        return self
-
-    def __exit__(self, *exception):
-        self.free()
-
-    def _check_open(self):
-        if self._buffer.closed:
-            raise ValueError("this sequence has been freed")
-
-    @property
-    def nbytes(self):
-        """Bytes of the blocks of this sequence, those that it shares included."""
-        return len(self.block_indices()) * self._pool._buffer.pool.block_bytes
-
-    def __repr__(self):
-        state = "freed" if self._buffer.closed else f"{len(self)} tokens in {len(self.block_indices())} blocks"
-        return f"Sequence({self._shape()}, {state})"
+__all__ = ["PagedKVCache"]
 
 
 class PagedKVCache:
@@ -449,18 +312,18 @@ class PagedKVCache:
     @property
     def k_dtype(self):
         """Storage dtype of the keys: a name, or a tuple of one per layer where layers differ."""
-        return _same(self._buffer.pool.dtypes(False))
+        return same_or_tuple(self._buffer.pool.dtypes(False))
 
     @property
     def v_dtype(self):
         """Storage dtype of the values; see `k_dtype`."""
-        return _same(self._buffer.pool.dtypes(True))
+        return same_or_tuple(self._buffer.pool.dtypes(True))
 
     @property
     def dtype(self):
         """Storage dtype, ``"int8"`` or ``"int8/int4"`` for K/V, or a tuple of one per layer."""
         pairs = zip(self._buffer.pool.dtypes(False), self._buffer.pool.dtypes(True))
-        return _same([k if k == v else f"{k}/{v}" for k, v in pairs])
+        return same_or_tuple([k if k == v else f"{k}/{v}" for k, v in pairs])
 
     @property
     def dtype_name(self):
@@ -471,5 +334,5 @@ class PagedKVCache:
         return (
             f"PagedKVCache({self.dtype_name}, {self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}, "
             f"{self.num_blocks - self.num_free_blocks}/{self.num_blocks} blocks of {self.block_size} in use, "
-            f"{_size(self.nbytes)})"
+            f"{size_text(self.nbytes)})"
         )

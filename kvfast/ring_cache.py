@@ -1,0 +1,176 @@
+"""The ring: a cache of a sliding window."""
+
+import numpy as np
+
+from .errors import DimensionMismatchError
+from .fused import Transform, rotated
+from .plan import check_size
+from .pool import BlockPool, per_layer
+from .ring import RingTable
+from .rope import RotaryTables
+from .sequence import SequenceBuffer
+from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache, same_or_tuple, size_text
+from .table import BlockTable
+
+__all__ = ["RingKVCache"]
+
+
+class RingKVCache(SequenceCache):
+    """Key/value cache of a sliding window: constant memory for endless generation.
+
+    Keeps the last `window` tokens, the first `num_sink_tokens` for ever (attention sinks, StreamingLLM, arXiv
+    2309.17453), and `rollback` tokens behind the window, so that going back is exact. Positions stay absolute:
+    ``len(cache)`` counts all tokens that were ever complete, less those taken back.
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        As in `KVCache`.
+    window : int, or a list with one per layer
+        Tokens that a query sees, itself included. None in a list is a layer that keeps everything, for models
+        that mix local and global layers.
+    num_sink_tokens : int
+        First tokens that the layers with a window keep and see for ever, at most the smallest window.
+    dtype, k_dtype, v_dtype
+        As in `KVCache`.
+    rollback : int
+        How far `truncate` can go back from the longest the cache has been.
+    rope : {None, "cache"}
+        ``"cache"``: keys and queries come without rotary embedding and are turned here, as if by the position
+        inside what the cache holds: the sinks stay directly before the window, however far it has moved.
+    rope_theta, rotary_dim, rope_frequencies, rope_interleaved
+        For ``rope="cache"``: base of the angles, dimensions that turn (all of head_dim by default), radians per
+        position for each pair instead of `rope_theta`, and whether dimension 2i turns with 2i + 1 instead of
+        i with i + rotary_dim // 2.
+
+    Raises
+    ------
+    ValueError
+        For a window of 0, sinks that are more than a window, or a size out of range.
+
+    Notes
+    -----
+    A query sees its own window whatever was appended since, so a prompt may come in chunks of any size; while a
+    chunk is in progress the memory grows by it, and `advance` gives that back.
+
+    Keys under ``rope="cache"`` are stored turned by their absolute position, which leaves all distances inside
+    the window as they are; the sinks are read with a second set of queries, turned by the position inside the
+    cache. Scores depend on distances only, so this is what turning every key again would give, without
+    the work.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.RingKVCache(1, 2, 64, window=16, num_sink_tokens=4)
+    >>> k = v = np.ones((100, 2, 64), np.float32)
+    >>> cache.append(0, k, v)
+    >>> cache.attend(0, np.ones((100, 8, 64), np.float32)).shape
+    (100, 8, 64)
+    >>> cache.advance(100)
+    >>> cache.positions(0)
+    array([ 0,  1,  2,  3, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96,
+           97, 98, 99])
+    """
+
+    __slots__ = ("_windows", "_num_sink_tokens", "_rollback", "_rope", "_interleaved")
+
+    def __init__(self, num_layers, num_kv_heads, head_dim, window, num_sink_tokens=0, dtype="int8", k_dtype=None,
+                 v_dtype=None, rollback=64, rope=None, rope_theta=10000.0, rotary_dim=None, rope_frequencies=None,
+                 rope_interleaved=False):
+        num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
+        head_dim = check_size(head_dim, "head_dim", 1, 512)
+        windows = list(window) if isinstance(window, (list, tuple)) else [window] * num_layers
+        if len(windows) != num_layers:
+            raise DimensionMismatchError(f"window must be one number or a list of {num_layers}, one per layer, "
+                                         f"got {len(windows)}")
+        windows = [one if one is None else check_size(one, "window", 1, 1 << 40) for one in windows]
+        local = [one for one in windows if one is not None]
+        if not local:
+            raise ValueError("window must be a number for one layer at least; a KVCache keeps everything")
+        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, 1 << 40)
+        if num_sink_tokens > min(local):
+            raise ValueError(f"num_sink_tokens must be at most the window of {min(local)}, got {num_sink_tokens}")
+        rollback = check_size(rollback, "rollback", 0, 1 << 40)
+        if rope not in (None, "cache"):
+            raise ValueError(f'rope must be None or "cache", got {rope!r}')
+        self._rope = None
+        if rope:
+            rotary_dim = head_dim if rotary_dim is None else check_size(rotary_dim, "rotary_dim", 2, head_dim)
+            if rope_frequencies is None and rotary_dim % 2:
+                raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
+            self._rope = RotaryTables(rotary_dim, rope_theta, rope_frequencies)
+        self._interleaved = bool(rope_interleaved)
+        self._windows, self._num_sink_tokens, self._rollback = windows, num_sink_tokens, rollback
+
+        k_dtypes = per_layer(dtype if k_dtype is None else k_dtype, num_layers, "k_dtype")
+        v_dtypes = per_layer(dtype if v_dtype is None else v_dtype, num_layers, "v_dtype")
+        tables, places = {}, []
+        for one in windows:
+            if one not in tables:
+                group = [layer for layer in range(num_layers) if windows[layer] == one]
+                held = GROW_BLOCKS if one is None else _ring_blocks(one + rollback, num_sink_tokens)
+                pool = BlockPool(len(group), num_kv_heads, head_dim, BLOCK_SIZE, [k_dtypes[i] for i in group],
+                                 [v_dtypes[i] for i in group], held, True)
+                tables[one] = BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
+            places.append((tables[one], windows[: len(places)].count(one)))
+        self._buffer = SequenceBuffer(list(tables.values()), places)
+
+    def _transform(self, layer, num_tokens, norm, eps):
+        if self._rope is None:
+            return None
+        cos, sin = self._rope(self.layer_length(layer), num_tokens)
+        return Transform(self.head_dim, norm, eps, cos, sin, np.arange(num_tokens), self._interleaved, "k_norm")
+
+    def _rotated(self, layer, q, options):
+        if self._rope is None:
+            return q, None
+        n, length = np.shape(q)[0] if np.ndim(q) == 3 else 1, self.layer_length(layer)
+        first = max(0, length - n)
+        at_window = rotated(q, *self._rope(first, n), self._interleaved)
+        window, num_sink_tokens = options.window_or(self._windows[layer]), options.sinks_or(self._num_sink_tokens)
+        if window is None or not num_sink_tokens or length <= window:
+            return at_window, None
+        # The last place of a cache that holds the sinks and the window before the query.
+        return at_window, rotated(q, *self._rope(first, n, num_sink_tokens + window - 1), self._interleaved)
+
+    def _unrotated(self, layer, k):
+        if self._rope is None or not len(k):
+            return k
+        cos, sin = self._rope.at(self._buffer.positions(layer))
+        return rotated(k, cos, -sin, self._interleaved)
+
+    def positions(self, layer=0):
+        """Absolute positions of the tokens that a layer shows, in the order of `k` and `v`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens,), int64
+            The sinks, then the window; what `rollback` keeps behind the window is not among them.
+        """
+        return self._buffer.positions(layer)
+
+    @property
+    def window(self):
+        """Window in tokens: one number, or a tuple with one per layer, None for a layer without."""
+        return same_or_tuple(self._windows)
+
+    @property
+    def num_sink_tokens(self):
+        """First tokens that are kept for ever."""
+        return self._num_sink_tokens
+
+    @property
+    def rollback(self):
+        """How many tokens `truncate` can go back from the longest the cache has been."""
+        return self._rollback
+
+    def __repr__(self):
+        window = self.window if not isinstance(self.window, tuple) else "mixed"
+        sinks = f" + {self._num_sink_tokens} sinks" if self._num_sink_tokens else ""
+        return f"RingKVCache({self._shape()}, window {window}{sinks}, {len(self)} tokens seen, {size_text(self.nbytes)})"
+
+
+def _ring_blocks(held, num_sink_tokens):
+    """Blocks of a ring in steady state, with room for chunks of a prompt: a multiple of 8."""
+    blocks = -(-held // BLOCK_SIZE) - (-num_sink_tokens // BLOCK_SIZE) + 2
+    return -(-(blocks + min(blocks // 4, 8)) // 8) * 8

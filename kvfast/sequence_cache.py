@@ -1,0 +1,297 @@
+"""What the caches of one sequence have in common: names, documentation and properties over the compiled buffer."""
+
+import numpy as np
+
+from .fused import Transform
+from .plan import Options
+
+# Tokens of a block of the caches that own their memory, and blocks that a growing cache starts with.
+BLOCK_SIZE = 64
+GROW_BLOCKS = 8
+
+
+def size_text(nbytes):
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+
+
+def same_or_tuple(names):
+    return names[0] if len(set(names)) == 1 else tuple(names)
+
+
+class SequenceCache:
+    """What the caches of one sequence have in common."""
+
+    __slots__ = ("_buffer", "__weakref__")
+
+    is_paged = False
+
+    # What a cache that rotates queries and keys itself does differently.
+
+    def _transform(self, layer, num_tokens, norm, eps):
+        """What becomes of `num_tokens` new keys, or None."""
+        return None
+
+    def _rotated(self, layer, q, options):
+        """Queries for the window, and for the sinks where they differ."""
+        return q, None
+
+    def _unrotated(self, layer, k):
+        """Keys as they were given."""
+        return k
+
+    def append(self, layer, k, v):
+        """Store the keys and values of one or more tokens behind those of a layer.
+
+        Parameters
+        ----------
+        layer : int
+        k, v : arrays of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+            Any strides; bfloat16 as ml_dtypes or as its bits in uint16.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError
+            If shape, dtype or layer do not fit.
+        NonFiniteInputError
+            For NaN, infinity, or a value beyond the range of a float16 or bfloat16 cache.
+        CacheFullError
+            If `max_seq_len` would be passed.
+        """
+        n = np.shape(k)[0] if np.ndim(k) == 3 else 1
+        self._buffer.append(layer, k, v, self._transform(layer, n, None, 0.0))
+
+    def write(self, layer, qkv, *, num_q_heads=None, cos=None, sin=None, positions=None, q_norm=None, k_norm=None,
+              eps=1e-6, interleaved=False, out=None, num_threads=None):
+        """Split a fused projection, normalise and rotate its queries and keys, and store keys and values.
+
+        The same as `kvfast.split_qkv_norm_rope` followed by `append`, without arrays between.
+
+        Parameters
+        ----------
+        layer : int
+        qkv : array of shape (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim), float32, float16 or bfloat16
+            All query heads of a token, then its key heads, then its value heads.
+        num_q_heads : int, optional
+            Checked against the width of `qkv`, from which it follows.
+        cos, sin : arrays of shape (num_positions, rotary_dim // 2), float32, optional
+            Of the rotary angles; None for no rotation.
+        positions : integers of shape (num_tokens,), optional
+            Row of `cos` and `sin` for each token; by default its position in the layer.
+        q_norm, k_norm, eps, interleaved
+            As in `kvfast.split_qkv_norm_rope`.
+        out : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16, optional
+            Where to write the queries.
+        num_threads : int, optional
+            Most threads of the split.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
+            The queries, for `attend`.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, ValueError, NonFiniteInputError, CacheFullError
+        """
+        of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
+        of_k = self._transform(layer, len(qkv), k_norm, eps)
+        if of_k is None:
+            of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
+        elif cos is not None or sin is not None:
+            raise ValueError('a cache with rope="cache" turns queries and keys itself: leave out cos and sin')
+        return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
+
+    def attend(self, layer, q, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None,
+               num_sink_tokens=None, sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None):
+        """Attention of the last tokens to all that a layer holds, computed on the stored bytes.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+            Queries of the last `num_tokens` tokens of the layer (append them first). Query head h reads KV
+            head ``h // (num_q_heads // num_kv_heads)``.
+        out : array of q's shape, float32, float16 or bfloat16, optional
+            Where to write the output.
+        scale : float, optional
+            Factor of the scores; ``head_dim ** -0.5`` by default.
+        causal : bool
+            A query at position p sees the keys up to p; else all of them.
+        softcap : float, optional
+            Scores become ``softcap * tanh(score / softcap)``.
+        sliding_window : int, optional
+            A query at position p sees no key before ``p - sliding_window + 1``, but for the sinks.
+        num_sink_tokens : int, optional
+            With a sliding window: the first so many tokens stay visible (StreamingLLM, arXiv 2309.17453).
+        sinks : array of shape (num_q_heads,), optional
+            Logits that join the softmax's denominator only.
+        alibi_slopes : array of shape (num_q_heads,), optional
+            ``slope * (key position - query position)`` is added to the scores (arXiv 2108.12409).
+        return_lse : bool
+            Also return the log-sum-exp of the scores, for `kvfast.merge_states`.
+        num_splits : int
+            Parts that the context is cut into; 0 lets kvfast choose, from the lengths alone.
+        num_threads : int, optional
+            Most threads of this call. The result is the same bits for every number.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
+            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads).
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
+        """
+        options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
+                          num_splits, num_threads)
+        return self._buffer.attend(layer, *self._rotated(layer, q, options), options)
+
+    def advance(self, n=1):
+        """Count `n` tokens as complete; every layer must have got exactly that many.
+
+        Raises
+        ------
+        ValueError
+            Naming the layers that hold more or fewer.
+        """
+        self._buffer.advance(n)
+
+    def k(self, layer):
+        """Keys of a layer, tokens that are not yet advanced included.
+
+        Returns
+        -------
+        ndarray of shape (layer_length(layer), num_kv_heads, head_dim), float32
+            A read-only view for float32 storage with `max_seq_len`; else a decoded copy. A view shows what
+            is stored now: truncating and appending again changes it.
+        """
+        return self._unrotated(layer, self._buffer.rows(layer, False))
+
+    def v(self, layer):
+        """Values of a layer; see `k`."""
+        return self._buffer.rows(layer, True)
+
+    def layer_length(self, layer):
+        """Tokens that a layer holds, advanced or not."""
+        return self._buffer.layer_length(layer)
+
+    def truncate(self, n):
+        """Keep the first `n` complete tokens; tokens that are not yet advanced go too.
+
+        The bytes of the kept tokens do not change.
+        """
+        self._buffer.truncate(n)
+
+    def clear(self):
+        """Drop all tokens; the memory is kept for the next."""
+        self._buffer.truncate(0)
+
+    def copy(self):
+        """An independent deep copy."""
+        other = object.__new__(type(self))
+        for name in type(self).__slots__:
+            setattr(other, name, getattr(self, name))
+        other._buffer = self._buffer.copy()
+        return other
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo):
+        return self.copy()
+
+    def __reduce__(self):
+        raise TypeError(f"a {type(self).__name__} cannot be pickled")
+
+    def __len__(self):
+        return self._buffer.length
+
+    def __bool__(self):
+        return self._buffer.length > 0
+
+    @property
+    def is_empty(self):
+        """Whether the cache holds no complete token."""
+        return self._buffer.length == 0
+
+    @property
+    def num_layers(self):
+        return self._buffer.num_layers
+
+    @property
+    def num_kv_heads(self):
+        return self._buffer.num_kv_heads
+
+    @property
+    def head_dim(self):
+        return self._buffer.head_dim
+
+    @property
+    def entry_size(self):
+        """Elements of one token's keys in one layer: num_kv_heads * head_dim."""
+        return self._buffer.num_kv_heads * self._buffer.head_dim
+
+    @property
+    def max_seq_len(self):
+        """Most tokens, or None for a cache that grows."""
+        return self._buffer.max_seq_len
+
+    @property
+    def block_size(self):
+        """Tokens of a block."""
+        return self._buffer.block_size
+
+    @property
+    def context_lens(self):
+        """Tokens of each layer, advanced or not: int32 of shape (num_layers,)."""
+        return np.array([self._buffer.layer_length(layer) for layer in range(self.num_layers)], np.int32)
+
+    def capacity(self, layer=0):
+        """Tokens that the memory reserved for a layer has room for."""
+        return self._buffer.capacity(layer)
+
+    def block_indices(self, layer=0):
+        """Blocks that hold a layer's tokens, in their order: int32 of shape (num_blocks,)."""
+        return self._buffer.block_ids(layer)
+
+    @property
+    def bytes_per_element(self):
+        """Bytes that one number of a key or value takes, scales and padding included."""
+        return self.bytes_per_token / (2 * self.num_layers * self.entry_size)
+
+    @property
+    def nbytes(self):
+        """Bytes reserved for keys and values, scales and padding included."""
+        return self._buffer.nbytes
+
+    @property
+    def bytes_per_token(self):
+        """Bytes that one token takes over all layers, scales and padding included."""
+        return self._buffer.bytes_per_token
+
+    @property
+    def k_dtype(self):
+        """Storage dtype of the keys: a name, or a tuple of one per layer where layers differ."""
+        return same_or_tuple(self._buffer.dtypes(False))
+
+    @property
+    def v_dtype(self):
+        """Storage dtype of the values; see `k_dtype`."""
+        return same_or_tuple(self._buffer.dtypes(True))
+
+    @property
+    def dtype(self):
+        """Storage dtype, ``"int8"`` or ``"int8/int4"`` for K/V, or a tuple of one per layer."""
+        pairs = zip(self._buffer.dtypes(False), self._buffer.dtypes(True))
+        return same_or_tuple([k if k == v else f"{k}/{v}" for k, v in pairs])
+
+    @property
+    def dtype_name(self):
+        """`dtype` as one word, for logs: ``"mixed"`` where layers differ."""
+        return self.dtype if isinstance(self.dtype, str) else "mixed"
+
+    def _shape(self):
+        return f"{self.dtype_name}, {self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}"

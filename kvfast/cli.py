@@ -104,7 +104,7 @@ def _add_serve_sim(commands):
         "serve-sim",
         help="serve many requests at once from one paged pool",
         description="Continue many prompts with a shared system prompt by continuous batching over one paged pool, "
-        "then each by itself, and compare texts and speed.",
+        "then each by itself, and compare the texts.",
     )
     add = parser.add_argument
     _add_model_arguments(parser)

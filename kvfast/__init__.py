@@ -15,7 +15,7 @@ How the package is built, from the bottom up; each room imports only from those 
     table, ring             which block holds which position of a sequence; one that forgets
     sequence, paged         all layers of one sequence; batches of many in one pool
     prefix, rope            blocks known by their tokens; tables of angles
-    cache, *_cache, paged_sequence
+    storage_properties, cache, *_cache, paged_sequence
                             the classes that users see
     llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
 

@@ -3,7 +3,8 @@
 from .plan import check_size
 from .pool import BlockPool, per_layer
 from .sequence import SequenceBuffer
-from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache, size_text
+from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache
+from .storage_properties import size_text
 from .table import BlockTable
 
 __all__ = ["KVCache"]

@@ -9,7 +9,7 @@ from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transfo
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport dtype_limit, dtype_name, k_block_at, kv_store, v_block_at
 
-from kvfast.errors import NonFiniteInputError
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef enum:
     RUN = 16             # tokens encoded at once: whole lines of the integer layouts
@@ -108,9 +108,26 @@ cdef void _write_task(const kv_write *call, Py_ssize_t task) noexcept nogil:
         _write_tokens(call, 0, call.k.tokens, task, task + 1)
 
 
+cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
+    """Check that keys and values have the shape of a cache's tokens."""
+    for array, name in ((k, "k"), (v, "v")):
+        _check_shape(store, array, name)
+    if k.rows.tokens != v.rows.tokens:
+        raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got {k.rows.tokens} and "
+                                     f"{v.rows.tokens}")
+    return 0
+
+
+cdef int _check_shape(const kv_store *store, Rows array, str name) except -1:
+    if array.rows.heads != store.num_kv_heads or array.rows.dim != store.k.head_dim:
+        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {store.num_kv_heads}, {store.k.head_dim}), "
+                                     f"got ({array.rows.tokens}, {array.rows.heads}, {array.rows.dim})")
+    return 0
+
+
 cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order) except -1:
-    """Encode tokens into their slots, -1 for a token to leave out.
+    """Encode tokens, after `check_rows`, into their slots, -1 for a token to leave out; rotary NULL: as they are.
 
     A value that cannot be stored raises; slots may then be written in part, so they must be such that
     nobody reads, or the arrays must have been checked before.
@@ -119,7 +136,10 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
     cdef int bad = 0, threads
     cdef Py_ssize_t i, tasks, n = k.rows.tokens
     call.kernels, call.store = active(), store
-    call.k, call.v, call.rotary = k.rows, v.rows, rotary[0]
+    call.k, call.v = k.rows, v.rows
+    memset(&call.rotary, 0, sizeof(call.rotary))
+    if rotary != NULL:
+        call.rotary = rotary[0]
     call.slots, call.in_order, call.bad = slots, in_order, &bad
     call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
     call.first_range = call.range_tokens - slots[0] % store.k.block_size

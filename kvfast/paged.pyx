@@ -10,21 +10,18 @@ from kvfast._arrays cimport Rows, check_finite, open_rows
 from kvfast._kernels cimport KV_TILE
 from kvfast.attention cimport kv_item
 from kvfast.blocks cimport dtype_limit, dtype_name, kv_context, kv_store
-from kvfast.encode cimport kv_rotary, write_rows
+from kvfast.encode cimport check_rows, write_rows
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
-from kvfast.plan cimport AttendCall, Options, check_count, open_call
+from kvfast.plan cimport AttendCall, Options, check_count, check_layer, open_call
 from kvfast.pool cimport BlockPool
 from kvfast.table cimport BlockTable
 
-from kvfast.errors import CacheFullError, DimensionMismatchError
+from kvfast.errors import DimensionMismatchError
 from kvfast.prefix import PrefixIndex
 
 cdef enum:
     MIN_SHARED_TOKENS = 256    # shorter shared prefixes are read by each sequence for itself
     MAX_SHARED_QUERIES = 8     # sequences with more queries are bound by arithmetic, not by reading
-
-cdef kv_rotary _NOTHING
-memset(&_NOTHING, 0, sizeof(_NOTHING))
 
 
 cdef class Context:
@@ -52,15 +49,6 @@ cdef class PagedBuffer:
         self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, k_dtypes, v_dtypes, num_blocks, False, True)
         self.index = self.pool.index = PrefixIndex()
         self.given = {}
-
-    cdef Py_ssize_t _layer(self, object layer) except -1:
-        try:
-            number = layer.__index__()
-        except AttributeError:
-            raise TypeError(f"layer must be an integer, got {layer!r}") from None
-        if not 0 <= number < self.pool.num_layers:
-            raise IndexError(f"layer must be between 0 and {self.pool.num_layers - 1}, got {number}")
-        return number
 
     def new_table(self, list blocks, Py_ssize_t length):
         """A sequence's table that starts with known blocks."""
@@ -98,16 +86,32 @@ cdef class PagedBuffer:
         finally:
             self.pool.busy = False
 
+    def abandon(self, BlockTable table):
+        """Release a table that Python collects, whatever the pool is doing: now, or when it is next entered."""
+        self.pool.abandoned.append(table)
+        self._settle()
+
+    def _settle(self):
+        """Let the pool release what was abandoned while it was busy."""
+        if not self.pool.busy:
+            self.pool.enter()
+            self.pool.busy = False
+
     def clear(self):
         """Forget known prefixes and foreign slots; no sequence may be left."""
         if self.num_owned:
             raise ValueError(f"{self.num_owned} blocks still belong to sequences; free them first")
+        self._forget()
+        self.is_external = False
+
+    def _forget(self):
+        """No block is known by its tokens any more."""
         while self.index.num_idle:
             self.pool.give_back(self.index.evict())
-        self.is_external = False
 
     @property
     def num_free(self):
+        self._settle()
         return self.pool.available()
 
     @property
@@ -143,17 +147,13 @@ cdef class PagedBuffer:
     def slot_mapping(self, list tables, list counts):
         """Slots of the next tokens of some sequences, made ready to be written."""
         cdef BlockTable table
-        cdef Py_ssize_t i, at = 0, n, needed
+        cdef Py_ssize_t i, at = 0, n
         cdef int64_t[::1] view
         self.pool.enter()
         try:
             if len({id(table) for table in tables}) != len(tables):
                 raise ValueError("a sequence may appear only once in slot_mapping")
-            needed = self.blocks_needed(tables, counts)
-            if needed > self.pool.available():
-                raise CacheFullError(f"{needed} blocks of {self.pool.block_size} tokens are needed, and "
-                                     f"{self.pool.available()} of {self.pool.num_blocks} are free", needed,
-                                     self.pool.available())
+            self.pool.ensure(self.blocks_needed(tables, counts))
             slots = np.empty(sum(counts), np.int64)
             view = slots
             for table, count in zip(tables, counts):
@@ -216,13 +216,13 @@ cdef class PagedBuffer:
 
     def append_batch(self, layer, k, v, slot_mapping):
         cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
-        self._write(self._layer(layer), keys, values, slot_mapping, None)
+        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None)
 
     def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
         cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim)
         of_q.fit(parts.whole.rows.tokens, 0)
         of_k.fit(parts.whole.rows.tokens, 0)
-        number = self._layer(layer)
+        number = check_layer(layer, self.pool.num_layers)
         q = transform_rows(parts.q, of_q, out, num_threads)
         self._write(number, parts.k, parts.v, slot_mapping, of_k)
         return q
@@ -233,11 +233,7 @@ cdef class PagedBuffer:
         cdef BlockTable table
         self.pool.enter()
         try:
-            for rows, name in ((keys, "k"), (values, "v")):
-                _check_shape(rows, name, store)
-            if keys.rows.tokens != values.rows.tokens:
-                raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got "
-                                             f"{keys.rows.tokens} and {values.rows.tokens}")
+            check_rows(store, keys, values)
             slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
             if foreign:
                 # Other people's slots have no length that hides what a refused call has written.
@@ -246,10 +242,9 @@ cdef class PagedBuffer:
                     transform = None
                 check_finite(keys, "k", dtype_limit(store.k.dtype), dtype_name(store.k.dtype))
                 check_finite(values, "v", dtype_limit(store.v.dtype), dtype_name(store.v.dtype))
-            write_rows(store, keys, values, &_NOTHING if transform is None else &transform.c, &slots[0], False)
+            write_rows(store, keys, values, NULL if transform is None else &transform.c, &slots[0], False)
             if foreign:
-                while self.index.num_idle:  # what was known of these blocks is no longer true
-                    self.pool.give_back(self.index.evict())
+                self._forget()
                 self.is_external = True
             for table, count in gains.items():
                 table.lengths[layer] += count
@@ -258,7 +253,7 @@ cdef class PagedBuffer:
 
     def attend_batch(self, layer, q, list tables, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade):
         """Attention of a ragged batch: over sequences' `tables`, or over plain tables of blocks."""
-        cdef Py_ssize_t number = self._layer(layer), i, count
+        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers), i, count
         cdef AttendCall call
         cdef Context context
         cdef BlockTable table
@@ -385,10 +380,3 @@ cdef class PagedBuffer:
             if self.pool.owners[blocks[i]] == 0:
                 raise ValueError(f"block_table holds block {blocks[i]}, which belongs to no sequence (a stale table?)")
         return table
-
-
-cdef int _check_shape(Rows rows, str name, const kv_store *store) except -1:
-    if rows.rows.heads != store.num_kv_heads or rows.rows.dim != store.k.head_dim:
-        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {store.num_kv_heads}, {store.k.head_dim}), "
-                                     f"got ({rows.rows.tokens}, {rows.rows.heads}, {rows.rows.dim})")
-    return 0

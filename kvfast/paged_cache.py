@@ -9,12 +9,12 @@ from .paged import PagedBuffer
 from .paged_sequence import Sequence
 from .plan import Options, check_size
 from .pool import per_layer
-from .sequence_cache import same_or_tuple, size_text
+from .storage_properties import StorageProperties, size_text
 
 __all__ = ["PagedKVCache"]
 
 
-class PagedKVCache:
+class PagedKVCache(StorageProperties):
     """Key/value cache of many sequences in one pool of blocks (PagedAttention, arXiv 2309.06180).
 
     Parameters
@@ -239,6 +239,7 @@ class PagedKVCache:
         self._buffer.clear()
 
     def _own(self, sequences):
+        sequences = list(sequences)
         for sequence in sequences:
             if not isinstance(sequence, Sequence) or sequence._pool is not self:
                 raise ValueError(f"{sequence!r} is not a sequence of this pool")
@@ -247,23 +248,6 @@ class PagedKVCache:
 
     def _tables(self, sequences):
         return [sequence._table for sequence in self._own(sequences)]
-
-    @property
-    def num_layers(self):
-        return self._buffer.pool.num_layers
-
-    @property
-    def num_kv_heads(self):
-        return self._buffer.pool.num_kv_heads
-
-    @property
-    def head_dim(self):
-        return self._buffer.pool.head_dim
-
-    @property
-    def block_size(self):
-        """Tokens of a block."""
-        return self._buffer.pool.block_size
 
     @property
     def num_blocks(self):
@@ -295,44 +279,12 @@ class PagedKVCache:
         return self.num_blocks * self.block_size
 
     @property
-    def nbytes(self):
-        """Bytes reserved for keys and values, scales and padding included."""
-        return self._buffer.pool.nbytes
-
-    @property
-    def bytes_per_token(self):
-        """Bytes that one token takes over all layers, scales and padding included."""
-        return self._buffer.pool.block_bytes // self.block_size
-
-    @property
-    def bytes_per_element(self):
-        """Bytes that one number of a key or value takes, scales and padding included."""
-        return self.bytes_per_token / (2 * self.num_layers * self.num_kv_heads * self.head_dim)
-
-    @property
-    def k_dtype(self):
-        """Storage dtype of the keys: a name, or a tuple of one per layer where layers differ."""
-        return same_or_tuple(self._buffer.pool.dtypes(False))
-
-    @property
-    def v_dtype(self):
-        """Storage dtype of the values; see `k_dtype`."""
-        return same_or_tuple(self._buffer.pool.dtypes(True))
-
-    @property
-    def dtype(self):
-        """Storage dtype, ``"int8"`` or ``"int8/int4"`` for K/V, or a tuple of one per layer."""
-        pairs = zip(self._buffer.pool.dtypes(False), self._buffer.pool.dtypes(True))
-        return same_or_tuple([k if k == v else f"{k}/{v}" for k, v in pairs])
-
-    @property
-    def dtype_name(self):
-        """`dtype` as one word, for logs: ``"mixed"`` where layers differ."""
-        return self.dtype if isinstance(self.dtype, str) else "mixed"
+    def _storage(self):
+        return self._buffer.pool
 
     def __repr__(self):
         return (
-            f"PagedKVCache({self.dtype_name}, {self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}, "
+            f"PagedKVCache({self._shape()}, "
             f"{self.num_blocks - self.num_free_blocks}/{self.num_blocks} blocks of {self.block_size} in use, "
             f"{size_text(self.nbytes)})"
         )

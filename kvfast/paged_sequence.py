@@ -117,13 +117,14 @@ class Sequence(SequenceCache):
 
     def free(self):
         """Give all blocks back. The sequence cannot be used any more; freeing it twice is harmless."""
-        if self._buffer.close():
+        if not self._buffer.closed:
             self._pool._buffer.release(self._table)
+            self._buffer.close()
             self._pool._sequences.discard(self)
 
     def __del__(self):
-        if hasattr(self, "_buffer"):
-            self.free()
+        if hasattr(self, "_buffer") and not self._buffer.closed:
+            self._pool._buffer.abandon(self._table)
 
     def __enter__(self):
         self._check_open()

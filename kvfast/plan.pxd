@@ -33,4 +33,5 @@ cdef class AttendCall:
 
 
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t max_items)
+cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1
 cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1

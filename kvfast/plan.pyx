@@ -11,7 +11,7 @@ import numpy as np
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast._arrays cimport check_finite, kv_rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, KV_ROWS, KV_TILE, active
 from kvfast._openmp cimport num_threads_for
 from kvfast.attention cimport bytes_of, choose_tile, kv_item, kv_query, run
@@ -90,6 +90,16 @@ cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t
     if not least <= number <= most:
         limits = f"at least {least}" if most == 1 << 60 else f"between {least} and {most}"
         raise ValueError(f"{name} must be {limits}, got {number}")
+    return number
+
+
+cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
+    try:
+        number = index.__index__()
+    except AttributeError:
+        raise TypeError(f"layer must be an integer, got {index!r}") from None
+    if not 0 <= number < num_layers:
+        raise IndexError(f"layer must be between 0 and {num_layers - 1}, got {number}")
     return number
 
 

@@ -1,7 +1,7 @@
 """Blocks of some layers, counted by their owners.
 
 A block spans all layers of its pool. Owners take blocks, retain those they share and release them; a
-pool and what lies in it serve one thread at a time (`enter`, `leave`).
+pool and what lies in it serve one thread at a time (`enter`, then `busy` until it is set to False).
 """
 from libc.stdint cimport int32_t, uint8_t
 
@@ -30,6 +30,7 @@ cdef class BlockPool:
     cdef object index                  # PrefixIndex of contents worth keeping, or None
     cdef Workspace workspace
     cdef bint busy
+    cdef list abandoned                # tables to be released when the pool is next entered
 
     cdef int enter(self) except -1
     cdef Py_ssize_t available(self) except -1

@@ -60,7 +60,7 @@ cdef class BlockPool:
             store.block_shift = <int>((<object>block_size).bit_length() - 1)
             init_side(&store.k, parse_dtype(k_dtypes[i]), <int>self.head_dim, block_size)
             init_side(&store.v, parse_dtype(v_dtypes[i]), <int>self.head_dim, block_size)
-        self.arenas = []
+        self.arenas, self.abandoned = [], []
         self.workspace = Workspace()
         self.first_blocks = check_count(num_blocks, "num_blocks", 1, 1 << 40)
         if not grows:
@@ -81,6 +81,8 @@ cdef class BlockPool:
         if self.busy:
             raise RuntimeError("this cache is in use by another thread; a cache serves one thread at a time")
         self.busy = True
+        while self.abandoned:
+            self.abandoned.pop().give_up()
         return 0
 
     cdef int _add_chunk(self, Py_ssize_t blocks) except -1:
@@ -253,6 +255,10 @@ cdef class BlockPool:
     @property
     def nbytes(self):
         return sum(arena.nbytes for arena in self.arenas)
+
+    @property
+    def bytes_per_token(self):
+        return self.block_bytes // self.block_size
 
     @property
     def block_bytes(self):

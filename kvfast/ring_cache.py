@@ -9,7 +9,8 @@ from .pool import BlockPool, per_layer
 from .ring import RingTable
 from .rope import RotaryTables
 from .sequence import SequenceBuffer
-from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache, same_or_tuple, size_text
+from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache
+from .storage_properties import same_or_tuple, size_text
 from .table import BlockTable
 
 __all__ = ["RingKVCache"]
@@ -115,16 +116,17 @@ class RingKVCache(SequenceCache):
             places.append((tables[one], windows[: len(places)].count(one)))
         self._buffer = SequenceBuffer(list(tables.values()), places)
 
-    def _transform(self, layer, num_tokens, norm, eps):
+    def _transform(self, layer, array, norm, eps):
         if self._rope is None:
             return None
+        num_tokens = _num_tokens(array)
         cos, sin = self._rope(self.layer_length(layer), num_tokens)
         return Transform(self.head_dim, norm, eps, cos, sin, np.arange(num_tokens), self._interleaved, "k_norm")
 
     def _rotated(self, layer, q, options):
         if self._rope is None:
             return q, None
-        n, length = np.shape(q)[0] if np.ndim(q) == 3 else 1, self.layer_length(layer)
+        n, length = _num_tokens(q), self.layer_length(layer)
         first = max(0, length - n)
         at_window = rotated(q, *self._rope(first, n), self._interleaved)
         window, num_sink_tokens = options.window_or(self._windows[layer]), options.sinks_or(self._num_sink_tokens)
@@ -168,6 +170,12 @@ class RingKVCache(SequenceCache):
         window = self.window if not isinstance(self.window, tuple) else "mixed"
         sinks = f" + {self._num_sink_tokens} sinks" if self._num_sink_tokens else ""
         return f"RingKVCache({self._shape()}, window {window}{sinks}, {len(self)} tokens seen, {size_text(self.nbytes)})"
+
+
+def _num_tokens(array):
+    """Rows of an array, at least one: what has none is refused where it is opened."""
+    shape = np.shape(array)
+    return max(1, shape[0]) if shape else 1
 
 
 def _ring_blocks(held, num_sink_tokens):

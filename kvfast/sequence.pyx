@@ -2,23 +2,17 @@
 """The storage of one sequence: append, attend, go back. The caches are names for it."""
 import numpy as np
 
-from libc.string cimport memset
-
 from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, kv_side
 from kvfast.attention cimport kv_item
 from kvfast.blocks cimport kv_context, kv_store
-from kvfast.encode cimport kv_rotary
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
-from kvfast.plan cimport AttendCall, Options, check_count, open_call
+from kvfast.plan cimport AttendCall, Options, check_count, check_layer, open_call
 from kvfast.pool cimport BlockPool
 from kvfast.ring cimport RingTable
 from kvfast.table cimport BlockTable
 
 from kvfast.errors import CacheFullError
-
-cdef kv_rotary _NOTHING
-memset(&_NOTHING, 0, sizeof(_NOTHING))
 
 
 cdef class SequenceBuffer:
@@ -29,21 +23,12 @@ cdef class SequenceBuffer:
     cdef BlockTable _table(self, object index, Py_ssize_t *layer):
         if self.closed:
             raise ValueError("this sequence has been freed")
-        try:
-            number = index.__index__()
-        except AttributeError:
-            raise TypeError(f"layer must be an integer, got {index!r}") from None
-        if not 0 <= number < self.num_layers:
-            raise IndexError(f"layer must be between 0 and {self.num_layers - 1}, got {number}")
-        table, layer[0] = self.places[number]
+        table, layer[0] = self.places[check_layer(index, self.num_layers)]
         return table
 
     def close(self):
-        """Refuse further use; whether it was still open."""
-        if self.closed:
-            return False
+        """Refuse further use."""
         self.closed = True
-        return True
 
     cdef int _enter(self) except -1:
         if self.closed:
@@ -68,11 +53,9 @@ cdef class SequenceBuffer:
         self._enter()
         try:
             self._check_room(index, table.lengths[layer], keys.rows.tokens)
-            if transform is None:
-                table.append(layer, keys, values, &_NOTHING)
-            else:
+            if transform is not None:
                 transform.fit(keys.rows.tokens, 0)
-                table.append(layer, keys, values, &transform.c)
+            table.append(layer, keys, values, NULL if transform is None else &transform.c)
         finally:
             self._leave()
 
@@ -123,7 +106,6 @@ cdef class SequenceBuffer:
     cdef int _limit(self, BlockTable table, AttendCall call) except -1:
         """A ring shows what it holds: its window and its sinks, or less."""
         cdef RingTable ring
-        cdef Py_ssize_t first
         if not isinstance(table, RingTable):
             return 0
         ring = table

@@ -4,24 +4,14 @@ import numpy as np
 
 from .fused import Transform
 from .plan import Options
+from .storage_properties import StorageProperties
 
 # Tokens of a block of the caches that own their memory, and blocks that a growing cache starts with.
 BLOCK_SIZE = 64
 GROW_BLOCKS = 8
 
 
-def size_text(nbytes):
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-
-
-def same_or_tuple(names):
-    return names[0] if len(set(names)) == 1 else tuple(names)
-
-
-class SequenceCache:
+class SequenceCache(StorageProperties):
     """What the caches of one sequence have in common."""
 
     __slots__ = ("_buffer", "__weakref__")
@@ -30,8 +20,8 @@ class SequenceCache:
 
     # What a cache that rotates queries and keys itself does differently.
 
-    def _transform(self, layer, num_tokens, norm, eps):
-        """What becomes of `num_tokens` new keys, or None."""
+    def _transform(self, layer, array, norm, eps):
+        """What becomes of the new keys of `array`, or None."""
         return None
 
     def _rotated(self, layer, q, options):
@@ -60,8 +50,7 @@ class SequenceCache:
         CacheFullError
             If `max_seq_len` would be passed.
         """
-        n = np.shape(k)[0] if np.ndim(k) == 3 else 1
-        self._buffer.append(layer, k, v, self._transform(layer, n, None, 0.0))
+        self._buffer.append(layer, k, v, self._transform(layer, k, None, 0.0))
 
     def write(self, layer, qkv, *, num_q_heads=None, cos=None, sin=None, positions=None, q_norm=None, k_norm=None,
               eps=1e-6, interleaved=False, out=None, num_threads=None):
@@ -97,7 +86,7 @@ class SequenceCache:
         DimensionMismatchError, TypeError, IndexError, ValueError, NonFiniteInputError, CacheFullError
         """
         of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
-        of_k = self._transform(layer, len(qkv), k_norm, eps)
+        of_k = self._transform(layer, qkv, k_norm, eps)
         if of_k is None:
             of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         elif cos is not None or sin is not None:
@@ -218,31 +207,9 @@ class SequenceCache:
         return self._buffer.length == 0
 
     @property
-    def num_layers(self):
-        return self._buffer.num_layers
-
-    @property
-    def num_kv_heads(self):
-        return self._buffer.num_kv_heads
-
-    @property
-    def head_dim(self):
-        return self._buffer.head_dim
-
-    @property
-    def entry_size(self):
-        """Elements of one token's keys in one layer: num_kv_heads * head_dim."""
-        return self._buffer.num_kv_heads * self._buffer.head_dim
-
-    @property
     def max_seq_len(self):
         """Most tokens, or None for a cache that grows."""
         return self._buffer.max_seq_len
-
-    @property
-    def block_size(self):
-        """Tokens of a block."""
-        return self._buffer.block_size
 
     @property
     def context_lens(self):
@@ -258,40 +225,5 @@ class SequenceCache:
         return self._buffer.block_ids(layer)
 
     @property
-    def bytes_per_element(self):
-        """Bytes that one number of a key or value takes, scales and padding included."""
-        return self.bytes_per_token / (2 * self.num_layers * self.entry_size)
-
-    @property
-    def nbytes(self):
-        """Bytes reserved for keys and values, scales and padding included."""
-        return self._buffer.nbytes
-
-    @property
-    def bytes_per_token(self):
-        """Bytes that one token takes over all layers, scales and padding included."""
-        return self._buffer.bytes_per_token
-
-    @property
-    def k_dtype(self):
-        """Storage dtype of the keys: a name, or a tuple of one per layer where layers differ."""
-        return same_or_tuple(self._buffer.dtypes(False))
-
-    @property
-    def v_dtype(self):
-        """Storage dtype of the values; see `k_dtype`."""
-        return same_or_tuple(self._buffer.dtypes(True))
-
-    @property
-    def dtype(self):
-        """Storage dtype, ``"int8"`` or ``"int8/int4"`` for K/V, or a tuple of one per layer."""
-        pairs = zip(self._buffer.dtypes(False), self._buffer.dtypes(True))
-        return same_or_tuple([k if k == v else f"{k}/{v}" for k, v in pairs])
-
-    @property
-    def dtype_name(self):
-        """`dtype` as one word, for logs: ``"mixed"`` where layers differ."""
-        return self.dtype if isinstance(self.dtype, str) else "mixed"
-
-    def _shape(self):
-        return f"{self.dtype_name}, {self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}"
+    def _storage(self):
+        return self._buffer

@@ -11,10 +11,8 @@ from kvfast._arrays cimport Rows
 from kvfast._kernels cimport active, kv_kernels
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport k_block_at, kv_context, kv_store, v_block_at
-from kvfast.encode cimport kv_rotary, write_rows
+from kvfast.encode cimport check_rows, kv_rotary, write_rows
 from kvfast.pool cimport BlockPool
-
-from kvfast.errors import DimensionMismatchError
 
 
 cdef class BlockTable:
@@ -81,13 +79,7 @@ cdef class BlockTable:
         cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens
         cdef int64_t[::1] view
         cdef int64_t slot
-        if (k.rows.heads != store.num_kv_heads or k.rows.dim != store.k.head_dim):
-            raise _mismatch(k, "k", store.num_kv_heads, store.k.head_dim)
-        if (v.rows.heads != store.num_kv_heads or v.rows.dim != store.k.head_dim):
-            raise _mismatch(v, "v", store.num_kv_heads, store.k.head_dim)
-        if n != v.rows.tokens:
-            raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got {n} and "
-                                         f"{v.rows.tokens}")
+        check_rows(store, k, v)
         self.make_writable(first, first + n)
         if n == 1:
             slot = self.slot(first)
@@ -225,14 +217,13 @@ cdef class BlockTable:
                     _decode_token(kernels, store, slots[i], &out[i, 0, 0], values)
         return array
 
+    def give_up(self):
+        """Release, for a pool that has been entered."""
+        self.release()
+
     def block_ids(self):
         """The blocks in the order of their tokens."""
         return np.array([self.blocks[i] for i in range(self.count)], np.int32)
-
-
-cdef object _mismatch(Rows array, str name, Py_ssize_t heads, Py_ssize_t dim):
-    return DimensionMismatchError(f"{name} must have shape (num_tokens, {heads}, {dim}), "
-                                  f"got ({array.rows.tokens}, {array.rows.heads}, {array.rows.dim})")
 
 
 cdef void _decode_token(const kv_kernels *kernels, const kv_store *store, int64_t slot, float *out,

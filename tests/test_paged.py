@@ -345,6 +345,19 @@ class TestRefused:
         gc.collect()
         assert pool.num_free_blocks == 4 and pool.num_sequences == 0
 
+    def test_sequences_forgotten_while_the_pool_is_busy(self, rng):
+        pool, q = new_pool(4), queries(rng, 1)
+        forgotten, kept = [filled(pool, rng, 60)], filled(pool, rng, 5)
+
+        class Query:
+            def __array__(self, dtype=None, copy=None):
+                forgotten.clear()  # in the middle of attend_batch
+                return q
+
+        expected = kept.attend(0, q)
+        assert np.array_equal(pool.attend_batch(0, Query(), [kept]), expected)
+        assert not forgotten and pool.num_free_blocks == 3 and pool.num_sequences == 1
+
     def test_construction(self):
         for options, message in [
             ({"num_blocks": 0}, "num_blocks must be between 1 and"),

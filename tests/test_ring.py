@@ -156,6 +156,9 @@ def test_rotation_in_write(rng):
     other.append(0, qkv[:, 4:6], qkv[:, 6:])
     assert np.array_equal(q, qkv[:, :4])
     assert np.array_equal(ring.attend(0, q), other.attend(0, q))
+    for call in (ring.append, ring.write):
+        with pytest.raises(kvfast.DimensionMismatchError):
+            call(0, *[np.ones((0, 2, 64), np.float32)] * (1 + (call == ring.append)))
     with pytest.raises(ValueError, match="leave out cos and sin"):
         ring.write(0, qkv.reshape(70, -1), cos=np.ones((99, 32)), sin=np.ones((99, 32)))
 

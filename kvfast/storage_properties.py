@@ -1,0 +1,79 @@
+"""Sizes and dtypes, the same for every kind of cache."""
+
+
+def size_text(nbytes):
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+
+
+def same_or_tuple(names):
+    return names[0] if len(set(names)) == 1 else tuple(names)
+
+
+class StorageProperties:
+    """What a cache tells of its storage: of ``_storage``, a buffer or a pool."""
+
+    __slots__ = ()
+
+    @property
+    def num_layers(self):
+        return self._storage.num_layers
+
+    @property
+    def num_kv_heads(self):
+        return self._storage.num_kv_heads
+
+    @property
+    def head_dim(self):
+        return self._storage.head_dim
+
+    @property
+    def entry_size(self):
+        """Elements of one token's keys in one layer: num_kv_heads * head_dim."""
+        return self._storage.num_kv_heads * self._storage.head_dim
+
+    @property
+    def block_size(self):
+        """Tokens of a block."""
+        return self._storage.block_size
+
+    @property
+    def bytes_per_element(self):
+        """Bytes that one number of a key or value takes, scales and padding included."""
+        return self.bytes_per_token / (2 * self.num_layers * self.entry_size)
+
+    @property
+    def nbytes(self):
+        """Bytes reserved for keys and values, scales and padding included."""
+        return self._storage.nbytes
+
+    @property
+    def bytes_per_token(self):
+        """Bytes that one token takes over all layers, scales and padding included."""
+        return self._storage.bytes_per_token
+
+    @property
+    def k_dtype(self):
+        """Storage dtype of the keys: a name, or a tuple of one per layer where layers differ."""
+        return same_or_tuple(self._storage.dtypes(False))
+
+    @property
+    def v_dtype(self):
+        """Storage dtype of the values; see `k_dtype`."""
+        return same_or_tuple(self._storage.dtypes(True))
+
+    @property
+    def dtype(self):
+        """Storage dtype, ``"int8"`` or ``"int8/int4"`` for K/V, or a tuple of one per layer."""
+        pairs = zip(self._storage.dtypes(False), self._storage.dtypes(True))
+        return same_or_tuple([k if k == v else f"{k}/{v}" for k, v in pairs])
+
+    @property
+    def dtype_name(self):
+        """`dtype` as one word, for logs: ``"mixed"`` where layers differ."""
+        return self.dtype if isinstance(self.dtype, str) else "mixed"
+
+    def _shape(self):
+        return f"{self.dtype_name}, {self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}"

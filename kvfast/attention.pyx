@@ -117,8 +117,12 @@ cdef void _attend_range(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const P
         count = <int>min(<Py_ssize_t>tile, end - t)
         keys[now].count = values[now].count = count
         next_keys, next_values = &keys[1 - now], &values[1 - now]
-        _locate(store, &task.item.context, task.head, t + tile if t + tile < end else following, tile,
-                next_keys, next_values)
+        if t + tile < end and keys[now].first + tile < k.block_size:  # the same block goes on
+            next_keys.at[0], next_values.at[0] = keys[now].at[0], values[now].at[0]
+            next_keys.first = next_values.first = keys[now].first + tile
+        else:
+            _locate(store, &task.item.context, task.head, t + tile if t + tile < end else following, tile,
+                    next_keys, next_values)
         for r in range(task.rows):
             first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))

@@ -259,13 +259,12 @@ cdef class PagedBuffer:
         cdef BlockTable table
         cdef const int32_t[:, ::1] plain
         cdef const int32_t[::1] lens, starts
-        cdef kv_item *item
         self.pool.enter()
         try:
             count = len(tables) if tables is not None else len(seq_lens)
             if count == 0:
                 raise ValueError("a batch must hold at least one sequence")
-            call = open_call(&self.pool.stores[number], self.pool.workspace, q, options, 2 * count)
+            call = open_call(&self.pool.stores[number], self.pool.workspace, q, options, count)
             if cu_seqlens_q is None:
                 cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
             starts = cu_seqlens_q = _integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
@@ -292,22 +291,16 @@ cdef class PagedBuffer:
                                      f"{context.num_queries} of them")
                 if context.num_queries <= MAX_SHARED_QUERIES:
                     context.shareable = (context.c.length - context.num_queries) // self.pool.block_size
+                call.ask(&context.c, context.first_query, context.num_queries)
                 contexts.append(context)
 
             begins, parts, kept = [0] * count, [0] * count, []
-            for i in range(count):
-                context = contexts[i]
-                if context.num_queries:
-                    call.add(&context.c, context.first_query, context.num_queries, 0)  # fills in its queries
             if cascade and call.window == 0 and count > 1:
                 self._share(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, begins,
                             parts, kept)
             for i in range(count):
                 context = contexts[i]
-                if context.num_queries:
-                    item = call.add(&context.c, context.first_query, context.num_queries, begins[i])
-                    item.part = parts[i]
-                    call.close(item, context.c.length)
+                call.add(&context.c, context.first_query, context.num_queries, begins[i], parts[i])
             return call.run()
         finally:
             self.pool.busy = False

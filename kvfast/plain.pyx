@@ -75,7 +75,8 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
                              return_lse, num_splits, num_threads), 1)
     if call.call.q.tokens > context.length:
         raise ValueError(f"q holds {call.call.q.tokens} tokens, but k and v only {context.length}")
-    call.close(call.add(&context, 0, call.call.q.tokens, 0), context.length)
+    call.ask(&context, 0, call.call.q.tokens)
+    call.add(&context, 0, call.call.q.tokens, 0, 0)
     return call.run()
 
 

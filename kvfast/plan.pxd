@@ -26,12 +26,16 @@ cdef class AttendCall:
     cdef object out, lse, sinks, slopes
     cdef Py_ssize_t window, num_splits, work
 
-    cdef kv_item *add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries,
-                      Py_ssize_t begin) except NULL
+    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept
+    cdef int add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
+                 int part) except -1
+    cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept
+    cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept
+    cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept
     cdef int close(self, kv_item *item, Py_ssize_t end) except -1
     cdef object run(self)
 
 
-cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t max_items)
+cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts)
 cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1
 cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1

@@ -27,6 +27,8 @@ cdef enum:
     MIN_SPLIT_TOKENS = 1024
     MAX_SPLIT_TOKENS = 4096
     SPLIT_TOKENS_PER_UNIT = 512
+    # Up to so many query tokens of a context come out as each would alone.
+    FEW_QUERIES = 16
 
 cdef enum:
     ITEMS
@@ -134,8 +136,9 @@ cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept:
     high[0] += max(tokens, 0) + max(heads, 0) + rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
 
 
-cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t max_items):
-    """Check everything but the contexts, which `add` brings."""
+cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts):
+    """Check everything but the contexts, which `ask` and `add` bring."""
+    cdef Py_ssize_t items = 2 * contexts  # one for each, and those of shared prefixes
     cdef AttendCall self = AttendCall.__new__(AttendCall)
     cdef float[:, ::1] lse_view
     cdef float[::1] view
@@ -184,16 +187,15 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     self.call.kernels = active()
     self.call.store = store
     self.call.tile = choose_tile(store)
-    self.call.items = <kv_item *>workspace.reserve(ITEMS, max_items * sizeof(kv_item))
+    items += min(self.call.q.tokens, contexts * <Py_ssize_t>FEW_QUERIES)  # as many as `add` can make
+    self.call.items = <kv_item *>workspace.reserve(ITEMS, items * sizeof(kv_item))
     self.call.queries = <kv_query *>workspace.reserve(QUERIES, self.call.q.tokens * sizeof(kv_query))
     return self
 
 
 cdef class AttendCall:
-    cdef kv_item *add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries,
-                      Py_ssize_t begin) except NULL:
-        """The queries first_query ..., which are the last of a context, read it from position `begin` on."""
-        cdef kv_item *item = self.call.items + self.call.num_items
+    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept:
+        """The queries first_query ... are the last of a context: which positions each sees."""
         cdef kv_query *query
         cdef Py_ssize_t i
         for i in range(num_queries):
@@ -203,23 +205,63 @@ cdef class AttendCall:
             query.start = max(<Py_ssize_t>0, query.position + 1 - self.window) if self.window else 0
             query.sink_stop = min(max(self.options.num_sink_tokens, 0), query.start)
             query.parts = 0
-        memset(item, 0, sizeof(kv_item))
-        item.context = context[0]
-        item.first_query, item.num_queries = first_query, num_queries
-        item.begin = max(begin, self.call.queries[first_query].start // KV_TILE * KV_TILE)
-        return item
 
-    cdef int close(self, kv_item *item, Py_ssize_t end) except -1:
-        """Split the item's positions up to `end`, and count it."""
-        cdef Py_ssize_t span = end - item.begin, splits = self.num_splits, units, least
-        item.end = end
-        item.row_blocks = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS
+    cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept:
+        """Tokens of each split of a span that so many queries read."""
+        cdef Py_ssize_t splits = self.num_splits, units, least
         if splits == 0:
-            units = self.call.store.num_kv_heads * item.row_blocks
+            # A few queries are cut as each of them alone; see `add`.
+            units = num_queries if num_queries > FEW_QUERIES else 1
+            units = self.call.store.num_kv_heads * ((units * self.call.group + KV_ROWS - 1) // KV_ROWS)
             least = min(max(units * SPLIT_TOKENS_PER_UNIT, <Py_ssize_t>MIN_SPLIT_TOKENS), <Py_ssize_t>MAX_SPLIT_TOKENS)
             splits = min(ENOUGH_TASKS // units, span // least)
         splits = max(<Py_ssize_t>1, min(splits, (span + KV_TILE - 1) // KV_TILE))
-        item.split_tokens = ((span + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
+        return ((span + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
+
+    cdef int add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
+                 int part) except -1:
+        """Items for the queries of `ask`, which read their context from position `begin` on.
+
+        Queries that each alone would read in other splits get items of their own, so that a query's result has
+        the same bits whether it comes alone or with a few others, as when drafted tokens are verified.
+        """
+        cdef kv_item *item
+        cdef kv_query *first
+        cdef kv_query *last
+        cdef Py_ssize_t n
+        while num_queries:
+            first, n = self.call.queries + first_query, num_queries
+            if self.options.causal and num_queries <= FEW_QUERIES:
+                n = 1
+                while n < num_queries and self._cut_alike(first, first + n, begin):
+                    n += 1
+            last = first + n - 1
+            item = self.call.items + self.call.num_items
+            memset(item, 0, sizeof(kv_item))
+            item.context = context[0]
+            item.first_query, item.num_queries, item.part = first_query, n, part
+            item.begin = self._begin_of(first, begin)
+            self.close(item, last.stop)
+            first_query += n
+            num_queries -= n
+        return 0
+
+    cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept:
+        return max(begin, query.start // KV_TILE * KV_TILE)
+
+    cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept:
+        cdef Py_ssize_t start = self._begin_of(a, begin), size
+        if start != self._begin_of(b, begin):
+            return False
+        size = self._split_tokens(1, a.stop - start)
+        return size == self._split_tokens(1, b.stop - start) and (a.stop - start - 1) // size == (b.stop - start - 1) // size
+
+    cdef int close(self, kv_item *item, Py_ssize_t end) except -1:
+        """Split the item's positions up to `end`, and count it."""
+        cdef Py_ssize_t span = end - item.begin
+        item.end = end
+        item.row_blocks = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS
+        item.split_tokens = self._split_tokens(item.num_queries, span)
         item.splits = (span + item.split_tokens - 1) // item.split_tokens
         item.first_task = self.call.num_tasks
         self.call.num_tasks += item.splits * item.row_blocks * self.call.store.num_kv_heads

@@ -4,7 +4,6 @@ import numpy as np
 
 from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, kv_side
-from kvfast.attention cimport kv_item
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
 from kvfast.plan cimport AttendCall, Options, check_count, check_layer, open_call
@@ -81,7 +80,6 @@ cdef class SequenceBuffer:
         cdef BlockTable table = self._table(index, &layer)
         cdef AttendCall call
         cdef kv_context context
-        cdef kv_item *item
         self._enter()
         try:
             table.context(layer, &context)
@@ -94,11 +92,11 @@ cdef class SequenceBuffer:
                 call.sink_q = open_rows(sink_q, "q")
                 call.call.sink_q = call.sink_q.rows
             self._limit(table, call)
-            item = call.add(&context, 0, call.call.q.tokens, 0)
+            call.ask(&context, 0, call.call.q.tokens)
             if not table.holds(call.call.queries[0].start):
                 raise ValueError(f"the first query, at position {call.call.queries[0].position}, needs the keys from "
                                  f"position {call.call.queries[0].start} on, and the ring has dropped some of them")
-            call.close(item, context.length)
+            call.add(&context, 0, call.call.q.tokens, 0, 0)
             return call.run()
         finally:
             self._leave()

@@ -162,3 +162,21 @@ def test_out(rng):
         out = np.zeros((2, 8, 32), kind)[:, ::2]
         assert cache.attend(0, q, out=out) is out
         assert np.allclose(out.astype(np.float32), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_few_queries_get_the_bits_of_each_alone(isa, rng, dtype):
+    """So that drafted tokens, verified together, are what one token after the other would be."""
+    cache = kvfast.KVCache(1, 2, 20, dtype=dtype)
+    k, v = rng.standard_normal((2, 2700, 2, 20)).astype(np.float32)
+    q = rng.standard_normal((16, 6, 20)).astype(np.float32)
+    # 2,048 and 2,560 tokens are where the context is cut into more splits, or longer ones.
+    for length in (40, 131, 1000, 2055, 2567, 2700):
+        cache.append(0, k[cache.layer_length(0) : length], v[cache.layer_length(0) : length])
+        cache.advance(length - len(cache))
+        for options in ({}, {"sliding_window": 100, "num_sink_tokens": 3}, {"sliding_window": 2050}, {"num_splits": 3}):
+            together = cache.attend(0, q, **options)
+            for i in range(16):
+                part = cache.copy()
+                part.truncate(length - 15 + i)
+                assert np.array_equal(part.attend(0, q[i : i + 1], **options)[0], together[i]), (length, options, i)

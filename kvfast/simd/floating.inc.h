@@ -35,7 +35,12 @@ static inline __attribute__((always_inline)) void KV(score_panel)(
         }
     }
     if (tokens == 1) {
-        for (int r = 0; r < rows; r++) scores[r * KV_TILE] = vf_hsum(acc[r][0]);
+        /* Summed in the order of the others: a token's score does not depend on how many come with it. */
+        for (int r = 0; r < rows; r++) {
+            float sums[4];
+            KV(vf_sum4)(acc[r][0], acc[r][0], acc[r][0], acc[r][0], sums);
+            scores[r * KV_TILE] = sums[0];
+        }
         return;
     }
     for (int r = 0; r < rows; r += 4 / FLOAT_TOKENS) {

@@ -27,24 +27,35 @@ from ._kernels import active_isa, available_isas, cpu_features, use_isa
 from ._openmp import get_num_threads, has_openmp, set_num_threads
 from .bandwidth import read_bandwidth
 from .cache import KVCache
-from .errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
+from .cache_file import load
+from .errors import (
+    CacheFullError,
+    CorruptFileError,
+    DimensionMismatchError,
+    IncompatibleSnapshotError,
+    NonFiniteInputError,
+)
 from .fused import split_qkv_norm_rope
 from .paged_cache import PagedKVCache
 from .paged_sequence import Sequence
 from .plain import attention, merge_states
 from .quant import dequantize, quantize
 from .ring_cache import RingKVCache
+from .snapshot import Snapshot
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CacheFullError",
+    "CorruptFileError",
     "DimensionMismatchError",
+    "IncompatibleSnapshotError",
     "KVCache",
     "NonFiniteInputError",
     "PagedKVCache",
     "RingKVCache",
     "Sequence",
+    "Snapshot",
     "active_isa",
     "attention",
     "available_isas",
@@ -52,6 +63,7 @@ __all__ = [
     "cpu_features",
     "dequantize",
     "get_num_threads",
+    "load",
     "merge_states",
     "quantize",
     "read_bandwidth",

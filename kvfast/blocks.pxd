@@ -74,10 +74,12 @@ cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexce
 
 cdef class Arena:
     cdef void *_raw
+    cdef unsigned char[::1] _foreign
     cdef char *data
     cdef readonly Py_ssize_t nbytes
 
 
+cdef Arena arena_over(object memory)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size) except -1
 cdef int parse_dtype(object dtype) except -1
 cdef str dtype_name(int dtype)

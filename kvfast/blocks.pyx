@@ -82,6 +82,8 @@ cdef class Arena:
 
     def __cinit__(self, size):
         cdef Py_ssize_t align
+        if size is None:
+            return
         if size > <size_t>-1 // 4:
             raise MemoryError(f"a cache of {size:,} bytes is beyond the address space")
         self.nbytes = size
@@ -98,4 +100,12 @@ cdef class Arena:
         free(self._raw)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        PyBuffer_FillInfo(buffer, self, self.data, self.nbytes, 1, flags)
+        PyBuffer_FillInfo(buffer, self, self.data, self.nbytes, 0, flags)
+
+
+cdef Arena arena_over(object memory):
+    """An arena that is another's writable memory, a mapped file for example."""
+    cdef Arena arena = Arena(None)
+    arena._foreign = memory
+    arena.data, arena.nbytes = <char *>&arena._foreign[0], arena._foreign.shape[0]
+    return arena

@@ -1,9 +1,10 @@
 """The contiguous cache."""
 
-from .plan import check_size
+from .plan import check_block_size, check_size
 from .pool import BlockPool, per_layer
 from .sequence import SequenceBuffer
 from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache
+from .state import KINDS
 from .storage_properties import size_text
 from .table import BlockTable
 
@@ -26,6 +27,8 @@ class KVCache(SequenceCache):
         The integers keep one float32 scale per token per KV head.
     k_dtype, v_dtype : optional
         Storage of keys and values apart; each defaults to `dtype`.
+    block_size : int
+        Tokens that are stored, shared with snapshots and copied together: 16, 32, 64, 128 or 256.
 
     Raises
     ------
@@ -57,18 +60,30 @@ class KVCache(SequenceCache):
 
     __slots__ = ()
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, max_seq_len=None, dtype="int8", k_dtype=None, v_dtype=None):
+    def __init__(self, num_layers, num_kv_heads, head_dim, max_seq_len=None, dtype="int8", k_dtype=None, v_dtype=None,
+                 block_size=BLOCK_SIZE):
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         k_dtypes = per_layer(dtype if k_dtype is None else k_dtype, num_layers, "k_dtype")
         v_dtypes = per_layer(dtype if v_dtype is None else v_dtype, num_layers, "v_dtype")
+        block_size = check_block_size(block_size)
         num_blocks = GROW_BLOCKS
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
-            num_blocks = -(-max_seq_len // BLOCK_SIZE)
-        pool = BlockPool(num_layers, num_kv_heads, head_dim, BLOCK_SIZE, k_dtypes, v_dtypes, num_blocks, max_seq_len is None)
+            num_blocks = -(-max_seq_len // block_size)
+        pool = BlockPool(num_layers, num_kv_heads, head_dim, block_size, k_dtypes, v_dtypes, num_blocks, max_seq_len is None)
         table = BlockTable(pool)
         self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
+
+    def _settings(self):
+        return self._shape_settings("full")
+
+    @classmethod
+    def _from_settings(cls, settings, block_size, max_seq_len):
+        return cls(**settings, block_size=block_size, max_seq_len=max_seq_len)
 
     def __repr__(self):
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
         return f"KVCache({self._shape()}, {len(self)}{most} tokens, {size_text(self.nbytes)})"
+
+
+KINDS["full"] = KVCache

@@ -3,7 +3,13 @@
 All checks run before anything is written: a refused call leaves the cache as it was.
 """
 
-__all__ = ["CacheFullError", "DimensionMismatchError", "NonFiniteInputError"]
+__all__ = [
+    "CacheFullError",
+    "CorruptFileError",
+    "DimensionMismatchError",
+    "IncompatibleSnapshotError",
+    "NonFiniteInputError",
+]
 
 
 class DimensionMismatchError(ValueError):
@@ -12,6 +18,14 @@ class DimensionMismatchError(ValueError):
 
 class NonFiniteInputError(ValueError):
     """An array holds NaN, infinity, or a value beyond the range of its storage dtype."""
+
+
+class IncompatibleSnapshotError(ValueError):
+    """A snapshot or file is of another kind of cache, or of another version of the format."""
+
+
+class CorruptFileError(ValueError):
+    """A file, or a state of plain arrays, is not what kvfast has written: truncated, damaged, or foreign."""
 
 
 class CacheFullError(RuntimeError):

@@ -17,6 +17,7 @@ from kvfast.pool cimport BlockPool
 from kvfast.table cimport BlockTable
 
 from kvfast.errors import DimensionMismatchError
+from kvfast.plan import check_block_size
 from kvfast.prefix import PrefixIndex
 
 cdef enum:
@@ -41,9 +42,7 @@ cdef object _integers(object values, str name, object dtype, int ndim):
 
 cdef class PagedBuffer:
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, k_dtypes, v_dtypes):
-        size = check_count(block_size, "block_size", 16, 256)
-        if size & (size - 1):
-            raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {size}")
+        size = check_block_size(block_size)
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
         self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, k_dtypes, v_dtypes, num_blocks, False, True)
@@ -86,17 +85,6 @@ cdef class PagedBuffer:
         finally:
             self.pool.busy = False
 
-    def abandon(self, BlockTable table):
-        """Release a table that Python collects, whatever the pool is doing: now, or when it is next entered."""
-        self.pool.abandoned.append(table)
-        self._settle()
-
-    def _settle(self):
-        """Let the pool release what was abandoned while it was busy."""
-        if not self.pool.busy:
-            self.pool.enter()
-            self.pool.busy = False
-
     def clear(self):
         """Forget known prefixes and foreign slots; no sequence may be left."""
         if self.num_owned:
@@ -111,7 +99,7 @@ cdef class PagedBuffer:
 
     @property
     def num_free(self):
-        self._settle()
+        self.pool.settle()
         return self.pool.available()
 
     @property

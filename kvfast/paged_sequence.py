@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .cache import KVCache
 from .plan import check_size
 from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache
@@ -70,13 +71,16 @@ class Sequence(SequenceCache):
             self._token_ids = None
         elif self._token_ids is not None:
             self._token_ids.extend(token_ids.tolist())
-            index, size = self._pool._buffer.index, self._pool.block_size
-            if len(self._token_ids) // size > len(self._digests):
-                first = len(self._digests)
-                self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
-                blocks = self._buffer.block_ids(0)
-                for i in range(first, len(self._digests)):
-                    index.add(self._digests[i], int(blocks[i]))
+            self._make_known()
+
+    def _make_known(self):
+        """Let `match_prefix` find the blocks that are full since the last time."""
+        index, size, first = self._pool._buffer.index, self._pool.block_size, len(self._digests)
+        if len(self._token_ids) // size > first:
+            self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
+            blocks = self._buffer.block_ids(0)
+            for i in range(first, len(self._digests)):
+                index.add(self._digests[i], int(blocks[i]))
 
     def truncate(self, n):
         super().truncate(n)
@@ -110,6 +114,29 @@ class Sequence(SequenceCache):
     copy = fork
     __copy__ = fork
 
+    def snapshot(self, token_ids=None, metadata=None):
+        if token_ids is None and self._token_ids is not None:
+            token_ids = np.array(self._token_ids, np.int64)
+        return super().snapshot(token_ids, metadata)
+
+    snapshot.__doc__ = SequenceCache.snapshot.__doc__
+
+    def restore(self, snapshot):
+        super().restore(snapshot)
+        self._token_ids, self._digests = None, []
+        if snapshot.token_ids is not None:
+            self._token_ids = snapshot.token_ids.tolist()
+            self._make_known()
+
+    restore.__doc__ = SequenceCache.restore.__doc__
+
+    def _with_buffer(self, buffer):
+        cache = object.__new__(KVCache)
+        cache._buffer = buffer
+        return cache
+
+    _settings = KVCache._settings
+
     def can_append(self, n):
         """Whether the pool has the blocks that `n` more tokens take."""
         self._check_open()
@@ -121,10 +148,6 @@ class Sequence(SequenceCache):
             self._pool._buffer.release(self._table)
             self._buffer.close()
             self._pool._sequences.discard(self)
-
-    def __del__(self):
-        if hasattr(self, "_buffer") and not self._buffer.closed:
-            self._pool._buffer.abandon(self._table)
 
     def __enter__(self):
         self._check_open()

@@ -110,6 +110,14 @@ def check_size(value, name, least, most):
     return check_count(value, name, least, most)
 
 
+def check_block_size(value):
+    """Tokens of a block, a power of two."""
+    size = check_count(value, "block_size", 16, 256)
+    if size & (size - 1):
+        raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {size}")
+    return size
+
+
 cdef object _per_head(object values, str name, Py_ssize_t num_q_heads):
     array = np.ascontiguousarray(values, dtype=np.float32)
     if array.shape != (num_q_heads,):

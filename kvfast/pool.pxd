@@ -5,7 +5,7 @@ pool and what lies in it serve one thread at a time (`enter`, then `busy` until 
 """
 from libc.stdint cimport int32_t, uint8_t
 
-from kvfast.blocks cimport kv_store
+from kvfast.blocks cimport Arena, kv_store
 from kvfast.plan cimport Workspace
 
 
@@ -14,11 +14,13 @@ cdef class BlockPool:
     cdef readonly Py_ssize_t num_kv_heads
     cdef readonly Py_ssize_t head_dim
     cdef readonly int block_size
-    cdef readonly Py_ssize_t num_blocks
-    cdef object settings               # arguments of this pool
+    cdef readonly Py_ssize_t num_blocks # of all blocks, `num_gaps` of which do not exist
+    cdef readonly Py_ssize_t num_gaps
+    cdef tuple settings                # arguments of this pool
     cdef Py_ssize_t first_blocks
     cdef bint grows
     cdef bint is_shared
+    cdef bint is_dense
     cdef kv_store *stores              # (num_layers,)
     cdef uint8_t *chunk_of             # as in kv_store
     cdef list arenas                   # of Arena, one per chunk
@@ -40,10 +42,11 @@ cdef class BlockPool:
     cdef int release(self, int32_t block) except -1
     cdef int give_back(self, int32_t block) except -1
     cdef bint is_frozen(self, int32_t block) except -1
-    cdef void copy(self, BlockPool other, int32_t source, int32_t target) noexcept
+    cdef void copy(self, int32_t source, int32_t target) noexcept
     cdef BlockPool clone(self)
+    cdef BlockPool dense(self, Py_ssize_t num_blocks)
     cdef int trim(self) except -1
     cdef int32_t _free_group(self) noexcept
     cdef void _insert(self, int32_t block, int32_t behind) noexcept
     cdef void _remove(self, int32_t block) noexcept
-    cdef int _add_chunk(self, Py_ssize_t blocks) except -1
+    cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=*, object offsets=*) except -1

@@ -1,11 +1,13 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Memory of blocks, the list of free ones, and how many owners each has."""
+import numpy as np
+
 from libc.stdint cimport int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
 from kvfast._kernels cimport KV_MAX_HEAD_DIM
-from kvfast.blocks cimport (CHUNK_SHIFT, Arena, dtype_name, init_side, k_block_at, kv_chunk, kv_store, parse_dtype,
+from kvfast.blocks cimport (CHUNK_SHIFT, Arena, arena_over, dtype_name, init_side, k_block_at, kv_chunk, kv_store, parse_dtype,
                             v_block_at)
 from kvfast.plan cimport Workspace, check_count
 
@@ -36,13 +38,14 @@ cdef enum:
 cdef class BlockPool:
     """Blocks of `num_layers` layers.
 
-    `num_blocks` blocks lie in one piece of memory, each KV head a stream of its own. `grows`: they are the first, and more are
-    added as needed. `is_shared`: by several sequences, each of which is kept together as well as may be; else
-    the lowest free block is always the next.
+    `num_blocks` blocks lie in one piece of memory, each KV head a stream of its own. `grows`: not before they are
+    needed. `is_shared`: by several sequences, each of which is kept together as well as may be; else the lowest
+    free block is always the next, and more are added when all have owners. `is_dense`: without bytes between
+    the streams.
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, k_dtypes, v_dtypes, num_blocks,
-                  bint grows=False, bint is_shared=False):
+                  bint grows=False, bint is_shared=False, bint is_dense=False):
         cdef Py_ssize_t i
         cdef kv_store *store
         self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
@@ -50,7 +53,7 @@ cdef class BlockPool:
         self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
         self.block_size = block_size
         self.settings = num_layers, num_kv_heads, head_dim, block_size, k_dtypes, v_dtypes, num_blocks, grows, is_shared
-        self.grows, self.is_shared = grows, is_shared
+        self.grows, self.is_shared, self.is_dense = grows, is_shared, is_dense
         self.stores = <kv_store *>calloc(self.num_layers, sizeof(kv_store))
         if self.stores == NULL:
             raise MemoryError("cannot allocate the layers of a cache")
@@ -85,35 +88,55 @@ cdef class BlockPool:
             self.abandoned.pop().give_up()
         return 0
 
-    cdef int _add_chunk(self, Py_ssize_t blocks) except -1:
-        """More blocks, at the end. Nothing has changed if it fails."""
-        cdef Py_ssize_t i, count = len(self.arenas), total = self.num_blocks + blocks
+    def abandon(self, table):
+        """Release a table that Python collects, of this pool or one entered with it: now, or when it is next entered."""
+        self.abandoned.append(table)
+        self.settle()
+
+    def settle(self):
+        """Release what was abandoned while the pool was busy."""
+        if not self.busy:
+            self.enter()
+            self.busy = False
+
+    cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=None, object offsets=None) except -1:
+        """More blocks, at the end. Nothing has changed if it fails.
+
+        With an arena, its bytes are the blocks, each side of each layer dense from its entry of `offsets` on.
+        """
+        cdef Py_ssize_t i, count = len(self.arenas), first, total
         cdef kv_store *store
         cdef kv_chunk *chunk
-        cdef Arena arena
+        first = (self.num_blocks + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS
+        total = first + blocks
         if total > 0x7FFFFFF0 or count == MAX_CHUNKS:
             raise MemoryError(f"a cache of {total:,} blocks is beyond what kvfast can count")
         nbytes = 0
         for i in range(self.num_layers):
             store = self.stores + i
             store.chunks = <kv_chunk *>_grown(store.chunks, (count + 1) * sizeof(kv_chunk))
-            k_stride, v_stride = _stride(int(store.k.bytes) * blocks), _stride(int(store.v.bytes) * blocks)
+            k_stride, v_stride = int(store.k.bytes) * blocks, int(store.v.bytes) * blocks
+            if not self.is_dense and arena is None:
+                k_stride, v_stride = _stride(k_stride), _stride(v_stride)
             end = nbytes + int(self.num_kv_heads) * (k_stride + v_stride)
             if end > 1 << 60:
                 raise MemoryError(f"a cache of more than {end:,} bytes is beyond the address space")
             chunk = store.chunks + count
-            chunk.first = <int32_t>self.num_blocks
+            chunk.first = <int32_t>first
             chunk.k_head_stride, chunk.v_head_stride = k_stride, v_stride
             chunk.k = nbytes
             chunk.v = nbytes + self.num_kv_heads * chunk.k_head_stride
+            if offsets is not None:
+                chunk.k, chunk.v = offsets[i]
             nbytes = end
-        arena = Arena(nbytes)
+        if arena is None:
+            arena = Arena(nbytes)
         self.owners = <int32_t *>_grown(self.owners, total * sizeof(int32_t))
         self.next_free = <int32_t *>_grown(self.next_free, (total + 1) * sizeof(int32_t))
         self.prev_free = <int32_t *>_grown(self.prev_free, (total + 1) * sizeof(int32_t))
         self.chunk_of = <uint8_t *>_grown(self.chunk_of, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
         self.arenas.append(arena)
-        for i in range(self.num_blocks // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
+        for i in range(first // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
             self.chunk_of[i] = <uint8_t>count
         for i in range(self.num_layers):
             store = self.stores + i
@@ -125,10 +148,13 @@ cdef class BlockPool:
             store.chunk_of = self.chunk_of if count else NULL
         if count == 0:
             self.next_free[0] = self.prev_free[0] = 0
-        for i in range(self.num_blocks, total):
+        for i in range(self.num_blocks, first):
+            self.owners[i], self.next_free[i + 1], self.prev_free[i + 1] = 0, -1, -1
+        for i in range(first, total):
             self.owners[i] = 0
             self._insert(<int32_t>i, self.prev_free[0])
         self.num_free += blocks
+        self.num_gaps += first - self.num_blocks
         self.num_blocks = total
         return 0
 
@@ -152,9 +178,11 @@ cdef class BlockPool:
     cdef int ensure(self, Py_ssize_t count) except -1:
         """Make sure that `count` blocks can be taken; else CacheFullError, and nothing has changed."""
         cdef Py_ssize_t more
-        if self.grows and self.num_free < count:
-            # Half as much again: few pieces of memory, as streams are slower across their borders.
-            more = max(count - self.num_free, self.num_blocks // 2 if self.num_blocks else self.first_blocks)
+        if not self.is_shared and self.num_free < count:
+            # Half as much again: few pieces of memory, as streams are slower across their borders. A pool that has
+            # all that its sequence can need is asked for what snapshots keep from being overwritten.
+            more = self.num_blocks // (2 if self.grows else 16) if self.num_blocks else self.first_blocks
+            more = max(count - self.num_free, more)
             self._add_chunk((more + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS)
         elif self.available() < count:
             raise CacheFullError(f"{count} blocks of {self.block_size} tokens are needed, and "
@@ -218,19 +246,37 @@ cdef class BlockPool:
         """Whether a block must be copied before it is written."""
         return self.owners[block] > 1 or (self.index is not None and block in self.index)
 
-    cdef void copy(self, BlockPool other, int32_t source, int32_t target) noexcept:
-        """Copy a block of a pool of the same shape, this one or another."""
+    cdef void copy(self, int32_t source, int32_t target) noexcept:
+        """Copy a block."""
         cdef Py_ssize_t i, h
         cdef kv_store *store
         for i in range(self.num_layers):
             store = self.stores + i
             for h in range(self.num_kv_heads):
-                memcpy(k_block_at(store, target, h), k_block_at(other.stores + i, source, h), store.k.bytes)
-                memcpy(v_block_at(store, target, h), v_block_at(other.stores + i, source, h), store.v.bytes)
+                memcpy(k_block_at(store, target, h), k_block_at(store, source, h), store.k.bytes)
+                memcpy(v_block_at(store, target, h), v_block_at(store, source, h), store.v.bytes)
 
     cdef BlockPool clone(self):
         """An empty pool of the same shape."""
         return BlockPool(*self.settings)
+
+    cdef BlockPool dense(self, Py_ssize_t num_blocks):
+        """An empty pool of the same shape with so many blocks, side after side and head after head."""
+        return BlockPool(*self.settings[:6], max(num_blocks, 1), is_dense=True)
+
+    def map(self, memory, Py_ssize_t num_blocks, offsets):
+        """Let an empty pool's first blocks be bytes of `memory`; `offsets` (num_layers, 2) are those of K and V."""
+        self._add_chunk(num_blocks, arena_over(memory), offsets)
+
+    def side(self, Py_ssize_t layer, Py_ssize_t num_blocks, bint values):
+        """Bytes of the first blocks, which lie in one piece: uint8 of shape (num_kv_heads, num_blocks, bytes)."""
+        cdef kv_store *store = self.stores + layer
+        cdef Py_ssize_t nbytes = store.v.bytes if values else store.k.bytes
+        if num_blocks == 0:
+            return np.empty((self.num_kv_heads, 0, nbytes), np.uint8)
+        return np.ndarray((self.num_kv_heads, num_blocks, nbytes), np.uint8, buffer=self.arenas[0],
+                          offset=store.chunks.v if values else store.chunks.k,
+                          strides=(store.chunks.v_head_stride if values else store.chunks.k_head_stride, nbytes, 1))
 
     cdef int trim(self) except -1:
         """Give back the last chunks of a pool that has grown while no block of theirs is in use."""

@@ -3,6 +3,7 @@
 slack of `rollback` tokens behind the window, so that going back that far is exact."""
 from libc.string cimport memmove
 
+from kvfast.plan cimport check_count
 from kvfast.pool cimport BlockPool
 from kvfast.table cimport BlockTable
 
@@ -33,9 +34,31 @@ cdef class RingTable(BlockTable):
         return 0
 
     cdef BlockTable empty(self, BlockPool pool):
-        cdef RingTable other = RingTable(pool, self.window, self.num_sink_tokens, self.rollback)
-        other.evicted = self.evicted
-        return other
+        return RingTable(pool, self.window, self.num_sink_tokens, self.rollback)
+
+    cdef int copy_place(self, BlockTable other) except -1:
+        BlockTable.copy_place(self, other)
+        self.evicted = (<RingTable>other).evicted
+        return 0
+
+    def place(self):
+        return {"skipped_blocks": self.skipped, "evicted_tokens": self.evicted}
+
+    def reopen(self, Py_ssize_t length, dict place):
+        BlockTable.reopen(self, length, place)
+        self.evicted = place["evicted_tokens"]
+
+    cdef Py_ssize_t _check_place(self, Py_ssize_t length, dict place) except -1:
+        """The blocks skipped must be behind the sinks, and hold only what has been evicted."""
+        cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
+        if set(place) != {"skipped_blocks", "evicted_tokens"}:
+            raise ValueError(f"a ring cannot be {place}")
+        skipped = check_count(place["skipped_blocks"], "skipped_blocks", 0, 1 << 40)
+        evicted = check_count(place["evicted_tokens"], "evicted_tokens", 0, 1 << 40)
+        if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
+            raise ValueError(f"a ring with a window of {self.window} and {self.num_sink_tokens} sinks that holds {length} "
+                             f"tokens cannot be {place}")
+        return (length + size - 1) // size - skipped
 
     cdef bint holds(self, Py_ssize_t position) noexcept:
         return position >= self.evicted or self.evicted <= self.num_sink_tokens

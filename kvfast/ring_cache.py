@@ -10,6 +10,7 @@ from .ring import RingTable
 from .rope import RotaryTables
 from .sequence import SequenceBuffer
 from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache
+from .state import KINDS
 from .storage_properties import same_or_tuple, size_text
 from .table import BlockTable
 
@@ -100,6 +101,9 @@ class RingKVCache(SequenceCache):
             if rope_frequencies is None and rotary_dim % 2:
                 raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
             self._rope = RotaryTables(rotary_dim, rope_theta, rope_frequencies)
+            frequencies = self._rope.frequencies
+            if frequencies.ndim != 1 or not 1 <= frequencies.size <= head_dim // 2 or not np.isfinite(frequencies).all():
+                raise ValueError(f"rope_frequencies must be 1 to {head_dim // 2} finite numbers, got shape {frequencies.shape}")
         self._interleaved = bool(rope_interleaved)
         self._windows, self._num_sink_tokens, self._rollback = windows, num_sink_tokens, rollback
 
@@ -141,6 +145,25 @@ class RingKVCache(SequenceCache):
         cos, sin = self._rope.at(self._buffer.positions(layer))
         return rotated(k, cos, -sin, self._interleaved)
 
+    def _settings(self):
+        rope = self._rope and {"frequencies": self._rope.frequencies.tolist(), "interleaved": self._interleaved}
+        return self._shape_settings("ring") | {
+            "windows": list(self._windows),
+            "num_sink_tokens": self._num_sink_tokens,
+            "rollback": self._rollback,
+            "rope": rope,
+        }
+
+    @classmethod
+    def _from_settings(cls, settings, block_size, max_seq_len):
+        settings = dict(settings)
+        rope, window = settings.pop("rope"), settings.pop("windows")
+        if block_size != BLOCK_SIZE or max_seq_len is not None:
+            raise ValueError(f"a ring has blocks of {BLOCK_SIZE} tokens and no max_seq_len, got {block_size} and {max_seq_len}")
+        if rope is not None:
+            settings |= {"rope": "cache", "rope_frequencies": rope["frequencies"], "rope_interleaved": rope["interleaved"]}
+        return cls(window=window, **settings)
+
     def positions(self, layer=0):
         """Absolute positions of the tokens that a layer shows, in the order of `k` and `v`.
 
@@ -170,6 +193,9 @@ class RingKVCache(SequenceCache):
         window = self.window if not isinstance(self.window, tuple) else "mixed"
         sinks = f" + {self._num_sink_tokens} sinks" if self._num_sink_tokens else ""
         return f"RingKVCache({self._shape()}, window {window}{sinks}, {len(self)} tokens seen, {size_text(self.nbytes)})"
+
+
+KINDS["ring"] = RingKVCache
 
 
 def _num_tokens(array):

@@ -1,5 +1,6 @@
 """All layers of one sequence."""
 from kvfast.plan cimport AttendCall
+from kvfast.pool cimport BlockPool
 from kvfast.table cimport BlockTable
 
 
@@ -7,11 +8,12 @@ cdef class SequenceBuffer:
     cdef readonly list tables          # of BlockTable: one for each group of layers with one window
     cdef list places                   # of (table, layer in it) for each layer
     cdef readonly Py_ssize_t num_layers
-    cdef readonly object max_seq_len   # tokens, or None
+    cdef public object max_seq_len     # tokens, or None
     cdef readonly bint closed
 
     cdef BlockTable _table(self, object index, Py_ssize_t *layer)
     cdef int _enter(self) except -1
     cdef int _leave(self) except -1
+    cdef BlockPool _pool(self)
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
     cdef int _limit(self, BlockTable table, AttendCall call) except -1

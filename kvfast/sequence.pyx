@@ -32,11 +32,11 @@ cdef class SequenceBuffer:
     cdef int _enter(self) except -1:
         if self.closed:
             raise ValueError("this sequence has been freed")
-        (<BlockTable>self.tables[0]).pool.enter()
+        self._pool().enter()
         return 0
 
     cdef int _leave(self) except -1:
-        (<BlockTable>self.tables[0]).pool.busy = False
+        self._pool().busy = False
         return 0
 
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
@@ -185,12 +185,11 @@ cdef class SequenceBuffer:
         cdef kv_store *store = pool.stores + layer
         cdef Py_ssize_t length = table.lengths[layer]
         cdef kv_side *side = &store.v if values else &store.k
-        if side.dtype == KV_FLOAT32 and not pool.grows and not pool.is_shared and table.is_in_order():
-            view = np.ndarray((length, pool.num_kv_heads, pool.head_dim), np.float32, buffer=pool.arenas[0],
+        if side.dtype == KV_FLOAT32 and not pool.grows and not pool.is_shared and table.is_in_one_piece():
+            view = np.ndarray((length, pool.num_kv_heads, pool.head_dim), np.float32, buffer=memoryview(pool.arenas[0]).toreadonly(),
                               offset=store.chunks.v if values else store.chunks.k,
                               strides=(side.row_stride, store.chunks.v_head_stride if values
                                        else store.chunks.k_head_stride, 4))
-            view.flags.writeable = False
             return view
         self._enter()
         try:
@@ -198,18 +197,110 @@ cdef class SequenceBuffer:
         finally:
             self._leave()
 
-    def copy(self):
-        """An independent deep copy, with pools of its own."""
+    def copy(self, bint dense=False):
+        """An independent deep copy with pools of its own; `dense`: just large enough, for `side`."""
         cdef BlockTable table
         copies = {}
         self._enter()
         try:
             for table in self.tables:
-                copies[table] = table.clone()
-            return SequenceBuffer([copies[table] for table in self.tables],
-                                  [(copies[table], layer) for table, layer in self.places], self.max_seq_len)
+                copies[table] = table.clone(table.pool.dense(table.count) if dense else table.pool.clone())
+            return self._like(copies)
         finally:
             self._leave()
+
+    def share(self):
+        """The complete tokens, as they are now, in the same blocks."""
+        cdef BlockTable table, other
+        shared = {}
+        self._enter()
+        try:
+            for table in self.tables:
+                shared[table] = other = table.empty(table.pool)
+                other.share(table)
+                other.truncate(other.length)
+            return self._like(shared)
+        finally:
+            self._leave()
+
+    def _like(self, tables):
+        """A buffer with these tables in the place of its own."""
+        return SequenceBuffer([tables[table] for table in self.tables],
+                              [(tables[table], layer) for table, layer in self.places], self.max_seq_len)
+
+    def restore(self, SequenceBuffer other):
+        """Become the equal of a buffer with the same settings: by sharing its blocks, or copying those of another pool."""
+        cdef BlockTable table, source
+        self._enter()
+        try:
+            if other._pool() is self._pool():
+                for table, source in zip(self.tables, other.tables):
+                    table.share(source)
+                return
+            other._enter()
+            try:
+                for table, source in zip(self.tables, other.tables):
+                    table.reserve(table.blocks_of(source))
+                for table, source in zip(self.tables, other.tables):
+                    table.fill(source)
+            finally:
+                other._leave()
+        finally:
+            self._leave()
+
+    cdef BlockPool _pool(self):
+        return (<BlockTable>self.tables[0]).pool
+
+    def places_of_tables(self):
+        """For `reopen`."""
+        return [(<BlockTable>table).place() for table in self.tables]
+
+    def reopen(self, Py_ssize_t length, list places, memory=None, offsets=None):
+        """After `shapes`: be a sequence of `length` complete tokens, whose bytes lie in `memory` or are to be put into `side`.
+
+        `offsets`: of K and V of each layer in `memory`.
+        """
+        cdef BlockTable table
+        for table, place in zip(self.tables, places):
+            count = table._check_place(length, place)
+            if memory is not None and count:
+                table.pool.map(memory, count, [offsets[i] for i in range(self.num_layers) if self.places[i][0] is table])
+            table.reopen(length, place)
+
+    def shapes(self, Py_ssize_t length, list places):
+        """Shapes of `side` for K and V of each layer once `reopen` has been called."""
+        cdef BlockTable table
+        cdef kv_store *store
+        cdef Py_ssize_t layer
+        if len(places) != len(self.tables):
+            raise ValueError(f"{len(self.tables)} block tables are needed, got {len(places)}")
+        counts = {table: (<BlockTable>table)._check_place(length, place) for table, place in zip(self.tables, places)}
+        shapes = []
+        for table, layer in self.places:
+            store = table.pool.stores + layer
+            shapes.append([(store.num_kv_heads, counts[table], store.k.bytes), (store.num_kv_heads, counts[table], store.v.bytes)])
+        return shapes
+
+    def side(self, index, bint values):
+        """Blocks of a layer that was reopened or copied as dense: uint8 of shape (num_kv_heads, num_blocks, bytes)."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        return table.pool.side(layer, table.count, values)
+
+    @property
+    def nbytes_alone(self):
+        """Bytes that nothing but this buffer keeps."""
+        cdef BlockTable table
+        total = 0
+        for table in self.tables:
+            total += table.nbytes_alone
+        return total
+
+    def __del__(self):
+        cdef BlockTable table
+        if not self.closed:
+            for table in self.tables:
+                self._pool().abandon(table)
 
     def dtypes(self, bint values):
         """Names of the storage dtypes of all layers."""
@@ -226,7 +317,7 @@ cdef class SequenceBuffer:
         """Tokens that the blocks a layer's pool holds have room for."""
         cdef Py_ssize_t layer
         cdef BlockPool pool = self._table(index, &layer).pool
-        return pool.num_blocks * pool.block_size
+        return (pool.num_blocks - pool.num_gaps) * pool.block_size
 
     @property
     def num_kv_heads(self):

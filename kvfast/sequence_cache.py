@@ -2,8 +2,11 @@
 
 import numpy as np
 
+from .errors import IncompatibleSnapshotError
 from .fused import Transform
 from .plan import Options
+from .snapshot import Snapshot
+from .state import from_arrays
 from .storage_properties import StorageProperties
 
 # Tokens of a block of the caches that own their memory, and blocks that a growing cache starts with.
@@ -181,11 +184,104 @@ class SequenceCache(StorageProperties):
 
     def copy(self):
         """An independent deep copy."""
+        return self._with_buffer(self._buffer.copy())
+
+    def _with_buffer(self, buffer):
+        """A cache of the same settings with other contents."""
         other = object.__new__(type(self))
         for name in type(self).__slots__:
             setattr(other, name, getattr(self, name))
-        other._buffer = self._buffer.copy()
+        other._buffer = buffer
         return other
+
+    def snapshot(self, token_ids=None, metadata=None):
+        """The complete tokens, as they are now.
+
+        Takes no copy but of the block table: blocks are shared, and copied when this cache writes to them.
+
+        Parameters
+        ----------
+        token_ids : integers of shape (len(cache),), optional
+            What the tokens are, to be kept with them.
+        metadata : dict of str to str, optional
+            Anything else that is to be kept, the name of the model for example.
+
+        Returns
+        -------
+        Snapshot
+        """
+        return Snapshot(self._with_buffer(self._buffer.share()), token_ids, metadata)
+
+    def restore(self, snapshot):
+        """Go to where a snapshot was taken, of this cache or of another with the same settings.
+
+        A snapshot of this cache is shared as it was; another's bytes are copied. A snapshot of a `KVCache` can be
+        restored into a `Sequence`, and the other way round.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+
+        Raises
+        ------
+        IncompatibleSnapshotError
+            If layers, heads, head_dim, dtypes, or windows differ, or there is no room for the tokens; the cache is
+            as it was.
+        CacheFullError
+            If the pool of a `Sequence` has too few blocks.
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
+        snapshot._check_fits(self)
+        self._buffer.restore(snapshot._cache._buffer)
+
+    def save(self, path, token_ids=None, metadata=None):
+        """Write the complete tokens to a file, as they are stored: safetensors, with checksums.
+
+        If the process dies on the way, the file is the old one or the new one.
+
+        Parameters
+        ----------
+        path : path-like
+        token_ids, metadata
+            As in `snapshot`.
+
+        Raises
+        ------
+        OSError
+        ModuleNotFoundError
+            Without the packages of ``kvfast[files]``.
+        """
+        self.snapshot(token_ids, metadata).save(path)
+
+    def state_dict(self):
+        """The stored bytes as plain arrays; see `Snapshot.state_dict`."""
+        return self.snapshot().state_dict()
+
+    @classmethod
+    def from_state_dict(cls, arrays):
+        """A cache from what `state_dict` returned.
+
+        Raises
+        ------
+        CorruptFileError, IncompatibleSnapshotError
+            If that cannot be.
+        """
+        cache, _, _ = from_arrays(arrays)
+        if type(cache) is not cls:
+            raise IncompatibleSnapshotError(f"this is the state of a {type(cache).__name__}, not of a {cls.__name__}")
+        return cache
+
+    def _shape_settings(self, kind):
+        """What must be the same for the bytes of one cache to be good in another."""
+        return {
+            "kind": kind,
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "k_dtype": self._buffer.dtypes(False),
+            "v_dtype": self._buffer.dtypes(True),
+        }
 
     __copy__ = copy
 
@@ -193,7 +289,7 @@ class SequenceCache(StorageProperties):
         return self.copy()
 
     def __reduce__(self):
-        raise TypeError(f"a {type(self).__name__} cannot be pickled")
+        raise TypeError(f"a {type(self).__name__} cannot be pickled; save() writes it to a file that is safe to load")
 
     def __len__(self):
         return self._buffer.length

@@ -13,7 +13,7 @@ cdef class BlockTable:
     cdef Py_ssize_t capacity
     cdef Py_ssize_t count
     cdef Py_ssize_t sink_blocks
-    cdef Py_ssize_t skipped
+    cdef Py_ssize_t skipped            # blocks, see kv_context
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
 
@@ -25,9 +25,16 @@ cdef class BlockTable:
     cdef int advance(self, Py_ssize_t n) except -1
     cdef int truncate(self, Py_ssize_t n) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1
-    cdef bint is_in_order(self) noexcept
-    cdef BlockTable clone(self)
+    cdef bint is_in_one_piece(self) noexcept
+    cdef BlockTable clone(self, BlockPool pool)
     cdef BlockTable empty(self, BlockPool pool)
+    cdef int copy_place(self, BlockTable other) except -1
+    cdef Py_ssize_t num_slots(self) noexcept
+    cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
+    cdef int reserve(self, Py_ssize_t count) except -1
+    cdef int open(self, Py_ssize_t count) except -1
+    cdef int fill(self, BlockTable other) except -1
+    cdef Py_ssize_t _check_place(self, Py_ssize_t length, dict place) except -1
     cdef bint holds(self, Py_ssize_t position) noexcept
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept
     cdef int adopt(self, list blocks) except -1

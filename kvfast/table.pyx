@@ -13,6 +13,7 @@ from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport k_block_at, kv_context, kv_store, v_block_at
 from kvfast.encode cimport check_rows, kv_rotary, write_rows
 from kvfast.pool cimport BlockPool
+from kvfast.transfer cimport copy_slots
 
 
 cdef class BlockTable:
@@ -68,7 +69,7 @@ cdef class BlockTable:
                 self.count += 1
             elif self.pool.is_frozen(self.blocks[at]):
                 block = self.pool.take(self.blocks[at - 1] if at else -1)
-                self.pool.copy(self.pool, self.blocks[at], block)
+                self.pool.copy(self.blocks[at], block)
                 self.pool.release(self.blocks[at])
                 self.blocks[at] = block
         return 0
@@ -141,9 +142,11 @@ cdef class BlockTable:
     cdef bint has(self, Py_ssize_t index, int32_t block) noexcept:
         return index < self.count and self.blocks[index] == block
 
-    cdef bint is_in_order(self) noexcept:
-        """Whether block i is the table's entry i, so that the tokens lie one after the other."""
+    cdef bint is_in_one_piece(self) noexcept:
+        """Whether block i of the pool's first chunk is the table's entry i, so that the tokens lie one after the other."""
         cdef Py_ssize_t i
+        if self.count > self.pool.first_blocks:
+            return False
         for i in range(self.count):
             if self.blocks[i] != i:
                 return False
@@ -153,26 +156,14 @@ cdef class BlockTable:
         """A table of the same kind for another pool."""
         return BlockTable(pool)
 
-    cdef BlockTable clone(self):
-        """A deep copy, in a pool of its own."""
-        cdef BlockPool pool = self.pool.clone()
-        cdef BlockTable other = self.empty(pool)
-        cdef Py_ssize_t i
-        pool.ensure(self.count)
-        other.blocks = <int32_t *>calloc(max(self.count, 1), sizeof(int32_t))
-        if other.blocks == NULL:
-            raise MemoryError("cannot allocate the block table of a sequence")
-        other.capacity = max(self.count, 1)
-        for i in range(self.count):
-            other.blocks[i] = pool.take(other.blocks[i - 1] if i else -1)
-            other.count += 1
-            pool.copy(self.pool, self.blocks[i], other.blocks[i])
-        other.sink_blocks, other.skipped, other.length = self.sink_blocks, self.skipped, self.length
-        memcpy(other.lengths, self.lengths, pool.num_layers * sizeof(Py_ssize_t))
-        return other
+    cdef int copy_place(self, BlockTable other) except -1:
+        """Take over how many tokens there are, and which of them are left, of a sequence of the same kind."""
+        self.sink_blocks, self.skipped, self.length = other.sink_blocks, other.skipped, other.length
+        memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
+        return 0
 
     cdef int share(self, BlockTable other) except -1:
-        """Become another sequence's equal, with the same blocks."""
+        """Become the equal of another sequence of this pool, with the same blocks."""
         cdef Py_ssize_t i
         cdef int32_t *blocks = <int32_t *>calloc(max(other.count, 1), sizeof(int32_t))
         if blocks == NULL:
@@ -183,9 +174,83 @@ cdef class BlockTable:
         self.release()
         free(self.blocks)
         self.blocks, self.capacity, self.count = blocks, max(other.count, 1), other.count
-        self.sink_blocks, self.skipped, self.length = other.sink_blocks, other.skipped, other.length
-        memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
+        self.copy_place(other)
         return 0
+
+    cdef int reserve(self, Py_ssize_t count) except -1:
+        """Make sure that `open` finds its blocks; else CacheFullError or MemoryError, and nothing has changed."""
+        cdef Py_ssize_t i, own = 0
+        for i in range(self.count):
+            own += self.pool.owners[self.blocks[i]] == 1
+        if self.pool.available() + own < count:
+            self.pool.ensure(count - own)
+        return 0
+
+    cdef int open(self, Py_ssize_t count) except -1:
+        """Exchange all blocks for `count` others."""
+        cdef Py_ssize_t i
+        cdef int32_t *blocks
+        self.reserve(count)
+        blocks = <int32_t *>calloc(max(count, 1), sizeof(int32_t))
+        if blocks == NULL:
+            raise MemoryError("cannot allocate the block table of a sequence")
+        self.release()
+        free(self.blocks)
+        self.blocks, self.capacity = blocks, max(count, 1)
+        for i in range(count):
+            self.blocks[i] = self.pool.take(self.blocks[i - 1] if i else -1)
+            self.count += 1
+        return 0
+
+    cdef Py_ssize_t num_slots(self) noexcept:
+        """Places of the blocks that are in use."""
+        cdef Py_ssize_t longest = 0, i
+        for i in range(self.pool.num_layers):
+            longest = max(longest, self.lengths[i])
+        return longest - self.skipped * self.pool.block_size
+
+    cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept:
+        """Blocks of this pool that hold what another table holds."""
+        return (other.num_slots() + self.pool.block_size - 1) // self.pool.block_size
+
+    cdef int fill(self, BlockTable other) except -1:
+        """Become the equal of a sequence of another pool of the same layers, with a copy of its tokens."""
+        self.open(self.blocks_of(other))
+        copy_slots(other.pool.stores, other.blocks, self.pool.stores, self.blocks, self.pool.num_layers, other.num_slots())
+        self.copy_place(other)
+        return 0
+
+    cdef BlockTable clone(self, BlockPool pool):
+        """A deep copy in another pool."""
+        cdef BlockTable other = self.empty(pool)
+        other.fill(self)
+        return other
+
+    def place(self):
+        """What a file tells of a table besides its blocks, for `reopen`."""
+        return {"skipped_blocks": self.skipped}
+
+    def reopen(self, Py_ssize_t length, dict place):
+        """Take the blocks of a sequence of `length` tokens, for their bytes to be put in; ValueError if `place` cannot be."""
+        cdef Py_ssize_t count = self._check_place(length, place), i
+        self.open(count)
+        self.skipped, self.length = place["skipped_blocks"], length
+        for i in range(self.pool.num_layers):
+            self.lengths[i] = length
+
+    cdef Py_ssize_t _check_place(self, Py_ssize_t length, dict place) except -1:
+        """Number of blocks."""
+        if place != {"skipped_blocks": 0}:
+            raise ValueError(f"a cache that keeps everything cannot be {place}")
+        return (length + self.pool.block_size - 1) // self.pool.block_size
+
+    @property
+    def nbytes_alone(self):
+        """Bytes that this table keeps from being freed: its own, and blocks without another owner."""
+        cdef Py_ssize_t i, alone = 0
+        for i in range(self.count):
+            alone += self.pool.owners[self.blocks[i]] == 1
+        return alone * self.pool.block_bytes + self.capacity * sizeof(int32_t) + self.pool.num_layers * sizeof(Py_ssize_t)
 
     cdef int release(self) except -1:
         """Give all blocks back."""
@@ -220,6 +285,7 @@ cdef class BlockTable:
     def give_up(self):
         """Release, for a pool that has been entered."""
         self.release()
+        self.pool.trim()
 
     def block_ids(self):
         """The blocks in the order of their tokens."""

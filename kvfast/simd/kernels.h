@@ -136,6 +136,9 @@ typedef struct {
     void (*encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
     void (*decode_k)(const kv_side *side, const char *block, int slot, float *row);
     void (*decode_v)(const kv_side *side, const char *block, int slot, float *row);
+    /* A token's codes and scale into a block of perhaps another size; `values`: of the V side. */
+    void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
+                       int to_slot, int values);
 
     /* What a model does to rows of n floats of Q or K, `stride` floats apart; `out` may be the rows themselves. */
     void (*transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n,

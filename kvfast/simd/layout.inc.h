@@ -109,6 +109,31 @@ static void KV(decode_k)(const kv_side *side, const char *block, int slot, float
     }
 }
 
+/* One token from a block to one of another size; neither codes nor scale change. */
+static void KV(copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
+                           int to_slot, int values)
+{
+    if (side->dtype < KV_NUM_FLOATS) {
+        memcpy(target + to_slot * to->row_stride, source + slot * side->row_stride, (size_t)side->row_stride);
+        return;
+    }
+    ((float *)(target + to->scales))[to_slot] = ((const float *)(source + side->scales))[slot];
+    const int per_line = side->dtype == KV_INT8 ? 4 : 8;
+    uint8_t *from = (uint8_t *)source, *into = (uint8_t *)target;
+    if (!values) {
+        for (int d = 0; d < side->padded_dim; d += per_line)
+            memcpy(KV(locate)(into, side->padded_dim, to_slot, d, per_line),
+                   KV(locate)(from, side->padded_dim, slot, d, per_line), 4);
+        return;
+    }
+    for (int d = 0; d < side->padded_dim; d++) {
+        const uint8_t *code = KV(locate)(from, side->block_size, d, slot, per_line);
+        uint8_t *place = KV(locate)(into, to->block_size, d, to_slot, per_line);
+        if (per_line == 4) *place = *code;
+        else kv_put_nibble(place, kv_get_nibble(code, slot / 4 % 2), to_slot / 4 % 2);
+    }
+}
+
 static void KV(decode_v)(const kv_side *side, const char *block, int slot, float *row)
 {
     if (KV(decode_floats)(side, block, slot, row)) return;

@@ -16,6 +16,7 @@ static const kv_kernels KV(kernels) = {
     .encode_v = KV(encode_v),
     .decode_k = KV(decode_k),
     .decode_v = KV(decode_v),
+    .copy_token = KV(copy_token),
     .transform = KV(transform),
     .prepare = {KV(prepare_floating), KV(prepare_floating), KV(prepare_floating), KV(prepare_int8), KV(prepare_int4)},
     .scores = {KV(scores_float32), KV(scores_float16), KV(scores_bfloat16), KV(scores_int8), KV(scores_int4)},

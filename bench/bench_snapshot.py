@@ -1,0 +1,90 @@
+"""Snapshots, and files of caches against plain files of the same bytes.
+
+    pytest bench/bench_snapshot.py
+    python bench/bench_snapshot.py          # the same as a table, runs interleaved, at 32,768 tokens
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pytest
+from bench_caches import fill, interleaved
+from models import LLAMA_3_8B, SMOLLM2_135M
+
+import kvfast
+
+
+def filled(model, context, dtype="int8"):
+    cache = kvfast.KVCache(model.num_layers, model.num_kv_heads, model.head_dim, context, dtype)
+    fill(cache, model, context)
+    return cache
+
+
+def write_plain(data, path):
+    """What `save` has to do at least: write, and wait for the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_plain(path):
+    data = np.empty(os.path.getsize(path), np.uint8)
+    with open(path, "rb", buffering=0) as file:
+        view = memoryview(data)
+        while len(view):
+            view = view[file.readinto(view) :]
+    return data
+
+
+@pytest.mark.parametrize("action", ["snapshot", "restore"])
+def bench_snapshot_8k(benchmark, action):
+    cache = filled(SMOLLM2_135M, 8192)
+    snapshot = cache.snapshot()
+    assert snapshot.nbytes < 1 << 16
+    benchmark(cache.snapshot if action == "snapshot" else lambda: cache.restore(snapshot))
+
+
+@pytest.mark.parametrize("action", ["save", "load", "map"])
+def bench_file_4k(benchmark, tmp_path, action):
+    cache = filled(SMOLLM2_135M, 4096)
+    path = tmp_path / "cache.safetensors"
+    cache.save(path)
+    assert kvfast.load(path).snapshot() == cache.snapshot()
+    calls = {"save": lambda: cache.save(path), "load": lambda: kvfast.load(path), "map": lambda: kvfast.load(path, mmap=True)}
+    benchmark.extra_info.update(bytes=path.stat().st_size)
+    benchmark.pedantic(calls[action], rounds=5, warmup_rounds=1)
+
+
+def table(rounds, folder):
+    model, context = LLAMA_3_8B, 32768
+    cache = filled(model, context)
+    snapshot = cache.snapshot()
+    print(f"{cache!r}; medians of {rounds} interleaved rounds, in {folder}")
+    times, _ = interleaved([cache.snapshot, lambda: cache.restore(snapshot)], 100)
+    print(f"snapshot {times[0] * 1e6:.0f} us, {snapshot.nbytes:,} bytes of its own; restore {times[1] * 1e6:.0f} us")
+    path, plain = Path(folder, "cache.safetensors"), Path(folder, "plain")
+    cache.save(path)
+    nbytes = path.stat().st_size
+    data = path.read_bytes()
+    calls = [lambda: write_plain(data, plain), lambda: cache.save(path)]
+    times, ratios = interleaved(calls, rounds)
+    print(f"save     {nbytes / times[1] / 1e9:.2f} GB/s, {1 / ratios[1]:.2f} of a plain write with fsync ({nbytes / times[0] / 1e9:.2f} GB/s)")
+    del data
+    calls = [lambda: read_plain(path), lambda: kvfast.load(path), lambda: kvfast.load(path, mmap=True)]
+    times, ratios = interleaved(calls, rounds)
+    print(f"load     {nbytes / times[1] / 1e9:.2f} GB/s, {1 / ratios[1]:.2f} of a plain read into fresh memory ({nbytes / times[0] / 1e9:.2f} GB/s)")
+    print(f"map      {times[2] * 1e3:.1f} ms")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where to write 4 GB (default: the folder for temporary files)")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        table(given.rounds, folder)

@@ -1,0 +1,229 @@
+"""A cache at one point in time."""
+
+import numpy as np
+
+from . import cache_file
+from .errors import DimensionMismatchError, IncompatibleSnapshotError
+from .state import KINDS, from_arrays, to_arrays
+from .storage_properties import StorageProperties, same_or_tuple, size_text
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot(StorageProperties):
+    """The complete tokens of a cache as they were: from `KVCache.snapshot`, a file, or arrays.
+
+    Shares the blocks of its cache: what is taken is a table of them, and a block is copied only when the cache
+    writes to it. It lives on when the cache is gone, and can be restored any number of times, into its cache or
+    into another with the same settings, where it is copied. A snapshot and its cache serve one thread at a time.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.KVCache(1, 2, 64)
+    >>> k = v = np.ones((3, 2, 64), np.float32)
+    >>> cache.append(0, k, v)
+    >>> cache.advance(3)
+    >>> snapshot = cache.snapshot()
+    >>> cache.clear()
+    >>> cache.restore(snapshot)
+    >>> len(cache)
+    3
+    """
+
+    __slots__ = ("_cache", "_token_ids", "_metadata")
+
+    def __init__(self, cache, token_ids=None, metadata=None):
+        # A cache that nobody else has: it is not changed any more.
+        self._cache = cache
+        self._token_ids = None if token_ids is None else _checked_ids(token_ids, len(cache))
+        self._metadata = _checked_metadata(metadata)
+
+    @property
+    def seq_len(self):
+        """Tokens."""
+        return len(self._cache)
+
+    @property
+    def token_ids(self):
+        """What the tokens are, if that is known: int64 of shape (seq_len,), read-only; else None."""
+        return self._token_ids
+
+    @property
+    def metadata(self):
+        """What was given to `KVCache.snapshot`: a dict of str to str."""
+        return dict(self._metadata)
+
+    @property
+    def nbytes(self):
+        """Bytes that exist for this snapshot alone: its table, and blocks that its cache has overwritten or dropped since."""
+        return self._cache._buffer.nbytes_alone
+
+    def to_arrays(self):
+        """Decode all tokens.
+
+        Returns
+        -------
+        keys, values : lists with one ndarray of shape (seq_len, num_kv_heads * head_dim), float32, per layer
+            Of a ring, the tokens that it shows; see `RingKVCache.positions`.
+        """
+        layers = range(self.num_layers)
+        keys = [np.array(self._cache.k(layer)).reshape(-1, self.entry_size) for layer in layers]
+        return keys, [np.array(self._cache.v(layer)).reshape(-1, self.entry_size) for layer in layers]
+
+    @classmethod
+    def from_arrays(cls, keys, values, num_kv_heads, dtype="int8", k_dtype=None, v_dtype=None, *, token_ids=None, metadata=None):
+        """Encode tokens, for a `KVCache` or a `Sequence`.
+
+        Parameters
+        ----------
+        keys, values : sequences of arrays of shape (seq_len, num_kv_heads * head_dim), one per layer
+            float32, float16 or bfloat16.
+        num_kv_heads : int
+        dtype, k_dtype, v_dtype
+            As in `KVCache`.
+        token_ids, metadata
+            As in `KVCache.snapshot`.
+
+        Returns
+        -------
+        Snapshot
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
+        """
+        keys, values = [np.asarray(array) for array in keys], [np.asarray(array) for array in values]
+        if not keys or len(keys) != len(values):
+            raise DimensionMismatchError(f"keys and values must hold one array per layer, got {len(keys)} and {len(values)}")
+        shape = keys[0].shape
+        if len(shape) != 2 or shape[1] == 0 or not isinstance(num_kv_heads, int) or num_kv_heads < 1 or shape[1] % num_kv_heads:
+            raise DimensionMismatchError(f"keys must have shape (seq_len, {num_kv_heads} * head_dim), got {shape}")
+        for array in (*keys, *values):
+            if array.shape != shape:
+                raise DimensionMismatchError(f"keys and values must have the same shape in every layer, got {shape} and {array.shape}")
+        heads = shape[0], num_kv_heads, shape[1] // num_kv_heads
+        cache = KINDS["full"](len(keys), *heads[1:], max(1, shape[0]), dtype, k_dtype, v_dtype)
+        if shape[0]:
+            for layer, (k, v) in enumerate(zip(keys, values)):
+                cache.append(layer, k.reshape(heads), v.reshape(heads))
+            cache.advance(shape[0])
+        cache._buffer.max_seq_len = None
+        return cls(cache, token_ids, metadata)
+
+    def to_cache(self, max_seq_len=None):
+        """A new cache with these tokens.
+
+        Returns
+        -------
+        KVCache or RingKVCache
+        """
+        cache = self._empty_cache(max_seq_len)
+        cache.restore(self)
+        return cache
+
+    def _empty_cache(self, max_seq_len):
+        settings = self._cache._settings()
+        return KINDS[settings.pop("kind")]._from_settings(settings, self.block_size, max_seq_len)
+
+    def state_dict(self):
+        """The stored bytes as plain arrays.
+
+        Returns
+        -------
+        dict of str to ndarray
+            ``"layers.0.k"``, ``"layers.0.v"`` ...: blocks as they are stored, uint8 of shape (num_kv_heads, num_blocks,
+            bytes of a block); ``"header"``: JSON in uint8; ``"token_ids"``: int64, where they are known.
+        """
+        return to_arrays(self._cache, self._token_ids, self._metadata)
+
+    @classmethod
+    def from_state_dict(cls, arrays):
+        """A snapshot from what `state_dict` returned.
+
+        Raises
+        ------
+        CorruptFileError, IncompatibleSnapshotError
+            If that cannot be.
+        """
+        return cls(*from_arrays(arrays))
+
+    def save(self, path):
+        """Write to a file; see `KVCache.save`."""
+        cache_file.write(self._cache, self._token_ids, self._metadata, path)
+
+    @classmethod
+    def load(cls, path, mmap=False):
+        """Read from a file; see `kvfast.load`."""
+        return cls(*cache_file.read(path, mmap, None))
+
+    def _check_fits(self, cache):
+        """Raise unless `cache` can become what this is."""
+        mine, other = self._cache._settings(), cache._settings()
+        for name in mine.keys() | other.keys():
+            if mine.get(name) != other.get(name):
+                wrong = [same_or_tuple(one) if isinstance(one, list) else one for one in (mine.get(name), other.get(name))]
+                raise IncompatibleSnapshotError(f"the snapshot has {name} {wrong[0]!r}, the cache {wrong[1]!r}")
+        if cache.max_seq_len is not None and self.seq_len > cache.max_seq_len:
+            raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {cache.max_seq_len}")
+
+    def __eq__(self, other):
+        """Whether both hold the same bytes for the same tokens, whatever the size of their blocks."""
+        if not isinstance(other, Snapshot):
+            return NotImplemented
+        if self._cache._settings() != other._cache._settings() or self.seq_len != other.seq_len:
+            return False
+        if self.block_size != other.block_size:
+            cache = self._empty_cache(None)
+            cache.restore(other)
+            other = Snapshot(cache)
+        first, second = self._cache._buffer, other._cache._buffer
+        if first.places_of_tables() != second.places_of_tables():
+            return False
+        first, second = first.copy(dense=True), second.copy(dense=True)
+        return all(
+            np.array_equal(first.side(layer, values), second.side(layer, values))
+            for layer in range(self.num_layers)
+            for values in (False, True)
+        )
+
+    __hash__ = None
+
+    def __len__(self):
+        return self.seq_len
+
+    def __bool__(self):
+        return True
+
+    def __copy__(self):
+        return self  # nothing changes it
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError("a Snapshot cannot be pickled; save() writes it to a file that is safe to load")
+
+    @property
+    def _storage(self):
+        return self._cache._buffer
+
+    def __repr__(self):
+        return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"
+
+
+def _checked_ids(token_ids, count):
+    array = np.array(token_ids)
+    if array.shape != (count,) or (count and array.dtype.kind not in "iu"):
+        raise ValueError(f"token_ids must be {count} integers, got {array.dtype} of shape {array.shape}")
+    array = array.astype(np.int64)
+    array.flags.writeable = False
+    return array
+
+
+def _checked_metadata(metadata):
+    metadata = {} if metadata is None else dict(metadata)
+    for name, text in metadata.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise TypeError(f"metadata must map str to str, got {name!r}: {text!r}")
+    return metadata

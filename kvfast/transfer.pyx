@@ -1,0 +1,57 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Copies of what a sequence stores: the bytes stay as they are, also where the blocks have another size."""
+from cython.parallel cimport prange
+from libc.stdint cimport int32_t
+from libc.string cimport memcpy, memset
+
+from kvfast._kernels cimport active, kv_kernels, kv_side
+from kvfast._openmp cimport num_threads_for
+from kvfast.blocks cimport k_block_at, kv_store, v_block_at
+
+
+cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv_store *target, const int32_t *to_blocks,
+                    Py_ssize_t num_layers, Py_ssize_t num_slots) except -1:
+    """Copy the first `num_slots` slots of a list of blocks into another; what is behind them in the last block is zeroed.
+
+    Both have the same layers, heads, head_dim and dtypes.
+    """
+    cdef const kv_kernels *kernels = active()
+    cdef Py_ssize_t heads = source.num_kv_heads, task, nbytes = 0
+    cdef int threads
+    for task in range(num_layers):
+        nbytes += (source[task].k.bytes + source[task].v.bytes) * heads
+    threads = num_threads_for(None, <double>(nbytes / source.k.block_size) * num_slots)
+    with nogil:
+        if threads == 1:
+            for task in range(num_layers * heads * 2):
+                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, task)
+        else:
+            for task in prange(num_layers * heads * 2, schedule="dynamic", num_threads=threads):
+                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, task)
+    return 0
+
+
+cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const int32_t *from_blocks,
+                     const kv_store *target, const int32_t *to_blocks, Py_ssize_t num_slots, Py_ssize_t task) noexcept nogil:
+    """One side of one head of one layer."""
+    cdef bint values = task % 2
+    cdef Py_ssize_t head = task // 2 % source.num_kv_heads, slot, whole = 0
+    source += task // 2 // source.num_kv_heads
+    target += task // 2 // source.num_kv_heads
+    cdef const kv_side *side = &source.v if values else &source.k
+    cdef const kv_side *into = &target.v if values else &target.k
+    if side.block_size == into.block_size:
+        whole = num_slots // side.block_size
+        for slot in range(whole):
+            memcpy(_block(target, to_blocks[slot], head, values), _block(source, from_blocks[slot], head, values), side.bytes)
+    if num_slots % into.block_size:
+        memset(_block(target, to_blocks[num_slots // into.block_size], head, values), 0, into.bytes)
+    for slot in range(whole * side.block_size, num_slots):
+        kernels.copy_token(side, _block(source, from_blocks[slot // side.block_size], head, values),
+                           <int>(slot % side.block_size), into,
+                           _block(target, to_blocks[slot // into.block_size], head, values),
+                           <int>(slot % into.block_size), values)
+
+
+cdef inline char *_block(const kv_store *store, int32_t block, Py_ssize_t head, bint values) noexcept nogil:
+    return v_block_at(store, block, head) if values else k_block_at(store, block, head)

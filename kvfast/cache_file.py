@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from mmap import ACCESS_COPY
 from mmap import mmap as map_file
@@ -17,6 +18,7 @@ from mmap import mmap as map_file
 import numpy as np
 
 from . import state
+from ._openmp import get_num_threads
 from .errors import CorruptFileError, IncompatibleSnapshotError
 
 __all__ = ["load"]
@@ -62,7 +64,9 @@ def write(cache, token_ids, metadata, path):
     if token_ids is not None:
         # As bytes, like the others: tensors are sorted by their dtypes, and the blocks are to start at a page.
         tensors["token_ids"] = token_ids.astype("<i8").view(np.uint8).reshape(-1, 8)
-    checksums = json.dumps({name: xxhash.xxh3_128_hexdigest(tensor) for name, tensor in tensors.items()}, separators=(",", ":"))
+    with ThreadPoolExecutor(get_num_threads()) as threads:
+        sums = threads.map(xxhash.xxh3_128_hexdigest, tensors.values())
+        checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
     header = state.header_of(cache, metadata)
     metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(xxhash, header, checksums), "padding": ""}
     metadata["padding"] = " " * (-_header_bytes(tensors, metadata) % ALIGNMENT)

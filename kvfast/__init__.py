@@ -39,6 +39,7 @@ from .fused import split_qkv_norm_rope
 from .paged_cache import PagedKVCache
 from .paged_sequence import Sequence
 from .plain import attention, merge_states
+from .prompt_cache import PromptCache
 from .quant import dequantize, quantize
 from .ring_cache import RingKVCache
 from .snapshot import Snapshot
@@ -53,6 +54,7 @@ __all__ = [
     "KVCache",
     "NonFiniteInputError",
     "PagedKVCache",
+    "PromptCache",
     "RingKVCache",
     "Sequence",
     "Snapshot",

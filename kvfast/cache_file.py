@@ -68,7 +68,7 @@ def write(cache, token_ids, metadata, path):
         sums = threads.map(xxhash.xxh3_128_hexdigest, tensors.values())
         checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
     header = state.header_of(cache, metadata)
-    metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(xxhash, header, checksums), "padding": ""}
+    metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(header, checksums), "padding": ""}
     metadata["padding"] = " " * (-_header_bytes(tensors, metadata) % ALIGNMENT)
 
     path = os.path.realpath(path)
@@ -94,94 +94,120 @@ def write(cache, token_ids, metadata, path):
 
 def read(path, mmap, max_seq_len):
     """The arguments of a Snapshot: cache, token ids, metadata."""
-    safetensors, xxhash = _import("safetensors"), _import("xxhash")
-    if sys.byteorder != "little":
-        raise RuntimeError("kvfast reads its files on little-endian machines only")
+    with _opened(path) as content:
+        opening = state.Opening(content.header, content.sides, max_seq_len)
+        token_ids = content.token_ids(opening.seq_len)
+        if mmap and opening.seq_len:
+            opening.take(content.map(), content.offsets)
+        else:
+            for name, side in opening.take():
+                content.fill(name, side)
+    return opening.cache, token_ids, opening.metadata
+
+
+def read_token_ids(path):
+    """What the tokens of a file are: int64 of shape (seq_len,), empty if it does not tell."""
+    with _opened(path) as content:
+        shape = content.shapes.get("token_ids", (0, 8))
+        return content.token_ids(shape[0]) if "token_ids" in content.shapes else np.empty(0, np.int64)
+
+
+@contextlib.contextmanager
+def _opened(path):
+    """The content of a file, whose structure and header are found sound; errors name the file."""
     try:
         while True:
             with open(path, "rb", buffering=0) as file:
-                content = _Content(safetensors, path)
+                content = _Content(file, path)
                 # Another process may have put a new file in its place between the two openings.
                 if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                    return _read(file, content, mmap, max_seq_len, xxhash)
+                    content.check_header()
+                    yield content
+                    return
     except (CorruptFileError, IncompatibleSnapshotError) as error:
         raise type(error)(f"{os.fspath(path)}: {error}") from None
 
 
 class _Content:
-    """What the library tells of a file that it has found sound."""
+    """A file as the library describes it."""
 
-    def __init__(self, safetensors, path):
+    def __init__(self, file, path):
+        safetensors = _import("safetensors")
+        if sys.byteorder != "little":
+            raise RuntimeError("kvfast reads its files on little-endian machines only")
         try:
-            with safetensors.safe_open(path, framework="np") as file:
-                metadata, names = file.metadata(), file.offset_keys()
-                tensors = {name: file.get_slice(name) for name in names}
-                dtypes = {name: tensor.get_dtype() for name, tensor in tensors.items()}
+            with safetensors.safe_open(path, framework="np") as content:
+                metadata, names = content.metadata(), content.offset_keys()
+                tensors = {name: content.get_slice(name) for name in names}
+                self._dtypes = {name: tensor.get_dtype() for name, tensor in tensors.items()}
                 self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
         except safetensors.SafetensorError as error:
             raise CorruptFileError(f"not a sound safetensors file: {error}") from None
+        self._file, self._metadata = file, metadata or {}
+
+    def check_header(self):
+        """Read the header; nothing is believed before its checksum is found right."""
         try:
-            self.header, self.checksums, self.digest = (metadata[name] for name in ("kvfast", "checksums", "digest"))
-        except (KeyError, TypeError):
+            self.header, checksums, digest = (self._metadata[name] for name in ("kvfast", "checksums", "digest"))
+        except KeyError:
             raise CorruptFileError("a safetensors file, but not one of kvfast") from None
-        for name, dtype in dtypes.items():
+        if digest != _digest(self.header, checksums):
+            raise CorruptFileError("the header is damaged: its checksum is wrong")
+        try:
+            self._checksums = dict(json.loads(checksums))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CorruptFileError(f"the checksums are not a JSON object: {error}") from None
+        for name, dtype in self._dtypes.items():
             if dtype != "U8":
                 raise CorruptFileError(f"{name} must have dtype U8, got {dtype}")
-
-    def offsets(self, size):
-        """Where each tensor starts in a file of `size` bytes: sound ones have no gaps, and end with the last tensor."""
+        self.sides = {name: shape for name, shape in self.shapes.items() if name != "token_ids"}
+        # A sound file has no gaps, and ends with the last tensor.
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        starts = accumulate(sizes.values(), initial=size - sum(sizes.values()))
-        return dict(zip(sizes, starts))
+        size = os.fstat(self._file.fileno()).st_size
+        self.offsets = dict(zip(sizes, accumulate(sizes.values(), initial=size - sum(sizes.values()))))
+
+    def token_ids(self, seq_len):
+        """int64 of shape (seq_len,), or None."""
+        if "token_ids" not in self.shapes:
+            return None
+        if self.shapes["token_ids"] != (seq_len, 8):
+            raise CorruptFileError(f"token_ids must have shape {seq_len, 8}, got {self.shapes['token_ids']}")
+        token_ids = np.empty((seq_len, 8), np.uint8)
+        self.fill("token_ids", [token_ids])
+        return token_ids.view("<i8").reshape(-1)
+
+    def map(self):
+        """The file as memory, changes to which stay in this process."""
+        for name in self.sides:
+            if self.offsets[name] % 64:
+                raise CorruptFileError(f"{name} starts at byte {self.offsets[name]}, no multiple of 64, and cannot be mapped "
+                                       f"(did something else write the file?); load it without mmap")
+        return map_file(self._file.fileno(), 0, access=ACCESS_COPY)
+
+    def fill(self, name, rows):
+        """Read a tensor into rows that are contiguous each, and verify its checksum."""
+        checksum = _import("xxhash").xxh3_128()
+        self._file.seek(self.offsets[name])
+        for row in rows:
+            view = memoryview(row.reshape(-1))
+            for start in range(0, len(view), PIECE):
+                piece = view[start : start + PIECE]
+                checksum.update(self._read_all(piece, name))
+        if self._checksums.get(name) != checksum.hexdigest():
+            raise CorruptFileError(f"{name} is damaged: its checksum is wrong")
+
+    def _read_all(self, piece, name):
+        done = 0
+        while done < len(piece):
+            count = self._file.readinto(piece[done:])
+            if not count:
+                raise CorruptFileError(f"the file ends inside {name}")
+            done += count
+        return piece
 
 
-def _read(file, content, mmap, max_seq_len, xxhash):
-    if content.digest != _digest(xxhash, content.header, content.checksums):
-        raise CorruptFileError("the header is damaged: its checksum is wrong")
-    checksums = json.loads(content.checksums)
-    offsets, shapes = content.offsets(os.fstat(file.fileno()).st_size), content.shapes
-    ids_shape = shapes.pop("token_ids", None)
-    opening = state.Opening(content.header, shapes, max_seq_len)
-    token_ids = None
-    if ids_shape is not None:
-        if ids_shape != (opening.seq_len, 8):
-            raise CorruptFileError(f"token_ids must have shape {opening.seq_len, 8}, got {ids_shape}")
-        token_ids = np.empty(ids_shape, np.uint8)
-        _fill(file, offsets["token_ids"], "token_ids", [token_ids], checksums, xxhash)
-        token_ids = token_ids.view("<i8").reshape(-1)
-    if mmap and opening.seq_len:
-        for name in shapes:
-            if offsets[name] % 64:
-                raise ValueError(f"this file cannot be mapped: {name} starts at byte {offsets[name]}, no multiple of 64 "
-                                 f"(did something else write it?); load it without mmap")
-        opening.take(map_file(file.fileno(), 0, access=ACCESS_COPY), offsets)
-    else:
-        for name, side in opening.take():
-            _fill(file, offsets[name], name, side, checksums, xxhash)
-    return opening.cache, token_ids, opening.metadata
-
-
-def _fill(file, offset, name, rows, checksums, xxhash):
-    """Read a tensor into rows that are contiguous each, and verify its checksum."""
-    checksum = xxhash.xxh3_128()
-    file.seek(offset)
-    for row in rows:
-        view = memoryview(row).cast("B") if row.size else memoryview(b"")
-        for start in range(0, len(view), PIECE):
-            piece = view[start : start + PIECE]
-            done = 0
-            while done < len(piece):
-                count = file.readinto(piece[done:])
-                if not count:
-                    raise CorruptFileError(f"the file ends inside {name}")
-                done += count
-            checksum.update(piece)
-    if not isinstance(checksums, dict) or checksums.get(name) != checksum.hexdigest():
-        raise CorruptFileError(f"{name} is damaged: its checksum is wrong")
-
-
-def _digest(xxhash, *texts):
-    return xxhash.xxh3_128_hexdigest("\0".join(texts).encode(errors="replace"))
+def _digest(*texts):
+    return _import("xxhash").xxh3_128_hexdigest("\0".join(texts).encode(errors="replace"))
 
 
 def _header_bytes(tensors, metadata):

@@ -126,6 +126,18 @@ class Snapshot(StorageProperties):
         settings = self._cache._settings()
         return KINDS[settings.pop("kind")]._from_settings(settings, self.block_size, max_seq_len)
 
+    def truncated(self, n):
+        """The snapshot of the first `n` tokens alone.
+
+        Raises
+        ------
+        ValueError
+            If a ring has dropped some of them; see `RingKVCache.truncate`.
+        """
+        cache = self._cache._with_buffer(self._cache._buffer.share())
+        cache.truncate(n)
+        return Snapshot(cache, None if self._token_ids is None else self._token_ids[:n], self._metadata)
+
     def state_dict(self):
         """The stored bytes as plain arrays.
 

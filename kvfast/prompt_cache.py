@@ -1,0 +1,222 @@
+"""Prompts whose caches are kept in a folder."""
+
+import contextlib
+import json
+import os
+import re
+import time
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from . import cache_file
+from .errors import CorruptFileError, IncompatibleSnapshotError
+from .plan import check_size
+from .snapshot import Snapshot
+
+__all__ = ["PromptCache"]
+
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")
+_STALE = 3600  # seconds after which an unfinished file belongs to a process that was killed
+
+
+class PromptCache:
+    """Caches of prompts in a folder, found again by their tokens.
+
+    An entry is a file of `KVCache.save`, known by the model, the settings of the cache, and the token ids.
+    When the folder grows beyond `max_bytes`, the least recently used entries go. Any number of processes may share
+    a folder: files appear complete, and one that disappears or is damaged is as good as none.
+
+    Parameters
+    ----------
+    folder : path-like
+        Made if it is not there. Others' files in it are left alone.
+    max_bytes : int, optional
+        Most bytes of all entries together.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np, tempfile
+    >>> prompts = kvfast.PromptCache(tempfile.mkdtemp(), max_bytes=1 << 30)
+    >>> cache = kvfast.KVCache(1, 2, 64)
+    >>> k = v = np.ones((3, 2, 64), np.float32)
+    >>> cache.append(0, k, v)
+    >>> cache.advance(3)
+    >>> prompts.save(cache, [5, 6, 7], model="smollm2")
+    True
+    >>> other = kvfast.KVCache(1, 2, 64)
+    >>> prompts.restore(other, [5, 6, 8, 9], model="smollm2")
+    2
+    """
+
+    def __init__(self, folder, max_bytes=None):
+        self.folder = Path(folder)
+        self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0, 1 << 60)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._token_ids = {}  # of files by their names, which tell their contents
+
+    def save(self, cache, token_ids, model=""):
+        """Keep the complete tokens of a cache.
+
+        Parameters
+        ----------
+        cache : KVCache, RingKVCache or Sequence
+        token_ids : integers of shape (len(cache),)
+        model : str
+            Fingerprint of the model that computed the cache: its name and version, or a checksum of its weights.
+
+        Returns
+        -------
+        bool
+            False if the cache is empty or alone larger than `max_bytes`; it is then not kept.
+        """
+        snapshot = cache.snapshot(token_ids, {"model": model})
+        if not len(snapshot) or self.max_bytes is not None and len(snapshot) * cache.bytes_per_token > self.max_bytes:
+            return False
+        token_ids = snapshot.token_ids
+        for common, name in self._matches(cache, token_ids, model):
+            if common == len(token_ids) and self._touch(name):
+                return True  # there already, perhaps with more behind it
+        name = f"{_key(cache, model)}-{blake2b(token_ids.tobytes(), digest_size=16).hexdigest()}.safetensors"
+        snapshot.save(self.folder / name)
+        self._token_ids[name] = token_ids
+        self._evict(name)
+        return True
+
+    def restore(self, cache, token_ids, model=""):
+        """Start a cache with the longest prefix of a prompt that is kept.
+
+        Parameters
+        ----------
+        cache : KVCache, RingKVCache or Sequence
+            Empty.
+        token_ids : integers of shape (num_tokens,)
+            The prompt. At least its last token stays to be computed.
+        model : str
+            As in `save`.
+
+        Returns
+        -------
+        int
+            Tokens that the cache now holds; 0 if nothing was found.
+        """
+        if len(cache):
+            raise ValueError(f"the cache must be empty, it holds {len(cache)} tokens")
+        token_ids = _checked_ids(token_ids)
+        most = len(token_ids) - 1 if cache.max_seq_len is None else min(len(token_ids) - 1, cache.max_seq_len)
+        for common, name in self._matches(cache, token_ids, model):
+            common = min(common, most)
+            if common <= 0:
+                break
+            try:
+                snapshot = Snapshot.load(self.folder / name)
+            except FileNotFoundError:
+                continue
+            except (CorruptFileError, IncompatibleSnapshotError):
+                self._remove(name)
+                continue
+            with contextlib.suppress(ValueError):  # a ring that cannot go back so far
+                cache.restore(snapshot.truncated(common))
+                self._touch(name)
+                return common
+        return 0
+
+    def clear(self):
+        """Remove all entries."""
+        for name, _ in self._entries():
+            self._remove(name)
+
+    @property
+    def nbytes(self):
+        """Bytes of all entries."""
+        return sum(status.st_size for _, status in self._entries())
+
+    def __len__(self):
+        """Number of entries, of all models."""
+        return len(self._entries())
+
+    def __bool__(self):
+        return True
+
+    def __repr__(self):
+        return f"PromptCache({str(self.folder)!r}, max_bytes={self.max_bytes})"
+
+    def _matches(self, cache, token_ids, model):
+        """(tokens in common, name) of the entries for this model and such caches, best first."""
+        key, matches = _key(cache, model), []
+        for name, _ in self._entries():
+            if not name.startswith(key):
+                continue
+            try:
+                if name not in self._token_ids:
+                    self._token_ids[name] = cache_file.read_token_ids(self.folder / name)
+            except FileNotFoundError:
+                continue
+            except (CorruptFileError, IncompatibleSnapshotError):
+                self._remove(name)
+                continue
+            matches.append((_common(self._token_ids[name], token_ids), name))
+        return sorted(matches, reverse=True)
+
+    def _entries(self):
+        """(name, status) of all entries."""
+        entries = []
+        for entry in os.scandir(self.folder):
+            if _NAME.fullmatch(entry.name):
+                with contextlib.suppress(FileNotFoundError):
+                    entries.append((entry.name, entry.stat()))
+        return entries
+
+    def _touch(self, name):
+        """Mark as just used; whether it is still there."""
+        try:
+            os.utime(self.folder / name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _remove(self, name):
+        self._token_ids.pop(name, None)
+        # Another process may have been faster; some systems do not remove a file that one has open.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            os.unlink(self.folder / name)
+
+    def _evict(self, newest):
+        """Make room, the least recently used first, and clear away what killed processes have left."""
+        for part in self.folder.glob("*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                if _NAME.match(part.name) and time.time() - part.stat().st_mtime > _STALE:
+                    self._remove(part.name)
+        if self.max_bytes is None:
+            return
+        entries = sorted(self._entries(), key=lambda entry: entry[1].st_mtime_ns)
+        total = sum(status.st_size for _, status in entries)
+        for name, status in entries:
+            if total <= self.max_bytes:
+                break
+            if name != newest:
+                self._remove(name)
+                total -= status.st_size
+
+
+def _key(cache, model):
+    """What must be the same for an entry to be of use."""
+    if not isinstance(model, str):
+        raise TypeError(f"model must be a str, got {model!r}")
+    settings = json.dumps([model, cache._settings()])
+    return blake2b(settings.encode(), digest_size=16).hexdigest()
+
+
+def _checked_ids(token_ids):
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"token_ids must be integers of shape (num_tokens,), got {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
+
+
+def _common(a, b):
+    """Length of the prefix that two arrays share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n

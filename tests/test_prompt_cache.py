@@ -1,0 +1,187 @@
+"""Prompts kept in a folder."""
+
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+
+import kvfast
+
+pytest.importorskip("safetensors")
+
+
+def rows_of(token):
+    """Keys and values that tell their token."""
+    return np.random.default_rng(token).standard_normal((2, 1, 2, 20)).astype(np.float32)
+
+
+def extend(cache, token_ids):
+    for token in token_ids:
+        k, v = rows_of(token)
+        for layer in range(cache.num_layers):
+            cache.append(layer, k + layer, v)
+        cache.advance(1)
+    return cache
+
+
+def filled(token_ids, **settings):
+    return extend(kvfast.KVCache(2, 2, 20, **settings), token_ids)
+
+
+def holds(cache, token_ids):
+    """Whether a cache is what computing the tokens would make."""
+    return cache.snapshot() == filled(token_ids, k_dtype=cache.k_dtype, v_dtype=cache.v_dtype).snapshot()
+
+
+def test_finds_the_longest_prefix(tmp_path):
+    prompts = kvfast.PromptCache(tmp_path / "new" / "folder")
+    for token_ids in ([1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 9], [7] * 100):
+        assert prompts.save(filled(token_ids), token_ids)
+    assert len(prompts) == 4
+    for prompt, found in [([1, 2, 3, 4, 8], 4), ([1, 2, 9, 9], 3), ([1, 2], 1), ([7] * 300, 100), ([7] * 100, 99), ([5, 1], 0)]:
+        for opened in (prompts, kvfast.PromptCache(prompts.folder)):
+            cache = kvfast.KVCache(2, 2, 20)
+            assert opened.restore(cache, prompt) == found
+            assert holds(cache, prompt[:found])
+            extend(cache, prompt[found:])
+            assert holds(cache, prompt)
+
+
+def test_what_is_there_is_not_saved_again(tmp_path):
+    prompts = kvfast.PromptCache(tmp_path)
+    prompts.save(filled([1, 2, 3, 4]), [1, 2, 3, 4])
+    assert prompts.save(filled([1, 2, 3, 4]), np.array([1, 2, 3, 4], np.int32))
+    assert prompts.save(filled([1, 2]), [1, 2]) and len(prompts) == 1
+    assert prompts.save(filled([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5]) and len(prompts) == 2
+
+
+def test_models_and_settings_are_kept_apart(tmp_path):
+    prompts = kvfast.PromptCache(tmp_path)
+    prompts.save(filled([1, 2, 3]), [1, 2, 3], model="a")
+    for model, settings in [("b", {}), ("a", {"dtype": "int4"}), ("a", {"v_dtype": "float16"})]:
+        assert prompts.restore(kvfast.KVCache(2, 2, 20, **settings), [1, 2, 3, 4], model=model) == 0
+    assert prompts.restore(kvfast.KVCache(3, 2, 20), [1, 2, 3, 4], model="a") == 0
+    assert prompts.restore(kvfast.RingKVCache(2, 2, 20, window=5), [1, 2, 3, 4], model="a") == 0
+    assert prompts.restore(kvfast.KVCache(2, 2, 20), [1, 2, 3, 4], model="a") == 3
+
+
+def test_sequences_share_entries_with_contiguous_caches(tmp_path):
+    prompts = kvfast.PromptCache(tmp_path)
+    token_ids = list(range(70))
+    prompts.save(filled(token_ids), token_ids)
+    pool = kvfast.PagedKVCache(2, 2, 20, num_blocks=16, block_size=16)
+    sequence = pool.new_sequence()
+    assert prompts.restore(sequence, token_ids + [1]) == 70 and holds(sequence, token_ids)
+    assert len(pool.match_prefix(token_ids + [1])) == 64  # its blocks are known by their tokens
+    small = kvfast.PagedKVCache(2, 2, 20, num_blocks=2, block_size=16).new_sequence()
+    with pytest.raises(kvfast.CacheFullError):
+        prompts.restore(small, token_ids + [1])
+    assert len(small) == 0
+
+
+def test_room_limits_what_is_restored(tmp_path):
+    prompts = kvfast.PromptCache(tmp_path)
+    token_ids = list(range(200))
+    prompts.save(filled(token_ids), token_ids)
+    cache = kvfast.KVCache(2, 2, 20, max_seq_len=150)
+    assert prompts.restore(cache, token_ids) == 150 and holds(cache, token_ids[:150])
+
+
+def test_a_ring_goes_back_only_as_far_as_it_can(tmp_path):
+    prompts = kvfast.PromptCache(tmp_path)
+    make = lambda: kvfast.RingKVCache(2, 2, 20, window=20, num_sink_tokens=2, rollback=10)  # noqa: E731
+    token_ids = list(range(100))
+    for end in (30, 100):
+        prompts.save(extend(make(), token_ids[:end]), token_ids[:end])
+    for found in (99, 92, 30):
+        cache, fresh = make(), extend(make(), token_ids[:found])
+        # 60 tokens are the same as in the longer entry, which has dropped the window before them.
+        same = token_ids[: 60 if found == 30 else found]
+        assert prompts.restore(cache, same + [500]) == found
+        assert np.array_equal(cache.k(1), fresh.k(1)) and np.array_equal(cache.v(0), fresh.v(0))
+
+
+def test_the_least_recently_used_go_first(tmp_path):
+    size = kvfast.PromptCache(tmp_path / "one")
+    size.save(filled([1] * 50), [1] * 50)
+    prompts = kvfast.PromptCache(tmp_path / "all", max_bytes=3 * size.nbytes + 100)
+    for token in (1, 2, 3):
+        prompts.save(filled([token] * 50), [token] * 50)
+        time.sleep(0.01)
+    assert prompts.restore(kvfast.KVCache(2, 2, 20), [1] * 51) == 50
+    prompts.save(filled([4] * 50), [4] * 50)
+    assert prompts.nbytes <= prompts.max_bytes and len(prompts) == 3
+    found = [prompts.restore(kvfast.KVCache(2, 2, 20), [token] * 51) for token in (1, 2, 3, 4)]
+    assert found == [50, 0, 50, 50]
+    large = list(range(2000))
+    assert not prompts.save(filled(large), large) and len(prompts) == 3
+    prompts.clear()
+    assert len(prompts) == prompts.nbytes == 0
+
+
+def test_damaged_and_foreign_files_do_no_harm(tmp_path):
+    prompts = kvfast.PromptCache(tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    prompts.save(filled([1, 2, 3]), [1, 2, 3])
+    prompts.save(filled([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5])
+    longest = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    data = bytearray(longest.read_bytes())
+    data[-30] ^= 4
+    longest.write_bytes(data)
+    assert prompts.restore(kvfast.KVCache(2, 2, 20), [1, 2, 3, 4, 5, 6]) == 3  # the next best
+    assert not longest.exists() and len(prompts) == 1
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:100])
+    assert kvfast.PromptCache(tmp_path).restore(kvfast.KVCache(2, 2, 20), [1, 2, 3, 4]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_what_killed_processes_left_is_cleared_away(tmp_path):
+    prompts = kvfast.PromptCache(tmp_path)
+    prompts.save(filled([1]), [1])
+    old, new = (next(tmp_path.glob("*.safetensors")).with_suffix(f".safetensors.{name}.part") for name in ("old", "new"))
+    for part in (old, new):
+        part.write_bytes(b"unfinished")
+    os.utime(old, (0, 0))
+    prompts.save(filled([2]), [2])
+    assert not old.exists() and new.exists() and len(prompts) == 2
+
+
+def _work(folder, seed):
+    rng, prompts, found = np.random.default_rng(seed), kvfast.PromptCache(folder, max_bytes=100_000), 0
+    for _ in range(40):
+        token_ids = [int(rng.integers(3))] * int(rng.integers(1, 120)) + [int(rng.integers(5))]
+        cache = kvfast.KVCache(2, 2, 20)
+        count = prompts.restore(cache, token_ids)
+        assert holds(cache, token_ids[:count])
+        found += count > 0
+        prompts.save(extend(cache, token_ids[count:]), token_ids)
+    return found
+
+
+def test_processes_share_a_folder(tmp_path):
+    with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(_work, [tmp_path] * 3, range(3)))
+    assert min(found) > 5
+    assert kvfast.PromptCache(tmp_path).nbytes <= 200_000
+
+
+def test_bad_input(tmp_path):
+    prompts = kvfast.PromptCache(tmp_path)
+    cache = filled([1, 2])
+    for token_ids in ([1], [1, 2, 3], [0.5, 1.0], [[1, 2]]):
+        with pytest.raises(ValueError, match="token_ids must be 2 integers"):
+            prompts.save(cache, token_ids)
+    with pytest.raises(ValueError, match="must be empty, it holds 2"):
+        prompts.restore(cache, [1, 2, 3])
+    with pytest.raises(ValueError, match="token_ids must be integers"):
+        prompts.restore(kvfast.KVCache(2, 2, 20), [0.5])
+    with pytest.raises(TypeError, match="str"):
+        prompts.save(cache, [1, 2], model=3)
+    with pytest.raises(ValueError, match="max_bytes"):
+        kvfast.PromptCache(tmp_path, max_bytes=-1)
+    assert prompts.restore(kvfast.KVCache(2, 2, 20), []) == 0
+    assert not prompts.save(kvfast.KVCache(2, 2, 20), [])

@@ -11,16 +11,19 @@ How the package is built, from the bottom up; each room imports only from those 
     attention, plan         fused attention over blocks; its arguments, and its cut into tasks
     plain                   attention on arrays without a cache
     encode, fused           rows into blocks; split, norm and rotation on the way
-    pool                    blocks, and how many owners each has
+    pool, transfer          blocks, and how many owners each has; copies from pool to pool
     table, ring             which block holds which position of a sequence; one that forgets
     sequence, paged         all layers of one sequence; batches of many in one pool
     prefix, rope            blocks known by their tokens; tables of angles
-    storage_properties, cache, *_cache, paged_sequence
+    state, cache_file       a cache as plain arrays; as a file (extra ``files``)
+    snapshot                a cache at one point in time
+    storage_properties, sequence_cache, cache, ring_cache, paged_cache, paged_sequence, prompt_cache
                             the classes that users see
     llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
 
 A sequence is a table of blocks of a pool. The caches differ in the pool and the table only: `KVCache` has a pool
-of its own, `RingKVCache` also drops blocks that left the window, the sequences of a `PagedKVCache` share one.
+of its own, `RingKVCache` also drops blocks that left the window, the sequences of a `PagedKVCache` share one. A
+`Snapshot` is one more table: a block with several owners is copied before one of them writes to it.
 """
 
 from ._kernels import active_isa, available_isas, cpu_features, use_isa

@@ -86,9 +86,9 @@ cdef class PagedBuffer:
             self.pool.busy = False
 
     def clear(self):
-        """Forget known prefixes and foreign slots; no sequence may be left."""
+        """Forget known prefixes and foreign slots; no block may have an owner."""
         if self.num_owned:
-            raise ValueError(f"{self.num_owned} blocks still belong to sequences; free them first")
+            raise ValueError(f"{self.num_owned} blocks still belong to sequences or snapshots; free them first")
         self._forget()
         self.is_external = False
 

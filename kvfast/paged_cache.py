@@ -69,6 +69,30 @@ class PagedKVCache(StorageProperties):
         """
         return Sequence(self, self._buffer.new_table([], 0))
 
+    def restore(self, snapshot):
+        """A new sequence with the tokens of a snapshot, of a sequence of this pool or of another cache.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+            See `Sequence.restore`.
+
+        Returns
+        -------
+        Sequence
+
+        Raises
+        ------
+        IncompatibleSnapshotError, CacheFullError
+        """
+        sequence = self.new_sequence()
+        try:
+            sequence.restore(snapshot)
+        except BaseException:
+            sequence.free()
+            raise
+        return sequence
+
     def match_prefix(self, token_ids, salt=b""):
         """A sequence that starts with the blocks that the pool still has of a prompt.
 
@@ -229,12 +253,12 @@ class PagedKVCache(StorageProperties):
         return -(-check_size(n, "n", 0, 1 << 60) // self.block_size) <= self.num_free_blocks
 
     def clear(self):
-        """Forget all known prefixes and another scheduler's slots; every sequence must be freed.
+        """Forget all known prefixes and another scheduler's slots; every sequence and snapshot must be gone.
 
         Raises
         ------
         ValueError
-            If a sequence is left.
+            If one is left.
         """
         self._buffer.clear()
 

@@ -1,11 +1,15 @@
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 class BlockPool:
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     num_blocks: int
+    num_gaps: int
     def __init__(
         self,
         num_layers: int,
@@ -17,7 +21,12 @@ class BlockPool:
         num_blocks: int,
         grows: bool = ...,
         is_shared: bool = ...,
+        is_dense: bool = ...,
     ) -> None: ...
+    def abandon(self, table: Any) -> None: ...
+    def settle(self) -> None: ...
+    def map(self, memory: Any, num_blocks: int, offsets: list[tuple[int, int]]) -> None: ...
+    def side(self, layer: int, num_blocks: int, values: bool) -> NDArray[np.uint8]: ...
     @property
     def nbytes(self) -> int: ...
     @property

@@ -5,6 +5,7 @@ import json
 import numpy as np
 
 from .errors import CorruptFileError, IncompatibleSnapshotError
+from .plan import check_size
 
 # The class of each kind of cache; the modules of the classes enter them.
 KINDS = {}
@@ -64,8 +65,7 @@ class Opening:
         fields = _fields(text)
         settings, block_size, self.seq_len = fields["settings"], fields["block_size"], fields["seq_len"]
         self.metadata, self.tables = fields["metadata"], fields["tables"]
-        room = fields["max_seq_len"]
-        if max_seq_len is not None and max_seq_len < self.seq_len:
+        if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MOST_TOKENS) < self.seq_len:
             raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
         if len(shapes) != 2 * settings["num_layers"]:
             raise CorruptFileError(f"{settings['num_layers']} layers have {2 * settings['num_layers']} arrays, got {len(shapes)}")
@@ -82,10 +82,10 @@ class Opening:
                     raise CorruptFileError(f"{name} is missing")
                 if shapes[name] != shape:
                     raise CorruptFileError(f"{name} must have shape {shape}, got {shapes[name]}")
+        self._reserved = None
         if max_seq_len is not None:
-            self.cache = type(self.cache)._from_settings(settings, block_size, max_seq_len)
-        elif room is not None:
-            self.cache._buffer.max_seq_len = room
+            self._reserved = type(self.cache)._from_settings(settings, block_size, max_seq_len)
+        self.cache._buffer.max_seq_len = max_seq_len or fields["max_seq_len"]
 
     def take(self, memory=None, offsets=None):
         """Give the cache its blocks.
@@ -102,6 +102,8 @@ class Opening:
         list of (str, ndarray)
             The arrays, for their bytes to be put in.
         """
+        if memory is None and self._reserved is not None:
+            self.cache = self._reserved
         buffer = self.cache._buffer
         if memory is not None:
             offsets = [(offsets[f"layers.{i}.k"], offsets[f"layers.{i}.v"]) for i in range(buffer.num_layers)]

@@ -80,6 +80,24 @@ def _add_generate(commands):
     add("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (default: 0, no limit)")
     add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that sum to this (default: 1)")
     add("--seed", type=_natural, help="make the draws repeatable")
+    add(
+        "--speculative",
+        nargs="?",
+        const="lookup",
+        choices=["lookup", "layers"],
+        help="guess tokens and check them together, for the same text: by earlier passages of the text (lookup), "
+        "or by the model without some of its layers (default: lookup)",
+    )
+    add(
+        "--draft-tokens",
+        type=int,
+        choices=range(1, 8),
+        default=7,
+        metavar="N",
+        help="most guesses, 1 to 7 (default: 7)",
+    )
+    add("--draft-layers", type=_positive, metavar="N", help="layers that guess (default: two thirds of them)")
+    add("--compare", action="store_true", help="generate without guesses as well; compare tokens and time")
     parser.set_defaults(run=_run_generate)
 
 

@@ -1,3 +1,5 @@
+import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -19,3 +21,26 @@ def isa(request):
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """(path, model, tokenizer) of SmolLM2-135M-Instruct."""
+    from kvfast import llama
+
+    try:
+        path = llama.fetch_model()
+    except llama.FetchError as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+    return path, *llama.load(path)
+
+
+@pytest.fixture
+def tiny_model(tmp_path):
+    """(model, tokenizer) of a random two-layer model."""
+    from kvfast import llama
+
+    runpy.run_path(Path(__file__).parent / "data" / "tiny_gguf.py")["write_model"](tmp_path / "tiny.gguf")
+    return llama.load(tmp_path / "tiny.gguf")

@@ -77,6 +77,9 @@ def test_info():
         ("generate", "x", "--max-tokens", "0"),
         ("generate", "x", "--threads", "-1"),
         ("generate", "x", "--seed", "-1"),
+        ("generate", "x", "--speculative", "guess"),
+        ("generate", "x", "--speculative", "--draft-tokens", "8"),
+        ("generate", "x", "--speculative", "layers", "--draft-layers", "0"),
         ("eval",),
     ],
 )
@@ -147,6 +150,37 @@ def test_generate_stops_when_the_cache_is_full(model):
     code, out, _ = run("generate", "the", "--model", model, "--max-tokens", 50, "--max-seq-len", 10)
     assert code == 0
     assert "decode   9 tokens" in out  # 1 prompt token, 9 more stored; one more token chosen, not stored
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--speculative",),
+        ("--speculative", "lookup", "--temperature", 1.2),
+        ("--speculative", "layers", "--draft-layers", 2, "--draft-tokens", 3),
+    ],
+)
+def test_generate_speculatively(model, args):
+    options = ("--model", model, "--max-tokens", 40, "--seed", 3)
+    code, out, err = run("generate", "the the the the the", *options, *args, "--compare")
+    assert (code, err) == (0, "")
+    drafted = re.search(r"^drafted  (\d+) tokens, (\d+) accepted \((\d+)%\), (\d\.\d\d) tokens per step$", out, re.M)
+    count, accepted, percent, per_step = map(float, drafted.groups())
+    assert percent == round(100 * accepted / max(1, count))
+    assert per_step == pytest.approx(39 / (39 - accepted), abs=0.01)
+    if "layers" in args:
+        assert accepted == count > 20  # all of the layers: the model itself
+    assert re.search(r"^plain    39 tokens in .* tokens/s; the same tokens, [\d.]+x as fast with drafts$", out, re.M)
+    _, plain, _ = run("generate", "the the the the the", *options, *args[2:4] * ("lookup" in args))
+    assert out.split("\n\nprefill")[0] == plain.split("\n\nprefill")[0]
+    assert "drafted" not in plain
+
+
+def test_generate_compares_nothing_when_the_text_ends_at_once(model):
+    args = ("--model", model, "--max-tokens", 1, "--speculative", "--compare")
+    code, out, _ = run("generate", "the", *args)
+    assert code == 0
+    assert "plain    no tokens; the same tokens\n" in out
 
 
 @pytest.mark.model
@@ -231,6 +265,8 @@ def test_errors_are_one_plain_line(model, text, tmp_path):
         (("generate", "", "--model", model), "prompt is empty"),
         (("generate", "x", "--model", model, "--top-p", "0"), "top_p"),
         (("generate", "the the the", "--model", model, "--max-seq-len", "2"), "room for 2"),
+        (("generate", "x", "--model", model, "--compare"), "--compare is for --speculative"),
+        (("generate", "x", "--model", model, "--speculative", "layers", "--draft-layers", "3"), "the 2 of the model"),
         (("eval", "--model", model, "--text", missing), f"{missing}: No such file"),
         (("eval", "--model", model, "--text", latin), "not UTF-8"),
         (("eval", "--model", model, "--text", empty), "at least two tokens"),

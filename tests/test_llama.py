@@ -29,25 +29,6 @@ tiny = runpy.run_path(HERE / "data" / "tiny_gguf.py")
 reference = runpy.run_path(HERE / "make_llama_reference.py")
 
 
-@pytest.fixture(scope="session")
-def smollm2():
-    """(path, model, tokenizer) of SmolLM2-135M-Instruct."""
-    try:
-        path = llama.fetch_model()
-    except llama.FetchError as error:
-        if os.environ.get("CI"):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-    return path, *llama.load(path)
-
-
-@pytest.fixture
-def tiny_model(tmp_path):
-    """(model, tokenizer) of a random two-layer model."""
-    tiny["write_model"](tmp_path / "tiny.gguf")
-    return llama.load(tmp_path / "tiny.gguf")
-
-
 def new_cache(model, dtype="float32", max_seq_len=512):
     return kvfast.KVCache(*model.cache_shape, max_seq_len=max_seq_len, dtype=dtype)
 

@@ -1,6 +1,7 @@
 """A small llama-style runtime on kvfast: GGUF models, in NumPy, with a compressed KV cache.
 
-    gguf_file -> weights -> model -> generation, evaluation, serving
+    gguf_file -> weights -> model -> speculative -> generation -> serving
+                                  -> evaluation
     gguf_file -> tokenizer
     fetch
 
@@ -21,6 +22,7 @@ from .generation import Sampler, generate
 from .gguf_file import GGUFFile, ModelFileError
 from .model import LlamaModel
 from .serving import BatchGenerator, Request
+from .speculative import PromptLookup, SkipLayers, SpeculationStats
 from .tokenizer import Tokenizer
 from .weights import LlamaConfig
 
@@ -32,8 +34,11 @@ __all__ = [
     "LlamaConfig",
     "LlamaModel",
     "ModelFileError",
+    "PromptLookup",
     "Request",
     "Sampler",
+    "SkipLayers",
+    "SpeculationStats",
     "Tokenizer",
     "evaluate",
     "fetch_model",

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,7 +25,10 @@ def run_generate(args):
     ----------
     args : argparse.Namespace
     """
-    sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    if args.compare and not args.speculative:
+        raise ValueError("--compare is for --speculative")
+    seed = np.random.SeedSequence().entropy if args.seed is None else args.seed  # known, to draw the same again
+    sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
     storage = _storage(args.dtype, args)
     _set_threads(args.threads)
     model, tokenizer = llama.load(args.model)
@@ -33,9 +37,9 @@ def run_generate(args):
     if len(prompt) > room:
         raise ValueError(f"the prompt has {len(prompt)} tokens and there is room for {room}")
     cache = kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)
-    tokens = llama.generate(
-        model, prompt, cache, max_tokens=args.max_tokens, sampler=sampler, end_ids=tokenizer.end_ids
-    )
+    options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids}
+    drafter, stats = _drafter(args, model), llama.SpeculationStats()
+    tokens = llama.generate(model, prompt, cache, sampler=sampler, drafter=drafter, stats=stats, **options)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows "?"
     clock = _Clock()
@@ -47,33 +51,58 @@ def run_generate(args):
     stored = cache.bytes_per_token
     print("\n")
     print("prefill ", _speed(len(prompt), clock.prefill))
-    print("decode  ", _speed(clock.ticks - 1, clock.decode))
+    print("decode  ", _speed(len(clock.tokens) - 1, clock.decode))
+    if drafter:
+        accepted = f"{stats.num_accepted} accepted ({stats.acceptance_rate:.0%})"
+        print(f"drafted  {stats.num_drafted} tokens, {accepted}, {stats.tokens_per_step:.2f} tokens per step")
+    if args.compare:
+        cache.clear()
+        sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
+        _compare(clock, llama.generate(model, prompt, cache, sampler=sampler, **options))
     print(f"cache    {cache.dtype}: {stored:,} bytes per token; a float32 cache takes", end=" ")
     print(f"{_float_bytes(model, 4) / stored:.2f}x as much, float16 {_float_bytes(model, 2) / stored:.2f}x")
 
 
 class _Clock:
-    """Times a stream of tokens: `prefill` seconds until the first, `decode` seconds for the others."""
+    """Times a stream of `tokens`: `prefill` seconds until the first, `decode` seconds for the others."""
 
     def __init__(self):
-        self.ticks = 0
+        self.tokens = []
         self._start = time.perf_counter()
 
     def watch(self, tokens):
         for token in tokens:
-            self.ticks += 1
-            if self.ticks == 1:
+            if not self.tokens:
                 self._first = time.perf_counter()
+            self.tokens.append(token)
             yield token
 
     def stop(self):
         end = time.perf_counter()
-        first = self._first if self.ticks else end  # no token: the model ended the text at once
+        first = self._first if self.tokens else end  # no token: the model ended the text at once
         self.prefill, self.decode = first - self._start, end - first
 
 
 def _speed(count, seconds):
     return f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s" if count > 0 else "no tokens"
+
+
+def _drafter(args, model):
+    if args.speculative == "layers":
+        return llama.SkipLayers(model, args.draft_layers, args.draft_tokens)
+    return llama.PromptLookup(max_draft=args.draft_tokens) if args.speculative else None
+
+
+def _compare(speculative, tokens):
+    """Generate without drafts, and tell how that differs."""
+    clock = _Clock()
+    for _ in clock.watch(tokens):
+        pass
+    clock.stop()
+    verdict = "the same tokens" if clock.tokens == speculative.tokens else "OTHER TOKENS"
+    if len(speculative.tokens) > 1:
+        verdict += f", {clock.decode / speculative.decode:.2f}x as fast with drafts"
+    print("plain   ", f"{_speed(len(clock.tokens) - 1, clock.decode)}; {verdict}")
 
 
 def run_eval(args):

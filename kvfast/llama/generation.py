@@ -1,8 +1,11 @@
-"""Text generation: one token at a time, each chosen from the model's logits."""
+"""Text generation: tokens, each chosen from the model's logits, one at a time or checked several at once."""
 
 from __future__ import annotations
 
 import numpy as np
+
+from .model import FEW_TOKENS
+from .speculative import SpeculationStats
 
 
 class Sampler:
@@ -52,8 +55,13 @@ class Sampler:
         return int(self._random.choice(candidates[:kept], p=probabilities))
 
 
-def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=()):
+def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), drafter=None, stats=None):
     """Continue a context token by token.
+
+    With a drafter, tokens are guessed and then checked together in one call of the model (speculative
+    decoding, arXiv 2211.17192). The sampler chooses every token from the model's logits, in the order of
+    the text, and guesses count while they are what it chose: the tokens are those of plain generation, and
+    so are the draws of a seeded sampler.
 
     Parameters
     ----------
@@ -61,27 +69,61 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=()):
     tokens : sequence of int
         The prompt; it follows whatever the cache holds.
     cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
-        Holds the prompt and every yielded token but the last one afterwards. When it is full,
-        generation ends.
+        Holds the prompt and every yielded token but the last one afterwards, also when generation is
+        closed early; between two tokens it may hold guesses as well. When it is full, generation ends.
     max_tokens : int
         Yield at most this many.
     sampler : callable, optional
         From logits, (vocab_size,) float32, to a token; the likeliest token when omitted.
     end_ids : collection of int
         Tokens that end the text. They are not yielded.
+    drafter : PromptLookup, SkipLayers or the like, optional
+        What guesses: ``draft(context, cache, limit)`` returns a list of at most `limit` tokens that may
+        follow `context`, a list of all tokens so far. The cache has all of them but the last.
+    stats : SpeculationStats, optional
+        Gets the counts of this generation added.
 
     Yields
     ------
     int
         Token ids.
     """
-    sampler = sampler or Sampler()
-    hidden = model.prefill(tokens, cache)
-    for remaining in range(max_tokens, 0, -1):
-        token = sampler(model.logits(hidden))
-        if token in end_ids:
+    sampler, stats = sampler or Sampler(), stats or SpeculationStats()
+    hidden = model.prefill(tokens, cache)[None]
+    context, draft, remaining = [int(token) for token in tokens], [], max_tokens
+    while remaining > 0:
+        length = len(cache)
+        kept = length - len(draft)
+        try:
+            for logits, guess in zip(model.logits(hidden), [*draft, None], strict=True):
+                token = sampler(logits)
+                if token in end_ids:
+                    return
+                remaining -= 1
+                context.append(token)
+                stats.num_accepted += token == guess
+                yield token
+                if token != guess:
+                    break
+                kept += 1
+        finally:  # also when generation is closed at a yield; a cache that was changed meanwhile is left alone
+            if kept < length == len(cache):
+                cache.truncate(kept)
+        if remaining == 0 or len(cache) == cache.max_seq_len:
             return
-        yield token
-        if remaining == 1 or len(cache) == cache.max_seq_len:
-            return
-        hidden = model.prefill([token], cache)
+        limit = _draft_limit(cache, remaining - 1) if drafter is not None else 0
+        draft = drafter.draft(context, cache, limit)[:limit] if limit > 0 else []
+        hidden = model.forward([token, *draft], cache)
+        stats.num_steps += 1
+        stats.num_drafted += len(draft)
+
+
+def _draft_limit(cache, limit):
+    """How many guesses, at most `limit`, can follow one token into the cache, and leave it again exactly."""
+    limit = min(limit, FEW_TOKENS - 1, getattr(cache, "rollback", limit))
+    if cache.max_seq_len is not None:
+        limit = min(limit, cache.max_seq_len - len(cache) - 1)
+    if cache.is_paged:
+        while limit > 0 and not cache.can_append(1 + limit):
+            limit -= 1
+    return limit

@@ -14,6 +14,13 @@ from kvfast.rope import RotaryTables
 from .gguf_file import GGUFFile
 from .weights import LlamaConfig, Weights, read_config, read_weights
 
+# A product of at most so many rows is made row by row, each the same bits as alone. BLAS would round them
+# otherwise than one row, and up to here takes longer: it reads a weight faster for a vector than for a matrix.
+FEW_TOKENS = 8
+# Each row reads the weight in blocks that stay in the processor's cache for the next. OpenBLAS leaves much less
+# than this to a single thread.
+BLOCK_BYTES = 2 << 20
+
 
 class LlamaModel:
     """A Llama-family model. It holds weights only; the caller's cache holds the conversation.
@@ -23,9 +30,9 @@ class LlamaModel:
     config : LlamaConfig
     weights : Weights
     batch_invariant : bool
-        Give a token the same result whatever else is in its batch. BLAS rounds products of one or two
-        rows in another way; this fills them up to four, which makes single tokens slower, and lets
-        sequences read what they share each for itself.
+        Give a token the same result whatever else is in its batch, of any size. Few tokens are otherwise
+        multiplied one by one, which rounds in another way than many at once; this fills them up to four,
+        which makes single tokens slower, and lets sequences read what they share each for itself.
 
     Examples
     --------
@@ -56,6 +63,8 @@ class LlamaModel:
     def forward(self, tokens, cache):
         """Run tokens through the model, extending the context in `cache`.
 
+        Up to `FEW_TOKENS` tokens get the bits that they would get one by one.
+
         Parameters
         ----------
         tokens : sequence of int, length num_tokens
@@ -71,17 +80,36 @@ class LlamaModel:
         """
         tokens = self._checked(tokens)
         start = len(cache)
-
-        def attention(index, qkv, **transform):
-            return cache.attend(index, cache.write(index, qkv, **transform))
-
         try:
-            hidden = self._layers(tokens, np.arange(start, start + len(tokens)), attention)
+            hidden = self._layers(tokens, np.arange(start, start + len(tokens)), _attention_to(cache))
             cache.advance(len(tokens))
         except BaseException:
             cache.truncate(start)  # drops what some layers appended and others did not
             raise
         return hidden
+
+    def forward_layers(self, tokens, cache, layers):
+        """Run tokens through some of the layers only.
+
+        They keep keys and values as in `forward`, but the cache does not count the tokens: another call
+        follows on, and ``cache.truncate(len(cache))`` drops them.
+
+        Parameters
+        ----------
+        tokens : sequence of int, length num_tokens
+            The tokens that follow those that these layers hold.
+        cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
+        layers : sequence of int
+            Which layers, in their order.
+
+        Returns
+        -------
+        ndarray, shape (num_tokens, hidden_size), float32
+            The hidden states behind the last of them, normalised as if it were the model's last.
+        """
+        tokens = self._checked(tokens)
+        start = cache.layer_length(layers[0])
+        return self._layers(tokens, np.arange(start, start + len(tokens)), _attention_to(cache), layers)
 
     def forward_batch(self, tokens, sequences, counts):
         """Run the next tokens of several sequences through the model at once.
@@ -163,14 +191,15 @@ class LlamaModel:
             raise ValueError(f"token ids should lie in 0..{self.config.vocab_size - 1}")
         return tokens
 
-    def _layers(self, tokens, positions, attention):
-        """All layers: `attention(index, qkv, **transform)` keeps the keys and values, and returns
-        (num_tokens, num_q_heads, head_dim)."""
+    def _layers(self, tokens, positions, attention, layers=None):
+        """All layers, or those given: `attention(index, qkv, **transform)` keeps the keys and values, and
+        returns (num_tokens, num_q_heads, head_dim)."""
         config = self.config
         rotation = self._rotation.at(positions)  # one row per token
         rows = np.arange(len(tokens))
         x = self.weights.embedding[tokens]  # (num_tokens, hidden_size), a copy: added to below
-        for index, layer in enumerate(self.weights.layers):
+        for index in range(config.num_layers) if layers is None else layers:
+            layer = self.weights.layers[index]
             qkv = self._linear(rms_norm(x, layer.attn_norm, config.norm_eps), layer.qkv)
             if layer.qkv_bias is not None:
                 qkv += layer.qkv_bias
@@ -189,12 +218,33 @@ class LlamaModel:
 
     def _linear(self, x, weight):
         """x: (..., inputs), weight: (outputs, inputs). Returns (..., outputs)."""
-        rows = x.size // x.shape[-1]
-        if not self.batch_invariant or rows >= 4:
-            return x @ weight.T
-        padded = np.zeros((4, x.shape[-1]), np.float32)
-        padded[:rows] = x.reshape(rows, -1)
-        return (padded @ weight.T)[:rows].reshape(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        if self.batch_invariant:
+            filler = np.zeros((max(0, 4 - len(rows)), rows.shape[1]), np.float32)
+            out = (np.concatenate([rows, filler]) @ weight.T)[: len(rows)]
+        else:
+            out = row_by_row(rows, weight) if len(rows) <= FEW_TOKENS else rows @ weight.T
+        return out.reshape(*x.shape[:-1], -1)
+
+
+def _attention_to(cache):
+    """What `LlamaModel._layers` does with the projections of one sequence."""
+
+    def attention(index, qkv, **transform):
+        return cache.attend(index, cache.write(index, qkv, **transform))
+
+    return attention
+
+
+def row_by_row(x, weight):
+    """``x @ weight.T`` for few rows: each gets the same bits whatever the others are."""
+    out = np.empty((len(x), len(weight)), np.result_type(x, weight))
+    step = -(-len(weight) // max(1, weight.nbytes // BLOCK_BYTES))
+    for start in range(0, len(weight), step):
+        block = weight[start : start + step]
+        for row, products in zip(x, out, strict=True):
+            np.dot(block, row, out=products[start : start + step])
+    return out
 
 
 def rms_norm(x, weight, eps):

@@ -1,0 +1,167 @@
+"""Drafters for speculative decoding: they guess the next tokens, and the model checks all guesses at once.
+
+A drafter has one method, ``draft(context, cache, limit)``; `generate` says what it gets and gives. A wrong
+guess costs time and nothing else, so these guess as far ahead as they have reason to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model import FEW_TOKENS
+
+
+@dataclass
+class SpeculationStats:
+    """Counts of speculative decoding; those of several texts may be added up in one.
+
+    Attributes
+    ----------
+    num_steps : int
+        Calls of the model after the prompt.
+    num_drafted, num_accepted : int
+        Tokens that were guessed, and those of them that became text.
+    """
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    @property
+    def acceptance_rate(self):
+        """Fraction of the drafted tokens that became text; 0 without any."""
+        return self.num_accepted / max(1, self.num_drafted)
+
+    @property
+    def tokens_per_step(self):
+        """Tokens that a call of the model brings on average: 1 without drafts."""
+        return 1 + self.num_accepted / max(1, self.num_steps)
+
+
+class PromptLookup:
+    """Guesses that the text repeats itself: what followed the last time that its last tokens were there.
+
+    Prompt lookup decoding (Apoorv Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). It guesses at
+    most as many tokens as the passage has in common with the end of the text (SuffixDecoding, arXiv
+    2411.04975), so drafts grow while they are accepted, and a wrong guess ends them.
+
+    Parameters
+    ----------
+    ngram : int
+        So many tokens must be the same. The latest place where they are counts.
+    max_draft : int
+        Guess at most this many tokens.
+
+    Examples
+    --------
+    >>> PromptLookup(ngram=2).draft([5, 6, 7, 8, 9, 5, 6], cache=None, limit=7)
+    [7, 8]
+    """
+
+    def __init__(self, ngram=3, max_draft=FEW_TOKENS - 1):
+        if ngram < 1:
+            raise ValueError(f"ngram should be 1 or above, not {ngram}")
+        _check_max_draft(max_draft)
+        self.ngram, self.max_draft = ngram, max_draft
+        self._context, self._indexed, self._following = None, 0, {}
+
+    def draft(self, context, cache, limit):
+        """Guess the next tokens.
+
+        Parameters
+        ----------
+        context : list of int
+            All tokens so far. The same list with more tokens behind is not read again from the start.
+        cache : ignored
+        limit : int
+
+        Returns
+        -------
+        list of int
+        """
+        self._index(context)
+        start = self._following.get(tuple(context[-self.ngram :]))
+        if start is None:
+            return []
+        limit = min(limit, self.max_draft)
+        alike = self.ngram
+        while alike < min(limit, start) and context[start - alike - 1] == context[-alike - 1]:
+            alike += 1
+        # A passage that reaches the end of the text goes on with its own continuation: a loop.
+        period = len(context) - start
+        return [context[start + i % period] for i in range(min(limit, alike))]
+
+    def _index(self, context):
+        """Note what follows every n-gram that a token follows."""
+        if context is not self._context or len(context) < self._indexed:
+            self._context, self._indexed, self._following = context, self.ngram, {}
+        for position in range(self._indexed, len(context)):
+            self._following[tuple(context[position - self.ngram : position])] = position
+        self._indexed = max(self._indexed, len(context))
+
+
+class SkipLayers:
+    """Guesses with the model itself, leaving layers out.
+
+    Self-speculative decoding (Draft & Verify, arXiv 2309.08168; LayerSkip, arXiv 2404.16710). The layers
+    that are left out are those behind the first quarter of those that stay: a model that was not trained to
+    be left early needs its last layers. The guessed tokens go into the layers of the caller's own cache and
+    out again. Drafts get longer by a token when they are accepted, and shorter when they are not.
+
+    Parameters
+    ----------
+    model : LlamaModel
+    num_layers : int, optional
+        How many layers stay; two thirds when omitted.
+    max_draft : int
+        Guess at most this many tokens.
+    """
+
+    def __init__(self, model, num_layers=None, max_draft=FEW_TOKENS - 1):
+        total = model.config.num_layers
+        num_layers = -(-2 * total // 3) if num_layers is None else num_layers
+        if not 1 <= num_layers <= total:
+            raise ValueError(f"num_layers should be between 1 and the {total} of the model, not {num_layers}")
+        _check_max_draft(max_draft)
+        self.model, self.max_draft = model, max_draft
+        first = num_layers // 4
+        self.layers = [*range(first), *range(total - num_layers + first, total)]
+        self._length, self._last = 1, (0, [])
+
+    def draft(self, context, cache, limit):
+        """Guess the next tokens.
+
+        Parameters
+        ----------
+        context : list of int
+            All tokens so far.
+        cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
+            Holds all of them but the last; it is the same afterwards.
+        limit : int
+
+        Returns
+        -------
+        list of int
+        """
+        self._adapt(context)
+        tokens = [context[-1]]
+        try:
+            for _ in range(min(limit, self._length)):
+                hidden = self.model.forward_layers(tokens[-1:], cache, self.layers)
+                tokens.append(int(self.model.logits(hidden[0]).argmax()))
+        finally:
+            cache.truncate(len(cache))
+        self._last = len(context), tokens[1:]
+        return tokens[1:]
+
+    def _adapt(self, context):
+        """Choose the length of the next draft by what became of the last one."""
+        start, draft = self._last
+        if draft:
+            accepted = context[start : start + len(draft)] == draft
+            self._length = min(self._length + 1, self.max_draft) if accepted else max(self._length - 1, 1)
+
+
+def _check_max_draft(max_draft):
+    if max_draft < 1:
+        raise ValueError(f"max_draft should be 1 or above, not {max_draft}")

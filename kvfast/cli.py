@@ -12,7 +12,7 @@ import sys
 
 import kvfast
 
-EXTRA_PACKAGES = {"gguf", "tokenizers", "rich"}
+EXTRA_PACKAGES = {"gguf", "tokenizers", "rich", "safetensors", "xxhash"}
 
 
 def main(argv=None):
@@ -73,7 +73,8 @@ def _add_generate(commands):
     add = parser.add_argument
     add("prompt", help="the text to continue")
     _add_model_arguments(parser)
-    add("--dtype", default="int8", help="what the cache stores, K and V apart with a slash: int8/int4 (default: int8)")
+    add("--dtype", help="what the cache stores, K and V apart with a slash: int8/int4 (default: int8)")
+    add("--session", metavar="FILE", help="go on with the text that FILE holds, and keep the longer one there")
     add("--max-tokens", type=_positive, default=128, help="stop after this many (default: 128)")
     add("--max-seq-len", type=_positive, help="tokens the cache has room for (default: as many as needed)")
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")

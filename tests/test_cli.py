@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import kvfast
+
 HERE = Path(__file__).parent
 
 
@@ -299,3 +301,62 @@ def test_closed_pipe_is_quiet(model):
         process.stdout.close()
         assert process.wait(timeout=60) == 1
         assert "Traceback" not in process.stderr.read()
+
+
+# --- sessions ----------------------------------------------------------------------------------
+
+
+def session_text(out, prompt):
+    return out.partition("\n\nprefill")[0].partition("\n\nsession")[0].removeprefix(prompt)
+
+
+def test_a_session_goes_on_where_it_was_left(model, tmp_path):
+    from kvfast import llama
+
+    path = tmp_path / "talk.safetensors"
+    options = ("--model", model, "--max-tokens", 8, "--session", path)
+    code, first, err = run("generate", "then the", *options)
+    assert code == 0, err
+    length = len(kvfast.load(path))
+    code, second, err = run("generate", " and", *options, "--speculative", "--compare")
+    assert code == 0 and f"session  {length} tokens of {path}" in second and "the same tokens" in second, err
+    # The same in one go, by hand.
+    runtime, tokenizer = llama.load(model)
+    cache, token_ids = kvfast.KVCache(*runtime.cache_shape), []
+    for prompt, out in [("then the", first), (" and", second)]:
+        tokens = tokenizer.encode(prompt)
+        tokens = tokens[1:] if token_ids and tokens[:1] == [tokenizer.bos_id] else tokens
+        written = list(llama.generate(runtime, tokens, cache, max_tokens=8, end_ids=tokenizer.end_ids))
+        token_ids += tokens + written
+        assert session_text(out, prompt) == "".join(tokenizer.stream(iter(written)))
+        runtime.prefill(token_ids[len(cache) :], cache)
+    snapshot = kvfast.Snapshot.load(path)
+    assert snapshot.token_ids.tolist() == token_ids and snapshot == cache.snapshot()
+    code, third, err = run("generate", "", *options)
+    assert code == 0 and len(kvfast.load(path)) > len(token_ids), err
+
+
+def test_a_session_keeps_its_storage_and_its_model(model, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    options = ("--model", model, "--max-tokens", 4, "--session", path)
+    assert run("generate", "then the", *options, "--dtype", "int4")[0] == 0
+    before = path.read_bytes()
+    code, _, err = run("generate", "the", *options, "--dtype", "float32")
+    assert code == 1 and "int4" in err and "float32" in err
+    code, _, err = run("generate", "the", *options, "--max-seq-len", 5)
+    assert code == 1 and "room for" in err
+    kvfast.load(path).save(path)  # without tokens and model
+    code, _, err = run("generate", "the", *options)
+    assert code == 1 and "not a session of this model" in err
+    path.write_bytes(before[:-1])
+    code, _, err = run("generate", "the", *options)
+    assert code == 1 and str(path) in err and path.read_bytes() == before[:-1]
+    path.write_bytes(before)
+    code, out, err = run("generate", "the", *options)
+    assert code == 0 and "int4" in out, err
+
+
+def test_a_full_session_is_kept_as_far_as_it_goes(model, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    code, _, err = run("generate", "then the", "--model", model, "--max-seq-len", 10, "--max-tokens", 50, "--session", path)
+    assert code == 0 and len(kvfast.load(path)) == 10, err

@@ -22,6 +22,7 @@ from .generation import Sampler, generate
 from .gguf_file import GGUFFile, ModelFileError
 from .model import LlamaModel
 from .serving import BatchGenerator, Request
+from .session import Session
 from .speculative import PromptLookup, SkipLayers, SpeculationStats
 from .tokenizer import Tokenizer
 from .weights import LlamaConfig
@@ -37,6 +38,7 @@ __all__ = [
     "PromptLookup",
     "Request",
     "Sampler",
+    "Session",
     "SkipLayers",
     "SpeculationStats",
     "Tokenizer",

@@ -29,34 +29,56 @@ def run_generate(args):
         raise ValueError("--compare is for --speculative")
     seed = np.random.SeedSequence().entropy if args.seed is None else args.seed  # known, to draw the same again
     sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
-    storage = _storage(args.dtype, args)
+    storage = _storage(args.dtype or "int8", args)
     _set_threads(args.threads)
     model, tokenizer = llama.load(args.model)
     prompt = tokenizer.encode(args.prompt)
-    room = args.max_seq_len or min(len(prompt) + args.max_tokens, model.config.context_length)
-    if len(prompt) > room:
-        raise ValueError(f"the prompt has {len(prompt)} tokens and there is room for {room}")
-    cache = kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)
-    options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids}
+    session, history = None, []
+    if args.session:
+        session = llama.Session(model, args.session)
+        history = session.token_ids
+        if history and not (args.dtype or args.k_dtype or args.v_dtype):
+            storage = {}  # as in the file
+        if history and prompt[:1] == [tokenizer.bos_id]:
+            prompt = prompt[1:]  # stands before the text already
+    total = len(history) + len(prompt)
+    room = args.max_seq_len or min(total + args.max_tokens, model.config.context_length)
+    if total > room:
+        raise ValueError(f"the prompt has {len(prompt)} tokens and there is room for {room - len(history)}")
+    if session:
+        session.open(room, **storage)
+    cache = session.cache if session else kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)
+    if history and not prompt:  # go on without a word: the model sees the last one again
+        history, prompt = history[:-1], history[-1:]
+        cache.truncate(len(history))
+    start = cache.snapshot()
+    options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history}
     drafter, stats = _drafter(args, model), llama.SpeculationStats()
     tokens = llama.generate(model, prompt, cache, sampler=sampler, drafter=drafter, stats=stats, **options)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows "?"
     clock = _Clock()
     print(args.prompt, end="", flush=True)
-    for text in tokenizer.stream(clock.watch(tokens)):
-        print(text, end="", flush=True)
-    clock.stop()
+    try:
+        for text in tokenizer.stream(clock.watch(tokens)):
+            print(text, end="", flush=True)
+        clock.stop()
+    finally:  # an interrupted text can be gone on with as well
+        tokens.close()
+        if session:
+            session.save([*history, *prompt, *clock.tokens])
 
     stored = cache.bytes_per_token
     print("\n")
+    if history:
+        print(f"session  {len(history):,} tokens of {args.session}")
     print("prefill ", _speed(len(prompt), clock.prefill))
     print("decode  ", _speed(len(clock.tokens) - 1, clock.decode))
     if drafter:
         accepted = f"{stats.num_accepted} accepted ({stats.acceptance_rate:.0%})"
         print(f"drafted  {stats.num_drafted} tokens, {accepted}, {stats.tokens_per_step:.2f} tokens per step")
     if args.compare:
-        cache.clear()
+        cache.restore(start)
         sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
         _compare(clock, llama.generate(model, prompt, cache, sampler=sampler, **options))
     print(f"cache    {cache.dtype}: {stored:,} bytes per token; a float32 cache takes", end=" ")

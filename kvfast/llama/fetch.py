@@ -145,5 +145,8 @@ def _is_intact(path, expected):
 
 
 def _sha256(path):
+    checksum = hashlib.sha256()  # hashlib.file_digest needs Python 3.11
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(1 << 20):
+            checksum.update(piece)
+    return checksum.hexdigest()

@@ -55,7 +55,8 @@ class Sampler:
         return int(self._random.choice(candidates[:kept], p=probabilities))
 
 
-def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), drafter=None, stats=None):
+def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), drafter=None, stats=None,
+             history=()):
     """Continue a context token by token.
 
     With a drafter, tokens are guessed and then checked together in one call of the model (speculative
@@ -82,6 +83,8 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
         follow `context`, a list of all tokens so far. The cache has all of them but the last.
     stats : SpeculationStats, optional
         Gets the counts of this generation added.
+    history : sequence of int
+        The tokens that the cache holds already, for the drafter to know.
 
     Yields
     ------
@@ -90,7 +93,7 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
     """
     sampler, stats = sampler or Sampler(), stats or SpeculationStats()
     hidden = model.prefill(tokens, cache)[None]
-    context, draft, remaining = [int(token) for token in tokens], [], max_tokens
+    context, draft, remaining = [int(token) for token in (*history, *tokens)], [], max_tokens
     while remaining > 0:
         length = len(cache)
         kept = length - len(draft)

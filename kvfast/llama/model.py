@@ -7,6 +7,8 @@ values, then `attend` with the queries that come back.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from kvfast.rope import RotaryTables
@@ -54,6 +56,16 @@ class LlamaModel:
         file = source if isinstance(source, GGUFFile) else GGUFFile(source)
         config = read_config(file)
         return cls(config, read_weights(file, config))
+
+    @cached_property
+    def fingerprint(self):
+        """Checksum of the configuration and the weights (XXH3): caches of other models are of no use to this one."""
+        from xxhash import xxh3_128
+
+        checksum = xxh3_128(repr(self.config).encode())
+        for array in self.weights.arrays():
+            checksum.update(np.ascontiguousarray(array))
+        return checksum.hexdigest()
 
     @property
     def cache_shape(self):

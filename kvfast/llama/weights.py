@@ -77,6 +77,11 @@ class Weights:
     output: np.ndarray  # (vocab_size, hidden_size); the embedding itself where the model ties them
     rope_frequencies: np.ndarray  # (rope_dims // 2,) float64: radians a position turns each pair
 
+    def arrays(self):
+        """All of them, in a fixed order."""
+        for part in (self, *self.layers):
+            yield from (array for array in vars(part).values() if isinstance(array, np.ndarray))
+
 
 def read_config(file: GGUFFile) -> LlamaConfig:
     """Read the sizes of the model in `file`; a model this runtime cannot run is a ModelFileError."""

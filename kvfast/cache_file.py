@@ -35,7 +35,7 @@ def load(path, mmap=False, max_seq_len=None):
     path : path-like
     mmap : bool
         Do not read the blocks but map them: memory is read from the file when attention comes to it, and
-        changes stay in this process. The checksums of the blocks are then not verified. The file must not be cut
+        changes stay in this process. The checksums of full blocks are then not verified. The file must not be cut
         short while the cache lives; that `save` replaces it is harmless.
     max_seq_len : int, optional
         Reserve room for so many tokens, instead of what was saved.
@@ -60,7 +60,7 @@ def load(path, mmap=False, max_seq_len=None):
 def write(cache, token_ids, metadata, path):
     """Write the complete tokens of a cache. At any moment, the file at `path` is the old or the new one, and complete."""
     library, xxhash = _import("safetensors.numpy"), _import("xxhash")
-    tensors = dict(state.sides_of(cache._buffer.copy(dense=True)))
+    tensors = state.arrays_of(cache)
     if token_ids is not None:
         # As bytes, like the others: tensors are sorted by their dtypes, and the blocks are to start at a page.
         tensors["token_ids"] = token_ids.astype("<i8").view(np.uint8).reshape(-1, 8)
@@ -71,7 +71,7 @@ def write(cache, token_ids, metadata, path):
     metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(header, checksums), "padding": ""}
     metadata["padding"] = " " * (-_header_bytes(tensors, metadata) % ALIGNMENT)
 
-    path = os.path.realpath(path)
+    path = os.path.realpath(os.fsdecode(path))
     part = f"{path}.{uuid.uuid4().hex}.part"
     try:
         try:
@@ -97,11 +97,8 @@ def read(path, mmap, max_seq_len):
     with _opened(path) as content:
         opening = state.Opening(content.header, content.sides, max_seq_len)
         token_ids = content.token_ids(opening.seq_len)
-        if mmap and opening.seq_len:
-            opening.take(content.map(), content.offsets)
-        else:
-            for name, side in opening.take():
-                content.fill(name, side)
+        for name, rows in opening.take_mapped(content.map(), content.offsets) if mmap else opening.take():
+            content.fill(name, rows)
     return opening.cache, token_ids, opening.metadata
 
 
@@ -116,6 +113,7 @@ def read_token_ids(path):
 def _opened(path):
     """The content of a file, whose structure and header are found sound; errors name the file."""
     try:
+        path = os.fsdecode(path)
         while True:
             with open(path, "rb", buffering=0) as file:
                 content = _Content(file, path)
@@ -125,7 +123,7 @@ def _opened(path):
                     yield content
                     return
     except (CorruptFileError, IncompatibleSnapshotError) as error:
-        raise type(error)(f"{os.fspath(path)}: {error}") from None
+        raise type(error)(f"{path}: {error}") from None
 
 
 class _Content:
@@ -178,10 +176,6 @@ class _Content:
 
     def map(self):
         """The file as memory, changes to which stay in this process."""
-        for name in self.sides:
-            if self.offsets[name] % 64:
-                raise CorruptFileError(f"{name} starts at byte {self.offsets[name]}, no multiple of 64, and cannot be mapped "
-                                       f"(did something else write the file?); load it without mmap")
         return map_file(self._file.fileno(), 0, access=ACCESS_COPY)
 
     def fill(self, name, rows):

@@ -123,7 +123,7 @@ class Sequence(SequenceCache):
 
     def restore(self, snapshot):
         super().restore(snapshot)
-        self._token_ids, self._digests = None, []
+        self._token_ids, self._digests = None if snapshot.seq_len else [], []
         if snapshot.token_ids is not None:
             self._token_ids = snapshot.token_ids.tolist()
             self._make_known()

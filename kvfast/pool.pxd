@@ -20,7 +20,6 @@ cdef class BlockPool:
     cdef Py_ssize_t first_blocks
     cdef bint grows
     cdef bint is_shared
-    cdef bint is_dense
     cdef kv_store *stores              # (num_layers,)
     cdef uint8_t *chunk_of             # as in kv_store
     cdef list arenas                   # of Arena, one per chunk
@@ -44,8 +43,9 @@ cdef class BlockPool:
     cdef bint is_frozen(self, int32_t block) except -1
     cdef void copy(self, int32_t source, int32_t target) noexcept
     cdef BlockPool clone(self)
-    cdef BlockPool dense(self, Py_ssize_t num_blocks)
+    cdef BlockPool exact(self, Py_ssize_t num_blocks)
     cdef int trim(self) except -1
+    cdef int drop_surplus(self) except -1
     cdef int32_t _free_group(self) noexcept
     cdef void _insert(self, int32_t block, int32_t behind) noexcept
     cdef void _remove(self, int32_t block) noexcept

@@ -40,12 +40,11 @@ cdef class BlockPool:
 
     `num_blocks` blocks lie in one piece of memory, each KV head a stream of its own. `grows`: not before they are
     needed. `is_shared`: by several sequences, each of which is kept together as well as may be; else the lowest
-    free block is always the next, and more are added when all have owners. `is_dense`: without bytes between
-    the streams.
+    free block is always the next, and more are added when all have owners.
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, k_dtypes, v_dtypes, num_blocks,
-                  bint grows=False, bint is_shared=False, bint is_dense=False):
+                  bint grows=False, bint is_shared=False):
         cdef Py_ssize_t i
         cdef kv_store *store
         self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
@@ -53,7 +52,7 @@ cdef class BlockPool:
         self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
         self.block_size = block_size
         self.settings = num_layers, num_kv_heads, head_dim, block_size, k_dtypes, v_dtypes, num_blocks, grows, is_shared
-        self.grows, self.is_shared, self.is_dense = grows, is_shared, is_dense
+        self.grows, self.is_shared = grows, is_shared
         self.stores = <kv_store *>calloc(self.num_layers, sizeof(kv_store))
         if self.stores == NULL:
             raise MemoryError("cannot allocate the layers of a cache")
@@ -102,7 +101,8 @@ cdef class BlockPool:
     cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=None, object offsets=None) except -1:
         """More blocks, at the end. Nothing has changed if it fails.
 
-        With an arena, its bytes are the blocks, each side of each layer dense from its entry of `offsets` on.
+        With an arena, its bytes are the blocks: `offsets` has for each layer and side where the first head's stream
+        starts, and how far the next is from it.
         """
         cdef Py_ssize_t i, count = len(self.arenas), first, total
         cdef kv_store *store
@@ -115,9 +115,7 @@ cdef class BlockPool:
         for i in range(self.num_layers):
             store = self.stores + i
             store.chunks = <kv_chunk *>_grown(store.chunks, (count + 1) * sizeof(kv_chunk))
-            k_stride, v_stride = int(store.k.bytes) * blocks, int(store.v.bytes) * blocks
-            if not self.is_dense and arena is None:
-                k_stride, v_stride = _stride(k_stride), _stride(v_stride)
+            k_stride, v_stride = _stride(int(store.k.bytes) * blocks), _stride(int(store.v.bytes) * blocks)
             end = nbytes + int(self.num_kv_heads) * (k_stride + v_stride)
             if end > 1 << 60:
                 raise MemoryError(f"a cache of more than {end:,} bytes is beyond the address space")
@@ -127,7 +125,7 @@ cdef class BlockPool:
             chunk.k = nbytes
             chunk.v = nbytes + self.num_kv_heads * chunk.k_head_stride
             if offsets is not None:
-                chunk.k, chunk.v = offsets[i]
+                (chunk.k, chunk.k_head_stride), (chunk.v, chunk.v_head_stride) = offsets[i]
             nbytes = end
         if arena is None:
             arena = Arena(nbytes)
@@ -260,23 +258,25 @@ cdef class BlockPool:
         """An empty pool of the same shape."""
         return BlockPool(*self.settings)
 
-    cdef BlockPool dense(self, Py_ssize_t num_blocks):
-        """An empty pool of the same shape with so many blocks, side after side and head after head."""
-        return BlockPool(*self.settings[:6], max(num_blocks, 1), is_dense=True)
+    cdef BlockPool exact(self, Py_ssize_t num_blocks):
+        """An empty pool of the same layers with so many blocks."""
+        return BlockPool(*self.settings[:6], max(num_blocks, 1))
 
     def map(self, memory, Py_ssize_t num_blocks, offsets):
-        """Let an empty pool's first blocks be bytes of `memory`; `offsets` (num_layers, 2) are those of K and V."""
+        """Let the first blocks of an empty pool be bytes of `memory`, see `_add_chunk`."""
         self._add_chunk(num_blocks, arena_over(memory), offsets)
 
-    def side(self, Py_ssize_t layer, Py_ssize_t num_blocks, bint values):
-        """Bytes of the first blocks, which lie in one piece: uint8 of shape (num_kv_heads, num_blocks, bytes)."""
+    def stream(self, Py_ssize_t layer, int32_t first, Py_ssize_t count, Py_ssize_t head, bint values):
+        """Bytes of blocks in a row: a writable view, uint8 of shape (count, bytes of a block)."""
         cdef kv_store *store = self.stores + layer
         cdef Py_ssize_t nbytes = store.v.bytes if values else store.k.bytes
-        if num_blocks == 0:
-            return np.empty((self.num_kv_heads, 0, nbytes), np.uint8)
-        return np.ndarray((self.num_kv_heads, num_blocks, nbytes), np.uint8, buffer=self.arenas[0],
-                          offset=store.chunks.v if values else store.chunks.k,
-                          strides=(store.chunks.v_head_stride if values else store.chunks.k_head_stride, nbytes, 1))
+        cdef Arena arena
+        cdef char *start
+        if count == 0:
+            return np.empty((0, nbytes), np.uint8)
+        arena = self.arenas[self.chunk_of[first >> CHUNK_SHIFT]]
+        start = v_block_at(store, first, head) if values else k_block_at(store, first, head)
+        return np.ndarray((count, nbytes), np.uint8, buffer=arena, offset=start - arena.data)
 
     cdef int trim(self) except -1:
         """Give back the last chunks of a pool that has grown while no block of theirs is in use."""
@@ -290,6 +290,12 @@ cdef class BlockPool:
                 self._remove(<int32_t>i)
             self.num_blocks = first
             self.arenas.pop()
+        return 0
+
+    cdef int drop_surplus(self) except -1:
+        """Give back what a pool that had its memory from the start got beside it, while snapshots kept its blocks."""
+        if not self.grows:
+            self.trim()
         return 0
 
     def dtypes(self, bint values):

@@ -109,16 +109,19 @@ class RingKVCache(SequenceCache):
 
         k_dtypes = per_layer(dtype if k_dtype is None else k_dtype, num_layers, "k_dtype")
         v_dtypes = per_layer(dtype if v_dtype is None else v_dtype, num_layers, "v_dtype")
-        tables, places = {}, []
-        for one in windows:
-            if one not in tables:
-                group = [layer for layer in range(num_layers) if windows[layer] == one]
-                held = GROW_BLOCKS if one is None else _ring_blocks(one + rollback, num_sink_tokens)
-                pool = BlockPool(len(group), num_kv_heads, head_dim, BLOCK_SIZE, [k_dtypes[i] for i in group],
-                                 [v_dtypes[i] for i in group], held, True)
-                tables[one] = BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
-            places.append((tables[one], windows[: len(places)].count(one)))
-        self._buffer = SequenceBuffer(list(tables.values()), places)
+        groups = {}
+        for layer, one in enumerate(windows):
+            groups.setdefault(one, []).append(layer)
+        tables, places = [], [None] * num_layers
+        for one, group in groups.items():
+            held = GROW_BLOCKS if one is None else _ring_blocks(one + rollback, num_sink_tokens)
+            pool = BlockPool(len(group), num_kv_heads, head_dim, BLOCK_SIZE, [k_dtypes[i] for i in group],
+                             [v_dtypes[i] for i in group], held, True)
+            table = BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
+            tables.append(table)
+            for place, layer in enumerate(group):
+                places[layer] = table, place
+        self._buffer = SequenceBuffer(tables, places)
 
     def _transform(self, layer, array, norm, eps):
         if self._rope is None:

@@ -15,5 +15,6 @@ cdef class SequenceBuffer:
     cdef int _enter(self) except -1
     cdef int _leave(self) except -1
     cdef BlockPool _pool(self)
+    cdef int _drop_surplus(self) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
     cdef int _limit(self, BlockTable table, AttendCall call) except -1

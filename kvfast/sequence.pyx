@@ -154,6 +154,7 @@ cdef class SequenceBuffer:
                 table.check_truncate(count)
             for table in self.tables:
                 table.truncate(count)
+            self._drop_surplus()
         finally:
             self._leave()
 
@@ -197,14 +198,14 @@ cdef class SequenceBuffer:
         finally:
             self._leave()
 
-    def copy(self, bint dense=False):
-        """An independent deep copy with pools of its own; `dense`: just large enough, for `side`."""
+    def copy(self):
+        """An independent deep copy with pools of its own."""
         cdef BlockTable table
         copies = {}
         self._enter()
         try:
             for table in self.tables:
-                copies[table] = table.clone(table.pool.dense(table.count) if dense else table.pool.clone())
+                copies[table] = table.clone(table.pool.clone())
             return self._like(copies)
         finally:
             self._leave()
@@ -236,6 +237,7 @@ cdef class SequenceBuffer:
             if other._pool() is self._pool():
                 for table, source in zip(self.tables, other.tables):
                     table.share(source)
+                self._drop_surplus()
                 return
             other._enter()
             try:
@@ -243,10 +245,17 @@ cdef class SequenceBuffer:
                     table.reserve(table.blocks_of(source))
                 for table, source in zip(self.tables, other.tables):
                     table.fill(source)
+                self._drop_surplus()
             finally:
                 other._leave()
         finally:
             self._leave()
+
+    cdef int _drop_surplus(self) except -1:
+        cdef BlockTable table
+        for table in self.tables:
+            table.pool.drop_surplus()
+        return 0
 
     cdef BlockPool _pool(self):
         return (<BlockTable>self.tables[0]).pool
@@ -255,37 +264,75 @@ cdef class SequenceBuffer:
         """For `reopen`."""
         return [(<BlockTable>table).place() for table in self.tables]
 
-    def reopen(self, Py_ssize_t length, list places, memory=None, offsets=None):
-        """After `shapes`: be a sequence of `length` complete tokens, whose bytes lie in `memory` or are to be put into `side`.
-
-        `offsets`: of K and V of each layer in `memory`.
-        """
+    def layout(self, Py_ssize_t length, list places):
+        """(full blocks, whether there is one more, bytes of K, of V) of each layer with `length` tokens; ValueError if
+        `places` cannot be."""
         cdef BlockTable table
-        for table, place in zip(self.tables, places):
-            count = table._check_place(length, place)
-            if memory is not None and count:
-                table.pool.map(memory, count, [offsets[i] for i in range(self.num_layers) if self.places[i][0] is table])
-            table.reopen(length, place)
-
-    def shapes(self, Py_ssize_t length, list places):
-        """Shapes of `side` for K and V of each layer once `reopen` has been called."""
-        cdef BlockTable table
-        cdef kv_store *store
         cdef Py_ssize_t layer
         if len(places) != len(self.tables):
             raise ValueError(f"{len(self.tables)} block tables are needed, got {len(places)}")
-        counts = {table: (<BlockTable>table)._check_place(length, place) for table, place in zip(self.tables, places)}
-        shapes = []
-        for table, layer in self.places:
-            store = table.pool.stores + layer
-            shapes.append([(store.num_kv_heads, counts[table], store.k.bytes), (store.num_kv_heads, counts[table], store.v.bytes)])
-        return shapes
+        full = {}
+        for table, place in zip(self.tables, places):
+            full[table] = table._check_place(length, place) - (length % table.pool.block_size > 0)
+        return [(full[table], length % (<BlockTable>table).pool.block_size > 0, (<BlockTable>table).pool.stores[<Py_ssize_t>layer].k.bytes,
+                 (<BlockTable>table).pool.stores[<Py_ssize_t>layer].v.bytes) for table, layer in self.places]
 
-    def side(self, index, bint values):
-        """Blocks of a layer that was reopened or copied as dense: uint8 of shape (num_kv_heads, num_blocks, bytes)."""
-        cdef Py_ssize_t layer
-        cdef BlockTable table = self._table(index, &layer)
-        return table.pool.side(layer, table.count, values)
+    def reopen(self, Py_ssize_t length, list places, memory=None, offsets=None, Py_ssize_t reserve=0):
+        """After `layout`: be a sequence of `length` complete tokens, whose bytes are to be put into `streams`.
+
+        `offsets`: of the full blocks, if they lie in `memory` already, see `BlockPool.map`; `reserve`: tokens to have
+        blocks for at once.
+        """
+        cdef BlockTable table
+        for table, place in zip(self.tables, places):
+            full = table._check_place(length, place) - (length % table.pool.block_size > 0)
+            if memory is not None and full:
+                table.pool.map(memory, full, [offsets[i] for i in range(self.num_layers) if self.places[i][0] is table])
+            table.reopen(length, place)
+            table.pool.ensure(max(<Py_ssize_t>0, (reserve + table.pool.block_size - 1) // table.pool.block_size - table.count))
+
+    def streams(self):
+        """Where the bytes of a sequence that was reopened belong.
+
+        Returns
+        -------
+        list with (K, V) of each layer
+            Each a pair of lists over the heads: full blocks, uint8 of shape (num_blocks, bytes of a block), and the
+            bytes of the block after them, uint8 of shape (bytes,), empty if there is none.
+        """
+        tails = {table: table for table in self.tables if (<BlockTable>table).num_slots() % (<BlockTable>table).pool.block_size}
+        return self._streams({table: table for table in self.tables}, tails, -1)
+
+    def arrays(self):
+        """The bytes of all tokens, as `streams`: views where they lie in a row, as long as this buffer lives, else copies.
+        Behind the last token there are zeros."""
+        cdef BlockTable table
+        self._enter()
+        try:
+            sources = {table: (<BlockTable>table).straight() for table in self.tables}
+            tails = {table: (<BlockTable>table).tail() for table in self.tables}
+            return self._streams(sources, {table: tail for table, tail in tails.items() if tail is not None}, 0)
+        finally:
+            self._leave()
+
+    def _streams(self, dict sources, dict tails, Py_ssize_t at):
+        """Full blocks out of `sources`; tails out of block `at` of `tails`, -1 for the last."""
+        cdef BlockTable table, source, tail
+        cdef Py_ssize_t layer, full
+        result = []
+        for table, layer in self.places:
+            source, tail = sources[table], tails.get(table)
+            full = source.num_slots() // source.pool.block_size
+            heads, pair = range(source.pool.num_kv_heads), []
+            for values in (False, True):
+                streams = [source.pool.stream(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]
+                rests = []
+                if tail is not None:
+                    rests = [tail.pool.stream(layer, tail.blocks[at if at >= 0 else tail.count - 1], 1, head, values)[0]
+                             for head in heads]
+                pair.append((streams, rests))
+            result.append(tuple(pair))
+        return result
 
     @property
     def nbytes_alone(self):

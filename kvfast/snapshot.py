@@ -4,7 +4,7 @@ import numpy as np
 
 from . import cache_file
 from .errors import DimensionMismatchError, IncompatibleSnapshotError
-from .state import KINDS, from_arrays, to_arrays
+from .state import KINDS, arrays_of, from_arrays, to_arrays
 from .storage_properties import StorageProperties, same_or_tuple, size_text
 
 __all__ = ["Snapshot"]
@@ -144,8 +144,9 @@ class Snapshot(StorageProperties):
         Returns
         -------
         dict of str to ndarray
-            ``"layers.0.k"``, ``"layers.0.v"`` ...: blocks as they are stored, uint8 of shape (num_kv_heads, num_blocks,
-            bytes of a block); ``"header"``: JSON in uint8; ``"token_ids"``: int64, where they are known.
+            ``"layers.0.k.0"``, ``"layers.0.v.0"`` ...: the full blocks of a layer and head as they are stored, uint8 of
+            shape (num_blocks, bytes of a block); ``"layers.0.k.tail"`` ...: the block that is not full, of each head;
+            ``"header"``: JSON in uint8; ``"token_ids"``: int64, where they are known.
         """
         return to_arrays(self._cache, self._token_ids, self._metadata)
 
@@ -189,15 +190,10 @@ class Snapshot(StorageProperties):
             cache = self._empty_cache(None)
             cache.restore(other)
             other = Snapshot(cache)
-        first, second = self._cache._buffer, other._cache._buffer
-        if first.places_of_tables() != second.places_of_tables():
+        if self._cache._buffer.places_of_tables() != other._cache._buffer.places_of_tables():
             return False
-        first, second = first.copy(dense=True), second.copy(dense=True)
-        return all(
-            np.array_equal(first.side(layer, values), second.side(layer, values))
-            for layer in range(self.num_layers)
-            for values in (False, True)
-        )
+        mine, others = arrays_of(self._cache), arrays_of(other._cache)
+        return all(np.array_equal(array, others[name]) for name, array in mine.items())
 
     __hash__ = None
 

@@ -35,11 +35,30 @@ def header_of(cache, metadata):
     return json.dumps(fields, separators=(",", ":"))
 
 
-def sides_of(buffer):
-    """(name, array) of each layer's keys and values: uint8 of shape (num_kv_heads, num_blocks, bytes of a block)."""
-    for layer in range(buffer.num_layers):
-        yield f"layers.{layer}.k", buffer.side(layer, False)
-        yield f"layers.{layer}.v", buffer.side(layer, True)
+def named(streams, num_kv_heads):
+    """Names for what `SequenceBuffer.streams` and `arrays` return, one after the other.
+
+    Yields
+    ------
+    (str, array) or (str, list of arrays)
+        ``layers.0.k.0``: the full blocks of a head, uint8 of shape (num_blocks, bytes of a block); ``layers.0.k.tail``:
+        the block that is not full, of each head. Numbers have as many digits as the largest, so that names sort as
+        the heads do.
+    """
+    layer_digits, head_digits = len(str(len(streams) - 1)), len(str(num_kv_heads - 1))
+    for layer, pair in enumerate(streams):
+        for side, (heads, tails) in zip("kv", pair):
+            start = f"layers.{layer:0{layer_digits}}.{side}."
+            for head, array in enumerate(heads):
+                yield f"{start}{head:0{head_digits}}", array
+            if len(tails):
+                yield f"{start}tail", tails
+
+
+def arrays_of(cache):
+    """The stored bytes of a cache by their names."""
+    streams = named(cache._buffer.arrays(), cache.num_kv_heads)
+    return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in streams}
 
 
 class Opening:
@@ -67,48 +86,76 @@ class Opening:
         self.metadata, self.tables = fields["metadata"], fields["tables"]
         if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MOST_TOKENS) < self.seq_len:
             raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
-        if len(shapes) != 2 * settings["num_layers"]:
-            raise CorruptFileError(f"{settings['num_layers']} layers have {2 * settings['num_layers']} arrays, got {len(shapes)}")
         try:
             # Without max_seq_len nothing is reserved: a file's word is not enough for that.
             self.cache = KINDS[settings.pop("kind")]._from_settings(settings, block_size, None)
-            expected = self.cache._buffer.shapes(self.seq_len, self.tables)
+            layout = self.cache._buffer.layout(self.seq_len, self.tables)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
-        for layer, of_layer in enumerate(expected):
-            for side, shape in zip("kv", of_layer):
-                name = f"layers.{layer}.{side}"
-                if name not in shapes:
-                    raise CorruptFileError(f"{name} is missing")
-                if shapes[name] != shape:
-                    raise CorruptFileError(f"{name} must have shape {shape}, got {shapes[name]}")
-        self._reserved = None
+        self._check_shapes(layout, shapes)
+        self._max_seq_len, self._reserved = max_seq_len, None
         if max_seq_len is not None:
             self._reserved = type(self.cache)._from_settings(settings, block_size, max_seq_len)
-        self.cache._buffer.max_seq_len = max_seq_len or fields["max_seq_len"]
+        self.cache._buffer.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
 
-    def take(self, memory=None, offsets=None):
+    def _check_shapes(self, layout, shapes):
+        heads = self.cache.num_kv_heads
+        count = sum(2 * (heads + has_tail) for _, has_tail, _, _ in layout)
+        if len(shapes) != count:
+            raise CorruptFileError(f"{len(layout)} layers of {heads} heads have {count} arrays, got {len(shapes)}")
+        expected = [
+            [([(full, nbytes)] * heads, [(heads, nbytes)] * has_tail) for nbytes in (k_bytes, v_bytes)]
+            for full, has_tail, k_bytes, v_bytes in layout
+        ]
+        for name, shape in named(expected, heads):
+            shape = shape[0] if isinstance(shape, list) else shape
+            if name not in shapes:
+                raise CorruptFileError(f"{name} is missing")
+            if shapes[name] != shape:
+                raise CorruptFileError(f"{name} must have shape {shape}, got {shapes[name]}")
+
+    def take(self):
         """Give the cache its blocks.
+
+        Returns
+        -------
+        iterable of (str, list of arrays)
+            By name, where the bytes belong, row after row.
+        """
+        if self._reserved is not None:
+            self.cache = self._reserved
+        self.cache._buffer.reopen(self.seq_len, self.tables)
+        for name, array in named(self.cache._buffer.streams(), self.cache.num_kv_heads):
+            yield name, [array] if isinstance(array, np.ndarray) else array
+
+    def take_mapped(self, memory, offsets):
+        """Let writable bytes be the full blocks of the cache.
 
         Parameters
         ----------
-        memory : buffer, optional
-            Writable bytes that are the blocks already.
+        memory : buffer
         offsets : dict of str to int
             Where in `memory` each array starts.
 
         Returns
         -------
-        list of (str, ndarray)
-            The arrays, for their bytes to be put in.
+        iterable of (str, list of arrays)
+            As of `take`, for the blocks that are not full.
         """
-        if memory is None and self._reserved is not None:
-            self.cache = self._reserved
-        buffer = self.cache._buffer
-        if memory is not None:
-            offsets = [(offsets[f"layers.{i}.k"], offsets[f"layers.{i}.v"]) for i in range(buffer.num_layers)]
-        buffer.reopen(self.seq_len, self.tables, memory, offsets)
-        return list(sides_of(buffer))
+        buffer, heads = self.cache._buffer, self.cache.num_kv_heads
+        layout = buffer.layout(self.seq_len, self.tables)
+        names = [name for name, _ in named([[([None] * heads, [])] * 2] * len(layout), heads)]
+        starts = np.array([offsets[name] for name in names], np.int64).reshape(-1, heads)
+        strides = np.diff(starts, axis=1) if heads > 1 else np.zeros((len(starts), 1), np.int64)
+        if np.any(starts % 64) or np.any(strides != strides[:, :1]):
+            raise CorruptFileError("the blocks do not lie as kvfast has written them, and cannot be mapped (did something "
+                                   "else write the file?); load it without mmap")
+        sides = [(int(start), int(stride)) for start, stride in zip(starts[:, 0], strides[:, 0])]
+        reserve = self._max_seq_len or 0
+        buffer.reopen(self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
+        for name, array in named(buffer.streams(), heads):
+            if not isinstance(array, np.ndarray):
+                yield name, array
 
 
 def _fields(text):
@@ -124,14 +171,14 @@ def _fields(text):
     good = (
         fields.keys() == _FIELDS
         and isinstance(fields["settings"], dict)
-        and fields["settings"].get("kind") in KINDS
+        and fields["settings"].get("kind") in list(KINDS)  # which asks nothing of it but to be compared
         and _is_count(fields["settings"].get("num_layers"))
         and _is_count(fields["block_size"])
-        and (fields["max_seq_len"] is None or _is_count(fields["max_seq_len"]))
+        and (fields["max_seq_len"] is None or _is_count(fields["max_seq_len"]) and fields["settings"]["kind"] == "full")
         and _is_count(fields["seq_len"])
         and fields["seq_len"] <= (MOST_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MOST_TOKENS
         and isinstance(fields["tables"], list)
-        and all(isinstance(place, dict) for place in fields["tables"])
+        and all(isinstance(place, dict) and all(map(_is_count, place.values())) for place in fields["tables"])
         and isinstance(fields["metadata"], dict)
         and all(isinstance(value, str) for value in fields["metadata"].values())
     )
@@ -149,7 +196,7 @@ def to_arrays(cache, token_ids, metadata):
     arrays = {"header": np.frombuffer(header_of(cache, metadata).encode(), np.uint8)}
     if token_ids is not None:
         arrays["token_ids"] = token_ids
-    return arrays | dict(sides_of(cache._buffer.copy(dense=True)))
+    return arrays | {name: array.copy() for name, array in arrays_of(cache).items()}
 
 
 def from_arrays(arrays):
@@ -165,6 +212,7 @@ def from_arrays(arrays):
     opening = Opening(header.tobytes().decode(errors="replace"), {name: array.shape for name, array in arrays.items()})
     if token_ids is not None and (token_ids.shape != (opening.seq_len,) or token_ids.dtype.kind not in "iu"):
         raise CorruptFileError(f"token_ids must be {opening.seq_len} integers, got {token_ids.dtype} of shape {token_ids.shape}")
-    for name, side in opening.take():
-        side[...] = arrays[name]
+    for name, rows in opening.take():
+        for row, source in zip(rows, arrays[name] if name.endswith("tail") else [arrays[name]]):
+            row[...] = source
     return opening.cache, token_ids, opening.metadata

@@ -27,6 +27,8 @@ cdef class BlockTable:
     cdef int check_truncate(self, Py_ssize_t n) except -1
     cdef bint is_in_one_piece(self) noexcept
     cdef BlockTable clone(self, BlockPool pool)
+    cdef BlockTable straight(self)
+    cdef BlockTable tail(self)
     cdef BlockTable empty(self, BlockPool pool)
     cdef int copy_place(self, BlockTable other) except -1
     cdef Py_ssize_t num_slots(self) noexcept

@@ -10,7 +10,7 @@ from libc.string cimport memcpy
 from kvfast._arrays cimport Rows
 from kvfast._kernels cimport active, kv_kernels
 from kvfast._openmp cimport num_threads_for
-from kvfast.blocks cimport k_block_at, kv_context, kv_store, v_block_at
+from kvfast.blocks cimport CHUNK_SHIFT, k_block_at, kv_context, kv_store, v_block_at
 from kvfast.encode cimport check_rows, kv_rotary, write_rows
 from kvfast.pool cimport BlockPool
 from kvfast.transfer cimport copy_slots
@@ -226,6 +226,26 @@ cdef class BlockTable:
         other.fill(self)
         return other
 
+    cdef BlockTable straight(self):
+        """This table, or a copy of it, whose full blocks lie one after the other in memory."""
+        cdef Py_ssize_t i, full = self.num_slots() // self.pool.block_size
+        for i in range(1, full):
+            if (self.blocks[i] != self.blocks[0] + i
+                    or self.pool.chunk_of[self.blocks[i] >> CHUNK_SHIFT] != self.pool.chunk_of[self.blocks[0] >> CHUNK_SHIFT]):
+                return self.clone(self.pool.exact(self.count))
+        return self
+
+    cdef BlockTable tail(self):
+        """A copy of the last block, if it is not full, in which only this sequence's tokens are left; else None."""
+        cdef Py_ssize_t full = self.num_slots() // self.pool.block_size, rest = self.num_slots() % self.pool.block_size
+        cdef BlockTable other
+        if rest == 0:
+            return None
+        other = BlockTable(self.pool.exact(1))
+        other.open(1)
+        copy_slots(self.pool.stores, self.blocks + full, other.pool.stores, other.blocks, self.pool.num_layers, rest)
+        return other
+
     def place(self):
         """What a file tells of a table besides its blocks, for `reopen`."""
         return {"skipped_blocks": self.skipped}
@@ -233,6 +253,9 @@ cdef class BlockTable:
     def reopen(self, Py_ssize_t length, dict place):
         """Take the blocks of a sequence of `length` tokens, for their bytes to be put in; ValueError if `place` cannot be."""
         cdef Py_ssize_t count = self._check_place(length, place), i
+        if self.pool.num_blocks == 0:
+            # A file's window is no reason to reserve more than what its bytes speak for.
+            self.pool.first_blocks = min(self.pool.first_blocks, max(4 * count, <Py_ssize_t>8))
         self.open(count)
         self.skipped, self.length = place["skipped_blocks"], length
         for i in range(self.pool.num_layers):
@@ -285,7 +308,7 @@ cdef class BlockTable:
     def give_up(self):
         """Release, for a pool that has been entered."""
         self.release()
-        self.pool.trim()
+        self.pool.drop_surplus()
 
     def block_ids(self):
         """The blocks in the order of their tokens."""

@@ -4,6 +4,7 @@ import numpy as np
 
 from . import cache_file
 from .errors import DimensionMismatchError, IncompatibleSnapshotError
+from .plan import check_size
 from .state import KINDS, arrays_of, from_arrays, to_arrays
 from .storage_properties import StorageProperties, same_or_tuple, size_text
 
@@ -96,8 +97,8 @@ class Snapshot(StorageProperties):
         keys, values = [np.asarray(array) for array in keys], [np.asarray(array) for array in values]
         if not keys or len(keys) != len(values):
             raise DimensionMismatchError(f"keys and values must hold one array per layer, got {len(keys)} and {len(values)}")
-        shape = keys[0].shape
-        if len(shape) != 2 or shape[1] == 0 or not isinstance(num_kv_heads, int) or num_kv_heads < 1 or shape[1] % num_kv_heads:
+        shape, num_kv_heads = keys[0].shape, check_size(num_kv_heads, "num_kv_heads", 1, 1 << 16)
+        if len(shape) != 2 or shape[1] == 0 or shape[1] % num_kv_heads:
             raise DimensionMismatchError(f"keys must have shape (seq_len, {num_kv_heads} * head_dim), got {shape}")
         for array in (*keys, *values):
             if array.shape != shape:
@@ -173,7 +174,7 @@ class Snapshot(StorageProperties):
     def _check_fits(self, cache):
         """Raise unless `cache` can become what this is."""
         mine, other = self._cache._settings(), cache._settings()
-        for name in mine.keys() | other.keys():
+        for name in mine | other:  # the kind first, and layers before what is told of each
             if mine.get(name) != other.get(name):
                 wrong = [same_or_tuple(one) if isinstance(one, list) else one for one in (mine.get(name), other.get(name))]
                 raise IncompatibleSnapshotError(f"the snapshot has {name} {wrong[0]!r}, the cache {wrong[1]!r}")

@@ -62,7 +62,7 @@ cdef class BlockPool:
             store.block_shift = <int>((<object>block_size).bit_length() - 1)
             init_side(&store.k, parse_dtype(k_dtypes[i]), <int>self.head_dim, block_size)
             init_side(&store.v, parse_dtype(v_dtypes[i]), <int>self.head_dim, block_size)
-        self.arenas, self.abandoned = [], []
+        self.arenas, self.sizes, self.abandoned = [], [], []
         self.workspace = Workspace()
         self.first_blocks = check_count(num_blocks, "num_blocks", 1, 1 << 40)
         if not grows:
@@ -134,6 +134,7 @@ cdef class BlockPool:
         self.prev_free = <int32_t *>_grown(self.prev_free, (total + 1) * sizeof(int32_t))
         self.chunk_of = <uint8_t *>_grown(self.chunk_of, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
         self.arenas.append(arena)
+        self.sizes.append(nbytes)
         for i in range(first // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
             self.chunk_of[i] = <uint8_t>count
         for i in range(self.num_layers):
@@ -290,6 +291,7 @@ cdef class BlockPool:
                 self._remove(<int32_t>i)
             self.num_blocks = first
             self.arenas.pop()
+            self.sizes.pop()
         return 0
 
     cdef int drop_surplus(self) except -1:
@@ -306,7 +308,7 @@ cdef class BlockPool:
 
     @property
     def nbytes(self):
-        return sum(arena.nbytes for arena in self.arenas)
+        return sum(self.sizes)
 
     @property
     def bytes_per_token(self):

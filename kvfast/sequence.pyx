@@ -301,7 +301,7 @@ cdef class SequenceBuffer:
             bytes of the block after them, uint8 of shape (bytes,), empty if there is none.
         """
         tails = {table: table for table in self.tables if (<BlockTable>table).num_slots() % (<BlockTable>table).pool.block_size}
-        return self._streams({table: table for table in self.tables}, tails, -1)
+        return self._streams({table: table for table in self.tables}, tails)
 
     def arrays(self):
         """The bytes of all tokens, as `streams`: views where they lie in a row, as long as this buffer lives, else copies.
@@ -311,12 +311,12 @@ cdef class SequenceBuffer:
         try:
             sources = {table: (<BlockTable>table).straight() for table in self.tables}
             tails = {table: (<BlockTable>table).tail() for table in self.tables}
-            return self._streams(sources, {table: tail for table, tail in tails.items() if tail is not None}, 0)
+            return self._streams(sources, {table: tail for table, tail in tails.items() if tail is not None})
         finally:
             self._leave()
 
-    def _streams(self, dict sources, dict tails, Py_ssize_t at):
-        """Full blocks out of `sources`; tails out of block `at` of `tails`, -1 for the last."""
+    def _streams(self, dict sources, dict tails):
+        """Full blocks out of `sources`, the last block out of `tails`."""
         cdef BlockTable table, source, tail
         cdef Py_ssize_t layer, full
         result = []
@@ -328,8 +328,7 @@ cdef class SequenceBuffer:
                 streams = [source.pool.stream(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]
                 rests = []
                 if tail is not None:
-                    rests = [tail.pool.stream(layer, tail.blocks[at if at >= 0 else tail.count - 1], 1, head, values)[0]
-                             for head in heads]
+                    rests = [tail.pool.stream(layer, tail.blocks[tail.count - 1], 1, head, values)[0] for head in heads]
                 pair.append((streams, rests))
             result.append(tuple(pair))
         return result

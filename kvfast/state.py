@@ -92,13 +92,14 @@ class Opening:
             layout = self.cache._buffer.layout(self.seq_len, self.tables)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
-        self._check_shapes(layout, shapes)
-        self._max_seq_len, self._reserved = max_seq_len, None
-        if max_seq_len is not None:
-            self._reserved = type(self.cache)._from_settings(settings, block_size, max_seq_len)
+        if max_seq_len is not None and not isinstance(self.cache, KINDS["full"]):
+            raise ValueError(f"a {type(self.cache).__name__} has no max_seq_len, got {max_seq_len}")
+        self._streams = self._checked_streams(layout, shapes)
+        self._reserve = None if max_seq_len is None else (settings, block_size, max_seq_len)
         self.cache._buffer.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
 
-    def _check_shapes(self, layout, shapes):
+    def _checked_streams(self, layout, shapes):
+        """Names of the arrays of full blocks; all arrays have the right shapes."""
         heads = self.cache.num_kv_heads
         count = sum(2 * (heads + has_tail) for _, has_tail, _, _ in layout)
         if len(shapes) != count:
@@ -107,12 +108,17 @@ class Opening:
             [([(full, nbytes)] * heads, [(heads, nbytes)] * has_tail) for nbytes in (k_bytes, v_bytes)]
             for full, has_tail, k_bytes, v_bytes in layout
         ]
+        streams = []
         for name, shape in named(expected, heads):
-            shape = shape[0] if isinstance(shape, list) else shape
+            if isinstance(shape, list):
+                (shape,) = shape
+            else:
+                streams.append(name)
             if name not in shapes:
                 raise CorruptFileError(f"{name} is missing")
             if shapes[name] != shape:
                 raise CorruptFileError(f"{name} must have shape {shape}, got {shapes[name]}")
+        return streams
 
     def take(self):
         """Give the cache its blocks.
@@ -122,8 +128,8 @@ class Opening:
         iterable of (str, list of arrays)
             By name, where the bytes belong, row after row.
         """
-        if self._reserved is not None:
-            self.cache = self._reserved
+        if self._reserve is not None:
+            self.cache = type(self.cache)._from_settings(*self._reserve)
         self.cache._buffer.reopen(self.seq_len, self.tables)
         for name, array in named(self.cache._buffer.streams(), self.cache.num_kv_heads):
             yield name, [array] if isinstance(array, np.ndarray) else array
@@ -143,15 +149,13 @@ class Opening:
             As of `take`, for the blocks that are not full.
         """
         buffer, heads = self.cache._buffer, self.cache.num_kv_heads
-        layout = buffer.layout(self.seq_len, self.tables)
-        names = [name for name, _ in named([[([None] * heads, [])] * 2] * len(layout), heads)]
-        starts = np.array([offsets[name] for name in names], np.int64).reshape(-1, heads)
+        starts = np.array([offsets[name] for name in self._streams], np.int64).reshape(-1, heads)
         strides = np.diff(starts, axis=1) if heads > 1 else np.zeros((len(starts), 1), np.int64)
         if np.any(starts % 64) or np.any(strides != strides[:, :1]):
             raise CorruptFileError("the blocks do not lie as kvfast has written them, and cannot be mapped (did something "
                                    "else write the file?); load it without mmap")
         sides = [(int(start), int(stride)) for start, stride in zip(starts[:, 0], strides[:, 0])]
-        reserve = self._max_seq_len or 0
+        reserve = 0 if self._reserve is None else self._reserve[-1]
         buffer.reopen(self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
         for name, array in named(buffer.streams(), heads):
             if not isinstance(array, np.ndarray):

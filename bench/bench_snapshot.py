@@ -8,7 +8,6 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pytest
@@ -77,15 +76,14 @@ def table(rounds, folder):
     path, plain = Path(folder, "cache.safetensors"), Path(folder, "plain")
     cache.save(path)
     nbytes = path.stat().st_size
-    data = path.read_bytes()
+    data = read_plain(path)
     calls = [lambda: write_new(data, plain), lambda: cache.save(path), lambda: write_plain(data, plain)]
     times, ratios = interleaved(calls, rounds)
-    print(f"save     {nbytes / times[1] / 1e9:.2f} GB/s, {1 / ratios[1]:.2f} of a plain write and fsync of a new file ({nbytes / times[0] / 1e9:.2f} GB/s), "
-          f"{ratios[2] / ratios[1]:.2f} of one over the old file ({nbytes / times[2] / 1e9:.2f} GB/s)")
-    del data
+    print(f"save     {nbytes / times[1] / 1e9:.2f} GB/s: {1 / ratios[1]:.2f} of a plain write and fsync of a new file "
+          f"({nbytes / times[0] / 1e9:.2f} GB/s), {ratios[2] / ratios[1]:.2f} of one over the old file ({nbytes / times[2] / 1e9:.2f} GB/s)")
     calls = [lambda: read_plain(path), lambda: kvfast.load(path), lambda: kvfast.load(path, mmap=True)]
     times, ratios = interleaved(calls, rounds)
-    print(f"load     {nbytes / times[1] / 1e9:.2f} GB/s, {1 / ratios[1]:.2f} of a plain read into fresh memory ({nbytes / times[0] / 1e9:.2f} GB/s)")
+    print(f"load     {nbytes / times[1] / 1e9:.2f} GB/s: {1 / ratios[1]:.2f} of a plain read into fresh memory ({nbytes / times[0] / 1e9:.2f} GB/s)")
     print(f"map      {times[2] * 1e3:.1f} ms")
 
 

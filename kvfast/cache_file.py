@@ -152,9 +152,11 @@ class _Content:
         if digest != _digest(self.header, checksums):
             raise CorruptFileError("the header is damaged: its checksum is wrong")
         try:
-            self._checksums = dict(json.loads(checksums))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise CorruptFileError(f"the checksums are not a JSON object: {error}") from None
+            self._checksums = json.loads(checksums)
+        except (ValueError, RecursionError) as error:
+            raise CorruptFileError(f"the checksums are not JSON: {error}") from None
+        if not isinstance(self._checksums, dict) or self._checksums.keys() != self.shapes.keys():
+            raise CorruptFileError("the checksums are those of other tensors")
         for name, dtype in self._dtypes.items():
             if dtype != "U8":
                 raise CorruptFileError(f"{name} must have dtype U8, got {dtype}")
@@ -187,7 +189,7 @@ class _Content:
             for start in range(0, len(view), PIECE):
                 piece = view[start : start + PIECE]
                 checksum.update(self._read_all(piece, name))
-        if self._checksums.get(name) != checksum.hexdigest():
+        if self._checksums[name] != checksum.hexdigest():
             raise CorruptFileError(f"{name} is damaged: its checksum is wrong")
 
     def _read_all(self, piece, name):

@@ -88,10 +88,13 @@ class Opening:
             raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
         try:
             # Without max_seq_len nothing is reserved: a file's word is not enough for that.
+            given = json.dumps(settings, sort_keys=True)
             self.cache = KINDS[settings.pop("kind")]._from_settings(settings, block_size, None)
             layout = self.cache._buffer.layout(self.seq_len, self.tables)
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
+        if json.dumps(self.cache._settings(), sort_keys=True) != given:
+            raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
         if max_seq_len is not None and not isinstance(self.cache, KINDS["full"]):
             raise ValueError(f"a {type(self.cache).__name__} has no max_seq_len, got {max_seq_len}")
         self._streams = self._checked_streams(layout, shapes)
@@ -179,6 +182,7 @@ def _fields(text):
         and _is_count(fields["settings"].get("num_layers"))
         and _is_count(fields["block_size"])
         and (fields["max_seq_len"] is None or _is_count(fields["max_seq_len"]) and fields["settings"]["kind"] == "full")
+        and fields["max_seq_len"] != 0
         and _is_count(fields["seq_len"])
         and fields["seq_len"] <= (MOST_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MOST_TOKENS
         and isinstance(fields["tables"], list)

@@ -14,7 +14,13 @@ RINGS = {
     "ring without rollback": {"window": 64, "num_sink_tokens": 64, "rollback": 0},
     "ring of two windows": {"window": [30, 100], "num_sink_tokens": 3},
     "ring and whole layer": {"window": [50, None], "num_sink_tokens": 2},
-    "ring that rotates": {"window": 64, "num_sink_tokens": 4, "rope": "cache", "rotary_dim": 16, "rope_interleaved": True},
+    "ring that rotates": {
+        "window": 64,
+        "num_sink_tokens": 4,
+        "rope": "cache",
+        "rotary_dim": 16,
+        "rope_interleaved": True,
+    },
 }
 KINDS = ["growing", "bounded", "sequence", *RINGS]
 
@@ -50,7 +56,9 @@ def contents(cache):
     for layer in range(cache.num_layers):
         shown += [np.array(cache.k(layer)), np.array(cache.v(layer))]
         if cache.layer_length(layer):
-            shown.append(cache.attend(layer, QUERIES[: min(1 + getattr(cache, "rollback", 2), 3, cache.layer_length(layer))]))
+            shown.append(
+                cache.attend(layer, QUERIES[: min(1 + getattr(cache, "rollback", 2), 3, cache.layer_length(layer))])
+            )
     return shown
 
 

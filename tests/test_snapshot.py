@@ -283,7 +283,7 @@ def test_bounded_float32_shows_the_right_rows_after_restore(rng):
         assert same(cache, before)
         cache.restore(other)
         assert same(cache, after)
-    keys, values = snapshot.to_arrays()
+    keys, _ = snapshot.to_arrays()
     assert all(np.array_equal(keys[i].reshape(256, HEADS, DIM), before[1 + 3 * i]) for i in range(LAYERS))
     keys[0][:] = 0  # a copy
     cache.restore(snapshot)
@@ -398,7 +398,11 @@ def test_to_arrays_and_from_arrays(rng, dtype):
         assert np.array_equal(values[layer].reshape(130, HEADS, DIM), cache.v(layer))
     k_flat, v_flat = ([layer[i].reshape(130, -1) for layer in given] for i in (0, 1))
     snapshot = kvfast.Snapshot.from_arrays(k_flat, v_flat, HEADS, dtype, token_ids=range(130), metadata={"model": "m"})
-    assert snapshot == cache.snapshot() and snapshot.token_ids.tolist() == list(range(130)) and snapshot.metadata == {"model": "m"}
+    assert (
+        snapshot == cache.snapshot()
+        and snapshot.token_ids.tolist() == list(range(130))
+        and snapshot.metadata == {"model": "m"}
+    )
     assert same(snapshot.to_cache(), cache) and snapshot.to_cache().max_seq_len is None
     assert snapshot.to_cache(max_seq_len=140).max_seq_len == 140
     half = kvfast.Snapshot.from_arrays([k.astype(np.float16) for k in k_flat], v_flat, np.int64(HEADS), dtype)
@@ -418,7 +422,8 @@ def test_from_arrays_refuses():
     assert empty.seq_len == 0 and len(empty.to_cache()) == 0
     mismatch = kvfast.DimensionMismatchError
     for keys, values, heads, error in [
-        ([], [], HEADS, mismatch), ([x], [x, x], HEADS, mismatch), ([x], [x[:3]], HEADS, mismatch), ([x, x[:3]], [x, x], HEADS, mismatch),
+        ([], [], HEADS, mismatch), ([x], [x, x], HEADS, mismatch), ([x], [x[:3]], HEADS, mismatch),
+        ([x, x[:3]], [x, x], HEADS, mismatch),
         ([x[0]], [x[0]], HEADS, mismatch), ([x], [x], 3, mismatch), ([x[:, :0]], [x[:, :0]], HEADS, mismatch),
         ([x], [x], 0, ValueError), ([x], [x], -2, ValueError), ([x], [x], 2.0, TypeError), ([x], [x], "2", TypeError),
         ([x * np.nan], [x], HEADS, kvfast.NonFiniteInputError), ([x.astype(int)], [x], HEADS, TypeError),
@@ -426,7 +431,11 @@ def test_from_arrays_refuses():
     ]:  # fmt: skip
         with pytest.raises(error):
             make_from(keys, values, heads)
-    for options, error in [({"dtype": "int3"}, ValueError), ({"token_ids": [1, 2]}, ValueError), ({"metadata": {1: "a"}}, TypeError)]:
+    for options, error in [
+        ({"dtype": "int3"}, ValueError),
+        ({"token_ids": [1, 2]}, ValueError),
+        ({"metadata": {1: "a"}}, TypeError),
+    ]:
         with pytest.raises(error):
             make_from([x], [x], HEADS, **options)
 
@@ -458,11 +467,14 @@ def test_state_dict_through_npz(rng, kind, dtype):
 
 
 def test_state_dict_keeps_ids_and_metadata(rng):
-    snapshot = fill(make("growing"), rng, 20).snapshot(np.arange(20) * 7, {"model": "Größe \ud800 \0 \"x\""})
+    snapshot = fill(make("growing"), rng, 20).snapshot(np.arange(20) * 7, {"model": 'Größe \ud800 \0 "x"'})
     arrays = snapshot.state_dict()
     again = kvfast.Snapshot.from_state_dict(arrays)
     assert again.token_ids.tolist() == snapshot.token_ids.tolist() and again.metadata == snapshot.metadata
-    assert kvfast.Snapshot.from_state_dict(arrays | {"token_ids": np.arange(20, dtype=np.uint16)}).token_ids.dtype == np.int64
+    assert (
+        kvfast.Snapshot.from_state_dict(arrays | {"token_ids": np.arange(20, dtype=np.uint16)}).token_ids.dtype
+        == np.int64
+    )
     for wrong in (np.arange(19), np.arange(20.0), np.arange(20).reshape(4, 5), np.array(["a"] * 20)):
         with pytest.raises(kvfast.CorruptFileError, match="token_ids"):
             kvfast.Snapshot.from_state_dict(arrays | {"token_ids": wrong})
@@ -482,14 +494,19 @@ def test_wrong_states_are_refused(rng, kind):
             load({key: array for key, array in arrays.items() if key != name})
     k = arrays["layers.0.k.0"]
     for wrong in (
-        arrays | {"layers.2.k.0": k}, arrays | {"extra": k}, {("x" if name == "layers.1.v.1" else name): a for name, a in arrays.items()},
-        arrays | {"layers.0.k.0": k[:, :-1]}, arrays | {"layers.0.k.0": k[:0]}, arrays | {"layers.0.k.0": k.reshape(-1)},
+        arrays | {"layers.2.k.0": k}, arrays | {"extra": k},
+        {("x" if name == "layers.1.v.1" else name): a for name, a in arrays.items()},
+        arrays | {"layers.0.k.0": k[:, :-1]}, arrays | {"layers.0.k.0": k[:0]},
+        arrays | {"layers.0.k.0": k.reshape(-1)},
         arrays | {"layers.0.k.0": k.astype(np.int8)}, arrays | {"layers.0.k.0": k.astype(np.float32)},
         arrays | {"layers.0.k.0": np.concatenate((k, k))}, arrays | {"header": arrays["header"][:-1]},
         arrays | {"header": arrays["header"].astype(int)}, arrays | {"header": np.zeros(0, np.uint8)}, {},
-        arrays | {"header": np.frombuffer(b"[" * 100000, np.uint8)}, arrays | {"header": np.frombuffer(b"\xff\xfe", np.uint8)},
-        edited(arrays, seq_len=164), edited(arrays, seq_len=1 << 39), edited(arrays, seq_len=-1), edited(arrays, version="1"),
-        edited(arrays, block_size=16), edited(arrays, block_size=1 << 40), edited(arrays, tables=[]), edited(arrays, more=1),
+        arrays | {"header": np.frombuffer(b"[" * 100000, np.uint8)},
+        arrays | {"header": np.frombuffer(b"\xff\xfe", np.uint8)},
+        edited(arrays, seq_len=164), edited(arrays, seq_len=1 << 39), edited(arrays, seq_len=-1),
+        edited(arrays, version="1"),
+        edited(arrays, block_size=16), edited(arrays, block_size=1 << 40), edited(arrays, tables=[]),
+        edited(arrays, more=1),
     ):  # fmt: skip
         with pytest.raises(kvfast.CorruptFileError):
             load(wrong)
@@ -541,7 +558,7 @@ def test_dropped_while_another_thread_attends(rng):
         q = rng.standard_normal((300 if kind not in RINGS else 40, 4, DIM)).astype(np.float32)
         expected, stop, failures = cache.attend(0, q), threading.Event(), []
 
-        def work():
+        def work(cache=cache, q=q, expected=expected, stop=stop, failures=failures):
             while not stop.is_set():
                 try:
                     if not np.array_equal(cache.attend(0, q), expected):
@@ -693,7 +710,17 @@ def test_small_errors(rng, kind):
     for wrong in (None, 3, cache, {"a": 1}, cache.state_dict()):
         with pytest.raises(TypeError, match="restore needs a Snapshot"):
             cache.restore(wrong)
-    for ids in ([1, 2], np.arange(11), np.arange(10.0), np.arange(10).reshape(2, 5), ["a"] * 10, "0123456789", 10, [True] * 10, [None] * 10):
+    for ids in (
+        [1, 2],
+        np.arange(11),
+        np.arange(10.0),
+        np.arange(10).reshape(2, 5),
+        ["a"] * 10,
+        "0123456789",
+        10,
+        [True] * 10,
+        [None] * 10,
+    ):
         with pytest.raises(ValueError, match="token_ids"):
             cache.snapshot(ids)
     for metadata in ({1: "a"}, {"a": 1}, {"a": None}, {"a": b"b"}):
@@ -711,12 +738,24 @@ def test_properties(rng):
     snapshot = cache.snapshot(range(10), given)
     given["model"] = "b"
     snapshot.metadata["model"] = "c"
-    assert snapshot.metadata == {"model": "a"} and cache.snapshot().metadata == {} and cache.snapshot().token_ids is None
+    assert (
+        snapshot.metadata == {"model": "a"} and cache.snapshot().metadata == {} and cache.snapshot().token_ids is None
+    )
     with pytest.raises(ValueError):
         snapshot.token_ids[0] = 1
     with pytest.raises(AttributeError):
         snapshot.anything = 1
-    for name in ("num_layers", "num_kv_heads", "head_dim", "entry_size", "block_size", "bytes_per_token", "dtype", "k_dtype", "v_dtype"):
+    for name in (
+        "num_layers",
+        "num_kv_heads",
+        "head_dim",
+        "entry_size",
+        "block_size",
+        "bytes_per_token",
+        "dtype",
+        "k_dtype",
+        "v_dtype",
+    ):
         assert getattr(snapshot, name) == getattr(cache, name)
     assert make("growing").snapshot([]).token_ids.tolist() == []
 

@@ -30,7 +30,8 @@ class SnapshotMachine(RuleBasedStateMachine):
     kind = None
 
     @initialize(
-        k_dtype=st.sampled_from(DTYPES), v_dtype=st.sampled_from(DTYPES), size=st.sampled_from([64, 32, 16]), seed=WHICH,
+        k_dtype=st.sampled_from(DTYPES), v_dtype=st.sampled_from(DTYPES), size=st.sampled_from([64, 32, 16]),
+        seed=WHICH,
         first=st.sampled_from([100, 0, 64, 177]),
     )  # fmt: skip
     def start(self, k_dtype, v_dtype, size, seed, first):
@@ -233,8 +234,10 @@ class RingMachine(SnapshotMachine):
     kind, most = "ring", None
 
     @initialize(
-        window=st.integers(1, 150), mixed=st.booleans(), num_sink_tokens=st.integers(0, 20), rollback=st.integers(0, 80),
-        k_dtype=st.sampled_from(DTYPES), v_dtype=st.sampled_from(DTYPES), seed=WHICH, first=st.sampled_from([250, 0, 64, 133]),
+        window=st.integers(1, 150), mixed=st.booleans(), num_sink_tokens=st.integers(0, 20),
+        rollback=st.integers(0, 80),
+        k_dtype=st.sampled_from(DTYPES), v_dtype=st.sampled_from(DTYPES), seed=WHICH,
+        first=st.sampled_from([250, 0, 64, 133]),
     )  # fmt: skip
     def start(self, window, mixed, num_sink_tokens, rollback, k_dtype, v_dtype, seed, first):
         self.rng, self.shape = np.random.default_rng(seed), {"k_dtype": k_dtype, "v_dtype": v_dtype}
@@ -245,7 +248,9 @@ class RingMachine(SnapshotMachine):
             self.append_and_advance(0, first)
 
     def new_cache(self):
-        return kvfast.RingKVCache(LAYERS, HEADS, DIM, self.windows, self.num_sink_tokens, rollback=self.rollback, **self.shape)
+        return kvfast.RingKVCache(
+            LAYERS, HEADS, DIM, self.windows, self.num_sink_tokens, rollback=self.rollback, **self.shape
+        )
 
     def check_bytes(self, snapshot, given, length):
         """A snapshot of a ring that came by another way may hold more of what is behind the window."""

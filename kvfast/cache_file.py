@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -72,18 +73,20 @@ def write(cache, token_ids, metadata, path):
     metadata["padding"] = " " * (-_header_bytes(tensors, metadata) % ALIGNMENT)
 
     path = os.path.realpath(os.fsdecode(path))
+    # In a folder of its own, because the library has temporary files as well.
     part = f"{path}.{uuid.uuid4().hex}.part"
+    os.mkdir(part)
     try:
+        new = os.path.join(part, "cache")
         try:
-            library.save_file(tensors, part, metadata)
+            library.save_file(tensors, new, metadata)
         except _import("safetensors").SafetensorError as error:
             raise OSError(f"cannot write {path}: {error}") from None
-        with open(part, "r+b") as file:
+        with open(new, "r+b") as file:
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(new, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
+        shutil.rmtree(part, ignore_errors=True)
     if os.name == "posix":
         folder = os.open(os.path.dirname(path), os.O_RDONLY)
         try:

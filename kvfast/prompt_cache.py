@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import time
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +19,7 @@ from .snapshot import Snapshot
 __all__ = ["PromptCache"]
 
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")
-_STALE = 3600  # seconds after which an unfinished file belongs to a process that was killed
+_STALE = 3600  # seconds after which an unfinished file is taken to be that of a process that was killed
 
 
 class PromptCache:
@@ -187,7 +188,7 @@ class PromptCache:
         for part in self.folder.glob("*.part"):
             with contextlib.suppress(FileNotFoundError):
                 if _NAME.match(part.name) and time.time() - part.stat().st_mtime > _STALE:
-                    self._remove(part.name)
+                    shutil.rmtree(part, ignore_errors=True)
         if self.max_bytes is None:
             return
         entries = sorted(self._entries(), key=lambda entry: entry[1].st_mtime_ns)

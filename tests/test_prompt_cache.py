@@ -144,7 +144,8 @@ def test_what_killed_processes_left_is_cleared_away(tmp_path):
     prompts.save(filled([1]), [1])
     old, new = (next(tmp_path.glob("*.safetensors")).with_suffix(f".safetensors.{name}.part") for name in ("old", "new"))
     for part in (old, new):
-        part.write_bytes(b"unfinished")
+        part.mkdir()
+        (part / "cache").write_bytes(b"unfinished")
     os.utime(old, (0, 0))
     prompts.save(filled([2]), [2])
     assert not old.exists() and new.exists() and len(prompts) == 2

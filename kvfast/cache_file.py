@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from mmap import ACCESS_COPY
 from mmap import mmap as map_file
+from threading import Lock
 
 import numpy as np
 
@@ -100,8 +101,10 @@ def read(path, mmap, max_seq_len):
     with _opened(path) as content:
         opening = state.Opening(content.header, content.sides, max_seq_len)
         token_ids = content.token_ids(opening.seq_len)
-        for name, rows in opening.take_mapped(content.map(), content.offsets) if mmap else opening.take():
-            content.fill(name, rows)
+        places = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
+        with ThreadPoolExecutor(get_num_threads()) as threads:
+            for _ in threads.map(content.fill, *zip(*places)):
+                pass
     return opening.cache, token_ids, opening.metadata
 
 
@@ -144,7 +147,7 @@ class _Content:
                 self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
         except safetensors.SafetensorError as error:
             raise CorruptFileError(f"not a sound safetensors file: {error}") from None
-        self._file, self._metadata = file, metadata or {}
+        self._file, self._metadata, self._lock, self._xxhash = file, metadata or {}, Lock(), _import("xxhash")
 
     def check_header(self):
         """Read the header; nothing is believed before its checksum is found right."""
@@ -185,24 +188,29 @@ class _Content:
 
     def fill(self, name, rows):
         """Read a tensor into rows that are contiguous each, and verify its checksum."""
-        checksum = _import("xxhash").xxh3_128()
-        self._file.seek(self.offsets[name])
+        checksum, at = self._xxhash.xxh3_128(), self.offsets[name]
         for row in rows:
             view = memoryview(row.reshape(-1))
             for start in range(0, len(view), PIECE):
                 piece = view[start : start + PIECE]
-                checksum.update(self._read_all(piece, name))
+                self._read(piece, at, name)
+                checksum.update(piece)
+                at += len(piece)
         if self._checksums[name] != checksum.hexdigest():
             raise CorruptFileError(f"{name} is damaged: its checksum is wrong")
 
-    def _read_all(self, piece, name):
-        done = 0
-        while done < len(piece):
-            count = self._file.readinto(piece[done:])
+    def _read(self, piece, at, name):
+        """Fill a piece of memory from byte `at` of the file on."""
+        while piece:
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._file.fileno(), [piece], at)
+            else:
+                with self._lock:
+                    self._file.seek(at)
+                    count = self._file.readinto(piece)
             if not count:
                 raise CorruptFileError(f"the file ends inside {name}")
-            done += count
-        return piece
+            piece, at = piece[count:], at + count
 
 
 def _digest(*texts):

@@ -6,7 +6,8 @@ bfloat16), and attention is computed straight on the stored bytes.
 How the package is built, from the bottom up; each room imports only from those before it::
 
     simd/                   C: arithmetic on one row or one tile, once per instruction set
-    _kernels, _openmp       the table of kernels and the CPU dispatch; the thread policy
+    _kernels, _openmp, _spin
+                            the table of kernels and the CPU dispatch; the thread policy
     _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
     attention, plan         fused attention over blocks; its arguments, and its cut into tasks
     plain                   attention on arrays without a cache
@@ -26,6 +27,7 @@ of its own, `RingKVCache` also drops blocks that left the window, the sequences 
 `Snapshot` is one more table: a block with several owners is copied before one of them writes to it.
 """
 
+from . import _spin  # noqa: F401, I001  (before all others)
 from ._kernels import active_isa, available_isas, cpu_features, use_isa
 from ._openmp import get_num_threads, has_openmp, set_num_threads
 from .bandwidth import read_bandwidth

@@ -114,3 +114,31 @@ def test_environment():
     assert got.stdout.split() == ["5" if kvfast.config()["openmp"] else "1", "scalar"]
     assert "KVFAST_NUM_THREADS" in run(code, KVFAST_NUM_THREADS="many").stderr
     assert "unknown ISA tier 'abacus'" in run(code, KVFAST_ISA="abacus").stderr
+
+
+@pytest.mark.skipif(not kvfast.has_openmp(), reason="built without OpenMP")
+def test_threads_do_not_spin_for_long():
+    """What runs between two calls, the BLAS of a model above all, has the processors for itself."""
+    script = (
+        "import os, time, numpy as np, kvfast\n"
+        "assert 'GOMP_SPINCOUNT' not in os.environ or os.environ['GOMP_SPINCOUNT'] == '300000'\n"
+        "kvfast.set_num_threads(2)\n"
+        "cache = kvfast.KVCache(1, 2, 64)\n"
+        "cache.append(0, *np.ones((2, 8192, 2, 64), np.float32))\n"
+        "q, used = np.ones((1, 8, 64), np.float32), 0.0\n"
+        "for _ in range(20):\n"
+        "    cache.attend(0, q)\n"
+        "    start = time.process_time()\n"
+        "    time.sleep(0.02)\n"
+        "    used += time.process_time() - start\n"
+        "print(used)\n"
+    )
+
+    def seconds(**extra):
+        environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")} | extra
+        command = [sys.executable, "-c", script]
+        return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    assert seconds() < 0.05
+    if sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1:  # what a user sets stays, and the test can tell
+        assert seconds(GOMP_SPINCOUNT="300000") > 2 * seconds()

@@ -70,7 +70,7 @@ def test_room_limits_what_is_restored(tmp_path):
 
 def test_a_ring_goes_back_only_as_far_as_it_can(tmp_path):
     prompts = kvfast.PromptCache(tmp_path)
-    make = lambda: kvfast.RingKVCache(2, 2, 20, window=20, num_sink_tokens=2, rollback=10)  # noqa: E731
+    make = lambda: kvfast.RingKVCache(2, 2, 20, window=20, num_sink_tokens=2, rollback=10)
     token_ids = list(range(100))
     for end in (30, 100):
         prompts.save(extend(make(), token_ids[:end]), token_ids[:end])

@@ -168,8 +168,8 @@ cdef class BlockTable:
         cdef int32_t *blocks = <int32_t *>calloc(max(other.count, 1), sizeof(int32_t))
         if blocks == NULL:
             raise MemoryError("cannot allocate the block table of a sequence")
-        memcpy(blocks, other.blocks, other.count * sizeof(int32_t))
         for i in range(other.count):
+            blocks[i] = other.blocks[i]
             self.pool.retain(blocks[i])
         self.release()
         free(self.blocks)

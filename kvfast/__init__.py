@@ -27,7 +27,7 @@ of its own, `RingKVCache` also drops blocks that left the window, the sequences 
 `Snapshot` is one more table: a block with several owners is copied before one of them writes to it.
 """
 
-from . import _spin  # noqa: F401, I001  (before all others)
+from . import _spin  # noqa: F401  (before what loads OpenMP)
 from ._kernels import active_isa, available_isas, cpu_features, use_isa
 from ._openmp import get_num_threads, has_openmp, set_num_threads
 from .bandwidth import read_bandwidth

@@ -9,12 +9,13 @@ the threads of the BLAS that a model runs between two calls of `attend`: decodin
 import os
 
 NAME = "GOMP_SPINCOUNT"
+IS_OURS = NAME not in os.environ and "OMP_WAIT_POLICY" not in os.environ
 
-if NAME in os.environ or "OMP_WAIT_POLICY" in os.environ:
-    from . import _openmp  # noqa: F401
-else:
+if IS_OURS:
     os.environ[NAME] = "3000"
-    try:
-        from . import _openmp  # noqa: F401  (loads the runtime, which reads the variable now and never again)
-    finally:
+try:
+    # Nothing of it is used here: it loads the runtime, which reads the variable now and never again.
+    from . import _openmp  # noqa: F401
+finally:
+    if IS_OURS:
         del os.environ[NAME]

@@ -119,8 +119,8 @@ def read(path, mmap, max_seq_len):
 def read_token_ids(path):
     """What the tokens of a file are: int64 of shape (seq_len,), empty if it does not tell."""
     with _opened(path) as content:
-        shape = content.shapes.get("token_ids", (0, 8))
-        return content.token_ids(shape[0]) if "token_ids" in content.shapes else np.empty(0, np.int64)
+        token_ids = content.token_ids(content.shapes.get("token_ids", (0,))[0])
+        return np.empty(0, np.int64) if token_ids is None else token_ids
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from .paged import PagedBuffer
 from .paged_sequence import Sequence
 from .plan import Options, check_size
 from .pool import per_layer
+from .prefix import checked_token_ids
 from .storage_properties import StorageProperties, size_text
 
 __all__ = ["PagedKVCache"]
@@ -109,10 +110,7 @@ class PagedKVCache(StorageProperties):
         Sequence
             Its length is the number of tokens found, a multiple of `block_size`, perhaps 0.
         """
-        token_ids = np.asarray(token_ids)
-        if token_ids.ndim != 1 or token_ids.size and token_ids.dtype.kind not in "iu":
-            raise ValueError(f"token_ids must be integers of shape (num_tokens,), got {token_ids.dtype} of shape "
-                             f"{token_ids.shape}")
+        token_ids = checked_token_ids(token_ids)
         if not isinstance(salt, bytes) or len(salt) > 64:
             raise TypeError(f"salt must be at most 64 bytes, got {salt!r}")
         index = self._buffer.index

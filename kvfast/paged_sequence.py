@@ -4,6 +4,7 @@ import numpy as np
 
 from .cache import KVCache
 from .plan import check_size
+from .prefix import checked_token_ids
 from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache
 
@@ -63,9 +64,7 @@ class Sequence(SequenceCache):
             Naming the layers that hold more or fewer, or if `token_ids` are not `n` integers.
         """
         if token_ids is not None:
-            token_ids = np.asarray(token_ids)
-            if token_ids.shape != (n,) or token_ids.dtype.kind not in "iu":
-                raise ValueError(f"token_ids must be {n} integers, got {token_ids.dtype} of shape {token_ids.shape}")
+            token_ids = checked_token_ids(token_ids, n)
         self._buffer.advance(n)
         if token_ids is None:
             self._token_ids = None

@@ -7,6 +7,15 @@ from hashlib import blake2b
 import numpy as np
 
 
+def checked_token_ids(token_ids, count=None):
+    """Token ids as a new int64 array, `count` of them if given; else ValueError."""
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or count is not None and len(array) != count or array.size and array.dtype.kind not in "iu":
+        wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"
+        raise ValueError(f"token_ids must be {wanted}, got {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
+
+
 class PrefixIndex:
     """Which block holds the keys and values of which prefix.
 

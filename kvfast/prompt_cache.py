@@ -14,6 +14,7 @@ import numpy as np
 from . import cache_file
 from .errors import CorruptFileError, IncompatibleSnapshotError
 from .plan import check_size
+from .prefix import checked_token_ids
 from .snapshot import Snapshot
 
 __all__ = ["PromptCache"]
@@ -104,7 +105,7 @@ class PromptCache:
         """
         if len(cache):
             raise ValueError(f"the cache must be empty, it holds {len(cache)} tokens")
-        token_ids = _checked_ids(token_ids)
+        token_ids = checked_token_ids(token_ids)
         most = len(token_ids) - 1 if cache.max_seq_len is None else min(len(token_ids) - 1, cache.max_seq_len)
         for common, name in self._matches(cache, token_ids, model):
             common = min(common, most)
@@ -207,13 +208,6 @@ def _key(cache, model):
         raise TypeError(f"model must be a str, got {model!r}")
     settings = json.dumps([model, cache._settings()])
     return blake2b(settings.encode(), digest_size=16).hexdigest()
-
-
-def _checked_ids(token_ids):
-    array = np.asarray(token_ids)
-    if array.ndim != 1 or array.size and array.dtype.kind not in "iu":
-        raise ValueError(f"token_ids must be integers of shape (num_tokens,), got {array.dtype} of shape {array.shape}")
-    return array.astype(np.int64)
 
 
 def _common(a, b):

@@ -268,14 +268,16 @@ cdef class SequenceBuffer:
         """(full blocks, whether there is one more, bytes of K, of V) of each layer with `length` tokens; ValueError if
         `places` cannot be."""
         cdef BlockTable table
+        cdef kv_store *store
         cdef Py_ssize_t layer
         if len(places) != len(self.tables):
             raise ValueError(f"{len(self.tables)} block tables are needed, got {len(places)}")
-        full = {}
-        for table, place in zip(self.tables, places):
-            full[table] = table._check_place(length, place) - (length % table.pool.block_size > 0)
-        return [(full[table], length % (<BlockTable>table).pool.block_size > 0, (<BlockTable>table).pool.stores[<Py_ssize_t>layer].k.bytes,
-                 (<BlockTable>table).pool.stores[<Py_ssize_t>layer].v.bytes) for table, layer in self.places]
+        full = {table: _full_blocks(table, length, place) for table, place in zip(self.tables, places)}
+        result = []
+        for table, layer in self.places:
+            store = table.pool.stores + layer
+            result.append((full[table], length % table.pool.block_size > 0, store.k.bytes, store.v.bytes))
+        return result
 
     def reopen(self, Py_ssize_t length, list places, memory=None, offsets=None, Py_ssize_t reserve=0):
         """After `layout`: be a sequence of `length` complete tokens, whose bytes are to be put into `streams`.
@@ -285,7 +287,7 @@ cdef class SequenceBuffer:
         """
         cdef BlockTable table
         for table, place in zip(self.tables, places):
-            full = table._check_place(length, place) - (length % table.pool.block_size > 0)
+            full = _full_blocks(table, length, place)
             if memory is not None and full:
                 table.pool.map(memory, full, [offsets[i] for i in range(self.num_layers) if self.places[i][0] is table])
             table.reopen(length, place)
@@ -384,3 +386,8 @@ cdef class SequenceBuffer:
     @property
     def bytes_per_token(self):
         return sum(table.pool.block_bytes for table in self.tables) // self.block_size
+
+
+cdef Py_ssize_t _full_blocks(BlockTable table, Py_ssize_t length, dict place) except -1:
+    """Blocks without a free slot of a table with `length` tokens; ValueError if `place` cannot be."""
+    return table._check_place(length, place) - (length % table.pool.block_size > 0)

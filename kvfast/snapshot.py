@@ -5,6 +5,7 @@ import numpy as np
 from . import cache_file
 from .errors import DimensionMismatchError, IncompatibleSnapshotError
 from .plan import check_size
+from .prefix import checked_token_ids
 from .state import KINDS, arrays_of, from_arrays, to_arrays
 from .storage_properties import StorageProperties, same_or_tuple, size_text
 
@@ -37,7 +38,10 @@ class Snapshot(StorageProperties):
     def __init__(self, cache, token_ids=None, metadata=None):
         # A cache that nobody else has: it is not changed any more.
         self._cache = cache
-        self._token_ids = None if token_ids is None else _checked_ids(token_ids, len(cache))
+        self._token_ids = None
+        if token_ids is not None:
+            self._token_ids = checked_token_ids(token_ids, len(cache))
+            self._token_ids.flags.writeable = False
         self._metadata = _checked_metadata(metadata)
 
     @property
@@ -219,15 +223,6 @@ class Snapshot(StorageProperties):
 
     def __repr__(self):
         return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"
-
-
-def _checked_ids(token_ids, count):
-    array = np.array(token_ids)
-    if array.shape != (count,) or (count and array.dtype.kind not in "iu"):
-        raise ValueError(f"token_ids must be {count} integers, got {array.dtype} of shape {array.shape}")
-    array = array.astype(np.int64)
-    array.flags.writeable = False
-    return array
 
 
 def _checked_metadata(metadata):

@@ -6,6 +6,7 @@ import numpy as np
 
 from .errors import CorruptFileError, IncompatibleSnapshotError
 from .plan import check_size
+from .prefix import checked_token_ids
 
 # The class of each kind of cache; the modules of the classes enter them.
 KINDS = {}
@@ -218,8 +219,11 @@ def from_arrays(arrays):
         if array.dtype != np.uint8:
             raise CorruptFileError(f"{name} must be uint8, got {array.dtype}")
     opening = Opening(header.tobytes().decode(errors="replace"), {name: array.shape for name, array in arrays.items()})
-    if token_ids is not None and (token_ids.shape != (opening.seq_len,) or token_ids.dtype.kind not in "iu"):
-        raise CorruptFileError(f"token_ids must be {opening.seq_len} integers, got {token_ids.dtype} of shape {token_ids.shape}")
+    if token_ids is not None:
+        try:
+            token_ids = checked_token_ids(token_ids, opening.seq_len)
+        except ValueError as error:
+            raise CorruptFileError(str(error)) from None
     for name, rows in opening.take():
         for row, source in zip(rows, arrays[name] if name.endswith("tail") else [arrays[name]]):
             row[...] = source

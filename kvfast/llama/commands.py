@@ -32,25 +32,7 @@ def run_generate(args):
     storage = _storage(args.dtype or "int8", args)
     _set_threads(args.threads)
     model, tokenizer = llama.load(args.model)
-    prompt = tokenizer.encode(args.prompt)
-    session, history = None, []
-    if args.session:
-        session = llama.Session(model, args.session)
-        history = session.token_ids
-        if history and not (args.dtype or args.k_dtype or args.v_dtype):
-            storage = {}  # as in the file
-        if history and prompt[:1] == [tokenizer.bos_id]:
-            prompt = prompt[1:]  # stands before the text already
-    total = len(history) + len(prompt)
-    room = args.max_seq_len or min(total + args.max_tokens, model.config.context_length)
-    if total > room:
-        raise ValueError(f"the prompt has {len(prompt)} tokens and there is room for {room - len(history)}")
-    if session:
-        session.open(room, **storage)
-    cache = session.cache if session else kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)
-    if history and not prompt:  # go on without a word: the model sees the last one again
-        history, prompt = history[:-1], history[-1:]
-        cache.truncate(len(history))
+    session, cache, history, prompt = _open_text(args, model, tokenizer, storage)
     start = cache.snapshot()
     options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history}
     drafter, stats = _drafter(args, model), llama.SpeculationStats()
@@ -83,6 +65,29 @@ def run_generate(args):
         _compare(clock, llama.generate(model, prompt, cache, sampler=sampler, **options))
     print(f"cache    {cache.dtype}: {stored:,} bytes per token; a float32 cache takes", end=" ")
     print(f"{_float_bytes(model, 4) / stored:.2f}x as much, float16 {_float_bytes(model, 2) / stored:.2f}x")
+
+
+def _open_text(args, model, tokenizer, storage):
+    """(session or None, cache, tokens that it holds, tokens that the model is to see next)."""
+    prompt, session, history = tokenizer.encode(args.prompt), None, []
+    if args.session:
+        session = llama.Session(model, args.session)
+        history = session.token_ids
+        if history and not (args.dtype or args.k_dtype or args.v_dtype):
+            storage = {}  # as in the file
+        if history and prompt[:1] == [tokenizer.bos_id]:
+            prompt = prompt[1:]  # stands before the text already
+    total = len(history) + len(prompt)
+    room = args.max_seq_len or min(total + args.max_tokens, model.config.context_length)
+    if total > room:
+        raise ValueError(f"the prompt has {len(prompt)} tokens and there is room for {room - len(history)}")
+    if session:
+        session.open(room, **storage)
+    cache = session.cache if session else kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)
+    if history and not prompt:  # go on without a word: the model sees the last one again
+        history, prompt = history[:-1], history[-1:]
+        cache.truncate(len(history))
+    return session, cache, history, prompt
 
 
 class _Clock:

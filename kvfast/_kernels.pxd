@@ -12,6 +12,7 @@ cdef extern from "simd/kernels.h" nogil:
         KV_BFLOAT16
         KV_INT8
         KV_INT4
+        KV_GAUSS4
         KV_NUM_DTYPES
         KV_NUM_FLOATS
         KV_LANES
@@ -24,8 +25,13 @@ cdef extern from "simd/kernels.h" nogil:
         int block_size
         int head_dim
         int padded_dim
+        int rotated
+        int clip_search
         Py_ssize_t row_stride
         Py_ssize_t scales
+        int scale_bytes
+        Py_ssize_t means
+        Py_ssize_t channels
         Py_ssize_t bytes
 
     ctypedef struct kv_queries:
@@ -89,17 +95,20 @@ cdef extern from "simd/kernels.h" nogil:
                          int count) noexcept nogil
         void (*decode_k)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
         void (*decode_v)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
+        void (*finish_k)(const kv_side *side, char *block, const float *rows, Py_ssize_t stride,
+                         int kept) noexcept nogil
         void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                            int to_slot, int values) noexcept nogil
+        void (*rotate)(float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n) noexcept nogil
         void (*transform)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n,
                           const kv_transform *transform, float *out, Py_ssize_t out_stride) noexcept nogil
-        void (*prepare[5])(const kv_side *side, const float *rows, int num_rows, float scale,
+        void (*prepare[6])(const kv_side *side, const float *rows, int num_rows, float scale,
                            kv_queries *queries) noexcept nogil
-        void (*scores[5])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
+        void (*scores[6])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                           const kv_ahead *ahead, float *scores) noexcept nogil
         void (*softmax)(kv_softmax *state, int num_rows, int count, const int *start, const int *stop,
                         float position, const kv_score_options *options) noexcept nogil
-        void (*accumulate[5])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
+        void (*accumulate[6])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil

@@ -91,6 +91,30 @@ static inline uint16_t kv_to_float16(float x)
     return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13));
 }
 
+static inline uint16_t kv_to_bfloat16(float x) /* nearest even */
+{
+    uint32_t bits = kv_float_bits(x);
+    return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+static inline float kv_from_bfloat16(uint16_t half) { return kv_bits_float((uint32_t)half << 16); }
+
+/* GAUSS4: the 16 levels of the quantiser of least squared error for a Gaussian, symmetric about 0, in
+   units of 2.733 standard deviations / 127; stored as INT8 is, + 128. The upper half again as floats,
+   with the midpoint above each, in sixteens. */
+#define KV_GAUSS_UNIT (2.733f / 127.0f)
+static const uint8_t kv_gauss_levels[16] = {1, 32, 53, 70, 84, 97, 110, 122, 134, 146, 159, 172, 186, 203, 224, 255};
+static const float kv_gauss_magnitudes[8] = {6, 18, 31, 44, 58, 75, 96, 127};
+static const float kv_gauss_midpoints[8] = {
+    12 / 16.0f, 24.5f / 16, 37.5f / 16, 51 / 16.0f, 66.5f / 16, 85.5f / 16, 111.5f / 16, INFINITY};
+
+/* Rows 1, 2, 4 and 8 of Sylvester's 16 x 16 matrix. */
+static const float kv_hadamard[4][16] = {
+    {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+    {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+    {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+    {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
+};
+
 static inline void kv_put_nibble(uint8_t *byte, int code, int high)
 {
     *byte = (uint8_t)(high ? (*byte & 0x0F) | code << 4 : (*byte & 0xF0) | code);

@@ -9,6 +9,8 @@ static inline __attribute__((always_inline)) vf KV(load_as)(const char *row, int
 
 static void KV(prepare_floating)(const kv_side *side, const float *rows, int num_rows, float scale, kv_queries *queries)
 {
+    queries->rows = rows;
+    queries->factor = scale;
     for (ptrdiff_t i = 0; i < (ptrdiff_t)num_rows * side->padded_dim; i += W)
         vf_store(queries->values + i, vf_mul(vf_load(rows + i), vf_set1(scale)));
 }

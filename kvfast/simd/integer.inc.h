@@ -1,22 +1,16 @@
-/* Attention on INT8 and INT4 codes by integer dot products.
+/* Scores and sums of values of INT8, INT4 and GAUSS4 codes; of the arithmetic, see activations.inc.h. */
 
-   The activations (q for the scores, softmax weight x V scale for the values) are 16-bit integers in
-   -32639..32639 with one float scale per row: their rounding, 1.5e-5 of the row's largest, vanishes
-   against that of the stored codes. VNNI multiplies them as 256 x high +
-   low bytes, the others as one int16; both give the same integer.
-
-   The sums are exact. With codes c = stored - bias in -127..127 and depth n <= 512,
-       |sum c x| <= 127 * 32639 * 512 = 2 122 318 336 < 2^31,
-   and what is added on the way (stored codes, parts) is correct modulo 2^32, so the bias may be
-   taken off after the sum. */
-#define KV_MAX_ACTIVATION 32639.0f
+static inline __attribute__((always_inline)) vf KV(load_scales)(const char *scales, int token, const int dtype)
+{
+    return dtype == KV_GAUSS4 ? vf_load_bfloat16((const uint16_t *)scales + token) : vf_load((const float *)scales + token);
+}
 
 /* (INT_VECTORS or 1) x W lanes against `rows` rows of activations over `lines` 64-byte lines: from base +
    block[0] on, or with `gather` block_lines of each block. (One loop inside the other takes 8 % longer than
    one alone where nothing is gathered.) */
 static inline __attribute__((always_inline)) void KV(dot_panel)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int lines, const int gather, int block_lines,
-    const int bits, const int8_t *x, const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])
+    const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])
 {
     vacc a[KV_PANEL][4], b[KV_PANEL][4]; /* [rows][vectors]; 4 because KV_FOR4 names them all */
     KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
@@ -28,18 +22,20 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
                 const char *at = codes + v * tile_bytes;
                 kv_prefetch(ahead + v * 64);
                 vcodes stored = vcodes_load(at);
-                if (bits == 8) {
+                if (dtype == KV_INT8) {
                     vwide wide = vcodes_widen(stored);
                     KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], wide, x + 8 * r););
                 } else {
-                    vwide low = vcodes_widen(vcodes_low(stored)), high = vcodes_widen(vcodes_high(stored));
+                    vcodes even = vcodes_low(stored), odd = vcodes_high(stored);
+                    if (dtype == KV_GAUSS4) even = vcodes_levels(even), odd = vcodes_levels(odd);
+                    vwide low = vcodes_widen(even), high = vcodes_widen(odd);
                     KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], low, x + 8 * r););
                     KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], high, x + 8 * (KV_PANEL + r)););
                 }
             );
             codes += 64;
             ahead += vectors * 64;
-            x += 8 * KV_PANEL * (bits == 8 ? 1 : 2);
+            x += 2 * KV_PANEL * KV_DEPTHS(dtype);
         }
         lines -= here;
     } while (gather && lines > 0);
@@ -55,65 +51,39 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
     default: if (vectors > 1) { panel(4, INT_VECTORS) } else { panel(4, 1) }       \
     }
 
-/* Cuts up to KV_PANEL rows of n floats, times their inverse scales, into the activations that dot_panel
-   reads; sums[r] is that of row r. */
-static inline __attribute__((always_inline)) void KV(put_activations)(
-    const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse, int8_t *x, int32_t *sums)
-{
-    vi sum[KV_PANEL], value[KV_PANEL];
-    KV_FOR4(r, KV_PANEL, sum[r] = value[r] = vi_set1(0););
-    for (ptrdiff_t i = 0; i < n; i += W) {
-        KV_FOR4(r, num_rows,
-            value[r] = vf_round(vf_mul(vf_load(rows + r * stride + i), vf_set1(inverse[r])));
-            sum[r] = vi_add(sum[r], value[r]););
-        KV(put_parts)(x, i, value[0], value[1], value[2], value[3]);
-    }
-    KV_FOR4(r, num_rows, sums[r] = vi_hsum(sum[r]););
-}
-
-static inline __attribute__((always_inline)) void KV(prepare_integer)(
-    const kv_side *side, const float *rows, int num_rows, float scale, kv_queries *queries, const int bias)
-{
-    const ptrdiff_t n = side->padded_dim;
-    for (int row = 0; row < num_rows; row += KV_PANEL) {
-        const int panel_rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
-        float inverse[KV_PANEL];
-        for (int r = 0; r < panel_rows; r++) {
-            float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(rows + (row + r) * n, n));
-            inverse[r] = largest > 0x1p-100f ? KV_MAX_ACTIVATION / largest : 0.0f;
-            queries->scale[row + r] = largest / KV_MAX_ACTIVATION * scale;
-        }
-        KV(put_activations)(rows + row * n, n, panel_rows, n, inverse, queries->parts + row * n * 2, queries->sum + row);
-        for (int r = 0; r < panel_rows; r++) queries->sum[row + r] *= bias;
-    }
-}
-
 static inline __attribute__((always_inline)) void KV(scores_integer)(
     const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
-    float *scores, const int bits)
+    float *scores, const int dtype, const int statistics)
 {
-    const int lines = side->padded_dim / (bits == 8 ? 4 : 8);
+    const int lines = side->padded_dim / KV_DEPTHS(dtype);
+    const int channels = statistics == KV_CHANNELS;
     const ptrdiff_t tile_bytes = (ptrdiff_t)lines * 64;
     const int lanes = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
     for (int row = 0; row < num_rows; row += KV_PANEL) {
-        const int8_t *x = queries->parts + row * (side->padded_dim * 2);
+        KV(folded) folded;
+        const int8_t *x = channels ? folded.parts : queries->parts + row * (side->padded_dim * 2);
+        const float *scales = channels ? folded.scale : queries->scale + row;
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         const ptrdiff_t *block = tile->at;
         int slot = tile->first;
         for (int lane = 0; lane < lanes;) {
             const ptrdiff_t at = slot / KV_LANES * tile_bytes + slot % KV_LANES * 4;
-            const float *token_scales = (const float *)(tile->base + *block + side->scales) + slot;
+            const char *token_scales = tile->base + *block + side->scales;
+            if (statistics && (lane == 0 || slot == 0))
+                KV(fold)(side, tile->base + *block, queries->rows + row * side->padded_dim, queries->factor, rows, &folded);
             const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * tile_bytes);
             const int left = lanes - lane < side->block_size - slot ? lanes - lane : side->block_size - slot;
             const int vectors = INT_VECTORS * W <= left ? INT_VECTORS : 1;
 #define KV_PANEL_SCORES(R, V)                                                                          \
-    vi out[KV_PANEL][4];                                                                     \
-    KV(dot_panel)(tile->base + at, block, tile_bytes, lines, 0, 0, bits, x, R, V, fetch, out);         \
+    vi out[KV_PANEL][4];                                                                               \
+    KV(dot_panel)(tile->base + at, block, tile_bytes, lines, 0, 0, dtype, x, R, V, fetch, out);        \
     for (int r = 0; r < R; r++)                                                                        \
         for (int v = 0; v < V; v++) {                                                                  \
-            vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(queries->sum[row + r])));                   \
-            vf scale = vf_mul(vf_set1(queries->scale[row + r]), vf_load(token_scales + v * W)); \
-            vf_store(scores + (row + r) * KV_TILE + lane + v * W, vf_mul(dot, scale));                 \
+            vi bias = vi_set1(channels ? 0 : queries->sum[row + r]);                                   \
+            vf dot = vi_to_float(vi_sub(out[r][v], bias)), scale = vf_set1(scales[r]);                 \
+            if (!channels) scale = vf_mul(scale, KV(load_scales)(token_scales, slot + v * W, dtype));  \
+            vf_store(scores + (row + r) * KV_TILE + lane + v * W,                                      \
+                     statistics ? vf_fma(dot, scale, vf_set1(folded.shift[r])) : vf_mul(dot, scale));  \
         }
             KV_EACH_PANEL(rows, vectors, KV_PANEL_SCORES)
             lane += vectors * W;
@@ -126,19 +96,19 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
 
 static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     const kv_side *side, const float *weights, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
-    const float *rescale, float *acc, const int bits, const int bias, const int gather)
+    const float *rescale, float *acc, const int dtype, const int gather)
 {
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
-    const int depth = bits == 8 ? 4 : 8;
+    const int depth = KV_DEPTHS(dtype);
     const int lines = tokens / depth, block_lines = (side->block_size - tile->first) / depth;
     const ptrdiff_t tile_bytes = (ptrdiff_t)(side->block_size / depth) * 64;
     const ptrdiff_t first = tile->first / depth * 64;
-    const float *token_scales[KV_TILE / KV_LANES];
+    const char *token_scales[KV_TILE / KV_LANES];
     int8_t parts[KV_ROWS * KV_TILE * 2];
     float scales[KV_ROWS];
     int32_t sums[KV_ROWS];
     for (int t = 0, block = 0, slot = tile->first; t < tokens; t += KV_LANES) {
-        token_scales[t / KV_LANES] = (const float *)(tile->base + tile->at[block] + side->scales) + slot;
+        token_scales[t / KV_LANES] = tile->base + tile->at[block] + side->scales + slot * (dtype == KV_GAUSS4 ? 2 : 4);
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
@@ -148,16 +118,17 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
         for (int r = 0; r < rows; r++) {
             vf largest = vf_set1(0.0f);
             for (int t = 0; t < tokens; t += W) {
-                vf weight = vf_mul(vf_load(weights + (row + r) * KV_TILE + t), vf_load(token_scales[t / KV_LANES] + t % KV_LANES));
+                vf weight = vf_mul(vf_load(weights + (row + r) * KV_TILE + t),
+                                   KV(load_scales)(token_scales[t / KV_LANES], t % KV_LANES, dtype));
                 vf_store(folded + r * KV_TILE + t, weight);
                 largest = vf_max(largest, weight);
             }
             float peak = vf_hmax(largest);
-            inverse[r] = peak > 0x1p-100f ? KV_MAX_ACTIVATION / peak : 0.0f;
+            inverse[r] = KV_INVERSE(peak);
             scales[row + r] = peak / KV_MAX_ACTIVATION;
         }
         KV(put_activations)(folded, KV_TILE, rows, tokens, inverse, parts + row * (KV_TILE * 2), sums + row);
-        for (int r = 0; r < rows; r++) sums[row + r] *= bias;
+        for (int r = 0; r < rows; r++) sums[row + r] *= KV_BIAS(dtype);
     }
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int8_t *x = parts + row * (KV_TILE * 2);
@@ -168,7 +139,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             const int vectors = lane + INT_VECTORS * W <= side->padded_dim ? INT_VECTORS : 1;
 #define KV_PANEL_VALUES(R, V)                                                                         \
     vi out[KV_PANEL][4];                                                                    \
-    KV(dot_panel)(tile->base + at, tile->at, tile_bytes, lines, gather, block_lines, bits, x, R, V, fetch, out); \
+    KV(dot_panel)(tile->base + at, tile->at, tile_bytes, lines, gather, block_lines, dtype, x, R, V, fetch, out); \
     for (int r = 0; r < R; r++)                                                                       \
         for (int v = 0; v < V; v++) {                                                                 \
             float *target = acc + (row + r) * side->padded_dim + lane + v * W;                        \
@@ -183,31 +154,42 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     kv_prefetch_end(ahead);
 }
 
-#define KV_INTEGER_KERNELS(dtype, bits, bias)                                                         \
-    static void KV(prepare_##dtype)(const kv_side *side, const float *rows, int num_rows, float scale, \
-                                    kv_queries *queries)                                              \
+#define KV_INTEGER_KERNELS(name, dtype)                                                               \
+    static void KV(prepare_##name)(const kv_side *side, const float *rows, int num_rows, float factor, \
+                                   kv_queries *queries)                                               \
     {                                                                                                 \
-        KV(prepare_integer)(side, rows, num_rows, scale, queries, bias);                              \
+        KV(prepare_integer)(side, rows, num_rows, factor, queries, KV_BIAS(dtype));                   \
     }                                                                                                 \
-    static void KV(scores_##dtype)(const kv_side *side, const kv_queries *queries, int num_rows,      \
-                                   const kv_tile *tile, const kv_ahead *ahead, float *scores)         \
+    static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,       \
+                                  const kv_tile *tile, const kv_ahead *ahead, float *scores)          \
     {                                                                                                 \
-        KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, bits);                       \
+        if (dtype == KV_INT4 && side->channels)                                                       \
+            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_CHANNELS);     \
+        else if (side->means)                                                                         \
+            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_MEANS);        \
+        else                                                                                          \
+            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, 0);               \
     }                                                                                                 \
-    static void KV(accumulate_##dtype)(const kv_side *side, const float *weights, int num_rows,       \
-                                       const kv_tile *tile, const kv_ahead *ahead,                    \
-                                       const float *rescale, float *acc)                              \
+    static void KV(accumulate_##name)(const kv_side *side, const float *weights, int num_rows,        \
+                                      const kv_tile *tile, const kv_ahead *ahead,                     \
+                                      const float *rescale, float *acc)                               \
     {                                                                                                 \
         if (tile->first + tile->count <= side->block_size)                                            \
-            KV(accumulate_integer)(side, weights, num_rows, tile, ahead, rescale, acc, bits, bias, 0); \
+            KV(accumulate_integer)(side, weights, num_rows, tile, ahead, rescale, acc, dtype, 0);     \
         else                                                                                          \
-            KV(accumulate_integer)(side, weights, num_rows, tile, ahead, rescale, acc, bits, bias, 1); \
+            KV(accumulate_integer)(side, weights, num_rows, tile, ahead, rescale, acc, dtype, 1);     \
     }
-KV_INTEGER_KERNELS(int8, 8, 128)
-KV_INTEGER_KERNELS(int4, 4, 8)
+KV_INTEGER_KERNELS(int8, KV_INT8)
+KV_INTEGER_KERNELS(int4, KV_INT4)
+KV_INTEGER_KERNELS(gauss4, KV_GAUSS4)
 
 #undef KV_INTEGER_KERNELS
 #undef KV_PANEL_SCORES
 #undef KV_PANEL_VALUES
 #undef KV_EACH_PANEL
 #undef KV_MAX_ACTIVATION
+#undef KV_BIAS
+#undef KV_DEPTHS
+#undef KV_INVERSE
+#undef KV_MEANS
+#undef KV_CHANNELS

@@ -8,7 +8,10 @@
    K and V, are stored apart, each described by a kv_side:
 
      float dtypes    (block_size, padded_dim) rows, row_stride bytes from token to token
-     integer dtypes  a matrix of codes in lane tiles, then block_size float32 scales
+     integer dtypes  a matrix of codes in lane tiles, then what the codes are multiplied by: a scale
+                     for each token (float32, of GAUSS4 bfloat16), or for keys with per-channel
+                     scales a bfloat16 for each channel; for finished key blocks a float16 for each
+                     channel that is added to all of it
 
    Lane tiles: 16 lanes x 4 consecutive depths make one 64-byte line, so that one multiply-
    accumulate instruction serves 16 results and no sum across lanes is ever needed.
@@ -20,21 +23,27 @@
 
    Codes are stored biased (INT8 +128, INT4 +8), which is what u8 x s8 instructions want; the bias
    leaves again as bias x sum(activations).  padded_dim is head_dim rounded up to 16; the padding
-   holds code zero, so no kernel has a tail. */
+   holds code zero, so no kernel has a tail.
+
+   GAUSS4 is stored as INT4, but its codes are indices into a table of 16 int8 levels, the best for a
+   Gaussian (Lloyd, Least squares quantization in PCM, 1982; Max 1960), which rotated rows come near.
+
+   A finished block has statistics of its own (means, channel scales): it is encoded at once by
+   finish_k, when all its tokens are there, and read like any other. */
 #ifndef KVFAST_KERNELS_H
 #define KVFAST_KERNELS_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-enum { KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_INT4, KV_NUM_DTYPES };
+enum { KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_INT4, KV_GAUSS4, KV_NUM_DTYPES };
 enum { KV_NUM_FLOATS = KV_INT8 };
 
 enum {
     KV_LANES = 16,         /* lanes of a tile; tokens come in multiples of it */
     KV_TILE = 128,         /* most tokens between two softmax corrections */
     KV_ROWS = 16,          /* most query rows that share one pass over a block */
-    KV_MAX_HEAD_DIM = 512, /* bound of the int32 accumulators, see integer.inc.h */
+    KV_MAX_HEAD_DIM = 512, /* bound of the int32 accumulators, see activations.inc.h */
     KV_PANEL = 4           /* query rows whose activations are interleaved */
 };
 
@@ -44,20 +53,27 @@ enum {
 typedef struct {
     int dtype;
     int block_size;        /* tokens */
-    int head_dim;
+    int head_dim;          /* at most KV_MAX_HEAD_DIM */
     int padded_dim;
+    int rotated;           /* rows are rotated before they are coded; for those who call the kernels */
+    int clip_search;       /* INT4 and GAUSS4: the scale is the one of several with the least squared error */
     ptrdiff_t row_stride;  /* float dtypes: bytes from token to token */
-    ptrdiff_t scales;      /* integer dtypes: byte offset of the float32 scales */
+    ptrdiff_t scales;      /* integer dtypes: bytes of the codes, where the scales of the tokens start */
+    int scale_bytes;       /* of a token: 4, of GAUSS4 2; 0 for float dtypes and with channel scales */
+    ptrdiff_t means;       /* byte offset of the channels' means: (padded_dim,) float16; 0: none */
+    ptrdiff_t channels;    /* byte offset of the channels' scales: (padded_dim,) bfloat16; 0: none */
     ptrdiff_t bytes;       /* of one block of this side */
 } kv_side;
 
 /* Query rows made ready for the K side's dtype: floats times the softmax scale, or 16-bit integers
-   cut into the parts the instruction set multiplies (see integer.inc.h). */
+   cut into the parts the instruction set multiplies (see activations.inc.h). */
 typedef struct {
     union KV_ALIGNED {
         float values[KV_ROWS * KV_MAX_HEAD_DIM];      /* (rows, padded_dim) */
         int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];  /* (rows/4, padded_dim/4, 4 rows, 8 bytes) */
     };
+    const float *rows;     /* (rows, padded_dim) as given to prepare, 0 in the padding; they must stay */
+    float factor;          /* the softmax scale */
     float scale[KV_ROWS];  /* of the integers, softmax scale included */
     int32_t sum[KV_ROWS];  /* of the integers, times the code bias */
 } kv_queries;
@@ -131,15 +147,24 @@ typedef struct {
     float (*quantize)(const float *row, ptrdiff_t n, int levels, int8_t *codes);
     void (*dequantize)(const int8_t *codes, ptrdiff_t n, float scale, float *row);
 
-    /* Rows of head_dim floats, `stride` floats apart, into a block from `slot` on; one row out of it. */
+    /* Rows of head_dim floats, `stride` floats apart, into a block from `slot` on; one row out of it. A side with
+       means is encoded by finish_k instead. */
     void (*encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
     void (*encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
     void (*decode_k)(const kv_side *side, const char *block, int slot, float *row);
     void (*decode_v)(const kv_side *side, const char *block, int slot, float *row);
+    /* All keys of a block with means: its statistics, then its codes. The first `kept` tokens have their codes
+       already, of the statistics that the block has: these stay if the other rows are within them, at most 1.25
+       steps beyond the codes of their channel, and always where there are means alone. finish_k itself leaves
+       no value more than one step beyond, so that finishing the same rows again changes nothing. */
+    void (*finish_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept);
     /* A token's codes and scale into a block of perhaps another size; `values`: of the V side. */
     void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                        int to_slot, int values);
 
+    /* In place, an orthogonal transform that is its own inverse and spreads what is in one element over all:
+       n = 2^a m with m odd, Hadamard's of 2^a (Sylvester) x Hartley's of m. */
+    void (*rotate)(float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n);
     /* What a model does to rows of n floats of Q or K, `stride` floats apart; `out` may be the rows themselves. */
     void (*transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n,
                       const kv_transform *transform, float *out, ptrdiff_t out_stride);

@@ -7,14 +7,28 @@ static inline uint8_t *KV(locate)(uint8_t *codes, int depths, int lane, int dept
            lane % KV_LANES * 4 + depth % 4;
 }
 
-/* Quantises a row into padded, biased codes; returns its scale. */
-static inline float KV(code_row)(const kv_side *side, const float *row, uint8_t *codes)
+/* What the code of (lane, depth) stands for, before scales and means. */
+static inline int KV(level_at)(const kv_side *side, const char *block, int depths, int lane, int depth)
 {
-    const int bias = side->dtype == KV_INT8 ? 128 : 8;
-    float scale = KV(quantize)(row, side->head_dim, bias - 1, (int8_t *)codes);
-    memset(codes + side->head_dim, 0, (size_t)(side->padded_dim - side->head_dim));
-    for (int d = 0; d < side->padded_dim; d++) codes[d] = (uint8_t)(codes[d] + bias);
-    return scale;
+    uint8_t *codes = (uint8_t *)block;
+    if (side->dtype == KV_INT8) return *KV(locate)(codes, depths, lane, depth, 4) - 128;
+    const int code = kv_get_nibble(KV(locate)(codes, depths, lane, depth, 8), depth / 4 % 2);
+    return side->dtype == KV_INT4 ? code - 8 : kv_gauss_levels[code] - 128;
+}
+
+static inline void KV(put_scale)(const kv_side *side, char *block, int slot, float scale)
+{
+    char *scales = block + side->scales;
+    if (side->dtype == KV_GAUSS4) ((uint16_t *)scales)[slot] = kv_to_bfloat16(scale);
+    else ((float *)scales)[slot] = scale;
+}
+
+/* A token's scale; 1 where the channels have scales instead. */
+static inline float KV(get_scale)(const kv_side *side, const char *block, int slot)
+{
+    const char *scales = block + side->scales;
+    if (side->scale_bytes == 0) return 1.0f;
+    return side->dtype == KV_GAUSS4 ? kv_from_bfloat16(((const uint16_t *)scales)[slot]) : ((const float *)scales)[slot];
 }
 
 static int KV(encode_floats)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
@@ -38,23 +52,25 @@ static int KV(decode_floats)(const kv_side *side, const char *block, int slot, f
     return side->dtype < KV_NUM_FLOATS;
 }
 
+/* A token's padded codes into the K side. */
+static inline void KV(put_k)(const kv_side *side, char *block, int slot, const uint8_t *codes)
+{
+    const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
+    uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, per_line);
+    for (int d = 0; d < dims; d += per_line, line += 64) {
+        uint32_t packed = (uint32_t)kv_load32(codes + d);
+        if (per_line == 8) packed |= (uint32_t)kv_load32(codes + d + 4) << 4;
+        memcpy(line, &packed, 4);
+    }
+}
+
 static void KV(encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
     if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
     uint8_t codes[KV_MAX_HEAD_DIM + KV_LANES];
-    const int dims = side->padded_dim;
     for (const int end = slot + count; slot < end; slot++, rows += stride) {
-        ((float *)(block + side->scales))[slot] = KV(code_row)(side, rows, codes);
-        if (side->dtype == KV_INT8) {
-            uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, 4);
-            for (int d = 0; d < dims; d += 4, line += 64) memcpy(line, codes + d, 4);
-        } else {
-            uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, 8);
-            for (int d = 0; d < dims; d += 8, line += 64) {
-                uint32_t packed = (uint32_t)kv_load32(codes + d) | (uint32_t)kv_load32(codes + d + 4) << 4;
-                memcpy(line, &packed, 4);
-            }
-        }
+        KV(put_scale)(side, block, slot, KV(code_row)(side, rows, codes));
+        KV(put_k)(side, block, slot, codes);
     }
 }
 
@@ -77,7 +93,7 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
         /* Whole lines at once; before the first and behind the last, token by token. */
         here = slot % per_line == 0 && count >= per_line ? per_line : 1;
         for (int t = 0; t < here; t++)
-            ((float *)(block + side->scales))[slot + t] = KV(code_row)(side, rows + t * stride, codes + t * STRIDE);
+            KV(put_scale)(side, block, slot + t, KV(code_row)(side, rows + t * stride, codes + t * STRIDE));
         uint8_t *line = KV(locate)((uint8_t *)block, side->block_size, 0, slot, per_line);
         for (int d = 0; d < dims; d += KV_LANES, line += line_step) {
             if (here == 1 && per_line == 4) {
@@ -100,12 +116,12 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
 static void KV(decode_k)(const kv_side *side, const char *block, int slot, float *row)
 {
     if (KV(decode_floats)(side, block, slot, row)) return;
-    const float scale = ((const float *)(block + side->scales))[slot];
-    uint8_t *bytes = (uint8_t *)block;
+    const float scale = KV(get_scale)(side, block, slot);
+    const uint16_t *channels = (const uint16_t *)(block + side->channels), *means = (const uint16_t *)(block + side->means);
     for (int d = 0; d < side->head_dim; d++) {
-        int code = side->dtype == KV_INT8 ? *KV(locate)(bytes, side->padded_dim, slot, d, 4) - 128
-                                          : kv_get_nibble(KV(locate)(bytes, side->padded_dim, slot, d, 8), d / 4 % 2) - 8;
-        row[d] = (float)code * scale;
+        row[d] = (float)KV(level_at)(side, block, side->padded_dim, slot, d) * scale;
+        if (side->channels) row[d] *= kv_from_bfloat16(channels[d]);
+        if (side->means) row[d] += kv_from_float16(means[d]);
     }
 }
 
@@ -117,7 +133,8 @@ static void KV(copy_token)(const kv_side *side, const char *source, int slot, co
         memcpy(target + to_slot * to->row_stride, source + slot * side->row_stride, (size_t)side->row_stride);
         return;
     }
-    ((float *)(target + to->scales))[to_slot] = ((const float *)(source + side->scales))[slot];
+    memcpy(target + to->scales + to_slot * to->scale_bytes, source + side->scales + slot * side->scale_bytes,
+           (size_t)side->scale_bytes);
     const int per_line = side->dtype == KV_INT8 ? 4 : 8;
     uint8_t *from = (uint8_t *)source, *into = (uint8_t *)target;
     if (!values) {
@@ -137,11 +154,7 @@ static void KV(copy_token)(const kv_side *side, const char *source, int slot, co
 static void KV(decode_v)(const kv_side *side, const char *block, int slot, float *row)
 {
     if (KV(decode_floats)(side, block, slot, row)) return;
-    const float scale = ((const float *)(block + side->scales))[slot];
-    uint8_t *bytes = (uint8_t *)block;
-    for (int d = 0; d < side->head_dim; d++) {
-        int code = side->dtype == KV_INT8 ? *KV(locate)(bytes, side->block_size, d, slot, 4) - 128
-                                          : kv_get_nibble(KV(locate)(bytes, side->block_size, d, slot, 8), slot / 4 % 2) - 8;
-        row[d] = (float)code * scale;
-    }
+    const float scale = KV(get_scale)(side, block, slot);
+    for (int d = 0; d < side->head_dim; d++)
+        row[d] = (float)KV(level_at)(side, block, side->block_size, d, slot) * scale;
 }

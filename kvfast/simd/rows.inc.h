@@ -29,16 +29,13 @@ static void KV(from_float16)(const float *row, ptrdiff_t n, void *target)
 static void KV(to_bfloat16)(const void *source, ptrdiff_t n, float *row)
 {
     const uint16_t *halves = source;
-    for (ptrdiff_t i = 0; i < n; i++) row[i] = kv_bits_float((uint32_t)halves[i] << 16);
+    for (ptrdiff_t i = 0; i < n; i++) row[i] = kv_from_bfloat16(halves[i]);
 }
 
 static void KV(from_bfloat16)(const float *row, ptrdiff_t n, void *target)
 {
     uint16_t *halves = target;
-    for (ptrdiff_t i = 0; i < n; i++) { /* nearest even */
-        uint32_t bits = kv_float_bits(row[i]);
-        halves[i] = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
-    }
+    for (ptrdiff_t i = 0; i < n; i++) halves[i] = kv_to_bfloat16(row[i]);
 }
 
 /* Magnitudes order as their bit patterns do, with infinity and NaN on top: one integer maximum
@@ -108,21 +105,22 @@ static void KV(scale_row)(const float *row, ptrdiff_t n, float factor, const flo
     for (; i < n; i++) out[i] = row[i] * factor * (norm ? norm[i] : 1.0f);
 }
 
-static float KV(inverse_rms)(const float *row, ptrdiff_t n, float eps)
+static float KV(sum_squares)(const float *row, ptrdiff_t n)
 {
     vf squares = vf_set1(0.0f);
     ptrdiff_t i = 0;
     for (; i + W <= n; i += W) squares = vf_fma(vf_load(row + i), vf_load(row + i), squares);
     float sum = vf_hsum(squares);
     for (; i < n; i++) sum += row[i] * row[i];
-    return 1.0f / __builtin_sqrtf(sum / (float)n + eps);
+    return sum;
 }
 
 static inline void KV(transform_row)(const float *row, ptrdiff_t n, const kv_transform *t, float *out)
 {
     const ptrdiff_t pairs = t->cos ? t->pairs : 0;
     if (t->norm) {
-        KV(scale_row)(row, n, KV(inverse_rms)(row, n, t->eps), t->norm, out);
+        const float mean = KV(sum_squares)(row, n) / (float)n;
+        KV(scale_row)(row, n, 1.0f / __builtin_sqrtf(mean + t->eps), t->norm, out);
         row = out;
     } else if (row != out) {
         memcpy(out + 2 * pairs, row + 2 * pairs, (size_t)(n - 2 * pairs) * sizeof(float));

@@ -1,7 +1,11 @@
 /* All kernels of one tier, and its row of the table. Included once per instruction set, inside a
    target region, with KV(name) and KV_ISA set and one vec_*.h included before. */
 #include "rows.inc.h"
+#include "rotate.inc.h"
+#include "coding.inc.h"
 #include "layout.inc.h"
+#include "finish.inc.h"
+#include "activations.inc.h"
 #include "integer.inc.h"
 #include "floating.inc.h"
 
@@ -16,13 +20,17 @@ static const kv_kernels KV(kernels) = {
     .encode_v = KV(encode_v),
     .decode_k = KV(decode_k),
     .decode_v = KV(decode_v),
+    .finish_k = KV(finish_k),
     .copy_token = KV(copy_token),
+    .rotate = KV(rotate),
     .transform = KV(transform),
-    .prepare = {KV(prepare_floating), KV(prepare_floating), KV(prepare_floating), KV(prepare_int8), KV(prepare_int4)},
-    .scores = {KV(scores_float32), KV(scores_float16), KV(scores_bfloat16), KV(scores_int8), KV(scores_int4)},
+    .prepare = {KV(prepare_floating), KV(prepare_floating), KV(prepare_floating), KV(prepare_int8), KV(prepare_int4),
+                KV(prepare_gauss4)},
+    .scores = {KV(scores_float32), KV(scores_float16), KV(scores_bfloat16), KV(scores_int8), KV(scores_int4),
+               KV(scores_gauss4)},
     .softmax = KV(softmax),
     .accumulate = {KV(accumulate_float32), KV(accumulate_float16), KV(accumulate_bfloat16), KV(accumulate_int8),
-                   KV(accumulate_int4)},
+                   KV(accumulate_int4), KV(accumulate_gauss4)},
     .scale_add = KV(scale_add),
     .stream = KV(stream),
 };

@@ -14,7 +14,9 @@
 #define vf_mul(a, b) _mm512_mul_ps(a, b)
 #define vf_div(a, b) _mm512_div_ps(a, b)
 #define vf_max(a, b) _mm512_max_ps(a, b)
+#define vf_min(a, b) _mm512_min_ps(a, b)
 #define vf_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define vf_max_abs(a, x) _mm512_range_ps(a, x, 11)
 #define vf_abs(x) _mm512_abs_ps(x)
 #define vf_sign_of(x, s) \
     _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x), _mm512_castps_si512(s), \
@@ -23,12 +25,15 @@
 #define vf_hmax(x) _mm512_reduce_max_ps(x)
 #define vf_hsum(x) _mm512_reduce_add_ps(x)
 #define vf_round(x) _mm512_cvtps_epi32(x)
+#define vf_truncate(x) _mm512_cvttps_epi32(x)
 #define vf_bits(x) _mm512_castps_si512(x)
+#define vf_lookup8(table, index) _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(table)))
 #define vi_set1(x) _mm512_set1_epi32(x)
 #define vi_add(a, b) _mm512_add_epi32(a, b)
 #define vi_sub(a, b) _mm512_sub_epi32(a, b)
 #define vi_and(a, b) _mm512_and_si512(a, b)
 #define vi_max(a, b) _mm512_max_epi32(a, b)
+#define vi_count_above(n, a, b) _mm512_mask_add_epi32(n, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), n, _mm512_set1_epi32(1))
 #define vi_hmax(x) _mm512_reduce_max_epi32(x)
 #define vi_hsum(x) _mm512_reduce_add_epi32(x)
 #define vi_to_float(x) _mm512_cvtepi32_ps(x)
@@ -56,6 +61,8 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes_load(p) _mm512_loadu_si512(p)
 #define vcodes_low(c) _mm512_and_si512(c, _mm512_set1_epi8(15))
 #define vcodes_high(c) _mm512_and_si512(_mm512_srli_epi16(c, 4), _mm512_set1_epi8(15))
+#define vcodes_levels(c) \
+    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kv_gauss_levels)), c)
 #define vwide __m512i
 #define vcodes_widen(c) (c)
 /* Of 32-bit lanes, not __m512i: gcc 12 copies every accumulator twice per step of the loop when the
@@ -69,13 +76,15 @@ typedef int32_t KV(vacc) __attribute__((vector_size(64)));
     } while (0)
 #define vacc_total(high, low) _mm512_add_epi32(_mm512_slli_epi32((__m512i)(high), 8), (__m512i)(low))
 
-/* value + 128 holds the high byte in its byte 1 and, with the top bit flipped, the low one in byte 0. */
+/* value + 128, at most 32767, holds the high byte in its byte 1 and, with the top bit flipped, the low one in
+   byte 0. */
 static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
-    const vi bias = _mm512_set1_epi32(128), flip = _mm512_set1_epi64(0x8080808000000000);
-    const vi gather = _mm512_set4_epi32(-1, -1, 0x0C080400, 0x0D090501);
-#define KV_CUT(r) _mm512_xor_si512(_mm512_shuffle_epi8(_mm512_add_epi32(r, bias), gather), flip)
-    vi r01 = _mm512_unpacklo_epi64(KV_CUT(r0), KV_CUT(r1)), r23 = _mm512_unpacklo_epi64(KV_CUT(r2), KV_CUT(r3));
+    const vi bias = _mm512_set1_epi16(128), flip = _mm512_set1_epi64(0x8080808000000000);
+    const vi gather = _mm512_set4_epi32(0x0E0C0A08, 0x0F0D0B09, 0x06040200, 0x07050301);
+#define KV_CUT(a, b) \
+    _mm512_xor_si512(_mm512_shuffle_epi8(_mm512_add_epi16(_mm512_packs_epi32(a, b), bias), gather), flip)
+    vi r01 = KV_CUT(r0, r1), r23 = KV_CUT(r2, r3);
 #undef KV_CUT
     const vi low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
     _mm512_storeu_si512(x + index * 8, _mm512_permutex2var_epi64(r01, low, r23));

@@ -6,10 +6,13 @@
      W                      floats per register
      *_VECTORS, *_TOKENS    shape of the panels that fill, but do not spill, the register file
      vf_*, vi_*             float32 and int32 arithmetic; vf_sign_of(x, s) is |x| with s's sign,
+                            vf_max_abs(a, x) the larger of a >= 0 and |x|,
                             vf_zero_below(y, x, limit) is y where x >= limit and 0 elsewhere,
-                            vi_exponent(n) is 2^n
+                            vi_exponent(n) is 2^n, vf_lookup8(table, index) the elements of an array of 8
+                            floats, vi_count_above(n, a, b) is n + 1 where a > b and n elsewhere
      vf_sum4                the four sums across the lanes of four registers
-     vcodes, vcodes_*       W x 4 bytes of codes; the nibbles of INT4 as bytes
+     vcodes, vcodes_*       W x 4 bytes of codes; the nibbles of INT4 as bytes, and the levels of
+                            GAUSS4 that they stand for, + 128
      vwide, vcodes_widen    codes in the form that vacc_dot multiplies, shared by all rows
      vacc_dot, vacc_total   W dot products with 16-bit activations in two int32 accumulators, and
                             their total modulo 2^32
@@ -30,7 +33,9 @@
 #define vf_mul(a, b) ((a) * (b))
 #define vf_div(a, b) ((a) / (b))
 #define vf_max(a, b) ((a) > (b) ? (a) : (b))
+#define vf_min(a, b) ((a) < (b) ? (a) : (b))
 #define vf_fma(a, b, c) ((a) * (b) + (c))
+#define vf_max_abs(a, x) vf_max(a, vf_abs(x))
 #define vf_abs(x) __builtin_fabsf(x)
 #define vf_sign_of(x, s) __builtin_copysignf(x, s)
 #define vf_zero_below(y, x, limit) ((x) >= (limit) ? (y) : 0.0f)
@@ -38,12 +43,15 @@
 #define vf_hsum(x) (x)
 /* Adding 1.5 x 2^23 rounds to the nearest even integer, as the vector units do; |x| < 2^22. */
 #define vf_round(x) ((int32_t)(((x) + 12582912.0f) - 12582912.0f))
+#define vf_truncate(x) ((int32_t)(x))
 #define vf_bits(x) ((int32_t)kv_float_bits(x))
+#define vf_lookup8(table, index) ((table)[index])
 #define vi_set1(x) (x)
 #define vi_add(a, b) ((int32_t)((uint32_t)(a) + (uint32_t)(b)))
 #define vi_sub(a, b) ((int32_t)((uint32_t)(a) - (uint32_t)(b)))
 #define vi_and(a, b) ((a) & (b))
 #define vi_max(a, b) ((a) > (b) ? (a) : (b))
+#define vi_count_above(n, a, b) ((n) + ((a) > (b)))
 #define vi_hmax(x) (x)
 #define vi_hsum(x) (x)
 #define vi_to_float(x) ((float)(x))
@@ -64,6 +72,13 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes_load(p) ((uint32_t)kv_load32(p))
 #define vcodes_low(c) ((c) & 0x0F0F0F0Fu)
 #define vcodes_high(c) (((c) >> 4) & 0x0F0F0F0Fu)
+static inline vcodes KV(vcodes_levels)(vcodes c)
+{
+    vcodes levels = 0;
+    for (int i = 0; i < 32; i += 8) levels |= (vcodes)kv_gauss_levels[c >> i & 15] << i;
+    return levels;
+}
+#define vcodes_levels KV(vcodes_levels)
 #define vwide uint32_t
 #define vcodes_widen(c) (c)
 static inline uint32_t KV(vacc_dot)(uint32_t codes, const int8_t *x)

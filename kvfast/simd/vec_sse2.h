@@ -14,16 +14,20 @@
 #define vf_mul(a, b) _mm_mul_ps(a, b)
 #define vf_div(a, b) _mm_div_ps(a, b)
 #define vf_max(a, b) _mm_max_ps(a, b)
+#define vf_min(a, b) _mm_min_ps(a, b)
 #define vf_fma(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
+#define vf_max_abs(a, x) vf_max(a, vf_abs(x))
 #define vf_abs(x) _mm_andnot_ps(_mm_set1_ps(-0.0f), x)
 #define vf_sign_of(x, s) _mm_or_ps(x, _mm_and_ps(_mm_set1_ps(-0.0f), s))
 #define vf_zero_below(y, x, limit) _mm_and_ps(_mm_cmpge_ps(x, vf_set1(limit)), y)
 #define vf_round(x) _mm_cvtps_epi32(x)
+#define vf_truncate(x) _mm_cvttps_epi32(x)
 #define vf_bits(x) _mm_castps_si128(x)
 #define vi_set1(x) _mm_set1_epi32(x)
 #define vi_add(a, b) _mm_add_epi32(a, b)
 #define vi_sub(a, b) _mm_sub_epi32(a, b)
 #define vi_and(a, b) _mm_and_si128(a, b)
+#define vi_count_above(n, a, b) _mm_sub_epi32(n, _mm_castps_si128(_mm_cmpgt_ps(a, b)))
 #define vi_to_float(x) _mm_cvtepi32_ps(x)
 #define vi_exponent(n) _mm_castsi128_ps(_mm_slli_epi32(_mm_add_epi32(n, _mm_set1_epi32(127)), 23))
 
@@ -63,6 +67,12 @@ static inline vi KV(vi_load_int8)(const int8_t *p)
 }
 #define vi_load_int8 KV(vi_load_int8)
 
+static inline vf KV(vf_lookup8)(const float *table, vi index)
+{
+    return _mm_set_ps(table[_mm_extract_epi16(index, 6)], table[_mm_extract_epi16(index, 4)],
+                      table[_mm_extract_epi16(index, 2)], table[_mm_extract_epi16(index, 0)]);
+}
+#define vf_lookup8 KV(vf_lookup8)
 static inline vi KV(vi_max)(vi a, vi b)
 {
     vi greater = _mm_cmpgt_epi32(a, b);
@@ -106,6 +116,19 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes_load(p) _mm_loadu_si128((const __m128i *)(p))
 #define vcodes_low(c) _mm_and_si128(c, _mm_set1_epi8(15))
 #define vcodes_high(c) _mm_and_si128(_mm_srli_epi16(c, 4), _mm_set1_epi8(15))
+
+/* Without a byte shuffle: the steps from level to level that lie below each, and the sign. */
+static inline vcodes KV(vcodes_levels)(vcodes c)
+{
+    const vcodes negative = _mm_cmplt_epi8(c, _mm_set1_epi8(8));
+    const vcodes index = _mm_and_si128(_mm_xor_si128(c, negative), _mm_set1_epi8(7));
+    vcodes level = _mm_set1_epi8((char)(kv_gauss_levels[8] - 128));
+    for (int i = 0; i < 7; i++)
+        level = _mm_add_epi8(level, _mm_and_si128(_mm_cmpgt_epi8(index, _mm_set1_epi8((char)i)),
+                                                  _mm_set1_epi8((char)(kv_gauss_levels[9 + i] - kv_gauss_levels[8 + i]))));
+    return _mm_xor_si128(_mm_sub_epi8(_mm_xor_si128(level, negative), negative), _mm_set1_epi8(-128));
+}
+#define vcodes_levels KV(vcodes_levels)
 typedef struct { __m128i even, odd; } KV(vwide);
 #define vwide KV(vwide)
 #define vcodes_widen(c) \

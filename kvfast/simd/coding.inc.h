@@ -1,0 +1,95 @@
+/* Codes of one row: those of its largest magnitude, or those of the scale with the least squared error. */
+
+/* Which magnitude of GAUSS4 is nearest to 16 t >= 0. Each cell of 16 holds one midpoint between two, the
+   last none, and as many midpoints lie below a cell as cells do: one comparison finds it. */
+static inline vi KV(nearest_level)(vf t)
+{
+    const vi cell = vf_truncate(vf_min(t, vf_set1(7.0f)));
+    return vi_count_above(cell, t, vf_lookup8(kv_gauss_midpoints, cell));
+}
+
+/* The sums of x level and of level^2 over the magnitudes x of a row as `scale` codes it. */
+static inline __attribute__((always_inline)) void KV(fit)(const float *row, ptrdiff_t n, float scale, const int gauss,
+                                                          float *products, float *squares)
+{
+    const vf inverse = vf_set1((gauss ? 1.0f / 16.0f : 1.0f) / scale);
+    vf product = vf_set1(0.0f), square = product;
+    for (ptrdiff_t i = 0; i < n; i += W) {
+        const vf x = vf_load(row + i), t = vf_mul(x, inverse);
+        const vf level = gauss ? vf_lookup8(kv_gauss_magnitudes, KV(nearest_level)(t))
+                               : vi_to_float(vf_round(vf_min(t, vf_set1(7.0f))));
+        product = vf_fma(x, level, product);
+        square = vf_fma(level, level, square);
+    }
+    *products = vf_hsum(product);
+    *squares = vf_hsum(square);
+}
+
+/* Of the scales s that it tries, the one whose codes leave the least squared error, which is
+   sum x^2 - s (2 sum x level - s sum level^2). Plain INT4 tries to clip the largest values. GAUSS4 starts
+   as if the row were Gaussian, refits s to the codes of that, codes anew, and holds this against the scale
+   that clips nothing, for rows with an outlier; its scales are bfloat16. */
+static inline __attribute__((always_inline)) float KV(search)(const kv_side *side, const float *row, uint8_t *codes,
+                                                              const int gauss)
+{
+    static const float clips[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f, 0.7f};
+    static const float spreads[] = {0.0f, 1.0f, 0.8f, 0.9f, 1.1f, 1.2f};
+    const int tries = !gauss ? 7 : side->clip_search ? 6 : 2;
+    const int n = side->padded_dim, padding = n - side->head_dim;
+    KV_ALIGNED float unit[KV_MAX_HEAD_DIM], magnitudes[KV_MAX_HEAD_DIM];
+    const int32_t bits = KV(max_magnitude_bits)(row, side->head_dim);
+    if (bits == 0) {
+        memset(codes, 8, (size_t)n);
+        return 0.0f;
+    }
+    float energy = KV(sum_squares)(row, side->head_dim);
+    int exponent = 0;
+    if (!(energy > 0x1p-80f && energy < 0x1p80f)) { /* a power of two brings the row near 1 */
+        exponent = (bits >> 23) - 127;
+        exponent = exponent < -100 ? -100 : exponent > 126 ? 126 : exponent;
+    }
+    const float down = kv_bits_float((uint32_t)(127 - exponent) << 23), up = kv_bits_float((uint32_t)(127 + exponent) << 23);
+    KV(scale_row)(row, side->head_dim, down, NULL, unit);
+    memset(unit + side->head_dim, 0, (size_t)padding * sizeof(float));
+    for (int i = 0; i < n; i += W) vf_store(magnitudes + i, vf_abs(vf_load(unit + i)));
+    if (exponent) energy = KV(sum_squares)(unit, n);
+    const float largest = kv_bits_float((uint32_t)bits) * down, smallest = 0x1p-126f * down;
+    const float spread = KV_GAUSS_UNIT * __builtin_sqrtf(energy / (float)side->head_dim);
+
+    float scale = 0.0f, gain = -INFINITY, products, squares;
+    for (int i = 0; i < tries; i++) {
+        float s = !gauss ? largest / 7.0f * clips[i] : i == 0 ? largest / 127.0f : spread * spreads[i];
+        for (int refits = gauss && i > 0;; refits--) {
+            if (gauss) s = kv_from_bfloat16(kv_to_bfloat16(s));
+            s = s > smallest ? s : smallest; /* times `up` a normal float */
+            KV(fit)(magnitudes, n, s, gauss, &products, &squares);
+            if (gauss) squares -= (float)padding * (kv_gauss_magnitudes[0] * kv_gauss_magnitudes[0]);
+            if (refits == 0) break;
+            s = products / squares;
+        }
+        if (s * (2.0f * products - s * squares) > gain) {
+            gain = s * (2.0f * products - s * squares);
+            scale = s;
+        }
+    }
+    const vf inverse = vf_set1((gauss ? 1.0f / 16.0f : 1.0f) / scale);
+    for (int i = 0; i < n; i += W) {
+        const vf x = vf_load(unit + i), t = vf_mul(vf_load(magnitudes + i), inverse);
+        /* From -7.5 to 7.5, or from -7 to 7. */
+        const vf code = gauss ? vf_add(vi_to_float(KV(nearest_level)(t)), vf_set1(0.5f)) : vf_min(t, vf_set1(7.0f));
+        vi_store_int8((int8_t *)codes + i, vf_round(vf_add(vf_sign_of(code, x), vf_set1(gauss ? 7.5f : 8.0f))));
+    }
+    return scale * up;
+}
+
+/* Padded, biased codes of a row; returns its scale. */
+static inline float KV(code_row)(const kv_side *side, const float *row, uint8_t *codes)
+{
+    if (side->dtype == KV_GAUSS4) return KV(search)(side, row, codes, 1);
+    if (side->dtype == KV_INT4 && side->clip_search) return KV(search)(side, row, codes, 0);
+    const int bias = side->dtype == KV_INT8 ? 128 : 8;
+    float scale = KV(quantize)(row, side->head_dim, bias - 1, (int8_t *)codes);
+    memset(codes + side->head_dim, 0, (size_t)(side->padded_dim - side->head_dim));
+    for (int d = 0; d < side->padded_dim; d++) codes[d] = (uint8_t)(codes[d] + bias);
+    return scale;
+}

@@ -1,7 +1,8 @@
 """kvfast: the KV cache for language models on CPUs.
 
-Keys and values are stored as INT8 or INT4 with a scale per token per KV head (or float32, float16,
-bfloat16), and attention is computed straight on the stored bytes.
+Keys and values are stored as INT8 or INT4, rotated, centred or with scales per channel where that keeps
+them more faithful (or as float32, float16, bfloat16), and attention is computed straight on the stored
+bytes.
 
 How the package is built, from the bottom up; each room imports only from those before it::
 
@@ -12,6 +13,7 @@ How the package is built, from the bottom up; each room imports only from those 
     attention, plan         fused attention over blocks; its arguments, and its cut into tasks
     plain                   attention on arrays without a cache
     encode, fused           rows into blocks; split, norm and rotation on the way
+    formats, finish         what is stored of a token; blocks that are encoded as a whole
     pool, transfer          blocks, and how many owners each has; copies from pool to pool
     table, ring             which block holds which position of a sequence; one that forgets
     sequence, paged         all layers of one sequence; batches of many in one pool
@@ -20,6 +22,7 @@ How the package is built, from the bottom up; each room imports only from those 
     snapshot                a cache at one point in time
     storage_properties, sequence_cache, cache, ring_cache, paged_cache, paged_sequence, prompt_cache
                             the classes that users see
+    fidelity                what a storage format costs on tensors of one's own
     llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
 
 A sequence is a table of blocks of a pool. The caches differ in the pool and the table only: `KVCache` has a pool
@@ -40,6 +43,8 @@ from .errors import (
     IncompatibleSnapshotError,
     NonFiniteInputError,
 )
+from .fidelity import Fidelity, choose_format, fidelity
+from .formats import PRESETS, KVFormat
 from .fused import split_qkv_norm_rope
 from .paged_cache import PagedKVCache
 from .paged_sequence import Sequence
@@ -52,11 +57,14 @@ from .snapshot import Snapshot
 __version__ = "0.1.0"
 
 __all__ = [
+    "PRESETS",
     "CacheFullError",
     "CorruptFileError",
     "DimensionMismatchError",
+    "Fidelity",
     "IncompatibleSnapshotError",
     "KVCache",
+    "KVFormat",
     "NonFiniteInputError",
     "PagedKVCache",
     "PromptCache",
@@ -66,9 +74,11 @@ __all__ = [
     "active_isa",
     "attention",
     "available_isas",
+    "choose_format",
     "config",
     "cpu_features",
     "dequantize",
+    "fidelity",
     "get_num_threads",
     "load",
     "merge_states",

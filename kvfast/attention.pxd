@@ -41,6 +41,7 @@ ctypedef struct kv_call:
     float *lse                 # (tokens, num_q_heads) or NULL
     int group                  # query heads per KV head
     int tile                   # tokens between two softmax corrections
+    int float_tile             # where they are read from float rows
     float scale
     float softcap
     const float *sinks         # (num_q_heads,) or NULL
@@ -52,6 +53,7 @@ ctypedef struct kv_call:
     float *partials            # (tokens, num_q_heads, parts, padded_dim + 2)
 
 
+cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil
 cdef int choose_tile(const kv_store *store) noexcept nogil
 cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil
 cdef void run(const kv_call *call, int threads) noexcept nogil

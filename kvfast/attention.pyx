@@ -14,7 +14,8 @@ from libc.string cimport memset
 from kvfast._arrays cimport kv_rows
 from kvfast._kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
                               kv_score_options, kv_scratch, kv_side, kv_softmax, kv_tile)
-from kvfast.blocks cimport block_of, k_block_at, k_offset_of, kv_context, kv_store, v_block_at, v_offset_of
+from kvfast.blocks cimport PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of
+from kvfast.finish cimport OPEN_TOKENS
 
 cdef extern from *:
     """
@@ -57,7 +58,7 @@ cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogi
 
 cdef int choose_tile(const kv_store *store) noexcept nogil:
     """Tokens of a tile: the same for every block size, so that every cache gives the same bits."""
-    cdef int tile = INT4_TILE if store.k.dtype == store.v.dtype == KV_INT4 else INTEGER_TILE, i
+    cdef int tile = INT4_TILE if store.k.dtype >= KV_INT4 and store.v.dtype >= KV_INT4 else INTEGER_TILE, i
     cdef const kv_side *side
     if store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS:
         tile = KV_TILE
@@ -69,30 +70,33 @@ cdef int choose_tile(const kv_store *store) noexcept nogil:
     return tile
 
 
-cdef inline void _locate(const kv_store *store, const kv_context *context, Py_ssize_t head, Py_ssize_t position,
-                         int tile, kv_tile *k, kv_tile *v) noexcept nogil:
-    """The blocks of the tile at `position`. Those that are gone, or not there yet, are replaced by the
-    nearest that exist: their tokens are masked, or only prefetched."""
-    cdef int shift = store.block_shift, i
+cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t position, int tile, kv_tile *k,
+                         kv_tile *v) noexcept nogil:
+    """The blocks of the tile at `position`, or with the store of float rows the pieces. Those that are gone, or not
+    there yet, are replaced by others that exist: their tokens are masked, or only prefetched."""
+    cdef const kv_context *context = &task.item.context
+    cdef const kv_store *blocks = task.call.store
+    cdef int shift = store.block_shift, coarser = blocks.block_shift - shift, i
     cdef Py_ssize_t index = position >> shift, last = (context.length - 1) >> shift, at
-    cdef int32_t block
+    cdef int32_t block, piece
     k.first = v.first = <int>(position & (store.k.block_size - 1))
     for i in range(max(tile >> shift, 1)):
-        at = min(index + i, last)
+        at = min(index + i, last) >> coarser
         if at >= context.sink_blocks:
             at = max(at, context.sink_blocks + context.skipped)
         block = block_of(context, at)
-        k.at[i] = k_offset_of(store, block, head)
-        v.at[i] = v_offset_of(store, block, head)
+        if coarser:
+            piece = piece_of(blocks, block, min(index + i, last) * PIECE & (blocks.k.block_size - 1))
+            block = max(piece, 0)
+        k.at[i] = k_offset_of(store, block, task.head)
+        v.at[i] = v_offset_of(store, block, task.head)
 
 
-cdef void _attend_range(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,
-                        const Py_ssize_t *stops, Py_ssize_t following) noexcept nogil:
-    """Read the positions begin to end; row r sees those from starts[r] to stops[r]. What is read next, and
-    so prefetched at the end, is the tile at `following`."""
-    cdef const kv_call *call = task.call
-    cdef const kv_store *store = call.store
-    cdef const kv_kernels *kernels = call.kernels
+cdef void _attend_range(kv_task *task, const kv_store *store, int tile, Py_ssize_t begin, Py_ssize_t end,
+                        const Py_ssize_t *starts, const Py_ssize_t *stops, Py_ssize_t following) noexcept nogil:
+    """Read the positions begin to end from one store; row r sees those from starts[r] to stops[r]. What is read next,
+    and so prefetched at the end, is the tile at `following`."""
+    cdef const kv_kernels *kernels = task.call.kernels
     cdef const kv_side *k = &store.k
     cdef const kv_side *v = &store.v
     cdef kv_scratch *scratch = &task.scratch
@@ -100,7 +104,7 @@ cdef void _attend_range(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const P
     cdef kv_ahead ahead
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
-    cdef int tile = call.tile, now = 0, r, count
+    cdef int now = 0, r, count
     cdef int block_tokens = min(tile, k.block_size)
     cdef int first[16]
     cdef int last[16]
@@ -108,11 +112,13 @@ cdef void _attend_range(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const P
     cdef Py_ssize_t k_token = _token_bytes(k), v_token = _token_bytes(v)
     cdef Py_ssize_t k_bytes = k_token * tile, v_bytes = v_token * tile, lead = max(k_bytes, v_bytes)
     cdef Py_ssize_t k_piece = k_token * block_tokens, v_piece = v_token * block_tokens
-    cdef Py_ssize_t k_scales = 4 * block_tokens if k.scales else 0, v_scales = 4 * block_tokens if v.scales else 0
+    cdef Py_ssize_t k_scales = k.bytes - k.scales if k.means else k.scale_bytes * block_tokens
+    cdef Py_ssize_t v_scales = v.scale_bytes * block_tokens
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     keys[0].base = keys[1].base = values[0].base = values[1].base = ahead.next.base = ahead.after.base = store.base
-    _locate(store, &task.item.context, task.head, t, tile, &keys[0], &values[0])
+    kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
+    _locate(task, store, t, tile, &keys[0], &values[0])
     while t < end:
         count = <int>min(<Py_ssize_t>tile, end - t)
         keys[now].count = values[now].count = count
@@ -121,15 +127,14 @@ cdef void _attend_range(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const P
             next_keys.at[0], next_values.at[0] = keys[now].at[0], values[now].at[0]
             next_keys.first = next_values.first = keys[now].first + tile
         else:
-            _locate(store, &task.item.context, task.head, t + tile if t + tile < end else following, tile,
-                    next_keys, next_values)
+            _locate(task, store, t + tile if t + tile < end else following, tile, next_keys, next_values)
         for r in range(task.rows):
             first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
         ahead.next.at, ahead.next.piece, ahead.next.bytes = values[now].at, v_piece, v_bytes
         ahead.next.offset = v_token * values[now].first
-        ahead.next.scales, ahead.next.scale_bytes = v.scales + 4 * values[now].first, v_scales
-        ahead.after.scales, ahead.after.scale_bytes = k.scales + 4 * next_keys.first, k_scales
+        ahead.next.scales, ahead.next.scale_bytes = v.scales + v.scale_bytes * values[now].first, v_scales
+        ahead.after.scales, ahead.after.scale_bytes = k.scales + k.scale_bytes * next_keys.first, k_scales
         ahead.after.at, ahead.after.piece = next_keys.at, k_piece
         ahead.after.offset = k_token * next_keys.first
         ahead.lead = lead - k_bytes
@@ -138,7 +143,7 @@ cdef void _attend_range(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const P
         ahead.next.at, ahead.next.piece, ahead.next.bytes = next_keys.at, k_piece, k_bytes
         ahead.next.offset = ahead.after.offset
         ahead.next.scales, ahead.next.scale_bytes = ahead.after.scales, k_scales
-        ahead.after.scales, ahead.after.scale_bytes = v.scales + 4 * next_values.first, v_scales
+        ahead.after.scales, ahead.after.scale_bytes = v.scales + v.scale_bytes * next_values.first, v_scales
         ahead.after.at, ahead.after.piece = next_values.at, v_piece
         ahead.after.offset = v_token * next_values.first
         ahead.lead = lead - v_bytes
@@ -152,9 +157,19 @@ cdef void _touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) no
     cdef const kv_store *store = task.call.store
     cdef kv_tile k, v
     cdef Py_ssize_t token_bytes = _token_bytes(&store.k), i
-    _locate(store, &task.item.context, task.head, position, task.call.tile, &k, &v)
+    _locate(task, store, position, task.call.tile, &k, &v)
     for i in range(0, min(tokens, store.k.block_size - k.first) * token_bytes, 64):
         kv_touch(store.base + k.at[0] + k.first * token_bytes + i)
+
+
+cdef void _touch_first_floats(const kv_task *task) noexcept nogil:
+    """Prefetch the float rows at the start of the sequence."""
+    cdef const kv_store *store = task.call.store
+    cdef int32_t piece = max(piece_of(store, block_of(&task.item.context, 0), 0), 0)
+    cdef Py_ssize_t i
+    for i in range(0, store.float_tokens * store.floats.k.row_stride, 64):
+        kv_touch(k_block_at(store.floats, piece, task.head) + i)
+        kv_touch(v_block_at(store.floats, piece, task.head) + i)
 
 
 cdef void _touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
@@ -175,8 +190,8 @@ cdef void _touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
         kv_touch(block + v.scales + j)
 
 
-cdef void _prepare(kv_task *task, const kv_rows *q) noexcept nogil:
-    """Make the queries of the task's rows ready for the keys' dtype."""
+cdef void _load(kv_task *task, const kv_rows *q) noexcept nogil:
+    """The queries of the task's rows, turned as the keys are."""
     cdef const kv_kernels *kernels = task.call.kernels
     cdef const kv_side *k = &task.call.store.k
     cdef int r
@@ -184,7 +199,52 @@ cdef void _prepare(kv_task *task, const kv_rows *q) noexcept nogil:
         memset(task.scratch.rows + r * k.padded_dim + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
         kernels.to_float[q.dtype](q.data + task.tokens[r] * q.token_stride + task.q_heads[r] * q.head_stride,
                                   k.head_dim, task.scratch.rows + r * k.padded_dim)
-    kernels.prepare[k.dtype](k, task.scratch.rows, task.rows, task.call.scale, &task.scratch.queries)
+    if k.rotated:
+        kernels.rotate(task.scratch.rows, k.padded_dim, task.rows, k.head_dim)
+
+
+cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil:
+    """First position that a query reads from float rows, but for the start of the sequence: that which follows from its
+    own position, where codes and float rows are both there."""
+    cdef Py_ssize_t codes
+    if not store.finishes:
+        return context.length
+    codes = (position - OPEN_TOKENS) >> store.block_shift << store.block_shift if position > OPEN_TOKENS else 0
+    return max(context.coded, min(codes, context.encoded))
+
+
+cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,
+                       const Py_ssize_t *stops, Py_ssize_t following) noexcept nogil:
+    """Read the positions begin, a multiple of KV_TILE, to end: codes and, where tokens have them, float rows."""
+    cdef const kv_call *call = task.call
+    cdef const kv_store *store = call.store
+    cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
+    cdef Py_ssize_t from_floats[16]
+    cdef Py_ssize_t lower[16]
+    cdef Py_ssize_t upper[16]
+    cdef int r
+    if store.floats == NULL:
+        _attend_range(task, store, call.tile, begin, end, starts, stops, following)
+        return
+    for r in range(task.rows):
+        from_floats[r] = floats_from(store, &task.item.context, call.queries[task.tokens[r]].position)
+        some_floats = min(some_floats, from_floats[r])
+        all_codes = max(all_codes, from_floats[r])
+    if begin < first:
+        for r in range(task.rows):
+            upper[r] = min(stops[r], first)
+        _attend_range(task, store.floats, call.float_tile, begin, min(first, end), starts, upper, following)
+    if begin < min(all_codes, end):
+        for r in range(task.rows):
+            lower[r], upper[r] = max(starts[r], first), min(stops[r], from_floats[r])
+        _attend_range(task, store, call.tile, begin, min(all_codes, end), lower, upper, following)
+    # Where no row reads them there may be none: a cache that went back into a block that had lost them.
+    if some_floats < end:
+        # Tiles begin at their multiples, wherever a window does: what is before `begin` is masked.
+        some_floats = max(begin, some_floats) // call.float_tile * call.float_tile
+        for r in range(task.rows):
+            lower[r] = max(starts[r], from_floats[r], first)
+        _attend_range(task, store.floats, call.float_tile, some_floats, end, lower, stops, following)
 
 
 cdef const kv_item *_item_of(const kv_call *call, Py_ssize_t task) noexcept nogil:
@@ -245,21 +305,22 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
     # Ask for the first keys early; nothing was running ahead of them.
     if sinks_end > 0:
         _touch_sinks(&task, sinks_end)
-    _touch(&task, begin, call.tile)
+    if call.store.float_tokens and (sinks_end > 0 or begin < call.store.float_tokens):
+        _touch_first_floats(&task)
+    if not call.store.finishes or begin < item.context.coded:
+        _touch(&task, begin, call.tile)
     memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL
     task.options.query_at = task.query_at
 
     if sinks_end > 0:
-        _prepare(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
-        _attend_range(&task, 0, sinks_end, zeros, sink_stops, begin)
-        if call.sink_q.data != NULL:
-            _prepare(&task, &call.q)
-    else:
-        _prepare(&task, &call.q)
+        _load(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
+        _attend_span(&task, 0, sinks_end, zeros, sink_stops, begin)
+    if sinks_end == 0 or call.sink_q.data != NULL:
+        _load(&task, &call.q)
     if begin < end:
-        _attend_range(&task, begin, end, starts, stops, end)
+        _attend_span(&task, begin, end, starts, stops, end)
 
     for r in range(task.rows):
         query = call.queries + task.tokens[r]
@@ -280,12 +341,15 @@ cdef inline float *_partials_of(const kv_call *call, const kv_query *query, Py_s
 cdef void _finish(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, float *acc, float m, float l) noexcept nogil:
     """Write the output row, and its log-sum-exp."""
     cdef float scale, top = m
+    cdef const kv_side *v = &call.store.v
     cdef char *target = call.out.data + token * call.out.token_stride + q_head * call.out.head_stride
     if call.sinks != NULL:
         top = max(m, call.sinks[q_head])
         l = l * expf(m - top) + expf(call.sinks[q_head] - top)
     scale = expf(m - top) / l if l > 0 else 0.0
     call.kernels.scale_add(acc, scale, acc, 0.0, call.out.dim)
+    if v.rotated:
+        call.kernels.rotate(acc, v.head_dim, 1, v.head_dim)
     call.kernels.from_float[call.out.dtype](acc, call.out.dim, target)
     if call.lse != NULL:
         call.lse[token * call.q.heads + q_head] = top + logf(l)

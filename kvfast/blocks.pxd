@@ -9,6 +9,7 @@ from kvfast._kernels cimport kv_side
 
 cdef enum:
     CHUNK_SHIFT = 3            # chunks hold multiples of 2^3 blocks
+    PIECE = 16                 # tokens of a piece of floats
 
 
 # A piece of memory with the blocks of one layer from `first` on. Block b of KV head h starts at the store's
@@ -25,6 +26,10 @@ ctypedef struct kv_chunk:
 
 
 # The blocks of one layer; block b lies in chunks[chunk_of[b >> CHUNK_SHIFT]].
+#
+# Tokens may also have float16 rows: in pieces of PIECE tokens, blocks of a store of their own. The first
+# `float_tokens` of a sequence always; with `finishes` all tokens until their block is encoded, and a little longer.
+# Rows and codes of a side that is rotated are both so.
 ctypedef struct kv_store:
     kv_side k
     kv_side v
@@ -33,6 +38,10 @@ ctypedef struct kv_store:
     char *base
     kv_chunk *chunks
     const uint8_t *chunk_of    # NULL: all in the first
+    bint finishes              # blocks are encoded as a whole
+    int float_tokens
+    const kv_store *floats     # NULL: no token of this layer has float rows
+    const int32_t *float_of    # (num_blocks, block_size / PIECE) piece of PIECE places of a block, or -1
 
 
 # Where the tokens of one sequence lie: positions i * block_size ... are block table[i] for i below
@@ -42,6 +51,8 @@ ctypedef struct kv_context:
     Py_ssize_t length          # tokens
     Py_ssize_t sink_blocks
     Py_ssize_t skipped
+    Py_ssize_t coded           # of a store that finishes: all tokens below have codes alone,
+    Py_ssize_t encoded         # all below codes, and all from `coded` on float rows
 
 
 cdef inline Py_ssize_t k_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
@@ -66,6 +77,11 @@ cdef inline char *v_block_at(const kv_store *store, int32_t block, Py_ssize_t he
     return store.base + v_offset_of(store, block, head)
 
 
+cdef inline int32_t piece_of(const kv_store *store, int32_t block, Py_ssize_t place) noexcept nogil:
+    """The piece of a place in a block, or -1."""
+    return store.float_of[((<Py_ssize_t>block << store.block_shift) + place) // PIECE]
+
+
 cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexcept nogil:
     if context.table == NULL:
         return <int32_t>index
@@ -80,7 +96,8 @@ cdef class Arena:
 
 
 cdef Arena arena_over(object memory)
-cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size) except -1
+cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
+cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size) except -1
 cdef int parse_dtype(object dtype) except -1
 cdef str dtype_name(int dtype)
 cdef float dtype_limit(int dtype) noexcept nogil

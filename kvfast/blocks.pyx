@@ -5,8 +5,8 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from kvfast._kernels cimport (KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_INT4, KV_INT8, KV_LANES, KV_NUM_FLOATS,
-                              kv_side)
+from kvfast._kernels cimport (KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_GAUSS4, KV_INT4, KV_INT8, KV_LANES,
+                              KV_NUM_FLOATS, kv_side)
 
 
 cdef extern from *:
@@ -43,8 +43,13 @@ cdef int parse_dtype(object dtype) except -1:
     return number
 
 
+def canonical_dtype(dtype):
+    """The name of a storage dtype, of any of its names."""
+    return _NAMES[parse_dtype(dtype)]
+
+
 cdef str dtype_name(int dtype):
-    return _NAMES[dtype]
+    return "int4" if dtype == KV_GAUSS4 else _NAMES[dtype]
 
 
 cdef float dtype_limit(int dtype) noexcept nogil:
@@ -53,11 +58,14 @@ cdef float dtype_limit(int dtype) noexcept nogil:
         return 65504.0
     if dtype == KV_BFLOAT16:
         return 3.3895314e38
+    if dtype == KV_GAUSS4:  # a bfloat16 scale times a level
+        return 3.3e38
     return 3.4028235e38
 
 
-cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size) except -1:
-    cdef Py_ssize_t elements
+cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=False, bint channels=False) except -1:
+    """A side of blocks. With `means` or `channels`, a block has statistics; see ``simd/kernels.h``."""
+    cdef Py_ssize_t elements, statistics
     memset(side, 0, sizeof(kv_side))
     side.dtype = dtype
     side.block_size = block_size
@@ -69,7 +77,35 @@ cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size) excep
         side.bytes = block_size * side.row_stride
     else:
         side.scales = elements if dtype == KV_INT8 else elements // 2
-        side.bytes = (side.scales + block_size * 4 + 63) // 64 * 64
+        side.scale_bytes = 0 if channels else 2 if dtype == KV_GAUSS4 else 4
+        side.bytes = _whole_lines(side.scales + block_size * side.scale_bytes)
+        statistics = _whole_lines(2 * side.padded_dim)
+        if means or channels:
+            side.means = side.bytes
+            side.bytes += statistics
+        if channels:
+            side.channels = side.bytes
+            side.bytes += statistics
+    return 0
+
+
+cdef Py_ssize_t _whole_lines(Py_ssize_t nbytes) noexcept:
+    return (nbytes + 63) // 64 * 64
+
+
+cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size) except -1:
+    """Both sides of a KVFormat."""
+    cdef bint gaussian = fmt.codebook == "gaussian"
+    cdef int k = parse_dtype(fmt.k_dtype), v = parse_dtype(fmt.v_dtype)
+    if gaussian and k == KV_INT4 and not fmt.per_channel:
+        k = KV_GAUSS4
+    if gaussian and v == KV_INT4:
+        v = KV_GAUSS4
+    init_side(&store.k, k, head_dim, block_size, fmt.finishes, fmt.per_channel)
+    init_side(&store.v, v, head_dim, block_size)
+    store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation
+    store.k.clip_search = store.v.clip_search = fmt.clip_search
+    store.finishes, store.float_tokens = fmt.finishes, fmt.num_float_tokens
     return 0
 
 

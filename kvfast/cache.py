@@ -1,7 +1,8 @@
 """The contiguous cache."""
 
+from .formats import block_size_of, formats_of
 from .plan import check_block_size, check_size
-from .pool import BlockPool, per_layer
+from .pool import BlockPool
 from .sequence import SequenceBuffer
 from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache
 from .state import KINDS
@@ -22,13 +23,15 @@ class KVCache(SequenceCache):
     max_seq_len : int, optional
         Most tokens; all memory is then reserved at once and appending allocates nothing. Without it the
         cache grows by blocks and never copies what it holds.
-    dtype : str, dtype, or a list of them with one per layer
-        Storage: ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``, or a usual alias.
-        The integers keep one float32 scale per token per KV head.
+    dtype : str, dtype or KVFormat, or a list of them with one per layer
+        Storage: a name of `kvfast.PRESETS` (``"int4"``, ``"k8v4"``, ``"int8"``, or ``"int8-plain"`` and ``"int4-plain"``
+        with nothing but a scale per token per KV head), ``"float32"``, ``"float16"`` or ``"bfloat16"``, two plain
+        dtypes for K and V (``"int8/int4"``), or a `KVFormat`.
     k_dtype, v_dtype : optional
-        Storage of keys and values apart; each defaults to `dtype`.
-    block_size : int
-        Tokens that are stored, shared with snapshots and copied together: 16, 32, 64, 128 or 256.
+        Plain storage of keys and values apart; where only one is given, the other is plain `dtype`.
+    block_size : int, optional
+        Tokens that are stored, shared with snapshots and copied together: 16, 32, 64, 128 or 256. By default 64, or
+        what the format asks for.
 
     Raises
     ------
@@ -42,13 +45,17 @@ class KVCache(SequenceCache):
     Each layer keeps its own length: append to every layer, then `advance`. All checks run before anything
     is written; a refused call leaves the cache as it was.
 
+    With a format that finishes blocks, as ``"int4"`` does (see `KVFormat`), tokens stay float16 until they are
+    advanced and their block is full, and queries read them so for 16 tokens more. Going back further than that,
+    with `truncate`, leaves tokens that only have their codes.
+
     Thread safety: distinct caches may be used from distinct threads; a second thread that enters a cache in
     use gets a RuntimeError.
 
     Examples
     --------
     >>> import kvfast, numpy as np
-    >>> cache = kvfast.KVCache(num_layers=1, num_kv_heads=2, head_dim=64, dtype="int8")
+    >>> cache = kvfast.KVCache(num_layers=1, num_kv_heads=2, head_dim=64)
     >>> k = v = np.ones((3, 2, 64), np.float32)
     >>> cache.append(0, k, v)
     >>> cache.attend(0, np.ones((1, 8, 64), np.float32)).shape
@@ -60,17 +67,16 @@ class KVCache(SequenceCache):
 
     __slots__ = ()
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, max_seq_len=None, dtype="int8", k_dtype=None, v_dtype=None,
-                 block_size=BLOCK_SIZE):
+    def __init__(self, num_layers, num_kv_heads, head_dim, max_seq_len=None, dtype="int4", k_dtype=None, v_dtype=None,
+                 block_size=None):
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
-        k_dtypes = per_layer(dtype if k_dtype is None else k_dtype, num_layers, "k_dtype")
-        v_dtypes = per_layer(dtype if v_dtype is None else v_dtype, num_layers, "v_dtype")
-        block_size = check_block_size(block_size)
+        formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
+        block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
         num_blocks = GROW_BLOCKS
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
             num_blocks = -(-max_seq_len // block_size)
-        pool = BlockPool(num_layers, num_kv_heads, head_dim, block_size, k_dtypes, v_dtypes, num_blocks, max_seq_len is None)
+        pool = BlockPool(num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, max_seq_len is None)
         table = BlockTable(pool)
         self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
 

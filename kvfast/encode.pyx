@@ -5,11 +5,14 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows
-from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
+from kvfast._kernels cimport KV_FLOAT16, KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
 from kvfast._openmp cimport num_threads_for
-from kvfast.blocks cimport dtype_limit, dtype_name, k_block_at, kv_store, v_block_at
+from kvfast.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+# Of an element of a row that is to be turned back: sums of 512 of them are finite.
+cdef float ROTATED_LIMIT = 6e35
 
 cdef enum:
     RUN = 16             # tokens encoded at once: whole lines of the integer layouts
@@ -62,21 +65,39 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
     cdef const kv_side *side = &call.store.v if values else &call.store.k
     cdef int32_t block = <int32_t>(call.slots[token] // side.block_size)
     cdef int slot = <int>(call.slots[token] % side.block_size), i
-    cdef float limit = dtype_limit(side.dtype)
-    if rows.dtype == KV_FLOAT32 and is_identity(rotary):
+    cdef int32_t piece = piece_of(call.store, block, slot) if call.store.floats != NULL else -1
+    cdef const kv_store *floats = call.store.floats
+    cdef float limit = _limit(call.store, values)
+    if rows.dtype == KV_FLOAT32 and is_identity(rotary) and not side.rotated:
         source = <const float *>(rows.data + token * rows.token_stride + head * rows.head_stride)
         stride = rows.token_stride // <Py_ssize_t>sizeof(float)
     else:
         for i in range(count):
             load_rows(call.kernels, rows, token + i, head, 1, rotary, buffer + i * stride, stride)
+        if side.rotated:
+            call.kernels.rotate(buffer, stride, count, rows.dim)
     for i in range(count):
         if call.kernels.find_unstorable(source + i * stride, rows.dim, limit) >= 0:
             call.bad[0] = 1
             return
+    if piece >= 0 and values:
+        call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+    elif piece >= 0:
+        call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+    if call.store.finishes:
+        return
     if values:
         call.kernels.encode_v(side, v_block_at(call.store, block, head), slot, source, stride, count)
     else:
         call.kernels.encode_k(side, k_block_at(call.store, block, head), slot, source, stride, count)
+
+
+cdef float _limit(const kv_store *store, bint values) noexcept nogil:
+    """Largest magnitude of an element that can be stored, turned or not."""
+    cdef const kv_side *side = &store.v if values else &store.k
+    if store.floats != NULL:
+        return dtype_limit(KV_FLOAT16)
+    return ROTATED_LIMIT if side.rotated else dtype_limit(side.dtype)
 
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
@@ -92,7 +113,7 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
             token += 1
             continue
         while (count < RUN and token + count < last and call.slots[token + count] == slot + count
-               and (slot + count) % block_size):
+               and (slot + count) % (block_size if call.store.floats == NULL else PIECE)):
             count += 1
         for head in range(first_head, last_head):
             _encode_run(call, &call.k, &call.rotary, False, token, count, head)
@@ -115,6 +136,13 @@ cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
     if k.rows.tokens != v.rows.tokens:
         raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got {k.rows.tokens} and "
                                      f"{v.rows.tokens}")
+    return 0
+
+
+cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1:
+    """Check that no element is NaN or too large."""
+    check_finite(k, "k", _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else KV_FLOAT16))
+    check_finite(v, "v", _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else KV_FLOAT16))
     return 0
 
 
@@ -154,8 +182,7 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
             for i in prange(tasks, schedule="dynamic", num_threads=threads):
                 _write_task(&call, i)
     if bad:
-        check_finite(k, "k", dtype_limit(store.k.dtype), dtype_name(store.k.dtype))
-        check_finite(v, "v", dtype_limit(store.v.dtype), dtype_name(store.v.dtype))
-        raise NonFiniteInputError(f"k is beyond the range of {dtype_name(store.k.dtype)} "
-                                  f"(+-{dtype_limit(store.k.dtype):g}) once it is normalised and rotated")
+        check_storable(store, k, v)
+        raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
+                                  f"+-{_limit(store, True):g}) once it is normalised and rotated")
     return 0

@@ -10,6 +10,7 @@ cdef class PagedBuffer:
     cdef readonly bint is_external     # slots come from somebody else's scheduler
     cdef dict given                    # block: (table, index in it) of slots from slot_mapping
 
+    cdef int _check_plain(self) except -1
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
     cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,
                     list kept) except -1

@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvfast.formats import KVFormat
 from kvfast.fused import Transform
 from kvfast.plan import Options
 from kvfast.pool import BlockPool
@@ -22,8 +23,7 @@ class PagedBuffer:
         head_dim: int,
         num_blocks: int,
         block_size: int,
-        k_dtypes: list[str],
-        v_dtypes: list[str],
+        formats: list[KVFormat],
     ) -> None: ...
     @property
     def num_free(self) -> int: ...

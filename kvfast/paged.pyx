@@ -6,11 +6,11 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast._arrays cimport Rows, check_finite, open_rows
+from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_TILE
-from kvfast.attention cimport kv_item
-from kvfast.blocks cimport dtype_limit, dtype_name, kv_context, kv_store
-from kvfast.encode cimport check_rows, write_rows
+from kvfast.attention cimport floats_from, kv_item
+from kvfast.blocks cimport kv_context, kv_store
+from kvfast.encode cimport check_rows, check_storable, write_rows
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
 from kvfast.plan cimport AttendCall, Options, check_count, check_layer, open_call
 from kvfast.pool cimport BlockPool
@@ -41,11 +41,11 @@ cdef object _integers(object values, str name, object dtype, int ndim):
 
 
 cdef class PagedBuffer:
-    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, k_dtypes, v_dtypes):
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats):
         size = check_block_size(block_size)
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
-        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, k_dtypes, v_dtypes, num_blocks, False, True)
+        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True)
         self.index = self.pool.index = PrefixIndex()
         self.given = {}
 
@@ -59,7 +59,7 @@ cdef class PagedBuffer:
         self.pool.enter()
         try:
             table.adopt(blocks)
-            table.length = length
+            table.length = table.coded = length
             for i in range(self.pool.num_layers):
                 table.lengths[i] = length
             return table
@@ -194,6 +194,7 @@ cdef class PagedBuffer:
                 gains[table] = gains.get(table, 0) + end - i
             i = end
         if foreign:
+            self._check_plain()
             if self.num_owned:
                 raise ValueError(f"slot_mapping holds {foreign[0][0]}, a slot that no sequence has; while a pool has "
                                  f"sequences, slots must come from slot_mapping()")
@@ -228,8 +229,7 @@ cdef class PagedBuffer:
                 if transform is not None:
                     keys = open_rows(transform_rows(keys, transform, None, None), "k")
                     transform = None
-                check_finite(keys, "k", dtype_limit(store.k.dtype), dtype_name(store.k.dtype))
-                check_finite(values, "v", dtype_limit(store.v.dtype), dtype_name(store.v.dtype))
+                check_storable(store, keys, values)
             write_rows(store, keys, values, NULL if transform is None else &transform.c, &slots[0], False)
             if foreign:
                 self._forget()
@@ -241,7 +241,7 @@ cdef class PagedBuffer:
 
     def attend_batch(self, layer, q, list tables, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade):
         """Attention of a ragged batch: over sequences' `tables`, or over plain tables of blocks."""
-        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers), i, count
+        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers), i, count, first
         cdef AttendCall call
         cdef Context context
         cdef BlockTable table
@@ -278,7 +278,8 @@ cdef class PagedBuffer:
                     raise ValueError(f"sequence {i} of the batch holds {context.c.length} tokens, and q "
                                      f"{context.num_queries} of them")
                 if context.num_queries <= MAX_SHARED_QUERIES:
-                    context.shareable = (context.c.length - context.num_queries) // self.pool.block_size
+                    first = context.c.length - context.num_queries
+                    context.shareable = min(first, floats_from(call.call.store, &context.c, first)) // self.pool.block_size
                 call.ask(&context.c, context.first_query, context.num_queries)
                 contexts.append(context)
 
@@ -341,10 +342,18 @@ cdef class PagedBuffer:
             self._share(call, contexts, group, common, begins, parts, kept)
         return 0
 
+    cdef int _check_plain(self) except -1:
+        """Some formats need to know more of a sequence than its blocks."""
+        if self.pool.floats is not None:
+            raise ValueError(f"this pool needs sequences, whose first or newest tokens it keeps as floats "
+                             f"({', '.join(sorted({str(one) for one in self.pool.formats}))}); a scheduler's own slots and "
+                             f"block tables need a format without num_float_tokens, centring and per_channel")
+
     def _check_blocks(self, block_table, seq_lens):
         """A plain block table, every block that is read one that holds tokens."""
         cdef Py_ssize_t size = self.pool.block_size, i
         cdef const int32_t[::1] blocks
+        self._check_plain()
         table = _integers(block_table, "block_table", np.int32, 2)
         if table.shape[0] != seq_lens.shape[0] or table.shape[1] == 0:
             raise DimensionMismatchError(f"block_table must have shape ({seq_lens.shape[0]}, max_blocks), one row per "

@@ -4,15 +4,18 @@ import weakref
 
 import numpy as np
 
+from .formats import block_size_of, formats_of
 from .fused import Transform
 from .paged import PagedBuffer
 from .paged_sequence import Sequence
 from .plan import Options, check_size
-from .pool import per_layer
 from .prefix import checked_token_ids
 from .storage_properties import StorageProperties, size_text
 
 __all__ = ["PagedKVCache"]
+
+# Small blocks share more of a prompt.
+BLOCK_SIZE = 32
 
 
 class PagedKVCache(StorageProperties):
@@ -25,7 +28,7 @@ class PagedKVCache(StorageProperties):
     num_blocks : int
         Blocks of the pool. A block spans all layers.
     block_size : int
-        Tokens of a block: 16, 32, 64, 128 or 256.
+        Tokens of a block: 16, 32, 64, 128 or 256; by default 32, or what the format asks for.
     dtype, k_dtype, v_dtype
         As in `KVCache`.
 
@@ -53,12 +56,12 @@ class PagedKVCache(StorageProperties):
 
     is_paged = True
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size=32, dtype="int8", k_dtype=None,
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size=None, dtype="int4", k_dtype=None,
                  v_dtype=None):
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
-        k_dtypes = per_layer(dtype if k_dtype is None else k_dtype, num_layers, "k_dtype")
-        v_dtypes = per_layer(dtype if v_dtype is None else v_dtype, num_layers, "v_dtype")
-        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, k_dtypes, v_dtypes)
+        formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
+        block_size = block_size_of(formats, block_size, BLOCK_SIZE)
+        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats)
         self._sequences = weakref.WeakSet()
 
     def new_sequence(self):

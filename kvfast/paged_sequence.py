@@ -162,7 +162,7 @@ class Sequence(SequenceCache):
     @property
     def nbytes(self):
         """Bytes of the blocks of this sequence, those that it shares included."""
-        return len(self.block_indices()) * self._pool._buffer.pool.block_bytes
+        return self.nbytes_used
 
     def __repr__(self):
         state = "freed" if self._buffer.closed else f"{len(self)} tokens in {len(self.block_indices())} blocks"

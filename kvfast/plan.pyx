@@ -195,6 +195,8 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     self.call.kernels = active()
     self.call.store = store
     self.call.tile = choose_tile(store)
+    if store.floats != NULL:
+        self.call.float_tile = choose_tile(store.floats)
     items += min(self.call.q.tokens, contexts * <Py_ssize_t>FEW_QUERIES)  # as many as `add` can make
     self.call.items = <kv_item *>workspace.reserve(ITEMS, items * sizeof(kv_item))
     self.call.queries = <kv_query *>workspace.reserve(QUERIES, self.call.q.tokens * sizeof(kv_query))

@@ -3,7 +3,7 @@
 A block spans all layers of its pool. Owners take blocks, retain those they share and release them; a
 pool and what lies in it serve one thread at a time (`enter`, then `busy` until it is set to False).
 """
-from libc.stdint cimport int32_t, uint8_t
+from libc.stdint cimport int16_t, int32_t, uint8_t
 
 from kvfast.blocks cimport Arena, kv_store
 from kvfast.plan cimport Workspace
@@ -17,6 +17,12 @@ cdef class BlockPool:
     cdef readonly Py_ssize_t num_blocks # of all blocks, `num_gaps` of which do not exist
     cdef readonly Py_ssize_t num_gaps
     cdef tuple settings                # arguments of this pool
+    cdef readonly list formats         # KVFormat of each layer
+    cdef bint finishes                 # some layers encode blocks as a whole
+    cdef bint has_sinks                # some keep the first tokens of a sequence as floats
+    cdef BlockPool floats              # float rows of tokens, in pieces, or None; with it also:
+    cdef int32_t *float_of             # as in kv_store
+    cdef int16_t *kept                 # (num_blocks,) first tokens of a block with float rows whose codes are good, too
     cdef Py_ssize_t first_blocks
     cdef bint grows
     cdef bint is_shared
@@ -43,6 +49,9 @@ cdef class BlockPool:
     cdef int give_back(self, int32_t block) except -1
     cdef bint is_frozen(self, int32_t block) except -1
     cdef void copy(self, int32_t source, int32_t target) noexcept
+    cdef int copy_block(self, int32_t source, int32_t target) except -1
+    cdef int add_floats(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef int drop_floats(self, int32_t block, int first) except -1
     cdef BlockPool clone(self)
     cdef BlockPool exact(self, Py_ssize_t num_blocks)
     cdef int trim(self) except -1

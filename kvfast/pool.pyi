@@ -1,7 +1,10 @@
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvfast.formats import KVFormat
 
 class BlockPool:
     num_layers: int
@@ -10,14 +13,14 @@ class BlockPool:
     block_size: int
     num_blocks: int
     num_gaps: int
+    formats: list[KVFormat | None]
     def __init__(
         self,
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
-        k_dtypes: list[str],
-        v_dtypes: list[str],
+        formats: list[KVFormat | None],
         num_blocks: int,
         grows: bool = ...,
         is_shared: bool = ...,
@@ -32,6 +35,6 @@ class BlockPool:
     def bytes_per_token(self) -> int: ...
     @property
     def block_bytes(self) -> int: ...
-    def dtypes(self, values: bool) -> list[str]: ...
-
-def per_layer(dtype: Any, num_layers: int, name: str) -> list[str]: ...
+    def bytes_of_blocks(self, blocks: Iterable[int]) -> int: ...
+    @property
+    def nbytes_used(self) -> int: ...

@@ -2,25 +2,17 @@
 """Memory of blocks, the list of free ones, and how many owners each has."""
 import numpy as np
 
-from libc.stdint cimport int32_t, intptr_t, uint8_t
+from libc.stdint cimport int16_t, int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
 from kvfast._kernels cimport KV_MAX_HEAD_DIM
-from kvfast.blocks cimport (CHUNK_SHIFT, Arena, arena_over, dtype_name, init_side, k_block_at, kv_chunk, kv_store, parse_dtype,
+from kvfast.blocks cimport (CHUNK_SHIFT, PIECE, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store,
                             v_block_at)
 from kvfast.plan cimport Workspace, check_count
 
-from kvfast.errors import CacheFullError, DimensionMismatchError
-
-def per_layer(dtype, num_layers, name):
-    """A dtype name for each layer, from one dtype or a list."""
-    if not isinstance(dtype, (list, tuple)):
-        dtype = [dtype] * num_layers
-    if len(dtype) != num_layers:
-        raise DimensionMismatchError(f"{name} must be one dtype or a list of {num_layers}, one per layer, "
-                                     f"got {len(dtype)}")
-    return [dtype_name(parse_dtype(one)) for one in dtype]
+from kvfast.errors import CacheFullError
+from kvfast.formats import KVFormat
 
 
 cdef object _stride(object nbytes):
@@ -33,6 +25,7 @@ cdef enum:
     CHUNK_BLOCKS = 1 << CHUNK_SHIFT
     GROUP_BLOCKS = 16          # blocks in a row that a new run of a shared pool looks for
     MAX_CHUNKS = 255
+    FIRST_PIECES = 8           # of a pool of float rows: what one sequence has, between prompts
 
 
 cdef class BlockPool:
@@ -43,15 +36,17 @@ cdef class BlockPool:
     free block is always the next, and more are added when all have owners.
     """
 
-    def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, k_dtypes, v_dtypes, num_blocks,
-                  bint grows=False, bint is_shared=False):
+    def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
+                  bint is_shared=False):
+        """`formats`: a KVFormat for each layer, or None for one that needs no bytes."""
         cdef Py_ssize_t i
         cdef kv_store *store
         self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
         self.num_kv_heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
         self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
         self.block_size = block_size
-        self.settings = num_layers, num_kv_heads, head_dim, block_size, k_dtypes, v_dtypes, num_blocks, grows, is_shared
+        self.formats = formats
+        self.settings = num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, grows, is_shared
         self.grows, self.is_shared = grows, is_shared
         self.stores = <kv_store *>calloc(self.num_layers, sizeof(kv_store))
         if self.stores == NULL:
@@ -60,8 +55,16 @@ cdef class BlockPool:
             store = self.stores + i
             store.num_kv_heads = <int>self.num_kv_heads
             store.block_shift = <int>((<object>block_size).bit_length() - 1)
-            init_side(&store.k, parse_dtype(k_dtypes[i]), <int>self.head_dim, block_size)
-            init_side(&store.v, parse_dtype(v_dtypes[i]), <int>self.head_dim, block_size)
+            if formats[i] is not None:
+                init_sides(store, formats[i], <int>self.head_dim, block_size)
+                self.finishes |= store.finishes
+                self.has_sinks |= store.float_tokens > 0
+        if self.finishes or self.has_sinks:
+            of_floats = [KVFormat("float16") if one is not None and (one.finishes or one.num_float_tokens) else None for one in formats]
+            self.floats = BlockPool(num_layers, num_kv_heads, head_dim, PIECE, of_floats, FIRST_PIECES, True)
+            for i in range(self.num_layers):
+                if of_floats[i] is not None:
+                    self.stores[i].floats = self.floats.stores + i
         self.arenas, self.sizes, self.abandoned = [], [], []
         self.workspace = Workspace()
         self.first_blocks = check_count(num_blocks, "num_blocks", 1, 1 << 40)
@@ -78,6 +81,8 @@ cdef class BlockPool:
         free(self.owners)
         free(self.next_free)
         free(self.prev_free)
+        free(self.float_of)
+        free(self.kept)
 
     cdef int enter(self) except -1:
         if self.busy:
@@ -133,6 +138,11 @@ cdef class BlockPool:
         self.next_free = <int32_t *>_grown(self.next_free, (total + 1) * sizeof(int32_t))
         self.prev_free = <int32_t *>_grown(self.prev_free, (total + 1) * sizeof(int32_t))
         self.chunk_of = <uint8_t *>_grown(self.chunk_of, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
+        if self.floats is not None:
+            self.float_of = <int32_t *>_grown(self.float_of, total * (self.block_size // PIECE) * sizeof(int32_t))
+            self.kept = <int16_t *>_grown(self.kept, total * sizeof(int16_t))
+            for i in range(self.num_blocks * (self.block_size // PIECE), total * (self.block_size // PIECE)):
+                self.float_of[i] = -1
         self.arenas.append(arena)
         self.sizes.append(nbytes)
         for i in range(first // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
@@ -145,6 +155,7 @@ cdef class BlockPool:
             chunk.k += <intptr_t>arena.data - <intptr_t>store.base
             chunk.v += <intptr_t>arena.data - <intptr_t>store.base
             store.chunk_of = self.chunk_of if count else NULL
+            store.float_of = self.float_of
         if count == 0:
             self.next_free[0] = self.prev_free[0] = 0
         for i in range(self.num_blocks, first):
@@ -200,6 +211,9 @@ cdef class BlockPool:
                     block = self.next_free[0] - 1
             self._remove(block)
         self.owners[block] = 1
+        if self.floats is not None:
+            self.drop_floats(block, 0)
+            self.kept[block] = 0
         return block
 
     cdef int32_t _free_group(self) noexcept:
@@ -227,8 +241,12 @@ cdef class BlockPool:
 
     cdef int release(self, int32_t block) except -1:
         self.owners[block] -= 1
-        if self.owners[block] == 0 and (self.index is None or not self.index.keep(block)):
+        if self.owners[block] > 0:
+            return 0
+        if self.index is None or not self.index.keep(block):
             self.give_back(block)
+        elif self.floats is not None:
+            self.drop_floats(block, 1 if self.has_sinks else 0)  # whoever finds it reads codes, and the sequence's start
         return 0
 
     cdef int give_back(self, int32_t block) except -1:
@@ -239,6 +257,27 @@ cdef class BlockPool:
                 behind = self.next_free[behind]
         self._insert(block, behind)
         self.num_free += 1
+        if self.floats is not None:
+            self.drop_floats(block, 0)
+        return 0
+
+    cdef int drop_floats(self, int32_t block, int first) except -1:
+        """Give back the pieces of a block from its piece `first` on."""
+        cdef Py_ssize_t pieces = self.block_size // PIECE, i
+        for i in range(block * pieces + first, (block + 1) * pieces):
+            if self.float_of[i] >= 0:
+                self.floats.release(self.float_of[i])
+                self.float_of[i] = -1
+        return 0
+
+    cdef int add_floats(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Give the places first to last of a block float rows. They may have some; MemoryError leaves it as it was."""
+        cdef Py_ssize_t pieces = self.block_size // PIECE, i, begin = block * pieces + first // PIECE
+        cdef Py_ssize_t end = block * pieces + (last + PIECE - 1) // PIECE
+        self.floats.ensure(end - begin)
+        for i in range(begin, end):
+            if self.float_of[i] < 0:
+                self.float_of[i] = self.floats.take(self.float_of[i - 1] if i > begin else -1)
         return 0
 
     cdef bint is_frozen(self, int32_t block) except -1:
@@ -246,14 +285,31 @@ cdef class BlockPool:
         return self.owners[block] > 1 or (self.index is not None and block in self.index)
 
     cdef void copy(self, int32_t source, int32_t target) noexcept:
-        """Copy a block."""
-        cdef Py_ssize_t i, h
+        """Copy a block, with the float rows that it has into those of the target."""
+        cdef Py_ssize_t i, h, pieces
         cdef kv_store *store
         for i in range(self.num_layers):
             store = self.stores + i
             for h in range(self.num_kv_heads):
                 memcpy(k_block_at(store, target, h), k_block_at(store, source, h), store.k.bytes)
                 memcpy(v_block_at(store, target, h), v_block_at(store, source, h), store.v.bytes)
+        if self.floats is None:
+            return
+        pieces = self.block_size // PIECE
+        self.kept[target] = self.kept[source]
+        for i in range(pieces):
+            if self.float_of[source * pieces + i] >= 0:
+                self.floats.copy(self.float_of[source * pieces + i], self.float_of[target * pieces + i])
+
+    cdef int copy_block(self, int32_t source, int32_t target) except -1:
+        """Copy a block with its float rows."""
+        cdef Py_ssize_t pieces = self.block_size // PIECE, i
+        if self.floats is not None:
+            for i in range(pieces):
+                if self.float_of[source * pieces + i] >= 0:
+                    self.add_floats(target, i * PIECE, (i + 1) * PIECE)
+        self.copy(source, target)
+        return 0
 
     cdef BlockPool clone(self):
         """An empty pool of the same shape."""
@@ -261,7 +317,7 @@ cdef class BlockPool:
 
     cdef BlockPool exact(self, Py_ssize_t num_blocks):
         """An empty pool of the same layers with so many blocks."""
-        return BlockPool(*self.settings[:6], max(num_blocks, 1))
+        return BlockPool(*self.settings[:5], max(num_blocks, 1))
 
     def map(self, memory, Py_ssize_t num_blocks, offsets):
         """Let the first blocks of an empty pool be bytes of `memory`, see `_add_chunk`."""
@@ -298,17 +354,29 @@ cdef class BlockPool:
         """Give back what a pool that had its memory from the start got beside it, while snapshots kept its blocks."""
         if not self.grows:
             self.trim()
+        if self.floats is not None:
+            self.floats.trim()
         return 0
-
-    def dtypes(self, bint values):
-        """Names of the storage dtypes of all layers."""
-        cdef Py_ssize_t i
-        return [dtype_name(self.stores[i].v.dtype if values else self.stores[i].k.dtype)
-                for i in range(self.num_layers)]
 
     @property
     def nbytes(self):
-        return sum(self.sizes)
+        return sum(self.sizes) + (0 if self.floats is None else self.floats.nbytes)
+
+    def bytes_of_blocks(self, blocks):
+        """Bytes of some blocks, float rows included."""
+        cdef Py_ssize_t pieces = self.block_size // PIECE, i, count = 0
+        cdef int32_t block
+        if self.floats is None:
+            return len(blocks) * self.block_bytes
+        for block in blocks:
+            for i in range(block * pieces, (block + 1) * pieces):
+                count += self.float_of[i] >= 0
+        return len(blocks) * self.block_bytes + count * self.floats.block_bytes
+
+    @property
+    def nbytes_used(self):
+        """Bytes of the blocks that have owners."""
+        return self.bytes_of_blocks([i for i in range(self.num_blocks) if self.owners[i]])
 
     @property
     def bytes_per_token(self):

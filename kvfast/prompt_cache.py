@@ -82,6 +82,11 @@ class PromptCache:
                 return True  # there already, perhaps with more behind it
         name = f"{_key(cache, model)}-{blake2b(token_ids.tobytes(), digest_size=16).hexdigest()}.safetensors"
         snapshot.save(self.folder / name)
+        with contextlib.suppress(FileNotFoundError):  # which another process may have evicted
+            # Float rows and headers are more than the bytes per token.
+            if self.max_bytes is not None and os.stat(self.folder / name).st_size > self.max_bytes:
+                self._remove(name)
+                return False
         self._token_ids[name] = token_ids
         self._evict(name)
         return True

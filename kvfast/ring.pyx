@@ -16,9 +16,8 @@ cdef class RingTable(BlockTable):
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept:
         return max(<Py_ssize_t>0, length - self.window)
 
-    cdef int advance(self, Py_ssize_t n) except -1:
+    cdef int forget(self) except -1:
         cdef Py_ssize_t i, gone
-        self.length += n
         self.evicted = max(self.evicted, self.length - self.window - self.rollback)
         # Whole blocks behind the slack go back to the pool.
         gone = self.evicted // self.pool.block_size - self.sink_blocks - self.skipped
@@ -42,7 +41,7 @@ cdef class RingTable(BlockTable):
         return 0
 
     def place(self):
-        return {"skipped_blocks": self.skipped, "evicted_tokens": self.evicted}
+        return BlockTable.place(self) | {"evicted_tokens": self.evicted}
 
     def reopen(self, Py_ssize_t length, dict place):
         BlockTable.reopen(self, length, place)
@@ -51,13 +50,15 @@ cdef class RingTable(BlockTable):
     cdef Py_ssize_t _check_place(self, Py_ssize_t length, dict place) except -1:
         """The blocks skipped must be behind the sinks, and hold only what has been evicted."""
         cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
-        if set(place) != {"skipped_blocks", "evicted_tokens"}:
+        if set(self._check_coded(length, place)) != {"skipped_blocks", "evicted_tokens"}:
             raise ValueError(f"a ring cannot be {place}")
         skipped = check_count(place["skipped_blocks"], "skipped_blocks", 0, 1 << 40)
         evicted = check_count(place["evicted_tokens"], "evicted_tokens", 0, 1 << 40)
         if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
             raise ValueError(f"a ring with a window of {self.window} and {self.num_sink_tokens} sinks that holds {length} "
                              f"tokens cannot be {place}")
+        if self.pool.finishes and skipped and place["coded_tokens"] < (self.sink_blocks + skipped) * size:
+            raise ValueError(f"a ring that has dropped {skipped} blocks cannot be {place}")
         return (length + size - 1) // size - skipped
 
     cdef bint holds(self, Py_ssize_t position) noexcept:

@@ -3,9 +3,10 @@
 import numpy as np
 
 from .errors import DimensionMismatchError
+from .formats import block_size_of, formats_of
 from .fused import Transform, rotated
 from .plan import check_size
-from .pool import BlockPool, per_layer
+from .pool import BlockPool
 from .ring import RingTable
 from .rope import RotaryTables
 from .sequence import SequenceBuffer
@@ -76,7 +77,7 @@ class RingKVCache(SequenceCache):
 
     __slots__ = ("_windows", "_num_sink_tokens", "_rollback", "_rope", "_interleaved")
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, window, num_sink_tokens=0, dtype="int8", k_dtype=None,
+    def __init__(self, num_layers, num_kv_heads, head_dim, window, num_sink_tokens=0, dtype="int4", k_dtype=None,
                  v_dtype=None, rollback=64, rope=None, rope_theta=10000.0, rotary_dim=None, rope_frequencies=None,
                  rope_interleaved=False):
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
@@ -107,16 +108,15 @@ class RingKVCache(SequenceCache):
         self._interleaved = bool(rope_interleaved)
         self._windows, self._num_sink_tokens, self._rollback = windows, num_sink_tokens, rollback
 
-        k_dtypes = per_layer(dtype if k_dtype is None else k_dtype, num_layers, "k_dtype")
-        v_dtypes = per_layer(dtype if v_dtype is None else v_dtype, num_layers, "v_dtype")
+        formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
+        block_size = block_size_of(formats, None, BLOCK_SIZE)
         groups = {}
         for layer, one in enumerate(windows):
             groups.setdefault(one, []).append(layer)
         tables, places = [], [None] * num_layers
         for one, group in groups.items():
-            held = GROW_BLOCKS if one is None else _ring_blocks(one + rollback, num_sink_tokens)
-            pool = BlockPool(len(group), num_kv_heads, head_dim, BLOCK_SIZE, [k_dtypes[i] for i in group],
-                             [v_dtypes[i] for i in group], held, True)
+            held = GROW_BLOCKS if one is None else _ring_blocks(one + rollback, num_sink_tokens, block_size)
+            pool = BlockPool(len(group), num_kv_heads, head_dim, block_size, [formats[i] for i in group], held, True)
             table = BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
             tables.append(table)
             for place, layer in enumerate(group):
@@ -161,11 +161,14 @@ class RingKVCache(SequenceCache):
     def _from_settings(cls, settings, block_size, max_seq_len):
         settings = dict(settings)
         rope, window = settings.pop("rope"), settings.pop("windows")
-        if block_size != BLOCK_SIZE or max_seq_len is not None:
-            raise ValueError(f"a ring has blocks of {BLOCK_SIZE} tokens and no max_seq_len, got {block_size} and {max_seq_len}")
+        if max_seq_len is not None:
+            raise ValueError(f"a ring has no max_seq_len, got {max_seq_len}")
         if rope is not None:
             settings |= {"rope": "cache", "rope_frequencies": rope["frequencies"], "rope_interleaved": rope["interleaved"]}
-        return cls(window=window, **settings)
+        ring = cls(window=window, **settings)
+        if block_size != ring.block_size:
+            raise ValueError(f"this ring has blocks of {ring.block_size} tokens, got {block_size}")
+        return ring
 
     def positions(self, layer=0):
         """Absolute positions of the tokens that a layer shows, in the order of `k` and `v`.
@@ -207,7 +210,7 @@ def _num_tokens(array):
     return max(1, shape[0]) if shape else 1
 
 
-def _ring_blocks(held, num_sink_tokens):
+def _ring_blocks(held, num_sink_tokens, block_size):
     """Blocks of a ring in steady state, with room for chunks of a prompt: a multiple of 8."""
-    blocks = -(-held // BLOCK_SIZE) - (-num_sink_tokens // BLOCK_SIZE) + 2
+    blocks = -(-held // block_size) - (-num_sink_tokens // block_size) + 2
     return -(-(blocks + min(blocks // 4, 8)) // 8) * 8

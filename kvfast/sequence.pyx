@@ -265,18 +265,28 @@ cdef class SequenceBuffer:
         return [(<BlockTable>table).place() for table in self.tables]
 
     def layout(self, Py_ssize_t length, list places):
-        """(full blocks, whether there is one more, bytes of K, of V) of each layer with `length` tokens; ValueError if
-        `places` cannot be."""
+        """The shapes of `streams`, for `length` tokens; ValueError if `places` cannot be.
+
+        Returns
+        -------
+        list with (K, V) of each layer
+            Each (full blocks, blocks behind them, bytes of a block, pieces of float rows, bytes of a piece).
+        """
         cdef BlockTable table
         cdef kv_store *store
         cdef Py_ssize_t layer
         if len(places) != len(self.tables):
             raise ValueError(f"{len(self.tables)} block tables are needed, got {len(places)}")
-        full = {table: _full_blocks(table, length, place) for table, place in zip(self.tables, places)}
+        measured = {table: table.measure(length, place) for table, place in zip(self.tables, places)}
         result = []
         for table, layer in self.places:
             store = table.pool.stores + layer
-            result.append((full[table], length % table.pool.block_size > 0, store.k.bytes, store.v.bytes))
+            table = measured[table]
+            blocks = table.full_blocks(), table.tail_blocks(layer)
+            pieces, k_bytes, v_bytes = 0, 0, 0
+            if store.floats != NULL:
+                pieces, k_bytes, v_bytes = len(table._pieces(length)), store.floats.k.bytes, store.floats.v.bytes
+            result.append(((*blocks, store.k.bytes, pieces, k_bytes), (*blocks, store.v.bytes, pieces, v_bytes)))
         return result
 
     def reopen(self, Py_ssize_t length, list places, memory=None, offsets=None, Py_ssize_t reserve=0):
@@ -285,9 +295,10 @@ cdef class SequenceBuffer:
         `offsets`: of the full blocks, if they lie in `memory` already, see `BlockPool.map`; `reserve`: tokens to have
         blocks for at once.
         """
-        cdef BlockTable table
+        cdef BlockTable table, measured
         for table, place in zip(self.tables, places):
-            full = _full_blocks(table, length, place)
+            measured = table.measure(length, place)
+            full = measured.full_blocks()
             if memory is not None and full:
                 table.pool.map(memory, full, [offsets[i] for i in range(self.num_layers) if self.places[i][0] is table])
             table.reopen(length, place)
@@ -299,11 +310,10 @@ cdef class SequenceBuffer:
         Returns
         -------
         list with (K, V) of each layer
-            Each a pair of lists over the heads: full blocks, uint8 of shape (num_blocks, bytes of a block), and the
-            bytes of the block after them, uint8 of shape (bytes,), empty if there is none.
+            Each three lists: of each head the full blocks, uint8 of shape (num_blocks, bytes of a block); the blocks
+            after them, block after block and head after head, uint8 of shape (bytes,); and so the pieces of float rows.
         """
-        tails = {table: table for table in self.tables if (<BlockTable>table).num_slots() % (<BlockTable>table).pool.block_size}
-        return self._streams({table: table for table in self.tables}, tails)
+        return self._streams({table: (table, table, (<BlockTable>table).full_blocks()) for table in self.tables}, False)
 
     def arrays(self):
         """The bytes of all tokens, as `streams`: views where they lie in a row, as long as this buffer lives, else copies.
@@ -311,27 +321,25 @@ cdef class SequenceBuffer:
         cdef BlockTable table
         self._enter()
         try:
-            sources = {table: (<BlockTable>table).straight() for table in self.tables}
-            tails = {table: (<BlockTable>table).tail() for table in self.tables}
-            return self._streams(sources, {table: tail for table, tail in tails.items() if tail is not None})
+            return self._streams({table: ((<BlockTable>table).straight(), (<BlockTable>table).tail(), 0)
+                                  for table in self.tables}, True)
         finally:
             self._leave()
 
-    def _streams(self, dict sources, dict tails):
-        """Full blocks out of `sources`, the last block out of `tails`."""
+    def _streams(self, dict sources, bint copies):
+        """`streams` of each table: of (its full blocks, a table whose blocks from `first` on are behind them, first)."""
         cdef BlockTable table, source, tail
-        cdef Py_ssize_t layer, full
+        cdef Py_ssize_t layer, full, first, i
         result = []
         for table, layer in self.places:
-            source, tail = sources[table], tails.get(table)
-            full = source.num_slots() // source.pool.block_size
-            heads, pair = range(source.pool.num_kv_heads), []
+            source, tail, first = sources[table]
+            full = source.full_blocks()
+            heads, pair, behind = range(source.pool.num_kv_heads), [], table.tail_blocks(layer)
             for values in (False, True):
                 streams = [source.pool.stream(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]
-                rests = []
-                if tail is not None:
-                    rests = [tail.pool.stream(layer, tail.blocks[tail.count - 1], 1, head, values)[0] for head in heads]
-                pair.append((streams, rests))
+                rests = [tail.pool.stream(layer, tail.blocks[first + i], 1, head, values)[0]
+                         for i in range(behind) for head in heads]
+                pair.append((streams, rests, table.floats(layer, values, copies)))
             result.append(tuple(pair))
         return result
 
@@ -350,10 +358,10 @@ cdef class SequenceBuffer:
             for table in self.tables:
                 self._pool().abandon(table)
 
-    def dtypes(self, bint values):
-        """Names of the storage dtypes of all layers."""
-        of_tables = {table: table.pool.dtypes(values) for table in self.tables}
-        return [of_tables[table][layer] for table, layer in self.places]
+    @property
+    def formats(self):
+        """KVFormat of each layer."""
+        return [(<BlockTable>table).pool.formats[layer] for table, layer in self.places]
 
     def block_ids(self, index):
         """Blocks of a layer in the order of their tokens, int32."""
@@ -384,10 +392,10 @@ cdef class SequenceBuffer:
         return sum(table.pool.nbytes for table in self.tables)
 
     @property
+    def nbytes_used(self):
+        """Bytes of the blocks and float rows that hold the tokens."""
+        return sum([(<BlockTable>table).pool.bytes_of_blocks(table.block_ids()) for table in self.tables])
+
+    @property
     def bytes_per_token(self):
         return sum(table.pool.block_bytes for table in self.tables) // self.block_size
-
-
-cdef Py_ssize_t _full_blocks(BlockTable table, Py_ssize_t length, dict place) except -1:
-    """Blocks without a free slot of a table with `length` tokens; ValueError if `place` cannot be."""
-    return table._check_place(length, place) - (length % table.pool.block_size > 0)

@@ -9,7 +9,8 @@ from .snapshot import Snapshot
 from .state import from_arrays
 from .storage_properties import StorageProperties
 
-# Tokens of a block of the caches that own their memory, and blocks that a growing cache starts with.
+# Tokens of a block of the caches that own their memory, unless the format asks for others, and blocks that a growing
+# cache starts with.
 BLOCK_SIZE = 64
 GROW_BLOCKS = 8
 
@@ -279,8 +280,7 @@ class SequenceCache(StorageProperties):
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "k_dtype": self._buffer.dtypes(False),
-            "v_dtype": self._buffer.dtypes(True),
+            "dtype": [one.to_dict() for one in self._buffer.formats],
         }
 
     __copy__ = copy

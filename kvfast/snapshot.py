@@ -4,6 +4,7 @@ import numpy as np
 
 from . import cache_file
 from .errors import DimensionMismatchError, IncompatibleSnapshotError
+from .formats import KVFormat
 from .plan import check_size
 from .prefix import checked_token_ids
 from .state import KINDS, arrays_of, from_arrays, to_arrays
@@ -77,7 +78,7 @@ class Snapshot(StorageProperties):
         return keys, [np.array(self._cache.v(layer)).reshape(-1, self.entry_size) for layer in layers]
 
     @classmethod
-    def from_arrays(cls, keys, values, num_kv_heads, dtype="int8", k_dtype=None, v_dtype=None, *, token_ids=None, metadata=None):
+    def from_arrays(cls, keys, values, num_kv_heads, dtype="int4", k_dtype=None, v_dtype=None, *, token_ids=None, metadata=None):
         """Encode tokens, for a `KVCache` or a `Sequence`.
 
         Parameters
@@ -180,7 +181,7 @@ class Snapshot(StorageProperties):
         mine, other = self._cache._settings(), cache._settings()
         for name in mine | other:  # the kind first, and layers before what is told of each
             if mine.get(name) != other.get(name):
-                wrong = [same_or_tuple(one) if isinstance(one, list) else one for one in (mine.get(name), other.get(name))]
+                wrong = [_shown(name, settings.get(name)) for settings in (mine, other)]
                 raise IncompatibleSnapshotError(f"the snapshot has {name} {wrong[0]!r}, the cache {wrong[1]!r}")
         if cache.max_seq_len is not None and self.seq_len > cache.max_seq_len:
             raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {cache.max_seq_len}")
@@ -223,6 +224,13 @@ class Snapshot(StorageProperties):
 
     def __repr__(self):
         return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"
+
+
+def _shown(name, value):
+    """A setting as messages tell it: formats by their names, and once what all layers have."""
+    if name == "dtype":
+        value = [str(KVFormat.of(one)) for one in value]
+    return same_or_tuple(value) if isinstance(value, list) else value
 
 
 def _checked_metadata(metadata):

@@ -10,7 +10,7 @@ from .prefix import checked_token_ids
 
 # The class of each kind of cache; the modules of the classes enter them.
 KINDS = {}
-VERSION = 1
+VERSION = 2
 MOST_TOKENS = 1 << 40
 
 _FIELDS = {"version", "settings", "block_size", "max_seq_len", "seq_len", "tables", "metadata"}
@@ -43,17 +43,19 @@ def named(streams, num_kv_heads):
     ------
     (str, array) or (str, list of arrays)
         ``layers.0.k.0``: the full blocks of a head, uint8 of shape (num_blocks, bytes of a block); ``layers.0.k.tail``:
-        the block that is not full, of each head. Numbers have as many digits as the largest, so that names sort as
-        the heads do.
+        the blocks behind them, block after block and head after head; ``layers.0.k.floats``: so the pieces of float
+        rows. Numbers have as many digits as the largest, so that names sort as the heads do.
     """
     layer_digits, head_digits = len(str(len(streams) - 1)), len(str(num_kv_heads - 1))
     for layer, pair in enumerate(streams):
-        for side, (heads, tails) in zip("kv", pair):
+        for side, (heads, tails, floats) in zip("kv", pair):
             start = f"layers.{layer:0{layer_digits}}.{side}."
             for head, array in enumerate(heads):
                 yield f"{start}{head:0{head_digits}}", array
             if len(tails):
                 yield f"{start}tail", tails
+            if len(floats):
+                yield f"{start}floats", floats
 
 
 def arrays_of(cache):
@@ -105,12 +107,15 @@ class Opening:
     def _checked_streams(self, layout, shapes):
         """Names of the arrays of full blocks; all arrays have the right shapes."""
         heads = self.cache.num_kv_heads
-        count = sum(2 * (heads + has_tail) for _, has_tail, _, _ in layout)
+        count = sum(heads + (tails > 0) + (pieces > 0) for pair in layout for _, tails, _, pieces, _ in pair)
         if len(shapes) != count:
             raise CorruptFileError(f"{len(layout)} layers of {heads} heads have {count} arrays, got {len(shapes)}")
         expected = [
-            [([(full, nbytes)] * heads, [(heads, nbytes)] * has_tail) for nbytes in (k_bytes, v_bytes)]
-            for full, has_tail, k_bytes, v_bytes in layout
+            [
+                ([(full, nbytes)] * heads, [(tails * heads, nbytes)] * (tails > 0), [(pieces * heads, rest)] * (pieces > 0))
+                for full, tails, nbytes, pieces, rest in pair
+            ]
+            for pair in layout
         ]
         streams = []
         for name, shape in named(expected, heads):
@@ -225,6 +230,6 @@ def from_arrays(arrays):
         except ValueError as error:
             raise CorruptFileError(str(error)) from None
     for name, rows in opening.take():
-        for row, source in zip(rows, arrays[name] if name.endswith("tail") else [arrays[name]]):
+        for row, source in zip(rows, [arrays[name]] if len(rows) == 1 and rows[0].ndim == 2 else arrays[name]):
             row[...] = source
     return opening.cache, token_ids, opening.metadata

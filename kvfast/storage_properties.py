@@ -8,8 +8,8 @@ def size_text(nbytes):
         nbytes /= 1024
 
 
-def same_or_tuple(names):
-    return names[0] if len(set(names)) == 1 else tuple(names)
+def same_or_tuple(values):
+    return values[0] if len(set(values)) == 1 else tuple(values)
 
 
 class StorageProperties:
@@ -50,25 +50,35 @@ class StorageProperties:
         return self._storage.nbytes
 
     @property
+    def nbytes_used(self):
+        """Bytes of the blocks that hold tokens, all that is stored of them included."""
+        return self._storage.nbytes_used
+
+    @property
     def bytes_per_token(self):
-        """Bytes that one token takes over all layers, scales and padding included."""
+        """Bytes that one token takes over all layers, scales, padding and its share of what a block has for all of its
+        tokens included; tokens that are floats, see `KVFormat`, take more."""
         return self._storage.bytes_per_token
 
     @property
     def k_dtype(self):
         """Storage dtype of the keys: a name, or a tuple of one per layer where layers differ."""
-        return same_or_tuple(self._storage.dtypes(False))
+        return same_or_tuple([one.k_dtype for one in self._storage.formats])
 
     @property
     def v_dtype(self):
         """Storage dtype of the values; see `k_dtype`."""
-        return same_or_tuple(self._storage.dtypes(True))
+        return same_or_tuple([one.v_dtype for one in self._storage.formats])
 
     @property
     def dtype(self):
-        """Storage dtype, ``"int8"`` or ``"int8/int4"`` for K/V, or a tuple of one per layer."""
-        pairs = zip(self._storage.dtypes(False), self._storage.dtypes(True))
-        return same_or_tuple([k if k == v else f"{k}/{v}" for k, v in pairs])
+        """Name of the storage format, ``"int4"`` or ``"int8/int4"`` for example, or a tuple of one per layer."""
+        return same_or_tuple([str(one) for one in self._storage.formats])
+
+    @property
+    def format(self):
+        """The `KVFormat`, or a tuple of one per layer where layers differ."""
+        return same_or_tuple(self._storage.formats)
 
     @property
     def dtype_name(self):

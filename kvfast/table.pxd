@@ -16,6 +16,7 @@ cdef class BlockTable:
     cdef Py_ssize_t skipped            # blocks, see kv_context
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
+    cdef Py_ssize_t coded              # first tokens without float rows, where blocks are finished; see kv_context
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept
     cdef int64_t slot(self, Py_ssize_t position) noexcept
@@ -23,12 +24,22 @@ cdef class BlockTable:
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1
     cdef int advance(self, Py_ssize_t n) except -1
+    cdef int forget(self) except -1
+    cdef int _finish(self, Py_ssize_t before) except -1
+    cdef int _reopen_block(self) except -1
+    cdef Py_ssize_t encoded(self) noexcept
+    cdef Py_ssize_t _kept(self) noexcept
+    cdef list _pieces(self, Py_ssize_t longest)
+    cdef int _copy_floats(self, BlockTable other) except -1
     cdef int truncate(self, Py_ssize_t n) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1
     cdef bint is_in_one_piece(self) noexcept
     cdef BlockTable clone(self, BlockPool pool)
     cdef BlockTable straight(self)
     cdef BlockTable tail(self)
+    cdef Py_ssize_t full_blocks(self) noexcept
+    cdef Py_ssize_t tail_blocks(self, Py_ssize_t layer) noexcept
+    cdef dict _check_coded(self, Py_ssize_t length, dict place)
     cdef BlockTable empty(self, BlockPool pool)
     cdef int copy_place(self, BlockTable other) except -1
     cdef Py_ssize_t num_slots(self) noexcept

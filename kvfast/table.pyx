@@ -10,10 +10,12 @@ from libc.string cimport memcpy
 from kvfast._arrays cimport Rows
 from kvfast._kernels cimport active, kv_kernels
 from kvfast._openmp cimport num_threads_for
-from kvfast.blocks cimport CHUNK_SHIFT, k_block_at, kv_context, kv_store, v_block_at
+from kvfast.blocks cimport CHUNK_SHIFT, PIECE, kv_context, kv_store
 from kvfast.encode cimport check_rows, kv_rotary, write_rows
+from kvfast.finish cimport OPEN_TOKENS, decode_token, finish_blocks, restore_floats
+from kvfast.plan cimport check_count
 from kvfast.pool cimport BlockPool
-from kvfast.transfer cimport copy_slots
+from kvfast.transfer cimport copy_piece, copy_slots
 
 
 cdef class BlockTable:
@@ -34,12 +36,24 @@ cdef class BlockTable:
         context.length = self.lengths[layer]
         context.sink_blocks = self.sink_blocks
         context.skipped = self.skipped
+        context.coded, context.encoded = self.coded, self.encoded()
+
+    cdef Py_ssize_t encoded(self) noexcept:
+        """Tokens whose blocks are encoded, where blocks are finished."""
+        return max(self.coded, self.length // self.pool.block_size * self.pool.block_size)
 
     cdef int64_t slot(self, Py_ssize_t position) noexcept:
         cdef Py_ssize_t index = position // self.pool.block_size
         if index >= self.sink_blocks:
             index -= self.skipped
         return <int64_t>self.blocks[index] * self.pool.block_size + position % self.pool.block_size
+
+    cdef Py_ssize_t _kept(self) noexcept:
+        """Tokens of the block behind those that have codes as well, which stay: it was cut, and goes on."""
+        cdef Py_ssize_t encoded = self.encoded(), longest = self.num_slots() + self.skipped * self.pool.block_size
+        if not self.pool.finishes or encoded % self.pool.block_size or encoded >= longest:
+            return 0
+        return min(self.pool.kept[self.slot(encoded) // self.pool.block_size], longest - encoded)
 
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Blocks to take before the positions first to last can be written."""
@@ -52,7 +66,7 @@ cdef class BlockTable:
 
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the positions first to last blocks of their own; those shared with others are copied."""
-        cdef Py_ssize_t index, at, end = (last + self.pool.block_size - 1) // self.pool.block_size
+        cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size
         cdef int32_t block
         cdef void *grown
         self.pool.ensure(self.blocks_needed(first, last))
@@ -69,32 +83,90 @@ cdef class BlockTable:
                 self.count += 1
             elif self.pool.is_frozen(self.blocks[at]):
                 block = self.pool.take(self.blocks[at - 1] if at else -1)
-                self.pool.copy(self.blocks[at], block)
+                self.pool.copy_block(self.blocks[at], block)
                 self.pool.release(self.blocks[at])
                 self.blocks[at] = block
+            if self.pool.finishes:
+                self.pool.add_floats(self.blocks[at], max(first - index * size, <Py_ssize_t>0), min(last - index * size, size))
+                self.pool.kept[self.blocks[at]] = min(self.pool.kept[self.blocks[at]], max(first - index * size, <Py_ssize_t>0))
+            elif self.pool.has_sinks and index == 0:
+                self.pool.add_floats(self.blocks[at], 0, PIECE)
+        if self.pool.finishes and self.coded % size:
+            self._reopen_block()
+        return 0
+
+    cdef int _reopen_block(self) except -1:
+        """Give the tokens of a finished block that was cut float rows again, as its codes tell them, for others to follow.
+
+        The codes stay: with the same tokens, the block will be what it was.
+        """
+        cdef Py_ssize_t first = self.coded // self.pool.block_size * self.pool.block_size
+        cdef int32_t block = <int32_t>(self.slot(first) // self.pool.block_size)
+        self.pool.add_floats(block, 0, self.coded - first)
+        restore_floats(self.pool.stores, self.pool.num_layers, block, first == 0, self.coded - first)
+        self.pool.kept[block] = self.coded - first
+        self.coded = first
         return 0
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
         """Write tokens behind those of a layer. A value that cannot be stored leaves the table as it was."""
         cdef kv_store *store = self.pool.stores + layer
-        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens
+        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, coded = self.coded
         cdef int64_t[::1] view
         cdef int64_t slot
         check_rows(store, k, v)
         self.make_writable(first, first + n)
-        if n == 1:
-            slot = self.slot(first)
-            write_rows(store, k, v, rotary, &slot, True)
-        else:
-            view = np.empty(n, np.int64)
-            for i in range(n):
-                view[i] = self.slot(first + i)
-            write_rows(store, k, v, rotary, &view[0], True)
+        try:
+            if n == 1:
+                slot = self.slot(first)
+                write_rows(store, k, v, rotary, &slot, True)
+            else:
+                view = np.empty(n, np.int64)
+                for i in range(n):
+                    view[i] = self.slot(first + i)
+                write_rows(store, k, v, rotary, &view[0], True)
+        except BaseException:
+            self.coded = coded  # a block that was cut is still what its codes tell
+            raise
         self.lengths[layer] += n
         return 0
 
     cdef int advance(self, Py_ssize_t n) except -1:
+        cdef Py_ssize_t before = self.length
         self.length += n
+        self.forget()
+        if self.pool.finishes:
+            self._finish(before)
+        return 0
+
+    cdef int forget(self) except -1:
+        """Give back what a sequence of this length needs no more; see `ring`."""
+        return 0
+
+    cdef int _finish(self, Py_ssize_t before) except -1:
+        """Encode the blocks that have become full, and give back the float rows that no query reads any more."""
+        cdef Py_ssize_t size = self.pool.block_size, index, coded
+        cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
+        cdef int32_t block
+        cdef int32_t[::1] view
+        full = [self.slot(index * size) // size for index in range(before // size, self.length // size)
+                if index >= gone or index < self.sink_blocks]
+        if full:
+            view = np.array(full, np.int32)
+            finish_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
+                          before < size and (gone == 0 or self.sink_blocks > 0), self.pool.kept)
+        coded = max(self.coded, (self.length - OPEN_TOKENS) // size * size if self.length > OPEN_TOKENS else 0, gone * size)
+        for index in range(self.coded // size, coded // size):
+            if gone > index >= self.sink_blocks:
+                continue
+            block = <int32_t>(self.slot(index * size) // size)
+            # A fork or a snapshot may still read them; they go with the block then.
+            if self.pool.owners[block] == 1:
+                self.pool.drop_floats(block, 1 if index == 0 and self.pool.has_sinks else 0)
+        if coded > self.coded:
+            self.coded = coded
+            if self.length - before <= OPEN_TOKENS:  # no prompt, whose next part needs as much
+                self.pool.floats.trim()
         return 0
 
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept:
@@ -122,6 +194,7 @@ cdef class BlockTable:
         if kept <= self.sink_blocks:
             self.skipped = 0
         self.length = n
+        self.coded = min(self.coded, n)
         for i in range(self.pool.num_layers):
             self.lengths[i] = min(self.lengths[i], n)
         return 0
@@ -158,7 +231,7 @@ cdef class BlockTable:
 
     cdef int copy_place(self, BlockTable other) except -1:
         """Take over how many tokens there are, and which of them are left, of a sequence of the same kind."""
-        self.sink_blocks, self.skipped, self.length = other.sink_blocks, other.skipped, other.length
+        self.sink_blocks, self.skipped, self.length, self.coded = other.sink_blocks, other.skipped, other.length, other.coded
         memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
         return 0
 
@@ -216,8 +289,33 @@ cdef class BlockTable:
     cdef int fill(self, BlockTable other) except -1:
         """Become the equal of a sequence of another pool of the same layers, with a copy of its tokens."""
         self.open(self.blocks_of(other))
-        copy_slots(other.pool.stores, other.blocks, self.pool.stores, self.blocks, self.pool.num_layers, other.num_slots())
+        copy_slots(other.pool.stores, other.blocks, self.pool.stores, self.blocks, self.pool.num_layers, other.num_slots(),
+                   other.encoded() + other._kept() - other.skipped * other.pool.block_size)
         self.copy_place(other)
+        if other._kept():
+            self.pool.kept[self.slot(self.encoded()) // self.pool.block_size] = other._kept()
+        if self.pool.floats is not None:
+            self._copy_floats(other)
+        return 0
+
+    cdef list _pieces(self, Py_ssize_t longest):
+        """First positions of the pieces of float rows that a sequence of `longest` tokens reads, or will."""
+        first = [0] if self.pool.has_sinks and longest > 0 and (self.skipped == 0 or self.sink_blocks) else []
+        if not self.pool.finishes:
+            return first
+        begin = self.coded // PIECE * PIECE if self.coded < longest else longest
+        return first + list(range(max(begin, PIECE * len(first)), longest, PIECE))
+
+    cdef int _copy_floats(self, BlockTable other) except -1:
+        """The float rows of a sequence with the same place."""
+        cdef Py_ssize_t position, longest = other.num_slots() + other.skipped * other.pool.block_size
+        cdef int64_t slot, source
+        for position in other._pieces(longest):
+            slot, source = self.slot(position), other.slot(position)
+            self.pool.add_floats(<int32_t>(slot // self.pool.block_size), slot % self.pool.block_size,
+                                 slot % self.pool.block_size + PIECE)
+            copy_piece(other.pool.floats.stores, other.pool.float_of[source // PIECE], self.pool.floats.stores,
+                       self.pool.float_of[slot // PIECE], self.pool.num_layers, min(longest - position, PIECE))
         return 0
 
     cdef BlockTable clone(self, BlockPool pool):
@@ -228,7 +326,7 @@ cdef class BlockTable:
 
     cdef BlockTable straight(self):
         """This table, or a copy of it, whose full blocks lie one after the other in memory."""
-        cdef Py_ssize_t i, full = self.num_slots() // self.pool.block_size
+        cdef Py_ssize_t i, full = self.full_blocks()
         for i in range(1, full):
             if (self.blocks[i] != self.blocks[0] + i
                     or self.pool.chunk_of[self.blocks[i] >> CHUNK_SHIFT] != self.pool.chunk_of[self.blocks[0] >> CHUNK_SHIFT]):
@@ -236,44 +334,106 @@ cdef class BlockTable:
         return self
 
     cdef BlockTable tail(self):
-        """A copy of the last block, if it is not full, in which only this sequence's tokens are left; else None."""
-        cdef Py_ssize_t full = self.num_slots() // self.pool.block_size, rest = self.num_slots() % self.pool.block_size
+        """A copy of what follows on the full blocks, in which only this sequence's tokens are left; None if that is nothing."""
+        cdef Py_ssize_t first = self.full_blocks() * self.pool.block_size, rest = self.num_slots() - first
         cdef BlockTable other
         if rest == 0:
             return None
-        other = BlockTable(self.pool.exact(1))
-        other.open(1)
-        copy_slots(self.pool.stores, self.blocks + full, other.pool.stores, other.blocks, self.pool.num_layers, rest)
+        other = BlockTable(self.pool.exact((rest + self.pool.block_size - 1) // self.pool.block_size))
+        other.open(other.pool.num_blocks)
+        copy_slots(self.pool.stores, self.blocks + self.full_blocks(), other.pool.stores, other.blocks, self.pool.num_layers,
+                   rest, self.encoded() - self.skipped * self.pool.block_size - first)
         return other
+
+    cdef Py_ssize_t full_blocks(self) noexcept:
+        """Blocks of the table that all layers have codes for."""
+        cdef Py_ssize_t slots = self.num_slots()
+        if self.pool.finishes:
+            slots = min(slots, self.encoded() - self.skipped * self.pool.block_size)
+        return slots // self.pool.block_size
+
+    cdef Py_ssize_t tail_blocks(self, Py_ssize_t layer) noexcept:
+        """Blocks with codes of a layer that follow on the full ones."""
+        cdef Py_ssize_t slots = self.num_slots()
+        if self.pool.stores[layer].finishes:
+            slots = min(slots, self.encoded() - self.skipped * self.pool.block_size)
+        return (slots + self.pool.block_size - 1) // self.pool.block_size - self.full_blocks()
+
+    def floats(self, Py_ssize_t layer, bint values, bint copies):
+        """The float rows of a layer, piece after piece and head after head, uint8 of shape (bytes of a piece,).
+
+        Views, or copies in which only this sequence's tokens are left, and of those only rows that are read.
+        """
+        cdef Py_ssize_t position, head, longest = self.num_slots() + self.skipped * self.pool.block_size
+        cdef Py_ssize_t first, last, row_bytes
+        cdef BlockPool floats = self.pool.floats
+        result = []
+        if self.pool.stores[layer].floats == NULL:
+            return result
+        for position in self._pieces(longest):
+            for head in range(floats.num_kv_heads):
+                piece = floats.stream(layer, self.pool.float_of[self.slot(position) // PIECE], 1, head, values)[0]
+                if copies:
+                    piece, row_bytes = piece.copy(), floats.stores[layer].k.row_stride
+                    first = max(self.pool.stores[layer].float_tokens - position, <Py_ssize_t>0)
+                    last = max(self.coded - position, <Py_ssize_t>0) if self.pool.stores[layer].finishes else PIECE
+                    piece[first * row_bytes:max(first, last) * row_bytes] = 0
+                    piece[min(longest - position, PIECE) * row_bytes:] = 0
+                result.append(piece)
+        return result
 
     def place(self):
         """What a file tells of a table besides its blocks, for `reopen`."""
-        return {"skipped_blocks": self.skipped}
+        return {"skipped_blocks": self.skipped} | ({"coded_tokens": self.coded} if self.pool.finishes else {})
+
+    def measure(self, Py_ssize_t length, dict place):
+        """A table without blocks that tells how many there will be of each kind; ValueError if `place` cannot be."""
+        cdef BlockTable other = self.empty(self.pool)
+        cdef Py_ssize_t i
+        other._check_place(length, place)
+        other.skipped, other.length, other.coded = place["skipped_blocks"], length, place.get("coded_tokens", 0)
+        for i in range(self.pool.num_layers):
+            other.lengths[i] = length
+        return other
 
     def reopen(self, Py_ssize_t length, dict place):
         """Take the blocks of a sequence of `length` tokens, for their bytes to be put in; ValueError if `place` cannot be."""
-        cdef Py_ssize_t count = self._check_place(length, place), i
+        cdef Py_ssize_t count = self._check_place(length, place), i, position
         if self.pool.num_blocks == 0:
             # A file's window is no reason to reserve more than what its bytes speak for.
             self.pool.first_blocks = min(self.pool.first_blocks, max(4 * count, <Py_ssize_t>8))
         self.open(count)
-        self.skipped, self.length = place["skipped_blocks"], length
+        self.skipped, self.length, self.coded = place["skipped_blocks"], length, place.get("coded_tokens", 0)
         for i in range(self.pool.num_layers):
             self.lengths[i] = length
+        for position in self._pieces(length):
+            self.pool.add_floats(<int32_t>(self.slot(position) // self.pool.block_size),
+                                 position % self.pool.block_size, position % self.pool.block_size + PIECE)
 
     cdef Py_ssize_t _check_place(self, Py_ssize_t length, dict place) except -1:
         """Number of blocks."""
-        if place != {"skipped_blocks": 0}:
+        if self._check_coded(length, place) != {"skipped_blocks": 0}:
             raise ValueError(f"a cache that keeps everything cannot be {place}")
         return (length + self.pool.block_size - 1) // self.pool.block_size
+
+    cdef dict _check_coded(self, Py_ssize_t length, dict place):
+        """The other entries of `place`, after a check of what it tells of finished blocks."""
+        cdef Py_ssize_t coded, least
+        if not self.pool.finishes:
+            return place
+        # What no query reads as floats any more has none; and however long a file says it is, few tokens have.
+        least = (length - OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > OPEN_TOKENS else 0
+        coded = check_count(place.get("coded_tokens"), "coded_tokens", least, length)
+        if coded != length and coded % self.pool.block_size:
+            raise ValueError(f"of {length} tokens the first {coded} cannot be coded alone: blocks have {self.pool.block_size}")
+        return {name: value for name, value in place.items() if name != "coded_tokens"}
 
     @property
     def nbytes_alone(self):
         """Bytes that this table keeps from being freed: its own, and blocks without another owner."""
-        cdef Py_ssize_t i, alone = 0
-        for i in range(self.count):
-            alone += self.pool.owners[self.blocks[i]] == 1
-        return alone * self.pool.block_bytes + self.capacity * sizeof(int32_t) + self.pool.num_layers * sizeof(Py_ssize_t)
+        cdef Py_ssize_t i
+        alone = [self.blocks[i] for i in range(self.count) if self.pool.owners[self.blocks[i]] == 1]
+        return self.pool.bytes_of_blocks(alone) + self.capacity * sizeof(int32_t) + self.pool.num_layers * sizeof(Py_ssize_t)
 
     cdef int release(self) except -1:
         """Give all blocks back."""
@@ -286,7 +446,7 @@ cdef class BlockTable:
         cdef const kv_kernels *kernels = active()
         cdef const int64_t[::1] at = np.ascontiguousarray(positions, np.int64)
         cdef float[:, :, ::1] out
-        cdef Py_ssize_t i, n = at.shape[0]
+        cdef Py_ssize_t i, n = at.shape[0], coded = self.coded
         cdef int threads
         cdef int64_t[::1] slots = np.empty(n, np.int64)
         array = np.empty((n, self.pool.num_kv_heads, self.pool.head_dim), np.float32)
@@ -299,10 +459,10 @@ cdef class BlockTable:
         with nogil:
             if threads == 1:
                 for i in range(n):
-                    _decode_token(kernels, store, slots[i], &out[i, 0, 0], values)
+                    _decode(kernels, store, at[i], slots[i], coded, values, &out[i, 0, 0])
             else:
                 for i in prange(n, schedule="static", num_threads=threads):
-                    _decode_token(kernels, store, slots[i], &out[i, 0, 0], values)
+                    _decode(kernels, store, at[i], slots[i], coded, values, &out[i, 0, 0])
         return array
 
     def give_up(self):
@@ -315,14 +475,7 @@ cdef class BlockTable:
         return np.array([self.blocks[i] for i in range(self.count)], np.int32)
 
 
-cdef void _decode_token(const kv_kernels *kernels, const kv_store *store, int64_t slot, float *out,
-                        bint values) noexcept nogil:
-    cdef Py_ssize_t head
-    cdef int32_t block = <int32_t>(slot // store.k.block_size)
-    cdef int place = <int>(slot % store.k.block_size)
-    for head in range(store.num_kv_heads):
-        if values:
-            kernels.decode_v(&store.v, v_block_at(store, block, head), place, out)
-        else:
-            kernels.decode_k(&store.k, k_block_at(store, block, head), place, out)
-        out += store.k.head_dim
+cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t position, int64_t slot, Py_ssize_t coded,
+                  bint values, float *out) noexcept nogil:
+    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.finishes and position >= coded)
+    decode_token(kernels, store, <int32_t>(slot // store.k.block_size), slot % store.k.block_size, floats, values, out)

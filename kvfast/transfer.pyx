@@ -10,10 +10,10 @@ from kvfast.blocks cimport k_block_at, kv_store, v_block_at
 
 
 cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv_store *target, const int32_t *to_blocks,
-                    Py_ssize_t num_layers, Py_ssize_t num_slots) except -1:
+                    Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t encoded) except -1:
     """Copy the first `num_slots` slots of a list of blocks into another; what is behind them in the last block is zeroed.
 
-    Both have the same layers, heads, head_dim and dtypes.
+    Both have the same layers, heads, head_dim and formats. Of layers that finish blocks only `encoded` slots have codes.
     """
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t heads = source.num_kv_heads, task, nbytes = 0
@@ -24,15 +24,16 @@ cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv
     with nogil:
         if threads == 1:
             for task in range(num_layers * heads * 2):
-                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, task)
+                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, encoded, task)
         else:
             for task in prange(num_layers * heads * 2, schedule="dynamic", num_threads=threads):
-                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, task)
+                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, encoded, task)
     return 0
 
 
 cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const int32_t *from_blocks,
-                     const kv_store *target, const int32_t *to_blocks, Py_ssize_t num_slots, Py_ssize_t task) noexcept nogil:
+                     const kv_store *target, const int32_t *to_blocks, Py_ssize_t num_slots, Py_ssize_t encoded,
+                     Py_ssize_t task) noexcept nogil:
     """One side of one head of one layer."""
     cdef bint values = task % 2
     cdef Py_ssize_t head = task // 2 % source.num_kv_heads, slot, whole = 0
@@ -40,17 +41,40 @@ cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const in
     target += task // 2 // source.num_kv_heads
     cdef const kv_side *side = &source.v if values else &source.k
     cdef const kv_side *into = &target.v if values else &target.k
+    if source.finishes:
+        for slot in range(encoded // side.block_size, (num_slots + side.block_size - 1) // side.block_size):
+            memset(_block(target, to_blocks[slot], head, values), 0, side.bytes)
+        num_slots = min(num_slots, encoded)
     if side.block_size == into.block_size:
         whole = num_slots // side.block_size
         for slot in range(whole):
             memcpy(_block(target, to_blocks[slot], head, values), _block(source, from_blocks[slot], head, values), side.bytes)
     if num_slots % into.block_size:
         memset(_block(target, to_blocks[num_slots // into.block_size], head, values), 0, into.bytes)
+        if side.means:
+            memcpy(_block(target, to_blocks[whole], head, values) + side.means,
+                   _block(source, from_blocks[whole], head, values) + side.means, side.bytes - side.means)
     for slot in range(whole * side.block_size, num_slots):
         kernels.copy_token(side, _block(source, from_blocks[slot // side.block_size], head, values),
                            <int>(slot % side.block_size), into,
                            _block(target, to_blocks[slot // into.block_size], head, values),
                            <int>(slot % into.block_size), values)
+
+
+cdef int copy_piece(const kv_store *source, int32_t from_piece, const kv_store *target, int32_t to_piece,
+                    Py_ssize_t num_layers, Py_ssize_t count) except -1:
+    """Copy the first `count` tokens of a block of float rows into another of the same size, and zero the others."""
+    cdef Py_ssize_t layer, head, used
+    cdef const kv_side *side
+    cdef bint values
+    for layer in range(num_layers):
+        for values in range(2):
+            side = &source[layer].v if values else &source[layer].k
+            used = count * side.row_stride
+            for head in range(source.num_kv_heads):
+                memcpy(_block(target + layer, to_piece, head, values), _block(source + layer, from_piece, head, values), used)
+                memset(_block(target + layer, to_piece, head, values) + used, 0, side.bytes - used)
+    return 0
 
 
 cdef inline char *_block(const kv_store *store, int32_t block, Py_ssize_t head, bint values) noexcept nogil:

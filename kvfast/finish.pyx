@@ -1,0 +1,105 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Blocks that are encoded as a whole, from the float rows of their tokens, and what tokens are decoded to."""
+from cython.parallel cimport prange, threadid
+from libc.stdint cimport int16_t, int32_t
+from libc.stdlib cimport free, malloc
+
+from kvfast._kernels cimport KV_FLOAT16, active, kv_kernels, kv_side
+from kvfast._openmp cimport num_threads_for
+from kvfast.blocks cimport PIECE, k_block_at, kv_store, piece_of, v_block_at
+
+
+cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
+                       bint at_start, const int16_t *kept) except -1:
+    """Encode blocks whose tokens all have float rows; `at_start`: the first is the first of its sequence.
+
+    Of block b the first kept[b] tokens have their codes already, with statistics that are to stay if they are good for
+    the others, too.
+    """
+    cdef const kv_kernels *kernels = active()
+    cdef Py_ssize_t heads = stores.num_kv_heads, tasks = count * num_layers * heads, i
+    cdef Py_ssize_t elements = <Py_ssize_t>stores.k.padded_dim * stores.k.block_size
+    cdef int threads = num_threads_for(None, <double>tasks * elements * 8)
+    cdef float *rows = <float *>malloc(threads * elements * sizeof(float))
+    if rows == NULL:
+        raise MemoryError(f"cannot allocate {threads * elements * 4:,} bytes to encode blocks")
+    with nogil:
+        if threads == 1:
+            for i in range(tasks):
+                _finish(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
+                        at_start and i < num_layers * heads, kept, rows)
+        else:
+            for i in prange(tasks, schedule="dynamic", num_threads=threads):
+                _finish(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
+                        at_start and i < num_layers * heads, kept, rows + threadid() * elements)
+    free(rows)
+    return 0
+
+
+cdef void _finish(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start,
+                  const int16_t *kept, float *rows) noexcept nogil:
+    """One head of one block."""
+    cdef Py_ssize_t dim = store.k.head_dim
+    cdef int size = store.k.block_size, good = kept[block]
+    if not store.finishes:
+        return
+    _load(kernels, store, block, head, at_start, False, rows)
+    kernels.finish_k(&store.k, k_block_at(store, block, head), rows, dim, good)
+    _load(kernels, store, block, head, at_start, True, rows)
+    kernels.encode_v(&store.v, v_block_at(store, block, head), good, rows + good * dim, dim, size - good)
+
+
+cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start, bint values,
+                float *rows) noexcept nogil:
+    """The float rows of a block, one after the other. Nobody reads the codes of a sequence's first tokens: the next one
+    stands in for them, so that what is unlike all others in them does not widen the statistics."""
+    cdef Py_ssize_t place, first = store.float_tokens if at_start else 0
+    for place in range(store.k.block_size):
+        kernels.to_float[KV_FLOAT16](_row(store, block, max(place, first), head, values), store.k.head_dim,
+                                     rows + place * store.k.head_dim)
+
+
+cdef inline char *_row(const kv_store *store, int32_t block, Py_ssize_t place, Py_ssize_t head, bint values) noexcept nogil:
+    """The float row of a token."""
+    cdef int32_t piece = piece_of(store, block, place)
+    if values:
+        return v_block_at(store.floats, piece, head) + place % PIECE * store.floats.v.row_stride
+    return k_block_at(store.floats, piece, head) + place % PIECE * store.floats.k.row_stride
+
+
+cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
+                        Py_ssize_t count) except -1:
+    """Give the first `count` tokens of a block the float rows that their codes tell; those that start a sequence have
+    some already."""
+    cdef const kv_kernels *kernels = active()
+    cdef const kv_store *store
+    cdef Py_ssize_t layer, head, place
+    cdef float row[512]
+    for layer in range(num_layers):
+        store = stores + layer
+        if not store.finishes:
+            continue
+        for head in range(store.num_kv_heads):
+            for place in range(store.float_tokens if at_start else 0, count):
+                kernels.decode_k(&store.k, k_block_at(store, block, head), <int>place, row)
+                kernels.from_float[KV_FLOAT16](row, store.k.head_dim, _row(store, block, place, head, False))
+                kernels.decode_v(&store.v, v_block_at(store, block, head), <int>place, row)
+                kernels.from_float[KV_FLOAT16](row, store.k.head_dim, _row(store, block, place, head, True))
+    return 0
+
+
+cdef void decode_token(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t place, bint floats,
+                       bint values, float *out) noexcept nogil:
+    """Keys or values of a token in all heads as they were given, from its float rows or its codes."""
+    cdef Py_ssize_t head
+    cdef const kv_side *side = &store.v if values else &store.k
+    for head in range(store.num_kv_heads):
+        if floats:
+            kernels.to_float[KV_FLOAT16](_row(store, block, place, head, values), side.head_dim, out)
+        elif values:
+            kernels.decode_v(side, v_block_at(store, block, head), <int>place, out)
+        else:
+            kernels.decode_k(side, k_block_at(store, block, head), <int>place, out)
+        if side.rotated:
+            kernels.rotate(out, side.head_dim, 1, side.head_dim)
+        out += side.head_dim

@@ -12,7 +12,9 @@ import sys
 
 import kvfast
 
-EXTRA_PACKAGES = {"gguf", "tokenizers", "rich", "safetensors", "xxhash"}
+# Package -> the extra that has it.
+EXTRAS = dict.fromkeys(["gguf", "tokenizers", "rich", "safetensors", "xxhash"], "llama")
+EXTRAS |= {"matplotlib": "plot", "llama_cpp": "llama-cpp"}
 
 
 def main(argv=None):
@@ -42,9 +44,10 @@ def main(argv=None):
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRA_PACKAGES:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
             raise
-        return _fail('the llama extra is needed: pip install "kvfast[llama]"', 2)
+        return _fail(f'the {extra} extra is needed: pip install "kvfast[{extra}]"', 2)
     except BrokenPipeError:
         # The reader, `head` for example, has gone. Python would flush into the pipe once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,7 +76,7 @@ def _add_generate(commands):
     add = parser.add_argument
     add("prompt", help="the text to continue")
     _add_model_arguments(parser)
-    add("--dtype", help="what the cache stores, K and V apart with a slash: int8/int4 (default: int8)")
+    add("--dtype", help="what the cache stores, K and V apart with a slash: int8/int4 (default: int4)")
     add("--session", metavar="FILE", help="go on with the text that FILE holds, and keep the longer one there")
     add("--max-tokens", type=_positive, default=128, help="stop after this many (default: 128)")
     add("--max-seq-len", type=_positive, help="tokens the cache has room for (default: as many as needed)")
@@ -110,10 +113,22 @@ def _add_eval(commands):
     )
     add = parser.add_argument
     _add_model_arguments(parser)
-    add("--dtype", default="int8", help="as for generate; several with commas: int8,int8/int4 (default: int8)")
-    add("--text", required=True, metavar="FILE", help="a UTF-8 text file")
-    add("--tokens", type=_positive, default=8000, help="use this many tokens of the text (default: 8000)")
-    add("--chunk", type=_positive, default=512, help="tokens per forward pass (default: 512)")
+    add(
+        "--formats",
+        "--dtype",
+        default="all",
+        metavar="LIST",
+        help="what the caches store, as for generate, with commas: int4,int8/int8; or all (default: all)",
+    )
+    add(
+        "--llama-cpp",
+        metavar="TYPES",
+        help="measure llama.cpp's caches of these types too: q8_0,q8_0/q4_0 (K/V)",
+    )
+    add("--text", required=True, nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, each by itself")
+    add("--tokens", type=_positive, default=8000, help="use this many tokens of each text (default: 8000)")
+    add("--chunk", type=_positive, default=16, help="tokens per forward pass (default: 16, see evaluate)")
+    add("--plot", metavar="FILE", help="draw KL over bits per element: a PNG, SVG or PDF file")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run_eval)
 
@@ -129,9 +144,9 @@ def _add_serve_sim(commands):
     _add_model_arguments(parser)
     add("--requests", type=_positive, default=32, help="how many prompts (default: 32)")
     add("--max-tokens", type=_positive, default=32, help="tokens per request (default: 32)")
-    add("--dtype", default="int8", help="as for generate (default: int8)")
+    add("--dtype", default="int4", help="as for generate (default: int4)")
     add("--blocks", type=_positive, help="blocks of the pool (default: as many as all requests at once need)")
-    add("--block-size", type=_positive, default=32, help="tokens of a block (default: 32)")
+    add("--block-size", type=_positive, help="tokens of a block (default: 32, or what the format asks for)")
     add("--max-running", type=_positive, default=16, help="requests in one step (default: 16)")
     add("--show", type=_natural, default=2, help="print so many of the texts (default: 2)")
     add("--no-check", dest="check", action="store_false", help="do not run each request by itself as well")

@@ -1,14 +1,15 @@
 """A small llama-style runtime on kvfast: GGUF models, in NumPy, with a compressed KV cache.
 
     gguf_file -> weights -> model -> speculative -> generation -> serving
-                                  -> evaluation, session
+                                  -> evaluation -> peers, report
+                                  -> session
     gguf_file -> tokenizer
     fetch
 
 >>> import kvfast
 >>> from kvfast import llama
 >>> model, tokenizer = llama.load()                      # SmolLM2-135M, fetched once
->>> cache = kvfast.KVCache(*model.cache_shape, max_seq_len=1024, dtype="int8")
+>>> cache = kvfast.KVCache(*model.cache_shape, max_seq_len=1024)
 >>> tokens = tokenizer.encode("It is a truth universally acknowledged")
 >>> for text in tokenizer.stream(llama.generate(model, tokens, cache, end_ids=tokenizer.end_ids)):
 ...     print(text, end="", flush=True)
@@ -16,7 +17,7 @@
 Needs the extra packages of `pip install "kvfast[llama]"`.
 """
 
-from .evaluation import CacheScore, evaluate
+from .evaluation import CacheScore, evaluate, mean_score
 from .fetch import FetchError, fetch_model
 from .generation import Sampler, generate
 from .gguf_file import GGUFFile, ModelFileError
@@ -46,6 +47,7 @@ __all__ = [
     "fetch_model",
     "generate",
     "load",
+    "mean_score",
 ]
 
 

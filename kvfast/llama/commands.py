@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
-from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 import kvfast
 from kvfast import llama
+from kvfast.llama.evaluation import FORMATS
+from kvfast.llama.peers import LlamaCpp, parse_cache_types
 from kvfast.llama.prompts import chat_prompts
+from kvfast.llama.report import as_rows, check_plot, float_bytes, plot_scores, score_table
 
 
 def run_generate(args):
@@ -29,7 +31,7 @@ def run_generate(args):
         raise ValueError("--compare is for --speculative")
     seed = np.random.SeedSequence().entropy if args.seed is None else args.seed  # known, to draw the same again
     sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
-    storage = _storage(args.dtype or "int8", args)
+    storage = _storage(args.dtype or "int4", args)
     _set_threads(args.threads)
     model, tokenizer = llama.load(args.model)
     session, cache, history, prompt = _open_text(args, model, tokenizer, storage)
@@ -64,7 +66,7 @@ def run_generate(args):
         sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
         _compare(clock, llama.generate(model, prompt, cache, sampler=sampler, **options))
     print(f"cache    {cache.dtype}: {stored:,} bytes per token; a float32 cache takes", end=" ")
-    print(f"{_float_bytes(model, 4) / stored:.2f}x as much, float16 {_float_bytes(model, 2) / stored:.2f}x")
+    print(f"{float_bytes(model.cache_shape, 4) / stored:.2f}x as much, float16 {float_bytes(model.cache_shape, 2) / stored:.2f}x")
 
 
 def _open_text(args, model, tokenizer, storage):
@@ -133,40 +135,70 @@ def _compare(speculative, tokens):
 
 
 def run_eval(args):
-    """Score the caches of `args.dtype` on `args.text` and print a table, or JSON.
+    """Score the caches of `args.formats` on each of `args.text`; print a table, or JSON, of the means.
 
     Parameters
     ----------
     args : argparse.Namespace
     """
-    with open(args.text, encoding="utf-8") as file:
-        try:
-            text = file.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{args.text} is not UTF-8 text: {error}") from None
-    storages = [_storage(dtype, args) for dtype in args.dtype.split(",")]
+    texts = [_read_text(path) for path in args.text]
+    storages = [_storage(name, args) for name in _format_names(args.formats)]
+    types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
+    if args.plot:
+        check_plot(args.plot)
     _set_threads(args.threads)
-    model, tokenizer = llama.load(args.model)
+    path = args.model or llama.fetch_model()
+    model, tokenizer = llama.load(path)
     context = model.config.context_length
     if args.tokens > context:
         raise ValueError(f"--tokens is {args.tokens}; the model's context is {context}")
-    tokens = tokenizer.encode(text)[: args.tokens]
-    room = max(1, len(tokens))
-    caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage) for storage in storages]
+    texts = [tokenizer.encode(text)[: args.tokens] for text in texts]
+    rotated = []
     columns = [BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), "ETA", TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(tokens) - 1)
-        scores = llama.evaluate(
-            model, tokens, caches, chunk_size=args.chunk, progress=lambda count: bar.advance(task, count)
-        )
+        task = bar.add_task("", total=sum(len(tokens) - 1 for tokens in texts) * (2 if types else 1))
+        progress = functools.partial(bar.advance, task)
+        per_text = []
+        for tokens in texts:
+            room = max(1, len(tokens))
+            caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage) for storage in storages]
+            per_text.append(llama.evaluate(model, tokens, caches, chunk_size=args.chunk, progress=progress))
+        if types:
+            with LlamaCpp(path, model.cache_shape) as peer:
+                for tokens, scores in zip(texts, per_text):
+                    scores += peer.evaluate(tokens, types, progress=progress)
+                rotated = peer.rotated
 
+    means = [llama.mean_score(scores) for scores in zip(*per_text)]
+    title = f"{', '.join(args.text)}: {means[0].num_predictions:,} tokens predicted"
+    if args.plot:
+        plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
     if args.json:
-        results = [asdict(score) | {"nll_difference": score.nll_difference} for score in scores]
-        print(json.dumps({"text": args.text, "chunk": args.chunk, "results": results}, indent=2))
+        by_text = [{"text": text, "results": as_rows(scores)} for text, scores in zip(args.text, per_text)]
+        report = {"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}
+        print(json.dumps(report | ({"llama_cpp_rotated": rotated} if types else {}), indent=2))
         return
-    print(f"{args.text}: {scores[0].num_predictions:,} tokens predicted; NLL and KL are means per token, in nats")
+    print(f"{title}; NLL and KL are means per token, in nats")
     # Without a terminal rich assumes 80 columns and would fold the table.
-    Console(width=None if sys.stdout.isatty() else 120).print(_table(model, scores))
+    Console(width=None if sys.stdout.isatty() else 120).print(score_table(means, model.cache_shape))
+    if types:
+        print("llama.cpp's rows compare with its own f32 cache; its weights are the same, in float32.")
+        if rotated:
+            print(f"Its log says that it rotates before it rounds: {', '.join(rotated)}.")
+
+
+def _read_text(path):
+    with open(path, encoding="utf-8") as file:
+        try:
+            return file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _format_names(formats):
+    """The names in a list with commas, each once, with `all` spelled out."""
+    names = [name.strip() for name in formats.split(",")]
+    return dict.fromkeys(known for name in names for known in (FORMATS if name == "all" else [name]))
 
 
 def run_serve_sim(args):
@@ -181,8 +213,9 @@ def run_serve_sim(args):
     model, tokenizer = llama.load(args.model)
     prompts = [tokenizer.encode(prompt) for prompt in chat_prompts(args.requests)]
     longest = max(map(len, prompts)) + args.max_tokens
-    blocks = args.blocks or args.max_running * -(-longest // args.block_size)
-    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=blocks, block_size=args.block_size, **storage)
+    size = kvfast.PagedKVCache(1, 1, 1, num_blocks=1, block_size=args.block_size, **storage).block_size
+    blocks = args.blocks or args.max_running * -(-longest // size)
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=blocks, block_size=size, **storage)
     model.batch_invariant = args.check  # else rounding could tell the texts apart
     server = llama.BatchGenerator(model, pool, end_ids=tokenizer.end_ids, max_running=args.max_running)
     requests = [server.add(prompt, args.max_tokens) for prompt in prompts]
@@ -224,26 +257,9 @@ def _check_served(model, tokenizer, requests, storage):
     print(f"alone    {same} of {len(requests)} texts the same" + (f", not {different}" if different else ""))
 
 
-def _table(model, scores):
-    table = Table(box=SIMPLE_HEAD)
-    for heading in ("cache", "NLL", "- float32", "KL", "top-1", "bytes/token", "float32 takes", "float16 takes"):
-        table.add_column(heading, justify="left" if heading == "cache" else "right")
-
-    def add_row(dtype, nll, quality, stored):
-        ratios = (f"{_float_bytes(model, itemsize) / stored:.2f}x" for itemsize in (4, 2))
-        table.add_row(dtype, f"{nll:.5f}", *quality, f"{stored:,}", *ratios)
-
-    add_row("float32", scores[0].nll_float32, ("", "", ""), _float_bytes(model, 4))
-    for score in scores:
-        quality = (f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
-        add_row(score.dtype, score.nll, quality, score.bytes_per_token)
-    return table
-
-
 def _storage(dtype, args):
-    """Read `dtype`, one name or two with a slash, into the dtype arguments of a cache."""
-    for_k, _, for_v = dtype.strip().partition("/")
-    storage = {"k_dtype": args.k_dtype or for_k, "v_dtype": args.v_dtype or for_v or for_k}
+    """The dtype arguments of a cache."""
+    storage = {"dtype": dtype, "k_dtype": args.k_dtype, "v_dtype": args.v_dtype}
     kvfast.KVCache(1, 1, 1, max_seq_len=1, **storage)  # refuses an unknown name before any model is fetched
     return storage
 
@@ -259,9 +275,3 @@ def _set_threads(count):
         print("note: without threadpoolctl, --threads does not limit NumPy's matrix products", file=sys.stderr)
     else:
         threadpoolctl.threadpool_limits(count, user_api="blas")
-
-
-def _float_bytes(model, itemsize):
-    """Bytes per token of a cache of plain floats."""
-    num_layers, num_kv_heads, head_dim = model.cache_shape
-    return 2 * num_layers * num_kv_heads * head_dim * itemsize

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 import kvfast
 
-# Rows of logits compared at a time: float64 rows of a 49,152-word vocabulary are 0.4 MB each.
-_ROWS = 64
+# What `python -m kvfast eval --formats all` stands for.
+FORMATS = (*kvfast.PRESETS, "bfloat16")
+
+# Positions compared at a time: float64 rows of a 49,152-word vocabulary are 0.4 MB each.
+_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -19,17 +22,22 @@ class CacheScore:
     Attributes
     ----------
     dtype : str
-        What the cache stores: "int8", or "int8/int4" for K and V.
+        What the cache stores: "int8", or "int8/int4" for K and V; for llama.cpp one of its types.
     num_predictions : int
         Tokens predicted: all of the text but its first.
     nll, nll_float32 : float
-        Mean negative log-likelihood per token, in nats, with this cache and with a float32 cache.
+        Mean negative log-likelihood per token, in nats, with this cache and with a float32 cache of
+        the same runtime.
     kl : float
         Mean KL divergence from the float32 cache's next-token distribution to this cache's, in nats.
     top1 : float
         Share of positions at which both caches have the same likeliest token.
     bytes_per_token : int
         Bytes this cache stores per token.
+    bits_per_element : float
+        Bits per number of a key or value at the end of the text, with all that the cache stores for it.
+    runtime : str
+        Whose cache: "kvfast" or "llama.cpp".
     """
 
     dtype: str
@@ -39,19 +47,26 @@ class CacheScore:
     kl: float
     top1: float
     bytes_per_token: int
+    bits_per_element: float
+    runtime: str = "kvfast"
 
     @property
     def nll_difference(self):
         """`nll - nll_float32`."""
         return self.nll - self.nll_float32
 
+    @property
+    def name(self):
+        """`dtype`, behind the runtime unless that is kvfast."""
+        return self.dtype if self.runtime == "kvfast" else f"{self.runtime} {self.dtype}"
 
-def evaluate(model, tokens, caches, *, chunk_size=512, progress=None):
+
+def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
     """Predict every token of a text from the true tokens before it, with each cache.
 
-    A float32 cache and all given caches go through the text together, chunk by chunk. A chunk's
-    own keys and values are read back from the cache as well, so a token sees exactly what it would
-    see when decoding one by one.
+    A float32 cache and all given caches go through the text together, chunk by chunk. In chunks of
+    up to 16 tokens each sees exactly what it would see when decoding one by one. Longer ones are
+    faster, and flatter formats that finish blocks: a chunk's own tokens are floats until it ends.
 
     Parameters
     ----------
@@ -70,26 +85,69 @@ def evaluate(model, tokens, caches, *, chunk_size=512, progress=None):
     list of CacheScore
         One per cache.
     """
+    reference_cache = kvfast.KVCache(*model.cache_shape, max_seq_len=max(1, len(tokens)), dtype="float32")
+
+    def predict(chunk):
+        hidden = model.forward_each(chunk, [reference_cache, *caches])
+        return lambda rows: model.logits(hidden[:, rows])
+
+    nll_float32, means = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
+    return [
+        CacheScore(
+            dtype=str(cache.dtype),
+            num_predictions=len(tokens) - 1,
+            nll_float32=nll_float32,
+            bytes_per_token=cache.bytes_per_token,
+            bits_per_element=_bits_per_element(cache),
+            **scores,
+        )
+        for cache, scores in zip(caches, means, strict=True)
+    ]
+
+
+def compare(tokens, predict, *, chunk_size=512, progress=None):
+    """Predict every token of a text from the true tokens before it, in several ways, chunk by chunk.
+
+    Parameters
+    ----------
+    tokens : sequence of int
+        At least two.
+    predict : callable
+        Called with each chunk of the text in turn; returns a function from a slice of that chunk to
+        the logits behind those tokens in each way, the reference first, which is not called any more
+        once the next chunk is given.
+    chunk_size : int
+        Most tokens of a chunk.
+    progress : callable, optional
+        Called with the number of tokens each chunk completed.
+
+    Returns
+    -------
+    nll : float
+        The reference's.
+    means : list of dict
+        `nll`, `kl` and `top1` of each of the others, as in `CacheScore`.
+    """
     tokens = np.asarray(tokens)
     if len(tokens) < 2:
         raise ValueError(f"at least two tokens are needed to predict one; the text has {len(tokens)}")
-    reference_cache = kvfast.KVCache(*model.cache_shape, max_seq_len=len(tokens), dtype="float32")
     reference_sum = 0.0
-    sums = np.zeros((len(caches), 3))  # NLL, KL, agreement
+    sums = []  # of each of the others: NLL, KL, agreement
 
     inputs, targets = tokens[:-1], tokens[1:]  # the last token has nothing to predict
     for start in range(0, len(inputs), chunk_size):
         chunk = inputs[start : start + chunk_size]
-        reference = model.forward(chunk, reference_cache)
-        hiddens = [model.forward(chunk, cache) for cache in caches]
+        logits = predict(chunk)
         for first in range(0, len(chunk), _ROWS):
-            rows = slice(first, first + _ROWS)
-            picked = targets[start + first : start + first + len(chunk[rows]), None]
-            expected = _log_softmax(model.logits(reference[rows]))
+            rows = slice(first, min(first + _ROWS, len(chunk)))
+            picked = targets[start:][rows, None]
+            reference, *others = logits(rows)
+            expected = _log_softmax(reference)
             probabilities = np.exp(expected)
             reference_sum -= np.take_along_axis(expected, picked, axis=1).sum()
-            for total, hidden in zip(sums, hiddens, strict=True):
-                actual = _log_softmax(model.logits(hidden[rows]))
+            sums = sums or [np.zeros(3) for _ in others]
+            for total, other in zip(sums, others, strict=True):
+                actual = _log_softmax(other)
                 total[0] -= np.take_along_axis(actual, picked, axis=1).sum()
                 total[2] += np.count_nonzero(actual.argmax(axis=1) == expected.argmax(axis=1))
                 np.subtract(expected, actual, out=actual)
@@ -97,19 +155,32 @@ def evaluate(model, tokens, caches, *, chunk_size=512, progress=None):
         if progress is not None:
             progress(len(chunk))
 
-    count = len(inputs)
-    return [
-        CacheScore(
-            dtype=str(cache.dtype),
-            num_predictions=count,
-            nll=float(nll / count),
-            nll_float32=float(reference_sum / count),
-            kl=float(kl / count),
-            top1=float(agreed / count),
-            bytes_per_token=cache.bytes_per_token,
-        )
-        for cache, (nll, kl, agreed) in zip(caches, sums, strict=True)
-    ]
+    means = [dict(zip(("nll", "kl", "top1"), (total / len(inputs)).tolist())) for total in sums]
+    return float(reference_sum / len(inputs)), means
+
+
+def mean_score(scores):
+    """One score of a cache for several texts: means over all predictions of all of them.
+
+    Parameters
+    ----------
+    scores : sequence of CacheScore
+        One per text.
+
+    Returns
+    -------
+    CacheScore
+    """
+    counts = [score.num_predictions for score in scores]
+    means = {
+        name: float(np.average([getattr(score, name) for score in scores], weights=counts))
+        for name in ("nll", "nll_float32", "kl", "top1", "bits_per_element")
+    }
+    return replace(scores[0], num_predictions=sum(counts), **means)
+
+
+def _bits_per_element(cache):
+    return 8 * cache.nbytes_used / (2 * cache.num_layers * cache.entry_size * len(cache))
 
 
 def _log_softmax(logits):

@@ -39,7 +39,7 @@ class LlamaModel:
     Examples
     --------
     >>> model = LlamaModel.from_gguf("model.gguf")
-    >>> cache = kvfast.KVCache(*model.cache_shape, max_seq_len=4096, dtype="int8")
+    >>> cache = kvfast.KVCache(*model.cache_shape, max_seq_len=4096)
     >>> hidden = model.prefill(tokens, cache)
     >>> next_token = model.logits(hidden).argmax()
     """
@@ -99,6 +99,41 @@ class LlamaModel:
             cache.truncate(start)  # drops what some layers appended and others did not
             raise
         return hidden
+
+    def forward_each(self, tokens, caches):
+        """Run the same tokens through the model with each of several caches, as `forward` does with one.
+
+        Parameters
+        ----------
+        tokens : sequence of int, length num_tokens
+            The tokens that follow those that every cache holds.
+        caches : list of kvfast.KVCache or kvfast.RingKVCache
+
+        Returns
+        -------
+        ndarray, shape (len(caches), num_tokens, hidden_size), float32
+        """
+        tokens = self._checked(tokens)
+        starts, count = [len(cache) for cache in caches], len(tokens)
+        positions = np.concatenate([start + np.arange(count) for start in starts])
+
+        def attention(index, qkv, positions, **transform):
+            out = []
+            for i, cache in enumerate(caches):
+                rows = slice(i * count, (i + 1) * count)
+                q = cache.write(index, qkv[rows], positions=positions[rows], **transform)
+                out.append(cache.attend(index, q))
+            return np.concatenate(out)
+
+        try:
+            hidden = self._layers(np.tile(tokens, len(caches)), positions, attention)
+            for cache in caches:
+                cache.advance(count)
+        except BaseException:
+            for cache, start in zip(caches, starts, strict=True):
+                cache.truncate(start)
+            raise
+        return hidden.reshape(len(caches), count, -1)
 
     def forward_layers(self, tokens, cache, layers):
         """Run tokens through some of the layers only.

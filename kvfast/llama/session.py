@@ -51,7 +51,7 @@ class Session:
             If the file has other storage dtypes, or more tokens.
         """
         if self._snapshot is not None:
-            storage = {"k_dtype": self._snapshot.k_dtype, "v_dtype": self._snapshot.v_dtype} | storage
+            storage = {"dtype": self._snapshot.format} | storage
         self.cache = kvfast.KVCache(*self.model.cache_shape, max_seq_len=max_seq_len, **storage)
         if self._snapshot is not None:
             self.cache.restore(self._snapshot)

@@ -1,10 +1,15 @@
 """One small cache of each kind, and all that can be seen of it."""
 
 import numpy as np
+from hypothesis import strategies as st
 
 import kvfast
 
-DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
+PLAIN = ["float32", "float16", "bfloat16", "int8-plain", "int4-plain"]
+CENTRED = kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block=32)
+DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED]
+# Of those, the ones whose blocks may have any size, as no block is encoded as a whole.
+ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).finishes]
 LAYERS, HEADS, DIM = 2, 2, 20
 QUERIES = np.random.default_rng(99).standard_normal((3, 4, DIM)).astype(np.float32)
 
@@ -25,15 +30,45 @@ RINGS = {
 KINDS = ["growing", "bounded", "sequence", *RINGS]
 
 
-def make(kind, dtype="int8"):
+def make(kind, dtype="int4"):
     """An empty cache."""
     if kind == "growing":
         return kvfast.KVCache(LAYERS, HEADS, DIM, dtype=dtype)
     if kind == "bounded":
         return kvfast.KVCache(LAYERS, HEADS, DIM, 400, dtype=dtype)
     if kind == "sequence":
-        return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=40, block_size=32, dtype=dtype).new_sequence()
+        size = None if finishes(dtype) else 32
+        return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=40, block_size=size, dtype=dtype).new_sequence()
     return kvfast.RingKVCache(LAYERS, HEADS, DIM, dtype=dtype, **RINGS[kind])
+
+
+def finishes(dtype):
+    """Whether a format encodes blocks as a whole."""
+    return kvfast.KVFormat.of(dtype).finishes
+
+
+def storage_settings():
+    """Strategy: what a cache is told of its storage; two plain dtypes, or one of the formats that are more."""
+    plain = st.sampled_from([name.removesuffix("-plain") for name in PLAIN])
+    return st.fixed_dictionaries({"k_dtype": plain, "v_dtype": plain}) | st.sampled_from(
+        [{"dtype": dtype} for dtype in DTYPES[len(PLAIN) :]]
+    )
+
+
+def format_of(storage):
+    """The KVFormat of such settings."""
+    return kvfast.KVCache(1, 1, 1, **storage).format
+
+
+def coded(cache, table=0):
+    """Tokens of a cache or a snapshot that have their codes alone, as it tells a file; -1 where that is not told."""
+    return getattr(cache, "_cache", cache)._buffer.places_of_tables()[table].get("coded_tokens", -1)
+
+
+def close(got, given):
+    """Whether every row of `got` is the one of `given`, as well as four bits can tell: another is 1.4 away."""
+    error, norm = (np.linalg.norm(rows.reshape(-1, rows.shape[-1]), axis=-1) for rows in (got - given, given))
+    return got.shape == given.shape and bool(np.all(error < 0.6 * norm))
 
 
 def tokens(rng, n):
@@ -66,6 +101,16 @@ def same(first, second):
     """Whether two caches, or what `contents` told of them, agree in every bit."""
     first, second = (one if isinstance(one, list) else contents(one) for one in (first, second))
     return len(first) == len(second) and all(np.array_equal(a, b) for a, b in zip(first, second))
+
+
+def alike(first, second):
+    """Whether two caches agree in every bit that they show, and that one query makes of it: a ring may hold no more."""
+    return len(first) == len(second) and all(
+        np.array_equal(first.k(layer), second.k(layer))
+        and np.array_equal(first.v(layer), second.v(layer))
+        and (not first.layer_length(layer) or np.array_equal(first.attend(layer, QUERIES[:1]), second.attend(layer, QUERIES[:1])))
+        for layer in range(LAYERS)
+    )
 
 
 def stored(cache):

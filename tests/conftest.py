@@ -10,12 +10,18 @@ import kvfast
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cache_kinds import CENTRED
+
 
 @pytest.fixture(params=kvfast.available_isas())
 def isa(request):
     """Every ISA tier of this machine in turn."""
     with kvfast.use_isa(request.param):
         yield request.param
+
+
+def pytest_make_parametrize_id(config, val, argname):
+    return "centred" if val == CENTRED else None
 
 
 @pytest.fixture

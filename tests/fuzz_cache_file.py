@@ -29,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cache_kinds import DIM, HEADS, LAYERS, QUERIES, fill, make
+from cache_kinds import CENTRED, DIM, HEADS, LAYERS, QUERIES, fill, make
 from file_parts import joined, parts, signed, with_tensors
 
 import kvfast
@@ -37,7 +37,8 @@ import kvfast
 REFUSED = kvfast.CorruptFileError, kvfast.IncompatibleSnapshotError
 SECONDS = 20  # for one file
 KINDS = [
-    ("growing", "int8", 70), ("bounded", "int4", 20), ("sequence", "float16", 40), ("ring with sinks", "int8", 300),
+    ("growing", "int4", 150), ("growing", "int8", 70), ("bounded", "int4-plain", 20), ("sequence", "float16", 40),
+    ("ring with sinks", "int8-plain", 300), ("ring of two windows", "int4", 200), ("sequence", CENTRED, 50),
     ("ring and whole layer", "bfloat16", 130), ("ring that rotates", "int8", 100), ("growing", "float32", 0),
 ]  # fmt: skip
 VALUES = [
@@ -45,13 +46,15 @@ VALUES = [
     (1 << 31) - 1, 1 << 32,
     1 << 33, 1 << 40, (1 << 40) + 1, 1 << 60, 1 << 62, 1 << 63, 1 << 64, 10**400, -(10**30), 0.0, -0.0, 0.5, 64.0,
     1e308, float("nan"),
-    float("inf"), True, False, None, "", "64", "int8", "int4", "float32", "bf16", "ring", "full", "cache", "\0",
+    float("inf"), True, False, None, "", "64", "int8", "int4", "float32", "bf16", "k8v4", "int8/int4", "ring", "full", "cache", "\0",
     "\ud800", [], {}, [0], [64],
     ["int8", "int8"], ["int4", "float32"], [None, None], [64, 64], [[1.0]], [1.0] * 8, [float("nan")] * 8, ["a"] * 8,
     [0.1] * 400, {"a": 1},
     {"frequencies": [1.0] * 8, "interleaved": False}, {"frequencies": [1e308, -1e308], "interleaved": 3},
     {"frequencies": None},
-    {"skipped_blocks": 0}, {"skipped_blocks": 1, "evicted_tokens": 128}, [{"skipped_blocks": 0}] * 2,
+    {"dtype": "int4"}, [{"dtype": "int8"}] * 2, [{"dtype": "int4", "per_channel": True, "block": 32}] * 2,
+    {"dtype": "int4", "rotation": "kv", "centring": True, "block": 64}, [{"dtype": "int4", "num_float_tokens": 16}] * 2,
+    {"skipped_blocks": 0}, {"skipped_blocks": 0, "coded_tokens": 64}, {"skipped_blocks": 1, "evicted_tokens": 128}, [{"skipped_blocks": 0}] * 2,
 ]  # fmt: skip
 
 
@@ -93,7 +96,8 @@ def exchanged(rng, value):
     elif choice == 1 and isinstance(inner, list):
         inner.append(copy.deepcopy(old))
     elif choice == 1:
-        inner[rng.choice(["more", "window", "dtype", "rotary_dim", "rope_theta", "max_seq_len", "frequencies"])] = (
+        inner[rng.choice(["more", "window", "dtype", "rotary_dim", "rope_theta", "max_seq_len", "frequencies", "coded_tokens", "rotation",
+                         "codebook", "centring", "per_channel", "block", "num_float_tokens", "clip_search"])] = (
             rng.choice(VALUES)
         )
     elif choice in (2, 3, 4) and isinstance(old, int):

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from cache_kinds import CENTRED, DTYPES, PLAIN
 from reference import attention, bound, relative_error
 
 import kvfast
 
-DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
 # head_dim, context, query tokens, KV heads, query heads: block edges, odd sizes, GQA ratios, prefill.
 SHAPES = [
     (1, 1, 1, 1, 1),
@@ -29,24 +29,28 @@ def normal(rng, *shape):
     return rng.standard_normal(shape, np.float32)
 
 
-def filled(rng, head_dim, length, num_kv_heads, k_dtype, v_dtype):
-    cache = kvfast.KVCache(1, num_kv_heads, head_dim, k_dtype=k_dtype, v_dtype=v_dtype)
+def filled(rng, head_dim, length, num_kv_heads, *dtypes):
+    """A cache of one format, or of two plain dtypes for keys and values."""
+    names = {"dtype": dtypes[0]} if len(set(dtypes)) == 1 else {"k_dtype": dtypes[0], "v_dtype": dtypes[1]}
+    cache = kvfast.KVCache(1, num_kv_heads, head_dim, **names)
     cache.append(0, normal(rng, length, num_kv_heads, head_dim), normal(rng, length, num_kv_heads, head_dim))
+    cache.advance(length)
     return cache
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_dtype_and_size(isa, rng, shape):
     head_dim, length, n, num_kv_heads, num_q_heads = shape
-    for i, k_dtype in enumerate(DTYPES):
-        for v_dtype in {k_dtype, DTYPES[(i + 1 + length) % 5]}:
-            cache = filled(rng, head_dim, length, num_kv_heads, k_dtype, v_dtype)
-            q = normal(rng, n, num_q_heads, head_dim)
-            out, lse = cache.attend(0, q, return_lse=True)
-            expected, expected_lse = attention(q, cache.k(0), cache.v(0))
-            assert out.dtype == np.float32 and out.shape == q.shape
-            assert relative_error(out, expected) < bound(k_dtype, v_dtype)
-            assert np.abs(lse - expected_lse).max() < 1e-3
+    plain = [name.removesuffix("-plain") for name in PLAIN]
+    pairs = [(name, plain[(i + 1 + length) % 5]) for i, name in enumerate(plain)] + [(dtype, dtype) for dtype in DTYPES]
+    for k_dtype, v_dtype in pairs:
+        cache = filled(rng, head_dim, length, num_kv_heads, k_dtype, v_dtype)
+        q = normal(rng, n, num_q_heads, head_dim)
+        out, lse = cache.attend(0, q, return_lse=True)
+        expected, expected_lse = attention(q, cache.k(0), cache.v(0))
+        assert out.dtype == np.float32 and out.shape == q.shape
+        assert relative_error(out, expected) < bound(k_dtype, v_dtype)
+        assert np.abs(lse - expected_lse).max() < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -64,7 +68,7 @@ def test_every_dtype_and_size(isa, rng, shape):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED])
 def test_options(isa, rng, dtype, options):
     cache = filled(rng, 64, 300, 2, dtype, dtype)
     q = normal(rng, 150, 6, 64)

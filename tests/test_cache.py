@@ -5,10 +5,9 @@ import gc
 
 import numpy as np
 import pytest
+from cache_kinds import DTYPES, PLAIN
 
 import kvfast
-
-DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
 
 
 def rows(rng, n, num_kv_heads=2, head_dim=24):
@@ -16,7 +15,7 @@ def rows(rng, n, num_kv_heads=2, head_dim=24):
 
 
 @pytest.mark.parametrize("max_seq_len", [None, 700])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PLAIN)
 def test_stores_what_the_codec_makes(isa, rng, dtype, max_seq_len):
     ml_dtypes = pytest.importorskip("ml_dtypes")
     cache = kvfast.KVCache(2, 2, 24, max_seq_len=max_seq_len, dtype=dtype)
@@ -27,8 +26,8 @@ def test_stores_what_the_codec_makes(isa, rng, dtype, max_seq_len):
         cache.advance(stop - start)
     for layer in range(2):
         for stored, given in ((cache.k(layer), k + layer), (cache.v(layer), v - layer)):
-            if dtype in ("int8", "int4"):
-                codes, scales = kvfast.quantize(given, bits=int(dtype[3:]))
+            if dtype in ("int8-plain", "int4-plain"):
+                codes, scales = kvfast.quantize(given, bits=int(dtype[3]))
                 expected = kvfast.dequantize(codes, scales, head_dim=24)
             else:
                 expected = given.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).astype(np.float32)
@@ -48,8 +47,9 @@ def test_float32_is_a_read_only_view(rng):
     assert np.array_equal(view, k)
 
 
-def test_lengths_advance_truncate_clear(rng):
-    cache = kvfast.KVCache(2, 2, 24)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lengths_advance_truncate_clear(rng, dtype):
+    cache = kvfast.KVCache(2, 2, 24, dtype=dtype)
     assert len(cache) == 0 and not cache and cache.is_empty
     k = rows(rng, 100)
     cache.append(0, k, k)
@@ -70,7 +70,9 @@ def test_lengths_advance_truncate_clear(rng):
     held = cache.nbytes
     cache.clear()
     assert len(cache) == 0 and cache.nbytes == held
-    cache.append(0, k, k)
+    for layer in range(2):
+        cache.append(layer, k, k)
+    cache.advance(100)
     assert np.array_equal(cache.k(0), before[:100])
 
 
@@ -97,7 +99,9 @@ def test_sizes_and_dtypes():
     assert cache.entry_size == 1024 and cache.max_seq_len == 128
     assert (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (32, 8, 128)
     assert repr(cache) == "KVCache(int8, 32 layers x 8 heads x 128, 0/128 tokens, 8.2 MiB)"
-    grows = kvfast.KVCache(1, 1, 20, dtype="int4")
+    # Of each block an offset and a scale for 32 channels of the keys, float16; a scale of each token's values, float16.
+    assert kvfast.KVCache(1, 1, 20, dtype="int4").bytes_per_token == 2 * 16 + 32 * 4 // 64 + 2
+    grows = kvfast.KVCache(1, 1, 20, dtype="int4-plain")
     assert grows.nbytes == 0 and grows.max_seq_len is None and grows.bytes_per_token == 2 * (16 + 4)
     mixed = kvfast.KVCache(3, 1, 16, k_dtype=["f16", "i8", "I8"], v_dtype=np.dtype("float32"))
     assert mixed.k_dtype == ("float16", "int8", "int8") and mixed.v_dtype == "float32"

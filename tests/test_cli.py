@@ -83,6 +83,8 @@ def test_info():
         ("generate", "x", "--speculative", "--draft-tokens", "8"),
         ("generate", "x", "--speculative", "layers", "--draft-layers", "0"),
         ("eval",),
+        ("eval", "--text"),
+        ("eval", "--text", "x", "--chunk", "0"),
     ],
 )
 def test_wrong_usage(args):
@@ -92,7 +94,7 @@ def test_wrong_usage(args):
 
 
 def test_no_extra_package_is_imported_early():
-    code = "import sys, kvfast.cli; sys.exit(any(name in sys.modules for name in ('gguf', 'tokenizers', 'rich')))"
+    code = "import sys, kvfast.cli as cli; sys.exit(any(name in sys.modules for name in cli.EXTRAS))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -107,6 +109,18 @@ def test_missing_extra(package, model):
     assert result.stderr == 'error: the llama extra is needed: pip install "kvfast[llama]"\n'
 
 
+@pytest.mark.parametrize(
+    ("package", "option", "extra"),
+    [("matplotlib", ("--plot", "kl.png"), "plot"), ("llama_cpp", ("--llama-cpp", "q8_0"), "llama-cpp")],
+)
+def test_missing_extra_of_eval(package, option, extra, model, text):
+    args = ["eval", "--model", str(model), "--text", str(text), "--tokens", "9", *option]
+    code = f"import sys; sys.modules[{package!r}] = None; from kvfast.cli import main; sys.exit(main({args!r}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == f'error: the {extra} extra is needed: pip install "kvfast[{extra}]"'
+
+
 # --- generate ----------------------------------------------------------------------------------
 
 
@@ -114,8 +128,8 @@ def test_generate(model):
     code, out, err = run("generate", "then the", "--model", model, "--max-tokens", 12, "--dtype", "int8")
     assert (code, err) == (0, "")
     assert out.startswith("then the")
-    assert re.search(r"^prefill  3 tokens in .* s: .* tokens/s$", out, re.M)
-    assert re.search(r"^decode   11 tokens in .* s: .* tokens/s$", out, re.M)
+    assert re.search(r"^prefill  3 tokens in .* s: .* tokens/s$", out, re.MULTILINE)
+    assert re.search(r"^decode   11 tokens in .* s: .* tokens/s$", out, re.MULTILINE)
     stored = int(re.search(r"int8: ([\d,]+) bytes per token", out)[1].replace(",", ""))
     plain = 2 * 2 * 2 * 12  # K and V, layers, KV heads, head_dim
     assert f"a float32 cache takes {4 * plain / stored:.2f}x as much, float16 {2 * plain / stored:.2f}x" in out
@@ -139,7 +153,9 @@ def test_generate_is_repeatable(model):
         (("--dtype", "fp16"), "float16"),
         (("--dtype", "int8", "--v-dtype", "int4"), "int8/int4"),
         (("--dtype", "int8", "--k-dtype", "float16"), "float16/int8"),
-        (("--k-dtype", "int4", "--v-dtype", "int4"), "int4"),
+        (("--k-dtype", "int4", "--v-dtype", "int4"), "int4-plain"),
+        (("--dtype", "k8v4"), "k8v4"),
+        ((), "int4"),
     ],
 )
 def test_generate_dtypes(model, args, stored):
@@ -166,13 +182,13 @@ def test_generate_speculatively(model, args):
     options = ("--model", model, "--max-tokens", 40, "--seed", 3)
     code, out, err = run("generate", "the the the the the", *options, *args, "--compare")
     assert (code, err) == (0, "")
-    drafted = re.search(r"^drafted  (\d+) tokens, (\d+) accepted \((\d+)%\), (\d\.\d\d) tokens per step$", out, re.M)
+    drafted = re.search(r"^drafted  (\d+) tokens, (\d+) accepted \((\d+)%\), (\d\.\d\d) tokens per step$", out, re.MULTILINE)
     count, accepted, percent, per_step = map(float, drafted.groups())
     assert percent == round(100 * accepted / max(1, count))
     assert per_step == pytest.approx(39 / (39 - accepted), abs=0.01)
     if "layers" in args:
         assert accepted == count > 20  # all of the layers: the model itself
-    assert re.search(r"^plain    39 tokens in .* tokens/s; the same tokens, [\d.]+x as fast with drafts$", out, re.M)
+    assert re.search(r"^plain    39 tokens in .* tokens/s; the same tokens, [\d.]+x as fast with drafts$", out, re.MULTILINE)
     _, plain, _ = run("generate", "the the the the the", *options, *args[2:4] * ("lookup" in args))
     assert out.split("\n\nprefill")[0] == plain.split("\n\nprefill")[0]
     assert "drafted" not in plain
@@ -199,16 +215,22 @@ def test_generate_with_the_fetched_model():
 
 
 def test_serve_sim(model):
-    code, out, err = run("serve-sim", "--model", model, "--requests", 3, "--max-tokens", 4, "--show", 1)
+    # Not the default: in int4 a prompt reads its own tokens as floats, and a prefix that was found as its codes.
+    options = ("--model", model, "--requests", 3, "--max-tokens", 4, "--show", 1)
+    code, out, err = run("serve-sim", *options, "--dtype", "int8")
     assert code == 0, err
-    assert re.search(r"^served +3 requests, \d+ tokens in .* tokens/s$", out, re.M)
-    assert re.search(r"^prefix +[\d,]+ of [\d,]+ prompt tokens found in the pool \(\d+%\)$", out, re.M)
+    assert re.search(r"^served +3 requests, \d+ tokens in .* tokens/s$", out, re.MULTILINE)
+    assert re.search(r"^prefix +[\d,]+ of [\d,]+ prompt tokens found in the pool \(\d+%\)$", out, re.MULTILINE)
+    assert re.search(r"^pool +int8, ", out, re.MULTILINE)
     assert "3 of 3 texts the same" in out
+    code, out, err = run("serve-sim", *options)
+    assert code == 0 and re.search(r"^pool +int4, .* blocks of 64 tokens", out, re.MULTILINE), err
+    assert re.search(r"^alone +\d of 3 texts the same", out, re.MULTILINE)
 
 
 @pytest.mark.model
 def test_serve_sim_with_the_fetched_model():
-    code, out, err = run("serve-sim", "--requests", 4, "--max-tokens", 6)
+    code, out, err = run("serve-sim", "--requests", 4, "--max-tokens", 6, "--dtype", "int8")
     if "could not download" in err and not os.environ.get("CI"):
         pytest.skip(err)
     assert code == 0, err
@@ -246,6 +268,58 @@ def test_eval_json(model, text):
     assert int4["kl"] > 0
 
 
+def test_eval_formats(model, text):
+    from kvfast.llama.evaluation import FORMATS
+
+    def results(*args):
+        code, out, err = run("eval", "--model", model, "--text", text, "--tokens", 40, "--json", *args)
+        assert code == 0, err
+        return json.loads(out)["results"]
+
+    every = results("--formats", "float16, all,int8")
+    assert [score["dtype"] for score in every] == ["float16", *FORMATS]
+    assert [score["runtime"] for score in every] == ["kvfast"] * len(every)
+    bits = {score["dtype"]: score["bits_per_element"] for score in every}
+    assert bits["bfloat16"] == pytest.approx(16 * 16 / 12 * 64 / 39, rel=0.01)  # heads of 12, stored as 16; whole blocks
+    assert bits["int4-plain"] < bits["int8"] == bits["int8-plain"] < bits["bfloat16"]
+    assert bits["int4-plain"] < bits["k8v4"] < bits["int8"]
+    assert results("--formats", "int8/int4") == results("--dtype", "int8/int4")
+    assert [score["dtype"] for score in results("--formats", "int8", "--v-dtype", "int4")] == ["int8/int4"]
+    assert [score["dtype"] for score in results()] == list(FORMATS)
+
+
+def test_eval_of_several_texts(model, text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("12 of the others then. " * 9, encoding="utf-8")
+    args = ("--formats", "int8,int4", "--tokens", 90, "--json")
+    reports = []
+    for texts in [("--text", text, other), ("--text", text, "--text", other), ("--text", text), ("--text", other)]:
+        code, out, err = run("eval", "--model", model, *texts, *args)
+        assert code == 0, err
+        reports.append(json.loads(out))
+    both, again, *single = reports
+    assert both == again
+    assert both["texts"] == [{"text": report["text"], "results": report["results"]} for report in single]
+    for index, mean in enumerate(both["results"]):
+        scores = [report["results"][index] for report in single]
+        counts = [score["num_predictions"] for score in scores]
+        assert mean["num_predictions"] == sum(counts)
+        for name in ("nll", "nll_float32", "kl", "top1", "bits_per_element"):
+            expected = sum(count * score[name] for count, score in zip(counts, scores)) / sum(counts)
+            assert mean[name] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_eval_plot(model, text, tmp_path, suffix, magic):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"kl.{suffix}"
+    code, out, err = run(
+        "eval", "--model", model, "--text", text, "--tokens", 60, "--formats", "float32,int8,int4", "--plot", path
+    )
+    assert code == 0 and "59 tokens predicted" in out, err
+    assert path.read_bytes().startswith(magic)
+
+
 # --- errors ------------------------------------------------------------------------------------
 
 
@@ -273,6 +347,11 @@ def test_errors_are_one_plain_line(model, text, tmp_path):
         (("eval", "--model", model, "--text", latin), "not UTF-8"),
         (("eval", "--model", model, "--text", empty), "at least two tokens"),
         (("eval", "--model", model, "--text", text, "--tokens", "70000"), "context is 65536"),
+        (("eval", "--model", model, "--text", text, missing), f"{missing}: No such file"),
+        (("eval", "--model", model, "--text", text, "--formats", "int8,int3"), "int4"),
+        (("eval", "--model", model, "--text", text, "--llama-cpp", "q8_0,q3_0"), "no cache of type 'q3_0'"),
+        (("eval", "--model", model, "--text", text, "--plot", "kl.txt"), "png"),
+        (("eval", "--model", model, "--text", text, "--plot", missing / "kl.png"), f"no folder {missing}"),
     ]:
         code, _, err = run(*args)
         line = err.strip().splitlines()[-1]
@@ -332,7 +411,7 @@ def test_a_session_goes_on_where_it_was_left(model, tmp_path):
         runtime.prefill(token_ids[len(cache) :], cache)
     snapshot = kvfast.Snapshot.load(path)
     assert snapshot.token_ids.tolist() == token_ids and snapshot == cache.snapshot()
-    code, third, err = run("generate", "", *options)
+    code, _, err = run("generate", "", *options)
     assert code == 0 and len(kvfast.load(path)) > len(token_ids), err
 
 

@@ -16,9 +16,10 @@ import numpy as np, kvfast
 rng = np.random.default_rng(0)
 k, q = rng.standard_normal((100, 2, 32)).astype("f4"), rng.standard_normal((3, 4, 32)).astype("f4")
 print(kvfast.active_isa())
-for dtype in ("float32", "float16", "bfloat16", "int8", "int4"):
+for dtype in ("float32", "float16", "bfloat16", "int8-plain", "int4-plain", "int8", "k8v4", "int4"):
     cache = kvfast.KVCache(1, 2, 32, dtype=dtype)
     cache.append(0, k, k)
+    cache.advance(100)
     print(repr(cache.attend(0, q).astype(float).sum(axis=(0, 2)).round(3).tolist()))
 """
 

@@ -517,7 +517,7 @@ def test_batches_equal_single_sequences(tiny_model):
 
 def test_interrupted_batch_leaves_sequences_as_they_were(tiny_model, monkeypatch):
     model, _ = tiny_model
-    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=8, block_size=16)
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=8)
     sequences = [pool.new_sequence(), pool.new_sequence()]
     model.forward_batch([1, 2, 3], sequences, [2, 1])
     monkeypatch.setattr(model, "_feed_forward", lambda *args: 1 / 0)
@@ -550,7 +550,7 @@ def test_served_texts_are_those_of_each_request_alone(tiny_model, num_blocks, ma
 
 def test_requests_that_cannot_be_served_are_refused(tiny_model):
     model, _ = tiny_model
-    server = llama.BatchGenerator(model, kvfast.PagedKVCache(*model.cache_shape, num_blocks=2, block_size=16))
+    server = llama.BatchGenerator(model, kvfast.PagedKVCache(*model.cache_shape, num_blocks=2, block_size=16, dtype="int8"))
     with pytest.raises(ValueError, match="the prompt is empty"):
         server.add([], 5)
     with pytest.raises(ValueError, match="20 tokens and 13 more do not fit a pool of 32"):
@@ -592,6 +592,25 @@ def test_evaluation_of_several_caches_in_chunks(tiny_model):
     assert int8.bytes_per_token > int4.bytes_per_token
     (alone,) = llama.evaluate(model, tokens, [new_cache(model, "int8")])
     assert alone.kl == pytest.approx(int8.kl, rel=1e-3)
+
+
+def test_bits_per_element_count_all_bytes_in_use(tiny_model):
+    model, _ = tiny_model
+    cache = new_cache(model, "int8")
+    (score,) = llama.evaluate(model, list(range(101)), [cache])
+    elements = 2 * cache.num_layers * cache.entry_size
+    nbytes = getattr(cache, "nbytes_used", 100 * cache.bytes_per_token)
+    assert score.bits_per_element == 8 * nbytes / (100 * elements)
+
+
+def test_mean_score_weighs_texts_by_their_predictions():
+    first = llama.CacheScore("int8", 100, 3.0, 2.0, 0.1, 0.9, 12, 9.0)
+    second = llama.CacheScore("int8", 300, 5.0, 4.0, 0.5, 0.5, 12, 8.0)
+    mean = llama.mean_score([first, second])
+    assert (mean.dtype, mean.num_predictions, mean.bytes_per_token) == ("int8", 400, 12)
+    assert (mean.nll, mean.nll_float32, mean.nll_difference) == (4.5, 3.5, 1.0)
+    assert (mean.kl, mean.top1, mean.bits_per_element) == pytest.approx((0.4, 0.6, 8.25))
+    assert llama.mean_score([first]) == first
 
 
 def test_evaluation_needs_two_tokens(tiny_model):

@@ -1,14 +1,15 @@
 """PagedKVCache: sequences, batches, forks, shared prefixes, other people's tables."""
 
 import gc
+import re
 
 import numpy as np
 import pytest
+from cache_kinds import CENTRED, DTYPES, finishes
 from reference import attention, bound, relative_error
 
 import kvfast
 
-DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
 HEADS, DIM = 2, 32
 
 
@@ -21,6 +22,9 @@ def queries(rng, n, group=3):
 
 
 def new_pool(num_blocks=32, layers=1, **options):
+    """By default of int8, whose blocks have 32 tokens and are all that is stored."""
+    if "k_dtype" not in options:
+        options = {"dtype": "int8"} | options
     return kvfast.PagedKVCache(layers, HEADS, DIM, num_blocks, **options)
 
 
@@ -38,10 +42,12 @@ def filled_with(pool, k, v):
     return sequence
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "block_size"),
+    [(dtype, size) for dtype in DTYPES for size in ([None] if finishes(dtype) else [16, 32, 64, 128])],
+)
 def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, block_size):
-    pool = new_pool(2048 // block_size, block_size=block_size, dtype=dtype)
+    pool = new_pool(2048 // (block_size or 32), block_size=block_size, dtype=dtype)
     lengths, counts = [1, 17, 200, 64, 333], [1, 5, 1, 64, 1]
     sequences = [pool.new_sequence() for _ in lengths]
     caches = [kvfast.KVCache(1, HEADS, DIM, dtype=dtype) for _ in lengths]
@@ -57,16 +63,18 @@ def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, bloc
     bounds = np.r_[0, np.cumsum(counts)]
     out, lse = pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, return_lse=True)
     table = pool.block_table(sequences)
-    plain = pool.attend_batch(
-        0, q, block_table=table, seq_lens=pool.seq_lens(sequences) + counts, cu_seqlens_q=bounds.astype(np.int32)
-    )
-    assert np.array_equal(plain, out)
+    plain = {"block_table": table, "seq_lens": pool.seq_lens(sequences) + counts, "cu_seqlens_q": bounds.astype(np.int32)}
+    if finishes(dtype):
+        with pytest.raises(ValueError, match="this pool needs sequences"):
+            pool.attend_batch(0, q, **plain)
+    else:
+        assert np.array_equal(pool.attend_batch(0, q, **plain), out)
     for i, cache in enumerate(caches):
         part = slice(bounds[i], bounds[i + 1])
         cache.append(0, k[part], v[part])
         alone, alone_lse = cache.attend(0, q[part], return_lse=True)
         assert np.array_equal(out[part], alone) and np.array_equal(lse[part], alone_lse)
-        sequences[i].advance(counts[i])
+        sequences[i].advance(counts[i]), cache.advance(counts[i])
         assert np.array_equal(sequences[i].k(0), cache.k(0)) and np.array_equal(sequences[i].v(0), cache.v(0))
 
 
@@ -97,8 +105,9 @@ def test_shared_prefixes_are_read_once(isa, rng, dtype):
         assert np.array_equal(again, shared)
 
 
-def test_forks_copy_a_block_when_they_write_to_it(rng):
-    pool = new_pool()
+@pytest.mark.parametrize("dtype", ["int8", CENTRED])
+def test_forks_copy_a_block_when_they_write_to_it(rng, dtype):
+    pool = new_pool(dtype=dtype)
     parent = filled(pool, rng, 70)  # 3 blocks, the last with 6 tokens
     child = parent.fork()
     assert pool.num_blocks - pool.num_free_blocks == 3
@@ -128,10 +137,14 @@ def test_forks_of_long_sequences_take_no_memory(rng):
 
 
 class TestPrefixes:
-    def test_found_with_their_keys(self, rng):
-        pool = new_pool(16)
+    @pytest.mark.parametrize("dtype", ["int8", "k8v4", CENTRED])
+    def test_found_with_their_keys(self, rng, dtype):
+        pool = new_pool(16, dtype=dtype)
         ids = rng.integers(0, 1000, 100)
         first = filled(pool, rng, 100, ids)
+        if finishes(dtype):
+            first.append(0, *tokens(rng, 20))  # whose tokens have lost their float rows: found blocks have none
+            first.advance(20, range(20))
         with pool.match_prefix(ids) as second:
             assert len(second) == second.num_cached_tokens == 96
             assert np.array_equal(second.k(0), first.k(0)[:96])
@@ -200,7 +213,7 @@ class TestForeignTables:
         order = rng.permutation(40)
         pool.append_batch(0, k[order], v[order], slots[order])
         pool.append_batch(0, k[:2], v[:2], [-1, -1])
-        cache = kvfast.KVCache(1, HEADS, DIM)
+        cache = kvfast.KVCache(1, HEADS, DIM, dtype="int8")
         cache.append(0, k, v)
         q = queries(rng, 2)
         out = pool.attend_batch(0, q, block_table=[[7, 2, -1]], seq_lens=[40], cu_seqlens_q=[0, 2])
@@ -245,6 +258,30 @@ class TestForeignTables:
         sequence.free()
         with pytest.raises(ValueError, match="belongs to no sequence"):
             pool.attend_batch(0, q, block_table=table, seq_lens=[40])
+
+
+    @pytest.mark.parametrize(
+        ("dtype", "name"),
+        [("int4", "int4"), (CENTRED, "centring=True"), (kvfast.KVFormat("int8", num_float_tokens=4), "num_float_tokens=4")],
+    )
+    def test_refused_by_formats_with_float_tokens(self, rng, dtype, name):
+        """They need to know where a sequence begins and ends."""
+        pool = new_pool(8, dtype=dtype)
+        k, v = tokens(rng, 3)
+        q = queries(rng, 1)
+        match = re.escape("this pool needs sequences") + ".*" + re.escape(name)
+        with pytest.raises(ValueError, match=match):
+            pool.append_batch(0, k, v, [0, 1, 2])
+        with pytest.raises(ValueError, match=match):
+            pool.write_batch(0, np.ones((3, 8 * DIM), np.float32), [5, 6, 7])
+        assert not pool._buffer.is_external
+        sequence = filled(pool, rng, 40)
+        expected = sequence.attend(0, q)
+        with pytest.raises(ValueError, match=match):
+            pool.append_batch(0, k, v, np.arange(3) + 7 * pool.block_size)
+        with pytest.raises(ValueError, match=match):
+            pool.attend_batch(0, q, block_table=pool.block_table([sequence]), seq_lens=[40])
+        assert np.array_equal(pool.attend_batch(0, q, [sequence]), expected)
 
 
 class TestRefused:
@@ -361,8 +398,9 @@ class TestRefused:
     def test_construction(self):
         for options, message in [
             ({"num_blocks": 0}, "num_blocks must be between 1 and"),
-            ({"block_size": 24}, "16, 32, 64, 128 or 256"),
-            ({"block_size": 8}, "between 16 and 256"),
+            ({"block_size": 24, "dtype": "int8"}, "16, 32, 64, 128 or 256"),
+            ({"block_size": 8, "dtype": "int8"}, "between 16 and 256"),
+            ({"block_size": 32}, "block_size must be 64, the tokens that share the statistics"),
             ({"dtype": "int3"}, "unknown storage dtype"),
         ]:
             with pytest.raises(ValueError, match=message):

@@ -7,7 +7,8 @@ from multiprocessing import get_context
 
 import numpy as np
 import pytest
-from prompt_tokens import extend, filled, holds, work
+from cache_kinds import CENTRED, finishes
+from prompt_tokens import extend, filled, holds, resembles, work
 
 import kvfast
 
@@ -21,7 +22,7 @@ def test_finds_the_longest_prefix(tmp_path):
     assert len(prompts) == 4
     for prompt, found in [([1, 2, 3, 4, 8], 4), ([1, 2, 9, 9], 3), ([1, 2], 1), ([7] * 300, 100), ([7] * 100, 99), ([5, 1], 0)]:
         for opened in (prompts, kvfast.PromptCache(prompts.folder)):
-            cache = kvfast.KVCache(2, 2, 20)
+            cache = kvfast.KVCache(2, 2, 20, dtype="int8")
             assert opened.restore(cache, prompt) == found
             assert holds(cache, prompt[:found])
             extend(cache, prompt[found:])
@@ -39,22 +40,22 @@ def test_what_is_there_is_not_saved_again(tmp_path):
 def test_models_and_settings_are_kept_apart(tmp_path):
     prompts = kvfast.PromptCache(tmp_path)
     prompts.save(filled([1, 2, 3]), [1, 2, 3], model="a")
-    for model, settings in [("b", {}), ("a", {"dtype": "int4"}), ("a", {"v_dtype": "float16"})]:
-        assert prompts.restore(kvfast.KVCache(2, 2, 20, **settings), [1, 2, 3, 4], model=model) == 0
-    assert prompts.restore(kvfast.KVCache(3, 2, 20), [1, 2, 3, 4], model="a") == 0
-    assert prompts.restore(kvfast.RingKVCache(2, 2, 20, window=5), [1, 2, 3, 4], model="a") == 0
-    assert prompts.restore(kvfast.KVCache(2, 2, 20), [1, 2, 3, 4], model="a") == 3
+    for model, settings in [("b", {}), ("a", {"dtype": "int4"}), ("a", {"dtype": "int8-plain"}), ("a", {"v_dtype": "float16"})]:
+        assert prompts.restore(kvfast.KVCache(2, 2, 20, **({"dtype": "int8"} | settings)), [1, 2, 3, 4], model=model) == 0
+    assert prompts.restore(kvfast.KVCache(3, 2, 20, dtype="int8"), [1, 2, 3, 4], model="a") == 0
+    assert prompts.restore(kvfast.RingKVCache(2, 2, 20, window=5, dtype="int8"), [1, 2, 3, 4], model="a") == 0
+    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1, 2, 3, 4], model="a") == 3
 
 
 def test_sequences_share_entries_with_contiguous_caches(tmp_path):
     prompts = kvfast.PromptCache(tmp_path)
     token_ids = list(range(70))
     prompts.save(filled(token_ids), token_ids)
-    pool = kvfast.PagedKVCache(2, 2, 20, num_blocks=16, block_size=16)
+    pool = kvfast.PagedKVCache(2, 2, 20, num_blocks=16, block_size=16, dtype="int8")
     sequence = pool.new_sequence()
     assert prompts.restore(sequence, token_ids + [1]) == 70 and holds(sequence, token_ids)
     assert len(pool.match_prefix(token_ids + [1])) == 64  # its blocks are known by their tokens
-    small = kvfast.PagedKVCache(2, 2, 20, num_blocks=2, block_size=16).new_sequence()
+    small = kvfast.PagedKVCache(2, 2, 20, num_blocks=2, block_size=16, dtype="int8").new_sequence()
     with pytest.raises(kvfast.CacheFullError):
         prompts.restore(small, token_ids + [1])
     assert len(small) == 0
@@ -64,8 +65,28 @@ def test_room_limits_what_is_restored(tmp_path):
     prompts = kvfast.PromptCache(tmp_path)
     token_ids = list(range(200))
     prompts.save(filled(token_ids), token_ids)
-    cache = kvfast.KVCache(2, 2, 20, max_seq_len=150)
+    cache = kvfast.KVCache(2, 2, 20, max_seq_len=150, dtype="int8")
     assert prompts.restore(cache, token_ids) == 150 and holds(cache, token_ids[:150])
+
+
+@pytest.mark.parametrize("dtype", ["k8v4", "int4", CENTRED])
+def test_every_format(tmp_path, dtype):
+    """Where tokens of a longer entry have lost their float rows, the prompt goes on from what their codes tell."""
+    prompts = kvfast.PromptCache(tmp_path)
+    token_ids = list(range(200))
+    assert prompts.save(filled(token_ids, dtype), token_ids)
+    for found in (199, 192, 150, 128, 70, 3):
+        for cache in (
+            kvfast.KVCache(2, 2, 20, dtype=dtype),
+            kvfast.KVCache(2, 2, 20, 250, dtype=dtype),
+            kvfast.PagedKVCache(2, 2, 20, num_blocks=16, dtype=dtype).new_sequence(),
+        ):
+            assert prompts.restore(cache, token_ids[:found] + [500]) == found
+            assert resembles(cache, token_ids[:found])
+            if found >= 192 or not finishes(dtype):
+                assert holds(cache, token_ids[:found])
+            extend(cache, token_ids[found:])
+            assert holds(cache, token_ids)  # the same tokens: the same bytes
 
 
 def test_a_ring_goes_back_only_as_far_as_it_can(tmp_path):
@@ -89,15 +110,27 @@ def test_the_least_recently_used_go_first(tmp_path):
     for token in (1, 2, 3):
         prompts.save(filled([token] * 50), [token] * 50)
         time.sleep(0.01)
-    assert prompts.restore(kvfast.KVCache(2, 2, 20), [1] * 51) == 50
+    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1] * 51) == 50
     prompts.save(filled([4] * 50), [4] * 50)
     assert prompts.nbytes <= prompts.max_bytes and len(prompts) == 3
-    found = [prompts.restore(kvfast.KVCache(2, 2, 20), [token] * 51) for token in (1, 2, 3, 4)]
+    found = [prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [token] * 51) for token in (1, 2, 3, 4)]
     assert found == [50, 0, 50, 50]
     large = list(range(2000))
     assert not prompts.save(filled(large), large) and len(prompts) == 3
     prompts.clear()
     assert len(prompts) == prompts.nbytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_is_larger_than_all_room_is_not_kept(tmp_path, dtype):
+    """Also if that are float rows and headers, not codes."""
+    cache, token_ids = filled([1] * 50, dtype), [1] * 50
+    alone = kvfast.PromptCache(tmp_path / "alone")
+    alone.save(cache, token_ids)
+    for room, kept in ((alone.nbytes, True), (alone.nbytes - 1, False), (100, False)):
+        prompts = kvfast.PromptCache(tmp_path / str(room), max_bytes=room)
+        assert prompts.save(cache, token_ids) == kept
+        assert len(prompts) == kept and prompts.nbytes <= room
 
 
 def test_damaged_and_foreign_files_do_no_harm(tmp_path):
@@ -109,11 +142,11 @@ def test_damaged_and_foreign_files_do_no_harm(tmp_path):
     data = bytearray(longest.read_bytes())
     data[-30] ^= 4
     longest.write_bytes(data)
-    assert prompts.restore(kvfast.KVCache(2, 2, 20), [1, 2, 3, 4, 5, 6]) == 3  # the next best
+    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1, 2, 3, 4, 5, 6]) == 3  # the next best
     assert not longest.exists() and len(prompts) == 1
     for path in tmp_path.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:100])
-    assert kvfast.PromptCache(tmp_path).restore(kvfast.KVCache(2, 2, 20), [1, 2, 3, 4]) == 0
+    assert kvfast.PromptCache(tmp_path).restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1, 2, 3, 4]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -145,10 +178,10 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match="must be empty, it holds 2"):
         prompts.restore(cache, [1, 2, 3])
     with pytest.raises(ValueError, match="token_ids must be integers"):
-        prompts.restore(kvfast.KVCache(2, 2, 20), [0.5])
+        prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [0.5])
     with pytest.raises(TypeError, match="str"):
         prompts.save(cache, [1, 2], model=3)
     with pytest.raises(ValueError, match="max_bytes"):
         kvfast.PromptCache(tmp_path, max_bytes=-1)
-    assert prompts.restore(kvfast.KVCache(2, 2, 20), []) == 0
-    assert not prompts.save(kvfast.KVCache(2, 2, 20), [])
+    assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), []) == 0
+    assert not prompts.save(kvfast.KVCache(2, 2, 20, dtype="int8"), [])

@@ -1,6 +1,7 @@
 """RingKVCache against a cache that keeps everything, over random sequences of calls."""
 
 import numpy as np
+from cache_kinds import alike, format_of, storage_settings, stored
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -8,7 +9,6 @@ from reference import attention, bound, relative_error
 
 import kvfast
 
-DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
 LAYERS, HEADS, DIM = 2, 2, 20
 
 
@@ -18,20 +18,19 @@ class RingMachine(RuleBasedStateMachine):
         mixed=st.booleans(),
         num_sink_tokens=st.integers(0, 20),
         rollback=st.integers(0, 80),
-        k_dtype=st.sampled_from(DTYPES),
-        v_dtype=st.sampled_from(DTYPES),
+        storage=storage_settings(),
         seed=st.integers(0, 99),
     )
-    def start(self, window, mixed, num_sink_tokens, rollback, k_dtype, v_dtype, seed):
+    def start(self, window, mixed, num_sink_tokens, rollback, storage, seed):
         self.rng = np.random.default_rng(seed)
-        self.dtypes = k_dtype, v_dtype
+        self.storage, self.format = storage, format_of(storage)
         self.windows = [window, None] if mixed else [window, window]
         self.num_sink_tokens, self.rollback = min(num_sink_tokens, window), rollback
         self.ring = kvfast.RingKVCache(
             LAYERS, HEADS, DIM, self.windows if mixed else window, self.num_sink_tokens,
-            k_dtype=k_dtype, v_dtype=v_dtype, rollback=rollback,
+            rollback=rollback, **storage,
         )  # fmt: skip
-        self.whole = kvfast.KVCache(LAYERS, HEADS, DIM, k_dtype=k_dtype, v_dtype=v_dtype)
+        self.whole = kvfast.KVCache(LAYERS, HEADS, DIM, **storage)
         self.high = self.chunk = 0  # longest since the last clear, and largest chunk ever
 
     def tokens(self, n, heads=HEADS):
@@ -54,7 +53,9 @@ class RingMachine(RuleBasedStateMachine):
         for i in {0, n - 1, int(self.rng.integers(n))}:
             seen = self.visible(layer, len(k) - n + i + 1)
             expected, _ = attention(q[i : i + 1], k[seen], v[seen])
-            assert relative_error(out[i : i + 1], expected) < bound(*self.dtypes)
+            # Queries of tokens that are not yet advanced may read codes where `k` tells float rows.
+            pending = self.format.finishes and len(k) > len(self.whole)
+            assert relative_error(out[i : i + 1], expected) < (0.4 if pending else bound(*self.storage.values()))
 
     @rule(n=st.integers(1, 200), asked=st.floats(0, 1), group=st.integers(1, 3))
     def append(self, n, asked, group):
@@ -73,9 +74,12 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 200), layer=st.integers(0, LAYERS - 1))
     def append_and_abandon(self, n, layer):
-        self.ring.append(layer, self.tokens(n), self.tokens(n))
+        k, v = self.tokens(n), self.tokens(n)
+        # Not only to the ring: tokens may get float rows of their codes again.
+        for cache in (self.ring, self.whole):
+            cache.append(layer, k, v)
+            cache.truncate(len(cache))
         self.chunk = max(self.chunk, n)
-        self.ring.truncate(len(self.whole))
 
     def truncate_to(self, n):
         try:
@@ -107,11 +111,18 @@ class RingMachine(RuleBasedStateMachine):
     @rule(n=st.integers(1, 100))
     def copy(self, n):
         old, self.ring = self.ring, self.ring.copy()
+        assert alike(old, self.ring) and stored(old) == stored(self.ring)
         for layer in range(LAYERS):
             old.append(layer, self.tokens(n), self.tokens(n))
         old.advance(n)
         self.holds_what_was_given()
         old.clear()
+
+    @rule()
+    def through_arrays(self):
+        other = kvfast.RingKVCache.from_state_dict(self.ring.state_dict())
+        assert alike(other, self.ring) and stored(other) == stored(self.ring)
+        self.ring = other
 
     @rule(layer=st.integers(0, LAYERS - 1), group=st.integers(1, 3))
     def attend_again(self, layer, group):
@@ -138,7 +149,10 @@ class RingMachine(RuleBasedStateMachine):
         # Half as much again is the step of growth; four blocks are begun but not full, eight is the least.
         held = self.windows[0] + self.rollback + self.num_sink_tokens + self.chunk
         blocks = 1.5 * (held / self.ring.block_size + 4) + 8
-        assert self.ring.nbytes <= 1.01 * blocks * self.ring.block_size * self.ring.bytes_per_token + 4096
+        # Float rows: of the chunk, of up to two blocks before it, and of the sinks.
+        rows = 2 * (self.chunk + 3 * self.ring.block_size + 48) * self.format.finishes
+        limit = 1.01 * blocks * self.ring.block_size * self.ring.bytes_per_token + rows * 4 * LAYERS * HEADS * 32
+        assert self.ring.nbytes <= limit + 4096
 
 
 TestRingMachine = RingMachine.TestCase

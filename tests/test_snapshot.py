@@ -9,11 +9,27 @@ import threading
 
 import numpy as np
 import pytest
-from cache_kinds import DIM, DTYPES, HEADS, KINDS, LAYERS, RINGS, contents, fill, make, same, stored, tokens
+from cache_kinds import (
+    ANY_BLOCK,
+    CENTRED,
+    DIM,
+    DTYPES,
+    HEADS,
+    KINDS,
+    LAYERS,
+    RINGS,
+    contents,
+    fill,
+    finishes,
+    make,
+    same,
+    stored,
+    tokens,
+)
 
 import kvfast
 
-BLOCK_BYTES = 64 * kvfast.KVCache(LAYERS, HEADS, DIM).bytes_per_token
+BLOCK_BYTES = 64 * kvfast.KVCache(LAYERS, HEADS, DIM, dtype="int8").bytes_per_token
 TABLE_BYTES = 4096  # a table of blocks is less
 
 
@@ -134,7 +150,7 @@ def test_ring_brings_back_what_it_had_dropped(rng, name):
         ring.truncate(150 - rollback)  # the slack behind the window came with it
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ANY_BLOCK)
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("n", [0, 5, 64, 200, 256, 300])
 def test_other_block_sizes_and_paged_both_ways(rng, dtype, size, n):
@@ -155,7 +171,7 @@ def test_other_block_sizes_and_paged_both_ways(rng, dtype, size, n):
 
 
 def test_other_block_sizes_on_every_tier(isa, rng):
-    for dtype in DTYPES:
+    for dtype in ANY_BLOCK:
         cache = fill(kvfast.KVCache(LAYERS, HEADS, DIM, dtype=dtype, block_size=256), rng, 300)
         other = kvfast.KVCache(LAYERS, HEADS, DIM, dtype=dtype, block_size=16)
         other.restore(cache.snapshot())
@@ -171,11 +187,12 @@ def test_different_dtypes_of_keys_and_values_and_layers(rng):
     assert same(sequence, cache) and kvfast.Snapshot.from_state_dict(sequence.state_dict()) == cache.snapshot()
 
 
-def test_equality(rng, kind):
+@pytest.mark.parametrize("dtype", ["int8", "int4", CENTRED])
+def test_equality(rng, kind, dtype):
     rows = [tokens(rng, 130) for _ in range(LAYERS)]
 
     def filled(changed=None, n=130, parts=(130,), **settings):
-        cache = kvfast.KVCache(LAYERS, HEADS, DIM, **settings) if settings else make(kind)
+        cache = kvfast.KVCache(LAYERS, HEADS, DIM, **({"dtype": dtype} | settings)) if settings else make(kind, dtype)
         start = 0
         for part in parts:
             for layer, (k, v) in enumerate(rows):
@@ -191,33 +208,38 @@ def test_equality(rng, kind):
     snapshot = filled()
     assert snapshot == filled() and snapshot == filled(parts=(1, 63, 60, 6)) and snapshot == copy.copy(snapshot)
     assert snapshot != filled(0) and snapshot != filled(1)
-    assert snapshot != "snapshot" and snapshot != make(kind).snapshot()
+    assert snapshot != "snapshot" and snapshot != make(kind, dtype).snapshot()
     with pytest.raises(TypeError):
         hash(snapshot)
     if kind not in RINGS:
         assert snapshot != filled(n=129)
-        for size in (16, 256):
+        for size in () if finishes(dtype) else (16, 256):
             assert snapshot == filled(block_size=size) == snapshot
             assert snapshot != filled(0, block_size=size) and snapshot != filled(n=129, block_size=size)
         assert snapshot != filled(dtype="float16") and snapshot != filled(k_dtype="int4")
     else:
-        assert snapshot != filled(dtype="int8")
+        assert snapshot != filled(dtype=dtype)
 
 
-def test_equal_whatever_lies_behind_the_tokens(rng):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_whatever_lies_behind_the_tokens(rng, dtype):
     """Tokens that were there and are gone do not count, in blocks begun and in blocks used before."""
-    one, other = fill(make("growing"), rng, 100), make("growing")
+    one, other = fill(make("growing", dtype), rng, 100), make("growing", dtype)
     fill(other, np.random.default_rng(5), 300)
     other.clear()
     other.restore(one.snapshot())
-    fill(other, rng, 100)
-    other.truncate(70)
-    one.truncate(70)
+    fill(other, rng, 10 if finishes(dtype) else 100)  # not so many that tokens of `one` lose their float rows
+    other.truncate(70 if not finishes(dtype) else 100)
+    one.truncate(70 if not finishes(dtype) else 100)
+    assert one.snapshot() == other.snapshot() and stored(one) == stored(other)
+    for cache in (one, other):
+        fill(cache, np.random.default_rng(6), 100)
+        cache.truncate(70)
     assert one.snapshot() == other.snapshot() and stored(one) == stored(other)
 
 
-def test_small_until_overwritten(rng):
-    cache = fill(make("growing"), rng, 64 * 6 + 10)
+def test_small_until_overwritten(rng):  # int8, whose blocks are all that it holds
+    cache = fill(make("growing", "int8"), rng, 64 * 6 + 10)
     snapshots = [cache.snapshot() for _ in range(3)]
     before = cache.nbytes
     assert all(0 < one.nbytes < TABLE_BYTES for one in snapshots) and cache.nbytes == before
@@ -248,7 +270,7 @@ def test_no_copy_at_the_end_of_a_block(rng):
 
 
 def test_bounded_cache_gives_surplus_back(rng):
-    cache = kvfast.KVCache(LAYERS, HEADS, DIM, 512)
+    cache = kvfast.KVCache(LAYERS, HEADS, DIM, 512, dtype="int8")
     own, snapshots = cache.nbytes, []
     for _ in range(3):
         fill(cache, rng, 512)
@@ -315,8 +337,8 @@ INCOMPATIBLE = {
     "num_layers": kvfast.KVCache(LAYERS + 1, HEADS, DIM),
     "num_kv_heads": kvfast.KVCache(LAYERS, HEADS + 1, DIM),
     "head_dim": kvfast.KVCache(LAYERS, HEADS, DIM + 1),
-    "k_dtype": kvfast.KVCache(LAYERS, HEADS, DIM, k_dtype="int4"),
-    "v_dtype": kvfast.KVCache(LAYERS, HEADS, DIM, v_dtype=["int8", "float32"]),
+    "dtype 'int4', the cache 'int8'|dtype 'int8', the cache 'int4'": kvfast.KVCache(LAYERS, HEADS, DIM, dtype="int8"),
+    "dtype": kvfast.KVCache(LAYERS, HEADS, DIM, v_dtype=["int8", "float32"]),
     "room for 50": kvfast.KVCache(LAYERS, HEADS, DIM, 50),
     "kind": make("ring"),
 }
@@ -358,9 +380,9 @@ def test_rings_with_other_settings_are_refused(rng, name, settings):
 
 
 def test_sequence_without_room_stays_as_it_was(rng):
-    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=8, block_size=32)
+    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=8, block_size=32, dtype="int8")
     sequence, other = fill(pool.new_sequence(), rng, 70), fill(pool.new_sequence(), rng, 40)
-    large = fill(make("growing"), rng, 32 * 7)
+    large = fill(make("growing", "int8"), rng, 32 * 7)
     bytes_before, blocks = stored(sequence), sequence.block_indices().tolist()
     with pytest.raises(kvfast.CacheFullError):
         sequence.restore(large.snapshot())
@@ -510,7 +532,7 @@ def test_wrong_states_are_refused(rng, kind):
     ):  # fmt: skip
         with pytest.raises(kvfast.CorruptFileError):
             load(wrong)
-    for version in (0, 2, 10**400):
+    for version in (0, 1, 3, 10**400):
         with pytest.raises(kvfast.IncompatibleSnapshotError, match="version"):
             load(edited(arrays, version=version))
 
@@ -518,25 +540,52 @@ def test_wrong_states_are_refused(rng, kind):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("owner", ["nobody", "snapshot", "fork"])
 def test_truncate_keeps_the_bytes_of_what_stays(rng, dtype, owner):
-    """Also in a block begun that a snapshot or a fork reads."""
+    """Also in a block begun that a snapshot or a fork reads.
+
+    Where blocks are encoded as a whole, going back so far that tokens have lost their float rows leaves what their codes
+    tell; the same tokens again then make the same bytes.
+    """
     for kind in ("growing", "bounded", "sequence"):
         cache, given = make(kind, dtype), [tokens(rng, 100) for _ in range(LAYERS)]
-        for layer in range(LAYERS):
-            cache.append(layer, *given[layer])
-        cache.advance(100)
+
+        def extended(cache, n, given=given):
+            start = len(cache)
+            if n > start:
+                for layer in range(LAYERS):
+                    cache.append(layer, given[layer][0][start:n], given[layer][1][start:n])
+                cache.advance(n - start)
+            return cache
+
+        extended(cache, 100)
+        before = stored(cache)
         other = {"nobody": lambda: None, "snapshot": cache.snapshot, "fork": cache.copy}[owner]()
         other_before = None if other is None else stored(other)
-        for n in (99, 77, 64, 63, 40, 33, 32, 1, 0):
+        for n in (99, 84, 77, 64, 63, 40, 33, 32, 1, 0):
+            rows = [np.array(side(layer))[:n] for layer in range(LAYERS) for side in (cache.k, cache.v)]
             cache.truncate(n)
-            kept = make(kind, dtype)
-            if n:
-                for layer in range(LAYERS):
-                    kept.append(layer, given[layer][0][:n], given[layer][1][:n])
-                kept.advance(n)
-            assert stored(cache) == stored(kept) and cache.snapshot() == kept.snapshot()
+            now = [np.array(side(layer)) for layer in range(LAYERS) for side in (cache.k, cache.v)]
+            assert all(map(np.array_equal, rows, now))
+            if n >= 84 or not finishes(dtype):
+                kept = extended(make(kind, dtype), n)
+                assert stored(cache) == stored(kept) and cache.snapshot() == kept.snapshot()
+            else:
+                assert len(cache.snapshot()) == n and cache.copy().snapshot() == cache.snapshot()
+                extended(cache, 100)
+                assert stored(cache) == before
             assert other is None or stored(other) == other_before
+            cache.truncate(n)
         fill(cache, rng, 110)
         assert other is None or stored(other) == other_before
+
+
+@pytest.mark.parametrize("dtype", ["int4", CENTRED])
+def test_copies_of_a_cache_that_went_back_attend_as_it_does(rng, dtype):
+    """They have no float rows at all, not even any memory for them."""
+    cache = fill(make("growing", dtype), rng, 300)
+    cache.truncate(133)
+    for other in (cache.copy(), kvfast.KVCache.from_state_dict(cache.state_dict()), cache.snapshot().to_cache()):
+        assert same(other, cache)
+        assert same(fill(other, np.random.default_rng(1), 40), fill(cache.copy(), np.random.default_rng(1), 40))
 
 
 def test_appending_after_truncate_leaves_sharers_alone(rng):
@@ -591,7 +640,9 @@ def test_dropped_while_another_thread_attends(rng):
 
 def test_cycle_of_garbage_with_a_snapshot(rng):
     cache = fill(kvfast.KVCache(LAYERS, HEADS, DIM, 512), rng, 512)
+    cache.clear()
     own = cache.nbytes
+    fill(cache, rng, 512)
     holder = {"snapshot": cache.snapshot()}
     holder["self"] = holder
     del holder
@@ -604,9 +655,9 @@ def test_cycle_of_garbage_with_a_snapshot(rng):
 
 def test_restored_ids_make_blocks_findable(rng):
     ids = rng.integers(0, 1000, 100)
-    cache = fill(make("growing"), rng, 100)
+    cache = fill(make("growing", "int8"), rng, 100)
     for snapshot in (cache.snapshot(ids), kvfast.Snapshot.from_state_dict(cache.snapshot(ids).state_dict())):
-        pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32)
+        pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32, dtype="int8")
         sequence = pool.new_sequence()
         sequence.restore(snapshot)
         found = pool.match_prefix(ids)
@@ -625,9 +676,9 @@ def test_restored_ids_make_blocks_findable(rng):
 
 
 def test_empty_snapshot_leaves_ids_possible(rng):
-    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32)
+    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32, dtype="int8")
     sequence = fill(pool.new_sequence(), rng, 10)
-    sequence.restore(make("growing").snapshot())
+    sequence.restore(make("growing", "int8").snapshot())
     for layer in range(LAYERS):
         sequence.append(layer, *tokens(rng, 40))
     sequence.advance(40, token_ids=range(40))
@@ -635,7 +686,7 @@ def test_empty_snapshot_leaves_ids_possible(rng):
 
 
 def test_sequence_snapshot_knows_its_tokens_and_truncates_them(rng):
-    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32)
+    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=16, block_size=32, dtype="int8")
     sequence = pool.new_sequence()
     for layer in range(LAYERS):
         sequence.append(layer, *tokens(rng, 70))
@@ -651,7 +702,7 @@ def test_sequence_snapshot_knows_its_tokens_and_truncates_them(rng):
 
 
 def test_snapshots_count_in_the_pool(rng):
-    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=10, block_size=32)
+    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=10, block_size=32, dtype="int8")
     sequence = fill(pool.new_sequence(), rng, 100)
     snapshot = sequence.snapshot()
     assert pool.num_free_blocks == 6 and snapshot.nbytes < TABLE_BYTES
@@ -675,7 +726,7 @@ def test_snapshots_count_in_the_pool(rng):
 
 
 def test_slots_given_before_a_snapshot_are_refused(rng):
-    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=10, block_size=32)
+    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=10, block_size=32, dtype="int8")
     sequence = fill(pool.new_sequence(), rng, 40)
     slots = pool.slot_mapping([sequence], 3)
     snapshot, before = sequence.snapshot(), stored(sequence)
@@ -686,7 +737,7 @@ def test_slots_given_before_a_snapshot_are_refused(rng):
 
 
 def test_slots_given_before_a_restore_are_refused(rng):
-    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=10, block_size=32)
+    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=10, block_size=32, dtype="int8")
     sequence = fill(pool.new_sequence(), rng, 40)
     snapshot, before = sequence.snapshot(), stored(sequence)
     fill(sequence, rng, 3)
@@ -698,9 +749,9 @@ def test_slots_given_before_a_restore_are_refused(rng):
 
 
 def test_salt_of_a_restored_sequence(rng):
-    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=10, block_size=32)
+    pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=10, block_size=32, dtype="int8")
     sequence = pool.match_prefix(range(70), salt=b"one")
-    sequence.restore(fill(make("growing"), rng, 70).snapshot(range(70)))
+    sequence.restore(fill(make("growing", "int8"), rng, 70).snapshot(range(70)))
     assert len(pool.match_prefix(range(70), salt=b"one")) == 64 and len(pool.match_prefix(range(70))) == 0
 
 
@@ -769,13 +820,14 @@ def test_freed_sequence_has_no_snapshot(rng):
             use()
 
 
-def test_ring_far_along(rng):
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_ring_far_along(rng, dtype):
     """Positions beyond 2**31, as after weeks of generation."""
-    ring = fill(make("ring with sinks"), rng, 500)
+    ring = fill(make("ring with sinks", dtype), rng, 500)
     arrays, header = ring.state_dict(), json.loads(ring.state_dict()["header"].tobytes())
     far = 1 << 33
     [place] = header["tables"]
-    place = {"skipped_blocks": place["skipped_blocks"] + far // 64, "evicted_tokens": place["evicted_tokens"] + far}
+    place = {name: number + (far // 64 if name == "skipped_blocks" else far) for name, number in place.items()}
     moved = kvfast.RingKVCache.from_state_dict(edited(arrays, seq_len=500 + far, tables=[place]))
     assert len(moved) == 500 + far and moved.positions(0)[-1] == 499 + far
     assert np.array_equal(moved.k(0), ring.k(0))

@@ -25,7 +25,7 @@ CACHES = ["float32", "int8", "int4", "ring", "paged"]
 
 def new_cache(model, kind="int8"):
     if kind == "ring":
-        return kvfast.RingKVCache(*model.cache_shape, window=24, num_sink_tokens=2, dtype="int8", rollback=5)
+        return kvfast.RingKVCache(*model.cache_shape, window=24, num_sink_tokens=2, dtype="int8-plain", rollback=5)
     if kind == "paged":
         return kvfast.PagedKVCache(*model.cache_shape, num_blocks=32, block_size=16, dtype="int8").new_sequence()
     return kvfast.KVCache(*model.cache_shape, max_seq_len=512, dtype=kind)
@@ -353,7 +353,7 @@ def test_a_full_pool(tiny_model):
     text = [*PROMPT, *generated(model, new_cache(model), max_tokens=80)]
     lengths = []
     for drafter in (None, Oracle(text), llama.SkipLayers(model, 2)):
-        pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=3, block_size=16)
+        pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=3, block_size=16, dtype="int8")
         with pool.new_sequence() as sequence:
             output = []
             with pytest.raises(kvfast.CacheFullError):

@@ -21,10 +21,11 @@ def default_threads():
 def filled(rng, dtype, length=6000):
     cache = kvfast.KVCache(1, 4, 64, dtype=dtype)
     cache.append(0, rng.standard_normal((length, 4, 64)).astype(np.float32), rng.standard_normal((length, 4, 64)).astype(np.float32))
+    cache.advance(length)
     return cache
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8-plain", "k8v4", "int4"])
 @pytest.mark.parametrize("n", [1, 70])
 def test_same_bits_for_any_number_of_threads(rng, dtype, n):
     cache = filled(rng, dtype)

@@ -1,0 +1,401 @@
+"""What is stored of a sequence depends on its tokens, not on how they came; nor does attention on who reads it."""
+
+import numpy as np
+import pytest
+from reference import attention, bound, relative_error
+from storage_formats import FINISHING, FORMATS, HEADS, KINDS, MIXED, Stream, make, relative_rms, told
+
+import kvfast
+from kvfast import KVFormat
+
+DIM = 20
+MIXED_SINKS = [KVFormat("int8", num_float_tokens=2), "int4", KVFormat("int8", centring=True, num_float_tokens=9)]
+SETS = FORMATS | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS}
+FINISHING_SETS = FINISHING | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS}
+# Past the border of every block by more than the 16 tokens for which it is open.
+LENGTH = 333
+ODD = [1, 2, 5, 17, 63, 1, 65, 33, 100, 3]
+
+
+def one_by_one(cache, stream, path):
+    return stream.feed(cache, LENGTH, 1)
+
+
+def odd_chunks(cache, stream, path):
+    for n in ODD * 2:
+        stream.feed(cache, min(len(cache) + n, LENGTH))
+    return cache
+
+
+def a_little_back(cache, stream, path):
+    """As when drafted tokens are refused, over the borders of blocks."""
+    for n in range(20, LENGTH, 9):
+        stream.feed(cache, n, 7)
+        cache.truncate(n - 1 - n % 16 if n > 16 else 3)
+    return stream.feed(cache, LENGTH)
+
+
+def far_back(cache, stream, path):
+    """To tokens that only have their codes, once more while their block is open, and over many blocks."""
+    for longest, n in ((320, 250), (262, 240), (300, 241), (333, 250), (333, 260)):
+        stream.feed(cache, longest, 50)
+        cache.truncate(n)
+    if not hasattr(cache, "window"):
+        for n in (100, 0, 200, 40, 128, 13):
+            stream.feed(cache, LENGTH, 90)
+            cache.truncate(n)
+    return stream.feed(cache, LENGTH, 41)
+
+
+def forgotten(cache, stream, path):
+    """Tokens that are never advanced leave nothing."""
+    stream.feed(cache, 250)
+    stream.feed(cache, LENGTH, advance=False)
+    cache.truncate(245)
+    return stream.feed(cache, LENGTH, 20)
+
+
+def cleared(cache, stream, path):
+    Stream(77, LENGTH).feed(cache, LENGTH, 60)
+    cache.clear()
+    return stream.feed(cache, LENGTH)
+
+
+def copied(cache, stream, path):
+    other = stream.feed(cache, 70).copy()
+    Stream(77, LENGTH).feed(cache, 150)
+    return stream.feed(other, LENGTH, 100).copy()
+
+
+def restored(cache, stream, path):
+    """A snapshot in the middle of a block, back from other tokens, and in other caches."""
+    snapshot = stream.feed(cache, 100).snapshot()
+    Stream(77, LENGTH).feed(cache, 200, 30)
+    cache.restore(snapshot)
+    snapshot = stream.feed(cache, 203, 3).snapshot()
+    other = snapshot.to_cache()
+    if isinstance(cache, kvfast.Sequence):
+        other = kvfast.PagedKVCache(*shape(cache), 20, dtype=list(cache._buffer.formats)).restore(snapshot)
+        Stream(77, LENGTH).feed(cache, 300)
+    return stream.feed(other, LENGTH, 7)
+
+
+def from_state(cache, stream, path):
+    state = stream.feed(cache, 77, 4).snapshot().state_dict()
+    return stream.feed(kvfast.Snapshot.from_state_dict(state).to_cache(), LENGTH, 50)
+
+
+def from_file(cache, stream, path):
+    for n, mmap in ((30, False), (75, True), (170, False), (171, True), (270, True), (LENGTH, False)):
+        stream.feed(cache, n).save(path)
+        cache = kvfast.load(path, mmap)
+    return cache
+
+
+def shape(cache):
+    return cache.num_layers, cache.num_kv_heads, cache.head_dim
+
+
+ROUTES = [one_by_one, odd_chunks, a_little_back, far_back, forgotten, cleared, copied, restored, from_state, from_file]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SETS)
+def test_same_bytes_whatever_the_way(tmp_path, kind, name):
+    stream = Stream(1, LENGTH)
+    straight = stream.feed(make(kind, SETS[name]), LENGTH)
+    expected, keys = told(straight), [straight.k(layer) for layer in range(straight.num_layers)]
+    q = np.random.default_rng(2).standard_normal((1, 4, DIM)).astype(np.float32)
+    for route in ROUTES:
+        cache = route(make(kind, SETS[name]), stream, tmp_path / "cache")
+        header, arrays = told(cache)
+        assert header == expected[0], route.__name__
+        assert [one for one in arrays if arrays[one] != expected[1].get(one)] == [], route.__name__
+        for layer, k in enumerate(keys):
+            assert np.array_equal(cache.k(layer), k)
+            assert np.array_equal(cache.attend(layer, q), straight.attend(layer, q)), route.__name__
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_forks_go_on_as_if_alone(name):
+    stream, others = Stream(1, LENGTH), Stream(77, LENGTH)
+    expected, foreign = told(stream.feed(make("sequence", SETS[name]), LENGTH)), Stream(77, LENGTH)
+    foreign.arrays[:, :, :128] = others.arrays[:, :, :128] = stream.arrays[:, :, :128]
+    foreign = told(foreign.feed(make("sequence", SETS[name]), LENGTH))
+    for at in (70, 128, 75):  # a block that is open for both, a whole one, none
+        parent = stream.feed(make("sequence", SETS[name]), 128 if at == 128 else at, 9)
+        if at == 75:
+            parent.truncate(60)
+        child, third = parent.fork(), parent.fork()
+        others.feed(child, 140, 5)
+        stream.feed(parent, LENGTH, 11)
+        assert told(parent) == expected
+        assert told(others.feed(child, LENGTH, 20)) == foreign
+        parent.free()
+        child.free()
+        assert told(stream.feed(third, LENGTH, 13)) == expected
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_prefixes_are_found_with_their_bytes(name):
+    stream, ids = Stream(1, 420), np.arange(420)
+    pool = kvfast.PagedKVCache(3, HEADS, DIM, 80, dtype=SETS[name])
+    expected = told(stream.feed(pool.new_sequence(), 420))
+    first = stream.feed(pool.new_sequence(), LENGTH, 7, token_ids=ids)
+    for alive in (True, False):
+        if not alive:
+            first.free()
+        with pool.match_prefix(ids[:LENGTH]) as second:
+            assert len(second) == (LENGTH - 1) // pool.block_size * pool.block_size
+            assert told(stream.feed(second, 420, 9, token_ids=ids)) == expected
+        with pool.match_prefix(ids[:LENGTH]) as second:  # and cut back into what is shared
+            second.truncate(len(second) - 21)
+            assert told(stream.feed(second, 420, 9, token_ids=ids)) == expected
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_prefixes_do_not_change_with_those_who_use_them(name):
+    stream, ids = Stream(1, LENGTH), np.arange(LENGTH)
+    pool = kvfast.PagedKVCache(3, HEADS, DIM, 80, dtype=SETS[name])
+    with stream.feed(pool.new_sequence(), LENGTH, token_ids=ids) as first:
+        found = (LENGTH - 1) // pool.block_size * pool.block_size
+        before = told(first)
+        with pool.match_prefix(ids) as second:
+            prefix = told(second)
+            second.truncate(found - 40)
+            Stream(77, LENGTH).feed(second, LENGTH, 8)
+        assert told(first) == before
+    with pool.match_prefix(ids) as third:
+        assert told(third) == prefix and len(third) == found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FINISHING_SETS)
+def test_snapshots_do_not_change(kind, name):
+    stream = Stream(1, LENGTH)
+    cache = make(kind, FINISHING_SETS[name])
+    q = np.random.default_rng(2).standard_normal((2, 4, DIM)).astype(np.float32)
+    taken = []
+    for n in (3, 60, 64, 70, 85, 127, 130, 160, 259):
+        stream.feed(cache, n, 13)
+        stream.feed(cache, n + 3, advance=False)  # not complete, and not in the snapshot
+        snapshot = cache.snapshot()
+        seen = snapshot.to_cache()
+        taken.append((snapshot, told(snapshot), snapshot.to_arrays(), seen.attend(0, q)))
+        cache.truncate(n)
+        if n == 130:
+            cache.truncate(98)
+            Stream(77, LENGTH).feed(cache, 110)
+            cache.truncate(98)
+    stream.feed(cache, LENGTH, 10)
+    cache.truncate(300)
+    cache.clear()
+    Stream(77, LENGTH).feed(cache, LENGTH, 40)
+    for snapshot, before, arrays, out in taken:
+        assert told(snapshot) == before
+        assert all(np.array_equal(a, b) for pair in zip(arrays, snapshot.to_arrays()) for a, b in zip(*pair))
+        cache.restore(snapshot)
+        assert told(cache) == before and np.array_equal(cache.attend(0, q), out)
+
+
+@pytest.mark.parametrize("kind", ["growing", "sequence", "wide ring"])
+@pytest.mark.parametrize("name", FINISHING)
+def test_going_back_to_other_tokens(kind, name):
+    """The tokens before stay what their codes tell; how exact they were is not lost."""
+    stream, form, n = Stream(1, LENGTH), FINISHING[name], 250
+    for size in (1.0, 0.3):
+        others = Stream(77, LENGTH)
+        others.arrays *= size
+        cache = stream.feed(make(kind, form), LENGTH, 50)
+        cache.truncate(n)
+        k, v = cache.k(0), cache.v(0)
+        others.feed(cache, n + 3, 1)
+        for got, before in ((cache.k(0)[:n], k), (cache.v(0)[:n], v)):
+            error = np.linalg.norm(got - before, axis=-1) / np.linalg.norm(before, axis=-1)
+            assert error.max() < 5e-4
+        check_contract(cache)
+        others.feed(cache, LENGTH, 7)
+        check_contract(cache)
+        assert np.array_equal(cache.v(0)[:n], v)
+        got, given = cache.k(0)[:n], stream.arrays[0, 0, :n]
+        if size < 1 or form.centring:  # statistics that are good for what has followed stay, and with them all codes
+            assert np.array_equal(got, k)
+        else:  # new ones, for what the codes told
+            assert relative_rms(got, given) < 1.5 * relative_rms(k, given)
+
+
+@pytest.mark.parametrize("name", ["int4", "means, k8v4"])
+def test_refused_tokens_leave_a_cut_block_as_it_was(name):
+    stream = Stream(1, LENGTH)
+    cache = stream.feed(make("growing", FINISHING[name]), LENGTH)
+    cache.truncate(250)
+    before, k = told(cache), cache.k(0)
+    bad = np.full((1, HEADS, DIM), np.nan, np.float32)
+    with pytest.raises(kvfast.NonFiniteInputError):
+        cache.append(0, bad, bad)
+    assert told(cache) == before and np.array_equal(cache.k(0), k)
+
+
+@pytest.mark.parametrize("name", FINISHING)
+def test_a_cut_block_that_goes_on_is_copied_with_its_codes(name):
+    stream = Stream(1, LENGTH)
+    expected = told(stream.feed(make("growing", FINISHING[name]), LENGTH))
+    wrong = []
+    for number in range(3):
+        cache = stream.feed(make("growing", FINISHING[name]), LENGTH)
+        cache.truncate(240)
+        stream.feed(cache, 245)
+        cache = [cache, cache.copy(), cache.snapshot().to_cache()][number]
+        if told(stream.feed(cache, LENGTH)) != expected:
+            wrong.append(number)
+    assert wrong == []
+
+
+def check_contract(cache):
+    q = np.random.default_rng(3).standard_normal((2, 4, cache.head_dim)).astype(np.float32)
+    expected, _ = attention(q, cache.k(0), cache.v(0))
+    assert relative_error(cache.attend(0, q), expected) < bound("int4")
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 40, "num_sink_tokens": 3}, {"softcap": 5.0, "num_splits": 2}])
+@pytest.mark.parametrize("kind, dim", [("growing", 16), ("sequence", DIM), ("ring", 128)])
+@pytest.mark.parametrize("name", FINISHING_SETS)
+def test_a_few_queries_at_once_get_the_bits_of_each_alone(name, kind, dim, options):
+    stream, layer = Stream(1, 300, dim), 2 if name == "mixed" else 1
+    form = FINISHING_SETS[name]
+    q = np.random.default_rng(2).standard_normal((300, 6, dim)).astype(np.float32)
+    alone = stream.feed(make(kind, form, dim), 40)
+    outs = [None] * 40
+    for n in range(40, 300):
+        stream.feed(alone, n + 1, advance=False)
+        outs.append(alone.attend(layer, q[n : n + 1], **options)[0])
+        alone.advance()
+    for start in range(40, 284, 5):
+        n = (16, 2, 9)[start % 3]
+        cache = stream.feed(make(kind, form, dim), start, 64)
+        stream.feed(cache, start + n, advance=False)
+        together = cache.attend(layer, q[start : start + n], **options)
+        assert np.array_equal(together, np.stack(outs[start : start + n])), start
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_cache_and_number_of_threads_gives_the_same_bits(isa, name):
+    stream = Stream(1, 700, 64)
+    caches = [stream.feed(make(kind, SETS[name], 64), 690, 150) for kind in ("growing", "bounded", "sequence", "wide ring")]
+    rng = np.random.default_rng(2)
+    for n in (1, 10):
+        q = rng.standard_normal((n, 6, 64)).astype(np.float32)
+        for layer in range(caches[0].num_layers):
+            for options in ({}, {"num_splits": 4}, {"sliding_window": 300, "num_sink_tokens": 4}):
+                out, lse = caches[0].attend(layer, q, num_threads=1, return_lse=True, **options)
+                for cache in caches:
+                    for num_threads in (1, 2, 3):
+                        again = cache.attend(layer, q, num_threads=num_threads, return_lse=True, **options)
+                        assert np.array_equal(again[0], out) and np.array_equal(again[1], lse)
+
+
+def test_threads_finish_the_same_blocks():
+    """Long prompts are encoded by several threads."""
+    streams = Stream(1, 2048, 128, 8, 1), Stream(1, 2048, 128, 8, 1)
+    states = []
+    for stream, num_threads in zip(streams, (1, 3)):
+        kvfast.set_num_threads(num_threads)
+        try:
+            for name in FINISHING:
+                states.append((name, told(stream.feed(kvfast.KVCache(1, 8, 128, dtype=FINISHING[name]), 2048))))
+        finally:
+            kvfast.set_num_threads(None)
+    assert states[: len(FINISHING)] == states[len(FINISHING) :]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_shared_prefixes_are_read_once(isa, name):
+    stream = Stream(1, 900, 32)
+    pool = kvfast.PagedKVCache(3, HEADS, 32, 160, dtype=SETS[name])
+    ids = np.arange(900)
+    parent = stream.feed(pool.new_sequence(), 775, 300, token_ids=ids)
+    others = [Stream(seed, 900, 32) for seed in range(50, 54)]
+    sequences = [parent, parent.fork(), parent.fork(), pool.match_prefix(ids[:600]), pool.match_prefix(ids[:775])]
+    for sequence, other in zip(sequences[1:], others):
+        other.feed(sequence, len(sequence) + 7)
+    sequences.append(Stream(60, 900, 32).feed(pool.new_sequence(), 130))
+    counts = [1, 2, 1, 8, 3, 1]
+    bounds = np.r_[0, np.cumsum(counts)]
+    rng = np.random.default_rng(2)
+    k, v = rng.standard_normal((2, sum(counts), HEADS, 32)).astype(np.float32)
+    q = rng.standard_normal((sum(counts), 6, 32)).astype(np.float32)
+    slots = pool.slot_mapping(sequences, counts)
+    for layer in range(3):
+        pool.append_batch(layer, k, v, slots)
+        shared = pool.attend_batch(layer, q, sequences, cu_seqlens_q=bounds)
+        apart = pool.attend_batch(layer, q, sequences, cu_seqlens_q=bounds, cascade=False)
+        assert not np.array_equal(shared, apart)  # it was another way of reading
+        assert np.allclose(shared, apart, atol=1e-5)
+        for i, sequence in enumerate(sequences):
+            part = slice(bounds[i], bounds[i + 1])
+            assert np.array_equal(sequence.attend(layer, q[part]), apart[part])
+        for num_threads in (1, 2, 3):
+            again = pool.attend_batch(layer, q, sequences, cu_seqlens_q=bounds, num_threads=num_threads)
+            assert np.array_equal(again, shared)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_batches_store_what_sequences_store(name):
+    """append_batch and write_batch, tokens of several sequences mixed, over the borders of blocks."""
+    streams = [Stream(seed, 300) for seed in (1, 2, 3)]
+    pool, starts = kvfast.PagedKVCache(3, HEADS, DIM, 80, dtype=SETS[name]), [0, 50, 118]
+    sequences = [stream.feed(pool.new_sequence(), n) for stream, n in zip(streams, starts)]
+    for step in range(12):
+        counts = [(step * 5 + i * 7) % 13 for i in range(3)]
+        slots = pool.slot_mapping(sequences, counts)
+        order = np.argsort(np.concatenate([np.arange(n) for n in counts]), kind="stable")
+        for layer in range(3):
+            parts = [
+                stream.arrays[layer, :, len(one) : len(one) + n] for stream, one, n in zip(streams, sequences, counts)
+            ]
+            k, v = np.concatenate(parts, 1)[:, order]
+            if step % 2:
+                pool.append_batch(layer, k, v, slots[order])
+            else:
+                qkv = np.concatenate([np.zeros_like(k), k, v], 1).reshape(len(k), -1)
+                pool.write_batch(layer, qkv, slots[order], num_q_heads=HEADS)
+        for sequence, n in zip(sequences, counts):
+            if n:
+                sequence.advance(n)
+    for sequence, stream in zip(sequences, streams):
+        assert told(sequence) == told(stream.feed(pool.new_sequence(), len(sequence)))
+
+
+def test_write_stores_what_append_stores(rng):
+    for form in SETS.values():
+        written, appended = make("growing", form), make("growing", form)
+        for n in (100, 1, 40, 27):
+            qkv = rng.standard_normal((n, 4 * HEADS * DIM)).astype(np.float32)
+            _, k, v = kvfast.split_qkv_norm_rope(qkv, 2 * HEADS, HEADS, DIM)
+            for layer in range(written.num_layers):
+                written.write(layer, qkv)
+                appended.append(layer, k, v)
+            written.advance(n)
+            appended.advance(n)
+        assert told(written) == told(appended)
+
+
+@pytest.mark.parametrize("name", FINISHING_SETS)
+def test_float_rows_are_given_back(name):
+    """As the sequence goes on, it takes what its codes take and the float rows of a block and a half."""
+    stream, form = Stream(1, 1000), FINISHING_SETS[name]
+    for kind in ("growing", "sequence", "wide ring"):
+        cache = make(kind, form)
+        rest = []
+        for n in range(300, 1000, 9):
+            stream.feed(cache, n)
+            size = len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size
+            rest.append((cache._buffer.nbytes_used - size) / cache.block_size)
+        layers = cache.num_layers
+        most = 2 * layers * HEADS * 32 * 2 * (1 + 16 / cache.block_size * 2 + 16 / cache.block_size)
+        assert max(rest) <= most and min(rest) < 0.75 * most
+        cache.truncate(500)
+        stream.feed(cache, 990, 1)
+        assert cache._buffer.nbytes_used - len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size <= (
+            most * cache.block_size
+        )

@@ -18,23 +18,23 @@ from models import LLAMA_3_8B, SMOLLM2_135M
 
 import kvfast
 
-DTYPES = ["int8", "int4", "int8/int4", "float16", "bfloat16", "float32"]
+DTYPES = ["int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloat16", "float32"]
 TOTAL = 512 * 10**6
 CHUNK = 1024
 
 
 def filled(model, dtype, context, total=TOTAL):
     """A cache of as many layers as make `total` bytes, full of random tokens."""
-    k_dtype, _, v_dtype = dtype.partition("/")
-    settings = {"k_dtype": k_dtype, "v_dtype": v_dtype or k_dtype, "max_seq_len": context}
+    settings = {"dtype": dtype, "max_seq_len": context}
     one = kvfast.KVCache(1, model.num_kv_heads, model.head_dim, **settings)
     cache = kvfast.KVCache(-(-total // (one.bytes_per_token * context)), model.num_kv_heads, model.head_dim, **settings)
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, CHUNK, model.num_kv_heads, model.head_dim), np.float32)
-    for layer in range(cache.num_layers):
-        for start in range(0, context, CHUNK):
-            n = min(CHUNK, context - start)
+    for start in range(0, context, CHUNK):
+        n = min(CHUNK, context - start)
+        for layer in range(cache.num_layers):
             cache.append(layer, k[:n], v[:n])
+        cache.advance(n)
     return cache
 
 
@@ -70,9 +70,9 @@ def bench_decode(against_bandwidth, dtype, context, threads):
 def bench_small_call(benchmark, dtype):
     """One token of one layer of a small model at 128 tokens: append and attend."""
     model = SMOLLM2_135M
-    cache = filled(model, dtype, 4096, total=1)
-    cache.advance(4096)
-    cache.truncate(128)
+    cache = kvfast.KVCache(1, model.num_kv_heads, model.head_dim, max_seq_len=4096, dtype=dtype)
+    cache.append(0, *np.ones((2, 128, model.num_kv_heads, model.head_dim), np.float32))
+    cache.advance(128)
     q = query(model)
     token = np.ones((1, model.num_kv_heads, model.head_dim), np.float32)
 

@@ -15,7 +15,7 @@ from models import LLAMA_3_8B, SMOLLM2_135M
 
 import kvfast
 
-DTYPES = ["int8", "int4", "float16"]
+DTYPES = ["int8", "int4-plain", "float16"]
 NUM_SINK_TOKENS = 4
 
 

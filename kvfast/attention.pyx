@@ -13,7 +13,7 @@ from libc.string cimport memset
 
 from kvfast._arrays cimport kv_rows
 from kvfast._kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
-                              kv_score_options, kv_scratch, kv_side, kv_softmax, kv_tile)
+                              kv_score_options, kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile)
 from kvfast.blocks cimport PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of
 from kvfast.finish cimport OPEN_TOKENS
 
@@ -30,6 +30,13 @@ cdef enum:
     INTEGER_TILE = 64
     INT4_TILE = 128
     FLOAT_TILE_BYTES = 4096
+
+
+# The positions begin to end of a sequence, read from one store tile by tile.
+ctypedef struct kv_range:
+    const kv_store *store
+    int tile
+    Py_ssize_t begin, end
 
 
 # The query rows of a task.
@@ -79,6 +86,7 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
     cdef int shift = store.block_shift, coarser = blocks.block_shift - shift, i
     cdef Py_ssize_t index = position >> shift, last = (context.length - 1) >> shift, at
     cdef int32_t block, piece
+    k.base = v.base = store.base
     k.first = v.first = <int>(position & (store.k.block_size - 1))
     for i in range(max(tile >> shift, 1)):
         at = min(index + i, last) >> coarser
@@ -92,11 +100,24 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
         v.at[i] = v_offset_of(store, block, task.head)
 
 
-cdef void _attend_range(kv_task *task, const kv_store *store, int tile, Py_ssize_t begin, Py_ssize_t end,
-                        const Py_ssize_t *starts, const Py_ssize_t *stops, Py_ssize_t following) noexcept nogil:
-    """Read the positions begin to end from one store; row r sees those from starts[r] to stops[r]. What is read next,
-    and so prefetched at the end, is the tile at `following`."""
+cdef inline void _aim(kv_stream *stream, const kv_side *side, const kv_tile *tile, int tokens,
+                      Py_ssize_t count) noexcept nogil:
+    """Make a tile what is prefetched: of float rows `count`, of codes the `tokens` of a whole tile."""
+    cdef Py_ssize_t token = _token_bytes(side), block_tokens = min(tokens, side.block_size)
+    stream.base, stream.at = tile.base, tile.at
+    stream.offset, stream.piece = token * tile.first, token * block_tokens
+    stream.bytes = token * (count if side.dtype < KV_NUM_FLOATS and count < tokens else tokens)
+    stream.scales = side.scales + side.scale_bytes * tile.first
+    stream.scale_bytes = side.bytes - side.scales if side.means else side.scale_bytes * block_tokens
+
+
+cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
+                        const kv_range *following) noexcept nogil:
+    """Read a range; row r sees its positions from starts[r] to stops[r]. The start of the range that follows, if there
+    is one, is prefetched at the end."""
     cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_store *store = range_.store
+    cdef const kv_store *next_store = store
     cdef const kv_side *k = &store.k
     cdef const kv_side *v = &store.v
     cdef kv_scratch *scratch = &task.scratch
@@ -104,48 +125,40 @@ cdef void _attend_range(kv_task *task, const kv_store *store, int tile, Py_ssize
     cdef kv_ahead ahead
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
-    cdef int now = 0, r, count
-    cdef int block_tokens = min(tile, k.block_size)
+    cdef int now = 0, r, count, tile = range_.tile, next_tile = tile
     cdef int first[16]
     cdef int last[16]
-    cdef Py_ssize_t t = begin
-    cdef Py_ssize_t k_token = _token_bytes(k), v_token = _token_bytes(v)
-    cdef Py_ssize_t k_bytes = k_token * tile, v_bytes = v_token * tile, lead = max(k_bytes, v_bytes)
-    cdef Py_ssize_t k_piece = k_token * block_tokens, v_piece = v_token * block_tokens
-    cdef Py_ssize_t k_scales = k.bytes - k.scales if k.means else k.scale_bytes * block_tokens
-    cdef Py_ssize_t v_scales = v.scale_bytes * block_tokens
+    cdef Py_ssize_t t = range_.begin, end = range_.end, next_count
+    cdef Py_ssize_t k_bytes = _token_bytes(k) * tile, v_bytes = _token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
-    keys[0].base = keys[1].base = values[0].base = values[1].base = ahead.next.base = ahead.after.base = store.base
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
     _locate(task, store, t, tile, &keys[0], &values[0])
     while t < end:
         count = <int>min(<Py_ssize_t>tile, end - t)
         keys[now].count = values[now].count = count
         next_keys, next_values = &keys[1 - now], &values[1 - now]
+        next_count = max(end - t - tile, <Py_ssize_t>1)
         if t + tile < end and keys[now].first + tile < k.block_size:  # the same block goes on
+            next_keys.base = next_values.base = store.base
             next_keys.at[0], next_values.at[0] = keys[now].at[0], values[now].at[0]
             next_keys.first = next_values.first = keys[now].first + tile
+        elif t + tile < end or following == NULL:
+            _locate(task, store, t + tile if t + tile < end else t, tile, next_keys, next_values)
         else:
-            _locate(task, store, t + tile if t + tile < end else following, tile, next_keys, next_values)
+            next_store = following.store
+            next_tile, next_count = following.tile, following.end - following.begin
+            _locate(task, next_store, following.begin, next_tile, next_keys, next_values)
         for r in range(task.rows):
             first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
-        ahead.next.at, ahead.next.piece, ahead.next.bytes = values[now].at, v_piece, v_bytes
-        ahead.next.offset = v_token * values[now].first
-        ahead.next.scales, ahead.next.scale_bytes = v.scales + v.scale_bytes * values[now].first, v_scales
-        ahead.after.scales, ahead.after.scale_bytes = k.scales + k.scale_bytes * next_keys.first, k_scales
-        ahead.after.at, ahead.after.piece = next_keys.at, k_piece
-        ahead.after.offset = k_token * next_keys.first
+        _aim(&ahead.next, v, &values[now], tile, count)
+        _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
         ahead.lead = lead - k_bytes
         kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
         kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
-        ahead.next.at, ahead.next.piece, ahead.next.bytes = next_keys.at, k_piece, k_bytes
-        ahead.next.offset = ahead.after.offset
-        ahead.next.scales, ahead.next.scale_bytes = ahead.after.scales, k_scales
-        ahead.after.scales, ahead.after.scale_bytes = v.scales + v.scale_bytes * next_values.first, v_scales
-        ahead.after.at, ahead.after.piece = next_values.at, v_piece
-        ahead.after.offset = v_token * next_values.first
+        ahead.next = ahead.after
+        _aim(&ahead.after, &next_store.v, next_values, next_tile, next_count)
         ahead.lead = lead - v_bytes
         kernels.accumulate[v.dtype](v, state.weights, task.rows, &values[now], &ahead, state.rescale, scratch.acc)
         now = 1 - now
@@ -214,37 +227,42 @@ cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py
 
 
 cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,
-                       const Py_ssize_t *stops, Py_ssize_t following) noexcept nogil:
+                       const Py_ssize_t *stops, const kv_range *following) noexcept nogil:
     """Read the positions begin, a multiple of KV_TILE, to end: codes and, where tokens have them, float rows."""
     cdef const kv_call *call = task.call
     cdef const kv_store *store = call.store
+    cdef kv_range ranges[3]   # codes, the newest tokens, the first tokens, which were prefetched long before
     cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
     cdef Py_ssize_t from_floats[16]
     cdef Py_ssize_t lower[16]
     cdef Py_ssize_t upper[16]
-    cdef int r
+    cdef const kv_range *after
+    cdef int i, r
+    ranges[0] = kv_range(store, call.tile, begin, end)
     if store.floats == NULL:
-        _attend_range(task, store, call.tile, begin, end, starts, stops, following)
+        _attend_range(task, &ranges[0], starts, stops, following)
         return
     for r in range(task.rows):
         from_floats[r] = floats_from(store, &task.item.context, call.queries[task.tokens[r]].position)
         some_floats = min(some_floats, from_floats[r])
         all_codes = max(all_codes, from_floats[r])
-    if begin < first:
-        for r in range(task.rows):
-            upper[r] = min(stops[r], first)
-        _attend_range(task, store.floats, call.float_tile, begin, min(first, end), starts, upper, following)
-    if begin < min(all_codes, end):
-        for r in range(task.rows):
-            lower[r], upper[r] = max(starts[r], first), min(stops[r], from_floats[r])
-        _attend_range(task, store, call.tile, begin, min(all_codes, end), lower, upper, following)
-    # Where no row reads them there may be none: a cache that went back into a block that had lost them.
+    # Where no row reads float rows there may be none: a cache that went back into a block that had lost them. Their
+    # tiles begin at their multiples, wherever a window does: what is before `begin` is masked.
+    ranges[0].end = min(all_codes, end)
+    ranges[2] = kv_range(store.floats, call.float_tile, begin, min(first, end))
+    ranges[1] = kv_range(store.floats, call.float_tile, end, end)
     if some_floats < end:
-        # Tiles begin at their multiples, wherever a window does: what is before `begin` is masked.
-        some_floats = max(begin, some_floats) // call.float_tile * call.float_tile
+        ranges[1].begin = max(begin, some_floats) // call.float_tile * call.float_tile
+    for i in range(3):
+        if ranges[i].begin >= ranges[i].end:
+            continue
+        after = following
+        if i == 0 and ranges[1].begin < ranges[1].end:
+            after = &ranges[1]
         for r in range(task.rows):
-            lower[r] = max(starts[r], from_floats[r], first)
-        _attend_range(task, store.floats, call.float_tile, some_floats, end, lower, stops, following)
+            lower[r] = starts[r] if i == 2 else max(starts[r], first) if i == 0 else max(starts[r], from_floats[r], first)
+            upper[r] = min(stops[r], from_floats[r]) if i == 0 else stops[r] if i == 1 else min(stops[r], first)
+        _attend_range(task, &ranges[i], lower, upper, after)
 
 
 cdef const kv_item *_item_of(const kv_call *call, Py_ssize_t task) noexcept nogil:
@@ -270,6 +288,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
     cdef Py_ssize_t zeros[16]
     cdef Py_ssize_t sink_stops[16]
     cdef Py_ssize_t begin, end, row0, token, split, sinks_end = 0, split_begin
+    cdef kv_range rest
     cdef int r
     cdef float *partial
     index -= item.first_task
@@ -305,10 +324,10 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
     # Ask for the first keys early; nothing was running ahead of them.
     if sinks_end > 0:
         _touch_sinks(&task, sinks_end)
-    if call.store.float_tokens and (sinks_end > 0 or begin < call.store.float_tokens):
-        _touch_first_floats(&task)
     if not call.store.finishes or begin < item.context.coded:
         _touch(&task, begin, call.tile)
+    if call.store.float_tokens and (sinks_end > 0 or begin < call.store.float_tokens):
+        _touch_first_floats(&task)
     memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL
@@ -316,11 +335,12 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
 
     if sinks_end > 0:
         _load(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
-        _attend_span(&task, 0, sinks_end, zeros, sink_stops, begin)
+        rest = kv_range(call.store, call.tile, begin, end)
+        _attend_span(&task, 0, sinks_end, zeros, sink_stops, &rest)
     if sinks_end == 0 or call.sink_q.data != NULL:
         _load(&task, &call.q)
     if begin < end:
-        _attend_span(&task, begin, end, starts, stops, end)
+        _attend_span(&task, begin, end, starts, stops, NULL)
 
     for r in range(task.rows):
         query = call.queries + task.tokens[r]

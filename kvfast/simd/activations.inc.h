@@ -11,8 +11,9 @@
    taken off after the sum.
 
    What belongs to a channel of a key block, instead of a token, goes to the queries, once for each block
-   and row: sum q (c s + m) = sum (q s) (c + 8) + sum q (m - 8 s). The products q s are cut into
-   activations; what they are multiplied by is at most 15, well within the bound. */
+   and row: sum q (c s + m) = sum (q s) c + sum q m. The channel scales s are 15-bit fractions of a unit,
+   so that q s is one rounding 16-bit product of the activations of q, in range as these are; what it is
+   multiplied by is at most 15. */
 #define KV_MAX_ACTIVATION 32639.0f
 #define KV_INVERSE(largest) ((largest) > 0x1p-100f ? KV_MAX_ACTIVATION / (largest) : 0.0f)
 
@@ -22,9 +23,10 @@
 #define KV_CHANNELS 2 /* with channel scales */
 
 /* Cuts up to KV_PANEL rows of n floats, times their inverse scales, into the activations that dot_panel
-   reads; sums[r] is that of row r. */
+   reads, or with `words` scale_words; sums[r] is that of row r. */
 static inline __attribute__((always_inline)) void KV(put_activations)(
-    const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse, int8_t *x, int32_t *sums)
+    const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse, int8_t *x, int32_t *sums,
+    const int words)
 {
     vi sum[KV_PANEL], value[KV_PANEL];
     KV_FOR4(r, KV_PANEL, sum[r] = value[r] = vi_set1(0););
@@ -32,7 +34,8 @@ static inline __attribute__((always_inline)) void KV(put_activations)(
         KV_FOR4(r, num_rows,
             value[r] = vf_round(vf_mul(vf_load(rows + r * stride + i), vf_set1(inverse[r])));
             sum[r] = vi_add(sum[r], value[r]););
-        KV(put_parts)(x, i, value[0], value[1], value[2], value[3]);
+        if (words) KV(put_words)(x, i, value[0], value[1], value[2], value[3]);
+        else put_parts(x, i, value[0], value[1], value[2], value[3]);
     }
     KV_FOR4(r, num_rows, sums[r] = vi_hsum(sum[r]););
 }
@@ -43,7 +46,6 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
     const ptrdiff_t n = side->padded_dim;
     queries->rows = rows;
     queries->factor = factor;
-    if (side->channels) return; /* fold does the rest, block by block */
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int panel_rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         float inverse[KV_PANEL];
@@ -52,7 +54,11 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
             inverse[r] = KV_INVERSE(largest);
             queries->scale[row + r] = largest / KV_MAX_ACTIVATION * factor;
         }
-        KV(put_activations)(rows + row * n, n, panel_rows, n, inverse, queries->parts + row * n * 2, queries->sum + row);
+        int8_t *parts = queries->parts + row * n * 2;
+        if (side->channels) /* fold does the rest, block by block */
+            KV(put_activations)(rows + row * n, n, panel_rows, n, inverse, parts, queries->sum + row, 1);
+        else
+            KV(put_activations)(rows + row * n, n, panel_rows, n, inverse, parts, queries->sum + row, 0);
         for (int r = 0; r < panel_rows; r++) queries->sum[row + r] *= bias;
     }
 }
@@ -66,52 +72,34 @@ typedef struct {
 } KV(folded);
 
 static inline __attribute__((always_inline)) void KV(fold_rows)(
-    const kv_side *side, const char *block, const float *rows, float factor, const int num_rows, const int channels,
+    const kv_side *side, const char *block, const kv_queries *queries, int row, const int num_rows,
     KV(folded) *folded)
 {
-    KV_ALIGNED float products[KV_PANEL * KV_MAX_HEAD_DIM];
     const uint16_t *means = (const uint16_t *)(block + side->means), *scales = (const uint16_t *)(block + side->channels);
     const ptrdiff_t n = side->padded_dim;
-    vf shift[KV_PANEL], most[KV_PANEL];
-    KV_FOR4(r, KV_PANEL, shift[r] = most[r] = vf_set1(0.0f););
+    const float *rows = queries->rows + row * n;
+    if (side->channels) {
+        const float unit = KV(unit_of)(scales);
+        KV(scale_words)(folded->parts, queries->parts + row * n * 2, scales, n);
+        for (int r = 0; r < num_rows; r++) folded->scale[r] = queries->scale[row + r] * unit * 0x1p15f;
+    }
+    vf shift[KV_PANEL];
+    KV_FOR4(r, KV_PANEL, shift[r] = vf_set1(0.0f););
     for (ptrdiff_t i = 0; i < n; i += W) {
-        vf mean = vf_load_float16(means + i), scale = mean;
-        if (channels) { /* the stored code is c + 8 */
-            scale = vf_load_bfloat16(scales + i);
-            mean = vf_fma(scale, vf_set1(-8.0f), mean);
-        }
-        KV_FOR4(r, num_rows,
-            const vf q = vf_load(rows + r * n + i);
-            shift[r] = vf_fma(q, mean, shift[r]);
-            if (channels) {
-                const vf product = vf_mul(q, scale);
-                vf_store(products + r * n + i, product);
-                most[r] = vf_max_abs(most[r], product);
-            });
+        const vf mean = vf_load_float16(means + i);
+        KV_FOR4(r, num_rows, shift[r] = vf_fma(vf_load(rows + r * n + i), mean, shift[r]););
     }
     KV(vf_sum4)(shift[0], shift[1], shift[2], shift[3], folded->shift);
-    for (int r = 0; r < num_rows; r++) folded->shift[r] *= factor;
-    if (!channels) return;
-    float inverse[KV_PANEL];
-    int32_t sums[KV_PANEL]; /* not needed: the bias is in the shift */
-    KV_FOR4(r, num_rows,
-        const float largest = vf_hmax(most[r]);
-        inverse[r] = KV_INVERSE(largest);
-        folded->scale[r] = largest / KV_MAX_ACTIVATION * factor;);
-    KV(put_activations)(products, n, num_rows, n, inverse, folded->parts, sums);
+    for (int r = 0; r < num_rows; r++) folded->shift[r] *= queries->factor;
 }
 
-static __attribute__((noinline)) void KV(fold)(const kv_side *side, const char *block, const float *rows, float factor,
-                                               int num_rows, KV(folded) *folded)
+static __attribute__((noinline)) void KV(fold)(const kv_side *side, const char *block, const kv_queries *queries,
+                                               int row, int num_rows, KV(folded) *folded)
 {
-#define KV_FOLD(R)                                                                        \
-    if (side->channels) KV(fold_rows)(side, block, rows, factor, R, 1, folded);           \
-    else KV(fold_rows)(side, block, rows, factor, R, 0, folded);
     switch (num_rows) {
-    case 1: KV_FOLD(1) break;
-    case 2: KV_FOLD(2) break;
-    case 3: KV_FOLD(3) break;
-    default: KV_FOLD(4)
+    case 1: KV(fold_rows)(side, block, queries, row, 1, folded); break;
+    case 2: KV(fold_rows)(side, block, queries, row, 2, folded); break;
+    case 3: KV(fold_rows)(side, block, queries, row, 3, folded); break;
+    default: KV(fold_rows)(side, block, queries, row, 4, folded);
     }
-#undef KV_FOLD
 }

@@ -48,6 +48,7 @@ static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offs
     if (offset >= stream->bytes) {
         offset -= stream->bytes;
         stream = &ahead->after;
+        if (offset >= stream->bytes) offset = 0; /* all of it is asked for */
     }
     const ptrdiff_t *at = stream->at;
     for (; offset >= stream->piece; offset -= stream->piece) at++;
@@ -122,6 +123,15 @@ static inline void kv_put_nibble(uint8_t *byte, int code, int high)
 static inline int kv_get_nibble(const uint8_t *byte, int high) { return high ? *byte >> 4 : *byte & 0x0F; }
 
 #if KV_X86
+KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
+#define KV(name) name##_avx512_vbmi
+#define KV_ISA "avx512_vbmi"
+#define KV_VBMI
+#include "vec_avx512.h"
+#include "tier.inc.h"
+#undef KV_VBMI
+KV_TARGET_END
+
 KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
 #define KV(name) name##_avx512_vnni
 #define KV_ISA "avx512_vnni"
@@ -151,6 +161,7 @@ KV_TARGET_END
 
 const kv_kernels *const kv_all_kernels[] = {
 #if KV_X86
+    &kernels_avx512_vbmi,
     &kernels_avx512_vnni,
     &kernels_avx2,
 #ifdef __SSE2__
@@ -175,7 +186,8 @@ int kv_supported(const kv_kernels *kernels)
 #if KV_X86
     /* __builtin_cpu_supports also asks the operating system (XCR0) for the wider registers. */
     __builtin_cpu_init();
-    if (kernels == &kernels_avx512_vnni)
+    if (kernels == &kernels_avx512_vbmi && !__builtin_cpu_supports("avx512vbmi")) return 0;
+    if (kernels == &kernels_avx512_vbmi || kernels == &kernels_avx512_vnni)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma") &&
@@ -192,7 +204,7 @@ const kv_cpu_feature *kv_cpu_features(void)
     static kv_cpu_feature features[] = {
 #if KV_X86
         {"sse2", 0}, {"avx", 0}, {"fma", 0}, {"avx2", 0}, {"avx512f", 0}, {"avx512bw", 0},
-        {"avx512dq", 0}, {"avx512vl", 0}, {"avx512vnni", 0}, {"avx512bf16", 0},
+        {"avx512dq", 0}, {"avx512vl", 0}, {"avx512vnni", 0}, {"avx512vbmi", 0}, {"avx512bf16", 0},
 #endif
         {NULL, 0}};
 #if KV_X86
@@ -201,7 +213,7 @@ const kv_cpu_feature *kv_cpu_features(void)
 #define KV_FEATURE(name) (f++)->present = __builtin_cpu_supports(name) != 0;
     KV_FEATURE("sse2") KV_FEATURE("avx") KV_FEATURE("fma") KV_FEATURE("avx2")
     KV_FEATURE("avx512f") KV_FEATURE("avx512bw") KV_FEATURE("avx512dq") KV_FEATURE("avx512vl")
-    KV_FEATURE("avx512vnni") KV_FEATURE("avx512bf16")
+    KV_FEATURE("avx512vnni") KV_FEATURE("avx512vbmi") KV_FEATURE("avx512bf16")
 #endif
     return features;
 }

@@ -1,7 +1,7 @@
 /* Finished blocks of keys: the statistics of the channels, then the codes that need them.
 
    Centred blocks: x = code x token scale + mean, with the mean of the channel over the block.
-   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + mean, codes -8..7. */
+   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset, codes 0..15. */
 
 /* W channels from c on; beyond the last, 0. */
 static inline vf KV(load_channels)(const float *row, ptrdiff_t c, ptrdiff_t n)
@@ -22,21 +22,36 @@ static void KV(centre)(const kv_side *side, char *block, const float *rows, ptrd
     }
 }
 
-/* (x - mean) / scale, clamped to the codes, rounded, as a float. */
-static inline vf KV(channel_code)(vf offset, vf inverse)
+/* x / scale, clamped to the codes, rounded, as a float. */
+static inline vf KV(channel_code)(vf x, vf inverse)
 {
-    return vi_to_float(vf_round(vf_max(vf_min(vf_mul(offset, inverse), vf_set1(7.0f)), vf_set1(-8.0f))));
+    return vi_to_float(vf_round(vf_max(vf_min(vf_mul(x, inverse), vf_set1(15.0f)), vf_set1(0.0f))));
 }
 
-/* Scale and mean of each channel: from the smallest to the largest value, then twice the line of least
+/* The scales as 15-bit fractions of a unit that the largest just fits, rounded up. */
+static void KV(put_channels)(const kv_side *side, uint16_t *channels, const float *scales)
+{
+    float largest = 0.0f;
+    for (int d = 0; d < side->head_dim; d++) largest = scales[d] > largest ? scales[d] : largest;
+    const uint32_t bits = (kv_float_bits(largest * (1.0f / 32767.0f)) + 0xFFFF) >> 16; /* up */
+    const float unit = kv_bits_float(bits << 16);
+    for (int d = 0; d < side->padded_dim; d++) {
+        const float steps = d < side->head_dim ? __builtin_ceilf(scales[d] / unit) : 0.0f;
+        channels[d] = (uint16_t)(steps < 32767.0f ? steps : 32767.0f);
+    }
+    for (int i = 0; i < 16; i++) channels[i] |= (uint16_t)((bits >> i & 1) << 15);
+}
+
+/* Scale and offset of each channel: from the smallest to the largest value, then twice the line of least
    squared error through the codes. Rounding may move the range; a scale that is wide enough again leaves
    every value at most one step outside of it. */
 static void KV(fit_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride)
 {
-    uint16_t *scales = (uint16_t *)(block + side->channels), *means = (uint16_t *)(block + side->means);
+    uint16_t *offsets = (uint16_t *)(block + side->means);
     const int tokens = side->block_size;
     const ptrdiff_t n = side->head_dim;
     const vf count = vf_set1((float)tokens), tiny = vf_set1(0x1p-100f);
+    KV_ALIGNED float scales[KV_MAX_HEAD_DIM];
     for (ptrdiff_t c = 0; c < side->padded_dim; c += W) {
         vf low = KV(load_channels)(rows, c, n), high = low;
         for (int t = 1; t < tokens; t++) {
@@ -44,53 +59,53 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
             low = vf_min(low, x);
             high = vf_max(high, x);
         }
-        vf scale = vf_mul(vf_sub(high, low), vf_set1(1.0f / 15.0f)), mean = vf_fma(scale, vf_set1(8.0f), low);
+        vf scale = vf_mul(vf_sub(high, low), vf_set1(1.0f / 15.0f)), offset = low;
         for (int refits = 2; refits > 0; refits--) {
             const vf inverse = vf_div(vf_set1(1.0f), vf_max(scale, tiny));
-            vf codes = vf_set1(0.0f), squares = codes, offsets = codes, products = codes;
+            vf codes = vf_set1(0.0f), squares = codes, values = codes, products = codes;
             for (int t = 0; t < tokens; t++) {
-                const vf offset = vf_sub(KV(load_channels)(rows + t * stride, c, n), mean);
-                const vf code = KV(channel_code)(offset, inverse);
+                const vf x = vf_sub(KV(load_channels)(rows + t * stride, c, n), offset);
+                const vf code = KV(channel_code)(x, inverse);
                 codes = vf_add(codes, code);
-                offsets = vf_add(offsets, offset);
+                values = vf_add(values, x);
                 squares = vf_fma(code, code, squares);
-                products = vf_fma(code, offset, products);
+                products = vf_fma(code, x, products);
             }
             /* Integers of which the sums are exact; 0 where all codes are the same. */
             const vf spread = vf_sub(vf_mul(count, squares), vf_mul(codes, codes));
-            scale = vf_div(vf_sub(vf_mul(count, products), vf_mul(codes, offsets)), vf_max(spread, vf_set1(1.0f)));
-            mean = vf_add(mean, vf_div(vf_sub(offsets, vf_mul(scale, codes)), count));
+            scale = vf_div(vf_sub(vf_mul(count, products), vf_mul(codes, values)), vf_max(spread, vf_set1(1.0f)));
+            offset = vf_add(offset, vf_div(vf_sub(values, vf_mul(scale, codes)), count));
         }
-        vf_store_float16(means + c, mean);
-        mean = vf_load_float16(means + c);
-        scale = vf_max(scale, vf_mul(vf_sub(high, mean), vf_set1(1.0f / 8.0f)));
-        scale = vf_max(scale, vf_mul(vf_sub(mean, low), vf_set1(1.0f / 9.0f)));
-        float lanes[W];
-        vf_store(lanes, vf_max(scale, tiny));
-        for (int i = 0; i < W; i++) scales[c + i] = (uint16_t)((kv_float_bits(lanes[i]) + 0xFFFF) >> 16); /* up */
+        vf_store_float16(offsets + c, offset);
+        offset = vf_load_float16(offsets + c);
+        scale = vf_max(vf_max(scale, tiny), vf_sub(offset, low));
+        vf_store(scales + c, vf_max(scale, vf_mul(vf_sub(high, offset), vf_set1(1.0f / 16.0f))));
     }
-    memset(scales + n, 0, (size_t)(side->padded_dim - n) * sizeof *scales);
+    KV(put_channels)(side, (uint16_t *)(block + side->channels), scales);
 }
 
-/* Codes the tokens from `token` on with the channels' scales and means; stops, with 0, at a token that is more
+/* Codes the tokens from `token` on with the channels' scales and offsets; stops, with 0, at a token that is more
    than 1.25 steps outside of the range of codes if `guarded`. */
 static int KV(code_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int token, int guarded)
 {
-    const uint16_t *scales = (const uint16_t *)(block + side->channels), *means = (const uint16_t *)(block + side->means);
-    KV_ALIGNED float mean[KV_MAX_HEAD_DIM], scale[KV_MAX_HEAD_DIM], inverse[KV_MAX_HEAD_DIM];
+    const uint16_t *channels = (const uint16_t *)(block + side->channels);
+    KV_ALIGNED float offset[KV_MAX_HEAD_DIM], scale[KV_MAX_HEAD_DIM], inverse[KV_MAX_HEAD_DIM];
     uint8_t codes[KV_MAX_HEAD_DIM];
     const ptrdiff_t n = side->head_dim, dims = side->padded_dim;
-    KV(to_float16)(means, dims, mean);
-    KV(to_bfloat16)(scales, dims, scale);
-    for (ptrdiff_t c = 0; c < dims; c++) inverse[c] = scale[c] > 0.0f ? 1.0f / scale[c] : 0.0f;
+    const float unit = KV(unit_of)(channels);
+    KV(to_float16)(block + side->means, dims, offset);
+    for (ptrdiff_t c = 0; c < dims; c++) {
+        scale[c] = (float)(channels[c] & 0x7FFF) * unit;
+        inverse[c] = scale[c] > 0.0f ? 1.0f / scale[c] : 0.0f;
+    }
     for (; token < side->block_size; token++) {
         vf beyond = vf_set1(0.0f); /* how far outside, in values */
         for (ptrdiff_t c = 0; c < dims; c += W) {
-            const vf offset = vf_sub(KV(load_channels)(rows + token * stride, c, n), vf_load(mean + c));
-            const vf step = vf_load(scale + c), code = KV(channel_code)(offset, vf_load(inverse + c));
-            beyond = vf_max(beyond, vf_max(vf_sub(offset, vf_mul(step, vf_set1(8.25f))),
-                                           vf_sub(vf_mul(step, vf_set1(-9.25f)), offset)));
-            vi_store_int8((int8_t *)codes + c, vf_round(vf_add(code, vf_set1(8.0f))));
+            const vf x = vf_sub(KV(load_channels)(rows + token * stride, c, n), vf_load(offset + c));
+            const vf step = vf_load(scale + c);
+            beyond = vf_max(beyond, vf_max(vf_sub(x, vf_mul(step, vf_set1(16.25f))),
+                                           vf_sub(vf_mul(step, vf_set1(-1.25f)), x)));
+            vi_store_int8((int8_t *)codes + c, vf_round(KV(channel_code)(x, vf_load(inverse + c))));
         }
         if (guarded && vf_hmax(beyond) > 0.0f) return 0;
         KV(put_k)(side, block, token, codes);

@@ -26,8 +26,9 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
                     vwide wide = vcodes_widen(stored);
                     KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], wide, x + 8 * r););
                 } else {
-                    vcodes even = vcodes_low(stored), odd = vcodes_high(stored);
-                    if (dtype == KV_GAUSS4) even = vcodes_levels(even), odd = vcodes_levels(odd);
+                    vcodes shifted = vcodes_shift(stored);
+                    vcodes even = dtype == KV_GAUSS4 ? vcodes_levels(stored) : vcodes_low(stored);
+                    vcodes odd = dtype == KV_GAUSS4 ? vcodes_levels(shifted) : vcodes_low(shifted);
                     vwide low = vcodes_widen(even), high = vcodes_widen(odd);
                     KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], low, x + 8 * r););
                     KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], high, x + 8 * (KV_PANEL + r)););
@@ -70,7 +71,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             const ptrdiff_t at = slot / KV_LANES * tile_bytes + slot % KV_LANES * 4;
             const char *token_scales = tile->base + *block + side->scales;
             if (statistics && (lane == 0 || slot == 0))
-                KV(fold)(side, tile->base + *block, queries->rows + row * side->padded_dim, queries->factor, rows, &folded);
+                KV(fold)(side, tile->base + *block, queries, row, rows, &folded);
             const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * tile_bytes);
             const int left = lanes - lane < side->block_size - slot ? lanes - lane : side->block_size - slot;
             const int vectors = INT_VECTORS * W <= left ? INT_VECTORS : 1;
@@ -127,7 +128,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             inverse[r] = KV_INVERSE(peak);
             scales[row + r] = peak / KV_MAX_ACTIVATION;
         }
-        KV(put_activations)(folded, KV_TILE, rows, tokens, inverse, parts + row * (KV_TILE * 2), sums + row);
+        KV(put_activations)(folded, KV_TILE, rows, tokens, inverse, parts + row * (KV_TILE * 2), sums + row, 0);
         for (int r = 0; r < rows; r++) sums[row + r] *= KV_BIAS(dtype);
     }
     for (int row = 0; row < num_rows; row += KV_PANEL) {

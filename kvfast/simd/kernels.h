@@ -10,8 +10,9 @@
      float dtypes    (block_size, padded_dim) rows, row_stride bytes from token to token
      integer dtypes  a matrix of codes in lane tiles, then what the codes are multiplied by: a scale
                      for each token (float32, of GAUSS4 bfloat16), or for keys with per-channel
-                     scales a bfloat16 for each channel; for finished key blocks a float16 for each
-                     channel that is added to all of it
+                     scales one for each channel, a 15-bit fraction of a bfloat16 that is in the top bits
+                     of the first 16; for finished key blocks a float16 for each channel that is added
+                     to all of it
 
    Lane tiles: 16 lanes x 4 consecutive depths make one 64-byte line, so that one multiply-
    accumulate instruction serves 16 results and no sum across lanes is ever needed.
@@ -61,7 +62,7 @@ typedef struct {
     ptrdiff_t scales;      /* integer dtypes: bytes of the codes, where the scales of the tokens start */
     int scale_bytes;       /* of a token: 4, of GAUSS4 2; 0 for float dtypes and with channel scales */
     ptrdiff_t means;       /* byte offset of the channels' means: (padded_dim,) float16; 0: none */
-    ptrdiff_t channels;    /* byte offset of the channels' scales: (padded_dim,) bfloat16; 0: none */
+    ptrdiff_t channels;    /* byte offset of the channels' scales: (padded_dim,) uint16; 0: none */
     ptrdiff_t bytes;       /* of one block of this side */
 } kv_side;
 

@@ -31,6 +31,12 @@ static inline float KV(get_scale)(const kv_side *side, const char *block, int sl
     return side->dtype == KV_GAUSS4 ? kv_from_bfloat16(((const uint16_t *)scales)[slot]) : ((const float *)scales)[slot];
 }
 
+/* What the channel scales of a block count: a bfloat16, in the top bits of the first 16. */
+static inline float KV(unit_of)(const uint16_t *scales)
+{
+    return kv_from_bfloat16((uint16_t)KV(top_bits)(scales));
+}
+
 static int KV(encode_floats)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
     if (side->dtype >= KV_NUM_FLOATS) return 0;
@@ -118,9 +124,10 @@ static void KV(decode_k)(const kv_side *side, const char *block, int slot, float
     if (KV(decode_floats)(side, block, slot, row)) return;
     const float scale = KV(get_scale)(side, block, slot);
     const uint16_t *channels = (const uint16_t *)(block + side->channels), *means = (const uint16_t *)(block + side->means);
+    const float unit = side->channels ? KV(unit_of)(channels) : 0.0f;
     for (int d = 0; d < side->head_dim; d++) {
-        row[d] = (float)KV(level_at)(side, block, side->padded_dim, slot, d) * scale;
-        if (side->channels) row[d] *= kv_from_bfloat16(channels[d]);
+        const int level = KV(level_at)(side, block, side->padded_dim, slot, d);
+        row[d] = side->channels ? (float)(level + 8) * ((float)(channels[d] & 0x7FFF) * unit) : (float)level * scale;
         if (side->means) row[d] += kv_from_float16(means[d]);
     }
 }

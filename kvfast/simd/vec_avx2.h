@@ -16,7 +16,6 @@
 #define vf_max(a, b) _mm256_max_ps(a, b)
 #define vf_min(a, b) _mm256_min_ps(a, b)
 #define vf_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define vf_max_abs(a, x) vf_max(a, vf_abs(x))
 #define vf_abs(x) _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x)
 #define vf_sign_of(x, s) _mm256_or_ps(x, _mm256_and_ps(_mm256_set1_ps(-0.0f), s))
 #define vf_zero_below(y, x, limit) _mm256_and_ps(_mm256_cmp_ps(x, vf_set1(limit), _CMP_GE_OQ), y)
@@ -87,9 +86,9 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes __m256i
 #define vcodes_load(p) _mm256_loadu_si256((const __m256i *)(p))
 #define vcodes_low(c) _mm256_and_si256(c, _mm256_set1_epi8(15))
-#define vcodes_high(c) _mm256_and_si256(_mm256_srli_epi16(c, 4), _mm256_set1_epi8(15))
+#define vcodes_shift(c) _mm256_srli_epi16(c, 4)
 #define vcodes_levels(c) \
-    _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kv_gauss_levels)), c)
+    _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kv_gauss_levels)), vcodes_low(c))
 typedef struct { __m256i even, odd; } KV(vwide); /* lanes 0,1 and 2,3 of each four */
 #define vwide KV(vwide)
 #define vcodes_widen(c) \
@@ -109,9 +108,25 @@ static inline vi KV(vacc_total)(vi a, vi b)
 }
 #define vacc_total KV(vacc_total)
 
-static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
     vi r01 = _mm256_packs_epi32(r0, r1), r23 = _mm256_packs_epi32(r2, r3);
     _mm256_storeu_si256((__m256i *)(x + index * 8), _mm256_permute2x128_si256(r01, r23, 0x20));
     _mm256_storeu_si256((__m256i *)(x + index * 8 + 32), _mm256_permute2x128_si256(r01, r23, 0x31));
+}
+#define put_parts KV(put_words)
+
+static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
+{
+    for (ptrdiff_t i = 0; i < n; i += 4) {
+        const __m256i scale = _mm256_and_si256(_mm256_set1_epi64x(kv_load64(scales + i)), _mm256_set1_epi16(0x7FFF));
+        _mm256_storeu_si256((__m256i *)(x + 8 * i),
+                            _mm256_mulhrs_epi16(_mm256_loadu_si256((const __m256i *)(words + 8 * i)), scale));
+    }
+}
+
+static inline uint32_t KV(top_bits)(const uint16_t *p)
+{
+    return (uint32_t)_mm_movemask_epi8(
+        _mm_packs_epi16(_mm_loadu_si128((const __m128i *)p), _mm_loadu_si128((const __m128i *)(p + 8))));
 }

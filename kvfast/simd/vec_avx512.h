@@ -1,4 +1,5 @@
-/* Vector layer, AVX-512 with VNNI: 16 floats a register. See vec_scalar.h for what each name means. */
+/* Vector layer, AVX-512 with VNNI and perhaps VBMI: 16 floats a register. See vec_scalar.h for what each name
+   means. */
 #define W 16
 #define INT_VECTORS 2   /* code vectors per integer panel: 4 rows x 2 parts x 2 = 16 accumulators */
 #define FLOAT_VECTORS 4 /* value vectors per float panel: 4 rows x 4 = 16 accumulators */
@@ -16,7 +17,6 @@
 #define vf_max(a, b) _mm512_max_ps(a, b)
 #define vf_min(a, b) _mm512_min_ps(a, b)
 #define vf_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define vf_max_abs(a, x) _mm512_range_ps(a, x, 11)
 #define vf_abs(x) _mm512_abs_ps(x)
 #define vf_sign_of(x, s) \
     _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x), _mm512_castps_si512(s), \
@@ -60,9 +60,13 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes __m512i
 #define vcodes_load(p) _mm512_loadu_si512(p)
 #define vcodes_low(c) _mm512_and_si512(c, _mm512_set1_epi8(15))
-#define vcodes_high(c) _mm512_and_si512(_mm512_srli_epi16(c, 4), _mm512_set1_epi8(15))
-#define vcodes_levels(c) \
-    _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kv_gauss_levels)), c)
+#define vcodes_shift(c) _mm512_srli_epi16(c, 4)
+#define KV_LEVELS _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kv_gauss_levels))
+#ifdef KV_VBMI
+#define vcodes_levels(c) _mm512_permutexvar_epi8(c, KV_LEVELS) /* of 64 bytes: 4 times the table, for any upper bits */
+#else
+#define vcodes_levels(c) _mm512_shuffle_epi8(KV_LEVELS, vcodes_low(c))
+#endif
 #define vwide __m512i
 #define vcodes_widen(c) (c)
 /* Of 32-bit lanes, not __m512i: gcc 12 copies every accumulator twice per step of the loop when the
@@ -76,17 +80,50 @@ typedef int32_t KV(vacc) __attribute__((vector_size(64)));
     } while (0)
 #define vacc_total(high, low) _mm512_add_epi32(_mm512_slli_epi32((__m512i)(high), 8), (__m512i)(low))
 
-/* value + 128, at most 32767, holds the high byte in its byte 1 and, with the top bit flipped, the low one in
-   byte 0. */
+/* 4 depths of KV_PANEL rows in 32 bytes, int16. */
+static inline void KV(arrange_words)(vi r0, vi r1, vi r2, vi r3, vi words[2])
+{
+    const vi r01 = _mm512_packs_epi32(r0, r1), r23 = _mm512_packs_epi32(r2, r3);
+    words[0] = _mm512_permutex2var_epi64(r01, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), r23);
+    words[1] = _mm512_permutex2var_epi64(r01, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), r23);
+}
+
+/* Of each 4 words the high bytes, then the low ones: word + 128, at most 32767, holds the high byte in its byte 1
+   and, with the top bit flipped, the low one in byte 0. */
+static inline vi KV(cut_words)(vi words)
+{
+    const vi gather = _mm512_set4_epi32(0x0E0C0A08, 0x0F0D0B09, 0x06040200, 0x07050301);
+    words = _mm512_shuffle_epi8(_mm512_add_epi16(words, _mm512_set1_epi16(128)), gather);
+    return _mm512_xor_si512(words, _mm512_set1_epi64(0x8080808000000000));
+}
+
+static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+{
+    vi words[2];
+    KV(arrange_words)(r0, r1, r2, r3, words);
+    _mm512_storeu_si512(x + index * 8, words[0]);
+    _mm512_storeu_si512(x + index * 8 + 64, words[1]);
+}
+
 static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
-    const vi bias = _mm512_set1_epi16(128), flip = _mm512_set1_epi64(0x8080808000000000);
-    const vi gather = _mm512_set4_epi32(0x0E0C0A08, 0x0F0D0B09, 0x06040200, 0x07050301);
-#define KV_CUT(a, b) \
-    _mm512_xor_si512(_mm512_shuffle_epi8(_mm512_add_epi16(_mm512_packs_epi32(a, b), bias), gather), flip)
-    vi r01 = KV_CUT(r0, r1), r23 = KV_CUT(r2, r3);
-#undef KV_CUT
-    const vi low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-    _mm512_storeu_si512(x + index * 8, _mm512_permutex2var_epi64(r01, low, r23));
-    _mm512_storeu_si512(x + index * 8 + 64, _mm512_permutex2var_epi64(r01, high, r23));
+    vi words[2];
+    KV(arrange_words)(r0, r1, r2, r3, words);
+    _mm512_storeu_si512(x + index * 8, KV(cut_words)(words[0]));
+    _mm512_storeu_si512(x + index * 8 + 64, KV(cut_words)(words[1]));
+}
+#define put_parts KV(put_parts)
+
+static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
+{
+    for (ptrdiff_t i = 0; i < n; i += 8) {
+        vi scale = _mm512_mask_set1_epi64(_mm512_set1_epi64(kv_load64(scales + i)), 0xF0, kv_load64(scales + i + 4));
+        scale = _mm512_and_si512(scale, _mm512_set1_epi16(0x7FFF));
+        _mm512_storeu_si512(x + 8 * i, KV(cut_words)(_mm512_mulhrs_epi16(_mm512_loadu_si512(words + 8 * i), scale)));
+    }
+}
+
+static inline uint32_t KV(top_bits)(const uint16_t *p)
+{
+    return _mm256_movepi16_mask(_mm256_loadu_si256((const __m256i *)p));
 }

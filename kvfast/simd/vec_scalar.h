@@ -6,18 +6,20 @@
      W                      floats per register
      *_VECTORS, *_TOKENS    shape of the panels that fill, but do not spill, the register file
      vf_*, vi_*             float32 and int32 arithmetic; vf_sign_of(x, s) is |x| with s's sign,
-                            vf_max_abs(a, x) the larger of a >= 0 and |x|,
                             vf_zero_below(y, x, limit) is y where x >= limit and 0 elsewhere,
                             vi_exponent(n) is 2^n, vf_lookup8(table, index) the elements of an array of 8
                             floats, vi_count_above(n, a, b) is n + 1 where a > b and n elsewhere
      vf_sum4                the four sums across the lanes of four registers
-     vcodes, vcodes_*       W x 4 bytes of codes; the nibbles of INT4 as bytes, and the levels of
-                            GAUSS4 that they stand for, + 128
+     vcodes, vcodes_*       W x 4 bytes of codes; the low nibbles of INT4 as bytes, and the levels of
+                            GAUSS4 that they stand for, + 128; vcodes_shift makes the high nibbles the
+                            low ones, under anything
      vwide, vcodes_widen    codes in the form that vacc_dot multiplies, shared by all rows
      vacc_dot, vacc_total   W dot products with 16-bit activations in two int32 accumulators, and
                             their total modulo 2^32
      put_parts              stores W activations (-32639..32639) of KV_PANEL rows as vacc_dot reads
-                            them: for each 4 depths, 8 bytes of every row */
+                            them: for each 4 depths, 8 bytes of every row; put_words as int16
+     scale_words            n depths of put_words, times the channel scales / 2^15, as put_parts stores them
+     top_bits               those of 16 uint16, the first as bit 0 */
 #define W 1
 #define INT_VECTORS 1
 #define FLOAT_VECTORS 2
@@ -35,7 +37,6 @@
 #define vf_max(a, b) ((a) > (b) ? (a) : (b))
 #define vf_min(a, b) ((a) < (b) ? (a) : (b))
 #define vf_fma(a, b, c) ((a) * (b) + (c))
-#define vf_max_abs(a, x) vf_max(a, vf_abs(x))
 #define vf_abs(x) __builtin_fabsf(x)
 #define vf_sign_of(x, s) __builtin_copysignf(x, s)
 #define vf_zero_below(y, x, limit) ((x) >= (limit) ? (y) : 0.0f)
@@ -71,7 +72,7 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes uint32_t
 #define vcodes_load(p) ((uint32_t)kv_load32(p))
 #define vcodes_low(c) ((c) & 0x0F0F0F0Fu)
-#define vcodes_high(c) (((c) >> 4) & 0x0F0F0F0Fu)
+#define vcodes_shift(c) ((c) >> 4)
 static inline vcodes KV(vcodes_levels)(vcodes c)
 {
     vcodes levels = 0;
@@ -93,8 +94,26 @@ static inline uint32_t KV(vacc_dot)(uint32_t codes, const int8_t *x)
 #define vacc_dot(a, b, codes, x) ((a) = vi_add(a, KV(vacc_dot)(codes, x)))
 #define vacc_total(a, b) vi_add(a, b)
 
-static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
     const int16_t parts[KV_PANEL] = {(int16_t)r0, (int16_t)r1, (int16_t)r2, (int16_t)r3};
     for (int r = 0; r < KV_PANEL; r++) memcpy(x + index / 4 * 32 + r * 8 + index % 4 * 2, parts + r, 2);
+}
+#define put_parts KV(put_words)
+
+static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
+{
+    for (ptrdiff_t i = 0; i < n * KV_PANEL; i++) {
+        int16_t word;
+        memcpy(&word, words + 2 * i, 2);
+        word = (int16_t)((word * (scales[i / (4 * KV_PANEL) * 4 + i % 4] & 0x7FFF) + 0x4000) >> 15);
+        memcpy(x + 2 * i, &word, 2);
+    }
+}
+
+static inline uint32_t KV(top_bits)(const uint16_t *p)
+{
+    uint32_t bits = 0;
+    for (int i = 0; i < 16; i++) bits |= (uint32_t)(p[i] >> 15) << i;
+    return bits;
 }

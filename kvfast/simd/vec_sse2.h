@@ -16,7 +16,6 @@
 #define vf_max(a, b) _mm_max_ps(a, b)
 #define vf_min(a, b) _mm_min_ps(a, b)
 #define vf_fma(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
-#define vf_max_abs(a, x) vf_max(a, vf_abs(x))
 #define vf_abs(x) _mm_andnot_ps(_mm_set1_ps(-0.0f), x)
 #define vf_sign_of(x, s) _mm_or_ps(x, _mm_and_ps(_mm_set1_ps(-0.0f), s))
 #define vf_zero_below(y, x, limit) _mm_and_ps(_mm_cmpge_ps(x, vf_set1(limit)), y)
@@ -115,11 +114,12 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes __m128i
 #define vcodes_load(p) _mm_loadu_si128((const __m128i *)(p))
 #define vcodes_low(c) _mm_and_si128(c, _mm_set1_epi8(15))
-#define vcodes_high(c) _mm_and_si128(_mm_srli_epi16(c, 4), _mm_set1_epi8(15))
+#define vcodes_shift(c) _mm_srli_epi16(c, 4)
 
 /* Without a byte shuffle: the steps from level to level that lie below each, and the sign. */
 static inline vcodes KV(vcodes_levels)(vcodes c)
 {
+    c = vcodes_low(c);
     const vcodes negative = _mm_cmplt_epi8(c, _mm_set1_epi8(8));
     const vcodes index = _mm_and_si128(_mm_xor_si128(c, negative), _mm_set1_epi8(7));
     vcodes level = _mm_set1_epi8((char)(kv_gauss_levels[8] - 128));
@@ -148,8 +148,33 @@ static inline vi KV(vacc_total)(vi a, vi b)
 }
 #define vacc_total KV(vacc_total)
 
-static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
     _mm_storeu_si128((__m128i *)(x + index * 8), _mm_packs_epi32(r0, r1));
     _mm_storeu_si128((__m128i *)(x + index * 8 + 16), _mm_packs_epi32(r2, r3));
+}
+#define put_parts KV(put_words)
+
+/* Of a product, bits 15 to 30, rounded: of its high half shifted left and of the low half's upper two bits. */
+static inline __m128i KV(mul_fraction)(__m128i a, __m128i b)
+{
+    const __m128i low = _mm_srli_epi16(_mm_mullo_epi16(a, b), 14);
+    return _mm_add_epi16(_mm_slli_epi16(_mm_mulhi_epi16(a, b), 1),
+                         _mm_srli_epi16(_mm_add_epi16(low, _mm_set1_epi16(1)), 1));
+}
+
+static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
+{
+    for (ptrdiff_t i = 0; i < n; i += 4) {
+        const __m128i scale = _mm_and_si128(_mm_set1_epi64x(kv_load64(scales + i)), _mm_set1_epi16(0x7FFF));
+        for (ptrdiff_t at = 8 * i; at < 8 * i + 32; at += 16)
+            _mm_storeu_si128((__m128i *)(x + at),
+                             KV(mul_fraction)(_mm_loadu_si128((const __m128i *)(words + at)), scale));
+    }
+}
+
+static inline uint32_t KV(top_bits)(const uint16_t *p)
+{
+    return (uint32_t)_mm_movemask_epi8(
+        _mm_packs_epi16(_mm_loadu_si128((const __m128i *)p), _mm_loadu_si128((const __m128i *)(p + 8))));
 }

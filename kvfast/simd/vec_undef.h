@@ -15,7 +15,6 @@
 #undef vf_max
 #undef vf_min
 #undef vf_fma
-#undef vf_max_abs
 #undef vf_abs
 #undef vf_sign_of
 #undef vf_zero_below
@@ -43,10 +42,12 @@
 #undef vcodes
 #undef vcodes_load
 #undef vcodes_low
-#undef vcodes_high
+#undef vcodes_shift
 #undef vcodes_levels
+#undef KV_LEVELS
 #undef vwide
 #undef vcodes_widen
 #undef vacc
 #undef vacc_dot
 #undef vacc_total
+#undef put_parts

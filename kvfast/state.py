@@ -10,7 +10,7 @@ from .prefix import checked_token_ids
 
 # The class of each kind of cache; the modules of the classes enter them.
 KINDS = {}
-VERSION = 2
+VERSION = 3
 MOST_TOKENS = 1 << 40
 
 _FIELDS = {"version", "settings", "block_size", "max_seq_len", "seq_len", "tables", "metadata"}

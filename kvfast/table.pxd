@@ -17,6 +17,7 @@ cdef class BlockTable:
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
     cdef Py_ssize_t coded              # first tokens without float rows, where blocks are finished; see kv_context
+    cdef Py_ssize_t kept               # of a table without blocks, see `measure`: what it will keep
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept
     cdef int64_t slot(self, Py_ssize_t position) noexcept
@@ -28,7 +29,10 @@ cdef class BlockTable:
     cdef int _finish(self, Py_ssize_t before) except -1
     cdef int _reopen_block(self) except -1
     cdef Py_ssize_t encoded(self) noexcept
+    cdef Py_ssize_t _longest(self) noexcept
     cdef Py_ssize_t _kept(self) noexcept
+    cdef Py_ssize_t _slots_with_codes(self) noexcept
+    cdef void _keep(self, Py_ssize_t kept) noexcept
     cdef list _pieces(self, Py_ssize_t longest)
     cdef int _copy_floats(self, BlockTable other) except -1
     cdef int truncate(self, Py_ssize_t n) except -1

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cython.parallel cimport prange
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
@@ -48,12 +48,21 @@ cdef class BlockTable:
             index -= self.skipped
         return <int64_t>self.blocks[index] * self.pool.block_size + position % self.pool.block_size
 
+    cdef Py_ssize_t _longest(self) noexcept:
+        return self.num_slots() + self.skipped * self.pool.block_size
+
     cdef Py_ssize_t _kept(self) noexcept:
-        """Tokens of the block behind those that have codes as well, which stay: it was cut, and goes on."""
-        cdef Py_ssize_t encoded = self.encoded(), longest = self.num_slots() + self.skipped * self.pool.block_size
-        if not self.pool.finishes or encoded % self.pool.block_size or encoded >= longest:
+        """Tokens behind the coded ones whose block was cut: they have codes as well, which stay when it is full again."""
+        cdef Py_ssize_t longest = self._longest()
+        if not self.pool.finishes or self.coded % self.pool.block_size or self.coded >= longest:
             return 0
-        return min(self.pool.kept[self.slot(encoded) // self.pool.block_size], longest - encoded)
+        if self.count == 0:
+            return self.kept
+        return min(self.pool.kept[self.slot(self.coded) // self.pool.block_size], longest - self.coded)
+
+    cdef Py_ssize_t _slots_with_codes(self) noexcept:
+        """Of the blocks in use, where blocks are finished."""
+        return max(self.encoded(), self.coded + self._kept()) - self.skipped * self.pool.block_size
 
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Blocks to take before the positions first to last can be written."""
@@ -290,13 +299,17 @@ cdef class BlockTable:
         """Become the equal of a sequence of another pool of the same layers, with a copy of its tokens."""
         self.open(self.blocks_of(other))
         copy_slots(other.pool.stores, other.blocks, self.pool.stores, self.blocks, self.pool.num_layers, other.num_slots(),
-                   other.encoded() + other._kept() - other.skipped * other.pool.block_size)
+                   other._slots_with_codes())
         self.copy_place(other)
-        if other._kept():
-            self.pool.kept[self.slot(self.encoded()) // self.pool.block_size] = other._kept()
+        self._keep(other._kept())
         if self.pool.floats is not None:
             self._copy_floats(other)
         return 0
+
+    cdef void _keep(self, Py_ssize_t kept) noexcept:
+        """Take over `_kept`."""
+        if kept:
+            self.pool.kept[self.slot(self.coded) // self.pool.block_size] = <int16_t>kept
 
     cdef list _pieces(self, Py_ssize_t longest):
         """First positions of the pieces of float rows that a sequence of `longest` tokens reads, or will."""
@@ -308,7 +321,7 @@ cdef class BlockTable:
 
     cdef int _copy_floats(self, BlockTable other) except -1:
         """The float rows of a sequence with the same place."""
-        cdef Py_ssize_t position, longest = other.num_slots() + other.skipped * other.pool.block_size
+        cdef Py_ssize_t position, longest = other._longest()
         cdef int64_t slot, source
         for position in other._pieces(longest):
             slot, source = self.slot(position), other.slot(position)
@@ -342,7 +355,7 @@ cdef class BlockTable:
         other = BlockTable(self.pool.exact((rest + self.pool.block_size - 1) // self.pool.block_size))
         other.open(other.pool.num_blocks)
         copy_slots(self.pool.stores, self.blocks + self.full_blocks(), other.pool.stores, other.blocks, self.pool.num_layers,
-                   rest, self.encoded() - self.skipped * self.pool.block_size - first)
+                   rest, self._slots_with_codes() - first)
         return other
 
     cdef Py_ssize_t full_blocks(self) noexcept:
@@ -356,7 +369,7 @@ cdef class BlockTable:
         """Blocks with codes of a layer that follow on the full ones."""
         cdef Py_ssize_t slots = self.num_slots()
         if self.pool.stores[layer].finishes:
-            slots = min(slots, self.encoded() - self.skipped * self.pool.block_size)
+            slots = min(slots, self._slots_with_codes())
         return (slots + self.pool.block_size - 1) // self.pool.block_size - self.full_blocks()
 
     def floats(self, Py_ssize_t layer, bint values, bint copies):
@@ -364,7 +377,7 @@ cdef class BlockTable:
 
         Views, or copies in which only this sequence's tokens are left, and of those only rows that are read.
         """
-        cdef Py_ssize_t position, head, longest = self.num_slots() + self.skipped * self.pool.block_size
+        cdef Py_ssize_t position, head, longest = self._longest()
         cdef Py_ssize_t first, last, row_bytes
         cdef BlockPool floats = self.pool.floats
         result = []
@@ -384,7 +397,8 @@ cdef class BlockTable:
 
     def place(self):
         """What a file tells of a table besides its blocks, for `reopen`."""
-        return {"skipped_blocks": self.skipped} | ({"coded_tokens": self.coded} if self.pool.finishes else {})
+        coded = {"coded_tokens": self.coded, "kept_tokens": self._kept()} if self.pool.finishes else {}
+        return {"skipped_blocks": self.skipped} | coded
 
     def measure(self, Py_ssize_t length, dict place):
         """A table without blocks that tells how many there will be of each kind; ValueError if `place` cannot be."""
@@ -392,6 +406,7 @@ cdef class BlockTable:
         cdef Py_ssize_t i
         other._check_place(length, place)
         other.skipped, other.length, other.coded = place["skipped_blocks"], length, place.get("coded_tokens", 0)
+        other.kept = place.get("kept_tokens", 0)
         for i in range(self.pool.num_layers):
             other.lengths[i] = length
         return other
@@ -406,6 +421,7 @@ cdef class BlockTable:
         self.skipped, self.length, self.coded = place["skipped_blocks"], length, place.get("coded_tokens", 0)
         for i in range(self.pool.num_layers):
             self.lengths[i] = length
+        self._keep(place.get("kept_tokens", 0))
         for position in self._pieces(length):
             self.pool.add_floats(<int32_t>(self.slot(position) // self.pool.block_size),
                                  position % self.pool.block_size, position % self.pool.block_size + PIECE)
@@ -418,7 +434,7 @@ cdef class BlockTable:
 
     cdef dict _check_coded(self, Py_ssize_t length, dict place):
         """The other entries of `place`, after a check of what it tells of finished blocks."""
-        cdef Py_ssize_t coded, least
+        cdef Py_ssize_t coded, least, kept
         if not self.pool.finishes:
             return place
         # What no query reads as floats any more has none; and however long a file says it is, few tokens have.
@@ -426,7 +442,9 @@ cdef class BlockTable:
         coded = check_count(place.get("coded_tokens"), "coded_tokens", least, length)
         if coded != length and coded % self.pool.block_size:
             raise ValueError(f"of {length} tokens the first {coded} cannot be coded alone: blocks have {self.pool.block_size}")
-        return {name: value for name, value in place.items() if name != "coded_tokens"}
+        kept = min(length - coded, self.pool.block_size)
+        check_count(place.get("kept_tokens"), "kept_tokens", 0, kept)
+        return {name: value for name, value in place.items() if name not in ("coded_tokens", "kept_tokens")}
 
     @property
     def nbytes_alone(self):

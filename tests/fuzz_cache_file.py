@@ -54,7 +54,7 @@ VALUES = [
     {"frequencies": None},
     {"dtype": "int4"}, [{"dtype": "int8"}] * 2, [{"dtype": "int4", "per_channel": True, "block": 32}] * 2,
     {"dtype": "int4", "rotation": "kv", "centring": True, "block": 64}, [{"dtype": "int4", "num_float_tokens": 16}] * 2,
-    {"skipped_blocks": 0}, {"skipped_blocks": 0, "coded_tokens": 64}, {"skipped_blocks": 1, "evicted_tokens": 128}, [{"skipped_blocks": 0}] * 2,
+    {"skipped_blocks": 0}, {"skipped_blocks": 0, "coded_tokens": 64, "kept_tokens": 3}, {"skipped_blocks": 1, "evicted_tokens": 128}, [{"skipped_blocks": 0}] * 2,
 ]  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def exchanged(rng, value):
     elif choice == 1 and isinstance(inner, list):
         inner.append(copy.deepcopy(old))
     elif choice == 1:
-        inner[rng.choice(["more", "window", "dtype", "rotary_dim", "rope_theta", "max_seq_len", "frequencies", "coded_tokens", "rotation",
+        inner[rng.choice(["more", "window", "dtype", "rotary_dim", "rope_theta", "max_seq_len", "frequencies", "coded_tokens", "kept_tokens", "rotation",
                          "codebook", "centring", "per_channel", "block", "num_float_tokens", "clip_search"])] = (
             rng.choice(VALUES)
         )

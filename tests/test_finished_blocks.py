@@ -92,11 +92,21 @@ def from_file(cache, stream, path):
     return cache
 
 
+def saved_after_a_cut(cache, stream, path):
+    """Before the block that was cut is full again, and while it still has its floats."""
+    stream.feed(cache, 320).truncate(250)
+    for n in (253, 259):
+        stream.feed(cache, n, 2).save(path)
+        cache = kvfast.load(path)
+    cache.truncate(251)
+    return stream.feed(cache, LENGTH)
+
+
 def shape(cache):
     return cache.num_layers, cache.num_kv_heads, cache.head_dim
 
 
-ROUTES = [one_by_one, odd_chunks, a_little_back, far_back, forgotten, cleared, copied, restored, from_state, from_file]
+ROUTES = [one_by_one, odd_chunks, a_little_back, far_back, forgotten, cleared, copied, restored, from_state, from_file, saved_after_a_cut]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -827,7 +827,8 @@ def test_ring_far_along(rng, dtype):
     arrays, header = ring.state_dict(), json.loads(ring.state_dict()["header"].tobytes())
     far = 1 << 33
     [place] = header["tables"]
-    place = {name: number + (far // 64 if name == "skipped_blocks" else far) for name, number in place.items()}
+    by = {"skipped_blocks": far // 64, "kept_tokens": 0}
+    place = {name: number + by.get(name, far) for name, number in place.items()}
     moved = kvfast.RingKVCache.from_state_dict(edited(arrays, seq_len=500 + far, tables=[place]))
     assert len(moved) == 500 + far and moved.positions(0)[-1] == 499 + far
     assert np.array_equal(moved.k(0), ring.k(0))

@@ -260,8 +260,12 @@ cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py
         if i == 0 and ranges[1].begin < ranges[1].end:
             after = &ranges[1]
         for r in range(task.rows):
-            lower[r] = starts[r] if i == 2 else max(starts[r], first) if i == 0 else max(starts[r], from_floats[r], first)
-            upper[r] = min(stops[r], from_floats[r]) if i == 0 else stops[r] if i == 1 else min(stops[r], first)
+            if i == 0:
+                lower[r], upper[r] = max(starts[r], first), min(stops[r], from_floats[r])
+            elif i == 1:
+                lower[r], upper[r] = max(starts[r], first, from_floats[r]), stops[r]
+            else:
+                lower[r], upper[r] = starts[r], min(stops[r], first)
         _attend_range(task, &ranges[i], lower, upper, after)
 
 

@@ -7,13 +7,15 @@ static inline uint8_t *KV(locate)(uint8_t *codes, int depths, int lane, int dept
            lane % KV_LANES * 4 + depth % 4;
 }
 
-/* What the code of (lane, depth) stands for, before scales and means. */
-static inline int KV(level_at)(const kv_side *side, const char *block, int depths, int lane, int depth)
+/* What a row of n codes stands for, before scales and means: in place, as int8. */
+static inline void KV(levels)(const kv_side *side, uint8_t *codes, ptrdiff_t n)
 {
-    uint8_t *codes = (uint8_t *)block;
-    if (side->dtype == KV_INT8) return *KV(locate)(codes, depths, lane, depth, 4) - 128;
-    const int code = kv_get_nibble(KV(locate)(codes, depths, lane, depth, 8), depth / 4 % 2);
-    return side->dtype == KV_INT4 ? code - 8 : kv_gauss_levels[code] - 128;
+    if (side->dtype == KV_INT8)
+        for (ptrdiff_t i = 0; i < n; i++) codes[i] ^= 0x80;
+    else if (side->dtype == KV_INT4)
+        for (ptrdiff_t i = 0; i < n; i++) codes[i] = (uint8_t)(codes[i] - 8);
+    else
+        for (ptrdiff_t i = 0; i < n; i++) codes[i] = kv_gauss_levels[codes[i]] ^ 0x80;
 }
 
 static inline void KV(put_scale)(const kv_side *side, char *block, int slot, float scale)
@@ -23,11 +25,10 @@ static inline void KV(put_scale)(const kv_side *side, char *block, int slot, flo
     else ((float *)scales)[slot] = scale;
 }
 
-/* A token's scale; 1 where the channels have scales instead. */
+/* A token's scale. */
 static inline float KV(get_scale)(const kv_side *side, const char *block, int slot)
 {
     const char *scales = block + side->scales;
-    if (side->scale_bytes == 0) return 1.0f;
     return side->dtype == KV_GAUSS4 ? kv_from_bfloat16(((const uint16_t *)scales)[slot]) : ((const float *)scales)[slot];
 }
 
@@ -119,17 +120,53 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
     }
 }
 
+/* The other way round: what put_k was given, and the same for the V side. */
+static inline void KV(get_k)(const kv_side *side, const char *block, int slot, uint8_t *codes)
+{
+    const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
+    const uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, per_line);
+    for (int d = 0; d < dims; d += per_line, line += 64) {
+        const uint32_t packed = (uint32_t)kv_load32(line), low = per_line == 4 ? packed : packed & 0x0F0F0F0F;
+        const uint32_t high = packed >> 4 & 0x0F0F0F0F;
+        memcpy(codes + d, &low, 4);
+        if (per_line == 8) memcpy(codes + d + 4, &high, 4);
+    }
+}
+
+static inline void KV(get_v)(const kv_side *side, const char *block, int slot, uint8_t *codes)
+{
+    const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8, shift = slot / 4 % 2 * 4;
+    const uint8_t *line = KV(locate)((uint8_t *)block, side->block_size, 0, slot, per_line);
+    for (int d = 0; d < dims; d += KV_LANES, line += side->block_size / per_line * 64)
+        for (int i = 0; i < KV_LANES; i++) codes[d + i] = per_line == 4 ? line[4 * i] : line[4 * i] >> shift & 15;
+}
+
 static void KV(decode_k)(const kv_side *side, const char *block, int slot, float *row)
 {
     if (KV(decode_floats)(side, block, slot, row)) return;
-    const float scale = KV(get_scale)(side, block, slot);
-    const uint16_t *channels = (const uint16_t *)(block + side->channels), *means = (const uint16_t *)(block + side->means);
-    const float unit = side->channels ? KV(unit_of)(channels) : 0.0f;
-    for (int d = 0; d < side->head_dim; d++) {
-        const int level = KV(level_at)(side, block, side->padded_dim, slot, d);
-        row[d] = side->channels ? (float)(level + 8) * ((float)(channels[d] & 0x7FFF) * unit) : (float)level * scale;
-        if (side->means) row[d] += kv_from_float16(means[d]);
+    uint8_t codes[KV_MAX_HEAD_DIM];
+    KV_ALIGNED float means[KV_MAX_HEAD_DIM];
+    KV(get_k)(side, block, slot, codes);
+    if (side->means) KV(to_float16)(block + side->means, side->padded_dim, means);
+    if (side->channels) { /* of which the codes are 0..15 */
+        const uint16_t *channels = (const uint16_t *)(block + side->channels);
+        const float unit = KV(unit_of)(channels);
+        for (int d = 0; d < side->head_dim; d++)
+            row[d] = (float)codes[d] * ((float)(channels[d] & 0x7FFF) * unit) + means[d];
+        return;
     }
+    KV(levels)(side, codes, side->head_dim);
+    KV(dequantize)((const int8_t *)codes, side->head_dim, KV(get_scale)(side, block, slot), row);
+    if (side->means) KV(scale_add)(row, 1.0f, means, 1.0f, side->head_dim);
+}
+
+static void KV(decode_v)(const kv_side *side, const char *block, int slot, float *row)
+{
+    if (KV(decode_floats)(side, block, slot, row)) return;
+    uint8_t codes[KV_MAX_HEAD_DIM];
+    KV(get_v)(side, block, slot, codes);
+    KV(levels)(side, codes, side->head_dim);
+    KV(dequantize)((const int8_t *)codes, side->head_dim, KV(get_scale)(side, block, slot), row);
 }
 
 /* One token from a block to one of another size; neither codes nor scale change. */
@@ -156,12 +193,4 @@ static void KV(copy_token)(const kv_side *side, const char *source, int slot, co
         if (per_line == 4) *place = *code;
         else kv_put_nibble(place, kv_get_nibble(code, slot / 4 % 2), to_slot / 4 % 2);
     }
-}
-
-static void KV(decode_v)(const kv_side *side, const char *block, int slot, float *row)
-{
-    if (KV(decode_floats)(side, block, slot, row)) return;
-    const float scale = KV(get_scale)(side, block, slot);
-    for (int d = 0; d < side->head_dim; d++)
-        row[d] = (float)KV(level_at)(side, block, side->block_size, d, slot) * scale;
 }

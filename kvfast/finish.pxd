@@ -1,7 +1,6 @@
-"""Blocks that are encoded as a whole, from the float rows of their tokens."""
-from libc.stdint cimport int16_t, int32_t
+"""Blocks that are encoded as a whole, from the float rows of their tokens, and what tokens are decoded to."""
+from libc.stdint cimport int16_t, int32_t, int64_t
 
-from kvfast._kernels cimport kv_kernels
 from kvfast.blocks cimport kv_store
 
 
@@ -15,5 +14,5 @@ cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int3
                        bint at_start, const int16_t *kept) except -1
 cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
                         Py_ssize_t count) except -1
-cdef void decode_token(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t place, bint floats,
-                       bint values, float *out) noexcept nogil
+cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t coded,
+                          bint values)

@@ -1,7 +1,9 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Blocks that are encoded as a whole, from the float rows of their tokens, and what tokens are decoded to."""
+import numpy as np
+
 from cython.parallel cimport prange, threadid
-from libc.stdint cimport int16_t, int32_t
+from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
 from kvfast._kernels cimport KV_FLOAT16, active, kv_kernels, kv_side
@@ -88,10 +90,34 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
     return 0
 
 
-cdef void decode_token(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t place, bint floats,
-                       bint values, float *out) noexcept nogil:
-    """Keys or values of a token in all heads as they were given, from its float rows or its codes."""
-    cdef Py_ssize_t head
+cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t coded,
+                          bint values):
+    """Keys or values in all heads as they were given, float32: of each token its position, its slot, and from position
+    `coded` on, where blocks are finished, its float rows."""
+    cdef const kv_kernels *kernels = active()
+    cdef Py_ssize_t i, n = positions.shape[0], heads = store.num_kv_heads
+    cdef int threads = num_threads_for(None, <double>n * heads * store.k.head_dim * 8)
+    cdef float[:, :, ::1] out
+    array = np.empty((n, heads, store.k.head_dim), np.float32)
+    if n == 0:
+        return array
+    out = array
+    with nogil:
+        if threads == 1:
+            for i in range(n):
+                _decode(kernels, store, positions[i], slots[i], coded, values, &out[i, 0, 0])
+        else:
+            for i in prange(n, schedule="static", num_threads=threads):
+                _decode(kernels, store, positions[i], slots[i], coded, values, &out[i, 0, 0])
+    return array
+
+
+cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t position, int64_t slot, Py_ssize_t coded,
+                  bint values, float *out) noexcept nogil:
+    """A token, from its float rows or its codes."""
+    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.finishes and position >= coded)
+    cdef int32_t block = <int32_t>(slot // store.k.block_size)
+    cdef Py_ssize_t place = slot % store.k.block_size, head
     cdef const kv_side *side = &store.v if values else &store.k
     for head in range(store.num_kv_heads):
         if floats:

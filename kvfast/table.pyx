@@ -2,17 +2,14 @@
 """Block tables: position p of a sequence is place p % block_size of the block at index p // block_size."""
 import numpy as np
 
-from cython.parallel cimport prange
 from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
 from kvfast._arrays cimport Rows
-from kvfast._kernels cimport active, kv_kernels
-from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport CHUNK_SHIFT, PIECE, kv_context, kv_store
 from kvfast.encode cimport check_rows, kv_rotary, write_rows
-from kvfast.finish cimport OPEN_TOKENS, decode_token, finish_blocks, restore_floats
+from kvfast.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks, restore_floats
 from kvfast.plan cimport check_count
 from kvfast.pool cimport BlockPool
 from kvfast.transfer cimport copy_piece, copy_slots
@@ -460,28 +457,12 @@ cdef class BlockTable:
 
     cdef object rows(self, Py_ssize_t layer, object positions, bint values):
         """Keys or values at some positions, decoded to float32."""
-        cdef kv_store *store = self.pool.stores + layer
-        cdef const kv_kernels *kernels = active()
         cdef const int64_t[::1] at = np.ascontiguousarray(positions, np.int64)
-        cdef float[:, :, ::1] out
-        cdef Py_ssize_t i, n = at.shape[0], coded = self.coded
-        cdef int threads
-        cdef int64_t[::1] slots = np.empty(n, np.int64)
-        array = np.empty((n, self.pool.num_kv_heads, self.pool.head_dim), np.float32)
-        if n == 0:
-            return array
-        out = array
-        for i in range(n):
+        cdef int64_t[::1] slots = np.empty(at.shape[0], np.int64)
+        cdef Py_ssize_t i
+        for i in range(at.shape[0]):
             slots[i] = self.slot(at[i])
-        threads = num_threads_for(None, <double>n * self.pool.num_kv_heads * self.pool.head_dim * 8)
-        with nogil:
-            if threads == 1:
-                for i in range(n):
-                    _decode(kernels, store, at[i], slots[i], coded, values, &out[i, 0, 0])
-            else:
-                for i in prange(n, schedule="static", num_threads=threads):
-                    _decode(kernels, store, at[i], slots[i], coded, values, &out[i, 0, 0])
-        return array
+        return decode_tokens(self.pool.stores + layer, at, slots, self.coded, values)
 
     def give_up(self):
         """Release, for a pool that has been entered."""
@@ -491,9 +472,3 @@ cdef class BlockTable:
     def block_ids(self):
         """The blocks in the order of their tokens."""
         return np.array([self.blocks[i] for i in range(self.count)], np.int32)
-
-
-cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t position, int64_t slot, Py_ssize_t coded,
-                  bint values, float *out) noexcept nogil:
-    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.finishes and position >= coded)
-    decode_token(kernels, store, <int32_t>(slot // store.k.block_size), slot % store.k.block_size, floats, values, out)

@@ -19,6 +19,7 @@ cdef extern from "simd/kernels.h" nogil:
         KV_TILE
         KV_ROWS
         KV_MAX_HEAD_DIM
+        KV_PANELS
 
     ctypedef struct kv_side:
         int dtype
@@ -59,6 +60,23 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t at[8]
         int first
         int count
+
+    ctypedef struct kv_panel:
+        int rows
+        int *start
+        int *stop
+        kv_score_options options
+        float *m
+        float *l
+        float *acc
+
+    ctypedef struct kv_operands:
+        pass
+
+    ctypedef struct kv_wide_scratch:
+        kv_operands operands
+        kv_panel *panels
+        float *rows
 
     ctypedef struct kv_stream:
         const char *base
@@ -110,6 +128,10 @@ cdef extern from "simd/kernels.h" nogil:
                         float position, const kv_score_options *options) noexcept nogil
         void (*accumulate[6])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
+        void (*prepare_panel)(const kv_side *side, const float *rows, float scale, kv_panel *panel) noexcept nogil
+        void (*attend_panels)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
+                            const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,
+                            kv_panel *panels, int num_panels) noexcept nogil
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil
         uint32_t (*stream)(const char *source, Py_ssize_t n) noexcept nogil

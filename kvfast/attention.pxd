@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t
 
 from kvfast._arrays cimport kv_rows
-from kvfast._kernels cimport kv_kernels
+from kvfast._kernels cimport kv_kernels, kv_wide_scratch
 from kvfast.blocks cimport kv_context, kv_store
 
 
@@ -27,7 +27,8 @@ ctypedef struct kv_item:
     Py_ssize_t split_tokens    # a multiple of KV_TILE
     Py_ssize_t splits
     int part                   # index of its first split among the partial results of its queries
-    Py_ssize_t row_blocks      # of KV_ROWS query rows
+    int block_rows             # query rows of a task: KV_ROWS, or more for the matrix unit
+    Py_ssize_t row_blocks
     Py_ssize_t first_task
 
 
@@ -51,6 +52,7 @@ ctypedef struct kv_call:
     kv_query *queries          # (tokens,)
     Py_ssize_t num_tasks
     float *partials            # (tokens, num_q_heads, parts, padded_dim + 2)
+    kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
 
 
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil

@@ -3,17 +3,18 @@
 its split form for decoding, Flash-Decoding).
 
 The query rows of one KV head (its query heads x the query tokens, up to KV_ROWS at a time) share every
-pass over a tile. A task is (item, KV head, split of the context, row block); partial results merge in
-order, so that results are the same bits for every number of threads.
+pass over a tile; up to KV_PANELS times as many where a matrix unit works. A task is (item, KV head, split of the
+context, row block); partial results merge in order, so that results are the same bits for every number of threads.
 """
-from cython.parallel cimport prange
+from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, expf, logf
 from libc.stdint cimport int32_t
 from libc.string cimport memset
 
 from kvfast._arrays cimport kv_rows
 from kvfast._kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
-                              kv_score_options, kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile)
+                              kv_panel, kv_score_options, kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile,
+                              kv_wide_scratch)
 from kvfast.blocks cimport PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of
 from kvfast.finish cimport OPEN_TOKENS
 
@@ -39,7 +40,7 @@ ctypedef struct kv_range:
     Py_ssize_t begin, end
 
 
-# The query rows of a task.
+# The query rows of a task: up to KV_ROWS, or KV_PANELS times as many in the wide scratch.
 ctypedef struct kv_task:
     const kv_call *call
     const kv_item *item
@@ -47,10 +48,11 @@ ctypedef struct kv_task:
     int rows
     kv_score_options options
     kv_scratch scratch
-    float slopes[16]
-    float query_at[16]
-    Py_ssize_t tokens[16]      # query of each row
-    Py_ssize_t q_heads[16]
+    kv_wide_scratch *wide      # or NULL
+    float slopes[256]
+    float query_at[256]
+    Py_ssize_t tokens[256]     # query of each row
+    Py_ssize_t q_heads[256]
 
 
 cdef inline Py_ssize_t _token_bytes(const kv_side *side) noexcept nogil:
@@ -100,7 +102,7 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
         v.at[i] = v_offset_of(store, block, task.head)
 
 
-cdef inline void _aim(kv_stream *stream, const kv_side *side, const kv_tile *tile, int tokens,
+cdef inline void _aim(kv_stream *stream, const kv_side *side, kv_tile *tile, int tokens,
                       Py_ssize_t count) noexcept nogil:
     """Make a tile what is prefetched: of float rows `count`, of codes the `tokens` of a whole tile."""
     cdef Py_ssize_t token = _token_bytes(side), block_tokens = min(tokens, side.block_size)
@@ -115,6 +117,57 @@ cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t 
                         const kv_range *following) noexcept nogil:
     """Read a range; row r sees its positions from starts[r] to stops[r]. The start of the range that follows, if there
     is one, is prefetched at the end."""
+    if task.wide != NULL:
+        _attend_panels(task, range_, starts, stops)
+    else:
+        _attend_tiles(task, range_, starts, stops, following)
+
+
+cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,
+                         const Py_ssize_t *stops) noexcept nogil:
+    """The same by the matrix unit. Tiles end at multiples of KV_TILE, so that a row's result does not depend on which
+    rows share its task."""
+    cdef const kv_store *store = range_.store
+    cdef kv_panel *panels = task.wide.panels
+    cdef kv_panel *panel
+    cdef kv_tile keys[2]
+    cdef kv_tile values[2]
+    cdef Py_ssize_t t = range_.begin, next_t, all_from = 0, all_to = range_.end
+    cdef int now = 0, num_panels = _num_panels(task), r, count, all_seen = 0   # tokens of a tile that all rows see
+    cdef bint seen = False
+    for r in range(task.rows):
+        all_from, all_to = max(all_from, starts[r]), min(all_to, stops[r])
+    for r in range(task.rows, num_panels * KV_ROWS):
+        panels[num_panels - 1].start[r % KV_ROWS] = panels[num_panels - 1].stop[r % KV_ROWS] = 0
+    while t < range_.end:
+        next_t = min((t // KV_TILE + 1) * KV_TILE, range_.end)
+        if t == range_.begin:
+            _locate(task, store, t, KV_TILE, &keys[now], &values[now])
+        keys[now].count = values[now].count = count = <int>(next_t - t)
+        if next_t < range_.end:
+            _locate(task, store, next_t, KV_TILE, &keys[1 - now], &values[1 - now])
+            keys[1 - now].count = values[1 - now].count = <int>min(<Py_ssize_t>KV_TILE, range_.end - next_t)
+        else:
+            keys[1 - now], values[1 - now] = keys[now], values[now]
+            keys[1 - now].first = keys[1 - now].count = values[1 - now].first = values[1 - now].count = 0
+        if all_from > t or t + count > all_to or count != all_seen:
+            seen, all_seen = False, 0
+            for r in range(task.rows):
+                panel = panels + r // KV_ROWS
+                panel.start[r % KV_ROWS] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
+                panel.stop[r % KV_ROWS] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
+                seen = seen or panel.start[r % KV_ROWS] < panel.stop[r % KV_ROWS]
+            if all_from <= t and t + count <= all_to:
+                all_seen = count
+        if seen:
+            task.call.kernels.attend_panels(&store.k, &store.v, &keys[now], &values[now], &keys[1 - now],
+                                            &values[1 - now], <float>t, &task.wide.operands, panels, num_panels)
+        now = 1 - now
+        t = next_t
+
+
+cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
+                        const kv_range *following) noexcept nogil:
     cdef const kv_kernels *kernels = task.call.kernels
     cdef const kv_store *store = range_.store
     cdef const kv_store *next_store = store
@@ -205,15 +258,33 @@ cdef void _touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
 
 cdef void _load(kv_task *task, const kv_rows *q) noexcept nogil:
     """The queries of the task's rows, turned as the keys are."""
+    cdef int i
+    if task.wide == NULL:
+        _load_rows(task, q, 0, task.rows, task.scratch.rows)
+        return
+    for i in range(_num_panels(task)):
+        _load_rows(task, q, i * KV_ROWS, KV_ROWS, task.wide.rows)
+        task.call.kernels.prepare_panel(&task.call.store.k, task.wide.rows, task.call.scale, task.wide.panels + i)
+
+
+cdef inline int _num_panels(const kv_task *task) noexcept nogil:
+    return (task.rows + KV_ROWS - 1) // KV_ROWS if task.wide != NULL else 0
+
+
+cdef void _load_rows(const kv_task *task, const kv_rows *q, int first, int count, float *rows) noexcept nogil:
+    """`count` rows as floats, zero where the task has no more."""
     cdef const kv_kernels *kernels = task.call.kernels
     cdef const kv_side *k = &task.call.store.k
-    cdef int r
-    for r in range(task.rows):
-        memset(task.scratch.rows + r * k.padded_dim + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
+    cdef int r, given = min(count, task.rows - first)
+    cdef float *row = rows
+    for r in range(first, first + given):
         kernels.to_float[q.dtype](q.data + task.tokens[r] * q.token_stride + task.q_heads[r] * q.head_stride,
-                                  k.head_dim, task.scratch.rows + r * k.padded_dim)
+                                  k.head_dim, row)
+        memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
+        row += k.padded_dim
     if k.rotated:
-        kernels.rotate(task.scratch.rows, k.padded_dim, task.rows, k.head_dim)
+        kernels.rotate(rows, k.padded_dim, given, k.head_dim)
+    memset(row, 0, (count - given) * k.padded_dim * sizeof(float))
 
 
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil:
@@ -233,9 +304,9 @@ cdef void _attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py
     cdef const kv_store *store = call.store
     cdef kv_range ranges[3]   # codes, the newest tokens, the first tokens, which were prefetched long before
     cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
-    cdef Py_ssize_t from_floats[16]
-    cdef Py_ssize_t lower[16]
-    cdef Py_ssize_t upper[16]
+    cdef Py_ssize_t from_floats[256]
+    cdef Py_ssize_t lower[256]
+    cdef Py_ssize_t upper[256]
     cdef const kv_range *after
     cdef int i, r
     ranges[0] = kv_range(store, call.tile, begin, end)
@@ -280,27 +351,31 @@ cdef const kv_item *_item_of(const kv_call *call, Py_ssize_t task) noexcept nogi
     return call.items + low
 
 
-cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
+cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexcept nogil:
     """One (item, KV head, split, row block)."""
     cdef kv_task task
     cdef kv_softmax *state = &task.scratch.softmax
+    cdef kv_panel *panel
     cdef const kv_item *item = _item_of(call, index)
     cdef const kv_query *query
     cdef Py_ssize_t padded = call.store.k.padded_dim
-    cdef Py_ssize_t starts[16]
-    cdef Py_ssize_t stops[16]
-    cdef Py_ssize_t zeros[16]
-    cdef Py_ssize_t sink_stops[16]
+    cdef Py_ssize_t starts[256]
+    cdef Py_ssize_t stops[256]
+    cdef Py_ssize_t zeros[256]
+    cdef Py_ssize_t sink_stops[256]
     cdef Py_ssize_t begin, end, row0, token, split, sinks_end = 0, split_begin
     cdef kv_range rest
-    cdef int r
+    cdef int r, i
+    cdef float m, l
+    cdef float *acc
     cdef float *partial
     index -= item.first_task
-    row0 = index % item.row_blocks * KV_ROWS
+    row0 = index % item.row_blocks * item.block_rows
     split = index // item.row_blocks % item.splits
     task.call, task.item = call, item
     task.head = <int>(index // item.row_blocks // item.splits)
-    task.rows = <int>min(<Py_ssize_t>KV_ROWS, item.num_queries * call.group - row0)
+    task.rows = <int>min(<Py_ssize_t>item.block_rows, item.num_queries * call.group - row0)
+    task.wide = call.wide + thread if item.block_rows > KV_ROWS else NULL
     split_begin = item.begin + split * item.split_tokens
 
     begin, end = item.end, 0
@@ -317,9 +392,6 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
         begin = min(begin, starts[r])
         end = max(end, stops[r])
         sinks_end = max(sinks_end, sink_stops[r])
-        state.m[r] = -INFINITY
-        state.l[r] = 0.0
-        state.rescale[r] = 1.0
     begin = max(begin // call.tile * call.tile, split_begin)
     end = min(min(end, item.end), split_begin + item.split_tokens)
     if split > 0 or item.part > 0:
@@ -332,10 +404,23 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
         _touch(&task, begin, call.tile)
     if call.store.float_tokens and (sinks_end > 0 or begin < call.store.float_tokens):
         _touch_first_floats(&task)
-    memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL
     task.options.query_at = task.query_at
+    if task.wide == NULL:
+        memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
+        for r in range(task.rows):
+            state.m[r], state.l[r], state.rescale[r] = -INFINITY, 0.0, 1.0
+    for i in range(_num_panels(&task)):
+        panel = task.wide.panels + i
+        panel.rows = min(<int>KV_ROWS, task.rows - i * KV_ROWS)
+        panel.options = task.options
+        if call.slopes != NULL:
+            panel.options.slopes += i * KV_ROWS
+        panel.options.query_at += i * KV_ROWS
+        memset(panel.acc, 0, panel.rows * padded * sizeof(float))
+        for r in range(KV_ROWS):
+            panel.m[r], panel.l[r] = -INFINITY, 0.0
 
     if sinks_end > 0:
         _load(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
@@ -348,13 +433,18 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index) noexcept nogil:
 
     for r in range(task.rows):
         query = call.queries + task.tokens[r]
+        if task.wide == NULL:
+            acc, m, l = task.scratch.acc + r * padded, state.m[r], state.l[r]
+        else:
+            panel = task.wide.panels + r // KV_ROWS
+            acc, m, l = panel.acc + r % KV_ROWS * padded, panel.m[r % KV_ROWS], panel.l[r % KV_ROWS]
         if query.parts == 1:
-            _finish(call, task.tokens[r], task.q_heads[r], task.scratch.acc + r * padded, state.m[r], state.l[r])
+            _finish(call, task.tokens[r], task.q_heads[r], acc, m, l)
         else:
             partial = _partials_of(call, query, task.q_heads[r]) + (item.part + split) * (padded + 2)
-            partial[0] = state.m[r]
-            partial[1] = state.l[r]
-            call.kernels.from_float[KV_FLOAT32](task.scratch.acc + r * padded, padded, partial + 2)
+            partial[0] = m
+            partial[1] = l
+            call.kernels.from_float[KV_FLOAT32](acc, padded, partial + 2)
 
 
 cdef inline float *_partials_of(const kv_call *call, const kv_query *query, Py_ssize_t q_head) noexcept nogil:
@@ -412,10 +502,10 @@ cdef void run(const kv_call *call, int threads) noexcept nogil:
             parts += call.queries[i].parts * call.q.heads
     if threads == 1:
         for i in range(call.num_tasks):
-            _attend_task(call, i)
+            _attend_task(call, i, 0)
     else:
         for i in prange(call.num_tasks, schedule="dynamic", chunksize=1, num_threads=threads):
-            _attend_task(call, i)
+            _attend_task(call, i, threadid())
     if parts == 0:
         return
     if threads == 1 or parts < SERIAL_MERGE or call.q.tokens == 1:

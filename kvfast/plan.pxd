@@ -13,8 +13,8 @@ cdef class Options:
 
 cdef class Workspace:
     """Memory of one cache for its calls; grows, never shrinks."""
-    cdef void *data[3]
-    cdef Py_ssize_t sizes[3]
+    cdef void *data[4]
+    cdef Py_ssize_t sizes[4]
     cdef void *reserve(self, int which, Py_ssize_t size) except NULL
 
 
@@ -25,6 +25,7 @@ cdef class AttendCall:
     cdef Rows q, sink_q, result
     cdef object out, lse, sinks, slopes
     cdef Py_ssize_t window, num_splits, work
+    cdef bint wide
 
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept
     cdef int add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
@@ -32,6 +33,7 @@ cdef class AttendCall:
     cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept
     cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept
     cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept
+    cdef void _cut_rows(self, kv_item *item) noexcept
     cdef int close(self, kv_item *item, Py_ssize_t end) except -1
     cdef object run(self)
 

@@ -8,16 +8,19 @@ import math
 
 import numpy as np
 
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvfast._arrays cimport check_finite, kv_rows, open_rows
-from kvfast._kernels cimport KV_FLOAT32, KV_ROWS, KV_TILE, active
+from kvfast._kernels cimport KV_FLOAT32, KV_NUM_FLOATS, KV_PANELS, KV_ROWS, KV_TILE, active, kv_wide_scratch
 from kvfast._openmp cimport num_threads_for
 from kvfast.attention cimport bytes_of, choose_tile, kv_item, kv_query, run
 from kvfast.blocks cimport kv_context, kv_store
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+cdef extern from "<stdlib.h>" nogil:
+    void *aligned_alloc(size_t alignment, size_t size)
 
 cdef enum:
     # More tasks of one item than this do not balance better.
@@ -34,6 +37,7 @@ cdef enum:
     ITEMS
     QUERIES
     PARTIALS
+    WIDE
 
 
 cdef class Options:
@@ -59,14 +63,14 @@ cdef class Options:
 cdef class Workspace:
     def __dealloc__(self):
         cdef int i
-        for i in range(3):
+        for i in range(4):
             free(self.data[i])
 
     cdef void *reserve(self, int which, Py_ssize_t size) except NULL:
         if size > self.sizes[which] or self.data[which] == NULL:
             free(self.data[which])
             self.sizes[which] = 0
-            self.data[which] = malloc(size)
+            self.data[which] = aligned_alloc(64, (size + 63) // 64 * 64)
             if self.data[which] == NULL:
                 raise MemoryError(f"cannot allocate {size:,} bytes for a call of attend")
             self.sizes[which] = size
@@ -270,7 +274,7 @@ cdef class AttendCall:
         """Split the item's positions up to `end`, and count it."""
         cdef Py_ssize_t span = end - item.begin
         item.end = end
-        item.row_blocks = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS
+        self._cut_rows(item)
         item.split_tokens = self._split_tokens(item.num_queries, span)
         item.splits = (span + item.split_tokens - 1) // item.split_tokens
         item.first_task = self.call.num_tasks
@@ -278,6 +282,23 @@ cdef class AttendCall:
         self.call.num_items += 1
         self.work += <Py_ssize_t>(bytes_of(self.call.store, span) * max(1.0, item.num_queries * self.call.group / 8.0))
         return 0
+
+    cdef void _cut_rows(self, kv_item *item) noexcept:
+        """The query rows of each task of an item."""
+        cdef const kv_store *store = self.call.store
+        cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
+        item.block_rows, item.row_blocks = KV_ROWS, panels
+        # The matrix unit works with 16 bits, also on the float rows that stand beside codes. Caches of floats alone are
+        # for those who want more.
+        if (self.call.kernels.attend_panels == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
+                or (store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS)
+                or panels == 1 or (item.num_queries <= FEW_QUERIES and item.members == NULL)):
+            return
+        # Enough tasks for some threads, each with enough panels for the operands of a tile to be worth making.
+        most = max(<Py_ssize_t>4, min(<Py_ssize_t>KV_PANELS, panels * store.num_kv_heads // 16))
+        item.row_blocks = (panels + most - 1) // most
+        item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
+        self.wide = True
 
     cdef object run(self):
         cdef Py_ssize_t i, j, parts = 0
@@ -297,6 +318,8 @@ cdef class AttendCall:
             self.call.partials = <float *>self.workspace.reserve(
                 PARTIALS, parts * self.call.q.heads * (self.call.store.k.padded_dim + 2) * sizeof(float))
         threads = num_threads_for(self.options.num_threads, <double>self.work)
+        if self.wide:
+            self.call.wide = <kv_wide_scratch *>self.workspace.reserve(WIDE, threads * sizeof(kv_wide_scratch))
         with nogil:
             run(&self.call, threads)
         return (self.out, self.lse) if self.options.return_lse else self.out

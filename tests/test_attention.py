@@ -119,7 +119,7 @@ def test_chunked_prefill_and_decode_agree(isa, rng, dtype):
     for start, stop in [(0, 1), (1, 2), (2, 40), (40, 41), (41, 90)]:
         stepwise.append(0, k[start:stop], v[start:stop])
         out = stepwise.attend(0, q[start:stop])
-        assert np.allclose(out, at_once[start:stop], rtol=1e-4, atol=1e-5)
+        assert relative_error(out, at_once[start:stop]) < bound(dtype)  # a matrix unit rounds elsewhere
 
 
 def test_tiers_agree(rng):

@@ -11,8 +11,16 @@
 #define KV_X86 1
 #include <cpuid.h>
 #include <immintrin.h>
+#if defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#define KV_HAVE_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #else
 #define KV_X86 0
+#endif
+#ifndef KV_HAVE_AMX
+#define KV_HAVE_AMX 0
 #endif
 
 #if defined(__clang__)
@@ -127,9 +135,13 @@ KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,f
 #define KV(name) name##_avx512_vbmi
 #define KV_ISA "avx512_vbmi"
 #define KV_VBMI
+#if KV_HAVE_AMX
+#define KV_MATRIX "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,amx-tile,amx-int8"
+#endif
 #include "vec_avx512.h"
 #include "tier.inc.h"
 #undef KV_VBMI
+#undef KV_MATRIX
 KV_TARGET_END
 
 KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
@@ -160,6 +172,9 @@ KV_TARGET_END
 #include "tier.inc.h"
 
 const kv_kernels *const kv_all_kernels[] = {
+#if KV_HAVE_AMX
+    &kernels_amx,
+#endif
 #if KV_X86
     &kernels_avx512_vbmi,
     &kernels_avx512_vnni,
@@ -181,8 +196,23 @@ static int has_f16c(void)
 }
 #endif
 
+#if KV_HAVE_AMX
+/* The matrix unit's registers are large: Linux gives them to processes that ask (arch_prctl,
+   ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA), and remembers. */
+static int has_amx(void)
+{
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_TILE) && (d & AMX_INT8) &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif
+
 int kv_supported(const kv_kernels *kernels)
 {
+#if KV_HAVE_AMX
+    if (kernels == &kernels_amx) return kv_supported(&kernels_avx512_vbmi) && has_amx();
+#endif
 #if KV_X86
     /* __builtin_cpu_supports also asks the operating system (XCR0) for the wider registers. */
     __builtin_cpu_init();
@@ -206,6 +236,9 @@ const kv_cpu_feature *kv_cpu_features(void)
         {"sse2", 0}, {"avx", 0}, {"fma", 0}, {"avx2", 0}, {"avx512f", 0}, {"avx512bw", 0},
         {"avx512dq", 0}, {"avx512vl", 0}, {"avx512vnni", 0}, {"avx512vbmi", 0}, {"avx512bf16", 0},
 #endif
+#if KV_HAVE_AMX
+        {"amx_int8", 0},
+#endif
         {NULL, 0}};
 #if KV_X86
     kv_cpu_feature *f = features;
@@ -214,6 +247,9 @@ const kv_cpu_feature *kv_cpu_features(void)
     KV_FEATURE("sse2") KV_FEATURE("avx") KV_FEATURE("fma") KV_FEATURE("avx2")
     KV_FEATURE("avx512f") KV_FEATURE("avx512bw") KV_FEATURE("avx512dq") KV_FEATURE("avx512vl")
     KV_FEATURE("avx512vnni") KV_FEATURE("avx512vbmi") KV_FEATURE("avx512bf16")
+#endif
+#if KV_HAVE_AMX
+    f->present = kv_supported(&kernels_amx); /* it takes the system's permission as well */
 #endif
     return features;
 }

@@ -45,7 +45,8 @@ enum {
     KV_TILE = 128,         /* most tokens between two softmax corrections */
     KV_ROWS = 16,          /* most query rows that share one pass over a block */
     KV_MAX_HEAD_DIM = 512, /* bound of the int32 accumulators, see activations.inc.h */
-    KV_PANEL = 4           /* query rows whose activations are interleaved */
+    KV_PANEL = 4,          /* query rows whose activations are interleaved */
+    KV_PANELS = 16         /* most times KV_ROWS query rows that share one where a matrix unit works */
 };
 
 /* Vectors that do not straddle cache lines. */
@@ -117,6 +118,37 @@ typedef struct {
     ptrdiff_t offset, piece, bytes, scales, scale_bytes;
 } kv_stream;
 
+/* KV_ROWS query rows for the matrix unit, and their running softmax. */
+typedef struct {
+    int rows;
+    int start[KV_ROWS], stop[KV_ROWS];            /* the tokens of the tile that each row sees */
+    kv_score_options options;                     /* of its rows */
+    float scale[KV_ROWS];                         /* of the integers, softmax scale included */
+    KV_ALIGNED float m[KV_ROWS];
+    KV_ALIGNED float l[KV_ROWS];
+    KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2]; /* (high and low, depth/64, rows, 64) */
+    KV_ALIGNED float turned[KV_ROWS * KV_MAX_HEAD_DIM];     /* (padded_dim, rows) the same, for keys with means */
+    KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];        /* (rows, padded_dim) sum of weight x value */
+} kv_panel;
+
+/* Keys and values of a tile, KV_TILE tokens, as operands of the matrix unit, see matrix.inc.h. */
+typedef struct {
+    int dim, key_parts, value_parts;
+    int num_means, means_of[KV_TILE / KV_LANES];
+    KV_ALIGNED int8_t keys[KV_TILE * KV_MAX_HEAD_DIM * 2];
+    KV_ALIGNED int8_t values[KV_TILE * KV_MAX_HEAD_DIM * 2];
+    KV_ALIGNED float key_scales[KV_TILE];
+    KV_ALIGNED float value_scales[KV_TILE];
+    KV_ALIGNED float means[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];
+} kv_operands;
+
+/* What one task of attention works in where a matrix unit works; too large for a stack. */
+typedef struct {
+    kv_operands operands;
+    kv_panel panels[KV_PANELS];
+    KV_ALIGNED float rows[KV_ROWS * KV_MAX_HEAD_DIM]; /* (rows, padded_dim) queries of a panel as given */
+} kv_wide_scratch;
+
 /* RMS norm, x / sqrt(mean(x^2) + eps) * norm, then rotation of element i with element i + pairs, or of 2i
    with 2i + 1, by the angle of cos[i] and sin[i]. */
 typedef struct {
@@ -180,6 +212,11 @@ typedef struct {
     void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows,
                                       const kv_tile *tile, const kv_ahead *ahead, const float *rescale,
                                       float *acc);
+    /* Attention of many query rows on one tile, with a matrix unit; NULL without one. Of all dtypes but FLOAT32. */
+    void (*prepare_panel)(const kv_side *side, const float *rows, float scale, kv_panel *panel);
+    void (*attend_panels)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
+                        const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,
+                        kv_panel *panels, int num_panels);
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);
 

@@ -187,6 +187,20 @@ static float KV(exp1)(float x)
     return lanes[0];
 }
 
+/* Softcap and ALiBi on a row's scores begin to end, of which it sees from to to. */
+static inline void KV(bend_scores)(float *scores, int begin, int end, int from, int to, int row, float position,
+                                   const kv_score_options *options)
+{
+    if (options->softcap > 0) {
+        const vf cap = vf_set1(options->softcap), inverse = vf_set1(1.0f / options->softcap);
+        for (int t = begin; t < end; t += W)
+            vf_store(scores + t, vf_mul(cap, KV(tanh)(vf_mul(vf_load(scores + t), inverse))));
+    }
+    if (options->slopes)
+        for (int t = from; t < to; t++)
+            scores[t] += options->slopes[row] * (position + (float)t - options->query_at[row]);
+}
+
 /* One softmax step over a tile: row r may see the tokens from[r] <= t < to[r]. The running maximum
    is the base, not the tile's, so that a row that sees nothing stays without NaN. `count` is filled
    up with zero weights to the next multiple of KV_LANES. */
@@ -196,14 +210,7 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
     const int padded = (count + KV_LANES - 1) / KV_LANES * KV_LANES;
     for (int r = 0; r < num_rows; r++) {
         float *weights = state->weights + r * KV_TILE;
-        if (options->softcap > 0) {
-            const vf cap = vf_set1(options->softcap), inverse = vf_set1(1.0f / options->softcap);
-            for (int t = 0; t < padded; t += W)
-                vf_store(weights + t, vf_mul(cap, KV(tanh)(vf_mul(vf_load(weights + t), inverse))));
-        }
-        if (options->slopes)
-            for (int t = from[r]; t < to[r]; t++)
-                weights[t] += options->slopes[r] * (position + (float)t - options->query_at[r]);
+        KV(bend_scores)(weights, 0, padded, from[r], to[r], r, position, options);
         for (int t = 0; t < from[r] && t < padded; t++) weights[t] = -INFINITY;
         for (int t = to[r] > 0 ? to[r] : 0; t < padded; t++) weights[t] = -INFINITY;
 

@@ -9,31 +9,46 @@
 #include "integer.inc.h"
 #include "floating.inc.h"
 
-static const kv_kernels KV(kernels) = {
-    .isa = KV_ISA,
-    .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},
-    .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},
-    .find_unstorable = KV(find_unstorable),
-    .quantize = KV(quantize),
-    .dequantize = KV(dequantize),
-    .encode_k = KV(encode_k),
-    .encode_v = KV(encode_v),
-    .decode_k = KV(decode_k),
-    .decode_v = KV(decode_v),
-    .finish_k = KV(finish_k),
-    .copy_token = KV(copy_token),
-    .rotate = KV(rotate),
-    .transform = KV(transform),
-    .prepare = {KV(prepare_floating), KV(prepare_floating), KV(prepare_floating), KV(prepare_int8), KV(prepare_int4),
-                KV(prepare_gauss4)},
-    .scores = {KV(scores_float32), KV(scores_float16), KV(scores_bfloat16), KV(scores_int8), KV(scores_int4),
-               KV(scores_gauss4)},
-    .softmax = KV(softmax),
-    .accumulate = {KV(accumulate_float32), KV(accumulate_float16), KV(accumulate_bfloat16), KV(accumulate_int8),
-                   KV(accumulate_int4), KV(accumulate_gauss4)},
-    .scale_add = KV(scale_add),
+#define KV_TABLE \
+    .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
+    .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},                                            \
+    .find_unstorable = KV(find_unstorable),                                                                           \
+    .quantize = KV(quantize),                                                                                         \
+    .dequantize = KV(dequantize),                                                                                     \
+    .encode_k = KV(encode_k),                                                                                         \
+    .encode_v = KV(encode_v),                                                                                         \
+    .decode_k = KV(decode_k),                                                                                         \
+    .decode_v = KV(decode_v),                                                                                         \
+    .finish_k = KV(finish_k),                                                                                         \
+    .copy_token = KV(copy_token),                                                                                     \
+    .rotate = KV(rotate),                                                                                             \
+    .transform = KV(transform),                                                                                       \
+    .prepare = {KV(prepare_floating), KV(prepare_floating), KV(prepare_floating), KV(prepare_int8), KV(prepare_int4), \
+                KV(prepare_gauss4)},                                                                                  \
+    .scores = {KV(scores_float32), KV(scores_float16), KV(scores_bfloat16), KV(scores_int8), KV(scores_int4),         \
+               KV(scores_gauss4)},                                                                                    \
+    .softmax = KV(softmax),                                                                                           \
+    .accumulate = {KV(accumulate_float32), KV(accumulate_float16), KV(accumulate_bfloat16), KV(accumulate_int8),      \
+                   KV(accumulate_int4), KV(accumulate_gauss4)},                                                       \
+    .scale_add = KV(scale_add),                                                                                       \
     .stream = KV(stream),
-};
+
+static const kv_kernels KV(kernels) = {.isa = KV_ISA, KV_TABLE};
+#ifdef KV_MATRIX
+KV_TARGET_BEGIN(KV_MATRIX)
+#include "operands.inc.h"
+#include "matrix.inc.h"
+static const kv_kernels kernels_amx = {
+    .isa = "amx", KV_TABLE .prepare_panel = KV(prepare_panel), .attend_panels = KV(attend_panels)};
+KV_TARGET_END
+#endif
+#undef KV_TABLE
+#undef KV_MAX_ACTIVATION
+#undef KV_BIAS
+#undef KV_DEPTHS
+#undef KV_INVERSE
+#undef KV_MEANS
+#undef KV_CHANNELS
 #include "vec_undef.h"
 #undef KV
 #undef KV_ISA

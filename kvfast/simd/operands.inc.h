@@ -1,0 +1,217 @@
+/* Keys and values of up to KV_TILE tokens as operands of the matrix unit: lane tiles of 16 lanes by 64 depths,
+   in int8, of one or two parts; see matrix.inc.h. */
+
+enum {
+    TILE_DEPTH = 64,
+    TILE_BYTES = KV_ROWS * TILE_DEPTH,
+    TOKEN_TILES = KV_TILE / TILE_DEPTH,
+};
+
+/* 64 integers as high and low bytes. */
+static inline void KV(put_bytes)(vi a, vi b, vi c, vi d, int8_t *high, int8_t *low)
+{
+    const vi order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const vi half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
+    const vi ab = _mm512_packs_epi32(a, b), cd = _mm512_packs_epi32(c, d);
+    const vi highs = _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(ab, half), 8),
+                                        _mm512_srai_epi16(_mm512_add_epi16(cd, half), 8));
+    const vi lows = _mm512_packus_epi16(vi_and(ab, byte), vi_and(cd, byte));
+    _mm512_store_si512(high, _mm512_permutexvar_epi32(order, highs));
+    _mm512_store_si512(low, _mm512_permutexvar_epi32(order, lows));
+}
+
+/* 16 lines of 16 dwords, turned: dword l of line r becomes dword r of line l. */
+static void KV(turn_lines)(const int8_t *lines, int8_t *out)
+{
+    vi a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_load_si512(lines + 64 * i);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) { /* a[4 g + i] holds dwords i, 4 + i, 8 + i, 12 + i of lines 4 g to 4 g + 3 */
+        const vi even_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88);
+        const vi odd_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xDD);
+        const vi even_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+        const vi odd_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xDD);
+        _mm512_store_si512(out + 64 * i, _mm512_shuffle_i32x4(even_0, even_1, 0x88));
+        _mm512_store_si512(out + 64 * (8 + i), _mm512_shuffle_i32x4(even_0, even_1, 0xDD));
+        _mm512_store_si512(out + 64 * (4 + i), _mm512_shuffle_i32x4(odd_0, odd_1, 0x88));
+        _mm512_store_si512(out + 64 * (12 + i), _mm512_shuffle_i32x4(odd_0, odd_1, 0xDD));
+    }
+}
+
+/* A float row as bytes, `tiles` x 64 of each part; returns its scale. */
+static float KV(cut_row)(const kv_side *side, const char *row, int tiles, int8_t *high, int8_t *low, ptrdiff_t stride)
+{
+    const int n = side->padded_dim;
+    vf x[KV_MAX_HEAD_DIM / W], largest = vf_set1(0.0f);
+    for (int i = 0; i < tiles * 4; i++) {
+        const uint16_t *at = (const uint16_t *)row + i * W;
+        x[i] = i * W >= n ? vf_set1(0.0f) : side->dtype == KV_FLOAT16 ? vf_load_float16(at) : vf_load_bfloat16(at);
+        largest = vf_max(largest, vf_abs(x[i]));
+    }
+    const float peak = vf_hmax(largest);
+    const vf inverse = vf_set1(KV_INVERSE(peak));
+    for (int i = 0; i < tiles; i++, high += stride, low += stride)
+        KV(put_bytes)(vf_round(vf_mul(x[4 * i], inverse)), vf_round(vf_mul(x[4 * i + 1], inverse)),
+                      vf_round(vf_mul(x[4 * i + 2], inverse)), vf_round(vf_mul(x[4 * i + 3], inverse)), high, low);
+    return peak / KV_MAX_ACTIVATION;
+}
+
+/* A line of codes as signed bytes, of INT4 and GAUSS4 two lines. */
+static inline int8_t *KV(put_codes)(const char *line, const int dtype, int8_t *out)
+{
+    const vcodes stored = vcodes_load(line);
+    if (dtype == KV_INT8) {
+        _mm512_store_si512(out, _mm512_xor_si512(stored, _mm512_set1_epi8((char)128)));
+        return out + 64;
+    }
+    const vcodes shifted = vcodes_shift(stored);
+    if (dtype == KV_INT4) {
+        _mm512_store_si512(out, _mm512_sub_epi8(vcodes_low(stored), _mm512_set1_epi8(8)));
+        _mm512_store_si512(out + 64, _mm512_sub_epi8(vcodes_low(shifted), _mm512_set1_epi8(8)));
+    } else {
+        _mm512_store_si512(out, _mm512_xor_si512(vcodes_levels(stored), _mm512_set1_epi8((char)128)));
+        _mm512_store_si512(out + 64, _mm512_xor_si512(vcodes_levels(shifted), _mm512_set1_epi8((char)128)));
+    }
+    return out + 128;
+}
+
+static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t *out)
+{
+    const char *end = codes + (ptrdiff_t)lines * 64;
+    if (dtype == KV_INT8) for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_INT8, out);
+    else if (dtype == KV_INT4) for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_INT4, out);
+    else for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_GAUSS4, out);
+}
+
+/* Codes times the channel scales, 15-bit fractions, of 4 channels: code x scale / 16, at most 30 720. */
+static inline void KV(put_scaled_codes)(vcodes codes, const uint16_t *scales, int8_t *high, int8_t *low)
+{
+    const vi scale = _mm512_set1_epi64(kv_load64(scales) & 0x7FFF7FFF7FFF7FFF), zero = vi_set1(0);
+    const vi half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
+    const vi a = _mm512_mulhrs_epi16(_mm512_slli_epi16(_mm512_unpacklo_epi8(codes, zero), 11), scale);
+    const vi b = _mm512_mulhrs_epi16(_mm512_slli_epi16(_mm512_unpackhi_epi8(codes, zero), 11), scale);
+    _mm512_store_si512(high, _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8),
+                                                _mm512_srai_epi16(_mm512_add_epi16(b, half), 8)));
+    _mm512_store_si512(low, _mm512_packus_epi16(vi_and(a, byte), vi_and(b, byte)));
+}
+
+/* Keys of 16 tokens: (parts, padded_dim / 64, 16 lines, 64). */
+static inline void KV(load_key_lane)(const kv_side *side, const char *block, int slot, int tiles, int8_t *out,
+                                     float *scales)
+{
+    const int lines = side->padded_dim / KV_DEPTHS(side->dtype);
+    const char *codes = block + slot / KV_LANES * (ptrdiff_t)lines * 64;
+    if (side->dtype < KV_NUM_FLOATS) {
+        KV_ALIGNED int8_t rows[2][KV_MAX_HEAD_DIM / TILE_DEPTH][TILE_BYTES];
+        for (int t = 0; t < KV_LANES; t++)
+            scales[t] = 256.0f * KV(cut_row)(side, block + (slot + t) * side->row_stride, tiles, rows[0][0] + 64 * t,
+                                             rows[1][0] + 64 * t, TILE_BYTES);
+        for (int part = 0; part < 2; part++)
+            for (int tile = 0; tile < tiles; tile++, out += TILE_BYTES) KV(turn_lines)(rows[part][tile], out);
+        return;
+    }
+    if (side->channels) {
+        const uint16_t *channels = (const uint16_t *)(block + side->channels);
+        int8_t *low = out + tiles * TILE_BYTES;
+        for (int line = 0; line < lines; line++, codes += 64, out += 128, low += 128) {
+            const vcodes stored = vcodes_load(codes);
+            KV(put_scaled_codes)(vcodes_low(stored), channels + 8 * line, out, low);
+            KV(put_scaled_codes)(vcodes_low(vcodes_shift(stored)), channels + 8 * line + 4, out + 64, low + 64);
+        }
+        vf_store(scales, vf_set1(256.0f * 16.0f * KV(unit_of)(channels)));
+        return;
+    }
+    KV(put_lines)(codes, lines, side->dtype, out);
+    vf_store(scales, KV(load_scales)(block + side->scales, slot, side->dtype));
+}
+
+/* Values of 64 tokens that are stored as floats: token rows of bytes, 4 interleaved in each line. */
+static inline void KV(load_value_rows)(const kv_side *side, const char *row, int line, int8_t *out, float *scales)
+{
+    const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
+    KV_ALIGNED int8_t rows[2][4][KV_MAX_HEAD_DIM];
+    for (int t = 0; t < 4; t++, row += side->row_stride)
+        scales[t] = 256.0f * KV(cut_row)(side, row, tiles, rows[0][t], rows[1][t], TILE_DEPTH);
+    for (int part = 0; part < 2; part++)
+        for (int lane = 0; lane < side->padded_dim; lane += 64) {
+            const int8_t *at = rows[part][0] + lane;
+            const vi r0 = _mm512_load_si512(at), r1 = _mm512_load_si512(at + KV_MAX_HEAD_DIM);
+            const vi r2 = _mm512_load_si512(at + 2 * KV_MAX_HEAD_DIM), r3 = _mm512_load_si512(at + 3 * KV_MAX_HEAD_DIM);
+            const vi low_01 = _mm512_unpacklo_epi8(r0, r1), high_01 = _mm512_unpackhi_epi8(r0, r1);
+            const vi low_23 = _mm512_unpacklo_epi8(r2, r3), high_23 = _mm512_unpackhi_epi8(r2, r3);
+            /* 128-bit lane l of x[i]: dims 16 l + 4 i to 16 l + 4 i + 3 of the four tokens */
+            const vi x0 = _mm512_unpacklo_epi16(low_01, low_23), x1 = _mm512_unpackhi_epi16(low_01, low_23);
+            const vi x2 = _mm512_unpacklo_epi16(high_01, high_23), x3 = _mm512_unpackhi_epi16(high_01, high_23);
+            const vi a = _mm512_shuffle_i32x4(x0, x1, 0x44), b = _mm512_shuffle_i32x4(x0, x1, 0xEE);
+            const vi c = _mm512_shuffle_i32x4(x2, x3, 0x44), d = _mm512_shuffle_i32x4(x2, x3, 0xEE);
+            const vi turned[4] = {_mm512_shuffle_i32x4(a, c, 0x88), _mm512_shuffle_i32x4(a, c, 0xDD),
+                                  _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xDD)};
+            for (int i = 0; i < 4 && lane + 16 * i < side->padded_dim; i++)
+                _mm512_store_si512(out + ((lane / 16 + i) * 2 + part) * (TOKEN_TILES * TILE_BYTES) + 64 * line,
+                                   turned[i]);
+        }
+}
+
+static void KV(load_keys)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+{
+    const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
+    const ptrdiff_t *block = tile->at;
+    int8_t *out = operands->keys;
+    operands->key_parts = side->dtype < KV_NUM_FLOATS || side->channels ? 2 : 1;
+    operands->num_means = 0;
+    for (int t = 0, slot = tile->first; t < tile->count; t += KV_LANES) {
+        const char *at = tile->base + *block;
+        if (side->means && (t == 0 || slot == 0)) {
+            const uint16_t *means = (const uint16_t *)(at + side->means);
+            for (int i = 0; i < side->padded_dim; i += W)
+                vf_store(operands->means + operands->num_means * KV_MAX_HEAD_DIM + i, vf_load_float16(means + i));
+            operands->num_means++;
+        }
+        KV(load_key_lane)(side, at, slot, tiles, out, operands->key_scales + t);
+        out += operands->key_parts * tiles * TILE_BYTES;
+        operands->means_of[t / KV_LANES] = operands->num_means - 1;
+        slot += KV_LANES;
+        if (slot == side->block_size) slot = 0, block++;
+    }
+    for (int lane = (tile->count + KV_LANES - 1) / KV_LANES; lane < KV_TILE / KV_LANES; lane++)
+        operands->means_of[lane] = 0;
+}
+
+/* Values: (padded_dim / 16, parts, KV_TILE / 64, 16 lines, 64). Tokens beyond the count get scale 0. */
+static void KV(load_values)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+{
+    const int depth = KV_DEPTHS(side->dtype);
+    const ptrdiff_t lane_bytes = (ptrdiff_t)(side->block_size / depth) * 64;
+    const ptrdiff_t *block = tile->at;
+    operands->value_parts = side->dtype < KV_NUM_FLOATS ? 2 : 1;
+    const ptrdiff_t stride = operands->value_parts * (TOKEN_TILES * TILE_BYTES);
+    for (int t = 0, slot = tile->first; t < tile->count; block++) {
+        const char *at = tile->base + *block;
+        const int left = tile->count - t, room = side->block_size - slot;
+        const int here = ((left < room ? left : room) + KV_LANES - 1) / KV_LANES * KV_LANES;
+        if (side->dtype < KV_NUM_FLOATS) {
+            for (int i = 0; i < here; i += 4)
+                KV(load_value_rows)(side, at + (slot + i) * side->row_stride, (t + i) / 4, operands->values,
+                                    operands->value_scales + t + i);
+        } else {
+            const char *codes = at + slot / depth * 64;
+            for (int lane = 0; lane < side->padded_dim / 16; lane++, codes += lane_bytes)
+                KV(put_lines)(codes, here / depth, side->dtype, operands->values + lane * stride + t * 16);
+            for (int i = 0; i < here; i += KV_LANES)
+                vf_store(operands->value_scales + t + i, KV(load_scales)(at + side->scales, slot + i, side->dtype));
+        }
+        t += here;
+        slot = 0;
+    }
+    for (int t = tile->count; t < KV_TILE; t++) operands->value_scales[t] = 0.0f;
+}
+

@@ -1,0 +1,104 @@
+"""Attention of many query rows by a matrix unit, which takes up to 256 rows of a KV head at a time."""
+
+import numpy as np
+import pytest
+from cache_kinds import CENTRED
+from reference import attention, bound, relative_error
+
+import kvfast
+
+FORMATS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED, "int8/float16"]
+needs_amx = pytest.mark.skipif("amx" not in kvfast.available_isas(), reason="this CPU has no matrix unit")
+
+
+@pytest.fixture(autouse=True)
+def tier():
+    with kvfast.use_isa(kvfast.available_isas()[0]):
+        yield
+
+
+def stored(rng, dtype, length, num_kv_heads=2, head_dim=64, chunk=100, **settings):
+    cache = kvfast.KVCache(1, num_kv_heads, head_dim, dtype=dtype, **settings)
+    for start in range(0, length, chunk):
+        n = min(chunk, length - start)
+        cache.append(0, *rng.standard_normal((2, n, num_kv_heads, head_dim), np.float32))
+        cache.advance(n)
+    return cache
+
+
+@pytest.mark.parametrize("head_dim", [8, 33, 48, 80, 128, 160, 256, 512])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_head_dims(rng, dtype, head_dim):
+    cache = stored(rng, dtype, 300, head_dim=head_dim)
+    q = rng.standard_normal((70, 6, head_dim), np.float32)
+    out, lse = cache.attend(0, q, return_lse=True)
+    expected, expected_lse = attention(q, cache.k(0), cache.v(0))
+    assert relative_error(out, expected) < bound(dtype)
+    assert np.abs(lse - expected_lse).max() < 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 90}, {"softcap": 3.0, "sliding_window": 200}], ids=str)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_a_row_does_not_depend_on_its_neighbours(rng, dtype, options):
+    """Nor on the threads: the same bits in tasks of other sizes, and with other queries."""
+    cache = stored(rng, dtype, 700)
+    q = rng.standard_normal((300, 6, 64), np.float32)
+    out = cache.attend(0, q, num_splits=1, num_threads=1, **options)
+    for n in (17, 40, 123):
+        assert np.array_equal(cache.attend(0, q[-n:], num_splits=1, num_threads=2, **options), out[-n:])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4-plain"])
+def test_block_sizes(rng, dtype):
+    """The same bits in blocks of every size, contiguous and paged."""
+    k, v = rng.standard_normal((2, 500, 2, 64), np.float32)
+    q = rng.standard_normal((90, 6, 64), np.float32)
+    outs = []
+    for block_size in (16, 32, 64, 128, 256):
+        pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=-(-500 // block_size), block_size=block_size, dtype=dtype)
+        sequence = pool.new_sequence()
+        sequence.append(0, k, v)
+        outs.append(sequence.attend(0, q))
+    whole = kvfast.KVCache(1, 2, 64, dtype=dtype)
+    whole.append(0, k, v)
+    assert all(np.array_equal(out, whole.attend(0, q)) for out in outs)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_extreme_queries(rng, dtype):
+    """Nothing but zeros, weights that vanish, a negative scale; huge numbers stay finite."""
+    cache = stored(rng, dtype, 260)
+    q = rng.standard_normal((40, 2, 64), np.float32)
+    q[3] = 0
+    q[5] *= 30
+    q[7] *= 1e-30
+    for scale in (None, -0.3):
+        out = cache.attend(0, q, scale=scale)
+        assert relative_error(out, attention(q, cache.k(0), cache.v(0), scale=scale or 0.125)[0]) < 1e-3
+    q *= 1e30
+    assert np.isfinite(cache.attend(0, q)).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_ring_and_sinks(rng, dtype):
+    ring = kvfast.RingKVCache(1, 2, 64, window=150, num_sink_tokens=4, dtype=dtype)
+    whole = kvfast.KVCache(1, 2, 64, dtype=dtype)
+    for n in (100, 170, 60, 90):
+        k, v = rng.standard_normal((2, n, 2, 64), np.float32)
+        ring.append(0, k, v), whole.append(0, k, v)
+        q = rng.standard_normal((n, 6, 64), np.float32)
+        expected = whole.attend(0, q, sliding_window=150, num_sink_tokens=4)
+        assert relative_error(ring.attend(0, q), expected) < bound(dtype)
+        ring.advance(n), whole.advance(n)
+
+
+@needs_amx
+def test_is_used(rng):
+    """More than 16 queries come out otherwise than by vectors, up to 16 the same; caches of floats stay exact."""
+    q = rng.standard_normal((40, 4, 64), np.float32)
+    for dtype, exact in (("int8", False), ("int4", False), ("float16", True), ("float32", True)):
+        cache = stored(rng, dtype, 400)
+        many, few = cache.attend(0, q), cache.attend(0, q[-16:])
+        with kvfast.use_isa("avx512_vbmi"):
+            assert np.array_equal(many, cache.attend(0, q)) == exact
+            assert np.array_equal(few, cache.attend(0, q[-16:]))

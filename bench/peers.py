@@ -29,6 +29,8 @@ from contenders import DECODE, PEERS, PREFILL, QUANTISE, Work, tolerance
 from contenders.process import Process
 from contenders.table import tables
 
+import kvfast
+
 SHAPES = {one.name: one for one in vars(models).values() if isinstance(one, models.Model)}
 REST = 0.03  # seconds between two runs, in which the threads of the last one stop spinning
 
@@ -116,7 +118,7 @@ def outcome(answer):
     return {"status": "timed"}
 
 
-def timed_rounds(processes, results, bandwidth, num_threads, given, say):
+def timed_rounds(work, processes, results, bandwidth, num_threads, given, say):
     """Seconds of every round by name, None for who sat out; and the last answer of each."""
     seconds, answers = {name: [] for name in [*processes, "bandwidth"]}, {}
     for number in range(-1, given.rounds):  # round -1 starts threads and places memory
@@ -127,7 +129,7 @@ def timed_rounds(processes, results, bandwidth, num_threads, given, say):
                 if number >= 0:
                     seconds[name].append(None)
                 continue
-            say(f"{given.stage}, {num_threads} threads", f"round {max(number, 0) + 1} of {given.rounds}, {name}")
+            say(f"{stage(work)}, {num_threads} threads", f"round {max(number, 0) + 1} of {given.rounds}, {name}")
             time.sleep(REST)
             answers[name] = process.run(num_threads)
             if number >= 0:
@@ -169,13 +171,12 @@ def figures(work, result, seconds, passes, own):
 def cells(model, work, given, versions, say):
     """One cell per number of threads."""
     processes, results = prepared(work, given, versions, say)
-    given.stage = stage(work)
     bandwidth = Process("contenders.own", "machine", "bandwidth", work)
     if (there := outcome(bandwidth.prepare(given.threads[0])))["status"] != "timed":
         raise RuntimeError(there["reason"])
     try:
         for num_threads in given.threads:
-            seconds, answers = timed_rounds(processes, results, bandwidth, num_threads, given, say)
+            seconds, answers = timed_rounds(work, processes, results, bandwidth, num_threads, given, say)
             own = {one["storage"]: [each and each / one["layers"] for each in seconds[name]]
                    for name, one in results.items() if one["peer"] == "kvfast" and name in processes}  # fmt: skip
             measured = []
@@ -205,10 +206,8 @@ def measure(given):
     versions = {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     about = {"cpu": cpu_name(), "cores": cores, "system": platform.system(), "python": platform.python_version()}
-    measured = {
-        "machine": about,
-        "versions": versions, "rounds": given.rounds, "total": given.total, "cells": [],
-    }  # fmt: skip
+    about["isa"] = kvfast.active_isa()
+    measured = {"machine": about, "versions": versions, "rounds": given.rounds, "total": given.total, "cells": []}
     if given.add and given.json and Path(given.json).exists():
         before = json.loads(Path(given.json).read_text())
         versions.update(before["versions"])

@@ -2,6 +2,7 @@
 
 A module per peer has `version()` and `Contender(work, name, storage)`, whose result has
 
+- `ready(num_threads)`, if it has to build something for that number of threads first, which is not timed;
 - `run(num_threads)`: the work once, over all layers;
 - `check()`: after a run, the relative error against NumPy in double precision;
 - `nbytes`, `layers`: what one run reads of the cache (reads and writes, when rows are quantised), in how many layers.

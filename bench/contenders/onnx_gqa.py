@@ -99,9 +99,11 @@ class Contender:
             binding.bind_ortvalue_output(f"out{i}", output)
         return session, binding
 
-    def run(self, num_threads):
+    def ready(self, num_threads):
         if num_threads not in self.sessions:
             self.sessions[num_threads] = self._session(num_threads)
+
+    def run(self, num_threads):
         session, binding = self.sessions[num_threads]
         session.run_with_iobinding(binding)
 

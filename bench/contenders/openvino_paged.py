@@ -111,11 +111,13 @@ class Contender:
             request.set_tensor(name, blocks)
         return request
 
-    def run(self, num_threads):
+    def ready(self, num_threads):
         if num_threads not in self.requests:
             self.requests[num_threads] = self._request(num_threads)
             past = self.work.context - self.work.queries
             self._give(self.requests[num_threads], *self.new, past, range(self.work.context // BLOCK))
+
+    def run(self, num_threads):
         self.request = self.requests[num_threads]
         self.request.infer()
 

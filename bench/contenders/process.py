@@ -77,6 +77,8 @@ class Process:
 
 
 def _timed(contender, num_threads):
+    if hasattr(contender, "ready"):
+        contender.ready(num_threads)
     start = perf_counter()
     contender.run(num_threads)
     return perf_counter() - start

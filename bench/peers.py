@@ -1,17 +1,17 @@
 """kvfast beside the attention that others offer on CPUs: same tensors, interleaved rounds, a process for each.
 
-    pip install "kvfast[peers]"             # the packages; those that are missing are reported and left out
-    CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python llama-cpp-python    # for this very CPU
-    python bench/peers.py --json bench/peers.json
-    python bench/peers.py --table bench/peers.json      # the same as Markdown
+    CMAKE_ARGS="-DGGML_NATIVE=ON" pip install -e ".[peers]"
+    python bench/peers.py --json bench/peers.json       # more than an hour; in parts: --works, --shapes, --only, --add
+    python bench/peers.py --table bench/peers.json      # the Markdown again
 
-llama-cpp-python is compiled when it is installed (a C++ compiler and some minutes); the table names the instruction
-sets that it was built for. PyTorch needs no build with CUDA.
+llama-cpp-python is compiled when it is installed (a C++ compiler and a quarter of an hour; with --no-binary
+llama-cpp-python where a wheel would be found), and the table names the instruction sets that it was built for. PyTorch's
+build for CPUs is enough. A peer that is not there is reported and left out.
 
 Each round lets every contender run once, one at a time, and measures the machine's read bandwidth. Decoding reads
 layers of at least 512 MB in all, so that no processor cache holds them. Fractions are medians over the rounds of
 bytes / time / bandwidth, and ratios medians of the ratios within a round. A contender whose output is not that of
-NumPy is reported and not timed. All of them together take some 15 GB.
+NumPy is reported and not timed. All of them together take up to 18 GB.
 """
 
 import argparse

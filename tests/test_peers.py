@@ -73,7 +73,8 @@ def test_measured_and_printed(tmp_path, capsys, monkeypatch):
     assert others["wrong"]["status"] == "wrong"
     assert "| kvfast int4 |" in printed
     assert "| wrong int8 | wrong |" in printed
-    assert "wrong int8: wrong, relative error 0.9" in printed
+    assert "- wrong int8: wrong, relative error 0.9\n" in printed
+    assert "- bare int8: missing, No module named 'surely_not_installed'\n" in printed
     peers.main(["--table", str(file)])
     assert capsys.readouterr().out == printed
 

@@ -34,7 +34,9 @@ def _time(seconds):
 def partner(cell, result):
     """The storage of kvfast that a peer's is compared with."""
     same = SAME_WIDTH[result["storage"]]
-    return f"quantize {same}" if cell["kind"] == QUANTISE else same
+    if cell["kind"] != QUANTISE:
+        return same
+    return f"quantize {same}" if result["storage"].startswith("quantize_") else f"append {same}-plain"
 
 
 def _entry(cell, result):
@@ -64,7 +66,9 @@ def _find(cell, peer, storage):
 
 
 def _main_table(cells):
-    names = list(dict.fromkeys((one["peer"], one["storage"]) for cell in cells for one in cell["results"]))
+    names = {
+        (one["peer"], one["storage"]): None for cell in cells for one in cell["results"] if one["status"] != "missing"
+    }
     rows = [[" ".join(name), *(_entry(cell, _find(cell, *name)) for cell in cells)] for name in names]
     return _rows(["cache" if cells[0]["kind"] != QUANTISE else "rows", *map(_column, cells)], rows)
 
@@ -105,18 +109,23 @@ def _heading(cell):
         )
     return (
         f"**Rows quantised** from float32, {shape}. Bytes read and written as a fraction of the read bandwidth, time "
-        f"of {cell['context']:,} tokens, and how many times that of kvfast's `quantize` of the same width:"
+        f"of {cell['context']:,} tokens, and how many times that of kvfast's like: `append` in a plain format for copies "
+        f"into a cache, `quantize`, whose result is new memory, for functions:"
     )
 
 
 def _missing(cells):
-    reasons = {}
+    where = {}
     for cell in cells:
         for one in cell["results"]:
             if one["status"] != "timed":
-                line = f"{one['peer']} {one['storage']}: {one['status']}, {one['reason']}"
-                reasons.setdefault(line, []).append(_column(cell))
-    return "\n".join(f"- {line} ({'; '.join(columns)})" for line, columns in reasons.items())
+                name = one["peer"], one["storage"], one["status"], one["reason"]
+                where.setdefault(name, []).append(_column(cell))
+    storages = {}
+    for (peer, storage, status, reason), columns in where.items():
+        columns = "" if len(columns) == len(cells) else f" ({'; '.join(columns)})"
+        storages.setdefault((peer, f"{status}, {reason}{columns}"), []).append(storage)
+    return "\n".join(f"- {peer} {', '.join(names)}: {reason}" for (peer, reason), names in storages.items())
 
 
 def tables(measured):

@@ -5,8 +5,8 @@
     python bench/peers.py --table bench/peers.json      # the Markdown again
 
 llama-cpp-python is compiled when it is installed (a C++ compiler and a quarter of an hour; with --no-binary
-llama-cpp-python where a wheel would be found), and the table names the instruction sets that it was built for. PyTorch's
-build for CPUs is enough. A peer that is not there is reported and left out.
+llama-cpp-python where a wheel would be found), and the table names the instruction sets that it was built for. Of
+PyTorch the build for CPUs is enough. A peer that is not there is reported and left out.
 
 Each round lets every contender run once, one at a time, and measures the machine's read bandwidth. Decoding reads
 layers of at least 512 MB in all, so that no processor cache holds them. Fractions are medians over the rounds of

@@ -109,8 +109,8 @@ def _heading(cell):
         )
     return (
         f"**Rows quantised** from float32, {shape}. Bytes read and written as a fraction of the read bandwidth, time "
-        f"of {cell['context']:,} tokens, and how many times that of kvfast's like: `append` in a plain format for copies "
-        f"into a cache, `quantize`, whose result is new memory, for functions:"
+        f"of {cell['context']:,} tokens, and how many times that of kvfast's like: `append` in a plain format for "
+        f"copies into a cache, `quantize`, whose result is new memory, for functions:"
     )
 
 

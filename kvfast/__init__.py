@@ -33,7 +33,6 @@ of its own, `RingKVCache` also drops blocks that left the window, the sequences 
 from . import _spin  # noqa: F401  (before what loads OpenMP)
 from ._kernels import active_isa, available_isas, cpu_features, use_isa
 from ._openmp import get_num_threads, has_openmp, set_num_threads
-from .bandwidth import read_bandwidth
 from .cache import KVCache
 from .cache_file import load
 from .errors import (
@@ -46,6 +45,7 @@ from .errors import (
 from .fidelity import Fidelity, choose_format, fidelity
 from .formats import PRESETS, KVFormat
 from .fused import split_qkv_norm_rope
+from .machine import peak_rate, read_bandwidth
 from .paged_cache import PagedKVCache
 from .paged_sequence import Sequence
 from .plain import attention, merge_states
@@ -82,6 +82,7 @@ __all__ = [
     "get_num_threads",
     "load",
     "merge_states",
+    "peak_rate",
     "quantize",
     "read_bandwidth",
     "set_num_threads",

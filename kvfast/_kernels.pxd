@@ -135,6 +135,7 @@ cdef extern from "simd/kernels.h" nogil:
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil
         uint32_t (*stream)(const char *source, Py_ssize_t n) noexcept nogil
+        double (*multiply[2])(Py_ssize_t steps, float *sink) noexcept nogil
 
 
 cdef const kv_kernels *active() noexcept nogil

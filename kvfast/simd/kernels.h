@@ -220,8 +220,10 @@ typedef struct {
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);
 
-    /* Read n bytes (a multiple of 256) as the kernels do; for measuring the machine. */
+    /* For measuring the machine: read n bytes (a multiple of 256) as the kernels do; multiply and add integers, or
+       float32, on registers alone, which returns how many operations that was. */
     uint32_t (*stream)(const char *source, ptrdiff_t n);
+    double (*multiply[2])(ptrdiff_t steps, float *sink);
 } kv_kernels;
 
 /* The tiers of this build, best first, NULL-terminated; kv_supported tells if this CPU and its

@@ -342,3 +342,24 @@ static void KV(attend_panels)(const kv_side *k, const kv_side *v, const kv_tile 
     }
     _tile_release();
 }
+
+/* `steps` times products of 16 x 16 over 64 depths, from registers; see machine.inc.h. */
+static double KV(multiply_tiles)(ptrdiff_t steps, float *sink)
+{
+    KV_ALIGNED int8_t x[TILE_BYTES];
+    KV_ALIGNED int32_t sums[KV_ROWS * KV_LANES];
+    for (int i = 0; i < TILE_BYTES; i++) x[i] = (int8_t)((float)(i % 100) + *sink);
+    KV(configure_tiles)();
+    _tile_zero(SUM_HIGH);
+    _tile_zero(SUM_LOW);
+    _tile_loadd(X_HIGH_0, x, TILE_DEPTH);
+    _tile_loadd(OPERAND, x, 64);
+    for (ptrdiff_t i = 0; i < steps; i += 2) {
+        _tile_dpbssd(SUM_HIGH, X_HIGH_0, OPERAND);
+        _tile_dpbssd(SUM_LOW, X_HIGH_0, OPERAND);
+    }
+    _tile_stored(SUM_HIGH, sums, 64);
+    *sink = (float)sums[0];
+    _tile_release();
+    return 2.0 * (double)((steps + 1) / 2 * 2) * (KV_ROWS * KV_LANES * TILE_DEPTH);
+}

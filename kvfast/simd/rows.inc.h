@@ -235,18 +235,3 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
         state->m[r] = m;
     }
 }
-
-static uint32_t KV(stream)(const char *source, ptrdiff_t n)
-{
-    vi a = vi_set1(0), b = a, c = a, d = a;
-    for (const char *end = source + n; source < end; source += 256) {
-        for (int line = 0; line < 256; line += 64) kv_prefetch(source + 1024 + line);
-        for (int i = 0; i < 256; i += 16 * W) {
-            a = vi_add(a, vf_bits(vf_load((const float *)(source + i))));
-            b = vi_add(b, vf_bits(vf_load((const float *)(source + i + 4 * W))));
-            c = vi_add(c, vf_bits(vf_load((const float *)(source + i + 8 * W))));
-            d = vi_add(d, vf_bits(vf_load((const float *)(source + i + 12 * W))));
-        }
-    }
-    return (uint32_t)vi_hsum(vi_add(vi_add(a, b), vi_add(c, d)));
-}

@@ -8,6 +8,7 @@
 #include "activations.inc.h"
 #include "integer.inc.h"
 #include "floating.inc.h"
+#include "machine.inc.h"
 
 #define KV_TABLE \
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
@@ -33,13 +34,15 @@
     .scale_add = KV(scale_add),                                                                                       \
     .stream = KV(stream),
 
-static const kv_kernels KV(kernels) = {.isa = KV_ISA, KV_TABLE};
+static const kv_kernels KV(kernels) = {
+    .isa = KV_ISA, KV_TABLE .multiply = {KV(multiply_int8), KV(multiply_float32)}};
 #ifdef KV_MATRIX
 KV_TARGET_BEGIN(KV_MATRIX)
 #include "operands.inc.h"
 #include "matrix.inc.h"
 static const kv_kernels kernels_amx = {
-    .isa = "amx", KV_TABLE .prepare_panel = KV(prepare_panel), .attend_panels = KV(attend_panels)};
+    .isa = "amx", KV_TABLE .multiply = {KV(multiply_tiles), KV(multiply_float32)},
+    .prepare_panel = KV(prepare_panel), .attend_panels = KV(attend_panels)};
 KV_TARGET_END
 #endif
 #undef KV_TABLE

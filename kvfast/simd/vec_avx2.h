@@ -1,6 +1,7 @@
 /* Vector layer, AVX2 with FMA and F16C: 8 floats a register. See vec_scalar.h for the names. */
 #define W 8
 #define INT_VECTORS 1
+#define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
 

@@ -2,6 +2,7 @@
    means. */
 #define W 16
 #define INT_VECTORS 2   /* code vectors per integer panel: 4 rows x 2 parts x 2 = 16 accumulators */
+#define INT_PRODUCTS 8  /* 4 depths x the two parts of an activation */
 #define FLOAT_VECTORS 4 /* value vectors per float panel: 4 rows x 4 = 16 accumulators */
 #define FLOAT_TOKENS 4  /* key rows per float panel */
 

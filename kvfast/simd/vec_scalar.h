@@ -5,6 +5,7 @@
 
      W                      floats per register
      *_VECTORS, *_TOKENS    shape of the panels that fill, but do not spill, the register file
+     INT_PRODUCTS           multiplications of vacc_dot in a lane
      vf_*, vi_*             float32 and int32 arithmetic; vf_sign_of(x, s) is |x| with s's sign,
                             vf_zero_below(y, x, limit) is y where x >= limit and 0 elsewhere,
                             vi_exponent(n) is 2^n, vf_lookup8(table, index) the elements of an array of 8
@@ -22,6 +23,7 @@
      top_bits               those of 16 uint16, the first as bit 0 */
 #define W 1
 #define INT_VECTORS 1
+#define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
 

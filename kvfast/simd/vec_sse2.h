@@ -1,6 +1,7 @@
 /* Vector layer, SSE2, which every x86-64 has: 4 floats a register. See vec_scalar.h for the names. */
 #define W 4
 #define INT_VECTORS 1
+#define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
 

@@ -1,6 +1,7 @@
 /* Clears the names of one vec_*.h, so that the next can define them. */
 #undef W
 #undef INT_VECTORS
+#undef INT_PRODUCTS
 #undef FLOAT_VECTORS
 #undef FLOAT_TOKENS
 #undef vf

@@ -1,0 +1,88 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""What this machine can do: what the speed of attention is a fraction of."""
+import time
+
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.stdint cimport uint32_t
+
+from kvfast._kernels cimport active, kv_kernels
+from kvfast._openmp cimport num_threads_for
+
+cdef enum:
+    PIECE = 1 << 20
+
+_KINDS = ("int8", "float32")
+_SECONDS = 2e-3
+_buffer = np.empty(0, np.int64)
+
+
+def read_bandwidth(nbytes=1 << 28, num_threads=None):
+    """Measure how fast this machine reads memory once, with the loads the kernels use.
+
+    Parameters
+    ----------
+    nbytes : int
+        How much to read; several times the last-level cache that this machine gives one process, or
+        caches are what is measured.
+    num_threads : int, optional
+
+    Returns
+    -------
+    float
+        Bytes per second of this one pass.
+    """
+    global _buffer
+    cdef const kv_kernels *kernels = active()
+    cdef Py_ssize_t i, pieces = max(1, nbytes // PIECE)
+    cdef uint32_t total = 0
+    cdef int threads = num_threads_for(num_threads, <double>pieces * PIECE)
+    if _buffer.nbytes < pieces * PIECE:
+        _buffer = np.ones(pieces * PIECE // 8, np.int64)
+    cdef const char *data = <const char *><Py_ssize_t>_buffer.ctypes.data
+    start = time.perf_counter()
+    with nogil:
+        for i in prange(pieces, schedule="static", num_threads=threads):
+            total += kernels.stream(data + i * PIECE, PIECE)
+    return pieces * PIECE / (time.perf_counter() - start)
+
+
+def peak_rate(kind="int8", num_threads=None):
+    """Measure how fast this machine multiplies and adds numbers in registers, with the instructions the kernels use.
+
+    Parameters
+    ----------
+    kind : {"int8", "float32"}
+        ``"int8"``: what the tier in use multiplies codes with; see Notes.
+    num_threads : int, optional
+
+    Returns
+    -------
+    float
+        Multiplications and additions per second of this one pass, which takes some milliseconds.
+
+    Notes
+    -----
+    Kernels multiply codes by 16-bit numbers. Tiers with VNNI cut those into two parts of 8 bits, so that attention, of
+    which a product counts once, gets to half of this rate at most; the others multiply 16 bits, and that is what is
+    measured there.
+    """
+    if kind not in _KINDS:
+        raise ValueError(f'kind must be "int8" or "float32", got {kind!r}')
+    cdef const kv_kernels *kernels = active()
+    cdef int which = _KINDS.index(kind), i, threads = num_threads_for(num_threads, 1e12)
+    cdef Py_ssize_t steps = 1 << 12
+    cdef double operations
+    cdef float sink
+    while True:
+        operations = 0
+        start = time.perf_counter()
+        with nogil:
+            for i in prange(threads, schedule="static", num_threads=threads):
+                sink = 0
+                operations += kernels.multiply[which](steps, &sink)
+        seconds = time.perf_counter() - start
+        if seconds >= _SECONDS:
+            return operations / seconds
+        steps *= 4

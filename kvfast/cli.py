@@ -33,7 +33,7 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
     commands = parser.add_subparsers(metavar="command")
-    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_info):
+    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_bench, _add_info):
         add_command(commands)
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
@@ -44,7 +44,7 @@ def main(argv=None):
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        extra = (EXTRAS | getattr(args, "extras", {})).get((error.name or "").partition(".")[0])
         if extra is None:
             raise
         return _fail(f'the {extra} extra is needed: pip install "kvfast[{extra}]"', 2)
@@ -153,6 +153,40 @@ def _add_serve_sim(commands):
     parser.set_defaults(run=_run_serve_sim)
 
 
+def _add_bench(commands):
+    parser = commands.add_parser(
+        "bench",
+        help="measure how fast attention is on this machine",
+        description="Measure attention beside what this machine can do: its read bandwidth, and its peak rates of integer "
+        "and float arithmetic. Takes about two minutes.",
+    )
+    add = parser.add_argument
+    add("--work", metavar="LIST", help="decode, cached, prefill, append, read, quantize, dequantize (default: decode,prefill)")
+    add(
+        "--model",
+        choices=["SmolLM2-135M", "Llama-3.2-1B", "Llama-3-8B", "Qwen3-30B-A3B"],
+        help="whose shape (default: Llama-3-8B)",
+    )
+    add("--formats", metavar="LIST", help="what the caches store, with commas; or all (default: float16,int8,k8v4,int4)")
+    add("--contexts", type=_numbers, metavar="LIST", help="tokens (default: 1024,4096,16384,65536; prefill to 16384)")
+    add("--tokens", type=_positive, metavar="N", help="queries of prefill, tokens at a time of append (default: 512)")
+    add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs)")
+    add("--rounds", type=_positive, metavar="N", help="(default: as many as take a second, 3 to 15)")
+    add("--megabytes", type=_positive, metavar="N", help="what a call of decode reads at least (default: 512)")
+    add("--short", action="store_true", help="fewer contexts or cases, in half a minute")
+    add("--json", metavar="FILE", help="write the results as JSON")
+    add("--plot", metavar="FILE", help="draw time per token over context, and the memory wall: a PNG, SVG or PDF file")
+    add(
+        "--check",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure the cases of a baseline; fail if one is more than 15 %% below (default: bench/baseline.json)",
+    )
+    add("--write-baseline", metavar="FILE", help="put the fractions that are measured into a baseline")
+    parser.set_defaults(run=_run_bench, extras={"rich": "bench"})
+
+
 def _add_info(commands):
     parser = commands.add_parser("info", help="print how kvfast runs on this machine")
     parser.set_defaults(run=lambda args: kvfast.show_config())
@@ -176,6 +210,12 @@ def _run_serve_sim(args):
     commands.run_serve_sim(args)
 
 
+def _run_bench(args):
+    from kvfast.bench import command
+
+    command.run_bench(args)
+
+
 def _add_model_arguments(parser):
     add = parser.add_argument
     add("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
@@ -189,6 +229,10 @@ def _positive(text):
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
+
+
+def _numbers(text):
+    return [_positive(part) for part in text.split(",")]
 
 
 def _natural(text):

@@ -17,7 +17,8 @@ from kvfast import llama
 from kvfast.llama.evaluation import FORMATS
 from kvfast.llama.peers import LlamaCpp, parse_cache_types
 from kvfast.llama.prompts import chat_prompts
-from kvfast.llama.report import as_rows, check_plot, float_bytes, plot_scores, score_table
+from kvfast.llama.report import as_rows, float_bytes, plot_scores, score_table
+from kvfast.plotting import check_plot
 
 
 def run_generate(args):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from itertools import groupby, product
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from kvfast.plotting import new_figure
 
 # Names of the caches that the others are compared with.
 REFERENCES = {"kvfast": "float32", "llama.cpp": "llama.cpp f32"}
@@ -68,23 +69,6 @@ def score_table(scores, cache_shape):
     return table
 
 
-def check_plot(path):
-    """Refuse, before anything is measured, a file that `plot_scores` could not write.
-
-    Parameters
-    ----------
-    path : path-like
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    known = sorted(FigureCanvasAgg.filetypes)
-    if os.path.splitext(path)[1][1:].lower() not in known:
-        raise ValueError(f"{path}: a plot is a file of one of these types: {', '.join(known)}")
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        raise ValueError(f"{path}: there is no folder {folder}")
-
-
 def plot_scores(scores, path, title):
     """Draw KL divergence over bits per element, a labelled point for each score.
 
@@ -96,12 +80,8 @@ def plot_scores(scores, path, title):
         The file; its suffix is its type.
     title : str
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = [score for score in scores if score.kl > 0]
-    figure = Figure(figsize=(7, 4.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
+    figure = new_figure((7, 4.6))
     axes = figure.add_subplot(title=title, yscale="log")
     axes.set_xlabel("bits per element of keys and values, scales included")
     axes.set_ylabel("KL divergence from a float32 cache\n(nats per token)")

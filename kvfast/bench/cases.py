@@ -1,0 +1,322 @@
+"""What is measured: cases, by name, and the calls and arrays that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+import kvfast
+
+LEAST_BYTES = 512 * 10**6
+"""Read by one call, of as many layers as that takes: several times a processor's last-level cache."""
+
+CHUNK = 1024
+CACHED_BYTES = 128 * 10**6  # read by one call of the same layer again and again
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shape of a known model."""
+
+    name: str
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+SMOLLM2_135M = Model("SmolLM2-135M", 30, 9, 3, 64)
+LLAMA_3_2_1B = Model("Llama-3.2-1B", 16, 32, 8, 64)
+LLAMA_3_8B = Model("Llama-3-8B", 32, 32, 8, 128)
+QWEN3_30B_A3B = Model("Qwen3-30B-A3B", 48, 32, 4, 128)
+MODELS = {model.name: model for model in (SMOLLM2_135M, LLAMA_3_2_1B, LLAMA_3_8B, QWEN3_30B_A3B)}
+
+FLOATS = ("float32", "float16", "bfloat16")
+FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call, and what it is a fraction of.
+
+    Attributes
+    ----------
+    call : callable
+    count : int
+        Layers, or tokens, that a call is for.
+    nbytes : int
+        Bytes of all that it has to read and write.
+    operations : int
+        Multiplications and additions, of the scores and values that queries can see alone; 0 where they do not count.
+    arithmetic : str
+        What they are done in, see `kvfast.peak_rate`.
+    read_bytes : int
+        What `kvfast.read_bandwidth` is to read for comparison.
+    check : callable
+        Raises AssertionError if the results of the call are wrong.
+    """
+
+    call: Callable[[], object]
+    count: int
+    nbytes: int
+    operations: int
+    arithmetic: str
+    read_bytes: int
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure; ``str(case)`` is its name, and `Case.parse` reads it.
+
+    Parameters
+    ----------
+    work : str
+        A name of `WORKS`.
+    model : Model
+    format : str or KVFormat
+    context : int
+        Tokens of the cache.
+    num_tokens : int
+        Queries of `prefill`, tokens at a time of `append`.
+    """
+
+    work: str
+    model: Model
+    format: object
+    context: int
+    num_tokens: int = 1
+
+    @property
+    def is_compute_bound(self):
+        """Whether it is arithmetic that bounds it, and not memory."""
+        return self.work == "prefill"
+
+    @property
+    def arithmetic(self):
+        return "float32" if self.format in FLOATS else "int8"
+
+    def __str__(self):
+        tokens = f" {self.num_tokens}" if self.num_tokens > 1 else ""
+        return f"{self.work} {self.model.name} {self.format} {self.context}{tokens}"
+
+    @classmethod
+    def parse(cls, name):
+        """The case of a name.
+
+        Raises
+        ------
+        ValueError
+        """
+        work, model, form, *numbers = (*str(name).split(), "", "", "")
+        numbers = [number for number in numbers if number]
+        known = work in WORKS and model in MODELS and form
+        if not known or len(numbers) not in (1, 2) or not all(map(str.isdecimal, numbers)):
+            raise ValueError(f"{name!r} names no case, which is: {' or '.join(WORKS)}, a model, a format, how many tokens")
+        return cls(work, MODELS[model], form, *map(int, numbers))
+
+    def prepare(self, least_bytes=LEAST_BYTES):
+        """The call and its arrays.
+
+        Parameters
+        ----------
+        least_bytes : int
+            That a call of `decode` reads.
+
+        Returns
+        -------
+        Work
+        """
+        if not 1 <= self.num_tokens <= self.context:
+            raise ValueError(f"{self}: {self.num_tokens} tokens do not fit {self.context}")
+        return WORKS[self.work](self, least_bytes)
+
+
+def fill(cache, context):
+    """Append random tokens to every layer of a cache or sequence, and advance, until it has `context` of them."""
+    shape = (min(CHUNK, context), cache.num_kv_heads, cache.head_dim)
+    k, v = np.random.default_rng(0).standard_normal((2, *shape), np.float32)
+    while (n := min(CHUNK, context - len(cache))) > 0:
+        for layer in range(cache.num_layers):
+            cache.append(layer, k[:n], v[:n])
+        cache.advance(n)
+
+
+def filled(model, form, context, num_layers):
+    """A contiguous cache full of random tokens."""
+    cache = kvfast.KVCache(num_layers, model.num_kv_heads, model.head_dim, context, form)
+    fill(cache, context)
+    return cache
+
+
+def layers_of(model, form, context, nbytes=LEAST_BYTES):
+    """How many layers of `context` tokens take at least `nbytes`."""
+    one = kvfast.KVCache(1, model.num_kv_heads, model.head_dim, dtype=form)
+    return -(-nbytes // (one.bytes_per_token * context))
+
+
+def query(model, n=1):
+    return np.random.default_rng(1).standard_normal((n, model.num_q_heads, model.head_dim), np.float32)
+
+
+def decode(cache, q):
+    """Attend once in every layer."""
+    for layer in range(cache.num_layers):
+        cache.attend(layer, q)
+
+
+def check_attention(cache, q):
+    """The last query's first head is right, against NumPy."""
+    k, v = cache.k(0)[:, 0].astype(np.float64), cache.v(0)[:, 0].astype(np.float64)
+    score = k @ q[-1, 0] * k.shape[1] ** -0.5
+    weight = np.exp(score - score.max())
+    assert np.allclose(cache.attend(0, q)[-1, 0], weight @ v / weight.sum(), atol=2e-3)
+
+
+def _operations(model, context, n):
+    """Multiplications and additions that n queries at the end of a context take, causally."""
+    visible = n * context - n * (n - 1) // 2
+    return 4 * model.head_dim * model.num_q_heads * visible
+
+
+def _decode(case, least_bytes):
+    """One token, every layer from memory."""
+    layers = layers_of(case.model, case.format, case.context, least_bytes)
+    cache, q = filled(case.model, case.format, case.context, layers), query(case.model)
+    return Work(
+        call=lambda: decode(cache, q),
+        count=layers,
+        nbytes=cache.bytes_per_token * case.context,
+        operations=layers * _operations(case.model, case.context, 1),
+        arithmetic=case.arithmetic,
+        read_bytes=least_bytes // 2,
+        check=lambda: check_attention(cache, q),
+    )
+
+
+def _cached(case, least_bytes):
+    """One token, the same layer again and again, out of the processor's caches where it fits them."""
+    cache, q = filled(case.model, case.format, case.context, 1), query(case.model)
+    stored = cache.bytes_per_token * case.context
+    times = -(-min(CACHED_BYTES, least_bytes) // stored)
+
+    def call():
+        for _ in range(times):
+            cache.attend(0, q)
+
+    return Work(
+        call=call,
+        count=times,
+        nbytes=times * stored,
+        operations=times * _operations(case.model, case.context, 1),
+        arithmetic=case.arithmetic,
+        read_bytes=stored,
+        check=lambda: check_attention(cache, q),
+    )
+
+
+def _prefill(case, least_bytes):
+    """The last tokens of a prompt, in one layer: appended and not yet advanced, as in a model."""
+    n, before = case.num_tokens, case.context - case.num_tokens
+    cache = kvfast.KVCache(1, case.model.num_kv_heads, case.model.head_dim, case.context, case.format)
+    fill(cache, before)
+    shape = (2, n, cache.num_kv_heads, cache.head_dim)
+    cache.append(0, *np.random.default_rng(2).standard_normal(shape, np.float32))
+    q = query(case.model, n)
+    return Work(
+        call=lambda: cache.attend(0, q),
+        count=1,
+        nbytes=cache.bytes_per_token * case.context,
+        operations=_operations(case.model, case.context, n),
+        arithmetic=case.arithmetic,
+        read_bytes=least_bytes // 2,
+        check=lambda: check_attention(cache, q),
+    )
+
+
+def _append(case, least_bytes):
+    """All tokens of one layer, num_tokens at a time, encoded and advanced."""
+    n, times = case.num_tokens, case.context // case.num_tokens
+    cache = kvfast.KVCache(1, case.model.num_kv_heads, case.model.head_dim, case.context, case.format)
+    shape = (2, times, n, cache.num_kv_heads, cache.head_dim)
+    k, v = np.random.default_rng(0).standard_normal(shape, np.float32)
+
+    def call():
+        cache.clear()
+        for i in range(times):
+            cache.append(0, k[i], v[i])
+            cache.advance(n)
+
+    def check():
+        call()
+        assert np.abs(cache.k(0) - k.reshape(cache.k(0).shape)).max() < 0.6
+
+    return Work(
+        call=call,
+        count=times * n,
+        nbytes=k.nbytes + v.nbytes + cache.bytes_per_token * times * n,
+        operations=0,
+        arithmetic=case.arithmetic,
+        read_bytes=least_bytes // 2,
+        check=check,
+    )
+
+
+def _read(case, least_bytes):
+    """k() and v() of one layer."""
+    cache = filled(case.model, case.format, case.context, 1)
+
+    def call():
+        return cache.k(0), cache.v(0)
+
+    def check():
+        assert all(np.isfinite(array).all() and array.std() > 0.9 for array in call())
+
+    return Work(
+        call=call,
+        count=case.context,
+        nbytes=cache.bytes_per_token * case.context + sum(array.nbytes for array in call()),
+        operations=0,
+        arithmetic=case.arithmetic,
+        read_bytes=least_bytes // 2,
+        check=check,
+    )
+
+
+def _codec(case, least_bytes):
+    """`kvfast.quantize` or `kvfast.dequantize` of the keys of all heads."""
+    if case.format not in ("int8", "int4"):
+        raise ValueError(f"{case}: the codecs are int8 and int4")
+    bits, shape = int(case.format[3:]), (case.context * case.model.num_kv_heads, case.model.head_dim)
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    codes, scales = kvfast.quantize(x, bits=bits)
+    out = kvfast.dequantize(codes, scales)
+
+    def check():
+        assert np.all(np.abs(out - x) <= 0.50001 * scales[:, None])
+
+    return Work(
+        call={
+            "quantize": lambda: kvfast.quantize(x, bits=bits),
+            "dequantize": lambda: kvfast.dequantize(codes, scales, out),
+        }[case.work],
+        count=case.context,
+        nbytes=x.nbytes + codes.nbytes + scales.nbytes,
+        operations=0,
+        arithmetic=case.arithmetic,
+        read_bytes=least_bytes // 2,
+        check=check,
+    )
+
+
+WORKS = {
+    "decode": _decode,
+    "cached": _cached,
+    "prefill": _prefill,
+    "append": _append,
+    "read": _read,
+    "quantize": _codec,
+    "dequantize": _codec,
+}

@@ -1,0 +1,37 @@
+"""Files with plots in them (extra ``plot``)."""
+
+from __future__ import annotations
+
+import os
+
+
+def check_plot(path):
+    """Refuse, before anything is measured, a file that no plot could be written to.
+
+    Parameters
+    ----------
+    path : path-like
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = sorted(FigureCanvasAgg.filetypes)
+    if os.path.splitext(path)[1][1:].lower() not in known:
+        raise ValueError(f"{path}: a plot is a file of one of these types: {', '.join(known)}")
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(f"{path}: there is no folder {folder}")
+
+
+def new_figure(size):
+    """An empty figure of that size in inches, which needs no display.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

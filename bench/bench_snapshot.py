@@ -11,16 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_caches import fill, interleaved
-from models import LLAMA_3_8B, SMOLLM2_135M
 
 import kvfast
-
-
-def filled(model, context, dtype="int8"):
-    cache = kvfast.KVCache(model.num_layers, model.num_kv_heads, model.head_dim, context, dtype)
-    fill(cache, model, context)
-    return cache
+from kvfast.bench.cases import LLAMA_3_8B, SMOLLM2_135M, filled
+from kvfast.bench.measure import interleaved
 
 
 def write_plain(data, path):
@@ -49,7 +43,7 @@ def read_plain(path):
 
 @pytest.mark.parametrize("action", ["snapshot", "restore"])
 def bench_snapshot_8k(benchmark, action):
-    cache = filled(SMOLLM2_135M, 8192)
+    cache = filled(SMOLLM2_135M, "int8", 8192, SMOLLM2_135M.num_layers)
     snapshot = cache.snapshot()
     assert snapshot.nbytes < 1 << 16
     benchmark(cache.snapshot if action == "snapshot" else lambda: cache.restore(snapshot))
@@ -57,7 +51,7 @@ def bench_snapshot_8k(benchmark, action):
 
 @pytest.mark.parametrize("action", ["save", "load", "map"])
 def bench_file_4k(benchmark, tmp_path, action):
-    cache = filled(SMOLLM2_135M, 4096)
+    cache = filled(SMOLLM2_135M, "int8", 4096, SMOLLM2_135M.num_layers)
     path = tmp_path / "cache.safetensors"
     cache.save(path)
     assert kvfast.load(path).snapshot() == cache.snapshot()
@@ -68,21 +62,23 @@ def bench_file_4k(benchmark, tmp_path, action):
 
 def table(rounds, folder):
     model, context = LLAMA_3_8B, 32768
-    cache = filled(model, context)
+    cache = filled(model, "int8", context, model.num_layers)
     snapshot = cache.snapshot()
     print(f"{cache!r}; medians of {rounds} interleaved rounds, in {folder}")
-    times, _ = interleaved([cache.snapshot, lambda: cache.restore(snapshot)], 100)
+    times = np.median(interleaved([cache.snapshot, lambda: cache.restore(snapshot)], 100), 0)
     print(f"snapshot {times[0] * 1e6:.0f} us, {snapshot.nbytes:,} bytes of its own; restore {times[1] * 1e6:.0f} us")
     path, plain = Path(folder, "cache.safetensors"), Path(folder, "plain")
     cache.save(path)
     nbytes = path.stat().st_size
     data = read_plain(path)
     calls = [lambda: write_new(data, plain), lambda: cache.save(path), lambda: write_plain(data, plain)]
-    times, ratios = interleaved(calls, rounds)
+    times = interleaved(calls, rounds)
+    times, ratios = np.median(times, 0), np.median(times / times[:, :1], 0)
     print(f"save     {nbytes / times[1] / 1e9:.2f} GB/s: {1 / ratios[1]:.2f} of a plain write and fsync of a new file "
           f"({nbytes / times[0] / 1e9:.2f} GB/s), {ratios[2] / ratios[1]:.2f} of one over the old file ({nbytes / times[2] / 1e9:.2f} GB/s)")
     calls = [lambda: read_plain(path), lambda: kvfast.load(path), lambda: kvfast.load(path, mmap=True)]
-    times, ratios = interleaved(calls, rounds)
+    times = interleaved(calls, rounds)
+    times, ratios = np.median(times, 0), np.median(times / times[:, :1], 0)
     print(f"load     {nbytes / times[1] / 1e9:.2f} GB/s: {1 / ratios[1]:.2f} of a plain read into fresh memory ({nbytes / times[0] / 1e9:.2f} GB/s)")
     print(f"map      {times[2] * 1e3:.1f} ms")
 

@@ -6,9 +6,9 @@ from time import perf_counter
 
 import numpy as np
 import pytest
-from models import LLAMA_3_8B, SMOLLM2_135M
 
 import kvfast
+from kvfast.bench.cases import LLAMA_3_8B, SMOLLM2_135M
 
 
 def in_numpy(qkv, model, cos, sin, weight):

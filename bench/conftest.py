@@ -1,47 +1,72 @@
+import functools
 import os
-import sys
-from pathlib import Path
-from statistics import median
 
 import pytest
 
 import kvfast
+from kvfast.bench.measure import Meter, using_threads
 
-sys.path.insert(0, str(Path(__file__).parent))
+
+def pytest_collection_modifyitems(items):
+    """A case with one number of threads comes right after the same with another, for they share its caches."""
+    places = {}
+
+    def place(item):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        rest = tuple((name, str(value)) for name, value in params.items() if name != "threads")
+        return places.setdefault((item.path, item.originalname, rest), len(places))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(params=[n for n in (1, 2) if n <= (os.cpu_count() or 1)])
 def threads(request):
-    kvfast.set_num_threads(request.param)
-    yield request.param
-    kvfast.set_num_threads(None)
+    with using_threads(request.param):
+        yield request.param
+
+
+@functools.lru_cache(maxsize=1)
+def prepared(case):
+    """The work of a case, the same for each number of threads, found to be right."""
+    work = case.prepare()
+    work.check()
+    return work
 
 
 @pytest.fixture
-def against_bandwidth(benchmark):
-    """Run a call that moves `nbytes`, with the read bandwidth measured before each round.
+def run_case(benchmark, threads):
+    """Measure a `Case` of kvfast.bench, and the machine before each round.
 
-    Absolute times mean nothing across machines: what is recorded is `bandwidth_fraction`, the median over the
-    rounds of nbytes / time / read bandwidth of the same round.
+    Absolute times mean nothing across machines: what is recorded beside them is `bandwidth_fraction` and
+    `compute_fraction`, the medians over the rounds of what the call did of what the machine did just before.
     """
 
-    def run(call, nbytes, num_threads, rounds=5, **about):
-        bandwidths = []
-
-        def measure():
-            bandwidths.append(kvfast.read_bandwidth(1 << 28, num_threads))
-
-        benchmark.pedantic(call, setup=measure, rounds=rounds, warmup_rounds=1)
-        times = benchmark.stats.stats.data
-        fractions = [nbytes / t / b for t, b in zip(times, bandwidths[-len(times) :])]
+    def run(case, rounds=5):
+        work = prepared(case)
+        meter = Meter(case, work, threads)
+        benchmark.pedantic(work.call, setup=meter.sample, rounds=rounds, warmup_rounds=1)
+        result = meter.result(benchmark.stats.stats.data)
         benchmark.extra_info.update(
-            about,
+            work=case.work,
+            model=case.model.name,
+            format=str(case.format),
+            context=case.context,
+            tokens=case.num_tokens,
             isa=kvfast.active_isa(),
-            threads=num_threads,
-            bytes=nbytes,
-            GBps=nbytes / median(times) / 1e9,
-            read_GBps=median(bandwidths) / 1e9,
-            bandwidth_fraction=median(fractions),
+            threads=threads,
+            us=result.seconds * 1e6,
+            GBps=result.nbytes / result.seconds / 1e9,
+            GOPps=result.operations / result.seconds / 1e9,
+            read_GBps=result.read_bandwidth / 1e9,
+            peak_GOPps=result.peak_rate and result.peak_rate / 1e9,
+            bandwidth_fraction=result.bandwidth_fraction,
+            compute_fraction=result.compute_fraction,
         )
 
-    return run
+    yield run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forget_the_last():
+    yield
+    prepared.cache_clear()

@@ -22,7 +22,8 @@ How the package is built, from the bottom up; each room imports only from those 
     snapshot                a cache at one point in time
     storage_properties, sequence_cache, cache, ring_cache, paged_cache, paged_sequence, prompt_cache
                             the classes that users see
-    fidelity                what a storage format costs on tensors of one's own
+    fidelity, machine       what a storage format costs on tensors of one's own; what the machine can do at most
+    bench/, plotting        how fast it is here (extra ``bench``); files with plots (extra ``plot``)
     llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
 
 A sequence is a table of blocks of a pool. The caches differ in the pool and the table only: `KVCache` has a pool

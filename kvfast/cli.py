@@ -162,11 +162,7 @@ def _add_bench(commands):
     )
     add = parser.add_argument
     add("--work", metavar="LIST", help="decode, cached, prefill, append, read, quantize, dequantize (default: decode,prefill)")
-    add(
-        "--model",
-        choices=["SmolLM2-135M", "Llama-3.2-1B", "Llama-3-8B", "Qwen3-30B-A3B"],
-        help="whose shape (default: Llama-3-8B)",
-    )
+    add("--model", metavar="NAME", help="whose shape: Llama-3-8B (default), Llama-3.2-1B, SmolLM2-135M, Qwen3-30B-A3B")
     add("--formats", metavar="LIST", help="what the caches store, with commas; or all (default: float16,int8,k8v4,int4)")
     add("--contexts", type=_numbers, metavar="LIST", help="tokens (default: 1024,4096,16384,65536; prefill to 16384)")
     add("--tokens", type=_positive, metavar="N", help="queries of prefill, tokens at a time of append (default: 512)")

@@ -10,8 +10,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import kvfast
-
 from .cases import LLAMA_3_8B, SMOLLM2_135M, Case
 from .measure import measure
 

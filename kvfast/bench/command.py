@@ -46,6 +46,7 @@ def run_bench(args):
         _run_check(args, options)
         return
     megabytes = args.megabytes or LEAST_BYTES // 10**6
+    baseline = args.write_baseline and _baseline_to_write(args.write_baseline, megabytes)
     threads = args.threads or default_threads()
     cases = STANDARD if args.write_baseline and not chosen else _cases(args)
     with _bar(len(cases) * len(threads)) as progress:
@@ -54,16 +55,17 @@ def run_bench(args):
     _write_json(args.json, as_json(results, megabytes))
     if args.plot:
         plot(results, args.plot)
-    if args.write_baseline:
-        _write_baseline(args.write_baseline, results, megabytes)
+    if baseline:
+        baseline.put(kvfast.active_isa(), results)
+        baseline.save(args.write_baseline)
 
 
 def _cases(args):
     """The cases that the arguments choose, those that differ in the format alone side by side."""
     works = _names(args.work or "decode,prefill", WORKS, "--work")
-    model = MODELS[args.model or "Llama-3-8B"]
-    formats = _names(args.formats or "float16,int8,k8v4,int4", None, "--formats")
-    formats = list(dict.fromkeys(one for name in formats for one in (FORMATS if name == "all" else [name])))
+    model = MODELS[_known(args.model or "Llama-3-8B", MODELS, "--model")]
+    formats = (args.formats or "float16,int8,k8v4,int4").replace("all", ",".join(FORMATS))
+    formats = list(dict.fromkeys(name.strip() for name in formats.split(",")))
     for name in formats:
         kvfast.KVFormat.of(name)  # refuses an unknown one before anything is measured
     contexts, tokens = args.contexts or (SHORT_CONTEXTS if args.short else CONTEXTS), args.tokens or 512
@@ -81,11 +83,13 @@ def _cases(args):
 
 
 def _names(text, known, option):
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if not name or (known is not None and name not in known):
-            raise ValueError(f"{option}: {name!r} is none of {', '.join(known or FORMATS)}")
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(_known(name.strip(), known, option) for name in text.split(",")))
+
+
+def _known(name, known, option):
+    if name not in known:
+        raise ValueError(f"{option}: {name!r} is none of {', '.join(known)}")
+    return name
 
 
 def _print_results(results):
@@ -123,14 +127,12 @@ def _run_check(args, options):
     print(f"all {len(outcomes)} cases are within {TOLERANCE:.0%} of {path}")
 
 
-def _write_baseline(path, results, megabytes):
-    """Put this tier's fractions into the file; what it says of other tiers stays."""
-    path = Path(path)
-    baseline = Baseline.load(path) if path.exists() else Baseline(megabytes)
+def _baseline_to_write(path, megabytes):
+    """What the file says so far: that of other tiers is to stay."""
+    baseline = Baseline.load(path) if os.path.exists(path) else Baseline(megabytes)
     if baseline.megabytes != megabytes:
-        raise ValueError(f"{path} is of {baseline.megabytes} megabytes a call, this was {megabytes}: give it a file of its own")
-    baseline.put(kvfast.active_isa(), results)
-    baseline.save(path)
+        raise ValueError(f"{path} is of {baseline.megabytes} megabytes a call, not {megabytes}: give this one a file of its own")
+    return baseline
 
 
 def _write_json(path, report):

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+import numpy as np
+
 import kvfast
 
 from .cases import LEAST_BYTES, Case
@@ -151,14 +153,10 @@ def _timed(call):
 
 
 def interleaved(calls, rounds):
-    """Times of calls that are run in turn, after one that does not count: a list of `rounds` for each call."""
+    """Times of calls that are run in turn, after one of each that does not count: array of shape (rounds, calls)."""
     for call in calls:
         call()
-    times = [[] for _ in calls]
-    for _ in range(rounds):
-        for record, call in zip(times, calls):
-            record.append(_timed(call))
-    return times
+    return np.array([[_timed(call) for call in calls] for _ in range(rounds)])
 
 
 @contextlib.contextmanager

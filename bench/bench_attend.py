@@ -14,41 +14,45 @@ CENTRED = {
     "centred int8": kvfast.KVFormat("int8", rotation="kv", centring=True),
 }
 SOME = ["int4", "int8", "float16"]
+OTHERS = [SMOLLM2_135M, LLAMA_3_2_1B, QWEN3_30B_A3B]
 
 
-@pytest.mark.parametrize("context", [4096, 32768])
 @pytest.mark.parametrize("dtype", [*FORMATS, *CENTRED])
-def bench_decode(run_case, dtype, context):
-    run_case(Case("decode", LLAMA_3_8B, CENTRED.get(dtype, dtype), context))
+def bench_decode_4k(run_case, dtype):
+    run_case(Case("decode", LLAMA_3_8B, CENTRED.get(dtype, dtype), 4096))
 
 
-@pytest.mark.parametrize("context", [4096, 32768])
+@pytest.mark.parametrize("context", [32768, 131072])
 @pytest.mark.parametrize("dtype", SOME)
-@pytest.mark.parametrize("model", [SMOLLM2_135M, LLAMA_3_2_1B, QWEN3_30B_A3B], ids=lambda model: model.name)
+def bench_decode_far(run_case, dtype, context):
+    run_case(Case("decode", LLAMA_3_8B, dtype, context))
+
+
+@pytest.mark.parametrize("context", [1024, 32768])
+@pytest.mark.parametrize("dtype", SOME)
+@pytest.mark.parametrize("model", OTHERS, ids=lambda model: model.name)
 def bench_decode_of_other_models(run_case, model, dtype, context):
     run_case(Case("decode", model, dtype, context))
 
 
-@pytest.mark.parametrize("dtype", ["int4", "int8"])
-def bench_decode_128k(run_case, dtype):
-    run_case(Case("decode", LLAMA_3_8B, dtype, 131072))
-
-
-@pytest.mark.parametrize("context", [1024, 4096])
 @pytest.mark.parametrize("dtype", ["int4", "k8v4", "int8", "float16", "bfloat16", "float32"])
-def bench_cached(run_case, dtype, context):
-    run_case(Case("cached", LLAMA_3_8B, dtype, context))
+def bench_cached(run_case, dtype):
+    run_case(Case("cached", LLAMA_3_8B, dtype, 4096))
 
 
-@pytest.mark.parametrize("context", [4096, 16384])
-@pytest.mark.parametrize("n", [512, 2048])
-@pytest.mark.parametrize("dtype", ["int4", "k8v4", "int8", "float16"])
+@pytest.mark.parametrize(("n", "context"), [(512, 4096), (2048, 4096), (512, 16384), (2048, 16384)])
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
 def bench_prefill(run_case, dtype, n, context):
     run_case(Case("prefill", LLAMA_3_8B, dtype, context, n), rounds=3)
 
 
+@pytest.mark.parametrize("dtype", ["k8v4", "float16", "float32"])
+def bench_prefill_4k(run_case, dtype):
+    run_case(Case("prefill", LLAMA_3_8B, dtype, 4096, 512), rounds=3)
+
+
 @pytest.mark.parametrize("dtype", SOME)
-@pytest.mark.parametrize("model", [SMOLLM2_135M, LLAMA_3_2_1B, QWEN3_30B_A3B], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", OTHERS, ids=lambda model: model.name)
 def bench_prefill_of_other_models(run_case, model, dtype):
     run_case(Case("prefill", model, dtype, 4096, 512), rounds=3)
 

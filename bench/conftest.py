@@ -28,8 +28,9 @@ def threads(request):
 @functools.lru_cache(maxsize=1)
 def prepared(case):
     """The work of a case, the same for each number of threads, found to be right."""
-    work = case.prepare()
-    work.check()
+    with using_threads(None):
+        work = case.prepare()
+        work.check()
     return work
 
 
@@ -43,6 +44,7 @@ def run_case(benchmark, threads):
 
     def run(case, rounds=5):
         work = prepared(case)
+        kvfast.set_num_threads(threads)
         meter = Meter(case, work, threads)
         benchmark.pedantic(work.call, setup=meter.sample, rounds=rounds, warmup_rounds=1)
         result = meter.result(benchmark.stats.stats.data)

@@ -108,7 +108,7 @@ def _run_check(args, options):
     if not expected:
         print(f"{path} holds nothing for the tier {tier} (it has {', '.join(baseline.tiers) or 'none'}): nothing to check")
         return
-    most = os.cpu_count() or 1
+    most = kvfast.get_num_threads()
     left_out = sorted({n for _, n in expected if n > most or (args.threads and n not in args.threads)})
     expected = {key: fraction for key, fraction in expected.items() if key[1] not in left_out}
     if left_out:

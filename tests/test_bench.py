@@ -327,8 +327,8 @@ def test_plot_shows_the_memory_wall(tmp_path, monkeypatch):
         assert len(axes.lines) == 5 and axes.get_xlabel() and "token" in axes.get_ylabel()
     walls = [line for line in decode.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
     ours = [one for one in results if one.case.work == "decode" and one.num_threads == 2 and one.case.format == "float16"]
-    expected = [one.nbytes / one.read_bandwidth * SMOLLM2_135M.num_layers * 1e3 for one in ours]
-    assert np.allclose(walls[0].get_ydata(), expected)
+    bandwidth = np.median([one.read_bandwidth for one in results if one.case.work == "decode" and one.num_threads == 2])
+    assert np.allclose(walls[0].get_ydata(), [one.nbytes / bandwidth * SMOLLM2_135M.num_layers * 1e3 for one in ours])
     with pytest.raises(ValueError, match="nothing was measured"):
         report.plot([], tmp_path / "bench.svg")
 

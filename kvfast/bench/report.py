@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from statistics import median
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -86,15 +87,16 @@ def machine_text(results):
     """What the machine did beside the calls, in one line for each number of threads."""
     lines = []
     for threads in sorted({one.num_threads for one in results}):
-        ours = [one for one in results if one.num_threads == threads and one.case.work != "cached"] or results
-        reads = sorted(one.read_bandwidth for one in ours)
-        peaks = {}
-        for one in ours:
-            if one.peak_rate:
-                peaks.setdefault(one.case.arithmetic, []).append(one.peak_rate)
-        told = [f"{kind} {sorted(rates)[len(rates) // 2] / 1e9:,.0f} GOP/s" for kind, rates in sorted(peaks.items())]
-        lines.append(f"{threads} thread{'s' * (threads > 1)}: reads {reads[len(reads) // 2] / 1e9:.1f} GB/s; {', '.join(told)}")
-    return "\n".join(line.rstrip("; ") for line in lines)
+        ours = [one for one in results if one.num_threads == threads]
+        told = []
+        if reads := [one.read_bandwidth for one in ours if one.case.work != "cached"]:
+            told.append(f"reads {median(reads) / 1e9:.1f} GB/s")
+        for kind in ("int8", "float32"):
+            if peaks := [one.peak_rate for one in ours if one.case.arithmetic == kind and one.peak_rate]:
+                told.append(f"{kind} {median(peaks) / 1e9:,.0f} GOP/s")
+        if told:
+            lines.append(f"{threads} thread{'s' * (threads > 1)}: {', '.join(told)}")
+    return "\n".join(lines)
 
 
 def as_json(results, megabytes):
@@ -165,11 +167,13 @@ def _draw(axes, work, results):
         times = [seconds_per_token(one) * 1e3 for one in ours]
         axes.plot(contexts, times, color=colour, marker="o", markersize=4, label=form)
         if work == "decode":
-            bounds = [one.nbytes / one.read_bandwidth for one in ours]
+            bandwidth = median(one.read_bandwidth for one in results)
+            bounds = [one.nbytes / bandwidth for one in ours]
         else:
-            bounds = [one.operations / one.peak_rate for one in ours]
+            peak = median(one.peak_rate for one in results if one.case.arithmetic == ours[0].case.arithmetic)
+            bounds = [one.operations / peak for one in ours]
         bounds = [seconds_per_token(one, bound) * 1e3 for one, bound in zip(ours, bounds)]
-        axes.plot(contexts, bounds, color=colour, marker="_", linestyle="--", linewidth=1)
+        axes.plot(contexts, bounds, color=colour, linestyle="--", linewidth=1)
     axes.plot([], [], color="black", linestyle="--", linewidth=1, label=wall)
     title = "decode" if work == "decode" else f"prefill, {results[0].case.num_tokens} queries at a time"
     axes.set_title(title, size=10)

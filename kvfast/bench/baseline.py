@@ -82,9 +82,14 @@ class Baseline:
         return baseline
 
     def save(self, path):
-        """Write the file."""
-        text = json.dumps({"megabytes": self.megabytes, "tiers": self.tiers}, indent=1)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        """Write the file, a case a line."""
+        tiers = []
+        for tier, cases in self.tiers.items():
+            lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(fractions)}" for name, fractions in cases.items())
+            tiers.append(f"  {json.dumps(tier)}: {{\n{lines}\n  }}")
+        tiers = ",\n".join(tiers)
+        text = f'{{\n "megabytes": {self.megabytes},\n "tiers": {{\n{tiers}\n }}\n}}\n'
+        Path(path).write_text(text, encoding="utf-8")
 
     def put(self, tier, results):
         """Let the results be what is expected of a tier."""

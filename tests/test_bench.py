@@ -417,6 +417,7 @@ def test_wrong_usage(args):
     ("package", "option", "extra"), [("rich", (), "bench"), ("matplotlib", ("--plot", "bench.svg"), "plot")]
 )
 def test_missing_extra(package, option, extra):
+    pytest.importorskip("rich")
     args = ["bench", *SIZE, *QUICK, *option]
     code = f"import sys; sys.modules[{package!r}] = None; from kvfast.cli import main; sys.exit(main({args!r}))"
     environment = os.environ | {"PYTHONPATH": str(Path(kvfast.__file__).parents[1])}

@@ -55,8 +55,8 @@ def test_help():
     for args in [(), ("--help",)]:
         code, out, err = run(*args)
         assert (code, err) == (0, "")
-        assert all(name in out for name in ("generate", "eval", "serve-sim", "info"))
-    for name, option in [("generate", "--max-seq-len"), ("eval", "--chunk"), ("info", "--help")]:
+        assert all(name in out for name in ("generate", "eval", "serve-sim", "bench", "info"))
+    for name, option in [("generate", "--max-seq-len"), ("eval", "--chunk"), ("bench", "--check"), ("info", "--help")]:
         code, out, _ = run(name, "--help")
         assert code == 0
         assert option in out

@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-import models
+from kvfast.bench.cases import MODELS
 from contenders import DECODE, PEERS, PREFILL, QUANTISE, Work, tolerance
 from contenders.process import Process
 from contenders.table import tables
 
 import kvfast
 
-SHAPES = {one.name: one for one in vars(models).values() if isinstance(one, models.Model)}
+SHAPES = MODELS
 REST = 0.03  # seconds between two runs, in which the threads of the last one stop spinning
 
 

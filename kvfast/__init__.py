@@ -10,7 +10,8 @@ How the package is built, from the bottom up; each room imports only from those 
     _kernels, _openmp, _spin
                             the table of kernels and the CPU dispatch; the thread policy
     _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
-    attention, plan         fused attention over blocks; its arguments, and its cut into tasks
+    attention, attend_plan, plan
+                            fused attention over blocks; its arguments, its cut into tasks, and what is told of it
     plain                   attention on arrays without a cache
     encode, fused           rows into blocks; split, norm and rotation on the way
     formats, finish         what is stored of a token; blocks that are encoded as a whole
@@ -34,6 +35,7 @@ of its own, `RingKVCache` also drops blocks that left the window, the sequences 
 from . import _spin  # noqa: F401  (before what loads OpenMP)
 from ._kernels import active_isa, available_isas, cpu_features, use_isa
 from ._openmp import get_num_threads, has_openmp, set_num_threads
+from .attend_plan import AttendPlan, PlanItem
 from .cache import KVCache
 from .cache_file import load
 from .errors import (
@@ -59,6 +61,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "AttendPlan",
     "CacheFullError",
     "CorruptFileError",
     "DimensionMismatchError",
@@ -68,6 +71,7 @@ __all__ = [
     "KVFormat",
     "NonFiniteInputError",
     "PagedKVCache",
+    "PlanItem",
     "PromptCache",
     "RingKVCache",
     "Sequence",

@@ -75,7 +75,9 @@ cdef Rows open_rows(object array, str name, bint writable=False):
             or self.buffer.strides[1] % itemsize):
         if writable:
             raise ValueError(f"the last axis of {name} must be contiguous, got strides {array.strides}")
-        return open_rows(np.array(array, order="C"), name)
+        self = open_rows(np.array(array, order="C"), name)
+        self.gathered = True
+        return self
     self.rows.data = <char *>self.buffer.buf
     self.rows.tokens = self.buffer.shape[0]
     self.rows.heads = self.buffer.shape[1]

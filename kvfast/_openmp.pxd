@@ -1,3 +1,4 @@
 """Thread-count policy: the one door to OpenMP's settings."""
 
+cdef int threads_for(object num_threads, double work) except -1
 cdef int num_threads_for(object num_threads, double work) except -1

@@ -99,8 +99,16 @@ def has_openmp():
 
 
 cdef int num_threads_for(object num_threads, double work) except -1:
-    """Threads for a call: at most num_threads, fewer when its work (bytes) does not pay for them."""
+    """Threads for a call that starts now: at most num_threads, fewer when its work (bytes) does not pay for them."""
     global _pool_started
+    cdef int threads = threads_for(num_threads, work)
+    if threads > 1:
+        _pool_started = True
+    return threads
+
+
+cdef int threads_for(object num_threads, double work) except -1:
+    """What `num_threads_for` will say."""
     cdef int threads
     if num_threads is not None:
         threads = _check(num_threads, "num_threads")
@@ -110,11 +118,7 @@ cdef int num_threads_for(object num_threads, double work) except -1:
         threads = get_num_threads()
     if _orphaned or not KV_HAVE_OPENMP:
         return 1
-    threads = min(threads, <int>min(work / _WORK_PER_THREAD, 1024.0))
-    if threads <= 1:
-        return 1
-    _pool_started = True
-    return threads
+    return max(1, min(threads, <int>min(work / _WORK_PER_THREAD, 1024.0)))
 
 
 def _after_fork_in_child():

@@ -32,6 +32,14 @@ ctypedef struct kv_item:
     Py_ssize_t first_task
 
 
+# What a call reads and computes, in all passes.
+ctypedef struct kv_traffic:
+    Py_ssize_t codes           # bytes
+    Py_ssize_t scales          # of tokens and channels, and means
+    Py_ssize_t floats          # float rows, of keys and values that are stored so or still are so
+    double operations          # multiplications and additions of scores and sums
+
+
 # One call of attention.
 ctypedef struct kv_call:
     const kv_kernels *kernels
@@ -53,9 +61,11 @@ ctypedef struct kv_call:
     Py_ssize_t num_tasks
     float *partials            # (tokens, num_q_heads, parts, padded_dim + 2)
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
+    kv_traffic *traffic        # of `measure`: where to count, else NULL
 
 
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil
 cdef int choose_tile(const kv_store *store) noexcept nogil
 cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil
 cdef void run(const kv_call *call, int threads) noexcept nogil
+cdef void measure(kv_call *call, kv_traffic *traffic) noexcept nogil

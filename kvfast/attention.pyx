@@ -117,7 +117,9 @@ cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t 
                         const kv_range *following) noexcept nogil:
     """Read a range; row r sees its positions from starts[r] to stops[r]. The start of the range that follows, if there
     is one, is prefetched at the end."""
-    if task.wide != NULL:
+    if task.call.traffic != NULL:
+        _count(task, range_)
+    elif task.wide != NULL:
         _attend_panels(task, range_, starts, stops)
     else:
         _attend_tiles(task, range_, starts, stops, following)
@@ -218,6 +220,27 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         t += tile
 
 
+cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
+    """What reading a range takes: whole groups of lanes of codes, and the statistics of the blocks they are in."""
+    cdef kv_traffic *traffic = task.call.traffic
+    cdef const kv_side *side
+    cdef Py_ssize_t tokens, blocks
+    cdef int i
+    for i in range(2):
+        side = &range_.store.v if i else &range_.store.k
+        tokens = range_.end - range_.begin
+        if side.dtype < KV_NUM_FLOATS:
+            traffic.floats += tokens * side.row_stride
+        else:
+            tokens = (tokens + KV_LANES - 1) // KV_LANES * KV_LANES
+            traffic.codes += tokens * _token_bytes(side)
+            traffic.scales += tokens * side.scale_bytes
+            if side.means:
+                blocks = (range_.end - 1) // side.block_size - range_.begin // side.block_size + 1
+                traffic.scales += blocks * (side.bytes - side.means)
+        traffic.operations += 2.0 * task.rows * tokens * side.padded_dim
+
+
 cdef void _touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil:
     """Prefetch the keys of the first tokens from a position on."""
     cdef const kv_store *store = task.call.store
@@ -259,6 +282,8 @@ cdef void _touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
 cdef void _load(kv_task *task, const kv_rows *q) noexcept nogil:
     """The queries of the task's rows, turned as the keys are."""
     cdef int i
+    if task.call.traffic != NULL:
+        return
     if task.wide == NULL:
         _load_rows(task, q, 0, task.rows, task.scratch.rows)
         return
@@ -351,6 +376,28 @@ cdef const kv_item *_item_of(const kv_call *call, Py_ssize_t task) noexcept nogi
     return call.items + low
 
 
+cdef void _begin_rows(kv_task *task) noexcept nogil:
+    """Nothing seen yet, in all rows."""
+    cdef kv_softmax *state = &task.scratch.softmax
+    cdef Py_ssize_t padded = task.call.store.k.padded_dim
+    cdef kv_panel *panel
+    cdef int r, i
+    if task.wide == NULL:
+        memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
+        for r in range(task.rows):
+            state.m[r], state.l[r], state.rescale[r] = -INFINITY, 0.0, 1.0
+    for i in range(_num_panels(task)):
+        panel = task.wide.panels + i
+        panel.rows = min(<int>KV_ROWS, task.rows - i * KV_ROWS)
+        panel.options = task.options
+        panel.options.query_at += i * KV_ROWS
+        if task.options.slopes != NULL:
+            panel.options.slopes += i * KV_ROWS
+        memset(panel.acc, 0, panel.rows * padded * sizeof(float))
+        for r in range(KV_ROWS):
+            panel.m[r], panel.l[r] = -INFINITY, 0.0
+
+
 cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexcept nogil:
     """One (item, KV head, split, row block)."""
     cdef kv_task task
@@ -365,7 +412,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     cdef Py_ssize_t sink_stops[256]
     cdef Py_ssize_t begin, end, row0, token, split, sinks_end = 0, split_begin
     cdef kv_range rest
-    cdef int r, i
+    cdef int r
     cdef float m, l
     cdef float *acc
     cdef float *partial
@@ -375,7 +422,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     task.call, task.item = call, item
     task.head = <int>(index // item.row_blocks // item.splits)
     task.rows = <int>min(<Py_ssize_t>item.block_rows, item.num_queries * call.group - row0)
-    task.wide = call.wide + thread if item.block_rows > KV_ROWS else NULL
+    task.wide = call.wide + thread if item.block_rows > KV_ROWS and call.wide != NULL else NULL
     split_begin = item.begin + split * item.split_tokens
 
     begin, end = item.end, 0
@@ -407,20 +454,8 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL
     task.options.query_at = task.query_at
-    if task.wide == NULL:
-        memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
-        for r in range(task.rows):
-            state.m[r], state.l[r], state.rescale[r] = -INFINITY, 0.0, 1.0
-    for i in range(_num_panels(&task)):
-        panel = task.wide.panels + i
-        panel.rows = min(<int>KV_ROWS, task.rows - i * KV_ROWS)
-        panel.options = task.options
-        if call.slopes != NULL:
-            panel.options.slopes += i * KV_ROWS
-        panel.options.query_at += i * KV_ROWS
-        memset(panel.acc, 0, panel.rows * padded * sizeof(float))
-        for r in range(KV_ROWS):
-            panel.m[r], panel.l[r] = -INFINITY, 0.0
+    if call.traffic == NULL:
+        _begin_rows(&task)
 
     if sinks_end > 0:
         _load(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
@@ -430,6 +465,8 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
         _load(&task, &call.q)
     if begin < end:
         _attend_span(&task, begin, end, starts, stops, NULL)
+    if call.traffic != NULL:
+        return
 
     for r in range(task.rows):
         query = call.queries + task.tokens[r]
@@ -514,3 +551,13 @@ cdef void run(const kv_call *call, int threads) noexcept nogil:
     else:
         for i in prange(call.q.tokens, schedule="static", num_threads=threads):
             _merge(call, i)
+
+
+cdef void measure(kv_call *call, kv_traffic *traffic) noexcept nogil:
+    """Count what `run` would read, task by task; it needs no queries and writes no output."""
+    cdef Py_ssize_t i
+    memset(traffic, 0, sizeof(kv_traffic))
+    call.traffic = traffic
+    for i in range(call.num_tasks):
+        _attend_task(call, i, 0)
+    call.traffic = NULL

@@ -12,7 +12,7 @@ from kvfast.attention cimport floats_from, kv_item
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.encode cimport check_rows, check_storable, write_rows
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
-from kvfast.plan cimport AttendCall, Options, check_count, check_layer, open_call
+from kvfast.plan cimport AttendCall, Options, check_count, check_layer, imagined_rows, open_call
 from kvfast.pool cimport BlockPool
 from kvfast.table cimport BlockTable
 
@@ -241,58 +241,76 @@ cdef class PagedBuffer:
 
     def attend_batch(self, layer, q, list tables, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade):
         """Attention of a ragged batch: over sequences' `tables`, or over plain tables of blocks."""
-        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers), i, count, first
+        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
+        self.pool.enter()
+        try:
+            return self._plan(number, q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
+        finally:
+            self.pool.busy = False
+
+    def explain_batch(self, layer, q, num_q_heads, dtype, list tables, block_table, seq_lens, cu_seqlens_q, Options options,
+                      bint cascade):
+        """The AttendPlan of `attend_batch` for an array, a shape, or a number of tokens."""
+        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
+        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.stores[number])
+        self.pool.enter()
+        try:
+            return self._plan(number, rows, tables, block_table, seq_lens, cu_seqlens_q, options,
+                              cascade).explain(str(self.pool.formats[number]))
+        finally:
+            self.pool.busy = False
+
+    cdef AttendCall _plan(self, Py_ssize_t number, object q, list tables, object block_table, object seq_lens,
+                          object cu_seqlens_q, Options options, bint cascade):
+        cdef Py_ssize_t i, count, first
         cdef AttendCall call
         cdef Context context
         cdef BlockTable table
         cdef const int32_t[:, ::1] plain
         cdef const int32_t[::1] lens, starts
-        self.pool.enter()
-        try:
-            count = len(tables) if tables is not None else len(seq_lens)
-            if count == 0:
-                raise ValueError("a batch must hold at least one sequence")
-            call = open_call(&self.pool.stores[number], self.pool.workspace, q, options, count)
-            if cu_seqlens_q is None:
-                cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
-            starts = cu_seqlens_q = _integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
-            if (starts.shape[0] != count + 1 or starts[0] != 0 or starts[count] != call.call.q.tokens
-                    or np.any(np.diff(cu_seqlens_q) < 0)):
-                raise DimensionMismatchError(
-                    f"cu_seqlens_q must rise from 0 to the {call.call.q.tokens} tokens of q in {count + 1} entries, got "
-                    f"{np.array2string(cu_seqlens_q, threshold=8)}; without it q must hold one token per sequence")
-            if tables is None:
-                lens = seq_lens = _integers(seq_lens, "seq_lens", np.int32, 1)
-                plain = block_table = self._check_blocks(block_table, seq_lens)
-            contexts = []
-            for i in range(count):
-                context = Context.__new__(Context)
-                if tables is not None:
-                    table = tables[i]
-                    table.context(number, &context.c)
-                else:
-                    memset(&context.c, 0, sizeof(context.c))
-                    context.c.table, context.c.length = &plain[i, 0], lens[i]
-                context.first_query, context.num_queries = starts[i], starts[i + 1] - starts[i]
-                if context.num_queries > context.c.length:
-                    raise ValueError(f"sequence {i} of the batch holds {context.c.length} tokens, and q "
-                                     f"{context.num_queries} of them")
-                if context.num_queries <= MAX_SHARED_QUERIES:
-                    first = context.c.length - context.num_queries
-                    context.shareable = min(first, floats_from(call.call.store, &context.c, first)) // self.pool.block_size
-                call.ask(&context.c, context.first_query, context.num_queries)
-                contexts.append(context)
+        count = len(tables) if tables is not None else len(seq_lens)
+        if count == 0:
+            raise ValueError("a batch must hold at least one sequence")
+        call = open_call(&self.pool.stores[number], self.pool.workspace, q, options, count)
+        if cu_seqlens_q is None:
+            cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
+        starts = cu_seqlens_q = _integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
+        if (starts.shape[0] != count + 1 or starts[0] != 0 or starts[count] != call.call.q.tokens
+                or np.any(np.diff(cu_seqlens_q) < 0)):
+            raise DimensionMismatchError(
+                f"cu_seqlens_q must rise from 0 to the {call.call.q.tokens} tokens of q in {count + 1} entries, got "
+                f"{np.array2string(cu_seqlens_q, threshold=8)}; without it q must hold one token per sequence")
+        if tables is None:
+            lens = seq_lens = _integers(seq_lens, "seq_lens", np.int32, 1)
+            plain = block_table = self._check_blocks(block_table, seq_lens)
+        contexts = []
+        for i in range(count):
+            context = Context.__new__(Context)
+            if tables is not None:
+                table = tables[i]
+                table.context(number, &context.c)
+            else:
+                memset(&context.c, 0, sizeof(context.c))
+                context.c.table, context.c.length = &plain[i, 0], lens[i]
+            context.first_query, context.num_queries = starts[i], starts[i + 1] - starts[i]
+            if context.num_queries > context.c.length:
+                raise ValueError(f"sequence {i} of the batch holds {context.c.length} tokens, and q "
+                                 f"{context.num_queries} of them")
+            if context.num_queries <= MAX_SHARED_QUERIES:
+                first = context.c.length - context.num_queries
+                context.shareable = min(first, floats_from(call.call.store, &context.c, first)) // self.pool.block_size
+            call.ask(&context.c, context.first_query, context.num_queries)
+            contexts.append(context)
 
-            begins, parts, kept = [0] * count, [0] * count, []
-            if cascade and call.window == 0 and count > 1:
-                self._share(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, begins,
-                            parts, kept)
-            for i in range(count):
-                context = contexts[i]
-                call.add(&context.c, context.first_query, context.num_queries, begins[i], parts[i])
-            return call.run()
-        finally:
-            self.pool.busy = False
+        begins, parts, kept = [0] * count, [0] * count, []
+        if cascade and call.window == 0 and count > 1:
+            self._share(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, begins,
+                        parts, kept)
+        for i in range(count):
+            context = contexts[i]
+            call.add(&context.c, context.first_query, context.num_queries, begins[i], parts[i])
+        call.kept = block_table, seq_lens, kept
+        return call
 
     cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,
                     list kept) except -1:

@@ -244,10 +244,36 @@ class PagedKVCache(StorageProperties):
         """
         options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
                           num_splits, num_threads)
+        return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
+                                         cascade)
+
+    def explain_batch(self, q_shape, sequences=None, layer=0, *, block_table=None, seq_lens=None, cu_seqlens_q=None,
+                      cascade=True, num_q_heads=None, dtype="float32", causal=True, sliding_window=None,
+                      num_sink_tokens=None, num_splits=0, num_threads=None):
+        """What `attend_batch` would do now; see `KVCache.explain`.
+
+        Parameters
+        ----------
+        q_shape, layer, num_q_heads, dtype
+            As in `KVCache.explain`.
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, sliding_window, num_sink_tokens, num_splits, \
+        num_threads
+            As in `attend_batch`.
+
+        Returns
+        -------
+        AttendPlan
+        """
+        options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
+                          num_threads)
+        return self._buffer.explain_batch(layer, q_shape, num_q_heads, dtype,
+                                          *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options, cascade)
+
+    def _batch(self, sequences, block_table, seq_lens):
+        """Tables of sequences, or other people's tables and lengths."""
         if (sequences is None) == (block_table is None) or (block_table is None) != (seq_lens is None):
             raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
-        tables = None if sequences is None else self._tables(sequences)
-        return self._buffer.attend_batch(layer, q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade)
+        return None if sequences is None else self._tables(sequences), block_table, seq_lens
 
     def can_append(self, n):
         """Whether a new sequence of `n` tokens would find its blocks."""

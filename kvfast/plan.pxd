@@ -24,7 +24,8 @@ cdef class AttendCall:
     cdef Workspace workspace
     cdef Rows q, sink_q, result
     cdef object out, lse, sinks, slopes
-    cdef Py_ssize_t window, num_splits, work
+    cdef object kept           # arrays that the items look into
+    cdef Py_ssize_t window, num_splits, work, context
     cdef bint wide
 
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept
@@ -35,9 +36,12 @@ cdef class AttendCall:
     cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept
     cdef void _cut_rows(self, kv_item *item) noexcept
     cdef int close(self, kv_item *item, Py_ssize_t end) except -1
+    cdef Py_ssize_t _count_parts(self) noexcept
     cdef object run(self)
+    cdef object explain(self, str storage)
 
 
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts)
+cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store)
 cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1
 cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1

@@ -11,12 +11,13 @@ import numpy as np
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-from kvfast._arrays cimport check_finite, kv_rows, open_rows
-from kvfast._kernels cimport KV_FLOAT32, KV_NUM_FLOATS, KV_PANELS, KV_ROWS, KV_TILE, active, kv_wide_scratch
-from kvfast._openmp cimport num_threads_for
-from kvfast.attention cimport bytes_of, choose_tile, kv_item, kv_query, run
-from kvfast.blocks cimport kv_context, kv_store
+from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast._kernels cimport KV_FLOAT32, KV_GAUSS4, KV_NUM_FLOATS, KV_PANELS, KV_ROWS, KV_TILE, active, kv_wide_scratch
+from kvfast._openmp cimport num_threads_for, threads_for
+from kvfast.attention cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic, measure, run
+from kvfast.blocks cimport dtype_name, kv_context, kv_store, parse_dtype
 
+from kvfast.attend_plan import AttendPlan, PlanItem
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef extern from "<stdlib.h>" nogil:
@@ -149,14 +150,15 @@ cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept:
 
 
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts):
-    """Check everything but the contexts, which `ask` and `add` bring."""
+    """Check everything but the contexts, which `ask` and `add` bring. With the `imagined_rows` of a call that is only to
+    be explained for q."""
     cdef Py_ssize_t items = 2 * contexts  # one for each, and those of shared prefixes
     cdef AttendCall self = AttendCall.__new__(AttendCall)
     cdef float[:, ::1] lse_view
     cdef float[::1] view
     memset(&self.call, 0, sizeof(self.call))
     self.options, self.workspace = options, workspace
-    self.q = open_rows(q, "q")
+    self.q = q if type(q) is Rows else open_rows(q, "q")
     self.call.q = self.q.rows
     if self.call.q.dim != store.k.head_dim:
         raise DimensionMismatchError(f"q must have head_dim {store.k.head_dim}, got {self.call.q.dim}")
@@ -177,6 +179,16 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
         self.slopes = view = _per_head(options.alibi_slopes, "alibi_slopes", self.call.q.heads)
         self.call.slopes = &view[0]
     self.num_splits = check_count(options.num_splits, "num_splits", 0, 1 << 30)
+    self.call.kernels = active()
+    self.call.store = store
+    self.call.tile = choose_tile(store)
+    if store.floats != NULL:
+        self.call.float_tile = choose_tile(store.floats)
+    items += min(self.call.q.tokens, contexts * <Py_ssize_t>FEW_QUERIES)  # as many as `add` can make
+    self.call.items = <kv_item *>workspace.reserve(ITEMS, items * sizeof(kv_item))
+    self.call.queries = <kv_query *>workspace.reserve(QUERIES, self.call.q.tokens * sizeof(kv_query))
+    if self.call.q.data == NULL:
+        return self
     check_finite(self.q, "q", 3.4028235e38, "float32")
 
     self.out = options.out
@@ -196,14 +208,28 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     if options.return_lse:
         self.lse = lse_view = np.empty((self.call.q.tokens, self.call.q.heads), np.float32)
         self.call.lse = &lse_view[0, 0]
-    self.call.kernels = active()
-    self.call.store = store
-    self.call.tile = choose_tile(store)
-    if store.floats != NULL:
-        self.call.float_tile = choose_tile(store.floats)
-    items += min(self.call.q.tokens, contexts * <Py_ssize_t>FEW_QUERIES)  # as many as `add` can make
-    self.call.items = <kv_item *>workspace.reserve(ITEMS, items * sizeof(kv_item))
-    self.call.queries = <kv_query *>workspace.reserve(QUERIES, self.call.q.tokens * sizeof(kv_query))
+    return self
+
+
+cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store):
+    """The rows of an array without the array, or those of a shape, or of a number of tokens."""
+    cdef Rows self = Rows.__new__(Rows), given
+    if hasattr(q, "dtype"):
+        given = open_rows(q, "q")
+        self.rows, self.gathered = given.rows, given.gathered
+        self.rows.data = NULL
+        return self
+    shape = q
+    if not isinstance(q, (tuple, list)):
+        shape = q, store.num_kv_heads if num_q_heads is None else num_q_heads, store.k.head_dim
+    if len(shape) != 3:
+        raise DimensionMismatchError(f"q must have 3 dimensions (num_tokens, num_heads, head_dim), got shape {q!r}")
+    self.rows.tokens = check_count(shape[0], "the tokens of q", 1, 1 << 40)
+    self.rows.heads = check_count(shape[1], "the heads of q", 1, 1 << 20)
+    self.rows.dim = check_count(shape[2], "the head_dim of q", 1, 1 << 20)
+    self.rows.dtype = parse_dtype(dtype)
+    if self.rows.dtype >= KV_NUM_FLOATS:
+        raise ValueError(f"q is float32, float16 or bfloat16, got {dtype!r}")
     return self
 
 
@@ -219,6 +245,7 @@ cdef class AttendCall:
             query.start = max(<Py_ssize_t>0, query.position + 1 - self.window) if self.window else 0
             query.sink_stop = min(max(self.options.num_sink_tokens, 0), query.start)
             query.parts = 0
+        self.context += context.length
 
     cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept:
         """Tokens of each split of a span that so many queries read."""
@@ -300,9 +327,9 @@ cdef class AttendCall:
         item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
         self.wide = True
 
-    cdef object run(self):
+    cdef Py_ssize_t _count_parts(self) noexcept:
+        """Number the partial results that the items leave of their queries, per query head."""
         cdef Py_ssize_t i, j, parts = 0
-        cdef int threads
         cdef kv_item *item
         cdef kv_query *query
         for i in range(self.call.num_items):
@@ -314,6 +341,11 @@ cdef class AttendCall:
             query = self.call.queries + i
             query.partial = parts
             parts += query.parts if query.parts > 1 else 0
+        return parts
+
+    cdef object run(self):
+        cdef Py_ssize_t parts = self._count_parts()
+        cdef int threads
         if parts:
             self.call.partials = <float *>self.workspace.reserve(
                 PARTIALS, parts * self.call.q.heads * (self.call.store.k.padded_dim + 2) * sizeof(float))
@@ -323,3 +355,33 @@ cdef class AttendCall:
         with nogil:
             run(&self.call, threads)
         return (self.out, self.lse) if self.options.return_lse else self.out
+
+    cdef object explain(self, str storage):
+        """The AttendPlan of this call, which is not run."""
+        cdef const kv_store *store = self.call.store
+        cdef kv_traffic traffic
+        cdef kv_item *item
+        cdef Py_ssize_t i, rows = 1
+        self._count_parts()
+        with nogil:
+            measure(&self.call, &traffic)
+        items = []
+        for i in range(self.call.num_items):
+            item = self.call.items + i
+            items.append(PlanItem(item.num_queries, item.begin, item.end, item.splits, item.split_tokens, item.row_blocks))
+            rows = max(rows, min(item.num_queries * self.call.group, <Py_ssize_t>item.block_rows))
+        return AttendPlan(
+            isa=self.call.kernels.isa.decode(), storage=storage,
+            kernels=_kernels_of(store) + (("attend_panels",) if self.wide else ()),
+            float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
+            q_shape=(self.call.q.tokens, self.call.q.heads, self.call.q.dim), q_dtype=dtype_name(self.call.q.dtype),
+            num_kv_heads=store.num_kv_heads, context=self.context, tile=self.call.tile, float_tile=self.call.float_tile,
+            rows=rows, num_threads=threads_for(self.options.num_threads, <double>self.work), num_tasks=self.call.num_tasks,
+            items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
+            operations=int(traffic.operations), notes=())
+
+
+cdef tuple _kernels_of(const kv_store *store):
+    """Names of the kernels that read a store's keys and values, as in the kernel table."""
+    return tuple([f"{kernel}_{'gauss4' if dtype == KV_GAUSS4 else dtype_name(dtype)}"
+                  for kernel, dtype in (("scores", store.k.dtype), ("accumulate", store.v.dtype))])

@@ -6,7 +6,7 @@ from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, kv_side
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
-from kvfast.plan cimport AttendCall, Options, check_count, check_layer, open_call
+from kvfast.plan cimport AttendCall, Options, check_count, check_layer, imagined_rows, open_call
 from kvfast.pool cimport BlockPool
 from kvfast.ring cimport RingTable
 from kvfast.table cimport BlockTable
@@ -78,28 +78,42 @@ cdef class SequenceBuffer:
     def attend(self, index, q, sink_q, Options options):
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        cdef AttendCall call
-        cdef kv_context context
         self._enter()
         try:
-            table.context(layer, &context)
-            if context.length == 0:
-                raise ValueError(f"layer {index} holds no tokens to attend to")
-            call = open_call(&table.pool.stores[layer], table.pool.workspace, q, options, 1)
-            if call.call.q.tokens > context.length:
-                raise ValueError(f"q holds {call.call.q.tokens} tokens, but the layer holds only {context.length}")
-            if sink_q is not None:
-                call.sink_q = open_rows(sink_q, "q")
-                call.call.sink_q = call.sink_q.rows
-            self._limit(table, call)
-            call.ask(&context, 0, call.call.q.tokens)
-            if not table.holds(call.call.queries[0].start):
-                raise ValueError(f"the first query, at position {call.call.queries[0].position}, needs the keys from "
-                                 f"position {call.call.queries[0].start} on, and the ring has dropped some of them")
-            call.add(&context, 0, call.call.q.tokens, 0, 0)
-            return call.run()
+            return self._plan(index, table, layer, q, sink_q, options).run()
         finally:
             self._leave()
+
+    def explain(self, index, q, num_q_heads, dtype, Options options):
+        """The AttendPlan of `attend` for an array, a shape, or a number of tokens."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.stores[layer])
+        self._enter()
+        try:
+            return self._plan(index, table, layer, rows, None, options).explain(str(table.pool.formats[layer]))
+        finally:
+            self._leave()
+
+    cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, Options options):
+        cdef AttendCall call
+        cdef kv_context context
+        table.context(layer, &context)
+        if context.length == 0:
+            raise ValueError(f"layer {index} holds no tokens to attend to")
+        call = open_call(&table.pool.stores[layer], table.pool.workspace, q, options, 1)
+        if call.call.q.tokens > context.length:
+            raise ValueError(f"q holds {call.call.q.tokens} tokens, but the layer holds only {context.length}")
+        if sink_q is not None:
+            call.sink_q = open_rows(sink_q, "q")
+            call.call.sink_q = call.sink_q.rows
+        self._limit(table, call)
+        call.ask(&context, 0, call.call.q.tokens)
+        if not table.holds(call.call.queries[0].start):
+            raise ValueError(f"the first query, at position {call.call.queries[0].position}, needs the keys from "
+                             f"position {call.call.queries[0].start} on, and the ring has dropped some of them")
+        call.add(&context, 0, call.call.q.tokens, 0, 0)
+        return call
 
     cdef int _limit(self, BlockTable table, AttendCall call) except -1:
         """A ring shows what it holds: its window and its sinks, or less."""

@@ -143,6 +143,45 @@ class SequenceCache(StorageProperties):
                           num_splits, num_threads)
         return self._buffer.attend(layer, *self._rotated(layer, q, options), options)
 
+    def explain(self, q_shape=1, layer=0, *, num_q_heads=None, dtype="float32", causal=True, sliding_window=None,
+                num_sink_tokens=None, num_splits=0, num_threads=None):
+        """What `attend` would do now: its kernels, tasks, threads, the bytes it would read, and slow paths it would take.
+
+        Parameters
+        ----------
+        q_shape : tuple of int, array or int
+            Shape of q, (num_tokens, num_q_heads, head_dim); or q itself; or the number of its tokens.
+        layer : int
+        num_q_heads : int, optional
+            With a number of tokens; one for each KV head by default.
+        dtype : str or dtype
+            Of q, where `q_shape` is no array.
+        causal, sliding_window, num_sink_tokens, num_splits, num_threads
+            As in `attend`.
+
+        Returns
+        -------
+        AttendPlan
+            Print it, or look at its fields.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, ValueError
+            As `attend`.
+
+        Examples
+        --------
+        >>> import kvfast, numpy as np
+        >>> cache = kvfast.KVCache(num_layers=1, num_kv_heads=8, head_dim=128, dtype="int8")
+        >>> cache.append(0, *np.ones((2, 4096, 8, 128), np.float32))
+        >>> plan = cache.explain((1, 32, 128), num_threads=1)
+        >>> plan.kernels, plan.num_tasks, plan.bytes_read
+        (('scores_int8', 'accumulate_int8'), 8, 8650752)
+        """
+        options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
+                          num_threads)
+        return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
+
     def advance(self, n=1):
         """Count `n` tokens as complete; every layer must have got exactly that many.
 

@@ -1,0 +1,138 @@
+"""What a call of `attend` will do, as users see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["AttendPlan", "PlanItem"]
+
+
+@dataclass(frozen=True)
+class PlanItem:
+    """Queries that read the same keys together, and how that is cut: KV heads x splits x row blocks are its tasks.
+
+    Parameters
+    ----------
+    num_queries : int
+        Query tokens.
+    begin, end : int
+        Positions that they read; sink tokens come in addition.
+    num_splits, split_tokens : int
+        Parts that these are cut into, and tokens of each but perhaps the last.
+    row_blocks : int
+        Passes over the same keys: a pass serves some of the rows, which are query tokens x query heads of a KV head.
+    """
+
+    num_queries: int
+    begin: int
+    end: int
+    num_splits: int
+    split_tokens: int
+    row_blocks: int
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """What a call of `attend` will do; see `KVCache.explain`. ``str(plan)`` is for reading.
+
+    Parameters
+    ----------
+    isa : str
+        Tier of the kernels.
+    storage : str
+        Format of the layer.
+    kernels : tuple of str
+        Kernels of the stored bytes, for scores and for sums of values; ``attend_panels`` does both for many rows.
+    float_kernels : tuple of str
+        Those of the first and newest tokens, where the format keeps them as floats; else empty.
+    q_shape : tuple of int
+    q_dtype : str
+    num_kv_heads : int
+    context : int
+        Tokens that the layer holds, of a batch all sequences together.
+    tile, float_tile : int
+        Tokens between two softmax corrections, in codes and in float rows; 0 where there are none.
+    rows : int
+        Most query rows that share a pass.
+    num_threads, num_tasks : int
+    items : tuple of PlanItem
+        One for most calls; more in a batch, and where a few queries would each be split differently alone.
+    code_bytes, scale_bytes, float_bytes : int
+        What the kernels read of codes, of scales (of tokens and channels, means) and of float rows, in all passes; from
+        memory, or from the processor's caches where another pass has just read the same.
+    operations : int
+        Multiplications and additions of scores and sums, masked tokens in their tiles included.
+    notes : tuple of str
+        Slow paths that the call takes, and what they cost.
+    """
+
+    isa: str
+    storage: str
+    kernels: tuple[str, ...]
+    float_kernels: tuple[str, ...]
+    q_shape: tuple[int, int, int]
+    q_dtype: str
+    num_kv_heads: int
+    context: int
+    tile: int
+    float_tile: int
+    rows: int
+    num_threads: int
+    num_tasks: int
+    items: tuple[PlanItem, ...]
+    code_bytes: int
+    scale_bytes: int
+    float_bytes: int
+    operations: int
+    notes: tuple[str, ...]
+
+    @property
+    def bytes_read(self):
+        """All bytes that the kernels read of keys and values."""
+        return self.code_bytes + self.scale_bytes + self.float_bytes
+
+    @property
+    def num_splits(self):
+        """Most splits of an item."""
+        return max(item.num_splits for item in self.items)
+
+    def __str__(self):
+        tokens, heads, dim = self.q_shape
+        kernels = ", ".join(self.kernels)
+        if self.float_kernels:
+            kernels += f"; {', '.join(self.float_kernels)} for the first and newest tokens"
+        tiles = f"{self.tile} tokens" + (f", {self.float_tile} of float rows" if self.float_tile else "")
+        lines = [
+            f"attend of {_count(tokens, 'token')} x {heads} heads ({self.q_dtype}) to {_count(self.context, 'token')} x "
+            f"{self.num_kv_heads} KV heads of {dim}, {self.storage}",
+            f"tier     {self.isa}: {kernels}",
+            f"work     {_count(self.num_tasks, 'task')} on {_count(self.num_threads, 'thread')}; tiles of {tiles}; "
+            f"up to {_count(self.rows, 'query row')} a pass",
+        ]
+        for item in self.items[:MOST_ITEMS]:
+            lines.append(
+                f"         {_count(item.num_queries, 'query', 'queries')}, positions {item.begin:,} to {item.end:,}: "
+                f"{self.num_kv_heads} KV heads x {_count(item.num_splits, 'split')} of {item.split_tokens:,} tokens x "
+                f"{_count(item.row_blocks, 'row block')}"
+            )
+        if len(self.items) > MOST_ITEMS:
+            lines.append(f"         and {len(self.items) - MOST_ITEMS} more")
+        lines += [
+            f"reads    {_size(self.bytes_read)}: codes {_size(self.code_bytes)}, scales {_size(self.scale_bytes)}, "
+            f"float rows {_size(self.float_bytes)}",
+            f"computes {self.operations / 1e6:,.1f} million operations",
+        ]
+        lines += [f"note     {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+# Items that are told one by one.
+MOST_ITEMS = 8
+
+
+def _count(number, one, many=None):
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _size(nbytes):
+    return f"{nbytes / 1e6:,.2f} MB" if nbytes >= 10**5 else f"{nbytes:,} B"

@@ -24,14 +24,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from kvfast.bench.cases import MODELS
 from contenders import DECODE, PEERS, PREFILL, QUANTISE, Work, tolerance
 from contenders.process import Process
 from contenders.table import tables
 
 import kvfast
+from kvfast.bench.cases import MODELS as SHAPES
 
-SHAPES = MODELS
 REST = 0.03  # seconds between two runs, in which the threads of the last one stop spinning
 
 

@@ -7,8 +7,8 @@ bytes.
 How the package is built, from the bottom up; each room imports only from those before it::
 
     simd/                   C: arithmetic on one row or one tile, once per instruction set
-    _kernels, _openmp, _spin
-                            the table of kernels and the CPU dispatch; the thread policy
+    _kernels, _openmp, _spin, slow_paths
+                            the table of kernels and the CPU dispatch; the thread policy; what is told of slow calls
     _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
     attention, attend_plan, plan
                             fused attention over blocks; its arguments, its cut into tasks, and what is told of it

@@ -19,7 +19,6 @@ cdef class Rows:
     cdef kv_rows rows
     cdef Py_buffer buffer
     cdef bint is_open
-    cdef bint gathered         # a copy, as the elements of a row did not follow each other
 
 
 cdef Rows open_rows(object array, str name, bint writable=*)

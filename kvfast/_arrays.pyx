@@ -7,7 +7,11 @@ from cpython.buffer cimport (Py_buffer, PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITA
 
 from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active, kv_kernels
 
+from kvfast import slow_paths
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+cdef bint _LOGS = slow_paths.LOGS
+cdef object _bfloat16 = None    # ml_dtypes' dtype, once it was met: its name takes NumPy a microsecond
 
 
 cdef class Rows:
@@ -43,8 +47,10 @@ cdef object _as_buffer(object array, str name):
         except Exception as error:
             raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, "
                             f"got {type(array).__name__}: {error}") from None
-    if array.dtype.name == "bfloat16":
-        array = array.view(np.uint16)
+    global _bfloat16
+    if array.dtype is _bfloat16 or array.dtype.name == "bfloat16":
+        _bfloat16 = array.dtype
+        return array.view(np.uint16)
     if array.dtype.kind not in "fu" or not array.dtype.isnative:
         raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), "
                         f"got {array.dtype}")
@@ -75,9 +81,9 @@ cdef Rows open_rows(object array, str name, bint writable=False):
             or self.buffer.strides[1] % itemsize):
         if writable:
             raise ValueError(f"the last axis of {name} must be contiguous, got strides {array.strides}")
-        self = open_rows(np.array(array, order="C"), name)
-        self.gathered = True
-        return self
+        if _LOGS:
+            slow_paths.log_gathered(name)
+        return open_rows(np.array(array, order="C"), name)
     self.rows.data = <char *>self.buffer.buf
     self.rows.tokens = self.buffer.shape[0]
     self.rows.heads = self.buffer.shape[1]

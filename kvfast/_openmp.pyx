@@ -107,6 +107,18 @@ cdef int num_threads_for(object num_threads, double work) except -1:
     return threads
 
 
+def lost_threads(num_threads, double work):
+    """Threads that a call would have if this build had OpenMP, or if it had not been forked; 1 if it has what it could."""
+    if KV_HAVE_OPENMP and not _orphaned or num_threads is None and work < 2 * _WORK_PER_THREAD:
+        return 1
+    wanted = num_threads or (get_num_threads() if KV_HAVE_OPENMP else _chosen or _quota or _cpus())
+    return max(1, min(wanted, int(work / _WORK_PER_THREAD)))
+
+
+def _cpus():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 cdef int threads_for(object num_threads, double work) except -1:
     """What `num_threads_for` will say."""
     cdef int threads

@@ -3,6 +3,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvfast.attend_plan import AttendPlan
 from kvfast.formats import KVFormat
 from kvfast.fused import Transform
 from kvfast.plan import Options
@@ -59,3 +60,16 @@ class PagedBuffer:
         options: Options,
         cascade: bool,
     ) -> Any: ...
+    def explain_batch(
+        self,
+        layer: int,
+        q: Any,
+        num_q_heads: int | None,
+        dtype: Any,
+        tables: list[BlockTable] | None,
+        block_table: ArrayLike | None,
+        seq_lens: ArrayLike | None,
+        cu_seqlens_q: ArrayLike | None,
+        options: Options,
+        cascade: bool,
+    ) -> AttendPlan: ...

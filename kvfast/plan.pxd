@@ -39,6 +39,7 @@ cdef class AttendCall:
     cdef Py_ssize_t _count_parts(self) noexcept
     cdef object run(self)
     cdef object explain(self, str storage)
+    cdef list _notes(self, int threads)
 
 
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts)

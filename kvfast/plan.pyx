@@ -17,6 +17,7 @@ from kvfast._openmp cimport num_threads_for, threads_for
 from kvfast.attention cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic, measure, run
 from kvfast.blocks cimport dtype_name, kv_context, kv_store, parse_dtype
 
+from kvfast import slow_paths
 from kvfast.attend_plan import AttendPlan, PlanItem
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
@@ -33,6 +34,8 @@ cdef enum:
     SPLIT_TOKENS_PER_UNIT = 512
     # Up to so many query tokens of a context come out as each would alone.
     FEW_QUERIES = 16
+
+cdef bint _LOGS = slow_paths.LOGS
 
 cdef enum:
     ITEMS
@@ -214,9 +217,9 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store):
     """The rows of an array without the array, or those of a shape, or of a number of tokens."""
     cdef Rows self = Rows.__new__(Rows), given
-    if hasattr(q, "dtype"):
+    if getattr(q, "ndim", 0):  # an array, of NumPy or another library
         given = open_rows(q, "q")
-        self.rows, self.gathered = given.rows, given.gathered
+        self.rows = given.rows
         self.rows.data = NULL
         return self
     shape = q
@@ -352,6 +355,8 @@ cdef class AttendCall:
         threads = num_threads_for(self.options.num_threads, <double>self.work)
         if self.wide:
             self.call.wide = <kv_wide_scratch *>self.workspace.reserve(WIDE, threads * sizeof(kv_wide_scratch))
+        if _LOGS:
+            slow_paths.log(self._notes(threads))
         with nogil:
             run(&self.call, threads)
         return (self.out, self.lse) if self.options.return_lse else self.out
@@ -362,6 +367,7 @@ cdef class AttendCall:
         cdef kv_traffic traffic
         cdef kv_item *item
         cdef Py_ssize_t i, rows = 1
+        cdef int threads = threads_for(self.options.num_threads, <double>self.work)
         self._count_parts()
         with nogil:
             measure(&self.call, &traffic)
@@ -376,9 +382,14 @@ cdef class AttendCall:
             float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
             q_shape=(self.call.q.tokens, self.call.q.heads, self.call.q.dim), q_dtype=dtype_name(self.call.q.dtype),
             num_kv_heads=store.num_kv_heads, context=self.context, tile=self.call.tile, float_tile=self.call.float_tile,
-            rows=rows, num_threads=threads_for(self.options.num_threads, <double>self.work), num_tasks=self.call.num_tasks,
+            rows=rows, num_threads=threads, num_tasks=self.call.num_tasks,
             items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
-            operations=int(traffic.operations), notes=())
+            operations=int(traffic.operations), notes=tuple([text for _, text in self._notes(threads)]))
+
+    cdef list _notes(self, int threads):
+        cdef const kv_store *store = self.call.store
+        return slow_paths.notes(store.k.head_dim, store.k.rotated or store.v.rotated, self.work, threads,
+                                self.call.num_tasks, self.options.num_threads)
 
 
 cdef tuple _kernels_of(const kv_store *store):

@@ -11,7 +11,6 @@ from kvfast import slow_paths
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef bint _LOGS = slow_paths.LOGS
-cdef object _bfloat16 = None    # ml_dtypes' dtype, once it was met: its name takes NumPy a microsecond
 
 
 cdef class Rows:
@@ -47,10 +46,8 @@ cdef object _as_buffer(object array, str name):
         except Exception as error:
             raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, "
                             f"got {type(array).__name__}: {error}") from None
-    global _bfloat16
-    if array.dtype is _bfloat16 or array.dtype.name == "bfloat16":
-        _bfloat16 = array.dtype
-        return array.view(np.uint16)
+    if array.dtype.name == "bfloat16":
+        array = array.view(np.uint16)
     if array.dtype.kind not in "fu" or not array.dtype.isnative:
         raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), "
                         f"got {array.dtype}")

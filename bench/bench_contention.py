@@ -15,10 +15,9 @@ from statistics import mean, median
 from time import perf_counter, sleep
 
 import numpy as np
-from bench_attend import check, filled, query
-from models import LLAMA_3_8B, SMOLLM2_135M
 
 import kvfast
+from kvfast.bench.cases import LLAMA_3_8B, SMOLLM2_135M, check_attention, filled, layers_of, query
 
 TOTAL = 128 * 10**6
 NEIGHBOUR = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
@@ -66,8 +65,9 @@ def main():
         for model in (SMOLLM2_135M, LLAMA_3_8B):
             for dtype in given.dtypes.split(","):
                 neighbour.send_signal(signal.SIGSTOP)
-                cache, q = filled(model, dtype, given.context, TOTAL), query(model)
-                check(cache, q)
+                cache = filled(model, dtype, given.context, layers_of(model, dtype, given.context, TOTAL))
+                q = query(model)
+                check_attention(cache, q)
                 found = measure(cache, q, neighbour, given.rounds, given.calls, given.pause)
                 for busy in (False, True):
                     one, two = found[busy, 1], found[busy, 2]

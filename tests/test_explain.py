@@ -31,8 +31,10 @@ def told(plan):
 def ranges(plan, heads, group, length, n):
     """(first position, position behind the last) of each pass that reads one KV head: causal, no window."""
     for item in plan.items:
-        for row in range(0, item.num_queries * group, ROWS):
-            last = (min(row + ROWS, item.num_queries * group) - 1) // group
+        panels = -(-item.num_queries * group // ROWS)
+        rows = ROWS * -(-panels // item.row_blocks)
+        for row in range(0, item.num_queries * group, rows):
+            last = (min(row + rows, item.num_queries * group) - 1) // group
             end = item.end - (item.num_queries - 1 - last)
             for split in range(item.num_splits):
                 begin = item.begin + split * item.split_tokens
@@ -71,7 +73,7 @@ def test_bytes_of_many_queries(data):
     assert told(plan) == (tokens * 2 * 32, tokens * 2 * 4, 0)
     assert plan.num_tasks == heads * sum(item.num_splits * item.row_blocks for item in plan.items)
     assert sum(item.num_queries for item in plan.items) == n
-    assert plan.items[-1].end == length and plan.rows <= ROWS
+    assert plan.items[-1].end == length and (plan.rows <= ROWS or "attend_panels" in plan.kernels)
 
 
 @pytest.mark.parametrize("window", [1, 100, 700])
@@ -108,8 +110,18 @@ def test_splits_and_threads():
     assert cache.explain((1, 4, 64), num_threads=1).num_threads == 1
     assert cache.explain((1, 4, 64), num_threads=7).num_threads == (7 if kvfast.has_openmp() else 1)
     assert filled(10).explain((1, 4, 64), num_threads=7).num_threads == 1  # not worth a second thread
-    wide = cache.explain((40, 16, 64))
+    with kvfast.use_isa("scalar"):
+        wide = cache.explain((40, 16, 64))
     assert wide.rows == 16 and wide.items[0].row_blocks == 40 * 8 // 16
+
+
+@pytest.mark.skipif("amx" not in kvfast.available_isas(), reason="this CPU has no matrix unit")
+def test_the_matrix_unit_takes_many_rows():
+    with kvfast.use_isa("amx"):
+        plan = filled(20000, dtype="int8").explain((400, 16, 64))
+        assert plan.rows == 256 and plan.items[0].row_blocks == 13 and "attend_panels" in plan.kernels
+        for dtype, n in (("float16", 400), ("int8", 16)):
+            assert filled(500, dtype=dtype).explain((n, 16, 64)).rows == 16
 
 
 def test_what_q_may_be():

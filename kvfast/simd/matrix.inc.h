@@ -317,14 +317,12 @@ static void KV(attend_panel)(const kv_operands *operands, kv_panel *panel, float
     KV(add_values)(operands, panel, begin, end, x, most, sum, peak, sums);
 }
 
-/* One part in `parts` of the blocks of a tile. */
+/* One part in `parts` of each block of a tile. */
 static inline void KV(prefetch_blocks)(const kv_side *side, const kv_tile *tile, int part, int parts)
 {
-    const int blocks = (tile->first + tile->count + side->block_size - 1) / side->block_size;
-    const ptrdiff_t lines = (side->bytes + 63) / 64;
-    const ptrdiff_t begin = lines * blocks * part / parts, end = lines * blocks * (part + 1) / parts;
-    for (ptrdiff_t i = begin; i < end; i++)
-        __builtin_prefetch(tile->base + tile->at[i / lines] + i % lines * 64, 0, 2);
+    const ptrdiff_t begin = side->bytes * part / parts / 64 * 64, end = side->bytes * (part + 1) / parts;
+    for (int token = -tile->first, i = 0; token < tile->count; token += side->block_size, i++)
+        for (ptrdiff_t at = begin; at < end; at += 64) __builtin_prefetch(tile->base + tile->at[i] + at, 0, 2);
 }
 
 static void KV(attend_panels)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,

@@ -32,6 +32,8 @@ cdef enum:
     MIN_SPLIT_TOKENS = 1024
     MAX_SPLIT_TOKENS = 4096
     SPLIT_TOKENS_PER_UNIT = 512
+    # A matrix unit pays from here on (64 queries to 64 tokens took 1.5 times as long with it, to 256 tokens 0.83).
+    LEAST_WIDE_CONTEXT = 200
     # Up to so many query tokens of a context come out as each would alone.
     FEW_QUERIES = 16
 
@@ -322,7 +324,8 @@ cdef class AttendCall:
         # for those who want more.
         if (self.call.kernels.attend_panels == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
                 or (store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS)
-                or panels == 1 or (item.num_queries <= FEW_QUERIES and item.members == NULL)):
+                or item.context.length < LEAST_WIDE_CONTEXT or panels == 1
+                or (item.num_queries <= FEW_QUERIES and item.members == NULL)):
             return
         # Enough tasks for some threads, each with enough panels for the operands of a tile to be worth making.
         most = max(<Py_ssize_t>4, min(<Py_ssize_t>KV_PANELS, panels * store.num_kv_heads // 16))
@@ -349,12 +352,14 @@ cdef class AttendCall:
     cdef object run(self):
         cdef Py_ssize_t parts = self._count_parts()
         cdef int threads
+        cdef Workspace scratch = None  # a megabyte or two for each thread: not to be kept by every cache
         if parts:
             self.call.partials = <float *>self.workspace.reserve(
                 PARTIALS, parts * self.call.q.heads * (self.call.store.k.padded_dim + 2) * sizeof(float))
         threads = num_threads_for(self.options.num_threads, <double>self.work)
         if self.wide:
-            self.call.wide = <kv_wide_scratch *>self.workspace.reserve(WIDE, threads * sizeof(kv_wide_scratch))
+            scratch = Workspace()
+            self.call.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
         if _LOGS:
             slow_paths.log(self._notes(threads))
         with nogil:

@@ -233,8 +233,9 @@ class PagedMachine(RuleBasedStateMachine):
         batch = layer, q, [model.sequence for model in models]
         options = {"cu_seqlens_q": starts, "sliding_window": window}
         assert np.array_equal(self.pool.attend_batch(*batch, cascade=False, **options), alone)
-        # Integer values get weights rounded to integers, and the last bit of a float can tip those.
-        limit = 1e-4 if self.format.v_dtype.startswith("int") else 1e-5
+        # With codes, activations are rounded to 16 bits: for many queries by a matrix unit elsewhere than for a few.
+        has_codes = any(dtype.startswith("int") for dtype in (self.format.k_dtype, self.format.v_dtype))
+        limit = 1e-3 if has_codes else 1e-5
         assert relative_error(self.pool.attend_batch(*batch, cascade=True, **options), alone) < limit
 
     @invariant()

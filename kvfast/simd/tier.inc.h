@@ -37,13 +37,14 @@
 static const kv_kernels KV(kernels) = {
     .isa = KV_ISA, KV_TABLE .multiply = {KV(multiply_int8), KV(multiply_float32)}};
 #ifdef KV_MATRIX
+/* Not a region in a region: clang takes the outer one. */
+KV_TARGET_END
 KV_TARGET_BEGIN(KV_MATRIX)
 #include "operands.inc.h"
 #include "matrix.inc.h"
 static const kv_kernels kernels_amx = {
     .isa = "amx", KV_TABLE .multiply = {KV(multiply_tiles), KV(multiply_float32)},
     .prepare_panel = KV(prepare_panel), .attend_panels = KV(attend_panels)};
-KV_TARGET_END
 #endif
 #undef KV_TABLE
 #undef KV_MAX_ACTIVATION

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+import kvfast
+
 
 def attention(
     q, k, v, *, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=0, sinks=None, alibi_slopes=None
@@ -48,3 +50,14 @@ def relative_error(got, expected):
 def bound(*dtypes):
     """The precision contract: relative error of `attend` on the stored codes."""
     return 1e-5 if all(dtype == "float32" for dtype in dtypes) else 1e-3
+
+
+def ways_agree(one, other, dtype, rtol=1e-5, atol=1e-5):
+    """Whether two ways of computing the same attention do: many queries and a few, prefixes read together and apart.
+
+    A matrix unit, which takes caches with codes, rounds many queries to 16 bits elsewhere than vectors do a few: there
+    both are held to the precision contract alone.
+    """
+    if kvfast.active_isa() == "amx" and not str(dtype).startswith(("float", "bfloat")):
+        return relative_error(one, other) < bound("int8")
+    return np.allclose(one, other, rtol=rtol, atol=atol)

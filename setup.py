@@ -12,8 +12,8 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "attention", "plan", "plain", "encode", "finish", "fused",
-           "pool", "transfer", "table", "ring", "sequence", "paged", "machine"]
+MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "plan", "plain", "encode", "finish",
+           "fused", "pool", "transfer", "table", "ring", "sequence", "paged", "machine"]
 PARALLEL = {"_openmp", "quant", "attention", "encode", "finish", "fused", "transfer", "machine"}
 
 # No -ffast-math: the softmax needs its infinities. No -march: one binary runs on any CPU.

@@ -10,8 +10,9 @@ How the package is built, from the bottom up; each room imports only from those 
     _kernels, _openmp, _spin, slow_paths
                             the table of kernels and the CPU dispatch; the thread policy; what is told of slow calls
     _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
-    attention, attend_plan, plan
-                            fused attention over blocks; its arguments, its cut into tasks, and what is told of it
+    span, attention, attend_plan, plan
+                            what a task of attention reads; fused attention over blocks; its arguments, its cut into
+                            tasks, and what is told of it
     plain                   attention on arrays without a cache
     encode, fused           rows into blocks; split, norm and rotation on the way
     formats, finish         what is stored of a token; blocks that are encoded as a whole

@@ -1,7 +1,7 @@
 """One call of `attend`: its arguments checked, its work cut into tasks."""
 from kvfast._arrays cimport Rows
-from kvfast.attention cimport kv_call, kv_item, kv_query
 from kvfast.blocks cimport kv_context, kv_store
+from kvfast.span cimport kv_call, kv_item, kv_query
 
 
 cdef class Options:

@@ -14,8 +14,9 @@ from libc.string cimport memset
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, KV_GAUSS4, KV_NUM_FLOATS, KV_PANELS, KV_ROWS, KV_TILE, active, kv_wide_scratch
 from kvfast._openmp cimport num_threads_for, threads_for
-from kvfast.attention cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic, measure, run
+from kvfast.attention cimport measure, run
 from kvfast.blocks cimport dtype_name, kv_context, kv_store, parse_dtype
+from kvfast.span cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
 
 from kvfast import slow_paths
 from kvfast.attend_plan import AttendPlan, PlanItem

@@ -14,6 +14,8 @@ cdef extern from "simd/kernels.h" nogil:
         KV_INT4
         KV_GAUSS4
         KV_NUM_DTYPES
+        KV_INTEGERS
+        KV_HALVES
         KV_NUM_FLOATS
         KV_LANES
         KV_TILE
@@ -128,10 +130,10 @@ cdef extern from "simd/kernels.h" nogil:
                         float position, const kv_score_options *options) noexcept nogil
         void (*accumulate[6])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
-        void (*prepare_panel)(const kv_side *side, const float *rows, float scale, kv_panel *panel) noexcept nogil
-        void (*attend_panels)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
-                            const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,
-                            kv_panel *panels, int num_panels) noexcept nogil
+        void (*prepare_panel[2])(const kv_side *side, const float *rows, float scale, kv_panel *panel) noexcept nogil
+        void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
+                                 const kv_tile *next_keys, const kv_tile *next_values, float position,
+                                 kv_operands *operands, kv_panel *panels, int num_panels) noexcept nogil
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil
         uint32_t (*stream)(const char *source, Py_ssize_t n) noexcept nogil

@@ -10,7 +10,7 @@ from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, expf, logf
 from libc.string cimport memset
 
-from kvfast._kernels cimport KV_FLOAT32, KV_ROWS, kv_panel, kv_side, kv_softmax
+from kvfast._kernels cimport KV_FLOAT32, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
 from kvfast.span cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load, touch,
                           touch_first_floats, touch_sinks)
 
@@ -43,7 +43,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     cdef Py_ssize_t sink_stops[256]
     cdef Py_ssize_t begin, end, row0, token, split, sinks_end = 0, split_begin
     cdef kv_range rest
-    cdef int r
+    cdef int r, tile
     cdef float m, l
     cdef float *acc
     cdef float *partial
@@ -70,7 +70,9 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
         begin = min(begin, starts[r])
         end = max(end, stops[r])
         sinks_end = max(sinks_end, sink_stops[r])
-    begin = max(begin // call.tile * call.tile, split_begin)
+    # The matrix unit adds tokens up in groups, at the same positions for all rows.
+    tile = KV_TILE if task.wide != NULL else call.tile
+    begin = max(begin // tile * tile, split_begin)
     end = min(min(end, item.end), split_begin + item.split_tokens)
     if split > 0 or item.part > 0:
         sinks_end = 0

@@ -12,7 +12,8 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
-from kvfast._kernels cimport KV_FLOAT32, KV_GAUSS4, KV_NUM_FLOATS, KV_PANELS, KV_ROWS, KV_TILE, active, kv_wide_scratch
+from kvfast._kernels cimport (KV_FLOAT32, KV_GAUSS4, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS, KV_ROWS, KV_TILE,
+                              active, kv_wide_scratch)
 from kvfast._openmp cimport num_threads_for, threads_for
 from kvfast.attention cimport measure, run
 from kvfast.blocks cimport dtype_name, kv_context, kv_store, parse_dtype
@@ -321,10 +322,8 @@ cdef class AttendCall:
         cdef const kv_store *store = self.call.store
         cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
         item.block_rows, item.row_blocks = KV_ROWS, panels
-        # The matrix unit works with 16 bits, also on the float rows that stand beside codes. Caches of floats alone are
-        # for those who want more.
-        if (self.call.kernels.attend_panels == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
-                or (store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS)
+        # The matrix unit works with 16 bits, which is not enough for float32.
+        if (self.call.kernels.attend_panels[0] == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
                 or item.context.length < LEAST_WIDE_CONTEXT or panels == 1
                 or (item.num_queries <= FEW_QUERIES and item.members == NULL)):
             return
@@ -333,6 +332,9 @@ cdef class AttendCall:
         item.row_blocks = (panels + most - 1) // most
         item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
         self.wide = True
+        # As integers also the float rows that stand beside codes.
+        self.call.wide_kind = (KV_HALVES if store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS
+                               else KV_INTEGERS)
 
     cdef Py_ssize_t _count_parts(self) noexcept:
         """Number the partial results that the items leave of their queries, per query head."""

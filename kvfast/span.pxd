@@ -61,6 +61,7 @@ ctypedef struct kv_call:
     Py_ssize_t num_tasks
     float *partials            # (tokens, num_q_heads, parts, padded_dim + 2)
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
+    int wide_kind              # KV_INTEGERS or KV_HALVES: what a matrix unit multiplies
     kv_traffic *traffic        # of `measure`: where to count, else NULL
 
 

@@ -133,8 +133,9 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
             if all_from <= t and t + count <= all_to:
                 all_seen = count
         if seen:
-            task.call.kernels.attend_panels(&store.k, &store.v, &keys[now], &values[now], &keys[1 - now],
-                                            &values[1 - now], <float>t, &task.wide.operands, panels, num_panels)
+            task.call.kernels.attend_panels[task.call.wide_kind](
+                &store.k, &store.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], <float>t,
+                &task.wide.operands, panels, num_panels)
         now = 1 - now
         t = next_t
 
@@ -260,7 +261,8 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
         return
     for i in range(_num_panels(task)):
         _load_rows(task, q, i * KV_ROWS, KV_ROWS, task.wide.rows)
-        task.call.kernels.prepare_panel(&task.call.store.k, task.wide.rows, task.call.scale, task.wide.panels + i)
+        task.call.kernels.prepare_panel[task.call.wide_kind](&task.call.store.k, task.wide.rows, task.call.scale,
+                                                             task.wide.panels + i)
 
 
 cdef inline int _num_panels(const kv_task *task) noexcept nogil:

@@ -32,7 +32,8 @@ def test_tiers():
     if kvfast.cpu_features().get("avx512vnni"):
         assert "avx512_vnni" in tiers
         assert ("avx512_vbmi" in tiers) == kvfast.cpu_features()["avx512vbmi"]
-    assert (tiers[0] == "amx") == kvfast.cpu_features().get("amx_int8", False)
+    for feature in ("amx_int8", "amx_bf16"):
+        assert (tiers[0] == "amx") == kvfast.cpu_features().get(feature, False)
 
 
 def test_use_isa():

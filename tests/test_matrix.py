@@ -7,7 +7,8 @@ from reference import attention, bound, relative_error
 
 import kvfast
 
-FORMATS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED, "int8/float16"]
+HALVES = ["float16", "bfloat16", "float16/bfloat16"]
+FORMATS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED, "int8/float16", *HALVES]
 needs_amx = pytest.mark.skipif("amx" not in kvfast.available_isas(), reason="this CPU has no matrix unit")
 
 
@@ -37,6 +38,33 @@ def test_head_dims(rng, dtype, head_dim):
     assert np.abs(lse - expected_lse).max() < 1e-3
 
 
+@pytest.mark.parametrize("head_dim", [16, 33, 64, 128, 512])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_floats_are_cut_to_17_bits(rng, dtype, head_dim):
+    """Far within the contract, and within it where a few channels are much larger than the others."""
+    outliers = np.where(np.arange(head_dim) % 13 == 5, 10, 1).astype(np.float32)
+    for spread, limit in ((1, 3e-5), (outliers, 3e-4)):
+        cache = kvfast.KVCache(1, 2, head_dim, dtype=dtype)
+        cache.append(0, *(rng.standard_normal((2, 1500, 2, head_dim), np.float32) * spread))
+        q = rng.standard_normal((50, 6, head_dim), np.float32)
+        out, lse = cache.attend(0, q, return_lse=True)
+        expected, expected_lse = attention(q, cache.k(0), cache.v(0))
+        assert relative_error(out, expected) < limit
+        assert np.abs(lse - expected_lse).max() < limit
+
+
+@needs_amx
+@pytest.mark.parametrize("dtype", HALVES)
+def test_masked_floats_leave_no_trace(rng, dtype):
+    """Zero values come out as zero, however large those are that a row does not see."""
+    k, v = rng.standard_normal((2, 400, 2, 64), np.float32)
+    v[:300], v[300:] = 0, 6e4
+    cache = kvfast.KVCache(1, 2, 64, dtype=dtype)
+    cache.append(0, k, v)
+    out = cache.attend(0, rng.standard_normal((150, 6, 64), np.float32))
+    assert not out[:50].any() and out[50:].all()
+
+
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 90}, {"softcap": 3.0, "sliding_window": 200}], ids=str)
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_a_row_does_not_depend_on_its_neighbours(rng, dtype, options):
@@ -48,7 +76,7 @@ def test_a_row_does_not_depend_on_its_neighbours(rng, dtype, options):
         assert np.array_equal(cache.attend(0, q[-n:], num_splits=1, num_threads=2, **options), out[-n:])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4-plain"])
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4-plain", *HALVES])
 def test_block_sizes(rng, dtype):
     """The same bits in blocks of every size, contiguous and paged."""
     k, v = rng.standard_normal((2, 500, 2, 64), np.float32)
@@ -64,7 +92,7 @@ def test_block_sizes(rng, dtype):
     assert all(np.array_equal(out, whole.attend(0, q)) for out in outs)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", *HALVES])
 def test_extreme_queries(rng, dtype):
     """Nothing but zeros, weights that vanish, a negative scale; huge numbers stay finite."""
     cache = stored(rng, dtype, 260)
@@ -79,7 +107,7 @@ def test_extreme_queries(rng, dtype):
     assert np.isfinite(cache.attend(0, q)).all()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", *HALVES])
 def test_ring_and_sinks(rng, dtype):
     ring = kvfast.RingKVCache(1, 2, 64, window=150, num_sink_tokens=4, dtype=dtype)
     whole = kvfast.KVCache(1, 2, 64, dtype=dtype)
@@ -94,9 +122,9 @@ def test_ring_and_sinks(rng, dtype):
 
 @needs_amx
 def test_is_used(rng):
-    """More than 16 queries come out otherwise than by vectors, up to 16 the same; caches of floats stay exact."""
+    """More than 16 queries come out otherwise than by vectors, up to 16 the same; float32 stays exact."""
     q = rng.standard_normal((40, 4, 64), np.float32)
-    for dtype, exact in (("int8", False), ("int4", False), ("float16", True), ("float32", True)):
+    for dtype, exact in (("int8", False), ("int4", False), ("float16", False), ("bfloat16", False), ("float32", True)):
         cache = stored(rng, dtype, 400)
         many, few = cache.attend(0, q), cache.attend(0, q[-16:])
         with kvfast.use_isa("avx512_vbmi"):

@@ -136,7 +136,7 @@ KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,f
 #define KV_ISA "avx512_vbmi"
 #define KV_VBMI
 #if KV_HAVE_AMX
-#define KV_MATRIX "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,amx-tile,amx-int8"
+#define KV_MATRIX "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"
 #endif
 #include "vec_avx512.h"
 #include "tier.inc.h"
@@ -201,9 +201,9 @@ static int has_f16c(void)
    ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA), and remembers. */
 static int has_amx(void)
 {
-    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
     unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_TILE) && (d & AMX_INT8) &&
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_TILE) && (d & AMX_INT8) && (d & AMX_BF16) &&
            syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 #endif
@@ -237,7 +237,7 @@ const kv_cpu_feature *kv_cpu_features(void)
         {"avx512dq", 0}, {"avx512vl", 0}, {"avx512vnni", 0}, {"avx512vbmi", 0}, {"avx512bf16", 0},
 #endif
 #if KV_HAVE_AMX
-        {"amx_int8", 0},
+        {"amx_int8", 0}, {"amx_bf16", 0},
 #endif
         {NULL, 0}};
 #if KV_X86
@@ -249,7 +249,7 @@ const kv_cpu_feature *kv_cpu_features(void)
     KV_FEATURE("avx512vnni") KV_FEATURE("avx512vbmi") KV_FEATURE("avx512bf16")
 #endif
 #if KV_HAVE_AMX
-    f->present = kv_supported(&kernels_amx); /* it takes the system's permission as well */
+    f[0].present = f[1].present = kv_supported(&kernels_amx); /* it takes the system's permission as well */
 #endif
     return features;
 }

@@ -39,6 +39,7 @@
 
 enum { KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_INT4, KV_GAUSS4, KV_NUM_DTYPES };
 enum { KV_NUM_FLOATS = KV_INT8 };
+enum { KV_INTEGERS, KV_HALVES }; /* what a matrix unit multiplies */
 
 enum {
     KV_LANES = 16,         /* lanes of a tile; tokens come in multiples of it */
@@ -123,20 +124,21 @@ typedef struct {
     int rows;
     int start[KV_ROWS], stop[KV_ROWS];            /* the tokens of the tile that each row sees */
     kv_score_options options;                     /* of its rows */
-    float scale[KV_ROWS];                         /* of the integers, softmax scale included */
+    float scale[KV_ROWS];                         /* of the scores; of integers the softmax scale included */
     KV_ALIGNED float m[KV_ROWS];
     KV_ALIGNED float l[KV_ROWS];
-    KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2]; /* (high and low, depth/64, rows, 64) */
+    KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 4]; /* (high and low, depth/64 or of halves /32, rows, 64) */
     KV_ALIGNED float turned[KV_ROWS * KV_MAX_HEAD_DIM];     /* (padded_dim, rows) the same, for keys with means */
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];        /* (rows, padded_dim) sum of weight x value */
 } kv_panel;
 
-/* Keys and values of a tile, KV_TILE tokens, as operands of the matrix unit, see matrix.inc.h. */
+/* Keys and values of a tile, KV_TILE tokens, as operands of the matrix unit, see operands.inc.h and
+   products_bfloat16.inc.h. */
 typedef struct {
     int dim, key_parts, value_parts;
     int num_means, means_of[KV_TILE / KV_LANES];
-    KV_ALIGNED int8_t keys[KV_TILE * KV_MAX_HEAD_DIM * 2];
-    KV_ALIGNED int8_t values[KV_TILE * KV_MAX_HEAD_DIM * 2];
+    KV_ALIGNED int8_t keys[KV_TILE * KV_MAX_HEAD_DIM * 4];
+    KV_ALIGNED int8_t values[KV_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED float key_scales[KV_TILE];
     KV_ALIGNED float value_scales[KV_TILE];
     KV_ALIGNED float means[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];
@@ -212,11 +214,12 @@ typedef struct {
     void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows,
                                       const kv_tile *tile, const kv_ahead *ahead, const float *rescale,
                                       float *acc);
-    /* Attention of many query rows on one tile, with a matrix unit; NULL without one. Of all dtypes but FLOAT32. */
-    void (*prepare_panel)(const kv_side *side, const float *rows, float scale, kv_panel *panel);
-    void (*attend_panels)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
-                        const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,
-                        kv_panel *panels, int num_panels);
+    /* Attention of many query rows on one tile, with a matrix unit; NULL without one. KV_INTEGERS: of all dtypes but
+       FLOAT32, in 16-bit integers; KV_HALVES: of FLOAT16 and BFLOAT16, in bfloat16 of two parts. */
+    void (*prepare_panel[2])(const kv_side *side, const float *rows, float scale, kv_panel *panel);
+    void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
+                             const kv_tile *next_keys, const kv_tile *next_values, float position,
+                             kv_operands *operands, kv_panel *panels, int num_panels);
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);
 

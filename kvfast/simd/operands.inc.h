@@ -1,11 +1,16 @@
 /* Keys and values of up to KV_TILE tokens as operands of the matrix unit: lane tiles of 16 lanes by 64 depths,
-   in int8, of one or two parts; see matrix.inc.h. */
+   in int8, of one or two parts; see products_int8.inc.h. */
 
 enum {
     TILE_DEPTH = 64,
     TILE_BYTES = KV_ROWS * TILE_DEPTH,
     TOKEN_TILES = KV_TILE / TILE_DEPTH,
+    HALVES_DEPTH = 32,
+    TOKEN_HALVES = KV_TILE / HALVES_DEPTH,
 };
+
+/* Before tile loads: gcc 12 does not know that they, and the one of the configuration, read what `p` points to. */
+#define KV_SETTLE(p) __asm__ volatile("" : : "r"(p) : "memory")
 
 /* 64 integers as high and low bytes. */
 static inline void KV(put_bytes)(vi a, vi b, vi c, vi d, int8_t *high, int8_t *low)
@@ -18,6 +23,17 @@ static inline void KV(put_bytes)(vi a, vi b, vi c, vi d, int8_t *high, int8_t *l
     const vi lows = _mm512_packus_epi16(vi_and(ab, byte), vi_and(cd, byte));
     _mm512_store_si512(high, _mm512_permutexvar_epi32(order, highs));
     _mm512_store_si512(low, _mm512_permutexvar_epi32(order, lows));
+}
+
+/* 32 floats as high and low bfloat16, pairs of a[i] and b[i]: each half rounded to nearest, ties away from zero. */
+static inline void KV(put_halves)(vf a, vf b, int8_t *high, int8_t *low)
+{
+    const vi half = vi_set1(0x8000), upper = vi_set1((int)0xFFFF0000);
+    const vi a_high = vi_and(vi_add(vf_bits(a), half), upper), b_high = vi_and(vi_add(vf_bits(b), half), upper);
+    const vi a_low = vi_add(vf_bits(vf_sub(a, _mm512_castsi512_ps(a_high))), half);
+    const vi b_low = vi_add(vf_bits(vf_sub(b, _mm512_castsi512_ps(b_high))), half);
+    _mm512_store_si512(high, _mm512_or_si512(_mm512_srli_epi32(a_high, 16), b_high));
+    _mm512_store_si512(low, _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(a_low, 16), b_low));
 }
 
 /* 16 lines of 16 dwords, turned: dword l of line r becomes dword r of line l. */

@@ -41,10 +41,14 @@ static const kv_kernels KV(kernels) = {
 KV_TARGET_END
 KV_TARGET_BEGIN(KV_MATRIX)
 #include "operands.inc.h"
+#include "weights.inc.h"
+#include "products_int8.inc.h"
+#include "products_bfloat16.inc.h"
 #include "matrix.inc.h"
 static const kv_kernels kernels_amx = {
     .isa = "amx", KV_TABLE .multiply = {KV(multiply_tiles), KV(multiply_float32)},
-    .prepare_panel = KV(prepare_panel), .attend_panels = KV(attend_panels)};
+    .prepare_panel = {KV(prepare_panel), KV(prepare_halves)},
+    .attend_panels = {KV(attend_integers), KV(attend_halves)}};
 #endif
 #undef KV_TABLE
 #undef KV_MAX_ACTIVATION

@@ -1,0 +1,166 @@
+/* Products of codes on the matrix unit: 16 rows of activations by 16 lanes over 64 depths, in int8. The keys and
+   values of KV_TILE tokens, operands.inc.h, are
+
+     of 1 part    codes less their bias: the activations' high and low parts are multiplied with them
+     of 2 parts   16-bit integers 256 x high + low, of rows that are stored as floats and of keys with channel
+                  scales: high x high, high x low and low x high; the low parts' product, 2^-16 of the whole, is
+                  left out
+
+   The sums over these tokens stay integers: of 1 part exact as in activations.inc.h; of 2 parts, in units of 256,
+       |sum k x| / 256 <= 512 * 32639 * 32639 / 256 = 2 130 618 000 < 2^31, and what is left out is
+   at most 64 * 512. */
+
+/* Tile registers, which the intrinsics want as literals. The CPU renames them: products of one lane tile start
+   while the sums of the one before are stored. */
+#define SUM_HIGH 0
+#define SUM_LOW 1
+#define OPERAND 2
+#define X_HIGH_0 4 /* activations of the first two tiles of depth */
+#define X_LOW_0 5
+#define X_HIGH_1 6
+#define X_LOW_1 7
+
+/* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. */
+static void KV(prepare_panel)(const kv_side *side, const float *rows, float factor, kv_panel *panel)
+{
+    const int n = side->padded_dim, tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH;
+    for (int r = 0; r < KV_ROWS; r++, rows += n) {
+        const float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(rows, n));
+        /* A scale is not negative, so that the greatest product is the greatest score. */
+        const vf inverse = vf_set1(factor < 0 ? -KV_INVERSE(largest) : KV_INVERSE(largest));
+        panel->scale[r] = largest / KV_MAX_ACTIVATION * __builtin_fabsf(factor);
+        for (int i = 0; i < tiles; i++) {
+            vi x[4];
+            for (int j = 0; j < 4; j++) {
+                const int at = i * TILE_DEPTH + j * W;
+                x[j] = at < n ? vf_round(vf_mul(vf_load(rows + at), inverse)) : vi_set1(0);
+                if (side->means && at < n) {
+                    float turned[W];
+                    vf_store(turned, vi_to_float(x[j]));
+                    for (int c = 0; c < W; c++) panel->turned[(at + c) * KV_ROWS + r] = turned[c];
+                }
+            }
+            KV(put_bytes)(x[0], x[1], x[2], x[3], panel->parts + i * TILE_BYTES + r * TILE_DEPTH,
+                          panel->parts + (tiles + i) * TILE_BYTES + r * TILE_DEPTH);
+        }
+    }
+}
+
+/* Sums of a lane tile, 16 rows x 16 lanes. */
+typedef struct {
+    KV_ALIGNED int32_t high[KV_ROWS * KV_LANES];
+    KV_ALIGNED int32_t low[KV_ROWS * KV_LANES];
+} KV(lane_sums);
+
+/* Activations of 16 rows, (2, tiles, 16, 64) with `part` bytes between the parts, stay in registers for all lanes
+   that they are multiplied with if they have no more than two tiles of depth. */
+static inline void KV(hold)(const int8_t *x, ptrdiff_t part, int tiles)
+{
+    if (tiles > 2) return;
+    _tile_loadd(X_HIGH_0, x, TILE_DEPTH);
+    _tile_loadd(X_LOW_0, x + part, TILE_DEPTH);
+    if (tiles < 2) return;
+    _tile_loadd(X_HIGH_1, x + TILE_BYTES, TILE_DEPTH);
+    _tile_loadd(X_LOW_1, x + TILE_BYTES + part, TILE_DEPTH);
+}
+
+#define MULTIPLY_TILE(x_high, x_low, codes)      \
+    do {                                         \
+        _tile_loadd(OPERAND, codes, 64);         \
+        _tile_dpbssd(SUM_HIGH, x_high, OPERAND); \
+        _tile_dpbssd(SUM_LOW, x_low, OPERAND);   \
+        if (parts == 2) {                        \
+            _tile_loadd(OPERAND, codes + part, 64);  \
+            _tile_dpbssd(SUM_LOW, x_high, OPERAND);  \
+        }                                        \
+    } while (0)
+
+/* Products of activations, held if there are few, with a lane tile of operands, (parts, tiles, 16, 64) with `part`
+   bytes between the parts. */
+static inline __attribute__((always_inline)) void KV(multiply)(
+    const int8_t *codes, ptrdiff_t part, int parts, const int8_t *x, ptrdiff_t x_part, int tiles, KV(lane_sums) *sums)
+{
+    _tile_zero(SUM_HIGH);
+    _tile_zero(SUM_LOW);
+    if (tiles > 2) {
+        for (; tiles > 0; tiles--, codes += TILE_BYTES, x += TILE_BYTES) {
+            _tile_loadd(X_HIGH_0, x, TILE_DEPTH);
+            _tile_loadd(X_LOW_0, x + x_part, TILE_DEPTH);
+            MULTIPLY_TILE(X_HIGH_0, X_LOW_0, codes);
+        }
+    } else {
+        MULTIPLY_TILE(X_HIGH_0, X_LOW_0, codes);
+        if (tiles == 2) MULTIPLY_TILE(X_HIGH_1, X_LOW_1, codes + TILE_BYTES);
+    }
+    _tile_stored(SUM_HIGH, sums->high, 64);
+    _tile_stored(SUM_LOW, sums->low, 64);
+}
+#undef MULTIPLY_TILE
+
+static inline vf KV(total)(const KV(lane_sums) *sums, int row)
+{
+    return vi_to_float(vi_add(_mm512_slli_epi32(_mm512_load_si512(sums->high + row * KV_LANES), 8),
+                              _mm512_load_si512(sums->low + row * KV_LANES)));
+}
+
+/* Scores of the tokens begin to end, in units of the rows' scales. While the products of a lane tile,
+   16 tokens, are under way, the sums of the one before become scores. */
+static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel, int begin, int end,
+                             KV(lane_sums) sums[2], float *scores)
+{
+    KV_ALIGNED float shift[KV_TILE / KV_LANES * KV_ROWS]; /* (blocks, KV_ROWS) means times queries */
+    const int tiles = (operands->dim + TILE_DEPTH - 1) / TILE_DEPTH;
+    const ptrdiff_t part = tiles * TILE_BYTES;
+    for (int i = 0; i < operands->num_means; i++) {
+        vf sum = vf_set1(0.0f), other = sum;
+        const float *means = operands->means + i * KV_MAX_HEAD_DIM;
+        for (int c = 0; c < operands->dim; c += 2) {
+            sum = vf_fma(vf_set1(means[c]), vf_load(panel->turned + c * KV_ROWS), sum);
+            other = vf_fma(vf_set1(means[c + 1]), vf_load(panel->turned + (c + 1) * KV_ROWS), other);
+        }
+        vf_store(shift + i * KV_ROWS, vf_add(sum, other));
+    }
+    KV(hold)(panel->parts, part, tiles);
+    for (int lane = begin / KV_LANES; lane <= end / KV_LANES; lane++) {
+        if (lane < end / KV_LANES)
+            KV(multiply)(operands->keys + lane * operands->key_parts * part, part, operands->key_parts, panel->parts,
+                         part, tiles, sums + (lane & 1));
+        if (lane == begin / KV_LANES) continue;
+        const KV(lane_sums) *done = sums + ((lane - 1) & 1);
+        const vf scale = vf_load(operands->key_scales + (lane - 1) * KV_LANES);
+        const float *row_shift = shift + operands->means_of[lane - 1] * KV_ROWS;
+        float *row = scores + (lane - 1) * KV_LANES;
+        if (operands->num_means)
+            for (int r = 0; r < KV_ROWS; r++, row += KV_TILE)
+                vf_store(row, vf_fma(KV(total)(done, r), scale, vf_set1(row_shift[r])));
+        else
+            for (int r = 0; r < KV_ROWS; r++, row += KV_TILE) vf_store(row, vf_mul(KV(total)(done, r), scale));
+    }
+}
+
+/* Adds weights times values to the panel's sums. */
+static void KV(add_values)(const kv_operands *operands, kv_panel *panel, int begin, int end, const int8_t *x,
+                           const KV(correction) *correction, KV(lane_sums) sums[2])
+{
+    const float *weight = correction->unit, *rescale = correction->rescale;
+    const int tiles = (end - begin) / TILE_DEPTH, lanes = operands->dim / KV_LANES;
+    const ptrdiff_t part = TOKEN_TILES * TILE_BYTES;
+    const int8_t *values = operands->values + begin * KV_LANES;
+    x += begin * KV_ROWS;
+    KV(hold)(x, part, tiles);
+    for (int lane = 0; lane <= lanes; lane++) {
+        if (lane < lanes)
+            KV(multiply)(values + lane * operands->value_parts * part, part, operands->value_parts, x, part, tiles,
+                         sums + (lane & 1));
+        if (lane == 0) continue;
+        const KV(lane_sums) *done = sums + ((lane - 1) & 1);
+        float *target = panel->acc + (lane - 1) * KV_LANES;
+        if (!correction->changed)
+            for (int r = 0; r < panel->rows; r++, target += operands->dim)
+                vf_store(target, vf_fma(KV(total)(done, r), vf_set1(weight[r]), vf_load(target)));
+        else
+            for (int r = 0; r < panel->rows; r++, target += operands->dim)
+                vf_store(target, vf_fma(KV(total)(done, r), vf_set1(weight[r]),
+                                        vf_mul(vf_load(target), vf_set1(rescale[r]))));
+    }
+}

@@ -1,0 +1,135 @@
+/* The scores of 16 query rows and KV_TILE tokens become weights, as activations of the matrix unit. */
+
+/* 2^x for -126 <= x <= 0, and 0 below: interpolates 2^r, r = x - floor(x), in the Chebyshev nodes of 0 to 1
+   (relative error 3.5e-6, a fifth of the activations' rounding). */
+static inline vf KV(exp2_of_scores)(vf x)
+{
+    const __mmask16 normal = _mm512_cmp_ps_mask(x, vf_set1(-126.0f), _CMP_GE_OQ); /* false for NaN, of -inf x 0 */
+    const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+    vf y = vf_set1(0.0136703094f);
+    y = vf_fma(y, r, vf_set1(0.0517449975f));
+    y = vf_fma(y, r, vf_set1(0.241604358f));
+    y = vf_fma(y, r, vf_set1(0.692972898f));
+    y = vf_fma(y, r, vf_set1(1.00000346f));
+    return _mm512_maskz_scalef_ps(normal, y, x);
+}
+
+/* Of 16 rows of 16 floats each the sum, or the greatest. */
+static inline __attribute__((always_inline)) vf KV(reduce_rows)(const float *rows, const int maximum)
+{
+#define JOIN(x, y) (maximum ? vf_max(x, y) : vf_add(x, y))
+    vf a[16];
+    for (int i = 0; i < 16; i++) a[i] = vf_load(rows + 16 * i);
+    /* Row r ends in lane r: its bits 3 and 2 choose the 128-bit lane, 1 and 0 the place there. */
+    for (int i = 0; i < 16; i += 2)
+        a[i / 2] = JOIN(_mm512_unpacklo_ps(a[i], a[i + 1]), _mm512_unpackhi_ps(a[i], a[i + 1]));
+    for (int i = 0; i < 8; i += 2)
+        a[i / 2] = JOIN(_mm512_shuffle_ps(a[i], a[i + 1], 0x44), _mm512_shuffle_ps(a[i], a[i + 1], 0xEE));
+    for (int i = 0; i < 4; i += 2)
+        a[i / 2] = JOIN(_mm512_shuffle_f32x4(a[i], a[i + 1], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 1], 0xDD));
+    return JOIN(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xDD));
+#undef JOIN
+}
+
+/* Softcap, ALiBi and what a row may not see; false where its scores are natural ones then. */
+static inline int KV(bend_row)(const kv_panel *panel, int r, float position, int begin, int end, float *scores)
+{
+    const int from = panel->start[r], to = panel->stop[r];
+    const int bent = panel->options.softcap > 0 || panel->options.slopes;
+    const vi lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    if (bent) {
+        const vf scale = vf_set1(panel->scale[r]);
+        for (int t = begin; t < end; t += W) vf_store(scores + t, vf_mul(vf_load(scores + t), scale));
+        KV(bend_scores)(scores, begin, end, from, to, r, position, &panel->options);
+    }
+    if (from > begin || to < end)
+        for (int t = begin; t < end; t += W) {
+            const vi at = vi_add(vi_set1(t), lanes);
+            const __mmask16 before = _mm512_cmplt_epi32_mask(at, vi_set1(from));
+            const __mmask16 behind = _mm512_cmpge_epi32_mask(at, vi_set1(to));
+            vf_store(scores + t, _mm512_mask_mov_ps(vf_load(scores + t), before | behind, vf_set1(-INFINITY)));
+        }
+    return !bent;
+}
+
+/* What a tile does to the sums of those before it. */
+typedef struct {
+    unsigned changed;                  /* bit r: the maximum of row r rose */
+    KV_ALIGNED float rescale[KV_ROWS]; /* exp(maximum before - maximum now), exactly 1 where it stays */
+    KV_ALIGNED float unit[KV_ROWS];    /* of integer weights, relative to the maximum now */
+} KV(correction);
+
+/* Scores become weights, exp(score - maximum), and the panel's maxima and sums of weights those with this tile.
+   Of `halves`, maxima are those of all tiles so far, and x is (2, KV_TILE / 32, KV_ROWS, 32) bfloat16. Else they are
+   those of these tokens; weights times the values' scales are rounded to integers, (2, KV_TILE / 64, KV_ROWS, 64) bytes.
+   A row's numbers do not depend on what `begin` and `end`, multiples of 64, leave out for all rows: weights of masked
+   tokens are 0, and sums are taken lane by lane. */
+static inline __attribute__((always_inline)) void KV(weigh_tokens)(
+    const kv_operands *operands, kv_panel *panel, float position, int begin, int end, float *scores, int8_t *x,
+    KV(correction) *correction, const int halves)
+{
+    KV_ALIGNED float most[KV_ROWS * W], sums[KV_ROWS * W], factor[KV_ROWS], base[KV_ROWS], inverse[KV_ROWS];
+    const float log2e = 1.44269504f;
+    const vf none = vf_set1(-INFINITY), one = vf_set1(1.0f);
+    int natural = 1;
+    for (int r = 0; r < KV_ROWS; r++) {
+        float *row = scores + r * KV_TILE;
+        natural &= KV(bend_row)(panel, r, position, begin, end, row);
+        vf a = none, b = none;
+        for (int t = begin; t < end; t += 4 * W) {
+            a = vf_max(a, vf_max(vf_load(row + t), vf_load(row + t + W)));
+            b = vf_max(b, vf_max(vf_load(row + t + 2 * W), vf_load(row + t + 3 * W)));
+        }
+        vf_store(most + r * W, vf_max(a, b));
+    }
+    const vf largest = KV(reduce_rows)(most, 1), unit = natural ? vf_load(panel->scale) : one;
+    const __mmask16 blind = _mm512_cmp_ps_mask(largest, none, _CMP_EQ_OQ);
+    const vf here = _mm512_mask_mov_ps(vf_mul(largest, unit), blind, none);
+    const vf before = vf_load(panel->m), now = vf_max(before, here);
+    const __mmask16 same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
+    const vf from = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, none, _CMP_NEQ_OQ), now);
+    /* Exactly 1 where the maximum stays, so that a tile of which a row sees nothing changes nothing. */
+    const vf keep = _mm512_mask_mov_ps(KV(exp)(vf_sub(before, from)), same, one);
+    vf_store(panel->m, now);
+    vf_store(correction->rescale, keep);
+    correction->changed = (uint16_t)~same;
+    vf_store(factor, vf_mul(unit, vf_set1(log2e)));
+    vf_store(base, halves ? from : _mm512_maskz_mov_ps(~blind, largest));
+    for (int r = 0; r < KV_ROWS; r++) {
+        float *row = scores + r * KV_TILE;
+        int8_t *at = x + begin * (KV_ROWS * 2) + r * 64;
+        vf total = vf_set1(0.0f), top = total, weight[2];
+        for (int t = begin; t < end; t += 2 * W, at += TILE_BYTES) {
+            for (int i = 0; i < 2; i++) {
+                const vf below = vf_sub(vf_load(row + t + i * W), vf_set1(base[r]));
+                weight[i] = KV(exp2_of_scores)(vf_mul(below, vf_set1(halves ? log2e : factor[r])));
+                total = vf_add(total, weight[i]);
+                if (halves) continue;
+                const vf scaled = vf_mul(weight[i], vf_load(operands->value_scales + t + i * W));
+                top = vf_max(top, scaled);
+                vf_store(row + t + i * W, scaled);
+            }
+            if (halves) KV(put_halves)(weight[0], weight[1], at, at + KV_TILE / 32 * TILE_BYTES);
+        }
+        vf_store(sums + r * W, total);
+        vf_store(most + r * W, top);
+    }
+    const vf sum = KV(reduce_rows)(sums, 0), l = vf_load(panel->l);
+    if (halves) {
+        vf_store(panel->l, vf_fma(l, keep, sum));
+        return;
+    }
+    const vf add = KV(exp)(vf_sub(here, from)), top = KV(reduce_rows)(most, 1);
+    vf_store(panel->l, vf_fma(l, keep, vf_mul(sum, add)));
+    vf_store(correction->unit, vf_mul(vf_mul(top, vf_set1(1.0f / KV_MAX_ACTIVATION)), add));
+    vf_store(inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_ACTIVATION), top), top, 0x1p-100f));
+    for (int t = begin; t < end; t += TILE_DEPTH)
+        for (int r = 0; r < KV_ROWS; r++) {
+            const float *row = scores + r * KV_TILE + t;
+            const vf scale = vf_set1(inverse[r]);
+            int8_t *at = x + t / TILE_DEPTH * TILE_BYTES + r * TILE_DEPTH;
+            KV(put_bytes)(vf_round(vf_mul(vf_load(row), scale)), vf_round(vf_mul(vf_load(row + W), scale)),
+                          vf_round(vf_mul(vf_load(row + 2 * W), scale)), vf_round(vf_mul(vf_load(row + 3 * W), scale)),
+                          at, at + TOKEN_TILES * TILE_BYTES);
+        }
+}

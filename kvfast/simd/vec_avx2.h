@@ -1,6 +1,6 @@
 /* Vector layer, AVX2 with FMA and F16C: 8 floats a register. See vec_scalar.h for the names. */
 #define W 8
-#define INT_VECTORS 1
+#define INT_VECTORS 2
 #define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
@@ -90,28 +90,29 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes_shift(c) _mm256_srli_epi16(c, 4)
 #define vcodes_levels(c) \
     _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kv_gauss_levels)), vcodes_low(c))
-typedef struct { __m256i even, odd; } KV(vwide); /* lanes 0,1 and 2,3 of each four */
+typedef struct { __m256i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each four */
 #define vwide KV(vwide)
-#define vcodes_widen(c) \
-    ((vwide){_mm256_unpacklo_epi8(c, _mm256_setzero_si256()), _mm256_unpackhi_epi8(c, _mm256_setzero_si256())})
-#define vacc vi
-#define vacc_dot(a, b, codes, x)                                                                 \
-    do {                                                                                         \
-        a = _mm256_add_epi32(a, _mm256_madd_epi16((codes).even, _mm256_set1_epi64x(kv_load64(x)))); \
-        b = _mm256_add_epi32(b, _mm256_madd_epi16((codes).odd, _mm256_set1_epi64x(kv_load64(x))));  \
+#define vcodes_widen(c) ((vwide){_mm256_and_si256(c, _mm256_set1_epi16(255)), _mm256_srli_epi16(c, 8)})
+/* Of 32-bit lanes, see vec_avx512.h. */
+typedef int32_t KV(vacc) __attribute__((vector_size(32)));
+#define vacc KV(vacc)
+#define vacc_dot(a, b, codes, x)                                                                  \
+    do {                                                                                          \
+        a += (vacc)_mm256_madd_epi16((codes).even, _mm256_set1_epi32(kv_load32(x)));              \
+        a += (vacc)_mm256_madd_epi16((codes).odd, _mm256_set1_epi32(kv_load32((x) + 4)));         \
+        __asm__("" : "+x"(a)); /* Sum by sum: gcc would reorder all of a line, and spill. */      \
     } while (0)
+#define vacc_total(a, b) ((vi)(a))
 
-static inline vi KV(vacc_total)(vi a, vi b)
+/* 4 depths of 2 rows in each half: 0, 2, 1, 3, as codes are widened. */
+static inline vi KV(order_words)(vi words)
 {
-    vf even = _mm256_castsi256_ps(a), odd = _mm256_castsi256_ps(b);
-    return _mm256_add_epi32(_mm256_castps_si256(_mm256_shuffle_ps(even, odd, 0x88)),
-                            _mm256_castps_si256(_mm256_shuffle_ps(even, odd, 0xDD)));
+    return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8);
 }
-#define vacc_total KV(vacc_total)
 
 static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
-    vi r01 = _mm256_packs_epi32(r0, r1), r23 = _mm256_packs_epi32(r2, r3);
+    vi r01 = KV(order_words)(_mm256_packs_epi32(r0, r1)), r23 = KV(order_words)(_mm256_packs_epi32(r2, r3));
     _mm256_storeu_si256((__m256i *)(x + index * 8), _mm256_permute2x128_si256(r01, r23, 0x20));
     _mm256_storeu_si256((__m256i *)(x + index * 8 + 32), _mm256_permute2x128_si256(r01, r23, 0x31));
 }
@@ -120,7 +121,8 @@ static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2
 static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
 {
     for (ptrdiff_t i = 0; i < n; i += 4) {
-        const __m256i scale = _mm256_and_si256(_mm256_set1_epi64x(kv_load64(scales + i)), _mm256_set1_epi16(0x7FFF));
+        const __m256i four = KV(order_words)(_mm256_set1_epi64x(kv_load64(scales + i)));
+        const __m256i scale = _mm256_and_si256(four, _mm256_set1_epi16(0x7FFF));
         _mm256_storeu_si256((__m256i *)(x + 8 * i),
                             _mm256_mulhrs_epi16(_mm256_loadu_si256((const __m256i *)(words + 8 * i)), scale));
     }

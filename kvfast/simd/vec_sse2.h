@@ -1,6 +1,6 @@
 /* Vector layer, SSE2, which every x86-64 has: 4 floats a register. See vec_scalar.h for the names. */
 #define W 4
-#define INT_VECTORS 1
+#define INT_VECTORS 2
 #define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
@@ -31,14 +31,13 @@
 #define vi_to_float(x) _mm_cvtepi32_ps(x)
 #define vi_exponent(n) _mm_castsi128_ps(_mm_slli_epi32(_mm_add_epi32(n, _mm_set1_epi32(127)), 23))
 
-/* Shifted into a float32's exponent and mantissa, a half is 2^-112 of its value (no infinities are
-   stored), subnormals included. */
+/* Shifted into a float32's exponent and mantissa, beside its sign, a half is 2^-112 of its value (no infinities
+   are stored), subnormals included. */
 static inline vf KV(vf_load_float16)(const void *p)
 {
-    vi half = _mm_unpacklo_epi16(_mm_loadl_epi64((const __m128i *)p), _mm_setzero_si128());
-    vi magnitude = _mm_slli_epi32(_mm_and_si128(half, vi_set1(0x7FFF)), 13);
-    vi sign = _mm_slli_epi32(_mm_and_si128(half, vi_set1(0x8000)), 16);
-    return _mm_or_ps(_mm_mul_ps(_mm_castsi128_ps(magnitude), vf_set1(0x1p112f)), _mm_castsi128_ps(sign));
+    vi half = _mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p));
+    vi moved = _mm_and_si128(_mm_srai_epi32(half, 3), vi_set1((int)0x8FFFE000));
+    return _mm_mul_ps(_mm_castsi128_ps(moved), vf_set1(0x1p112f));
 }
 #define vf_load_float16 KV(vf_load_float16)
 #define vf_load_bfloat16(p) \
@@ -132,27 +131,27 @@ static inline vcodes KV(vcodes_levels)(vcodes c)
 #define vcodes_levels KV(vcodes_levels)
 typedef struct { __m128i even, odd; } KV(vwide);
 #define vwide KV(vwide)
-#define vcodes_widen(c) \
-    ((vwide){_mm_unpacklo_epi8(c, _mm_setzero_si128()), _mm_unpackhi_epi8(c, _mm_setzero_si128())})
-#define vacc vi
-#define vacc_dot(a, b, codes, x)                                                                 \
-    do {                                                                                         \
-        a = _mm_add_epi32(a, _mm_madd_epi16((codes).even, _mm_set1_epi64x(kv_load64(x)))); \
-        b = _mm_add_epi32(b, _mm_madd_epi16((codes).odd, _mm_set1_epi64x(kv_load64(x))));  \
+#define vcodes_widen(c) ((vwide){_mm_and_si128(c, _mm_set1_epi16(255)), _mm_srli_epi16(c, 8)})
+typedef int32_t KV(vacc) __attribute__((vector_size(16)));
+#define vacc KV(vacc)
+#define vacc_dot(a, b, codes, x)                                                           \
+    do {                                                                                   \
+        const __m128i words = _mm_loadl_epi64((const __m128i *)(x));                       \
+        a += (vacc)_mm_madd_epi16((codes).even, _mm_shuffle_epi32(words, 0x00));           \
+        a += (vacc)_mm_madd_epi16((codes).odd, _mm_shuffle_epi32(words, 0x55));            \
+        __asm__("" : "+x"(a));                                                             \
     } while (0)
+#define vacc_total(a, b) ((vi)(a))
 
-static inline vi KV(vacc_total)(vi a, vi b)
+static inline vi KV(order_words)(vi words)
 {
-    vf even = _mm_castsi128_ps(a), odd = _mm_castsi128_ps(b);
-    return _mm_add_epi32(_mm_castps_si128(_mm_shuffle_ps(even, odd, 0x88)),
-                         _mm_castps_si128(_mm_shuffle_ps(even, odd, 0xDD)));
+    return _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xD8), 0xD8);
 }
-#define vacc_total KV(vacc_total)
 
 static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
-    _mm_storeu_si128((__m128i *)(x + index * 8), _mm_packs_epi32(r0, r1));
-    _mm_storeu_si128((__m128i *)(x + index * 8 + 16), _mm_packs_epi32(r2, r3));
+    _mm_storeu_si128((__m128i *)(x + index * 8), KV(order_words)(_mm_packs_epi32(r0, r1)));
+    _mm_storeu_si128((__m128i *)(x + index * 8 + 16), KV(order_words)(_mm_packs_epi32(r2, r3)));
 }
 #define put_parts KV(put_words)
 
@@ -167,7 +166,8 @@ static inline __m128i KV(mul_fraction)(__m128i a, __m128i b)
 static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
 {
     for (ptrdiff_t i = 0; i < n; i += 4) {
-        const __m128i scale = _mm_and_si128(_mm_set1_epi64x(kv_load64(scales + i)), _mm_set1_epi16(0x7FFF));
+        const __m128i four = KV(order_words)(_mm_set1_epi64x(kv_load64(scales + i)));
+        const __m128i scale = _mm_and_si128(four, _mm_set1_epi16(0x7FFF));
         for (ptrdiff_t at = 8 * i; at < 8 * i + 32; at += 16)
             _mm_storeu_si128((__m128i *)(x + at),
                              KV(mul_fraction)(_mm_loadu_si128((const __m128i *)(words + at)), scale));

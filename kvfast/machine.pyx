@@ -65,7 +65,7 @@ def peak_rate(kind="int8", num_threads=None):
 
     Notes
     -----
-    Kernels multiply codes by 16-bit numbers. Tiers with VNNI or AMX cut those into two parts of 8 bits, so that attention, of
+    Kernels multiply codes by 16-bit numbers. Tiers with AVX-512 VNNI or AMX cut those into two parts of 8 bits, so that attention, of
     which a product counts once, gets to half of this rate at most; the others multiply 16 bits, and that is what is
     measured there.
     """

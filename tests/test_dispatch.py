@@ -29,6 +29,9 @@ def test_tiers():
     assert tiers[-1] == "scalar" and kvfast.active_isa() in tiers
     if kvfast.cpu_features().get("avx2"):
         assert "avx2" in tiers and "sse2" in tiers
+    assert ("avx_vnni" in tiers) <= kvfast.cpu_features().get("avxvnni", False)
+    if kvfast.cpu_features().get("avx512bw"):
+        assert "avx512" in tiers
     if kvfast.cpu_features().get("avx512vnni"):
         assert "avx512_vnni" in tiers
         assert ("avx512_vbmi" in tiers) == kvfast.cpu_features()["avx512vbmi"]
@@ -54,13 +57,35 @@ def test_show_config(capsys):
     assert kvfast.active_isa() in capsys.readouterr().out
 
 
-@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
+def environment(**more):
+    """Of a process that has this kvfast and this NumPy, and chooses the tier by itself."""
+    paths = {Path(kvfast.__file__).parents[1], Path(np.__file__).parents[1]}
+    kept = {name: value for name, value in os.environ.items() if name != "KVFAST_ISA"}
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, paths)), **more}
+
+
+def emulate(cpu, code, **more):
+    command = ["qemu-x86_64", "-cpu", cpu, str(Path(sys.executable).resolve()), "-W", "ignore", "-c", code]
+    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
+
+
+needs_qemu = pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
+
+
+@needs_qemu
 @pytest.mark.parametrize(("cpu", "tier"), [("Nehalem", "sse2"), ("Haswell", "avx2")])
 def test_older_cpus(cpu, tier):
     """The same binary on CPUs without the newer instructions: the tier they have, the same results."""
-    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in {Path(kvfast.__file__).parents[1], Path(np.__file__).parents[1]})}
-    native = subprocess.run([sys.executable, "-c", SMOKE], env={**paths, "KVFAST_ISA": tier}, capture_output=True, text=True, check=True)
-    python = Path(sys.executable).resolve()
-    old = subprocess.run(["qemu-x86_64", "-cpu", cpu, str(python), "-W", "ignore", "-c", SMOKE], env=paths, capture_output=True, text=True, check=False)
+    native = subprocess.run([sys.executable, "-c", SMOKE], env={**environment(), "KVFAST_ISA": tier}, capture_output=True, text=True, check=True)
+    old = emulate(cpu, SMOKE)
     assert old.returncode == 0, old.stderr[-2000:]
     assert native.stdout == old.stdout
+
+
+@needs_qemu
+@pytest.mark.parametrize("tier", [tier for tier in kvfast.available_isas() if tier not in ("avx2", "sse2", "scalar")])
+def test_refused_by_older_cpus(tier):
+    """A tier whose instructions a CPU lacks is not offered by it, and refused where it is asked for."""
+    old = emulate("Haswell", "import kvfast", KVFAST_ISA=tier)
+    assert old.returncode == 1
+    assert f"this CPU cannot run the ISA tier '{tier}'; it can run avx2, sse2, scalar" in old.stderr

@@ -22,6 +22,11 @@
 #ifndef KV_HAVE_AMX
 #define KV_HAVE_AMX 0
 #endif
+#if KV_X86 && ((!defined(__clang__) && __GNUC__ >= 11) || __clang_major__ >= 13)
+#define KV_HAVE_AVX_VNNI 1
+#else
+#define KV_HAVE_AVX_VNNI 0
+#endif
 
 #if defined(__clang__)
 #define KV_PRAGMA(text) _Pragma(#text)
@@ -134,6 +139,7 @@ static inline int kv_get_nibble(const uint8_t *byte, int high) { return high ? *
 KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
 #define KV(name) name##_avx512_vbmi
 #define KV_ISA "avx512_vbmi"
+#define KV_VNNI
 #define KV_VBMI
 #if KV_HAVE_AMX
 #define KV_MATRIX "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"
@@ -149,7 +155,26 @@ KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
 #define KV_ISA "avx512_vnni"
 #include "vec_avx512.h"
 #include "tier.inc.h"
+#undef KV_VNNI
 KV_TARGET_END
+
+KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#define KV(name) name##_avx512
+#define KV_ISA "avx512"
+#include "vec_avx512.h"
+#include "tier.inc.h"
+KV_TARGET_END
+
+#if KV_HAVE_AVX_VNNI
+KV_TARGET_BEGIN("avx2,fma,f16c,avxvnni")
+#define KV(name) name##_avx_vnni
+#define KV_ISA "avx_vnni"
+#define KV_AVX_VNNI
+#include "vec_avx2.h"
+#include "tier.inc.h"
+#undef KV_AVX_VNNI
+KV_TARGET_END
+#endif
 
 KV_TARGET_BEGIN("avx2,fma,f16c")
 #define KV(name) name##_avx2
@@ -178,6 +203,10 @@ const kv_kernels *const kv_all_kernels[] = {
 #if KV_X86
     &kernels_avx512_vbmi,
     &kernels_avx512_vnni,
+    &kernels_avx512,
+#if KV_HAVE_AVX_VNNI
+    &kernels_avx_vnni,
+#endif
     &kernels_avx2,
 #ifdef __SSE2__
     &kernels_sse2,
@@ -188,11 +217,17 @@ const kv_kernels *const kv_all_kernels[] = {
 };
 
 #if KV_X86
-/* clang's __builtin_cpu_supports does not know this one; whoever has it and AVX2 may use it. */
+/* clang's __builtin_cpu_supports does not know these; whoever has one and AVX2 may use it. */
 static int has_f16c(void)
 {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
+static int has_avx_vnni(void)
+{
+    enum { AVX_VNNI = 1 << 4 };
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI) != 0;
 }
 #endif
 
@@ -216,12 +251,16 @@ int kv_supported(const kv_kernels *kernels)
 #if KV_X86
     /* __builtin_cpu_supports also asks the operating system (XCR0) for the wider registers. */
     __builtin_cpu_init();
-    if (kernels == &kernels_avx512_vbmi && !__builtin_cpu_supports("avx512vbmi")) return 0;
-    if (kernels == &kernels_avx512_vbmi || kernels == &kernels_avx512_vnni)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma") &&
-               has_f16c();
+    if (kernels == &kernels_avx512_vbmi)
+        return kv_supported(&kernels_avx512_vnni) && __builtin_cpu_supports("avx512vbmi");
+    if (kernels == &kernels_avx512_vnni)
+        return kv_supported(&kernels_avx512) && __builtin_cpu_supports("avx512vnni");
+    if (kernels == &kernels_avx512)
+        return kv_supported(&kernels_avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#if KV_HAVE_AVX_VNNI
+    if (kernels == &kernels_avx_vnni) return kv_supported(&kernels_avx2) && has_avx_vnni();
+#endif
     if (kernels == &kernels_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #endif
@@ -235,6 +274,7 @@ const kv_cpu_feature *kv_cpu_features(void)
 #if KV_X86
         {"sse2", 0}, {"avx", 0}, {"fma", 0}, {"avx2", 0}, {"avx512f", 0}, {"avx512bw", 0},
         {"avx512dq", 0}, {"avx512vl", 0}, {"avx512vnni", 0}, {"avx512vbmi", 0}, {"avx512bf16", 0},
+        {"avxvnni", 0},
 #endif
 #if KV_HAVE_AMX
         {"amx_int8", 0}, {"amx_bf16", 0},
@@ -247,6 +287,7 @@ const kv_cpu_feature *kv_cpu_features(void)
     KV_FEATURE("sse2") KV_FEATURE("avx") KV_FEATURE("fma") KV_FEATURE("avx2")
     KV_FEATURE("avx512f") KV_FEATURE("avx512bw") KV_FEATURE("avx512dq") KV_FEATURE("avx512vl")
     KV_FEATURE("avx512vnni") KV_FEATURE("avx512vbmi") KV_FEATURE("avx512bf16")
+    (f++)->present = __builtin_cpu_supports("avx2") && has_avx_vnni();
 #endif
 #if KV_HAVE_AMX
     f[0].present = f[1].present = kv_supported(&kernels_amx); /* it takes the system's permission as well */

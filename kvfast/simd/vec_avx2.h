@@ -1,6 +1,6 @@
-/* Vector layer, AVX2 with FMA and F16C: 8 floats a register. See vec_scalar.h for the names. */
+/* Vector layer, AVX2 with FMA and F16C and perhaps AVX-VNNI: 8 floats a register. See vec_scalar.h for the names. */
 #define W 8
-#define INT_VECTORS 2
+#define INT_VECTORS 2   /* 4 rows x 2 = 8 accumulators, beside 4 registers of widened codes */
 #define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
@@ -83,7 +83,8 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 }
 
 /* Integer dot products. maddubs would saturate on 8-bit codes, so they are widened once for all
-   rows and multiplied by the whole 16-bit activation. */
+   rows and multiplied by the whole 16-bit activation. AVX-VNNI multiplies 8-bit codes, too, but by both parts of an
+   activation: as many instructions, with twice the accumulators. */
 #define vcodes __m256i
 #define vcodes_load(p) _mm256_loadu_si256((const __m256i *)(p))
 #define vcodes_low(c) _mm256_and_si256(c, _mm256_set1_epi8(15))
@@ -96,11 +97,16 @@ typedef struct { __m256i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each
 /* Of 32-bit lanes, see vec_avx512.h. */
 typedef int32_t KV(vacc) __attribute__((vector_size(32)));
 #define vacc KV(vacc)
-#define vacc_dot(a, b, codes, x)                                                                  \
-    do {                                                                                          \
-        a += (vacc)_mm256_madd_epi16((codes).even, _mm256_set1_epi32(kv_load32(x)));              \
-        a += (vacc)_mm256_madd_epi16((codes).odd, _mm256_set1_epi32(kv_load32((x) + 4)));         \
-        __asm__("" : "+x"(a)); /* Sum by sum: gcc would reorder all of a line, and spill. */      \
+#ifdef KV_AVX_VNNI
+#define KV_MULTIPLY_ADD(a, codes, words) (a) = (vacc)_mm256_dpwssd_avx_epi32((vi)(a), codes, words)
+#else
+#define KV_MULTIPLY_ADD(a, codes, words) (a) += (vacc)_mm256_madd_epi16(codes, words)
+#endif
+#define vacc_dot(a, b, codes, x)                                                   \
+    do {                                                                           \
+        KV_MULTIPLY_ADD(a, (codes).even, _mm256_set1_epi32(kv_load32(x)));         \
+        KV_MULTIPLY_ADD(a, (codes).odd, _mm256_set1_epi32(kv_load32((x) + 4)));    \
+        __asm__("" : "+x"(a)); /* in this order: gcc would first multiply all of a line, and spill */ \
     } while (0)
 #define vacc_total(a, b) ((vi)(a))
 

@@ -1,8 +1,12 @@
-/* Vector layer, AVX-512 with VNNI and perhaps VBMI: 16 floats a register. See vec_scalar.h for what each name
+/* Vector layer, AVX-512, perhaps with VNNI, perhaps with VBMI: 16 floats a register. See vec_scalar.h for what each name
    means. */
 #define W 16
-#define INT_VECTORS 2   /* code vectors per integer panel: 4 rows x 2 parts x 2 = 16 accumulators */
+#define INT_VECTORS 2   /* code vectors per integer panel: 4 rows x 2 parts x 2 = 16 accumulators, 8 without VNNI */
+#ifdef KV_VNNI
 #define INT_PRODUCTS 8  /* 4 depths x the two parts of an activation */
+#else
+#define INT_PRODUCTS 4
+#endif
 #define FLOAT_VECTORS 4 /* value vectors per float panel: 4 rows x 4 = 16 accumulators */
 #define FLOAT_TOKENS 4  /* key rows per float panel */
 
@@ -57,7 +61,8 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
-/* Integer dot products. The 16-bit activation is cut as 256 x high + low, both int8. */
+/* Integer dot products. For VNNI the 16-bit activation is cut as 256 x high + low, both int8; without, codes are widened,
+   as in vec_avx2.h. */
 #define vcodes __m512i
 #define vcodes_load(p) _mm512_loadu_si512(p)
 #define vcodes_low(c) _mm512_and_si512(c, _mm512_set1_epi8(15))
@@ -68,18 +73,30 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #else
 #define vcodes_levels(c) _mm512_shuffle_epi8(KV_LEVELS, vcodes_low(c))
 #endif
-#define vwide __m512i
-#define vcodes_widen(c) (c)
 /* Of 32-bit lanes, not __m512i: gcc 12 copies every accumulator twice per step of the loop when the
    type that it carries around is not the one the instruction works on. */
 typedef int32_t KV(vacc) __attribute__((vector_size(64)));
 #define vacc KV(vacc)
+#ifdef KV_VNNI
+#define vwide __m512i
+#define vcodes_widen(c) (c)
 #define vacc_dot(high, low, codes, x)                                                                   \
     do {                                                                                                \
         high = (vacc)_mm512_dpbusd_epi32((__m512i)(high), codes, _mm512_set1_epi32(kv_load32(x)));      \
         low = (vacc)_mm512_dpbusd_epi32((__m512i)(low), codes, _mm512_set1_epi32(kv_load32((x) + 4)));  \
     } while (0)
 #define vacc_total(high, low) _mm512_add_epi32(_mm512_slli_epi32((__m512i)(high), 8), (__m512i)(low))
+#else
+typedef struct { __m512i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each four */
+#define vwide KV(vwide)
+#define vcodes_widen(c) ((vwide){_mm512_and_si512(c, _mm512_set1_epi16(255)), _mm512_srli_epi16(c, 8)})
+#define vacc_dot(a, b, codes, x)                                                               \
+    do {                                                                                       \
+        a += (vacc)_mm512_madd_epi16((codes).even, _mm512_set1_epi32(kv_load32(x)));           \
+        a += (vacc)_mm512_madd_epi16((codes).odd, _mm512_set1_epi32(kv_load32((x) + 4)));      \
+    } while (0)
+#define vacc_total(a, b) ((__m512i)(a))
+#endif
 
 /* 4 depths of KV_PANEL rows in 32 bytes, int16. */
 static inline void KV(arrange_words)(vi r0, vi r1, vi r2, vi r3, vi words[2])
@@ -89,14 +106,22 @@ static inline void KV(arrange_words)(vi r0, vi r1, vi r2, vi r3, vi words[2])
     words[1] = _mm512_permutex2var_epi64(r01, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), r23);
 }
 
+#ifdef KV_VNNI
 /* Of each 4 words the high bytes, then the low ones: word + 128, at most 32767, holds the high byte in its byte 1
    and, with the top bit flipped, the low one in byte 0. */
-static inline vi KV(cut_words)(vi words)
+static inline vi KV(part_words)(vi words)
 {
     const vi gather = _mm512_set4_epi32(0x0E0C0A08, 0x0F0D0B09, 0x06040200, 0x07050301);
     words = _mm512_shuffle_epi8(_mm512_add_epi16(words, _mm512_set1_epi16(128)), gather);
     return _mm512_xor_si512(words, _mm512_set1_epi64(0x8080808000000000));
 }
+#else
+/* Of each 4 words 0, 2, 1, 3, as codes are widened. */
+static inline vi KV(part_words)(vi words)
+{
+    return _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(words, 0xD8), 0xD8);
+}
+#endif
 
 static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
@@ -110,8 +135,8 @@ static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2
 {
     vi words[2];
     KV(arrange_words)(r0, r1, r2, r3, words);
-    _mm512_storeu_si512(x + index * 8, KV(cut_words)(words[0]));
-    _mm512_storeu_si512(x + index * 8 + 64, KV(cut_words)(words[1]));
+    _mm512_storeu_si512(x + index * 8, KV(part_words)(words[0]));
+    _mm512_storeu_si512(x + index * 8 + 64, KV(part_words)(words[1]));
 }
 #define put_parts KV(put_parts)
 
@@ -120,7 +145,7 @@ static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_
     for (ptrdiff_t i = 0; i < n; i += 8) {
         vi scale = _mm512_mask_set1_epi64(_mm512_set1_epi64(kv_load64(scales + i)), 0xF0, kv_load64(scales + i + 4));
         scale = _mm512_and_si512(scale, _mm512_set1_epi16(0x7FFF));
-        _mm512_storeu_si512(x + 8 * i, KV(cut_words)(_mm512_mulhrs_epi16(_mm512_loadu_si512(words + 8 * i), scale)));
+        _mm512_storeu_si512(x + 8 * i, KV(part_words)(_mm512_mulhrs_epi16(_mm512_loadu_si512(words + 8 * i), scale)));
     }
 }
 

@@ -50,5 +50,6 @@
 #undef vcodes_widen
 #undef vacc
 #undef vacc_dot
+#undef KV_MULTIPLY_ADD
 #undef vacc_total
 #undef put_parts

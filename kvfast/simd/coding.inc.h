@@ -8,21 +8,34 @@ static inline vi KV(nearest_level)(vf t)
     return vi_count_above(cell, t, vf_lookup8(kv_gauss_midpoints, cell));
 }
 
-/* The sums of x level and of level^2 over the magnitudes x of a row as `scale` codes it. */
-static inline __attribute__((always_inline)) void KV(fit)(const float *row, ptrdiff_t n, float scale, const int gauss,
-                                                          float *products, float *squares)
+/* The sums of x level and of level^2 over the magnitudes x of a row, as each of `count` <= 4 scales codes it. Side by
+   side, since each alone waits for its sums. */
+static inline __attribute__((always_inline)) void KV(fit4)(const float *row, ptrdiff_t n, const float *scales,
+                                                           const int count, const int gauss, float *products,
+                                                           float *squares)
 {
-    const vf inverse = vf_set1((gauss ? 1.0f / 16.0f : 1.0f) / scale);
-    vf product = vf_set1(0.0f), square = product;
+    vf inverse[4], product[4], square[4];
+    KV_FOR4(k, count, inverse[k] = vf_set1((gauss ? 1.0f / 16.0f : 1.0f) / scales[k]); product[k] = vf_set1(0.0f);
+            square[k] = product[k];);
     for (ptrdiff_t i = 0; i < n; i += W) {
-        const vf x = vf_load(row + i), t = vf_mul(x, inverse);
-        const vf level = gauss ? vf_lookup8(kv_gauss_magnitudes, KV(nearest_level)(t))
-                               : vi_to_float(vf_round(vf_min(t, vf_set1(7.0f))));
-        product = vf_fma(x, level, product);
-        square = vf_fma(level, level, square);
+        const vf x = vf_load(row + i);
+        KV_FOR4(k, count,
+                const vf t = vf_mul(x, inverse[k]);
+                const vf level = gauss ? vf_lookup8(kv_gauss_magnitudes, KV(nearest_level)(t))
+                                       : vi_to_float(vf_round(vf_min(t, vf_set1(7.0f))));
+                product[k] = vf_fma(x, level, product[k]);
+                square[k] = vf_fma(level, level, square[k]););
     }
-    *products = vf_hsum(product);
-    *squares = vf_hsum(square);
+    KV_FOR4(k, count, products[k] = vf_hsum(product[k]); squares[k] = vf_hsum(square[k]););
+}
+
+/* The same for up to 8 scales. */
+static inline __attribute__((always_inline)) void KV(fit)(const float *row, ptrdiff_t n, const float *scales,
+                                                          const int count, const int gauss, float *products,
+                                                          float *squares)
+{
+    KV(fit4)(row, n, scales, count < 4 ? count : 4, gauss, products, squares);
+    if (count > 4) KV(fit4)(row, n, scales + 4, count - 4, gauss, products + 4, squares + 4);
 }
 
 /* Of the scales s that it tries, the one whose codes leave the least squared error, which is
@@ -30,11 +43,10 @@ static inline __attribute__((always_inline)) void KV(fit)(const float *row, ptrd
    as if the row were Gaussian, refits s to the codes of that, codes anew, and holds this against the scale
    that clips nothing, for rows with an outlier; its scales are bfloat16. */
 static inline __attribute__((always_inline)) float KV(search)(const kv_side *side, const float *row, uint8_t *codes,
-                                                              const int gauss)
+                                                              const int gauss, const int tries)
 {
     static const float clips[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f, 0.7f};
     static const float spreads[] = {0.0f, 1.0f, 0.8f, 0.9f, 1.1f, 1.2f};
-    const int tries = !gauss ? 7 : side->clip_search ? 6 : 2;
     const int n = side->padded_dim, padding = n - side->head_dim;
     KV_ALIGNED float unit[KV_MAX_HEAD_DIM], magnitudes[KV_MAX_HEAD_DIM];
     const int32_t bits = KV(max_magnitude_bits)(row, side->head_dim);
@@ -56,21 +68,25 @@ static inline __attribute__((always_inline)) float KV(search)(const kv_side *sid
     const float largest = kv_bits_float((uint32_t)bits) * down, smallest = 0x1p-126f * down;
     const float spread = KV_GAUSS_UNIT * __builtin_sqrtf(energy / (float)side->head_dim);
 
-    float scale = 0.0f, gain = -INFINITY, products, squares;
+    float scales[8], products[8], squares[8], scale = 0.0f, gain = -INFINITY;
+    for (int i = 0; i < tries; i++)
+        scales[i] = !gauss ? largest / 7.0f * clips[i] : i == 0 ? largest / 127.0f : spread * spreads[i];
+    for (int first = 0; first <= gauss; first++) { /* of GAUSS4 all, then all but the one that clips nothing again */
+        for (int i = first; i < tries; i++) {
+            if (gauss) scales[i] = kv_from_bfloat16(kv_to_bfloat16(scales[i]));
+            scales[i] = scales[i] > smallest ? scales[i] : smallest; /* times `up` a normal float */
+        }
+        KV(fit)(magnitudes, n, scales + first, tries - first, gauss, products + first, squares + first);
+        if (!gauss) break;
+        for (int i = first; i < tries; i++) {
+            squares[i] -= (float)padding * (kv_gauss_magnitudes[0] * kv_gauss_magnitudes[0]);
+            if (first == 0 && i > 0) scales[i] = products[i] / squares[i];
+        }
+    }
     for (int i = 0; i < tries; i++) {
-        float s = !gauss ? largest / 7.0f * clips[i] : i == 0 ? largest / 127.0f : spread * spreads[i];
-        for (int refits = gauss && i > 0;; refits--) {
-            if (gauss) s = kv_from_bfloat16(kv_to_bfloat16(s));
-            s = s > smallest ? s : smallest; /* times `up` a normal float */
-            KV(fit)(magnitudes, n, s, gauss, &products, &squares);
-            if (gauss) squares -= (float)padding * (kv_gauss_magnitudes[0] * kv_gauss_magnitudes[0]);
-            if (refits == 0) break;
-            s = products / squares;
-        }
-        if (s * (2.0f * products - s * squares) > gain) {
-            gain = s * (2.0f * products - s * squares);
-            scale = s;
-        }
+        const float s = scales[i], gained = s * (2.0f * products[i] - s * squares[i]);
+        scale = gained > gain ? s : scale;
+        gain = gained > gain ? gained : gain;
     }
     const vf inverse = vf_set1((gauss ? 1.0f / 16.0f : 1.0f) / scale);
     for (int i = 0; i < n; i += W) {
@@ -85,11 +101,11 @@ static inline __attribute__((always_inline)) float KV(search)(const kv_side *sid
 /* Padded, biased codes of a row; returns its scale. */
 static inline float KV(code_row)(const kv_side *side, const float *row, uint8_t *codes)
 {
-    if (side->dtype == KV_GAUSS4) return KV(search)(side, row, codes, 1);
-    if (side->dtype == KV_INT4 && side->clip_search) return KV(search)(side, row, codes, 0);
+    const int n = side->head_dim;
+    if (side->dtype == KV_GAUSS4)
+        return side->clip_search ? KV(search)(side, row, codes, 1, 6) : KV(search)(side, row, codes, 1, 2);
+    if (side->dtype == KV_INT4 && side->clip_search) return KV(search)(side, row, codes, 0, 7);
     const int bias = side->dtype == KV_INT8 ? 128 : 8;
-    float scale = KV(quantize)(row, side->head_dim, bias - 1, (int8_t *)codes);
-    memset(codes + side->head_dim, 0, (size_t)(side->padded_dim - side->head_dim));
-    for (int d = 0; d < side->padded_dim; d++) codes[d] = (uint8_t)(codes[d] + bias);
-    return scale;
+    memset(codes + n, bias, (size_t)(side->padded_dim - n));
+    return bias == 8 ? KV(code_uniform)(row, n, 7, 8, (int8_t *)codes) : KV(code_uniform)(row, n, 127, 128, (int8_t *)codes);
 }

@@ -62,9 +62,10 @@ static ptrdiff_t KV(find_unstorable)(const float *row, ptrdiff_t n, float limit)
     return -1;
 }
 
-/* scale = max|x| / levels, codes = round(x / scale). The scale is at least the smallest normal
-   float, so that its inverse is finite; rows of zeros get scale 0. */
-static float KV(quantize)(const float *row, ptrdiff_t n, int levels, int8_t *codes)
+/* scale = max|x| / levels, codes = round(x / scale) + bias, as uint8 unless the bias is 0. The scale is at least the
+   smallest normal float, so that its inverse is finite; rows of zeros get scale 0. */
+static inline __attribute__((always_inline)) float KV(code_uniform)(const float *row, ptrdiff_t n, const int levels,
+                                                                    const int bias, int8_t *codes)
 {
     int32_t bits = KV(max_magnitude_bits)(row, n);
     if (bits >= 0x7F800000) return -1.0f;
@@ -72,10 +73,18 @@ static float KV(quantize)(const float *row, ptrdiff_t n, int levels, int8_t *cod
     if (bits && scale < 0x1p-126f) scale = 0x1p-126f;
     float inverse = bits ? 1.0f / scale : 0.0f;
     ptrdiff_t i = 0;
-    for (; i + W <= n; i += W)
-        vi_store_int8(codes + i, vf_round(vf_mul(vf_load(row + i), vf_set1(inverse))));
-    for (; i < n; i++) codes[i] = (int8_t)(((row[i] * inverse) + 12582912.0f) - 12582912.0f);
+    for (; i + W <= n; i += W) {
+        const vi code = vf_round(vf_mul(vf_load(row + i), vf_set1(inverse)));
+        if (bias) vi_store_uint8((uint8_t *)codes + i, vi_add(code, vi_set1(bias)));
+        else vi_store_int8(codes + i, code);
+    }
+    for (; i < n; i++) codes[i] = (int8_t)((int)(((row[i] * inverse) + 12582912.0f) - 12582912.0f) + bias);
     return scale;
+}
+
+static float KV(quantize)(const float *row, ptrdiff_t n, int levels, int8_t *codes)
+{
+    return levels == 127 ? KV(code_uniform)(row, n, 127, 0, codes) : KV(code_uniform)(row, n, 7, 0, codes);
 }
 
 static void KV(dequantize)(const int8_t *codes, ptrdiff_t n, float scale, float *row)

@@ -46,6 +46,12 @@ static inline void KV(vi_store_int8)(int8_t *p, vi x)
     _mm_storel_epi64((__m128i *)p, _mm_packs_epi16(words, words));
 }
 #define vi_store_int8 KV(vi_store_int8)
+static inline void KV(vi_store_uint8)(uint8_t *p, vi x)
+{
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(words, words));
+}
+#define vi_store_uint8 KV(vi_store_uint8)
 
 static inline float KV(vf_hmax)(vf x)
 {

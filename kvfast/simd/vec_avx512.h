@@ -50,6 +50,7 @@
 #define vf_store_float16(p, x) \
     _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 #define vi_store_int8(p, x) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(x))
+#define vi_store_uint8(p, x) vi_store_int8(p, x)
 #define vi_load_int8(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 
 static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)

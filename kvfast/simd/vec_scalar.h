@@ -64,6 +64,7 @@
 #define vf_load_bfloat16(p) kv_bits_float((uint32_t)*(const uint16_t *)(p) << 16)
 #define vf_store_float16(p, x) (*(uint16_t *)(p) = kv_to_float16(x))
 #define vi_store_int8(p, x) (*(int8_t *)(p) = (int8_t)(x))
+#define vi_store_uint8(p, x) (*(uint8_t *)(p) = (uint8_t)(x))
 #define vi_load_int8(p) ((int32_t)*(const int8_t *)(p))
 
 static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)

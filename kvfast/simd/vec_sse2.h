@@ -58,6 +58,13 @@ static inline void KV(vi_store_int8)(int8_t *p, vi x)
     memcpy(p, &bytes, 4);
 }
 #define vi_store_int8 KV(vi_store_int8)
+static inline void KV(vi_store_uint8)(uint8_t *p, vi x)
+{
+    vi words = _mm_packs_epi32(x, x);
+    int32_t bytes = _mm_cvtsi128_si32(_mm_packus_epi16(words, words));
+    memcpy(p, &bytes, 4);
+}
+#define vi_store_uint8 KV(vi_store_uint8)
 static inline vi KV(vi_load_int8)(const int8_t *p)
 {
     vi bytes = _mm_cvtsi32_si128(kv_load32(p));

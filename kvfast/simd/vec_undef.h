@@ -39,6 +39,7 @@
 #undef vf_load_bfloat16
 #undef vf_store_float16
 #undef vi_store_int8
+#undef vi_store_uint8
 #undef vi_load_int8
 #undef vcodes
 #undef vcodes_load

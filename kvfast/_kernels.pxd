@@ -119,7 +119,8 @@ cdef extern from "simd/kernels.h" nogil:
                          int kept) noexcept nogil
         void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                            int to_slot, int values) noexcept nogil
-        void (*rotate)(float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n) noexcept nogil
+        void (*rotate)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n, float *out,
+                       Py_ssize_t out_stride) noexcept nogil
         void (*transform)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n,
                           const kv_transform *transform, float *out, Py_ssize_t out_stride) noexcept nogil
         void (*prepare[6])(const kv_side *side, const float *rows, int num_rows, float scale,

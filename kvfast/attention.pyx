@@ -133,7 +133,7 @@ cdef void _finish(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, floa
     scale = expf(m - top) / l if l > 0 else 0.0
     call.kernels.scale_add(acc, scale, acc, 0.0, call.out.dim)
     if v.rotated:
-        call.kernels.rotate(acc, v.head_dim, 1, v.head_dim)
+        call.kernels.rotate(acc, v.head_dim, 1, v.head_dim, acc, v.head_dim)
     call.kernels.from_float[call.out.dtype](acc, call.out.dim, target)
     if call.lse != NULL:
         call.lse[token * call.q.heads + q_head] = top + logf(l)

@@ -68,14 +68,15 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
     cdef int32_t piece = piece_of(call.store, block, slot) if call.store.floats != NULL else -1
     cdef const kv_store *floats = call.store.floats
     cdef float limit = _limit(call.store, values)
-    if rows.dtype == KV_FLOAT32 and is_identity(rotary) and not side.rotated:
+    if rows.dtype == KV_FLOAT32 and is_identity(rotary):
         source = <const float *>(rows.data + token * rows.token_stride + head * rows.head_stride)
         stride = rows.token_stride // <Py_ssize_t>sizeof(float)
     else:
         for i in range(count):
             load_rows(call.kernels, rows, token + i, head, 1, rotary, buffer + i * stride, stride)
-        if side.rotated:
-            call.kernels.rotate(buffer, stride, count, rows.dim)
+    if side.rotated:
+        call.kernels.rotate(source, stride, count, rows.dim, buffer, rows.dim)
+        source, stride = buffer, rows.dim
     for i in range(count):
         if call.kernels.find_unstorable(source + i * stride, rows.dim, limit) >= 0:
             call.bad[0] = 1

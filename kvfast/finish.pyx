@@ -127,5 +127,5 @@ cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t p
         else:
             kernels.decode_k(side, k_block_at(store, block, head), <int>place, out)
         if side.rotated:
-            kernels.rotate(out, side.head_dim, 1, side.head_dim)
+            kernels.rotate(out, side.head_dim, 1, side.head_dim, out, side.head_dim)
         out += side.head_dim

@@ -281,7 +281,7 @@ cdef void _load_rows(const kv_task *task, const kv_rows *q, int first, int count
         memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
         row += k.padded_dim
     if k.rotated:
-        kernels.rotate(rows, k.padded_dim, given, k.head_dim)
+        kernels.rotate(rows, k.padded_dim, given, k.head_dim, rows, k.padded_dim)
     memset(row, 0, (count - given) * k.padded_dim * sizeof(float))
 
 

@@ -76,6 +76,9 @@ cdef class BlockTable:
         cdef int32_t block
         cdef void *grown
         self.pool.ensure(self.blocks_needed(first, last))
+        if self.pool.finishes:
+            # All at once: large pieces of memory lie in huge pages.
+            self.pool.floats.ensure((last + PIECE - 1) // PIECE - first // PIECE)
         if end - self.skipped > self.capacity:
             grown = realloc(self.blocks, max(2 * self.capacity, end - self.skipped) * sizeof(int32_t))
             if grown == NULL:

@@ -71,6 +71,7 @@ static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offs
 
 static const float kv_ones[KV_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
+typedef uint32_t kv_word __attribute__((may_alias)); /* a word of a line, whatever else it is */
 static inline int32_t kv_load32(const void *p) { int32_t x; memcpy(&x, p, 4); return x; }
 static inline int64_t kv_load64(const void *p) { int64_t x; memcpy(&x, p, 8); return x; }
 static inline uint32_t kv_float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -128,6 +129,62 @@ static const float kv_hadamard[4][16] = {
     {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
     {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
 };
+
+/* 4 rows of 4 words, `stride` bytes apart, turned: row i becomes word i of 4 runs of 4, `to_stride` bytes apart. */
+static inline void kv_turn_words(const uint8_t *rows, ptrdiff_t stride, uint8_t *to, ptrdiff_t to_stride)
+{
+#if defined(__SSE2__)
+    const __m128i a = _mm_loadu_si128((const __m128i *)rows), b = _mm_loadu_si128((const __m128i *)(rows + stride));
+    const __m128i c = _mm_loadu_si128((const __m128i *)(rows + 2 * stride));
+    const __m128i d = _mm_loadu_si128((const __m128i *)(rows + 3 * stride));
+    const __m128i ab = _mm_unpacklo_epi32(a, b), ab2 = _mm_unpackhi_epi32(a, b);
+    const __m128i cd = _mm_unpacklo_epi32(c, d), cd2 = _mm_unpackhi_epi32(c, d);
+    _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi64(ab, cd));
+    _mm_storeu_si128((__m128i *)(to + to_stride), _mm_unpackhi_epi64(ab, cd));
+    _mm_storeu_si128((__m128i *)(to + 2 * to_stride), _mm_unpacklo_epi64(ab2, cd2));
+    _mm_storeu_si128((__m128i *)(to + 3 * to_stride), _mm_unpackhi_epi64(ab2, cd2));
+#else
+    for (int i = 0; i < 16; i++) memcpy(to + i % 4 * to_stride + i / 4 * 4, rows + i / 4 * stride + i % 4 * 4, 4);
+#endif
+}
+
+/* 4 rows of 16 bytes, turned: one line of 16 words with a byte of each row. */
+static inline void kv_turn_bytes(const uint8_t *rows, ptrdiff_t stride, uint8_t *line)
+{
+#if defined(__SSE2__)
+    const __m128i a = _mm_loadu_si128((const __m128i *)rows), b = _mm_loadu_si128((const __m128i *)(rows + stride));
+    const __m128i c = _mm_loadu_si128((const __m128i *)(rows + 2 * stride));
+    const __m128i d = _mm_loadu_si128((const __m128i *)(rows + 3 * stride));
+    const __m128i ab = _mm_unpacklo_epi8(a, b), ab2 = _mm_unpackhi_epi8(a, b);
+    const __m128i cd = _mm_unpacklo_epi8(c, d), cd2 = _mm_unpackhi_epi8(c, d);
+    _mm_storeu_si128((__m128i *)line, _mm_unpacklo_epi16(ab, cd));
+    _mm_storeu_si128((__m128i *)(line + 16), _mm_unpackhi_epi16(ab, cd));
+    _mm_storeu_si128((__m128i *)(line + 32), _mm_unpacklo_epi16(ab2, cd2));
+    _mm_storeu_si128((__m128i *)(line + 48), _mm_unpackhi_epi16(ab2, cd2));
+#else
+    for (int i = 0; i < 64; i++) line[i] = rows[i % 4 * stride + i / 4];
+#endif
+}
+
+/* 16 codes into the words of a line, where `bits` from bit `shift` on are theirs. */
+static inline void kv_put_column(uint8_t *line, const uint8_t *codes, uint32_t bits, int shift)
+{
+#if defined(__SSE2__)
+    const __m128i zero = _mm_setzero_si128(), all = _mm_loadu_si128((const __m128i *)codes);
+    const __m128i low = _mm_unpacklo_epi8(all, zero), high = _mm_unpackhi_epi8(all, zero);
+    const __m128i words[4] = {_mm_unpacklo_epi16(low, zero), _mm_unpackhi_epi16(low, zero),
+                              _mm_unpacklo_epi16(high, zero), _mm_unpackhi_epi16(high, zero)};
+    const __m128i theirs = _mm_set1_epi32((int)(bits << shift)), count = _mm_cvtsi32_si128(shift);
+    for (int i = 0; i < 4; i++) {
+        __m128i *place = (__m128i *)line + i;
+        _mm_storeu_si128(place, _mm_or_si128(_mm_andnot_si128(theirs, _mm_loadu_si128(place)),
+                                             _mm_sll_epi32(words[i], count)));
+    }
+#else
+    kv_word *words = (kv_word *)line;
+    for (int i = 0; i < KV_LANES; i++) words[i] = (words[i] & ~(bits << shift)) | (uint32_t)codes[i] << shift;
+#endif
+}
 
 static inline void kv_put_nibble(uint8_t *byte, int code, int high)
 {

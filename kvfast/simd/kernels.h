@@ -197,9 +197,10 @@ typedef struct {
     void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                        int to_slot, int values);
 
-    /* In place, an orthogonal transform that is its own inverse and spreads what is in one element over all:
-       n = 2^a m with m odd, Hadamard's of 2^a (Sylvester) x Hartley's of m. */
-    void (*rotate)(float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n);
+    /* An orthogonal transform that is its own inverse and spreads what is in one element over all: n = 2^a m with m
+       odd, Hadamard's of 2^a (Sylvester) x Hartley's of m. `out` may be the rows themselves. */
+    void (*rotate)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, float *out,
+                   ptrdiff_t out_stride);
     /* What a model does to rows of n floats of Q or K, `stride` floats apart; `out` may be the rows themselves. */
     void (*transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n,
                       const kv_transform *transform, float *out, ptrdiff_t out_stride);

@@ -59,34 +59,51 @@ static int KV(decode_floats)(const kv_side *side, const char *block, int slot, f
     return side->dtype < KV_NUM_FLOATS;
 }
 
+/* In a row of n codes, the nibbles that go into one byte: of each 8 codes 4 bytes. */
+static inline void KV(pack_nibbles)(const uint8_t *codes, ptrdiff_t n, uint8_t *packed)
+{
+    for (ptrdiff_t d = 0; d < n; d += 8, packed += 4) {
+        const uint64_t both = (uint64_t)kv_load64(codes + d);
+        const uint32_t word = (uint32_t)both | (uint32_t)(both >> 32) << 4;
+        memcpy(packed, &word, 4);
+    }
+}
+
+/* The padded codes of a token into the K side, as bytes of the lines, INT4 packed. */
+static inline void KV(put_words_k)(uint8_t *line, const uint8_t *packed, ptrdiff_t nbytes)
+{
+    for (ptrdiff_t d = 0; d < nbytes; d += 4, line += 64) memcpy(line, packed + d, 4);
+}
+
 /* A token's padded codes into the K side. */
 static inline void KV(put_k)(const kv_side *side, char *block, int slot, const uint8_t *codes)
 {
     const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
+    uint8_t packed[KV_MAX_HEAD_DIM / 2];
     uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, per_line);
-    for (int d = 0; d < dims; d += per_line, line += 64) {
-        uint32_t packed = (uint32_t)kv_load32(codes + d);
-        if (per_line == 8) packed |= (uint32_t)kv_load32(codes + d + 4) << 4;
-        memcpy(line, &packed, 4);
-    }
+    if (per_line == 8) KV(pack_nibbles)(codes, dims, packed);
+    KV(put_words_k)(line, per_line == 8 ? packed : codes, dims * 4 / per_line);
 }
 
 static void KV(encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
     if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
-    uint8_t codes[KV_MAX_HEAD_DIM + KV_LANES];
-    for (const int end = slot + count; slot < end; slot++, rows += stride) {
-        KV(put_scale)(side, block, slot, KV(code_row)(side, rows, codes));
-        KV(put_k)(side, block, slot, codes);
+    enum { STRIDE = KV_MAX_HEAD_DIM + KV_LANES };
+    uint8_t codes[4 * STRIDE], packed[STRIDE];
+    const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8, nbytes = dims * 4 / per_line;
+    for (int here; count > 0; count -= here, slot += here, rows += here * stride) {
+        here = count >= 4 && slot % 4 == 0 ? 4 : 1; /* of one lane tile */
+        for (int t = 0; t < here; t++) {
+            uint8_t *row = codes + t * STRIDE;
+            KV(put_scale)(side, block, slot + t, KV(code_row)(side, rows + t * stride, per_line == 8 ? packed : row));
+            if (per_line == 8) KV(pack_nibbles)(packed, dims, row);
+        }
+        uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, per_line);
+        int d = 0;
+        if (here == 4)
+            for (; d + 16 <= nbytes; d += 16, line += 4 * 64) kv_turn_words(codes + d, STRIDE, line, 64);
+        for (int t = 0; t < here && d < nbytes; t++) KV(put_words_k)(line + 4 * t, codes + t * STRIDE + d, nbytes - d);
     }
-}
-
-/* The codes of 4 tokens as 4-byte depths: 16 lanes, one line. */
-static inline void KV(depths)(const uint8_t *codes, ptrdiff_t stride, uint32_t *line)
-{
-    for (int i = 0; i < KV_LANES; i++)
-        line[i] = (uint32_t)codes[i] | (uint32_t)codes[stride + i] << 8 | (uint32_t)codes[2 * stride + i] << 16 |
-                  (uint32_t)codes[3 * stride + i] << 24;
 }
 
 static void KV(encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
@@ -101,21 +118,16 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
         here = slot % per_line == 0 && count >= per_line ? per_line : 1;
         for (int t = 0; t < here; t++)
             KV(put_scale)(side, block, slot + t, KV(code_row)(side, rows + t * stride, codes + t * STRIDE));
+        if (here == 8) { /* the nibbles of tokens 4 apart into the bytes of the first */
+            for (int t = 0; t < 4; t++)
+                for (int d = 0; d < dims; d++)
+                    codes[t * STRIDE + d] = (uint8_t)(codes[t * STRIDE + d] | codes[(t + 4) * STRIDE + d] << 4);
+        }
         uint8_t *line = KV(locate)((uint8_t *)block, side->block_size, 0, slot, per_line);
         for (int d = 0; d < dims; d += KV_LANES, line += line_step) {
-            if (here == 1 && per_line == 4) {
-                for (int i = 0; i < KV_LANES; i++) line[4 * i] = codes[d + i];
-            } else if (here == 1) {
-                for (int i = 0; i < KV_LANES; i++) kv_put_nibble(line + 4 * i, codes[d + i], slot / 4 % 2);
-            } else {
-                uint32_t low[KV_LANES], high[KV_LANES];
-                KV(depths)(codes + d, STRIDE, low);
-                if (per_line == 8) {
-                    KV(depths)(codes + 4 * STRIDE + d, STRIDE, high);
-                    for (int i = 0; i < KV_LANES; i++) low[i] |= high[i] << 4;
-                }
-                memcpy(line, low, sizeof low);
-            }
+            if (here > 1) kv_turn_bytes(codes + d, STRIDE, line);
+            else if (per_line == 4) kv_put_column(line - slot % 4, codes + d, 0xFF, slot % 4 * 8);
+            else kv_put_column(line - slot % 4, codes + d, 15, slot % 4 * 8 + slot / 4 % 2 * 4);
         }
     }
 }
@@ -135,10 +147,15 @@ static inline void KV(get_k)(const kv_side *side, const char *block, int slot, u
 
 static inline void KV(get_v)(const kv_side *side, const char *block, int slot, uint8_t *codes)
 {
-    const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8, shift = slot / 4 % 2 * 4;
+    const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
+    const int shift = slot % 4 * 8 + (per_line == 4 ? 0 : slot / 4 % 2 * 4);
     const uint8_t *line = KV(locate)((uint8_t *)block, side->block_size, 0, slot, per_line);
-    for (int d = 0; d < dims; d += KV_LANES, line += side->block_size / per_line * 64)
-        for (int i = 0; i < KV_LANES; i++) codes[d + i] = per_line == 4 ? line[4 * i] : line[4 * i] >> shift & 15;
+    const uint32_t bits = per_line == 4 ? 0xFF : 15;
+    line -= slot % 4;
+    for (int d = 0; d < dims; d += KV_LANES, line += side->block_size / per_line * 64) {
+        const kv_word *words = (const kv_word *)line;
+        for (int i = 0; i < KV_LANES; i++) codes[d + i] = (uint8_t)(words[i] >> shift & bits);
+    }
 }
 
 static void KV(decode_k)(const kv_side *side, const char *block, int slot, float *row)

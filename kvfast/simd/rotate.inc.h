@@ -1,18 +1,66 @@
 /* The rotation of rows: Hadamard's matrix within blocks of 2^a elements, Hartley's across the m blocks. */
 
-/* Sylvester's matrix times 1 / sqrt(size) on each of `blocks` runs of `size` = 2^a elements. Its first W x W
-   works inside the vectors, by sums of its rows; the rest is butterflies between whole vectors. */
+/* The first W rows of Sylvester's matrix, of W columns, times `norm`. */
+static inline __attribute__((always_inline)) void KV(signs_of)(float norm, vf signs[W])
+{
+    signs[0] = vf_set1(norm); /* row j is the product of the rows of its bits */
+    for (int j = 1; j < W; j++) signs[j] = vf_mul(signs[j & (j - 1)], vf_load(kv_hadamard[__builtin_ctz((unsigned)j)]));
+}
+
+/* Butterflies of four vectors. */
+static inline __attribute__((always_inline)) void KV(butterfly4)(vf x[4])
+{
+    const vf a = vf_add(x[0], x[1]), b = vf_sub(x[0], x[1]), c = vf_add(x[2], x[3]), d = vf_sub(x[2], x[3]);
+    x[0] = vf_add(a, c);
+    x[1] = vf_add(b, d);
+    x[2] = vf_sub(a, c);
+    x[3] = vf_sub(b, d);
+}
+
+/* Within each 4 W elements of rows of n, a multiple of it: four sums wait for each other's latency, and where there are
+   registers for eight, two quadruples at a time do, of two rows perhaps. */
+static inline void KV(hadamard4)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, float norm,
+                                 float *out, ptrdiff_t out_stride)
+{
+    vf signs[W];
+    KV(signs_of)(norm, signs);
+    for (ptrdiff_t left = num_rows * (n / (4 * W)), c = 0; left > 0;) {
+        const float *source[2];
+        float *target[2];
+        for (int k = 0; k < (W == 16 ? 2 : 1); k++) { /* the last alone twice */
+            source[k] = left > 0 ? rows + c : source[0];
+            target[k] = left > 0 ? out + c : target[0];
+            left--;
+            c += 4 * W;
+            if (c == n) c = 0, rows += stride, out += out_stride;
+        }
+        const float *a = source[0], *b = source[1];
+        vf x[4], y[4];
+        KV_FOR4(v, 4, x[v] = vf_set1(0.0f); y[v] = x[v];);
+        for (int j = 0; j < W; j++) {
+            KV_FOR4(v, 4, x[v] = vf_fma(vf_set1(a[v * W + j]), signs[j], x[v]););
+            if (W == 16) KV_FOR4(v, 4, y[v] = vf_fma(vf_set1(b[v * W + j]), signs[j], y[v]););
+        }
+        KV(butterfly4)(x);
+        KV_FOR4(v, 4, vf_store(target[0] + v * W, x[v]););
+        if (W != 16) continue;
+        KV(butterfly4)(y);
+        KV_FOR4(v, 4, vf_store(target[1] + v * W, y[v]););
+    }
+}
+
+/* Sylvester's matrix times 1 / sqrt(size) on each run of `size` = 2^a elements of a row; those of 4 W elements are done
+   already where the row has them. Its first W x W works inside the vectors, by sums of its rows; the rest is butterflies
+   between whole vectors. */
 static inline void KV(hadamard)(float *row, ptrdiff_t n, ptrdiff_t size)
 {
     const float norm = 1.0f / __builtin_sqrtf((float)size);
-    ptrdiff_t h = size < W ? 1 : W;
+    ptrdiff_t h = size < W ? 1 : size < 4 * W ? W : 4 * W;
     if (size < W) {
         for (ptrdiff_t i = 0; i < n; i++) row[i] *= norm;
-    } else {
-        vf signs[W]; /* row j is the product of the rows of its bits */
-        signs[0] = vf_set1(norm);
-        for (int j = 1; j < W; j++)
-            signs[j] = vf_mul(signs[j & (j - 1)], vf_load(kv_hadamard[__builtin_ctz((unsigned)j)]));
+    } else if (size < 4 * W) {
+        vf signs[W];
+        KV(signs_of)(norm, signs);
         for (ptrdiff_t i = 0; i < n; i += 4 * W) {
             const ptrdiff_t vectors = (n - i) / W;
             vf sum[4];
@@ -62,7 +110,8 @@ static inline void KV(hartley)(float *row, ptrdiff_t m, ptrdiff_t size, const fl
     memcpy(row, out, (size_t)(m * size) * sizeof(float));
 }
 
-static void KV(rotate)(float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n)
+static void KV(rotate)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, float *out,
+                       ptrdiff_t out_stride)
 {
     const ptrdiff_t size = n & -n, m = n / size;
     float cas[KV_MAX_HEAD_DIM];
@@ -70,8 +119,10 @@ static void KV(rotate)(float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdif
         const double turn = 6.283185307179586 * (double)k / (double)m;
         cas[k] = (float)((cos(turn) + sin(turn)) / __builtin_sqrt((double)m));
     }
-    for (; num_rows > 0; num_rows--, rows += stride) {
-        KV(hadamard)(rows, n, size);
-        if (m > 1) KV(hartley)(rows, m, size, cas);
+    if (size >= 4 * W) KV(hadamard4)(rows, stride, num_rows, n, 1.0f / __builtin_sqrtf((float)size), out, out_stride);
+    for (; num_rows > 0; num_rows--, rows += stride, out += out_stride) {
+        if (size < 4 * W && rows != out) memcpy(out, rows, (size_t)n * sizeof(float));
+        KV(hadamard)(out, n, size);
+        if (m > 1) KV(hartley)(out, m, size, cas);
     }
 }

@@ -5,6 +5,12 @@
 from libc.stdint cimport int8_t, int32_t, uint32_t
 
 
+# Floats that are at least so many bytes are written past the caches, which they would not fit: without reading what they
+# replace, twice as fast.
+cdef enum:
+    STREAMED_BYTES = 16 << 20
+
+
 cdef extern from "simd/kernels.h" nogil:
     enum:
         KV_FLOAT32
@@ -109,6 +115,7 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t (*find_unstorable)(const float *row, Py_ssize_t n, float limit) noexcept nogil
         float (*quantize)(const float *row, Py_ssize_t n, int levels, int8_t *codes) noexcept nogil
         void (*dequantize)(const int8_t *codes, Py_ssize_t n, float scale, float *row) noexcept nogil
+        void (*stream_out)(const float *row, Py_ssize_t n, float *target) noexcept nogil
         void (*encode_k)(const kv_side *side, char *block, int slot, const float *rows, Py_ssize_t stride,
                          int count) noexcept nogil
         void (*encode_v)(const kv_side *side, char *block, int slot, const float *rows, Py_ssize_t stride,

@@ -6,7 +6,7 @@ from cython.parallel cimport prange, threadid
 from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
-from kvfast._kernels cimport KV_FLOAT16, active, kv_kernels, kv_side
+from kvfast._kernels cimport STREAMED_BYTES, KV_FLOAT16, active, kv_kernels, kv_side
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport PIECE, k_block_at, kv_store, piece_of, v_block_at
 
@@ -98,6 +98,7 @@ cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, c
     cdef Py_ssize_t i, n = positions.shape[0], heads = store.num_kv_heads
     cdef int threads = num_threads_for(None, <double>n * heads * store.k.head_dim * 8)
     cdef float[:, :, ::1] out
+    cdef bint streams = n * heads * store.k.head_dim * <Py_ssize_t>sizeof(float) >= STREAMED_BYTES
     array = np.empty((n, heads, store.k.head_dim), np.float32)
     if n == 0:
         return array
@@ -105,27 +106,33 @@ cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, c
     with nogil:
         if threads == 1:
             for i in range(n):
-                _decode(kernels, store, positions[i], slots[i], coded, values, &out[i, 0, 0])
-        else:
+                _decode(kernels, store, positions[i], slots[i], coded, values, streams, &out[i, 0, 0])
+            kernels.stream_out(NULL, 0, NULL)
+        else:  # at whose end a barrier orders what was streamed
             for i in prange(n, schedule="static", num_threads=threads):
-                _decode(kernels, store, positions[i], slots[i], coded, values, &out[i, 0, 0])
+                _decode(kernels, store, positions[i], slots[i], coded, values, streams, &out[i, 0, 0])
     return array
 
 
 cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t position, int64_t slot, Py_ssize_t coded,
-                  bint values, float *out) noexcept nogil:
+                  bint values, bint streams, float *out) noexcept nogil:
     """A token, from its float rows or its codes."""
+    cdef float buffer[512]
+    cdef float *row
     cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.finishes and position >= coded)
     cdef int32_t block = <int32_t>(slot // store.k.block_size)
     cdef Py_ssize_t place = slot % store.k.block_size, head
     cdef const kv_side *side = &store.v if values else &store.k
     for head in range(store.num_kv_heads):
+        row = &buffer[0] if streams else out
         if floats:
-            kernels.to_float[KV_FLOAT16](_row(store, block, place, head, values), side.head_dim, out)
+            kernels.to_float[KV_FLOAT16](_row(store, block, place, head, values), side.head_dim, row)
         elif values:
-            kernels.decode_v(side, v_block_at(store, block, head), <int>place, out)
+            kernels.decode_v(side, v_block_at(store, block, head), <int>place, row)
         else:
-            kernels.decode_k(side, k_block_at(store, block, head), <int>place, out)
+            kernels.decode_k(side, k_block_at(store, block, head), <int>place, row)
         if side.rotated:
-            kernels.rotate(out, side.head_dim, 1, side.head_dim, out, side.head_dim)
+            kernels.rotate(row, side.head_dim, 1, side.head_dim, row, side.head_dim)
+        if streams:
+            kernels.stream_out(row, side.head_dim, out)
         out += side.head_dim

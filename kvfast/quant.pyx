@@ -6,7 +6,7 @@ from cython.parallel cimport prange
 from libc.stdint cimport int8_t, uint8_t
 from libc.stdlib cimport free, malloc
 
-from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, active, kv_kernels
+from kvfast._kernels cimport STREAMED_BYTES, KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, active, kv_kernels
 from kvfast._openmp cimport num_threads_for
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -28,6 +28,7 @@ ctypedef struct kv_codec_call:
     char *floats
     char *codes
     float *scales
+    bint streams               # floats are written past the caches
 
 
 cdef Py_ssize_t _quantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept nogil:
@@ -67,11 +68,11 @@ cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept n
     cdef Py_ssize_t half = call.width
     cdef int8_t *codes
     cdef const uint8_t *packed
-    cdef int8_t *scratch = NULL
-    if call.bits == 4:
-        scratch = <int8_t *>malloc(2 * half)
-        if scratch == NULL:
-            return -2
+    cdef int8_t *scratch = <int8_t *>malloc(2 * half + call.dim * sizeof(float))
+    cdef float *floats
+    if scratch == NULL:
+        return -2
+    floats = <float *>(scratch + 2 * half)
     for row in range(first, last):
         codes = <int8_t *>(call.codes + row * half)
         if call.bits == 4:
@@ -80,7 +81,13 @@ cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept n
                 scratch[j] = <int8_t>((packed[j] & 15) - 8)
                 scratch[half + j] = <int8_t>((packed[j] >> 4) - 8)
             codes = scratch
-        call.kernels.dequantize(codes, call.dim, call.scales[row], <float *>call.floats + row * call.dim)
+        if call.streams:
+            call.kernels.dequantize(codes, call.dim, call.scales[row], floats)
+            call.kernels.stream_out(floats, call.dim, <float *>call.floats + row * call.dim)
+        else:
+            call.kernels.dequantize(codes, call.dim, call.scales[row], <float *>call.floats + row * call.dim)
+    if call.streams:
+        call.kernels.stream_out(NULL, 0, NULL)
     free(scratch)
     return 0
 
@@ -212,6 +219,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     elif not out.flags.c_contiguous or not out.flags.writeable or np.may_share_memory(out, codes):
         raise ValueError("out must be C-contiguous, writable, and apart from codes")
     call.floats, call.codes, call.scales = _address(out), _address(codes), <float *>_address(scales)
+    call.streams = out.nbytes >= STREAMED_BYTES
     tasks = (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     threads = num_threads_for(None, <double>out.nbytes)
     with nogil:

@@ -166,6 +166,17 @@ static inline void kv_turn_bytes(const uint8_t *rows, ptrdiff_t stride, uint8_t 
 #endif
 }
 
+static void kv_stream_out(const float *row, ptrdiff_t n, float *target)
+{
+#if defined(__SSE2__)
+    if (n == 0) _mm_sfence(); /* such stores are not ordered otherwise */
+    if ((uintptr_t)target % 16 == 0) {
+        for (; n >= 4; n -= 4, row += 4, target += 4) _mm_stream_ps(target, _mm_loadu_ps(row));
+    }
+#endif
+    if (n) memcpy(target, row, (size_t)n * sizeof(float));
+}
+
 /* 16 codes into the words of a line, where `bits` from bit `shift` on are theirs. */
 static inline void kv_put_column(uint8_t *line, const uint8_t *codes, uint32_t bits, int shift)
 {

@@ -181,6 +181,9 @@ typedef struct {
     /* Symmetric codes in -levels..levels; returns the scale, or -1 for a NaN or infinity. */
     float (*quantize)(const float *row, ptrdiff_t n, int levels, int8_t *codes);
     void (*dequantize)(const int8_t *codes, ptrdiff_t n, float scale, float *row);
+    /* A copy of n floats that does not go through the caches, where the target is aligned to 16 bytes; the same for all
+       tiers. NULL, 0, NULL after the last. */
+    void (*stream_out)(const float *row, ptrdiff_t n, float *target);
 
     /* Rows of head_dim floats, `stride` floats apart, into a block from `slot` on; one row out of it. A side with
        means is encoded by finish_k instead. */

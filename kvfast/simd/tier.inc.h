@@ -16,6 +16,7 @@
     .find_unstorable = KV(find_unstorable),                                                                           \
     .quantize = KV(quantize),                                                                                         \
     .dequantize = KV(dequantize),                                                                                     \
+    .stream_out = kv_stream_out,                                                                                      \
     .encode_k = KV(encode_k),                                                                                         \
     .encode_v = KV(encode_v),                                                                                         \
     .decode_k = KV(decode_k),                                                                                         \

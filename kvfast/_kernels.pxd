@@ -19,6 +19,8 @@ cdef extern from "simd/kernels.h" nogil:
         KV_INT8
         KV_INT4
         KV_GAUSS4
+        KV_INT2
+        KV_FIRST_PACKED
         KV_NUM_DTYPES
         KV_INTEGERS
         KV_HALVES
@@ -35,6 +37,7 @@ cdef extern from "simd/kernels.h" nogil:
         int head_dim
         int padded_dim
         int rotated
+        int gaussian
         int clip_search
         Py_ssize_t row_stride
         Py_ssize_t scales
@@ -130,13 +133,13 @@ cdef extern from "simd/kernels.h" nogil:
                        Py_ssize_t out_stride) noexcept nogil
         void (*transform)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n,
                           const kv_transform *transform, float *out, Py_ssize_t out_stride) noexcept nogil
-        void (*prepare[6])(const kv_side *side, const float *rows, int num_rows, float scale,
+        void (*prepare[11])(const kv_side *side, const float *rows, int num_rows, float scale,
                            kv_queries *queries) noexcept nogil
-        void (*scores[6])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
+        void (*scores[11])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                           const kv_ahead *ahead, float *scores) noexcept nogil
         void (*softmax)(kv_softmax *state, int num_rows, int count, const int *start, const int *stop,
                         float position, const kv_score_options *options) noexcept nogil
-        void (*accumulate[6])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
+        void (*accumulate[11])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
         void (*prepare_panel[2])(const kv_side *side, const float *rows, float scale, kv_panel *panel) noexcept nogil
         void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,

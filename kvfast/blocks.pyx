@@ -21,13 +21,20 @@ cdef extern from *:
     void kv_advise_huge(void *address, size_t bytes) nogil
 
 
-_NAMES = ("float32", "float16", "bfloat16", "int8", "int4")
+# By number; GAUSS4 is int4 by another codebook.
+_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int4", "int2", "int3", "int5", "int6", "int7")
+_BITS = (32, 16, 16, 8, 4, 4, 2, 3, 5, 6, 7)
 _ALIASES = {
     "float32": ("f32", "fp32", "float", "single"),
     "float16": ("f16", "fp16", "half"),
     "bfloat16": ("bf16",),
     "int8": ("i8", "q8"),
     "int4": ("i4", "q4"),
+    "int2": ("i2", "q2"),
+    "int3": ("i3", "q3"),
+    "int5": ("i5", "q5"),
+    "int6": ("i6", "q6"),
+    "int7": ("i7", "q7"),
 }
 _DTYPES = {alias: _NAMES.index(name) for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
 
@@ -39,7 +46,7 @@ cdef int parse_dtype(object dtype) except -1:
         name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     number = _DTYPES.get(name.strip().lower())
     if number is None:
-        raise ValueError(f"unknown storage dtype {dtype!r}; choose one of {', '.join(_NAMES)}")
+        raise ValueError(f"unknown storage dtype {dtype!r}; choose one of {', '.join(_ALIASES)}")
     return number
 
 
@@ -49,7 +56,7 @@ def canonical_dtype(dtype):
 
 
 cdef str dtype_name(int dtype):
-    return "int4" if dtype == KV_GAUSS4 else _NAMES[dtype]
+    return _NAMES[dtype]
 
 
 cdef float dtype_limit(int dtype) noexcept nogil:
@@ -58,7 +65,7 @@ cdef float dtype_limit(int dtype) noexcept nogil:
         return 65504.0
     if dtype == KV_BFLOAT16:
         return 3.3895314e38
-    if dtype == KV_GAUSS4:  # a bfloat16 scale times a level
+    if dtype >= KV_GAUSS4:  # a bfloat16 scale times a level
         return 3.3e38
     return 3.4028235e38
 
@@ -76,8 +83,8 @@ cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint 
         side.row_stride = side.padded_dim * (4 if dtype == KV_FLOAT32 else 2)
         side.bytes = block_size * side.row_stride
     else:
-        side.scales = elements if dtype == KV_INT8 else elements // 2
-        side.scale_bytes = 0 if channels else 2 if dtype == KV_GAUSS4 else 4
+        side.scales = elements // 8 * <int>_BITS[dtype]
+        side.scale_bytes = 0 if channels else 2 if dtype >= KV_GAUSS4 else 4
         side.bytes = _whole_lines(side.scales + block_size * side.scale_bytes)
         statistics = _whole_lines(2 * side.padded_dim)
         if means or channels:
@@ -103,6 +110,7 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size) e
         v = KV_GAUSS4
     init_side(&store.k, k, head_dim, block_size, fmt.finishes, fmt.per_channel)
     init_side(&store.v, v, head_dim, block_size)
+    store.k.gaussian = store.v.gaussian = gaussian
     store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation
     store.k.clip_search = store.v.clip_search = fmt.clip_search
     store.finishes, store.float_tokens = fmt.finishes, fmt.num_float_tokens

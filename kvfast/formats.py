@@ -12,6 +12,7 @@ from .plan import check_size
 __all__ = ["PRESETS", "KVFormat"]
 
 _INTEGERS = ("int8", "int4")
+_PACKED = ("int2", "int3", "int5", "int6", "int7")
 MOST_FLOAT_TOKENS = 16
 
 
@@ -23,14 +24,17 @@ class KVFormat:
     ----------
     dtype : str
         ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``, or two of them for keys and values,
-        ``"int8/int4"``. The integers have one scale per token per KV head, unless `per_channel`.
+        ``"int8/int4"``. The integers have one scale per token per KV head, unless `per_channel`. ``"int2"``, ``"int3"``,
+        ``"int5"``, ``"int6"`` and ``"int7"`` are packed, bit for bit, and become INT8 when they are read: they save
+        memory, and time at most where memory is what is waited for.
     rotation : {"", "k", "v", "kv"}
         Which of keys and values are turned by a Hadamard transform of their head_dim elements before they are coded,
         so that no element stands out (QuaRot, arXiv 2404.00456). Queries are turned as keys are, and outputs turned
         back, so that attention stays what it was.
     codebook : {"uniform", "gaussian"}
-        The 16 levels of INT4: evenly spaced, or those with the least squared error for a Gaussian (Lloyd-Max). Rotated
-        rows are close to one. Keys with `per_channel` are always coded uniformly.
+        The levels of INT4, INT2, INT3 and INT5: evenly spaced, or those with the least squared error for a Gaussian
+        (Lloyd-Max). Rotated rows are close to one. Keys with `per_channel` are always coded uniformly, and so are INT6 and
+        above, where a row's own range is as good.
     centring : bool
         Of each full block of keys, take off the mean of every channel before coding.
     per_channel : bool
@@ -90,10 +94,11 @@ class KVFormat:
         check_size(self.num_float_tokens, "num_float_tokens", 0, MOST_FLOAT_TOKENS)
         self._check_rotation()
         self._check_blocks()
-        coded = [name for name in (k, v) if name in _INTEGERS]
+        coded = [name for name in (k, v) if name in _INTEGERS + _PACKED]
         by_token = [k] * (not self.per_channel) + [v]
-        if self.codebook == "gaussian" and "int4" not in by_token:
-            raise ValueError("a Gaussian codebook is for int4 with a scale per token, which neither side of this format has")
+        if self.codebook == "gaussian" and not {"int4", *_PACKED} & {*by_token}:
+            raise ValueError("a Gaussian codebook is for int4 with a scale per token and for packed integers, which "
+                             "neither side of this format has")  # fmt: skip
         if self.clip_search and "int4" not in by_token:
             raise ValueError("clip_search is for int4 with a scale per token, which neither side of this format has")
         if self.num_float_tokens and not coded:
@@ -101,7 +106,7 @@ class KVFormat:
 
     def _check_rotation(self):
         for side, dtype in zip("kv", (self.k_dtype, self.v_dtype)):
-            if side in self.rotation and dtype not in _INTEGERS:
+            if side in self.rotation and dtype not in _INTEGERS + _PACKED:
                 raise ValueError(f'rotation "{self.rotation}" is for integers: it makes them more precise, and {dtype} not')
         if self.per_channel and "k" in self.rotation:
             raise ValueError("per_channel keys cannot be rotated: their channels differ, which channel scales rest on, "
@@ -113,7 +118,7 @@ class KVFormat:
         if self.per_channel and self.centring:
             raise ValueError("per_channel keys have an offset per channel already; leave out centring")
         if self.centring and self.k_dtype not in _INTEGERS:
-            raise ValueError(f"centring is for integer keys, got {self.k_dtype}")
+            raise ValueError(f"centring is for int8 and int4 keys, got {self.k_dtype}")
         if self.finishes:
             if self.block is None:
                 object.__setattr__(self, "block", 64)

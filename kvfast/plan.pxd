@@ -27,6 +27,7 @@ cdef class AttendCall:
     cdef object kept           # arrays that the items look into
     cdef Py_ssize_t window, num_splits, work, context
     cdef bint wide
+    cdef bint packed           # codes that the matrix unit does not take, where it would work
 
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept
     cdef int add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,

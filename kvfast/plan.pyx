@@ -12,8 +12,8 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
-from kvfast._kernels cimport (KV_FLOAT32, KV_GAUSS4, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS, KV_ROWS, KV_TILE,
-                              active, kv_wide_scratch)
+from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_GAUSS4, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS,
+                              KV_ROWS, KV_TILE, active, kv_wide_scratch)
 from kvfast._openmp cimport num_threads_for, threads_for
 from kvfast.attention cimport measure, run
 from kvfast.blocks cimport dtype_name, kv_context, kv_store, parse_dtype
@@ -327,6 +327,9 @@ cdef class AttendCall:
                 or item.context.length < LEAST_WIDE_CONTEXT or panels == 1
                 or (item.num_queries <= FEW_QUERIES and item.members == NULL)):
             return
+        if store.k.dtype >= KV_FIRST_PACKED or store.v.dtype >= KV_FIRST_PACKED:
+            self.packed = True
+            return
         # Enough tasks for some threads, each with enough panels for the operands of a tile to be worth making.
         most = max(<Py_ssize_t>4, min(<Py_ssize_t>KV_PANELS, panels * store.num_kv_heads // 16))
         item.row_blocks = (panels + most - 1) // most
@@ -397,7 +400,7 @@ cdef class AttendCall:
     cdef list _notes(self, int threads):
         cdef const kv_store *store = self.call.store
         return slow_paths.notes(store.k.head_dim, store.k.rotated or store.v.rotated, self.work, threads,
-                                self.call.num_tasks, self.options.num_threads)
+                                self.call.num_tasks, self.options.num_threads, self.packed)
 
 
 cdef tuple _kernels_of(const kv_store *store):

@@ -16,6 +16,7 @@ FINISHING = {
     "means, int8": KVFormat("int8", rotation="v", centring=True),
     "means, k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, block=32, num_float_tokens=5),
     "means, int4": KVFormat("int4", rotation="k", codebook="gaussian", centring=True, block=128, clip_search=True),
+    "channels, packed values": KVFormat("int4/int3", per_channel=True, codebook="gaussian", block=32, num_float_tokens=2),
     "means, float values": KVFormat("int4/float32", centring=True, num_float_tokens=4),
 }
 PLAIN = {
@@ -26,6 +27,9 @@ PLAIN = {
     "int4, gaussian": KVFormat("int4", rotation="kv", codebook="gaussian", num_float_tokens=16),
     "int4, clipped": KVFormat("int4", rotation="v", clip_search=True, num_float_tokens=1),
     "int8/float16": KVFormat("int8/float16", rotation="k", num_float_tokens=4),
+    "int3": KVFormat("int3", rotation="kv", codebook="gaussian"),
+    "int5/int2": KVFormat("int5/int2", rotation="v", codebook="gaussian", num_float_tokens=3),
+    "int7/int6": KVFormat("int7/int6"),
 }
 FORMATS = FINISHING | PLAIN
 MIXED = ["float16", "int8", "int4"]  # of layers in one pool

@@ -132,7 +132,7 @@ def test_constructor():
     with pytest.raises(TypeError, match="head_dim must be an integer"):
         kvfast.KVCache(1, 1, 16.0)
     with pytest.raises(ValueError, match="float32, float16, bfloat16, int8, int4"):
-        kvfast.KVCache(1, 1, 16, dtype="int3")
+        kvfast.KVCache(1, 1, 16, dtype="int9")
     with pytest.raises(kvfast.DimensionMismatchError, match="list of 2"):
         kvfast.KVCache(2, 1, 16, dtype=["int8"])
     with pytest.raises(MemoryError):

@@ -382,7 +382,7 @@ def test_more_threads_than_there_are_are_not_checked(tmp_path):
 def test_errors_are_one_plain_line(tmp_path):
     missing = tmp_path / "no" / "such"
     for args, words in [
-        (("--formats", "int3"), "int3"),
+        (("--formats", "int9"), "int9"),
         (("--work", "sleep"), "decode"),
         (("--model", "GPT"), "SmolLM2-135M"),
         (("--contexts", "64", "--work", "prefill"), "at least as many"),

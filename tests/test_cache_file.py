@@ -427,7 +427,7 @@ def test_absurd_fields(path, mmap, n, name):
 @pytest.mark.parametrize("name", ["kind", "num_layers", "num_kv_heads", "head_dim", "dtype"])
 def test_absurd_settings(path, mmap, n, name):
     _, data = tiny(path, n)
-    others = [None, "int3", ["int8", "int8"], ["int9"], [None], [[]], "sequence", int("9" * 4300)]
+    others = [None, "int9x", ["int8", "int8"], ["int9"], [None], [[]], "sequence", int("9" * 4300)]
     for value in ABSURD + others:
         refused(with_settings(data, **{name: value}), path, mmap, kvfast.CorruptFileError)
     settings = fields(data)["settings"]

@@ -337,7 +337,7 @@ def test_errors_are_one_plain_line(model, text, tmp_path):
         (("generate", "x", "--model", empty), "not a GGUF file"),
         (("generate", "x", "--model", text), "not a GGUF file"),
         (("generate", "x", "--model", tmp_path), "is a folder"),
-        (("generate", "x", "--model", model, "--dtype", "int3"), "int4"),  # the names there are
+        (("generate", "x", "--model", model, "--dtype", "int9"), "int4"),  # the names there are
         (("generate", "", "--model", model), "prompt is empty"),
         (("generate", "x", "--model", model, "--top-p", "0"), "top_p"),
         (("generate", "the the the", "--model", model, "--max-seq-len", "2"), "room for 2"),
@@ -348,7 +348,7 @@ def test_errors_are_one_plain_line(model, text, tmp_path):
         (("eval", "--model", model, "--text", empty), "at least two tokens"),
         (("eval", "--model", model, "--text", text, "--tokens", "70000"), "context is 65536"),
         (("eval", "--model", model, "--text", text, missing), f"{missing}: No such file"),
-        (("eval", "--model", model, "--text", text, "--formats", "int8,int3"), "int4"),
+        (("eval", "--model", model, "--text", text, "--formats", "int8,int9"), "int4"),
         (("eval", "--model", model, "--text", text, "--llama-cpp", "q8_0,q3_0"), "no cache of type 'q3_0'"),
         (("eval", "--model", model, "--text", text, "--plot", "kl.txt"), "png"),
         (("eval", "--model", model, "--text", text, "--plot", missing / "kl.png"), f"no folder {missing}"),

@@ -234,3 +234,15 @@ def test_notes():
     if kvfast.has_openmp():
         idle = filled(20000, 1).explain(1, num_splits=1, num_threads=3)
         assert idle.num_tasks == 1 and "3 threads have 1 task" in idle.notes[-1] and "note" in str(idle)
+
+
+def test_packed_codes_go_without_the_matrix_unit():
+    """Which many queries are told, where there is one."""
+    for form, packed in (("int8", False), ("int5", True), ("int8/int3", True)):
+        cache = kvfast.KVCache(1, 2, 32, dtype=kvfast.KVFormat(form))
+        cache.append(0, *np.ones((2, 500, 2, 32), np.float32))
+        plan = cache.explain((100, 4, 32))
+        told = any("without the matrix unit" in note for note in plan.notes)
+        assert told == (packed and kvfast.active_isa() == "amx")
+        assert ("attend_panels" in plan.kernels) == (not packed and kvfast.active_isa() == "amx")
+        assert not any("matrix unit" in note for note in cache.explain((1, 4, 32)).notes)

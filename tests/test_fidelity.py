@@ -212,8 +212,8 @@ def test_unknown_format_is_refused_at_once(rng, monkeypatch):
     arrays = tensors(rng)
     monkeypatch.setattr(kvfast.KVCache, "append", None)
     for call in (kvfast.fidelity, lambda q, k, v, formats: kvfast.choose_format(q, k, v, formats=formats)):
-        with pytest.raises(ValueError, match="int5"):
-            call(*arrays, ["int8", "int5"])
+        with pytest.raises(ValueError, match="int9"):
+            call(*arrays, ["int8", "int9"])
 
 
 def test_choose_smallest_that_meets(rng):

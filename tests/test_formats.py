@@ -21,11 +21,13 @@ class TestKVFormat:
             ({"dtype": "int8", "per_channel": True}, "per_channel is for int4 keys, got int8"),
             ({"dtype": "float16/int4", "per_channel": True}, "per_channel is for int4 keys, got float16"),
             ({"dtype": "int4", "per_channel": True, "centring": True}, "leave out centring"),
-            ({"dtype": "bfloat16/int4", "centring": True}, "centring is for integer keys, got bfloat16"),
+            ({"dtype": "bfloat16/int4", "centring": True}, "centring is for int8 and int4 keys, got bfloat16"),
             ({"dtype": "float16", "rotation": "v"}, "rotation .* is for integers: .* float16"),
             ({"dtype": "int8/float32", "rotation": "kv"}, "rotation .* is for integers: .* float32"),
             ({"dtype": "int8", "codebook": "gaussian"}, "Gaussian codebook is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "codebook": "gaussian", "per_channel": True}, "Gaussian codebook is for int4"),
+            ({"dtype": "int3", "per_channel": True}, "per_channel is for int4 keys, got int3"),
+            ({"dtype": "int5/int8", "centring": True}, "centring is for int8 and int4 keys, got int5"),
             ({"dtype": "int8", "clip_search": True}, "clip_search is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "clip_search": True, "per_channel": True}, "clip_search is for int4"),
             ({"dtype": "int4", "block": 64}, "block is for centring and per_channel"),
@@ -34,7 +36,7 @@ class TestKVFormat:
             ({"dtype": "int4", "num_float_tokens": 17}, "num_float_tokens must be between 0 and 16, got 17"),
             ({"dtype": "int4", "num_float_tokens": -1}, "num_float_tokens must be between 0 and 16, got -1"),
             ({"dtype": "float16", "num_float_tokens": 4}, "num_float_tokens is for integer formats"),
-            ({"dtype": "int5"}, "unknown storage dtype 'int5'"),
+            ({"dtype": "int9"}, "unknown storage dtype 'int9'"),
             ({"dtype": "int4/int4/int4"}, "one storage dtype, or two"),
             ({"dtype": "int4", "rotation": "vk"}, "rotation must be .* got 'vk'"),
             ({"dtype": "int4", "codebook": "nf4"}, "codebook must be .* got 'nf4'"),
@@ -170,6 +172,7 @@ def check(cache, rng, group, n, options):
 # Relative rms errors on Gaussian data: a few per cent above what was measured, and for the Gaussian codebook what is
 # known of it with the best scale for all rows (Max 1960); a scale for each row does better.
 INT8, UNIFORM, CLIPPED, GAUSSIAN, FLOAT16, BFLOAT16 = 0.007, 0.123, 0.112, 0.0975, 2.2e-4, 1.8e-3
+INT2, INT3, INT5, INT6, INT7 = 0.343, 0.186, 0.0465, 0.0265, 0.0133  # of 2 to 5 bits Gaussian
 ERRORS = {
     "int8": (INT8, INT8),
     "k8v4": (INT8, GAUSSIAN),
@@ -186,6 +189,10 @@ ERRORS = {
     "means, k8v4": (INT8, GAUSSIAN),
     "means, int4": (GAUSSIAN, GAUSSIAN),
     "means, float values": (UNIFORM, FLOAT16),
+    "int3": (INT3, INT3),
+    "int5/int2": (INT5, INT2),
+    "int7/int6": (INT7, INT6),
+    "channels, packed values": (0.077, INT3),
 }
 
 

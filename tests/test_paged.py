@@ -401,7 +401,7 @@ class TestRefused:
             ({"block_size": 24, "dtype": "int8"}, "16, 32, 64, 128 or 256"),
             ({"block_size": 8, "dtype": "int8"}, "between 16 and 256"),
             ({"block_size": 32}, "block_size must be 64, the tokens that share the statistics"),
-            ({"dtype": "int3"}, "unknown storage dtype"),
+            ({"dtype": "int9"}, "unknown storage dtype"),
         ]:
             with pytest.raises(ValueError, match=message):
                 kvfast.PagedKVCache(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "num_blocks": 4, **options})

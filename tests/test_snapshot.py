@@ -454,7 +454,7 @@ def test_from_arrays_refuses():
         with pytest.raises(error):
             make_from(keys, values, heads)
     for options, error in [
-        ({"dtype": "int3"}, ValueError),
+        ({"dtype": "int9"}, ValueError),
         ({"token_ids": [1, 2]}, ValueError),
         ({"metadata": {1: "a"}}, TypeError),
     ]:

@@ -69,6 +69,8 @@ static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offs
     return stream->base + *at + stream->offset + offset;
 }
 
+#include "packed.h"
+
 static const float kv_ones[KV_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 typedef uint32_t kv_word __attribute__((may_alias)); /* a word of a line, whatever else it is */

@@ -9,7 +9,7 @@
 
      float dtypes    (block_size, padded_dim) rows, row_stride bytes from token to token
      integer dtypes  a matrix of codes in lane tiles, then what the codes are multiplied by: a scale
-                     for each token (float32, of GAUSS4 bfloat16), or for keys with per-channel
+                     for each token (float32, of GAUSS4 and packed codes bfloat16), or for keys with per-channel
                      scales one for each channel, a 15-bit fraction of a bfloat16 that is in the top bits
                      of the first 16; for finished key blocks a float16 for each channel that is added
                      to all of it
@@ -29,6 +29,9 @@
    GAUSS4 is stored as INT4, but its codes are indices into a table of 16 int8 levels, the best for a
    Gaussian (Lloyd, Least squares quantization in PCM, 1982; Max 1960), which rotated rows come near.
 
+   INT2, INT3, INT5, INT6 and INT7 have the same lines, and a width that a byte is no multiple of: see packed.h. Their
+   scales are bfloat16, their levels even or the best for a Gaussian.
+
    A finished block has statistics of its own (means, channel scales): it is encoded at once by
    finish_k, when all its tokens are there, and read like any other. */
 #ifndef KVFAST_KERNELS_H
@@ -37,8 +40,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_INT4, KV_GAUSS4, KV_NUM_DTYPES };
-enum { KV_NUM_FLOATS = KV_INT8 };
+enum {
+    KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_INT4, KV_GAUSS4, KV_INT2, KV_INT3, KV_INT5, KV_INT6, KV_INT7,
+    KV_NUM_DTYPES
+};
+enum { KV_NUM_FLOATS = KV_INT8, KV_FIRST_PACKED = KV_INT2 };
 enum { KV_INTEGERS, KV_HALVES }; /* what a matrix unit multiplies */
 
 enum {
@@ -59,10 +65,11 @@ typedef struct {
     int head_dim;          /* at most KV_MAX_HEAD_DIM */
     int padded_dim;
     int rotated;           /* rows are rotated before they are coded; for those who call the kernels */
+    int gaussian;          /* packed codes: the codebook is not even */
     int clip_search;       /* INT4 and GAUSS4: the scale is the one of several with the least squared error */
     ptrdiff_t row_stride;  /* float dtypes: bytes from token to token */
     ptrdiff_t scales;      /* integer dtypes: bytes of the codes, where the scales of the tokens start */
-    int scale_bytes;       /* of a token: 4, of GAUSS4 2; 0 for float dtypes and with channel scales */
+    int scale_bytes;       /* of a token: 4, of GAUSS4 and packed codes 2; 0 for float dtypes and with channel scales */
     ptrdiff_t means;       /* byte offset of the channels' means: (padded_dim,) float16; 0: none */
     ptrdiff_t channels;    /* byte offset of the channels' scales: (padded_dim,) uint16; 0: none */
     ptrdiff_t bytes;       /* of one block of this side */

@@ -88,6 +88,10 @@ static inline void KV(put_k)(const kv_side *side, char *block, int slot, const u
 static void KV(encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
     if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
+    if (side->dtype >= KV_FIRST_PACKED) {
+        for (; count > 0; count--, slot++, rows += stride) KV(encode_packed)(side, block, slot, rows, 0);
+        return;
+    }
     enum { STRIDE = KV_MAX_HEAD_DIM + KV_LANES };
     uint8_t codes[4 * STRIDE], packed[STRIDE];
     const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8, nbytes = dims * 4 / per_line;
@@ -109,6 +113,10 @@ static void KV(encode_k)(const kv_side *side, char *block, int slot, const float
 static void KV(encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
     if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
+    if (side->dtype >= KV_FIRST_PACKED) {
+        for (; count > 0; count--, slot++, rows += stride) KV(encode_packed)(side, block, slot, rows, 1);
+        return;
+    }
     enum { STRIDE = KV_MAX_HEAD_DIM + KV_LANES };
     uint8_t codes[8 * STRIDE];
     const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
@@ -161,6 +169,10 @@ static inline void KV(get_v)(const kv_side *side, const char *block, int slot, u
 static void KV(decode_k)(const kv_side *side, const char *block, int slot, float *row)
 {
     if (KV(decode_floats)(side, block, slot, row)) return;
+    if (side->dtype >= KV_FIRST_PACKED) {
+        KV(decode_packed)(side, block, slot, row, 0);
+        return;
+    }
     uint8_t codes[KV_MAX_HEAD_DIM];
     KV_ALIGNED float means[KV_MAX_HEAD_DIM];
     KV(get_k)(side, block, slot, codes);
@@ -180,6 +192,10 @@ static void KV(decode_k)(const kv_side *side, const char *block, int slot, float
 static void KV(decode_v)(const kv_side *side, const char *block, int slot, float *row)
 {
     if (KV(decode_floats)(side, block, slot, row)) return;
+    if (side->dtype >= KV_FIRST_PACKED) {
+        KV(decode_packed)(side, block, slot, row, 1);
+        return;
+    }
     uint8_t codes[KV_MAX_HEAD_DIM];
     KV(get_v)(side, block, slot, codes);
     KV(levels)(side, codes, side->head_dim);
@@ -196,6 +212,10 @@ static void KV(copy_token)(const kv_side *side, const char *source, int slot, co
     }
     memcpy(target + to->scales + to_slot * to->scale_bytes, source + side->scales + slot * side->scale_bytes,
            (size_t)side->scale_bytes);
+    if (side->dtype >= KV_FIRST_PACKED) {
+        KV(copy_packed)(side, source, slot, to, target, to_slot, values);
+        return;
+    }
     const int per_line = side->dtype == KV_INT8 ? 4 : 8;
     uint8_t *from = (uint8_t *)source, *into = (uint8_t *)target;
     if (!values) {

@@ -1,0 +1,149 @@
+/* Scores and sums of values of packed codes, see packed.h: a tile of them becomes a block of INT8, in the processor's
+   cache, and INT8's kernels read that. */
+
+/* Half a line. */
+typedef uint32_t KV(half_line) __attribute__((vector_size(32)));
+
+/* Codes become levels + 128. */
+static inline __attribute__((always_inline)) void KV(put_levels)(KV(half_line) codes, const int bits, const uint8_t *table,
+                                                                 uint8_t *out)
+{
+    if (!table) {
+        codes = codes << (8 - bits) | (uint32_t)(0x01010101 << (7 - bits));
+        memcpy(out, &codes, 32);
+        return;
+    }
+#if W >= 8 /* AVX2: the bits above the low four choose between shuffles of 16 levels, of which 4 and 8 are a part */
+    const __m256i index = (__m256i)codes;
+    const __m256i low = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), index);
+    __m256i levels = low;
+    if (bits == 5) {
+        const __m256i high =
+            _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table + 1)), index);
+        levels = _mm256_blendv_epi8(low, high, _mm256_slli_epi16(index, 3));
+    }
+    _mm256_storeu_si256((__m256i *)out, levels);
+#else
+    uint8_t index[32];
+    memcpy(index, &codes, 32);
+    for (int i = 0; i < 32; i++) out[i] = table[index[i]];
+#endif
+}
+
+/* Units that follow each other become lines of INT8. */
+static inline __attribute__((always_inline)) void KV(expand_units)(const uint8_t *unit, int count, const int bits,
+                                                                   const uint8_t *table, const char *ahead, uint8_t *out)
+{
+    for (; count > 0; count--, unit += 32 * bits, ahead += 32 * bits) {
+        for (int i = 0; i < 32 * bits; i += 64) kv_prefetch(ahead + i);
+        const uint8_t *twos = unit + (bits & 4 ? 128 : 0), *ones = twos + (bits & 2 ? 64 : 0);
+        for (int line = 0; line < 4; line++)
+            for (int half = 0; half < 2; half++, out += 32) {
+                KV(half_line) codes, plane;
+                memset(&codes, 0, 32);
+                int shift = 0;
+                if (bits & 4) {
+                    memcpy(&codes, unit + line / 2 * 64 + half * 32, 32);
+                    codes = codes >> line % 2 * 4 & 0x0F0F0F0F;
+                    shift = 4;
+                }
+                if (bits & 2) {
+                    memcpy(&plane, twos + half * 32, 32);
+                    codes |= (plane >> line * 2 & 0x03030303) << shift;
+                    shift += 2;
+                }
+                if (bits & 1) {
+                    memcpy(&plane, ones, 32);
+                    codes |= (plane >> (line + half * 4) & 0x01010101) << shift;
+                }
+                KV(put_levels)(codes, bits, table, out);
+            }
+    }
+}
+
+static void KV(expand)(const kv_side *side, const char *units, int count, const char *ahead, uint8_t *out)
+{
+    /* 4 and 8 levels, for shuffles that read 16 */
+    uint8_t levels[32] = {0};
+    const uint8_t *table = kv_packed_table(side), *unit = (const uint8_t *)units;
+    if (table) memcpy(levels, table, (size_t)1 << kv_bits_of(side->dtype));
+    switch (side->dtype) {
+    case KV_INT2:
+        if (table) KV(expand_units)(unit, count, 2, levels, ahead, out);
+        else KV(expand_units)(unit, count, 2, NULL, ahead, out);
+        break;
+    case KV_INT3:
+        if (table) KV(expand_units)(unit, count, 3, levels, ahead, out);
+        else KV(expand_units)(unit, count, 3, NULL, ahead, out);
+        break;
+    case KV_INT5:
+        if (table) KV(expand_units)(unit, count, 5, levels, ahead, out);
+        else KV(expand_units)(unit, count, 5, NULL, ahead, out);
+        break;
+    case KV_INT6: KV(expand_units)(unit, count, 6, NULL, ahead, out); break;
+    default: KV(expand_units)(unit, count, 7, NULL, ahead, out);
+    }
+}
+
+/* A tile as a block of INT8 that holds nothing else. */
+typedef struct {
+    KV_ALIGNED uint8_t block[KV_TILE * KV_MAX_HEAD_DIM + KV_TILE * sizeof(float)];
+    kv_side side;
+    kv_tile tile;
+    kv_ahead ahead; /* of the block itself: there is nothing to prefetch */
+} KV(expanded);
+
+static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead, int values,
+                            KV(expanded) *expanded)
+{
+    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, lanes = side->padded_dim / KV_LANES;
+    const ptrdiff_t unit_bytes = 32 * kv_bits_of(side->dtype);
+    float *scales = (float *)(expanded->block + tokens * side->padded_dim);
+    ptrdiff_t read = 0; /* bytes of the tile, for what is prefetched instead */
+    for (int t = 0, slot = tile->first, block = 0; t < tokens; block++, slot = 0) {
+        const char *at = tile->base + tile->at[block];
+        const int left = tokens - t, room = side->block_size - slot, here = left < room ? left : room;
+        const int units = here / KV_UNIT; /* of the V side, a lane tile; the K side has `lanes` units for every 16 tokens */
+        if (values)
+            for (int lane = 0; lane < lanes; lane++, read += units * unit_bytes)
+                KV(expand)(side, at + (lane * (side->block_size / KV_UNIT) + slot / KV_UNIT) * unit_bytes, units,
+                           kv_prefetch_from(ahead, read), expanded->block + (lane * (tokens / KV_UNIT) + t / KV_UNIT) * 256);
+        else {
+            KV(expand)(side, at + slot / KV_LANES * lanes * unit_bytes, units * lanes, kv_prefetch_from(ahead, read),
+                       expanded->block + t * side->padded_dim);
+            read += units * lanes * unit_bytes;
+        }
+        KV(to_bfloat16)(at + side->scales + slot * 2, here, scales + t);
+        t += here;
+    }
+    kv_prefetch_end(ahead);
+    expanded->side = *side;
+    expanded->side.dtype = KV_INT8;
+    expanded->side.block_size = tokens;
+    expanded->side.scales = (ptrdiff_t)tokens * side->padded_dim;
+    expanded->side.scale_bytes = sizeof(float);
+    memset(&expanded->tile, 0, sizeof expanded->tile);
+    expanded->tile.base = (const char *)expanded->block;
+    expanded->tile.count = tile->count;
+    memset(&expanded->ahead, 0, sizeof expanded->ahead);
+    expanded->ahead.next.base = expanded->tile.base;
+    expanded->ahead.next.at = expanded->tile.at;
+    expanded->ahead.next.piece = expanded->ahead.next.bytes = expanded->side.scales;
+    expanded->ahead.after = expanded->ahead.next;
+}
+
+static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
+                              const kv_ahead *ahead, float *scores)
+{
+    KV(expanded) expanded;
+    KV(expand_tile)(side, tile, ahead, 0, &expanded);
+    KV(scores_int8)(&expanded.side, queries, num_rows, &expanded.tile, &expanded.ahead, scores);
+}
+
+static void KV(accumulate_packed)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
+                                  const kv_ahead *ahead, const float *rescale, float *acc)
+{
+    KV(expanded) expanded;
+    KV(expand_tile)(side, tile, ahead, 1, &expanded);
+    KV(accumulate_int8)(&expanded.side, weights, num_rows, &expanded.tile, &expanded.ahead, rescale, acc);
+}

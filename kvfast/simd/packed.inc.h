@@ -1,0 +1,118 @@
+/* Rows as codes of 2, 3, 5, 6 or 7 bits, and back; see packed.h. */
+
+/* Which level above 0 is nearest to each t >= 0, and the level. Evenly spaced: t in steps, below `half`. */
+static inline __attribute__((always_inline)) vi KV(nearest_packed)(vf t, const float *magnitudes, int half, float step,
+                                                                   vf *level)
+{
+    if (step != 0.0f) {
+        const vi cell = vf_truncate(vf_min(vf_mul(t, vf_set1(1.0f / step)), vf_set1((float)half - 0.5f)));
+        *level = vf_mul(vf_add(vi_to_float(cell), vf_set1(0.5f)), vf_set1(step));
+        return cell;
+    }
+    vi cell = vi_set1(0);
+    vf found = vf_set1(magnitudes[0]);
+    for (int i = 1; i < half; i++) {
+        const vi above = vi_count_above(vi_set1(0), t, vf_set1(0.5f * (magnitudes[i - 1] + magnitudes[i])));
+        found = vf_fma(vi_to_float(above), vf_set1(magnitudes[i] - magnitudes[i - 1]), found);
+        cell = vi_add(cell, above);
+    }
+    *level = found;
+    return cell;
+}
+
+/* Padded codes of a row; returns its scale, a bfloat16. As KV(search): of the scale that clips nothing and those of a
+   Gaussian of the row's size, refitted to their codes, the one that leaves the least squared error. */
+static float KV(code_packed_row)(const kv_side *side, const float *row, uint8_t *codes)
+{
+    static const float spreads[] = {0.0f, 1.0f, 0.85f, 1.2f};
+    const int bits = kv_bits_of(side->dtype), half = 1 << (bits - 1);
+    const int n = side->padded_dim, padding = n - side->head_dim;
+    const uint8_t *table = kv_packed_table(side);
+    const float step = table ? 0.0f : (float)(256 >> bits);
+    KV_ALIGNED float unit[KV_MAX_HEAD_DIM];
+    float magnitudes[16] = {0.5f * step};
+    for (int i = 0; table && i < half; i++) magnitudes[i] = (float)(table[half + i] - 128);
+    const int32_t largest_bits = KV(max_magnitude_bits)(row, side->head_dim);
+    if (largest_bits == 0) {
+        memset(codes, half, (size_t)n);
+        return 0.0f;
+    }
+    int exponent = (largest_bits >> 23) - 127; /* a power of two brings the row near 1 */
+    exponent = exponent < -100 ? -100 : exponent > 126 ? 126 : exponent;
+    const float down = kv_bits_float((uint32_t)(127 - exponent) << 23), up = kv_bits_float((uint32_t)(127 + exponent) << 23);
+    KV(scale_row)(row, side->head_dim, down, NULL, unit);
+    memset(unit + side->head_dim, 0, (size_t)padding * sizeof(float));
+    const float largest = kv_bits_float((uint32_t)largest_bits) * down, smallest = 0x1p-126f * down;
+    const float spread = kv_packed_spread(side) * __builtin_sqrtf(KV(sum_squares)(unit, n) / (float)side->head_dim);
+
+    float scale = 0.0f, gain = -INFINITY;
+    for (int i = 0; i < 4; i++) {
+        float s = i ? spread * spreads[i] : largest / (table ? magnitudes[half - 1] : 128.0f), product, square;
+        for (int refits = i > 0;; refits--) {
+            s = kv_from_bfloat16(kv_to_bfloat16(s));
+            s = s > smallest ? s : smallest; /* times `up` a normal float */
+            const vf inverse = vf_set1(1.0f / s);
+            vf products = vf_set1(0.0f), squares = products, level;
+            for (int d = 0; d < n; d += W) {
+                const vf x = vf_abs(vf_load(unit + d));
+                (void)KV(nearest_packed)(vf_mul(x, inverse), magnitudes, half, step, &level);
+                products = vf_fma(x, level, products);
+                squares = vf_fma(level, level, squares);
+            }
+            product = vf_hsum(products);
+            square = vf_hsum(squares) - (float)padding * (magnitudes[0] * magnitudes[0]);
+            if (refits == 0) break;
+            s = product / square;
+        }
+        if (s * (2.0f * product - s * square) > gain) {
+            gain = s * (2.0f * product - s * square);
+            scale = s;
+        }
+    }
+    const vf inverse = vf_set1(1.0f / scale);
+    for (int d = 0; d < n; d += W) {
+        vf level;
+        const vf x = vf_load(unit + d);
+        const vi cell = KV(nearest_packed)(vf_mul(vf_abs(x), inverse), magnitudes, half, step, &level);
+        const vf code = vf_sign_of(vf_add(vi_to_float(cell), vf_set1(0.5f)), x);
+        vi_store_int8((int8_t *)codes + d, vf_round(vf_add(code, vf_set1((float)half - 0.5f))));
+    }
+    return scale * up;
+}
+
+static void KV(encode_packed)(const kv_side *side, char *block, int slot, const float *row, int values)
+{
+    uint8_t codes[KV_MAX_HEAD_DIM];
+    const int bits = kv_bits_of(side->dtype);
+    const float scale = KV(code_packed_row)(side, row, codes);
+    ((uint16_t *)(block + side->scales))[slot] = kv_to_bfloat16(scale);
+    for (int d = 0; d < side->padded_dim; d++)
+        if (values) kv_put_packed((uint8_t *)block, bits, side->block_size, d, slot, codes[d]);
+        else kv_put_packed((uint8_t *)block, bits, side->padded_dim, slot, d, codes[d]);
+}
+
+static void KV(decode_packed)(const kv_side *side, const char *block, int slot, float *row, int values)
+{
+    int8_t levels[KV_MAX_HEAD_DIM];
+    const uint8_t *codes = (const uint8_t *)block, *table = kv_packed_table(side);
+    const int bits = kv_bits_of(side->dtype);
+    for (int d = 0; d < side->head_dim; d++) {
+        const int code = values ? kv_get_packed(codes, bits, side->block_size, d, slot)
+                                : kv_get_packed(codes, bits, side->padded_dim, slot, d);
+        levels[d] = (int8_t)(kv_packed_level(table, bits, code) ^ 0x80);
+    }
+    KV(dequantize)(levels, side->head_dim, kv_from_bfloat16(((const uint16_t *)(block + side->scales))[slot]), row);
+}
+
+static void KV(copy_packed)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
+                            int to_slot, int values)
+{
+    const int bits = kv_bits_of(side->dtype);
+    const uint8_t *from = (const uint8_t *)source;
+    uint8_t *into = (uint8_t *)target;
+    for (int d = 0; d < side->padded_dim; d++)
+        if (values)
+            kv_put_packed(into, bits, to->block_size, d, to_slot, kv_get_packed(from, bits, side->block_size, d, slot));
+        else
+            kv_put_packed(into, bits, side->padded_dim, to_slot, d, kv_get_packed(from, bits, side->padded_dim, slot, d));
+}

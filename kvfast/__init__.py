@@ -18,11 +18,12 @@ How the package is built, from the bottom up; each room imports only from those 
     formats, finish         what is stored of a token; blocks that are encoded as a whole
     pool, transfer          blocks, and how many owners each has; copies from pool to pool
     table, ring             which block holds which position of a sequence; one that forgets
-    sequence, paged         all layers of one sequence; batches of many in one pool
+    sequence, heads, paged  all layers of one sequence; some heads of one layer; batches of many in one pool
     prefix, rope            blocks known by their tokens; tables of angles
     state, cache_file       a cache as plain arrays; as a file (extra ``files``)
     snapshot                a cache at one point in time
-    storage_properties, sequence_cache, cache, ring_cache, paged_cache, paged_sequence, prompt_cache
+    storage_properties, sequence_cache, cache, ring_cache, paged_cache, paged_sequence, prompt_cache,
+    multi_head, multi_head_config
                             the classes that users see
     fidelity, machine       what a storage format costs on tensors of one's own; what the machine can do at most
     bench/, plotting        how fast it is here (extra ``bench``); files with plots (extra ``plot``)
@@ -50,6 +51,8 @@ from .fidelity import Fidelity, choose_format, fidelity
 from .formats import PRESETS, KVFormat
 from .fused import split_qkv_norm_rope
 from .machine import peak_rate, read_bandwidth
+from .multi_head import MultiHeadKVCache
+from .multi_head_config import MultiHeadConfig
 from .paged_cache import PagedKVCache
 from .paged_sequence import Sequence
 from .plain import attention, merge_states
@@ -70,6 +73,8 @@ __all__ = [
     "IncompatibleSnapshotError",
     "KVCache",
     "KVFormat",
+    "MultiHeadConfig",
+    "MultiHeadKVCache",
     "NonFiniteInputError",
     "PagedKVCache",
     "PlanItem",

@@ -1,0 +1,13 @@
+"""The storage of one layer, seen head by head."""
+from kvfast.blocks cimport kv_chunk, kv_store
+from kvfast.ring cimport RingTable
+
+
+cdef class HeadsTable(RingTable):
+    cdef int evict(self, Py_ssize_t window) except -1
+
+
+# Some KV heads of a store, as a store.
+cdef class Heads:
+    cdef kv_store store
+    cdef kv_chunk *chunks

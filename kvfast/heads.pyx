@@ -1,0 +1,215 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The storage of one layer for those who think head by head: scores, attention and rows of some of its heads."""
+import math
+
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.math cimport expf
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from kvfast._arrays cimport Rows, kv_rows, open_rows
+from kvfast._kernels cimport KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
+from kvfast._openmp cimport num_threads_for
+from kvfast.blocks cimport block_of, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.finish cimport decode_tokens
+from kvfast.plan cimport AttendCall, Options, open_call
+from kvfast.pool cimport BlockPool
+from kvfast.ring cimport RingTable
+from kvfast.sequence cimport SequenceBuffer
+from kvfast.table cimport BlockTable
+
+cdef Py_ssize_t NO_WINDOW = <Py_ssize_t>1 << 60
+
+
+cdef class HeadsTable(RingTable):
+    """A ring whose window is told each time that something is to be dropped."""
+
+    def __cinit__(self, BlockPool pool, *args):
+        self.window, self.rollback = NO_WINDOW, 0
+
+    cdef int evict(self, Py_ssize_t window) except -1:
+        self.evicted = max(self.evicted, self.length - window)
+        return RingTable.forget(self)
+
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept:
+        return min(self.evicted, length)
+
+    cdef BlockTable empty(self, BlockPool pool):
+        return HeadsTable(pool, NO_WINDOW, 0, 0)
+
+
+cdef class Heads:
+    def __dealloc__(self):
+        free(self.chunks)
+
+
+cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
+    """The KV heads first ... of a pool's only layer."""
+    cdef Heads self = Heads.__new__(Heads)
+    cdef Py_ssize_t i, chunks = len(pool.arenas)
+    cdef kv_chunk *chunk
+    self.store = pool.stores[0]
+    self.store.num_kv_heads = <int>count
+    self.chunks = <kv_chunk *>malloc(max(chunks, 1) * sizeof(kv_chunk))
+    if self.chunks == NULL:
+        raise MemoryError("cannot allocate the view of some heads")
+    for i in range(chunks):
+        chunk = self.chunks + i
+        chunk[0] = self.store.chunks[i]
+        chunk.k += first * chunk.k_head_stride
+        chunk.v += first * chunk.v_head_stride
+    self.store.chunks = self.chunks
+    return self
+
+
+cdef void _score_head(const kv_kernels *kernels, const kv_store *store, const kv_context *context, const kv_rows *q,
+                      Py_ssize_t head, Py_ssize_t group, float scale, Py_ssize_t begin, float *out) noexcept nogil:
+    """Scores of the query heads of one KV head, rows of `out`, from position `begin` on."""
+    cdef kv_scratch scratch
+    cdef kv_tile tile
+    cdef kv_ahead ahead
+    cdef const kv_side *k = &store.k
+    cdef Py_ssize_t row0 = 0, t, first, tokens = context.length - begin
+    cdef Py_ssize_t at[2]
+    cdef int rows, r, skip
+    cdef float *row
+    memset(&ahead, 0, sizeof(ahead))
+    while row0 < group:
+        rows = <int>min(<Py_ssize_t>KV_ROWS, group - row0)
+        for r in range(rows):
+            row = scratch.rows + r * k.padded_dim
+            kernels.to_float[q.dtype](q.data + (head * group + row0 + r) * q.head_stride, k.head_dim, row)
+            memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
+        if k.rotated:
+            kernels.rotate(scratch.rows, k.padded_dim, rows, k.head_dim)
+        kernels.prepare[k.dtype](k, scratch.rows, rows, scale, &scratch.queries)
+        t = begin
+        while t < context.length:
+            first = t % k.block_size // KV_LANES * KV_LANES
+            skip = <int>(t % KV_LANES)
+            at[0] = at[1] = k_offset_of(store, block_of(context, t >> store.block_shift), head)
+            tile.base, tile.at[0], tile.first = store.base, at[0], <int>first
+            tile.count = <int>min(min(<Py_ssize_t>KV_TILE, k.block_size - first), context.length - t + skip)
+            if t - skip + tile.count < context.length:  # the rest of this block, or the next one
+                at[1] = k_offset_of(store, block_of(context, (t - skip + tile.count) >> store.block_shift), head)
+            # Codes of as many tokens again; they lie one after the other for 16 tokens at a time.
+            ahead.next.base, ahead.next.at = store.base, &at[1]
+            ahead.next.piece = ahead.next.bytes = k.scales
+            ahead.next.scales, ahead.next.scale_bytes = k.scales, k.scale_bytes * k.block_size
+            ahead.after = ahead.next
+            kernels.scores[k.dtype](k, &scratch.queries, rows, &tile, &ahead, scratch.softmax.weights)
+            for r in range(rows):
+                memcpy(out + (row0 + r) * tokens + t - begin, scratch.softmax.weights + r * KV_TILE + skip,
+                       (tile.count - skip) * sizeof(float))
+            t += tile.count - skip
+        row0 += KV_ROWS
+
+
+cdef void _to_weights(float *scores, Py_ssize_t n) noexcept nogil:
+    """Softmax in place."""
+    cdef Py_ssize_t i
+    cdef float top = scores[0], total
+    cdef double sum_ = 0
+    for i in range(n):
+        top = max(top, scores[i])
+    for i in range(n):
+        scores[i] = expf(scores[i] - top)
+        sum_ += scores[i]
+    total = <float>(1.0 / sum_)
+    for i in range(n):
+        scores[i] *= total
+
+
+cdef class HeadsBuffer(SequenceBuffer):
+    """One layer; of what it holds, positions below `start` are gone."""
+
+    @property
+    def start(self):
+        return (<HeadsTable>self.tables[0]).evicted
+
+    def evict(self, Py_ssize_t window):
+        """Keep the last `window` tokens, at least 1."""
+        self._enter()
+        try:
+            (<HeadsTable>self.tables[0]).evict(window)
+        finally:
+            self._leave()
+
+    def _like(self, tables):
+        table = tables[self.tables[0]]
+        return HeadsBuffer([table], [(table, 0)])
+
+    def scores(self, q, Py_ssize_t head, Py_ssize_t count, bint softmax, num_threads):
+        """Scores of q, (1, query heads, head_dim), over the tokens of `count` KV heads from `head` on."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Rows queries = open_rows(q, "q")
+        cdef Heads part
+        cdef kv_context context
+        cdef const kv_kernels *kernels = active()
+        cdef Py_ssize_t group = queries.rows.heads // count, n, i
+        cdef float scale = 1.0 / math.sqrt(queries.rows.dim)
+        cdef int threads
+        cdef float[:, ::1] out
+        table.context(0, &context)
+        n = context.length - table.evicted
+        array = np.empty((queries.rows.heads, n), np.float32)
+        if n == 0:
+            return array
+        out = array
+        self._enter()
+        try:
+            part = heads_of(table.pool, head, count)
+            threads = num_threads_for(num_threads, <double>n * count * part.store.k.padded_dim * group)
+            with nogil:
+                if threads == 1:
+                    for i in range(count):
+                        _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale, context.length - n,
+                                    &out[i * group, 0])
+                    for i in range(count * group if softmax else 0):
+                        _to_weights(&out[i, 0], n)
+                else:
+                    for i in prange(count, schedule="dynamic", num_threads=threads):
+                        _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale, context.length - n,
+                                    &out[i * group, 0])
+                    for i in prange(count * group if softmax else 0, schedule="static", num_threads=threads):
+                        _to_weights(&out[i, 0], n)
+        finally:
+            self._leave()
+        return array
+
+    def attend_heads(self, q, Py_ssize_t head, Py_ssize_t count, Options options):
+        """As `attend`, of one query token to `count` KV heads from `head` on."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Heads part
+        cdef AttendCall call
+        cdef kv_context context
+        table.context(0, &context)
+        self._enter()
+        try:
+            part = heads_of(table.pool, head, count)
+            call = open_call(&part.store, table.pool.workspace, q, options, 1)
+            call.window = context.length - table.evicted
+            call.ask(&context, 0, 1)
+            call.add(&context, 0, 1, 0, 0)
+            return call.run()
+        finally:
+            self._leave()
+
+    def rows_of(self, Py_ssize_t head, Py_ssize_t count, bint values):
+        """Keys or values of `count` KV heads from `head` on, decoded."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Heads part
+        cdef Py_ssize_t i, n = table.length - table.evicted
+        cdef int64_t[::1] positions = np.arange(table.evicted, table.length)
+        cdef int64_t[::1] slots = np.empty(n, np.int64)
+        self._enter()
+        try:
+            for i in range(n):
+                slots[i] = table.slot(positions[i])
+            part = heads_of(table.pool, head, count)
+            return decode_tokens(&part.store, positions, slots, table.length, values)
+        finally:
+            self._leave()

@@ -1,0 +1,295 @@
+"""A cache for callers who think head by head."""
+
+import numpy as np
+
+from .errors import DimensionMismatchError
+from .heads import HeadsBuffer, HeadsTable
+from .multi_head_config import MultiHeadConfig, signs_of, vectors
+from .plan import Options, check_size
+from .pool import BlockPool
+from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS
+from .storage_properties import size_text
+
+__all__ = ["MultiHeadKVCache"]
+
+
+class _Heads:
+    """What all heads and one have in common: `_first` and `_count` tell which of the cache's they are."""
+
+    __slots__ = ()
+
+    def attention_scores(self, queries, *, softmax=False, num_threads=None):
+        """Scores of each query with all tokens that its head holds, ``q . k / sqrt(head_dim)``.
+
+        Parameters
+        ----------
+        queries : num_q_heads vectors of head_dim
+            An array of float32, float64, float16 or bfloat16 (ml_dtypes, or its bits in uint16), or a list of vectors.
+        softmax : bool
+            Return the weights of attention instead: of each query they sum to 1.
+        num_threads : int, optional
+            Most threads of this call. The result is the same bits for every number.
+
+        Returns
+        -------
+        ndarray of shape (num_q_heads, len(cache)), float32
+
+        Raises
+        ------
+        DimensionMismatchError, NonFiniteInputError, TypeError
+        """
+        q = self._queries(queries)
+        return self._cache._buffer.scores(q, self._first, self._count, softmax, num_threads)
+
+    def attend(self, queries, *, num_threads=None):
+        """Attention of each query to all tokens that its head holds, on the stored bytes.
+
+        Parameters
+        ----------
+        queries, num_threads
+            As in `attention_scores`.
+
+        Returns
+        -------
+        ndarray of shape (num_q_heads, head_dim), float32
+
+        Raises
+        ------
+        DimensionMismatchError, NonFiniteInputError, TypeError
+        ValueError
+            If no token is held.
+        """
+        q = self._queries(queries)
+        if not len(self):
+            raise ValueError("the cache holds no tokens to attend to")
+        out = self._cache._buffer.attend_heads(q, self._first, self._count, Options(num_threads=num_threads))
+        return self._signed(out, q.shape[1])[0]
+
+    def decode_keys(self):
+        """Keys as they are stored, without rotation: ndarray of shape (len(cache), num_heads, head_dim), float32."""
+        return self._signed(self._cache._buffer.rows_of(self._first, self._count, False), self._count)
+
+    def decode_values(self):
+        """Values; see `decode_keys`."""
+        return self._signed(self._cache._buffer.rows_of(self._first, self._count, True), self._count)
+
+    @property
+    def is_empty(self):
+        """Whether no token is held."""
+        return len(self) == 0
+
+    @property
+    def compression_ratio(self):
+        """How many times smaller than float32 the tokens are, all that is stored of them included: codes, scales, padding,
+        and the places of the last block that no token has taken yet. 1.0 without tokens."""
+        tokens = len(self)
+        return 2 * 4 * tokens * self._count * self.head_dim / self.nbytes_used if tokens else 1.0
+
+    @property
+    def nbytes_used(self):
+        """Bytes of the blocks that hold tokens."""
+        return self._cache._buffer.nbytes_used * self._count // self._cache.num_heads
+
+    @property
+    def bytes_per_token(self):
+        """Bytes of one token's keys and values, scales and padding included."""
+        return self._cache._buffer.bytes_per_token * self._count // self._cache.num_heads
+
+    @property
+    def head_dim(self):
+        """Elements of a vector."""
+        return self._cache.config.head_dim
+
+    def __bool__(self):
+        return len(self) > 0
+
+    def _queries(self, queries):
+        return self._signed(vectors(queries, "queries", self.num_q_heads, self.head_dim)[None], self.num_q_heads)
+
+    def _signed(self, rows, num_heads):
+        """Rows of the shape (..., num_heads, head_dim) with the signs of the transform, in place."""
+        if self._cache._signs is not None:
+            signs = self._cache._signs[self._first : self._first + self._count]
+            grouped = rows.reshape(-1, self._count, num_heads // self._count, self.head_dim)
+            grouped *= signs[:, None]
+        return rows
+
+
+class MultiHeadKVCache(_Heads):
+    """Compressed keys and values of one layer, one compressor per head.
+
+    Parameters
+    ----------
+    num_heads : int
+        Heads of keys and values.
+    config : MultiHeadConfig
+        Of each of them.
+
+    Raises
+    ------
+    DimensionMismatchError
+        If `num_q_heads` is no multiple of `num_heads`.
+    ValueError, TypeError, MemoryError
+
+    Notes
+    -----
+    A vector takes ``head_dim * bits / 8`` bytes, whatever the width, and its scale, of 2 bytes (of 4 with 8 bits, or 4 bits
+    that are evenly spaced). 4 and 8 bits are read as they are; the others become 8 bits in the processor's cache.
+
+    A scale for each vector is all that adapts to the data. On Gaussian vectors of 128 (32 heads, 512 tokens) the outputs
+    of attention have a mean cosine similarity with the exact ones of 0.895 (2 bits), 0.970 (3), 0.992 (4), 0.995 (keys 5,
+    values 4), 0.998 (5), 0.9994 (6), 0.9998 (7) and 0.99996 (8).
+
+    Queries are turned once for each call, and outputs turned back once.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.MultiHeadKVCache(8, kvfast.MultiHeadConfig(head_dim=128, bits=4, num_q_heads=32))
+    >>> for keys, values in np.random.default_rng(0).standard_normal((640, 2, 8, 128)):
+    ...     cache.push_token(keys, values)
+    >>> queries = np.ones((32, 128))
+    >>> cache.attention_scores(queries).shape, cache.attend(queries).shape
+    ((32, 640), (32, 128))
+    >>> round(cache.compression_ratio, 2)
+    7.76
+    """
+
+    __slots__ = ("_buffer", "_signs", "config", "num_heads", "num_q_heads", "__weakref__")
+
+    def __init__(self, num_heads, config):
+        if not isinstance(config, MultiHeadConfig):
+            raise TypeError(f"config must be a MultiHeadConfig, got {type(config).__name__}")
+        self.num_heads = check_size(num_heads, "num_heads", 1, 1 << 16)
+        self.config = config
+        self.num_q_heads = num_heads if config.num_q_heads is None else config.num_q_heads
+        if self.num_q_heads % num_heads:
+            raise DimensionMismatchError(f"num_q_heads must be a multiple of the {num_heads} heads, got {self.num_q_heads}")
+        self._signs = signs_of(config.seed, num_heads, config.head_dim) if config.rotation else None
+        pool = BlockPool(1, num_heads, config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, True)
+        table = HeadsTable(pool, 1, 0, 0)
+        self._buffer = HeadsBuffer([table], [(table, 0)])
+
+    @property
+    def _cache(self):
+        return self
+
+    @property
+    def _first(self):
+        return 0
+
+    @property
+    def _count(self):
+        return self.num_heads
+
+    def push_token(self, keys, values):
+        """Compress and keep the key and the value of one token in every head.
+
+        Parameters
+        ----------
+        keys, values : num_heads vectors of head_dim
+            As `queries` of `attention_scores`. A token that is refused leaves every head as it was.
+
+        Raises
+        ------
+        DimensionMismatchError
+            If there are more or fewer vectors, or elements of one.
+        NonFiniteInputError
+            For NaN, infinity, or a magnitude above 6e35.
+        TypeError
+        """
+        k = vectors(keys, "keys", self.num_heads, self.head_dim)[None]
+        v = vectors(values, "values", self.num_heads, self.head_dim)[None]
+        self._buffer.append(0, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
+        self._buffer.advance(1)
+
+    def evict_outside_window(self, window):
+        """Drop all but the last `window` tokens; the memory of blocks that hold none of these is used again.
+
+        Returns
+        -------
+        int
+            How many were dropped.
+        """
+        window, before = check_size(window, "window", 0, 1 << 60), len(self)
+        if window == 0:
+            self.clear()
+        else:
+            self._buffer.evict(window)
+        return before - len(self)
+
+    def head(self, i):
+        """One head: its `attention_scores`, `attend`, `decode_keys` and so on, as the cache is at the time of the call.
+
+        Parameters
+        ----------
+        i : int
+
+        Returns
+        -------
+        HeadView
+            Its arrays have one head, its queries the ``num_q_heads // num_heads`` that read it.
+
+        Raises
+        ------
+        IndexError
+        """
+        return HeadView(self, i)
+
+    def clear(self):
+        """Drop all tokens; the memory is kept for the next."""
+        self._buffer.truncate(0)
+
+    def copy(self):
+        """An independent deep copy."""
+        other = object.__new__(type(self))
+        for name in ("_signs", "config", "num_heads", "num_q_heads"):
+            setattr(other, name, getattr(self, name))
+        other._buffer = self._buffer.copy()
+        return other
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo):
+        return self.copy()
+
+    def __reduce__(self):
+        raise TypeError("a MultiHeadKVCache cannot be pickled")
+
+    def __len__(self):
+        return self._buffer.length - self._buffer.start
+
+    @property
+    def nbytes(self):
+        """Bytes reserved for keys and values."""
+        return self._buffer.nbytes
+
+    def __repr__(self):
+        return (f"MultiHeadKVCache({self.num_heads} heads x {self.head_dim}, {self.config.format}, {len(self)} tokens, "
+                f"{size_text(self.nbytes)})")  # fmt: skip
+
+
+class HeadView(_Heads):
+    """One head of a `MultiHeadKVCache`, see `MultiHeadKVCache.head`. A token is pushed to all heads at once."""
+
+    __slots__ = ("_cache", "_first")
+
+    _count = 1
+
+    def __init__(self, cache, i):
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
+            raise TypeError(f"a head is known by its number, got {i!r}")
+        if not 0 <= i < cache.num_heads:
+            raise IndexError(f"head must be between 0 and {cache.num_heads - 1}, got {i}")
+        self._cache, self._first = cache, int(i)
+
+    @property
+    def num_q_heads(self):
+        """Query heads that read this head."""
+        return self._cache.num_q_heads // self._cache.num_heads
+
+    def __len__(self):
+        return len(self._cache)
+
+    def __repr__(self):
+        return f"head {self._first} of {self._cache!r}"

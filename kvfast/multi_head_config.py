@@ -1,0 +1,129 @@
+"""What a `MultiHeadKVCache` is told: how it stores vectors, and the vectors."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import DimensionMismatchError, NonFiniteInputError
+from .formats import KVFormat
+from .plan import check_size
+
+# Sums of 512 elements that are turned stay finite, and so do their scales.
+_LARGEST = 6e35
+
+
+@dataclass(frozen=True)
+class MultiHeadConfig:
+    """How each head of a `MultiHeadKVCache` stores its vectors.
+
+    Parameters
+    ----------
+    head_dim : int
+        1 to 512; a multiple of 16 is stored without padding.
+    bits : int or (int, int)
+        2 to 8, of an element of keys and values, or of keys and of values.
+    rotation : bool
+        Turn vectors by a randomised Hadamard transform before they are coded, so that their elements are near to a
+        Gaussian and none stands out (QuaRot, arXiv 2404.00456; TurboQuant, arXiv 2504.19874).
+    codebook : {"gaussian", "uniform"}
+        The levels of 2 to 5 bits: those with the least squared error for a Gaussian (Lloyd-Max), or evenly spaced. From 6
+        bits on both are evenly spaced over the vector's own range, which is as good.
+    num_q_heads : int, optional
+        A multiple of the cache's heads; as many as these by default. Query head i reads head
+        ``i // (num_q_heads // num_heads)``.
+    seed : int
+        Of the signs of the transform, which differ from head to head; below 2**64.
+
+    Raises
+    ------
+    ValueError, TypeError
+    """
+
+    head_dim: int
+    bits: int | tuple[int, int] = 4
+    rotation: bool = True
+    codebook: str = "gaussian"
+    num_q_heads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        check_size(self.head_dim, "head_dim", 1, 512)
+        if isinstance(self.bits, (tuple, list)):
+            if len(self.bits) != 2:
+                raise ValueError(f"bits must be one number or two, of keys and of values, got {self.bits!r}")
+            object.__setattr__(self, "bits", tuple(self.bits))
+        for bits in self.bits if isinstance(self.bits, tuple) else (self.bits,):
+            check_size(bits, "bits", 2, 8)
+        if not isinstance(self.rotation, bool):
+            raise TypeError(f"rotation must be a bool, got {self.rotation!r}")
+        if self.codebook not in ("gaussian", "uniform"):
+            raise ValueError(f'codebook must be "gaussian" or "uniform", got {self.codebook!r}')
+        if self.num_q_heads is not None:
+            check_size(self.num_q_heads, "num_q_heads", 1, 1 << 20)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed must be an integer between 0 and 2**64 - 1, got {self.seed!r}")
+
+    @property
+    def format(self):
+        """The `KVFormat` of the vectors."""
+        k, v = self.bits if isinstance(self.bits, tuple) else (self.bits, self.bits)
+        coded = {k, v} - {8}
+        return KVFormat(
+            f"int{k}/int{v}",
+            rotation="kv" if self.rotation else "",
+            codebook=self.codebook if coded else "uniform",
+            clip_search=4 in coded,
+        )
+
+
+def vectors(given, name, count, dim):
+    """A float32 array of its own, (count, dim), of an array or of a sequence of vectors."""
+    try:
+        num = len(given)
+    except TypeError:
+        raise TypeError(f"{name} must be {count} vectors, one per head, got {given!r}") from None
+    if num != count:
+        raise DimensionMismatchError(f"{name} must be {count} vectors, one per head, got {num}")
+    if isinstance(given, (list, tuple)):
+        rows = [_floats(row, name, f"[{i}]", dim) for i, row in enumerate(given)]
+    else:
+        rows = _floats(given, name, "", count, dim)
+    with np.errstate(over="ignore"):  # which is found below
+        array = np.array(rows, np.float32)
+    largest = np.abs(array).max()
+    if not largest <= _LARGEST:
+        head, element = map(int, np.argwhere(~(np.abs(array) <= _LARGEST))[0])
+        value = array[head, element]
+        most = f", and at most {_LARGEST:g} in magnitude" if np.isfinite(value) else ""
+        raise NonFiniteInputError(f"{name} must be finite{most}, got {value} in element {element} of head {head}")
+    return array
+
+
+def _floats(given, name, where, *shape):
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise DimensionMismatchError(f"{name}{where} must have shape {shape}: {error}") from None
+    if array.shape != shape:
+        raise DimensionMismatchError(f"{name}{where} must have shape {shape}, got {array.shape}")
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16" and not (array.dtype.kind == "i" and where):
+        raise TypeError(f"{name}{where} must be float32, float64, float16 or bfloat16 (ml_dtypes, or its bits as uint16), "
+                        f"got {array.dtype}")  # fmt: skip
+    return array
+
+
+def signs_of(seed, num_heads, head_dim):
+    """(num_heads, head_dim) of -1 and 1 as a random-looking function of seed, head and element (SplitMix64)."""
+    with np.errstate(over="ignore"):
+        step = np.uint64(0x9E3779B97F4A7C15)
+        heads = _mixed(np.uint64(seed) + step * np.arange(1, num_heads + 1, dtype=np.uint64))
+        bits = _mixed(heads[:, None] + step * np.arange(1, head_dim + 1, dtype=np.uint64))
+    return np.where(bits >> np.uint64(63), np.float32(-1), np.float32(1))
+
+
+def _mixed(x):
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -137,7 +137,7 @@ class MultiHeadKVCache(_Heads):
     that are evenly spaced). 4 and 8 bits are read as they are; the others become 8 bits in the processor's cache.
 
     A scale for each vector is all that adapts to the data. On Gaussian vectors of 128 (32 heads, 512 tokens) the outputs
-    of attention have a mean cosine similarity with the exact ones of 0.895 (2 bits), 0.970 (3), 0.992 (4), 0.995 (keys 5,
+    of attention have a mean cosine similarity with the exact ones of 0.89 (2 bits), 0.97 (3), 0.992 (4), 0.995 (keys 5,
     values 4), 0.998 (5), 0.9994 (6), 0.9998 (7) and 0.99996 (8).
 
     Queries are turned once for each call, and outputs turned back once.

@@ -84,7 +84,7 @@ cdef void _score_head(const kv_kernels *kernels, const kv_store *store, const kv
             kernels.to_float[q.dtype](q.data + (head * group + row0 + r) * q.head_stride, k.head_dim, row)
             memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
         if k.rotated:
-            kernels.rotate(scratch.rows, k.padded_dim, rows, k.head_dim)
+            kernels.rotate(scratch.rows, k.padded_dim, rows, k.head_dim, scratch.rows, k.padded_dim)
         kernels.prepare[k.dtype](k, scratch.rows, rows, scale, &scratch.queries)
         t = begin
         while t < context.length:

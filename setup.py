@@ -13,8 +13,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "plan", "plain", "encode", "finish",
-           "fused", "pool", "transfer", "table", "ring", "sequence", "heads", "paged", "machine"]
-PARALLEL = {"_openmp", "quant", "attention", "encode", "finish", "fused", "transfer", "heads", "machine"}
+           "codebook", "fused", "pool", "transfer", "table", "ring", "sequence", "heads", "paged", "machine"]
+PARALLEL = {"_openmp", "quant", "attention", "codebook", "encode", "finish", "fused", "transfer", "heads", "machine"}
 
 # No -ffast-math: the softmax needs its infinities. No -march: one binary runs on any CPU.
 COMPILE = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]

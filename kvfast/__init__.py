@@ -13,7 +13,7 @@ How the package is built, from the bottom up; each room imports only from those 
     span, attention, attend_plan, plan
                             what a task of attention reads; fused attention over blocks; its arguments, its cut into
                             tasks, and what is told of it
-    plain                   attention on arrays without a cache
+    plain, codebook         attention on arrays without a cache; on indices into codebooks, and how those are learned
     encode, fused           rows into blocks; split, norm and rotation on the way
     formats, finish         what is stored of a token; blocks that are encoded as a whole
     pool, transfer          blocks, and how many owners each has; copies from pool to pool
@@ -25,6 +25,7 @@ How the package is built, from the bottom up; each room imports only from those 
     storage_properties, sequence_cache, cache, ring_cache, paged_cache, paged_sequence, prompt_cache,
     multi_head, multi_head_config
                             the classes that users see
+    compression/            finished keys and values in fewer bits
     fidelity, machine       what a storage format costs on tensors of one's own; what the machine can do at most
     bench/, plotting        how fast it is here (extra ``bench``); files with plots (extra ``plot``)
     llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
@@ -40,6 +41,17 @@ from ._openmp import get_num_threads, has_openmp, set_num_threads
 from .attend_plan import AttendPlan, PlanItem
 from .cache import KVCache
 from .cache_file import load
+from .compression import (
+    CompressedKV,
+    Hybrid,
+    KVCacheCompressor,
+    KVLayout,
+    LowRank,
+    PrefixKVCache,
+    Quantize,
+    ReconstructionError,
+    VectorQuantization,
+)
 from .errors import (
     CacheFullError,
     CorruptFileError,
@@ -67,21 +79,30 @@ __all__ = [
     "PRESETS",
     "AttendPlan",
     "CacheFullError",
+    "CompressedKV",
     "CorruptFileError",
     "DimensionMismatchError",
     "Fidelity",
+    "Hybrid",
     "IncompatibleSnapshotError",
     "KVCache",
+    "KVCacheCompressor",
     "KVFormat",
+    "KVLayout",
+    "LowRank",
     "MultiHeadConfig",
     "MultiHeadKVCache",
     "NonFiniteInputError",
     "PagedKVCache",
     "PlanItem",
+    "PrefixKVCache",
     "PromptCache",
+    "Quantize",
+    "ReconstructionError",
     "RingKVCache",
     "Sequence",
     "Snapshot",
+    "VectorQuantization",
     "active_isa",
     "attention",
     "available_isas",

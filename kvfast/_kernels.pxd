@@ -2,7 +2,7 @@
 
 ``active()`` is read once per call, so that a call runs on one tier to its end.
 """
-from libc.stdint cimport int8_t, int32_t, uint32_t
+from libc.stdint cimport int8_t, int32_t, uint8_t, uint32_t
 
 
 # Floats that are at least so many bytes are written past the caches, which they would not fit: without reading what they
@@ -30,6 +30,7 @@ cdef extern from "simd/kernels.h" nogil:
         KV_ROWS
         KV_MAX_HEAD_DIM
         KV_PANELS
+        KV_MAX_CENTROIDS
 
     ctypedef struct kv_side:
         int dtype
@@ -111,8 +112,21 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t pairs
         int interleaved
 
+    ctypedef struct kv_book:
+        const float *centroids
+        int count
+        int dim
+
+    ctypedef struct kv_codes:
+        const uint8_t *data
+        Py_ssize_t stride
+        int subvectors
+        int count
+        int packed
+
     ctypedef struct kv_kernels:
         const char *isa
+        int width
         void (*to_float[3])(const void *source, Py_ssize_t n, float *row) noexcept nogil
         void (*from_float[3])(const float *row, Py_ssize_t n, void *target) noexcept nogil
         Py_ssize_t (*find_unstorable)(const float *row, Py_ssize_t n, float limit) noexcept nogil
@@ -147,6 +161,13 @@ cdef extern from "simd/kernels.h" nogil:
                                  kv_operands *operands, kv_panel *panels, int num_panels) noexcept nogil
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil
+        void (*nearest)(const float *points, Py_ssize_t stride, Py_ssize_t n, const kv_book *book, const float *half_norms,
+                        uint8_t *codes, float *distances) noexcept nogil
+        void (*tabulate)(const kv_book *book, const float *queries, int lanes, float *table) noexcept nogil
+        void (*lookup)(const kv_codes *codes, Py_ssize_t n, const float *table, int lanes, float *scores) noexcept nogil
+        void (*weigh)(float *scores, Py_ssize_t n, int lanes, float *m, float *l) noexcept nogil
+        void (*scatter)(const kv_codes *codes, Py_ssize_t n, const float *weights, int lanes, float *sums) noexcept nogil
+        void (*combine)(const kv_book *book, const float *sums, int lanes, float *out) noexcept nogil
         uint32_t (*stream)(const char *source, Py_ssize_t n) noexcept nogil
         double (*multiply[2])(Py_ssize_t steps, float *sink) noexcept nogil
 

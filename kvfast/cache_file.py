@@ -60,16 +60,21 @@ def load(path, mmap=False, max_seq_len=None):
 
 
 def write(cache, token_ids, metadata, path):
-    """Write the complete tokens of a cache. At any moment, the file at `path` is the old or the new one, and complete."""
-    library, xxhash = _import("safetensors.numpy"), _import("xxhash")
+    """Write the complete tokens of a cache."""
+    _import("safetensors.numpy")  # before the work
     tensors = state.arrays_of(cache)
     if token_ids is not None:
         # As bytes, like the others: tensors are sorted by their dtypes, and the blocks are to start at a page.
         tensors["token_ids"] = token_ids.astype("<i8").view(np.uint8).reshape(-1, 8)
+    write_tensors(tensors, state.header_of(cache, metadata), path)
+
+
+def write_tensors(tensors, header, path):
+    """Write arrays of bytes and a header. At any moment, the file at `path` is the old or the new one, and complete."""
+    library, xxhash = _import("safetensors.numpy"), _import("xxhash")
     with ThreadPoolExecutor(get_num_threads()) as threads:
         sums = threads.map(xxhash.xxh3_128_hexdigest, tensors.values())
         checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
-    header = state.header_of(cache, metadata)
     metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(header, checksums), "padding": ""}
     metadata["padding"] = " " * (-_header_bytes(tensors, metadata) % ALIGNMENT)
 
@@ -114,6 +119,16 @@ def read(path, mmap, max_seq_len):
             for _ in threads.map(content.fill, *zip(*places)):
                 pass
     return opening.cache, token_ids, opening.metadata
+
+
+def read_tensors(path):
+    """What `write_tensors` wrote, found undamaged: the header, and uint8 arrays by their names."""
+    with _opened(path) as content:
+        tensors = {name: np.empty(shape, np.uint8) for name, shape in content.shapes.items()}  # no more than the file has
+        with ThreadPoolExecutor(get_num_threads()) as threads:
+            for _ in threads.map(content.fill, tensors, ([array] for array in tensors.values())):
+                pass
+    return content.header, tensors
 
 
 def read_token_ids(path):

@@ -53,7 +53,8 @@ enum {
     KV_ROWS = 16,          /* most query rows that share one pass over a block */
     KV_MAX_HEAD_DIM = 512, /* bound of the int32 accumulators, see activations.inc.h */
     KV_PANEL = 4,          /* query rows whose activations are interleaved */
-    KV_PANELS = 16         /* most times KV_ROWS query rows that share one where a matrix unit works */
+    KV_PANELS = 16,        /* most times KV_ROWS query rows that share one where a matrix unit works */
+    KV_MAX_CENTROIDS = 256 /* of a codebook: codes are bytes */
 };
 
 /* Vectors that do not straddle cache lines. */
@@ -177,8 +178,23 @@ typedef struct {
     ptrdiff_t lead;
 } kv_ahead;
 
+/* Centroids of one subvector: (count, dim). */
+typedef struct {
+    const float *centroids;
+    int count, dim;
+} kv_book;
+
+/* Codes of tokens, `stride` bytes from token to token: one for each subvector, bytes or (packed) nibbles, all of books of
+   `count` centroids. */
+typedef struct {
+    const uint8_t *data;
+    ptrdiff_t stride;
+    int subvectors, count, packed;
+} kv_codes;
+
 typedef struct {
     const char *isa;
+    int width;             /* floats of a vector register */
 
     /* Codec: rows of n floats. */
     void (*to_float[KV_NUM_FLOATS])(const void *source, ptrdiff_t n, float *row);
@@ -233,6 +249,16 @@ typedef struct {
                              kv_operands *operands, kv_panel *panels, int num_panels);
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);
+
+    /* Codebooks, see codebook.inc.h. Points are (dim, n), `stride` floats from one dimension to the next, n a multiple of
+       KV_LANES; of each the first of the nearest centroids, and its half squared distance less half its squared norm. */
+    void (*nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, const kv_book *book, const float *half_norms,
+                    uint8_t *codes, float *distances);
+    void (*tabulate)(const kv_book *book, const float *queries, int lanes, float *table);
+    void (*lookup)(const kv_codes *codes, ptrdiff_t n, const float *table, int lanes, float *scores);
+    void (*weigh)(float *scores, ptrdiff_t n, int lanes, float *m, float *l);
+    void (*scatter)(const kv_codes *codes, ptrdiff_t n, const float *weights, int lanes, float *sums);
+    void (*combine)(const kv_book *book, const float *sums, int lanes, float *out);
 
     /* For measuring the machine: read n bytes (a multiple of 256) as the kernels do; multiply and add integers, or
        float32, on registers alone, which returns how many operations that was. */

@@ -10,10 +10,12 @@
 #include "integer.inc.h"
 #include "expand.inc.h"
 #include "floating.inc.h"
+#include "codebook.inc.h"
 #include "machine.inc.h"
 
 #define KV_FIVE(name) KV(name), KV(name), KV(name), KV(name), KV(name) /* the widths of packed codes */
 #define KV_TABLE \
+    .width = W,                                                                                                       \
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
     .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},                                            \
     .find_unstorable = KV(find_unstorable),                                                                           \
@@ -36,6 +38,12 @@
     .accumulate = {KV(accumulate_float32), KV(accumulate_float16), KV(accumulate_bfloat16), KV(accumulate_int8),      \
                    KV(accumulate_int4), KV(accumulate_gauss4), KV_FIVE(accumulate_packed)},                                                       \
     .scale_add = KV(scale_add),                                                                                       \
+    .nearest = KV(nearest),                                                                                           \
+    .tabulate = KV(tabulate),                                                                                         \
+    .lookup = KV(lookup),                                                                                             \
+    .weigh = KV(weigh),                                                                                               \
+    .scatter = KV(scatter),                                                                                           \
+    .combine = KV(combine),                                                                                           \
     .stream = KV(stream),
 
 static const kv_kernels KV(kernels) = {

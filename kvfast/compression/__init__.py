@@ -1,0 +1,29 @@
+"""Compression of finished keys and values, and attention on what is compressed.
+
+From the bottom up::
+
+    methods         how to compress, and what may be asked for
+    basis           principal directions of each head
+    stores, product tokens in a cache, as coordinates or as they are; as indices into codebooks
+    compressed      `CompressedKV`: a store and exact tokens for each sequence; files
+    bridges, compressor
+                    `KVCacheCompressor`
+    prefix_cache    `PrefixKVCache`: a compressed prefix, and live tokens behind it
+"""
+
+from .compressed import CompressedKV, KVLayout, ReconstructionError
+from .compressor import KVCacheCompressor
+from .methods import Hybrid, LowRank, Quantize, VectorQuantization
+from .prefix_cache import PrefixKVCache
+
+__all__ = [
+    "CompressedKV",
+    "Hybrid",
+    "KVCacheCompressor",
+    "KVLayout",
+    "LowRank",
+    "PrefixKVCache",
+    "Quantize",
+    "ReconstructionError",
+    "VectorQuantization",
+]

@@ -1,0 +1,128 @@
+"""Principal directions of the vectors of each head."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import CorruptFileError
+
+# A query alone is multiplied as it would be among others, up to so many: see `KVCache.attend`.
+FEW_QUERIES = 16
+
+
+class Basis:
+    """For each head a mean, and directions that its vectors are sums of: ``x = mean + coordinates @ lift``.
+
+    Parameters
+    ----------
+    mean : array of shape (heads, head_dim), float32
+    lift : array of shape (heads, rank, head_dim), float16 or float32
+        The directions as they are stored: nearly orthonormal. Coordinates are taken for these, by least squares, so that
+        storing them briefly costs next to nothing.
+    """
+
+    def __init__(self, mean, lift):
+        self.mean, self.lift = mean, lift
+        self._lift = lift.astype(np.float32, copy=False)
+        self._project = None
+
+    @classmethod
+    def fit(cls, x, rank, centred=True, dtype=np.float16):
+        """The best directions for vectors.
+
+        Parameters
+        ----------
+        x : array of shape (heads, tokens, head_dim), float32
+        rank : int
+        centred : bool
+            Take off the mean first.
+        dtype : dtype
+            Of `lift`.
+        """
+        mean = x.mean(axis=1, dtype=np.float64) if centred else np.zeros(x.shape[::2])
+        directions = np.empty((len(x), rank, x.shape[2]), dtype)
+        for head, row, target in zip(x, mean, directions):
+            target[...] = eigen(head, row)[1][:rank]
+        return cls(mean.astype(np.float32), directions)
+
+    def coordinates(self, x):
+        """Of vectors (heads, tokens, head_dim): float32 of shape (heads, tokens, rank)."""
+        if self._project is None:
+            self._project = np.linalg.pinv(self.lift.astype(np.float64)).astype(np.float32)
+        return np.matmul(x - self.mean[:, None], self._project)
+
+    def vectors(self, coordinates):
+        """Of coordinates (heads, tokens, rank): float32 of shape (heads, tokens, head_dim)."""
+        return np.matmul(coordinates, self._lift) + self.mean[:, None]
+
+    def of_queries(self, q, group):
+        """What queries are for coordinates of keys.
+
+        Parameters
+        ----------
+        q : array of shape (num_tokens, heads * group, head_dim), float32
+
+        Returns
+        -------
+        coordinates : ndarray of shape (num_tokens, heads, group, rank)
+        offsets : ndarray of shape (num_tokens, heads, group)
+            Their products with the mean.
+        """
+        q = q.reshape(len(q), len(self.mean), group, -1)
+        return by_token(q, self._lift.swapaxes(1, 2)), by_token(q, self.mean[..., None])[..., 0]
+
+    def of_outputs(self, out, group):
+        """The outputs in rank space (num_tokens, heads * group, rank) as vectors."""
+        out = by_token(out.reshape(len(out), len(self.mean), group, -1), self._lift)
+        return (out + self.mean[:, None]).reshape(len(out), -1, self.mean.shape[1])
+
+    @property
+    def rank(self):
+        return self.lift.shape[1]
+
+    @property
+    def nbytes(self):
+        return self.mean.nbytes + self.lift.nbytes
+
+    def arrays(self):
+        return {"mean": self.mean, "lift": self.lift}
+
+    @classmethod
+    def open(cls, arrays, heads, rank, head_dim, dtype=np.float16):
+        """From `arrays`, checked by ``take`` of a state."""
+        mean = arrays.take("mean", np.float32, (heads, head_dim))
+        lift = arrays.take("lift", dtype, (heads, rank, head_dim))
+        if not (np.isfinite(mean).all() and np.isfinite(lift).all()):
+            raise CorruptFileError("a basis must be finite")
+        return cls(mean, lift)
+
+
+def by_token(x, matrices):
+    """``x @ matrices`` for (num_tokens, heads, group, n) and (heads, n, m). Few tokens get the bits that each would get
+    alone."""
+    if len(x) > FEW_QUERIES:
+        return np.matmul(x, matrices)
+    return np.stack([np.matmul(one, matrices) for one in x])
+
+
+def eigen(x, mean=0.0):
+    """Principal directions of vectors (tokens, head_dim).
+
+    Returns
+    -------
+    moments : ndarray of shape (head_dim,), float64
+        Mean squares along the directions, the largest first.
+    directions : ndarray of shape (head_dim, head_dim), float64
+        One per row.
+    """
+    x = x.astype(np.float64) - mean
+    moments, directions = np.linalg.eigh(x.T @ x / len(x))
+    return np.maximum(moments[::-1], 0.0), directions.T[::-1]
+
+
+def rank_of_energy(moments, energy):
+    """How many of the largest moments hold this share of their sum; at least one."""
+    held = np.cumsum(moments)
+    if not held[-1] > 0:
+        return 1
+    return int(np.searchsorted(held, energy * held[-1] * (1 - 1e-12))) + 1

@@ -1,0 +1,91 @@
+"""From caches to compressed keys and values, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import KVCache
+from ..errors import DimensionMismatchError
+from ..paged_cache import PagedKVCache
+from ..paged_sequence import Sequence
+from ..ring_cache import RingKVCache
+
+
+class CacheBridges:
+    """What `KVCacheCompressor` does with whole caches. All pairs rest on `_compress_layer` and `_append_layer`."""
+
+    def compress_cache(self, cache, layer):
+        """Compress what a layer of a `KVCache` holds; the cache stays as it is.
+
+        Parameters
+        ----------
+        cache : KVCache
+        layer : int
+
+        Returns
+        -------
+        CompressedKV
+            Without a batch.
+
+        Raises
+        ------
+        IndexError
+        ValueError
+            If the layer is empty, and as `compress_kv`.
+        """
+        return self._compress_layer(_of_kind(cache, KVCache), layer)
+
+    def decompress_to_cache(self, compressed, cache, layer):
+        """Append the decoded tokens to a layer of a `KVCache`. As with `KVCache.append`, call `advance` when all layers have
+        theirs.
+
+        Raises
+        ------
+        DimensionMismatchError
+            If heads or head_dim differ, or it was compressed as a batch.
+        CacheFullError, IndexError
+        """
+        self._append_layer(compressed, _of_kind(cache, KVCache), layer)
+
+    def compress_ring_cache(self, cache, layer):
+        """As `compress_cache`, of a `RingKVCache`: the tokens that the layer shows, see `RingKVCache.positions`."""
+        return self._compress_layer(_of_kind(cache, RingKVCache), layer)
+
+    def decompress_to_ring_cache(self, compressed, cache, layer):
+        """As `decompress_to_cache`, to a `RingKVCache`."""
+        self._append_layer(compressed, _of_kind(cache, RingKVCache), layer)
+
+    def compress_paged_cache(self, cache, layer, sequence):
+        """As `compress_cache`, of a `Sequence` of a `PagedKVCache`."""
+        return self._compress_layer(_sequence_of(cache, sequence), layer)
+
+    def decompress_to_paged_cache(self, compressed, cache, layer, sequence):
+        """As `decompress_to_cache`, to a `Sequence` of a `PagedKVCache`; CacheFullError if the pool has too few blocks."""
+        self._append_layer(compressed, _sequence_of(cache, sequence), layer)
+
+    def _compress_layer(self, cache, layer):
+        k, v = cache.k(layer), cache.v(layer)
+        if not len(k):
+            raise ValueError(f"layer {layer} is empty: there is nothing to compress")
+        return self.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1))
+
+    def _append_layer(self, compressed, cache, layer):
+        k, v = self.decompress_kv_3d(compressed)
+        heads, _, dim = k.shape
+        if (cache.num_kv_heads, cache.head_dim) != (heads, dim):
+            raise DimensionMismatchError(f"the cache has {cache.num_kv_heads} heads of {cache.head_dim}, what was compressed {heads} of {dim}")
+        cache.append(layer, np.ascontiguousarray(k.swapaxes(0, 1)), np.ascontiguousarray(v.swapaxes(0, 1)))
+
+
+def _of_kind(cache, kind):
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
+    return cache
+
+
+def _sequence_of(cache, sequence):
+    _of_kind(cache, PagedKVCache)
+    if not isinstance(sequence, Sequence):
+        raise TypeError(f"sequence must be a Sequence, got {type(sequence).__name__}")
+    (one,) = cache._own([sequence])
+    return one

@@ -1,0 +1,379 @@
+"""Compressed keys and values."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import cache_file
+from ..errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
+from ..plain import merge_states
+from ..plan import check_size
+from ..storage_properties import size_text
+from .methods import method_from_dict, method_to_dict
+from .product import ProductStore
+from .stores import CacheStore, RankStore
+
+__all__ = ["CompressedKV", "KVLayout", "ReconstructionError"]
+
+VERSION = 1
+STORES = {"LowRank": RankStore, "Hybrid": RankStore, "VectorQuantization": ProductStore, "Quantize": CacheStore}
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape of what was compressed: (num_heads, seq_len, head_dim), behind `batch` unless that is None."""
+
+    num_heads: int
+    seq_len: int
+    head_dim: int
+    batch: int | None = None
+
+    @property
+    def is_batched(self):
+        return self.batch is not None
+
+    @property
+    def shape(self):
+        shape = (self.num_heads, self.seq_len, self.head_dim)
+        return (self.batch, *shape) if self.is_batched else shape
+
+
+class ReconstructionError(NamedTuple):
+    """``norm(decoded - given) / norm(given)`` of all keys and of all values."""
+
+    k: float
+    v: float
+
+
+class Part:
+    """One sequence: a store of most tokens, and the others as they are.
+
+    Parameters
+    ----------
+    store
+        See ``stores.py``.
+    positions : array of shape (num_exact,), int64
+        Of the exact tokens, ascending.
+    exact : CacheStore or None
+    """
+
+    def __init__(self, store, positions, exact):
+        self.store, self.positions, self.exact = store, positions, exact
+
+    @property
+    def nbytes(self):
+        return self.store.nbytes + self.positions.nbytes + (self.exact.nbytes if self.exact else 0)
+
+    @property
+    def seq_len(self):
+        return self.store.num_tokens + len(self.positions)
+
+    def decode(self):
+        pair = self.store.decode()
+        if not self.exact:
+            return pair
+        others = np.delete(np.arange(self.seq_len), self.positions)
+        whole = []
+        for bulk, exact in zip(pair, self.exact.decode()):
+            target = np.empty((len(bulk), self.seq_len, bulk.shape[2]), np.float32)
+            target[:, others], target[:, self.positions] = bulk, exact
+            whole.append(target)
+        return tuple(whole)
+
+    def attend(self, q, scale, causal, num_threads):
+        n = len(q)
+        visible = np.arange(self.seq_len - n, self.seq_len) + 1 if causal else np.full(n, self.seq_len)
+        exact = np.searchsorted(self.positions, visible)
+        result = self.store.attend(q, (visible - exact).astype(np.intp), scale, num_threads)
+        if self.exact:
+            result = merge_states(*result, *self.exact.attend(q, exact, scale, num_threads))
+        return result
+
+    def arrays(self):
+        parts = {f"store.{name}": array for name, array in self.store.arrays().items()}
+        if self.exact:
+            parts |= {"positions": self.positions} | {f"exact.{name}": one for name, one in self.exact.arrays().items()}
+        return parts
+
+    def settings(self):
+        return {"num_exact": len(self.positions), "store": self.store.settings()}
+
+    @classmethod
+    def open(cls, arrays, settings, layout, kind):
+        num_exact, exact = settings["num_exact"], None
+        if not isinstance(num_exact, int) or not 0 <= num_exact < layout.seq_len:
+            raise CorruptFileError(f"fewer than {layout.seq_len} tokens can be exact, got {num_exact!r}")
+        positions = np.empty(0, np.int64)
+        if num_exact:
+            positions = arrays.take("positions", np.int64, (num_exact,))
+            if positions[0] < 0 or positions[-1] >= layout.seq_len or (np.diff(positions) <= 0).any():
+                raise CorruptFileError(f"the positions of exact tokens must ascend below {layout.seq_len}")
+            exact = CacheStore.open(arrays.part("exact."), {}, layout, num_exact)
+        store = STORES[kind].open(arrays.part("store."), settings["store"], layout, layout.seq_len - num_exact)
+        return cls(store, positions, exact)
+
+
+class CompressedKV:
+    """Keys and values of one layer, compressed: what `KVCacheCompressor` returns.
+
+    Nothing changes it. `attend` computes on the compressed form; `KVCacheCompressor.decompress_kv` decodes.
+    """
+
+    __slots__ = ("_error", "_layout", "_method", "_parts")
+
+    def __init__(self, layout, method, parts, error):
+        self._layout, self._method, self._parts, self._error = layout, method, parts, error
+
+    @property
+    def layout(self):
+        """The `KVLayout`."""
+        return self._layout
+
+    @property
+    def method(self):
+        """How it was compressed, with the bits that were used."""
+        return self._method
+
+    @property
+    def nbytes(self):
+        """Bytes of all that is stored: codes, scales, bases, codebooks, exact tokens and their positions."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def bits_per_element(self):
+        """Bits per number of a key or value."""
+        return 8 * self.nbytes / (2 * math.prod(self._layout.shape))
+
+    @property
+    def compression_ratio(self):
+        """How many times smaller than float32."""
+        return 32 / self.bits_per_element
+
+    @property
+    def reconstruction_error(self):
+        """A `ReconstructionError`, measured when it was compressed."""
+        return self._error
+
+    @property
+    def num_exact_tokens(self):
+        """Tokens that are stored as they are, over all sequences of a batch."""
+        return sum(len(part.positions) for part in self._parts)
+
+    def decode(self):
+        """Keys and values, float32 of the layout's shape."""
+        pairs = [part.decode() for part in self._parts]
+        if not self._layout.is_batched:
+            return pairs[0]
+        return tuple(np.stack(one) for one in zip(*pairs))
+
+    def attend(self, q, *, scale=None, causal=True, return_lse=False, num_threads=None):
+        """Attention to the compressed tokens, without decompressing them.
+
+        With low rank, queries are projected and outputs lifted; with codebooks, scores are sums of table entries, and
+        each centroid is weighted once.
+
+        Parameters
+        ----------
+        q : array of shape (num_tokens, num_q_heads, head_dim), or with a batch (batch, num_tokens, num_q_heads, head_dim)
+            float32, float16 or bfloat16. Query head h reads head ``h // (num_q_heads // num_heads)``.
+        scale : float, optional
+            Factor of the scores; ``head_dim ** -0.5`` by default.
+        causal : bool
+            The queries are those of the last tokens, and see nothing behind their own; else all of them.
+        return_lse : bool
+            Also return the log-sum-exp of the scores, for `kvfast.merge_states`.
+        num_threads : int, optional
+
+        Returns
+        -------
+        ndarray of q's shape, float32
+            With `return_lse` a tuple of it and float32 of that shape without its last axis.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, NonFiniteInputError, ValueError
+        """
+        layout = self._layout
+        array = _checked_queries(q, layout)
+        if causal and array.shape[-3] > layout.seq_len:
+            raise ValueError(f"q holds {array.shape[-3]} tokens, but only {layout.seq_len} are compressed")
+        scale = layout.head_dim**-0.5 if scale is None else float(scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
+        if num_threads is not None:
+            check_size(num_threads, "num_threads", 1, 1024)
+        rows = array if layout.is_batched else array[None]
+        results = [part.attend(one, scale, causal, num_threads) for part, one in zip(self._parts, rows)]
+        if layout.is_batched:
+            out, lse = (np.stack(one) for one in zip(*results))
+        else:
+            ((out, lse),) = results
+        return (out, lse) if return_lse else out
+
+    def state_dict(self):
+        """All that is stored as plain arrays.
+
+        Returns
+        -------
+        dict of str to ndarray
+            ``"header"``: JSON in uint8; the others by their places, for example ``"0.store.k.codes"``.
+        """
+        return {"header": np.frombuffer(self._header().encode(), np.uint8)} | self._arrays()
+
+    @classmethod
+    def from_state_dict(cls, arrays):
+        """From what `state_dict` returned.
+
+        Raises
+        ------
+        CorruptFileError, IncompatibleSnapshotError
+            If that cannot be.
+        """
+        arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        header = arrays.pop("header", np.empty(0, np.uint8))
+        return cls._open(header.tobytes().decode(errors="replace"), _Arrays(arrays))
+
+    def save(self, path):
+        """Write to a file: safetensors with checksums, as of `KVCache.save`.
+
+        Raises
+        ------
+        OSError
+        ModuleNotFoundError
+            Without the packages of ``kvfast[files]``.
+        """
+        arrays = {}
+        for name, array in self._arrays().items():
+            array = np.ascontiguousarray(array)
+            arrays[name] = array.view(np.uint8).reshape(-1) if array.dtype != np.uint8 else array
+        cache_file.write_tensors(arrays, self._header(), path)
+
+    @classmethod
+    def load(cls, path):
+        """Read a file that `save` wrote.
+
+        Raises
+        ------
+        CorruptFileError, IncompatibleSnapshotError, OSError
+        """
+        header, arrays = cache_file.read_tensors(path)
+        try:
+            return cls._open(header, _Arrays(arrays))
+        except (CorruptFileError, IncompatibleSnapshotError) as error:
+            raise type(error)(f"{path}: {error}") from None
+
+    def _arrays(self):
+        return {f"{i}.{name}": array for i, part in enumerate(self._parts) for name, array in part.arrays().items()}
+
+    def _header(self):
+        fields = {
+            "compressed": VERSION,
+            "layout": asdict(self._layout),
+            "method": method_to_dict(self._method),
+            "error": list(self._error),
+            "parts": [part.settings() for part in self._parts],
+        }
+        return json.dumps(fields, separators=(",", ":"))
+
+    @classmethod
+    def _open(cls, header, arrays):
+        try:
+            fields = json.loads(header)
+            version = fields.get("compressed")
+        except (ValueError, AttributeError, RecursionError):
+            raise CorruptFileError("the header is not one of compressed keys and values") from None
+        if version != VERSION:
+            kind = "this is no CompressedKV" if version is None else f"the format has version {version!r}"
+            raise IncompatibleSnapshotError(f"{kind}; this kvfast reads compressed keys and values of version {VERSION}")
+        try:
+            layout, method = KVLayout(**fields["layout"]), method_from_dict(fields["method"])
+            for size in layout.shape:
+                check_size(size, "layout", 1, 1 << 40)
+            check_size(layout.head_dim, "head_dim", 1, 512)
+            error = ReconstructionError(*map(float, fields["error"]))
+            kind, of_one = type(method).__name__, replace(layout, batch=None)
+            if len(fields["parts"]) != (layout.batch or 1):
+                raise ValueError(f"{len(fields['parts'])} parts for a layout of {layout}")
+            parts = [Part.open(arrays.part(f"{i}."), one, of_one, kind) for i, one in enumerate(fields["parts"])]
+        except (TypeError, KeyError, AttributeError, OverflowError, RecursionError, IndexError) as error:
+            raise CorruptFileError(f"the header describes no compressed keys and values: {error!r}") from None
+        except ValueError as error:
+            raise error if isinstance(error, (CorruptFileError, IncompatibleSnapshotError)) else CorruptFileError(str(error)) from None
+        if rest := arrays.rest():
+            raise CorruptFileError(f"{rest[0]} belongs to nothing")
+        return cls(layout, method, parts, error)
+
+    def __reduce__(self):
+        raise TypeError("a CompressedKV cannot be pickled; save() writes it to a file that is safe to load")
+
+    def __repr__(self):
+        sizes = f"{size_text(self.nbytes)}, {self.bits_per_element:.2f} bits per element"
+        return f"CompressedKV({self._method}, {self._layout.shape}, {sizes})"
+
+
+class _Arrays:
+    """Arrays by their names, each of which is taken once and found to be what it should."""
+
+    def __init__(self, arrays, prefix="", left=None):
+        self._all, self._prefix = arrays, prefix
+        self._left = set(arrays) if left is None else left
+
+    def part(self, prefix):
+        return _Arrays(self._all, self._prefix + prefix, self._left)
+
+    def rest(self):
+        return sorted(self._left)
+
+    def take(self, name, dtype, shape):
+        """The array, of that dtype or as bytes of it."""
+        name = self._prefix + name
+        if name not in self._left:
+            raise CorruptFileError(f"{name} is missing")
+        self._left.remove(name)
+        array, dtype = np.ascontiguousarray(self._all[name]), np.dtype(dtype)
+        if array.dtype == np.uint8 and dtype != np.uint8 and array.shape == (math.prod(shape) * dtype.itemsize,):
+            array = array.view(dtype).reshape(shape)
+        if array.dtype != dtype or array.shape != tuple(shape):
+            raise CorruptFileError(f"{name} must be {dtype} of shape {tuple(shape)}, got {array.dtype} of shape {array.shape}")
+        return array
+
+    def take_all(self):
+        """What is left below the prefix, by the rest of the names."""
+        names = [name for name in sorted(self._left) if name.startswith(self._prefix)]
+        self._left.difference_update(names)
+        return {name[len(self._prefix) :]: self._all[name] for name in names}
+
+
+def checked(array, name, rank, shape):
+    """float32 of an array of so many dimensions, all of which hold something and are finite."""
+    array = np.asarray(array)
+    if array.dtype.name == "bfloat16":
+        array = array.view(np.uint16)
+    if array.dtype.char not in "feH" or not array.dtype.isnative:
+        raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), got {array.dtype}")
+    if array.ndim != rank or 0 in array.shape:
+        raise DimensionMismatchError(f"{name} must have shape {shape} and hold at least one of each, got shape {array.shape}")
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    array = array.astype(np.float32, copy=False)
+    if not np.isfinite(array).all():
+        where = np.argwhere(~np.isfinite(array))[0].tolist()
+        raise NonFiniteInputError(f"{name} must be finite, got {array[tuple(where)]} at {where}")
+    return array
+
+
+def _checked_queries(q, layout):
+    rank, shape = (4, "(batch, num_tokens, num_q_heads, head_dim)") if layout.is_batched else (3, "(num_tokens, num_q_heads, head_dim)")
+    array = checked(q, "q", rank, shape)
+    if layout.is_batched and len(array) != layout.batch:
+        raise DimensionMismatchError(f"q must have a batch of {layout.batch}, got {len(array)}")
+    if array.shape[-1] != layout.head_dim:
+        raise DimensionMismatchError(f"q must have head_dim {layout.head_dim}, got {array.shape[-1]}")
+    if array.shape[-2] % layout.num_heads:
+        raise DimensionMismatchError(f"the heads of q must be a multiple of the {layout.num_heads} heads, got {array.shape[-2]}")
+    return array

@@ -1,0 +1,202 @@
+"""Compression of finished keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..errors import DimensionMismatchError
+from ..formats import PRESETS
+from .bridges import CacheBridges
+from .compressed import CompressedKV, KVLayout, Part, ReconstructionError, checked
+from .methods import METHODS, Hybrid, LowRank, Quantize, VectorQuantization, check_bits
+from .product import ProductStore
+from .stores import HYBRID_FORMATS, CacheStore, RankStore
+
+__all__ = ["KVCacheCompressor"]
+
+FIRST_TOKENS = 4
+OUTLIER_DISTANCE = 2.0
+MOST_EXACT = 16
+
+
+class KVCacheCompressor(CacheBridges):
+    """Compresses finished keys and values: a prompt that is archived, shipped, or kept small.
+
+    Parameters
+    ----------
+    method : LowRank, VectorQuantization, Hybrid or Quantize
+    quant_bits : {8, 4}
+        Of a `Hybrid` or `Quantize` that does not say.
+
+    Notes
+    -----
+    `Hybrid` and `VectorQuantization` keep some tokens exactly, in float16 (float32, where a number is beyond its range): the
+    first 4, to which much attention goes whatever they say, and those whose keys or values, in any head, are more than
+    twice as far from the head's mean as the median token is; the farthest first, and no more than one token in 16 in all.
+
+    Keys may come before or after rotary embedding; attention to what was compressed is attention to keys as they came.
+    Without it, they need fewer directions (Palu, arXiv 2407.21118).
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> k, v = rng.standard_normal((2, 8, 1024, 64), np.float32)
+    >>> compressor = kvfast.KVCacheCompressor(kvfast.VectorQuantization(codebook_size=16, num_subvectors=32))
+    >>> compressed = compressor.compress_kv_3d(k, v)
+    >>> compressed.attend(np.ones((1, 32, 64), np.float32)).shape
+    (1, 32, 64)
+    >>> keys, values = compressor.decompress_kv_3d(compressed)
+    >>> keys.shape
+    (8, 1024, 64)
+    """
+
+    def __init__(self, method, quant_bits=8):
+        if type(method) not in METHODS.values():
+            raise TypeError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        if quant_bits is None:
+            raise ValueError("bits must be 8 or 4, got None")
+        check_bits(quant_bits)
+        self._method, self._quant_bits = method, quant_bits
+
+    @property
+    def method(self):
+        return self._method
+
+    @property
+    def quant_bits(self):
+        return self._quant_bits
+
+    def compress_kv(self, k, v):
+        """Compress a batch of sequences, each by itself.
+
+        Parameters
+        ----------
+        k, v : arrays of shape (batch, num_heads, seq_len, head_dim), float32, float16 or bfloat16
+
+        Returns
+        -------
+        CompressedKV
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError
+            If shapes or dtypes do not fit, and for empty arrays.
+        NonFiniteInputError
+        ValueError
+            For a rank above head_dim, and for codebooks larger than the data.
+        """
+        k, v = self._checked(k, v, 4, "(batch, num_heads, seq_len, head_dim)")
+        return self._compress(k, v, len(k))
+
+    def compress_kv_3d(self, k, v):
+        """As `compress_kv`, of one sequence: arrays of shape (num_heads, seq_len, head_dim)."""
+        k, v = self._checked(k, v, 3, "(num_heads, seq_len, head_dim)")
+        return self._compress(k[None], v[None], None)
+
+    def decompress_kv(self, compressed):
+        """Keys and values of `compress_kv`, whatever the method was.
+
+        Returns
+        -------
+        keys, values : ndarrays of shape (batch, num_heads, seq_len, head_dim), float32
+
+        Raises
+        ------
+        DimensionMismatchError
+            If it was compressed without a batch.
+        """
+        if not _layout_of(compressed).is_batched:
+            raise DimensionMismatchError(f"this was compressed without a batch, as {compressed.layout.shape}: use decompress_kv_3d")
+        return compressed.decode()
+
+    def decompress_kv_3d(self, compressed):
+        """Keys and values of `compress_kv_3d`: ndarrays of shape (num_heads, seq_len, head_dim), float32."""
+        if _layout_of(compressed).is_batched:
+            raise DimensionMismatchError(f"this was compressed as a batch, {compressed.layout.shape}: use decompress_kv")
+        return compressed.decode()
+
+    def _checked(self, k, v, rank, shape):
+        k, v = checked(k, "k", rank, shape), checked(v, "v", rank, shape)
+        if k.shape != v.shape:
+            raise DimensionMismatchError(f"k and v must have one shape, got {k.shape} and {v.shape}")
+        seq_len, head_dim = k.shape[-2:]
+        if head_dim > 512:
+            raise DimensionMismatchError(f"head_dim must be at most 512, got {head_dim}")
+        rank = getattr(self._method, "rank", None)
+        if rank is not None and rank > head_dim:
+            raise ValueError(f"rank must be at most head_dim, {head_dim}, got {rank}")
+        if isinstance(self._method, VectorQuantization):
+            if self._method.codebook_size > seq_len - seq_len // MOST_EXACT:
+                raise ValueError(f"codebook_size must be at most the number of tokens, of which {seq_len // MOST_EXACT} of {seq_len} "
+                                 f"may be stored exactly, got {self._method.codebook_size}")  # fmt: skip
+            if (self._method.num_subvectors or 1) > head_dim:
+                raise ValueError(f"num_subvectors must be at most head_dim, {head_dim}, got {self._method.num_subvectors}")
+        return k, v
+
+    def _compress(self, k, v, batch):
+        method = self._method
+        if isinstance(method, Hybrid):
+            method = replace(method, rank=method.rank or k.shape[3], quant_bits=method.quant_bits or self._quant_bits)
+        elif isinstance(method, Quantize):
+            method = replace(method, bits=method.bits or self._quant_bits)
+        elif isinstance(method, VectorQuantization) and method.num_subvectors is None:
+            method = replace(method, num_subvectors=max(1, k.shape[3] // 4))
+        parts = [_part(method, *pair) for pair in zip(k, v)]
+        squares = np.zeros((2, 2))  # of keys and of values: errors, and numbers
+        for part, *pair in zip(parts, k, v):
+            for sums, given, decoded in zip(squares, pair, part.decode()):
+                sums += _square_sum(decoded - given), _square_sum(given)
+        error = ReconstructionError(*(float(np.sqrt(wrong / all_)) if all_ else 0.0 for wrong, all_ in squares))
+        return CompressedKV(KVLayout(*k.shape[1:], batch), method, parts, error)
+
+    def __repr__(self):
+        return f"KVCacheCompressor({self._method}, quant_bits={self._quant_bits})"
+
+
+def _part(method, k, v):
+    """k, v: (heads, tokens, dim), float32."""
+    positions, exact = np.empty(0, np.int64), None
+    if isinstance(method, Quantize):
+        bits = method.bits
+        return Part(CacheStore.of(k, v, PRESETS[f"int{bits}"] if isinstance(bits, int) else bits), positions, exact)
+    if isinstance(method, LowRank):
+        ranks = [method.rank] * len(k) if method.rank else RankStore.ranks_of_energy(k, v, method.energy)
+        return Part(RankStore.of(k, v, ranks, False, method.dtype), positions, exact)
+    positions = outliers(k, v)
+    if len(positions):
+        exact = CacheStore.of(k[:, positions], v[:, positions], "float16")
+        k, v = (np.delete(one, positions, axis=1) for one in (k, v))
+    if isinstance(method, Hybrid):
+        store = RankStore.of(k, v, [method.rank] * len(k), True, HYBRID_FORMATS[method.quant_bits])
+    else:
+        store = ProductStore.of(k, v, method)
+    return Part(store, positions, exact)
+
+
+def outliers(k, v):
+    """Positions of the tokens that are kept exactly, ascending; see `KVCacheCompressor`."""
+    tokens = k.shape[1]
+    room = tokens // MOST_EXACT
+    first = min(FIRST_TOKENS, room)
+    farthest = np.zeros(tokens)
+    for x in (k, v):
+        distances = np.linalg.norm(x - x.mean(axis=1, keepdims=True), axis=2)
+        typical = np.median(distances, axis=1, keepdims=True)
+        farthest = np.maximum(farthest, (distances / np.where(typical > 0, typical, np.inf)).max(axis=0))
+    farthest[:first] = np.inf
+    farthest[farthest <= OUTLIER_DISTANCE] = 0
+    chosen = np.argsort(-farthest, kind="stable")[:room]
+    return np.sort(chosen[farthest[chosen] > 0])
+
+
+def _square_sum(x):
+    return float(np.einsum("htd,htd->", x, x, dtype=np.float64))
+
+
+def _layout_of(compressed):
+    if not isinstance(compressed, CompressedKV):
+        raise TypeError(f"a CompressedKV is needed, got {type(compressed).__name__}")
+    return compressed.layout

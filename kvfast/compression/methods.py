@@ -1,0 +1,139 @@
+"""How keys and values may be compressed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from ..formats import KVFormat
+from ..plan import check_size
+
+__all__ = ["Hybrid", "LowRank", "Quantize", "VectorQuantization"]
+
+MOST_CENTROIDS = 256
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The best basis of a few directions for the keys, and for the values, of each head.
+
+    What is left out is what the discarded singular values say: no other basis of this rank leaves out less.
+
+    Parameters
+    ----------
+    rank : int, optional
+        Directions that are kept, at most head_dim. A multiple of 16 is stored without padding.
+    energy : float, optional
+        Instead of `rank`: keep as many directions, for each head, as hold this share of the sum of squares.
+    dtype : str, dtype or KVFormat
+        Storage of the coordinates, as of a `KVCache`.
+
+    Raises
+    ------
+    ValueError
+        Unless one of `rank` and `energy` is given.
+    """
+
+    rank: int | None = None
+    energy: float | None = None
+    dtype: str = "float16"
+
+    def __post_init__(self):
+        if (self.rank is None) == (self.energy is None):
+            raise ValueError("LowRank needs either rank or energy")
+        if self.rank is not None:
+            check_size(self.rank, "rank", 1, 512)
+        elif not isinstance(self.energy, (int, float)) or not 0 < self.energy <= 1:
+            raise ValueError(f"energy must be above 0 and at most 1, got {self.energy!r}")
+        object.__setattr__(self, "dtype", str(KVFormat.of(self.dtype)))
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Low-rank coordinates, quantised, and exact tokens where quantisation would do badly.
+
+    Keys and values are taken relative to their means, which cost attention nothing.
+
+    Parameters
+    ----------
+    rank : int, optional
+        Directions that are kept; head_dim by default, where nothing is left out.
+    quant_bits : {8, 4}, optional
+        By default that of the compressor.
+    """
+
+    rank: int | None = None
+    quant_bits: int | None = None
+
+    def __post_init__(self):
+        if self.rank is not None:
+            check_size(self.rank, "rank", 1, 512)
+        check_bits(self.quant_bits)
+
+
+@dataclass(frozen=True)
+class VectorQuantization:
+    """Product quantisation: the principal coordinates of a head are cut into subvectors of about the same spread, and
+    each is stored as the index of its nearest centroid.
+
+    Parameters
+    ----------
+    codebook_size : int
+        Centroids of a subvector, 2 to 256, and no more than tokens. Indices take 4 bits up to 16, else 8.
+    num_subvectors : int, optional
+        A quarter of head_dim by default: with more than 16 centroids that is 2 bits for each element.
+    seed : int
+        Of the random choice of the first centroids. The same seed gives the same bytes.
+    """
+
+    codebook_size: int = 256
+    num_subvectors: int | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        check_size(self.codebook_size, "codebook_size", 2, MOST_CENTROIDS)
+        if self.num_subvectors is not None:
+            check_size(self.num_subvectors, "num_subvectors", 1, 512)
+        check_size(self.seed, "seed", 0, 1 << 62)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Storage as in a `KVCache`.
+
+    Parameters
+    ----------
+    bits : {8, 4} or str, optional
+        ``"int8"`` or ``"int4"``, or the name of any other format; by default the bits of the compressor.
+    """
+
+    bits: int | str | None = None
+
+    def __post_init__(self):
+        if isinstance(self.bits, (str, KVFormat)):
+            object.__setattr__(self, "bits", str(KVFormat.of(self.bits)))
+        else:
+            check_bits(self.bits)
+
+
+METHODS = {one.__name__: one for one in (LowRank, VectorQuantization, Hybrid, Quantize)}
+
+
+def check_bits(bits):
+    if bits is not None and (isinstance(bits, bool) or bits not in (8, 4)):
+        raise ValueError(f"bits must be 8 or 4, got {bits!r}")
+
+
+def method_to_dict(method):
+    """For JSON."""
+    return {"name": type(method).__name__} | asdict(method)
+
+
+def method_from_dict(fields):
+    """The method of `method_to_dict`.
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+    """
+    fields = dict(fields)
+    return METHODS[fields.pop("name")](**fields)

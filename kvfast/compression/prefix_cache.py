@@ -1,0 +1,187 @@
+"""A compressed prefix, and live tokens behind it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import KVCache
+from ..errors import DimensionMismatchError
+from ..plain import merge_states
+from ..plan import check_size
+from ..storage_properties import size_text
+from .compressed import CompressedKV
+
+__all__ = ["PrefixKVCache"]
+
+
+class PrefixKVCache:
+    """Key/value cache of one sequence that starts with compressed tokens, and stores the next in blocks as a `KVCache` does.
+
+    Attention to both parts is joined by their log-sum-exps.
+
+    Parameters
+    ----------
+    layers : list of CompressedKV
+        The prefix of each layer, of one shape and without a batch.
+    max_seq_len : int, optional
+        Most tokens, those of the prefix included; without it the cache grows.
+    dtype, k_dtype, v_dtype
+        Of the live tokens, as in `KVCache`.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.KVCache(num_layers=1, num_kv_heads=2, head_dim=64)
+    >>> k = v = np.random.default_rng(0).standard_normal((500, 2, 64), np.float32)
+    >>> cache.append(0, k, v)
+    >>> cache.advance(500)
+    >>> small = kvfast.PrefixKVCache.compress(cache, kvfast.KVCacheCompressor(kvfast.Hybrid(quant_bits=4)))
+    >>> small.append(0, k[:1], v[:1])
+    >>> small.attend(0, np.ones((1, 8, 64), np.float32)).shape
+    (1, 8, 64)
+    >>> small.advance()
+    >>> len(small)
+    501
+    """
+
+    def __init__(self, layers, max_seq_len=None, dtype="int4", k_dtype=None, v_dtype=None):
+        layers = list(layers)
+        if not layers or not all(isinstance(one, CompressedKV) for one in layers):
+            raise TypeError("layers must be a list with a CompressedKV for each layer")
+        layout = layers[0].layout
+        for one in layers:
+            if one.layout.is_batched or one.layout != layout:
+                raise DimensionMismatchError(f"the layers must have one shape without a batch, got {layout.shape} and {one.layout.shape}")
+        if max_seq_len is not None:
+            max_seq_len = check_size(max_seq_len, "max_seq_len", layout.seq_len + 1, 1 << 40) - layout.seq_len
+        self._layers, self._layout = layers, layout
+        self._live = KVCache(len(layers), layout.num_heads, layout.head_dim, max_seq_len, dtype, k_dtype, v_dtype)
+
+    @classmethod
+    def compress(cls, cache, compressor, max_seq_len=None, dtype="int4", k_dtype=None, v_dtype=None):
+        """With the complete tokens of a `KVCache` or `Sequence` as the prefix; the cache stays as it is.
+
+        Parameters
+        ----------
+        cache : KVCache or Sequence
+        compressor : KVCacheCompressor
+        max_seq_len, dtype, k_dtype, v_dtype
+            As of the class.
+
+        Returns
+        -------
+        PrefixKVCache
+
+        Raises
+        ------
+        ValueError
+            If the cache is empty, and as `KVCacheCompressor.compress_kv`.
+        """
+        if not hasattr(cache, "k") or not hasattr(cache, "num_layers"):
+            raise TypeError(f"cache must be a KVCache or a Sequence, got {type(cache).__name__}")
+        n, layers = len(cache), []
+        if not n:
+            raise ValueError("the cache is empty: there is nothing to compress")
+        for layer in range(cache.num_layers):
+            k, v = cache.k(layer)[:n], cache.v(layer)[:n]
+            if len(k) != n:
+                raise ValueError("the cache has dropped tokens, and those behind a prefix stand at their positions in it")
+            layers.append(compressor.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1)))
+        return cls(layers, max_seq_len, dtype, k_dtype, v_dtype)
+
+    def append(self, layer, k, v):
+        """Store the keys and values of one or more tokens; see `KVCache.append`."""
+        self._live.append(layer, k, v)
+
+    def write(self, layer, qkv, *, positions=None, cos=None, **options):
+        """See `KVCache.write`; by default positions go on behind the prefix."""
+        if positions is None and cos is not None:
+            start = self.layer_length(layer)
+            positions = np.arange(start, start + max(1, np.shape(qkv)[0]))
+        return self._live.write(layer, qkv, positions=positions, cos=cos, **options)
+
+    def attend(self, layer, q, *, out=None, scale=None, causal=True, return_lse=False, num_threads=None):
+        """Attention of the last tokens, which are live, to the prefix and the live tokens; see `KVCache.attend`."""
+        options = {"scale": scale, "num_threads": num_threads, "return_lse": True}
+        live = self._live.attend(layer, q, causal=causal, **options)
+        result, lse = merge_states(*self._layers[layer].attend(q, causal=False, **options), *live)
+        if out is not None:
+            out[...] = result
+            result = out
+        return (result, lse) if return_lse else result
+
+    def advance(self, n=1):
+        """Count `n` tokens as complete; every layer must have got exactly that many."""
+        self._live.advance(n)
+
+    def k(self, layer):
+        """Keys of a layer, decoded: float32 of shape (layer_length(layer), num_kv_heads, head_dim)."""
+        live = self._live.k(layer)
+        return np.concatenate([self._layers[layer].decode()[0].swapaxes(0, 1), live])
+
+    def v(self, layer):
+        """Values of a layer; see `k`."""
+        live = self._live.v(layer)
+        return np.concatenate([self._layers[layer].decode()[1].swapaxes(0, 1), live])
+
+    def layer_length(self, layer):
+        """Tokens that a layer holds, advanced or not."""
+        return self.prefix_len + self._live.layer_length(layer)
+
+    def truncate(self, n):
+        """Keep the first `n` complete tokens, at least the prefix."""
+        check_size(n, "n", self.prefix_len, 1 << 60)
+        self._live.truncate(n - self.prefix_len)
+
+    def clear(self):
+        """Drop all live tokens."""
+        self._live.clear()
+
+    def __len__(self):
+        return self.prefix_len + len(self._live)
+
+    @property
+    def prefix_len(self):
+        """Tokens of the prefix."""
+        return self._layout.seq_len
+
+    @property
+    def prefix(self):
+        """The `CompressedKV` of each layer."""
+        return tuple(self._layers)
+
+    @property
+    def live(self):
+        """The `KVCache` of the live tokens."""
+        return self._live
+
+    @property
+    def num_layers(self):
+        return len(self._layers)
+
+    @property
+    def num_kv_heads(self):
+        return self._layout.num_heads
+
+    @property
+    def head_dim(self):
+        return self._layout.head_dim
+
+    @property
+    def max_seq_len(self):
+        """Most tokens, or None for a cache that grows."""
+        return None if self._live.max_seq_len is None else self.prefix_len + self._live.max_seq_len
+
+    @property
+    def nbytes(self):
+        """Bytes of the prefix, and those reserved for live tokens."""
+        return sum(one.nbytes for one in self._layers) + self._live.nbytes
+
+    @property
+    def nbytes_used(self):
+        """Bytes of the prefix, and of the blocks that hold live tokens."""
+        return sum(one.nbytes for one in self._layers) + self._live.nbytes_used
+
+    def __repr__(self):
+        shape = f"{self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}"
+        return f"PrefixKVCache({shape}, {self.prefix_len} tokens compressed and {len(self._live)} in {self._live.dtype_name}, {size_text(self.nbytes)})"

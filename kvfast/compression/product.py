@@ -1,0 +1,179 @@
+"""Product quantisation of the principal coordinates of each head."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from .. import codebook
+from ..errors import CorruptFileError, NonFiniteInputError
+from .basis import Basis
+
+# Most tokens that codebooks are learned from, evenly spaced among all.
+TRAINED_TOKENS = 16384
+FLOAT16_MOST = 65504.0
+LANES = 16
+
+
+class ProductStore:
+    """Codes of keys and values, and the codebooks of each head.
+
+    Parameters
+    ----------
+    keys, values : (Basis, Books)
+    subvectors : int
+    """
+
+    def __init__(self, keys, values, subvectors):
+        self.sides, self.subvectors = (keys, values), subvectors
+
+    @classmethod
+    def of(cls, k, v, method):
+        """k, v: (heads, tokens, dim), float32. No random choice depends on anything but the seed."""
+        subvectors = method.num_subvectors or max(1, k.shape[2] // 4)
+        sides = [_learned(x, subvectors, method.codebook_size, method.seed + i) for i, x in enumerate((k, v))]
+        return cls(*sides, subvectors)
+
+    @property
+    def num_heads(self):
+        return len(self.sides[0][0].mean)
+
+    @property
+    def num_tokens(self):
+        return self.sides[0][1].codes.shape[1]
+
+    @property
+    def nbytes(self):
+        return sum(basis.nbytes + books.centroids.nbytes + books.bounds.nbytes + books.codes.nbytes for basis, books in self.sides)
+
+    def attend(self, q, visible, scale, num_threads=None):
+        """As `CacheStore.attend`, for any counts of visible tokens."""
+        (key_basis, keys), (value_basis, values) = self.sides
+        heads, group = self.num_heads, q.shape[1] // self.num_heads
+        turned, offsets = key_basis.of_queries(q * np.float32(scale), group)
+        rows = np.ascontiguousarray(turned.transpose(1, 0, 2, 3)).reshape(heads, len(q) * group, -1)
+        out, lse = codebook.attend(rows, keys, values, np.repeat(visible, group), num_threads)
+        out = out.reshape(heads, len(q), group, -1).swapaxes(0, 1)
+        lse = lse.reshape(heads, len(q), group).swapaxes(0, 1)
+        return value_basis.of_outputs(out, group), (lse + offsets).reshape(len(q), -1)
+
+    def decode(self):
+        return tuple(basis.vectors(_decoded(unpacked(books.codes, self.subvectors, books.count), books.bounds, books.centroids))
+                     for basis, books in self.sides)  # fmt: skip
+
+    def settings(self):
+        return {"subvectors": self.subvectors, "count": self.sides[0][1].count}
+
+    def arrays(self):
+        parts = {}
+        for side, (basis, books) in zip("kv", self.sides):
+            parts |= {f"{side}.{name}": array for name, array in basis.arrays().items()}
+            parts |= {f"{side}.centroids": books.centroids, f"{side}.bounds": books.bounds, f"{side}.codes": books.codes}
+        return parts
+
+    @classmethod
+    def open(cls, arrays, settings, layout, num_tokens):
+        subvectors, count, dim, heads = settings["subvectors"], settings["count"], layout.head_dim, layout.num_heads
+        good = all(isinstance(one, int) for one in (subvectors, count)) and 1 <= subvectors <= dim and 2 <= count <= 256
+        if not good:
+            raise CorruptFileError(f"{subvectors!r} subvectors with {count!r} centroids are none of kvfast")
+        stride = subvectors if count > 16 else -(-subvectors // 2)
+        sides = []
+        for side in "kv":
+            part = arrays.part(f"{side}.")
+            basis = Basis.open(part, heads, dim, dim)
+            centroids = part.take("centroids", np.float16, (heads, dim * count))
+            bounds = part.take("bounds", np.int32, (heads, subvectors + 1))
+            codes = part.take("codes", np.uint8, (heads, num_tokens, stride))
+            sound = (bounds[:, 0] == 0).all() and (bounds[:, -1] == dim).all() and (np.diff(bounds, axis=1) > 0).all()
+            if not sound or not np.isfinite(centroids).all() or unpacked(codes, subvectors, count).max() >= count:
+                raise CorruptFileError(f"the codebooks of side {side} are none of kvfast")
+            sides.append((basis, codebook.Books(centroids, bounds, codes, count)))
+        return cls(*sides, subvectors)
+
+
+def balanced(moments, subvectors):
+    """Cuts coordinates into subvectors of sizes as equal as can be, whose products of variances are about the same: what
+    is best for a Gaussian at so many centroids each (Ge et al., Optimized product quantization, 2013).
+
+    Parameters
+    ----------
+    moments : array of shape (dim,)
+        Variances of the coordinates.
+
+    Returns
+    -------
+    list of lists of int
+    """
+    dim = len(moments)
+    rooms = [dim // subvectors + (i < dim % subvectors) for i in range(subvectors)]
+    groups, totals = [[] for _ in rooms], np.zeros(subvectors)
+    logs = np.log(np.maximum(moments, 1e-12 * max(moments.max(), 1e-30)))
+    logs -= logs.min() - 1
+    for i in np.argsort(-moments, kind="stable"):
+        open_groups = [g for g, room in enumerate(rooms) if len(groups[g]) < room]
+        g = min(open_groups, key=lambda g: totals[g] / rooms[g])
+        groups[g].append(int(i))
+        totals[g] += logs[i]
+    return groups
+
+
+def _learned(x, subvectors, count, seed):
+    """Basis and codebooks of vectors (heads, tokens, dim)."""
+    heads, tokens, dim = x.shape
+    basis = Basis.fit(x, dim)
+    coordinates = basis.coordinates(x)
+    if abs(coordinates).max() > FLOAT16_MOST:
+        raise NonFiniteInputError(f"codebooks are float16 (+-{FLOAT16_MOST:g}), and vectors of up to {abs(coordinates).max():g} are to be coded")
+    moments = coordinates.var(axis=1)
+    bounds, order = np.zeros((heads, subvectors + 1), np.int32), np.empty((heads, dim), np.intp)
+    for head in range(heads):
+        groups = balanced(moments[head], subvectors)
+        order[head] = np.concatenate(groups)
+        bounds[head, 1:] = np.cumsum([len(group) for group in groups])
+    basis = Basis(basis.mean, np.take_along_axis(basis.lift, order[..., None], axis=1))
+    points = _padded(np.take_along_axis(coordinates, order[:, None], axis=2).swapaxes(1, 2))
+    step = -(-tokens // TRAINED_TOKENS)
+    some = points if step == 1 else _padded(points[:, :, :tokens:step])
+    centroids = codebook.train(some, -(-tokens // step), bounds, count, seed)
+    centroids = centroids.astype(np.float16)  # so stored: the nearest are the nearest of these
+    codes = codebook.encode(points, tokens, bounds, count, centroids.astype(np.float32))
+    return basis, codebook.Books(centroids, bounds, packed(codes, count), count)
+
+
+def _padded(points):
+    """A contiguous copy whose last axis is filled up with zeros to what the kernels read at once."""
+    filled = np.zeros((*points.shape[:2], -(-points.shape[2] // LANES) * LANES), np.float32)
+    filled[:, :, : points.shape[2]] = points
+    return filled
+
+
+def _decoded(codes, bounds, centroids):
+    """Coordinates (heads, tokens, dim) of codes (heads, tokens, subvectors)."""
+    count = centroids.shape[1] // bounds[0, -1]
+    out = np.empty((*codes.shape[:2], bounds[0, -1]), np.float32)
+    for head, starts in enumerate(bounds):
+        for j, (first, last) in enumerate(pairwise(starts)):
+            book = centroids[head, first * count : last * count].reshape(count, -1)
+            out[head, :, first:last] = book[codes[head, :, j]]
+    return out
+
+
+def packed(codes, count):
+    """Codes (heads, tokens, subvectors) as they are stored."""
+    if count > 16:
+        return codes
+    low, high = codes[..., ::2], codes[..., 1::2]
+    stored = low.copy()
+    stored[..., : high.shape[2]] |= high << 4
+    return stored
+
+
+def unpacked(stored, subvectors, count):
+    if count > 16:
+        return stored
+    codes = np.empty((*stored.shape[:2], subvectors), np.uint8)
+    codes[..., ::2] = stored & 15
+    codes[..., 1::2] = stored[..., : subvectors // 2] >> 4
+    return codes

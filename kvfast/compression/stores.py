@@ -1,0 +1,220 @@
+"""What holds the compressed tokens of all heads of one sequence.
+
+A store has `attend`, `decode`, `nbytes`, `num_tokens` and `arrays`; `open` makes one of arrays again. Its tokens are those
+that are not exact, in their order.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+
+from ..cache import KVCache
+from ..errors import CorruptFileError
+from ..formats import KVFormat
+from .basis import Basis, eigen, rank_of_energy
+
+# What a Hybrid stores coordinates in. As of a KVCache, without first tokens in floats: those are exact anyway.
+HYBRID_FORMATS = {
+    8: KVFormat("int8", rotation="kv"),
+    4: KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True),
+}
+LANES = 16  # a row of a KVCache is filled up to a multiple of it
+FLOAT16_MOST = 65504.0
+
+
+class CacheStore:
+    """Keys and values in a `KVCache`, as they are."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    @classmethod
+    def of(cls, k, v, dtype):
+        """k, v: (heads, tokens, dim), float32."""
+        heads, tokens, dim = k.shape
+        fmt = KVFormat.of(dtype)
+        if fmt.dtype == "float16" and max(abs(k).max(), abs(v).max()) > FLOAT16_MOST:
+            fmt = KVFormat("float32")
+        cache = KVCache(1, heads, dim, tokens, dtype=fmt)
+        cache.append(0, k.swapaxes(0, 1), v.swapaxes(0, 1))
+        cache.advance(tokens)
+        return cls(cache)
+
+    @property
+    def num_tokens(self):
+        return len(self.cache)
+
+    @property
+    def nbytes(self):
+        return self.cache.nbytes_used
+
+    def attend(self, q, visible, scale, num_threads=None):
+        """Attention of queries to the first tokens.
+
+        Parameters
+        ----------
+        q : array of shape (num_queries, num_q_heads, dim), float32
+        visible : array of shape (num_queries,), intp
+            How many tokens each query sees: each as many as the one before it, or one more.
+        scale : float
+
+        Returns
+        -------
+        out, lse
+        """
+        out, lse = np.zeros(q.shape, np.float32), np.full(q.shape[:2], -np.inf, np.float32)
+        for first, last, causal in runs_of(visible):
+            if visible[last - 1]:
+                cache, rows = _first_tokens(self.cache, int(visible[last - 1])), slice(first, last)
+                options = {"scale": scale, "causal": causal, "return_lse": True, "num_threads": num_threads}
+                if causal or last - first <= len(cache):
+                    _, lse[rows] = cache.attend(0, q[rows], out=out[rows], **options)
+                else:
+                    out[rows], lse[rows] = self._attend_many(cache, q[rows], options)
+        return out, lse
+
+    @staticmethod
+    def _attend_many(cache, q, options):
+        """More queries than the cache has tokens: as so many heads of one query."""
+        n, heads, group = len(q), cache.num_kv_heads, q.shape[1] // cache.num_kv_heads
+        together = q.reshape(n, heads, group, -1).swapaxes(0, 1).reshape(1, heads * n * group, -1)
+        out, lse = cache.attend(0, together, **options)
+        back = (array.reshape(heads, n, group, -1).swapaxes(0, 1) for array in (out, lse))
+        return [array.reshape(shape) for array, shape in zip(back, (q.shape, q.shape[:2]))]
+
+    def decode(self):
+        """Keys and values, (heads, tokens, dim) float32."""
+        return self.cache.k(0).swapaxes(0, 1), self.cache.v(0).swapaxes(0, 1)
+
+    def settings(self):
+        return {}
+
+    def arrays(self):
+        return self.cache.state_dict()
+
+    @classmethod
+    def open(cls, arrays, settings, layout, num_tokens):
+        return cls(open_cache(arrays, (1, layout.num_heads, layout.head_dim), num_tokens))
+
+
+class RankStore:
+    """Coordinates in the bases of the heads, in a `KVCache` for the heads of each rank.
+
+    Parameters
+    ----------
+    groups : list of (heads, keys, values, store)
+        Indices of the heads, the bases of their keys and values, and a `CacheStore` of their coordinates.
+    num_heads : int
+    """
+
+    def __init__(self, groups, num_heads):
+        self.groups, self.num_heads = groups, num_heads
+
+    @classmethod
+    def of(cls, k, v, ranks, centred, dtype):
+        """`ranks`: one per head."""
+        groups = []
+        of_basis = np.float32 if str(dtype) == "float32" else np.float16
+        for rank in sorted(set(ranks)):
+            heads = np.flatnonzero(np.equal(ranks, rank))
+            bases = [Basis.fit(x[heads], rank, centred, of_basis) for x in (k, v)]
+            coordinates = [basis.coordinates(x[heads]) for basis, x in zip(bases, (k, v))]
+            groups.append((heads, *bases, CacheStore.of(*coordinates, dtype)))
+        return cls(groups, len(k))
+
+    @staticmethod
+    def ranks_of_energy(k, v, energy):
+        """For each head the rank that keeps this share of the keys', and of the values', sum of squares; filled up to what
+        is stored anyway."""
+        ranks = [max(rank_of_energy(eigen(x)[0], energy) for x in pair) for pair in zip(k, v)]
+        return [min(k.shape[2], -(-rank // LANES) * LANES) for rank in ranks]
+
+    @property
+    def num_tokens(self):
+        return self.groups[0][3].num_tokens
+
+    @property
+    def nbytes(self):
+        return sum(keys.nbytes + values.nbytes + store.nbytes for _, keys, values, store in self.groups)
+
+    def attend(self, q, visible, scale, num_threads=None):
+        group = q.shape[1] // self.num_heads
+        out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
+        for heads, keys, values, store in self.groups:
+            of_heads = (heads[:, None] * group + np.arange(group)).reshape(-1)
+            turned, offsets = keys.of_queries(q[:, of_heads], group)
+            inner, inner_lse = store.attend(turned.reshape(len(q), len(of_heads), -1), visible, scale, num_threads)
+            out[:, of_heads] = values.of_outputs(inner, group)
+            lse[:, of_heads] = inner_lse + np.float32(scale) * offsets.reshape(len(q), -1)
+        return out, lse
+
+    def decode(self):
+        pair = [np.empty((self.num_heads, self.num_tokens, self.groups[0][1].mean.shape[1]), np.float32) for _ in "kv"]
+        for heads, *bases, store in self.groups:
+            for target, basis, coordinates in zip(pair, bases, store.decode()):
+                target[heads] = basis.vectors(coordinates)
+        return tuple(pair)
+
+    def settings(self):
+        return {
+            "heads": [heads.tolist() for heads, *_ in self.groups],
+            "ranks": [keys.rank for _, keys, *_ in self.groups],
+            "basis": self.groups[0][1].lift.dtype.name,
+        }
+
+    def arrays(self):
+        parts = {}
+        for i, (_, *parts_of_group) in enumerate(self.groups):
+            for name, part in zip(("k", "v", "coordinates"), parts_of_group):
+                parts |= {f"{i}.{name}.{key}": array for key, array in part.arrays().items()}
+        return parts
+
+    @classmethod
+    def open(cls, arrays, settings, layout, num_tokens):
+        heads, ranks = settings["heads"], settings["ranks"]
+        if sorted(chain.from_iterable(heads)) != list(range(layout.num_heads)) or len(heads) != len(ranks):
+            raise CorruptFileError(f"the groups must hold each of {layout.num_heads} heads once, got {heads}")
+        groups, dtype = [], {"float16": np.float16, "float32": np.float32}[settings["basis"]]
+        for i, (group, rank) in enumerate(zip(heads, ranks)):
+            if not group or not isinstance(rank, int) or not 1 <= rank <= layout.head_dim:
+                raise CorruptFileError(f"a rank must be between 1 and {layout.head_dim}, got {rank!r}")
+            bases = [Basis.open(arrays.part(f"{i}.{side}."), len(group), rank, layout.head_dim, dtype) for side in "kv"]
+            cache = open_cache(arrays.part(f"{i}.coordinates."), (1, len(group), rank), num_tokens)
+            groups.append((np.array(group), *bases, CacheStore(cache)))
+        return cls(groups, layout.num_heads)
+
+
+def open_cache(arrays, shape, num_tokens):
+    """The `KVCache` of its `state_dict`, found to have the layers, heads, head_dim and tokens that it should."""
+    cache = KVCache.from_state_dict(arrays.take_all())
+    if (cache.num_layers, cache.num_kv_heads, cache.head_dim) != shape or len(cache) != num_tokens:
+        raise CorruptFileError(f"a cache of shape {shape} with {num_tokens} tokens was expected, got {cache!r}")
+    return cache
+
+
+def runs_of(visible):
+    """Cuts queries into runs where each sees as many tokens as the one before it, or each one more.
+
+    Yields
+    ------
+    first, last : int
+    causal : bool
+        Whether each sees one more.
+    """
+    first = 0
+    while first < len(visible):
+        last = first + 1
+        while last < len(visible) and visible[last] - visible[last - 1] == visible[first + 1] - visible[first]:
+            last += 1
+        causal = last > first + 1 and visible[first + 1] > visible[first]
+        # Tokens that a query sees come with it: a query that sees none is a run of its own.
+        if causal and visible[first] == 0:
+            last, causal = first + 1, False
+        yield first, last, causal
+        first = last
+
+
+def _first_tokens(cache, n):
+    return cache if n == len(cache) else cache.snapshot().truncated(n)._cache

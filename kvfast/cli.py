@@ -125,6 +125,13 @@ def _add_eval(commands):
         metavar="TYPES",
         help="measure llama.cpp's caches of these types too: q8_0,q8_0/q4_0 (K/V)",
     )
+    add(
+        "--compress",
+        metavar="LIST",
+        help="compress the beginning of each text instead, and predict the rest: lowrank:RANK, hybrid:BITS, "
+        "hybrid:RANK:BITS, pq:CENTROIDS:SUBVECTORS or a format, with commas; or all",
+    )
+    add("--prompt", type=_positive, metavar="N", help="tokens to compress (default: all but 512)")
     add("--text", required=True, nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, each by itself")
     add("--tokens", type=_positive, default=8000, help="use this many tokens of each text (default: 8000)")
     add("--chunk", type=_positive, default=16, help="tokens per forward pass (default: 16, see evaluate)")

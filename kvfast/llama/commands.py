@@ -14,10 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import kvfast
 from kvfast import llama
+from kvfast.llama.compression import evaluate_compressed, parse_methods
 from kvfast.llama.evaluation import FORMATS
 from kvfast.llama.peers import LlamaCpp, parse_cache_types
 from kvfast.llama.prompts import chat_prompts
-from kvfast.llama.report import as_rows, float_bytes, plot_scores, score_table
+from kvfast.llama.report import as_rows, compression_table, float_bytes, plot_scores, score_table
 from kvfast.plotting import check_plot
 
 
@@ -142,6 +143,8 @@ def run_eval(args):
     ----------
     args : argparse.Namespace
     """
+    if args.compress:
+        return _run_compress(args)
     texts = [_read_text(path) for path in args.text]
     storages = [_storage(name, args) for name in _format_names(args.formats)]
     types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
@@ -186,6 +189,40 @@ def run_eval(args):
         print("llama.cpp's rows compare with its own f32 cache; its weights are the same, in float32.")
         if rotated:
             print(f"Its log says that it rotates before it rounds: {', '.join(rotated)}.")
+
+
+def _run_compress(args):
+    """Score the methods of `args.compress` on each of `args.text`."""
+    if args.llama_cpp:
+        raise ValueError("--llama-cpp is not for --compress")
+    texts, methods = [_read_text(path) for path in args.text], parse_methods(args.compress)
+    if args.plot:
+        check_plot(args.plot)
+    _set_threads(args.threads)
+    path = args.model or llama.fetch_model()
+    model, tokenizer = llama.load(path)
+    texts = [tokenizer.encode(text)[: args.tokens] for text in texts]
+    prompts = [args.prompt or len(tokens) - 512 for tokens in texts]
+    for text, tokens, prompt in zip(args.text, texts, prompts):
+        if not 1 <= prompt <= len(tokens) - 2:
+            raise ValueError(f"{text}: of {len(tokens)} tokens, {prompt} cannot be compressed and at least two be left")
+    with Progress(BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=sum(map(len, texts)) - len(texts))
+        progress = functools.partial(bar.advance, task)
+        per_text = [
+            evaluate_compressed(model, tokens, prompt, methods, chunk_size=args.chunk, progress=progress)
+            for tokens, prompt in zip(texts, prompts)
+        ]
+    means = [llama.mean_score(scores) for scores in zip(*per_text)]
+    title = f"{means[0].num_predictions:,} predictions behind prompts of {', '.join(f'{prompt:,}' for prompt in prompts)} tokens"
+    if args.plot:
+        plot_scores(means, args.plot, f"{Path(path).stem}, {title}")
+    if args.json:
+        by_text = [{"text": text, "prompt": prompt, "results": as_rows(scores)} for text, prompt, scores in zip(args.text, prompts, per_text)]
+        print(json.dumps({"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}, indent=2))
+        return
+    print(f"{', '.join(args.text)}: {title}; NLL and KL are means per token, in nats")
+    Console(width=None if sys.stdout.isatty() else 120).print(compression_table(means))
 
 
 def _read_text(path):

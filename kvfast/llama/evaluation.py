@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -172,10 +172,8 @@ def mean_score(scores):
     CacheScore
     """
     counts = [score.num_predictions for score in scores]
-    means = {
-        name: float(np.average([getattr(score, name) for score in scores], weights=counts))
-        for name in ("nll", "nll_float32", "kl", "top1", "bits_per_element")
-    }
+    averaged = [field.name for field in fields(scores[0]) if field.type == "float"]
+    means = {name: float(np.average([getattr(score, name) for score in scores], weights=counts)) for name in averaged}
     return replace(scores[0], num_predictions=sum(counts), **means)
 
 

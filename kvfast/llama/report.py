@@ -69,6 +69,27 @@ def score_table(scores, cache_shape):
     return table
 
 
+def compression_table(scores):
+    """The scores of compressed prompts as a table.
+
+    Parameters
+    ----------
+    scores : sequence of CompressionScore
+
+    Returns
+    -------
+    rich.table.Table
+    """
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("method", "bits", "K error", "V error", "output error", "NLL", "- float32", "KL", "top-1"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for score in scores:
+        errors = (f"{error:.2%}" for error in (score.k_error, score.v_error, score.output_error))
+        quality = (f"{score.nll:.5f}", f"{score.nll_difference:+.5f}", f"{score.kl:.6f}", f"{score.top1:.2%}")
+        table.add_row(score.name, f"{score.bits_per_element:.2f}", *errors, *quality)
+    return table
+
+
 def plot_scores(scores, path, title):
     """Draw KL divergence over bits per element, a labelled point for each score.
 

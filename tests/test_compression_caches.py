@@ -222,7 +222,7 @@ def filled(x, value):
         ("vq", change("0.store.k.codes", lambda x: x[:, 1:]), "0.store.k.codes must be uint8 of shape"),
         ("vq", change("0.store.k.mean", lambda x: filled(x, np.inf)), "a basis must be finite"),
         ("vq", change("0.positions", lambda x: x[::-1]), "must ascend below 300"),
-        ("vq", change("0.positions", lambda x: x + 290), "must ascend below 300"),
+        ("vq", change("0.positions", lambda x: x + 297), "must ascend below 300"),
         ("vq", lambda state, header: state.pop("0.store.v.codes"), "0.store.v.codes is missing"),
         ("vq", lambda state, header: state.update(more=np.zeros(3, np.uint8)), "more belongs to nothing"),
         ("vq", set_header("parts", 0, "store", "count", 4), "must be float16"),

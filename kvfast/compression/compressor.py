@@ -17,8 +17,9 @@ from .stores import HYBRID_FORMATS, CacheStore, RankStore
 __all__ = ["KVCacheCompressor"]
 
 FIRST_TOKENS = 4
-OUTLIER_DISTANCE = 2.0
-MOST_EXACT = 16
+FAR = 2.0        # times the distance of the median token from the mean of the head
+SMALL = 0.5      # times the norm of the median token's value
+MOST_EXACT = 64  # one token in so many, beside the first ones
 
 
 class KVCacheCompressor(CacheBridges):
@@ -33,8 +34,10 @@ class KVCacheCompressor(CacheBridges):
     Notes
     -----
     `Hybrid` and `VectorQuantization` keep some tokens exactly, in float16 (float32, where a number is beyond its range): the
-    first 4, to which much attention goes whatever they say, and those whose keys or values, in any head, are more than
-    twice as far from the head's mean as the median token is; the farthest first, and no more than one token in 16 in all.
+    first 4; those whose value has, in any head, less than half the norm of the median token's, which is how models mark
+    the tokens that attention goes to when it has nowhere to go (attention sinks); and those whose keys or values are, in any
+    head, more than twice as far from the head's mean as the median token's. Those farthest beyond these bounds come
+    first, and there are at most one token in 64 (or 4, but no more than one in 16).
 
     Keys may come before or after rotary embedding; attention to what was compressed is attention to keys as they came.
     Without it, they need fewer directions (Palu, arXiv 2407.21118).
@@ -129,9 +132,9 @@ class KVCacheCompressor(CacheBridges):
         if rank is not None and rank > head_dim:
             raise ValueError(f"rank must be at most head_dim, {head_dim}, got {rank}")
         if isinstance(self._method, VectorQuantization):
-            if self._method.codebook_size > seq_len - seq_len // MOST_EXACT:
-                raise ValueError(f"codebook_size must be at most the number of tokens, of which {seq_len // MOST_EXACT} of {seq_len} "
-                                 f"may be stored exactly, got {self._method.codebook_size}")  # fmt: skip
+            if self._method.codebook_size > seq_len - _room(seq_len):
+                raise ValueError(f"codebook_size must be at most the number of tokens, of which {_room(seq_len)} of {seq_len} may be "
+                                 f"stored exactly, got {self._method.codebook_size}")  # fmt: skip
             if (self._method.num_subvectors or 1) > head_dim:
                 raise ValueError(f"num_subvectors must be at most head_dim, {head_dim}, got {self._method.num_subvectors}")
         return k, v
@@ -179,17 +182,22 @@ def _part(method, k, v):
 def outliers(k, v):
     """Positions of the tokens that are kept exactly, ascending; see `KVCacheCompressor`."""
     tokens = k.shape[1]
-    room = tokens // MOST_EXACT
-    first = min(FIRST_TOKENS, room)
-    farthest = np.zeros(tokens)
-    for x in (k, v):
-        distances = np.linalg.norm(x - x.mean(axis=1, keepdims=True), axis=2)
-        typical = np.median(distances, axis=1, keepdims=True)
-        farthest = np.maximum(farthest, (distances / np.where(typical > 0, typical, np.inf)).max(axis=0))
-    farthest[:first] = np.inf
-    farthest[farthest <= OUTLIER_DISTANCE] = 0
-    chosen = np.argsort(-farthest, kind="stable")[:room]
-    return np.sort(chosen[farthest[chosen] > 0])
+    room = _room(tokens)
+    norms = np.linalg.norm(v, axis=2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        beyond = np.fmax.reduce(SMALL * np.median(norms, axis=1, keepdims=True) / norms, axis=0)
+        for x in (k, v):
+            distances = np.linalg.norm(x - x.mean(axis=1, keepdims=True), axis=2)
+            ratios = distances / (FAR * np.median(distances, axis=1, keepdims=True))
+            beyond = np.fmax(beyond, np.fmax.reduce(ratios, axis=0))
+    beyond[: min(FIRST_TOKENS, room)] = np.inf
+    chosen = np.argsort(-np.nan_to_num(beyond, nan=0.0, posinf=np.inf), kind="stable")[:room]
+    return np.sort(chosen[beyond[chosen] > 1])
+
+
+def _room(tokens):
+    """Most tokens that are kept exactly."""
+    return max(tokens // MOST_EXACT, min(FIRST_TOKENS, tokens // 16))
 
 
 def _square_sum(x):

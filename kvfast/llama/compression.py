@@ -12,8 +12,8 @@ from .evaluation import CacheScore, compare
 
 # What `python -m kvfast eval --compress all` stands for.
 METHODS = (
-    "int8-plain", "int4-plain", "int8", "int4", "hybrid:8", "hybrid:4", "pq:256:32", "pq:256:16", "pq:16:64", "pq:16:32",
-    "lowrank:56", "lowrank:0.95",
+    "int8-plain", "int4-plain", "int8", "int4", "hybrid:8", "hybrid:4", "hybrid:56:4", "hybrid:48:4", "pq:256:32", "pq:256:16",
+    "pq:16:64", "pq:16:32", "lowrank:56", "lowrank:0.95",
 )  # fmt: skip
 
 # Queries of the end of the prompt whose outputs are compared.

@@ -18,8 +18,8 @@ from kvfast._openmp cimport num_threads_for
 
 cdef enum:
     # Lloyd's steps end when one improves the error by less than 1 / ENOUGH of it, or after so many.
-    MOST_STEPS = 50
-    ENOUGH = 2000
+    MOST_STEPS = 25
+    ENOUGH = 500
     # Tokens of a task of attention: its table and its last step cost as much as some hundred tokens.
     SPLIT_TOKENS = 2048
 
@@ -77,6 +77,21 @@ cdef void _find(const kv_training *call, const float *points, const kv_book *boo
     call.kernels.nearest(points, call.stride, call.stride, book, half_norms, codes, distances)
 
 
+cdef Py_ssize_t _drawn(const kv_training *call, const kv_scratch_of_training *scratch, double target) noexcept nogil:
+    """The point at which the running sum of the gaps passes the target; the distances are sums of 16 gaps."""
+    cdef Py_ssize_t t, chosen = 0, block = 0
+    while block < call.stride // 16 - 1 and target >= scratch.distances[block]:
+        target -= scratch.distances[block]
+        block += 1
+    for t in range(16 * block, call.n):
+        if scratch.gaps[t] > 0:
+            chosen = t
+            target -= scratch.gaps[t]
+            if target < 0:
+                break
+    return chosen
+
+
 cdef void _seed(const kv_training *call, const float *points, float *centroids, int dim, kv_scratch_of_training *scratch,
                 uint64_t *random) noexcept nogil:
     """k-means++ (Arthur and Vassilvitskii, 2007): each next centroid is a point, drawn by its squared distance."""
@@ -84,32 +99,34 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
     cdef Py_ssize_t t, chosen = <Py_ssize_t>(_uniform(random) * call.n)
     cdef double total, target
     cdef float gap
+    cdef float part
     cdef int c, i
     memset(scratch.squares, 0, call.stride * sizeof(float))
     for i in range(dim):
         for t in range(call.n):
             scratch.squares[t] += points[i * call.stride + t] * points[i * call.stride + t]
-    for t in range(call.n):
-        scratch.gaps[t] = INFINITY
+    for t in range(call.stride):
+        scratch.gaps[t] = INFINITY if t < call.n else 0
     book.count, book.dim = 1, dim
     _take(call, points, chosen, dim, centroids)
     for c in range(1, call.count):
         book.centroids = centroids + (c - 1) * dim
         _find(call, points, &book, scratch.codes, scratch.distances)
         total = 0
-        for t in range(call.n):
-            gap = max(2 * scratch.distances[t] + scratch.squares[t], <float>0)
-            scratch.gaps[t] = min(scratch.gaps[t], gap)
-            total += scratch.gaps[t]
+        for t in range(call.stride):  # without sums: whole vectors; 0 behind the last point
+            gap = 2 * scratch.distances[t] + scratch.squares[t]
+            gap = gap if gap > 0 else 0
+            scratch.gaps[t] = gap if gap < scratch.gaps[t] else scratch.gaps[t]
+        for t in range(0, call.stride, 16):
+            part = 0
+            for i in range(16):
+                part += scratch.gaps[t + i]
+            scratch.distances[t // 16] = part
+            total += part
         target = _uniform(random) * total
         chosen = c % call.n  # where all points are centroids already
         if total > 0:
-            for t in range(call.n):
-                if scratch.gaps[t] > 0:
-                    chosen = t
-                    target -= scratch.gaps[t]
-                    if target < 0:
-                        break
+            chosen = _drawn(call, scratch, target)
         _take(call, points, chosen, dim, centroids + c * dim)
 
 

@@ -73,7 +73,8 @@ class CacheBridges:
         k, v = self.decompress_kv_3d(compressed)
         heads, _, dim = k.shape
         if (cache.num_kv_heads, cache.head_dim) != (heads, dim):
-            raise DimensionMismatchError(f"the cache has {cache.num_kv_heads} heads of {cache.head_dim}, what was compressed {heads} of {dim}")
+            raise DimensionMismatchError(f"the cache has {cache.num_kv_heads} heads of {cache.head_dim}, "
+                                         f"what was compressed {heads} of {dim}")  # fmt: skip
         cache.append(layer, np.ascontiguousarray(k.swapaxes(0, 1)), np.ascontiguousarray(v.swapaxes(0, 1)))
 
 

@@ -303,7 +303,8 @@ class CompressedKV:
         except (TypeError, KeyError, AttributeError, OverflowError, RecursionError, IndexError) as error:
             raise CorruptFileError(f"the header describes no compressed keys and values: {error!r}") from None
         except ValueError as error:
-            raise error if isinstance(error, (CorruptFileError, IncompatibleSnapshotError)) else CorruptFileError(str(error)) from None
+            known = isinstance(error, (CorruptFileError, IncompatibleSnapshotError))
+            raise error if known else CorruptFileError(str(error)) from None
         if rest := arrays.rest():
             raise CorruptFileError(f"{rest[0]} belongs to nothing")
         return cls(layout, method, parts, error)
@@ -368,8 +369,8 @@ def checked(array, name, rank, shape):
 
 
 def _checked_queries(q, layout):
-    rank, shape = (4, "(batch, num_tokens, num_q_heads, head_dim)") if layout.is_batched else (3, "(num_tokens, num_q_heads, head_dim)")
-    array = checked(q, "q", rank, shape)
+    shape = "num_tokens, num_q_heads, head_dim"
+    array = checked(q, "q", 4, f"(batch, {shape})") if layout.is_batched else checked(q, "q", 3, f"({shape})")
     if layout.is_batched and len(array) != layout.batch:
         raise DimensionMismatchError(f"q must have a batch of {layout.batch}, got {len(array)}")
     if array.shape[-1] != layout.head_dim:

@@ -112,7 +112,8 @@ class KVCacheCompressor(CacheBridges):
             If it was compressed without a batch.
         """
         if not _layout_of(compressed).is_batched:
-            raise DimensionMismatchError(f"this was compressed without a batch, as {compressed.layout.shape}: use decompress_kv_3d")
+            shape = compressed.layout.shape
+            raise DimensionMismatchError(f"this was compressed without a batch, as {shape}: use decompress_kv_3d")
         return compressed.decode()
 
     def decompress_kv_3d(self, compressed):
@@ -133,8 +134,8 @@ class KVCacheCompressor(CacheBridges):
             raise ValueError(f"rank must be at most head_dim, {head_dim}, got {rank}")
         if isinstance(self._method, VectorQuantization):
             if self._method.codebook_size > seq_len - _room(seq_len):
-                raise ValueError(f"codebook_size must be at most the number of tokens, of which {_room(seq_len)} of {seq_len} may be "
-                                 f"stored exactly, got {self._method.codebook_size}")  # fmt: skip
+                raise ValueError(f"codebook_size must be at most the number of tokens, of which {_room(seq_len)} of {seq_len} "
+                                 f"may be stored exactly, got {self._method.codebook_size}")  # fmt: skip
             if (self._method.num_subvectors or 1) > head_dim:
                 raise ValueError(f"num_subvectors must be at most head_dim, {head_dim}, got {self._method.num_subvectors}")
         return k, v

@@ -51,7 +51,8 @@ class PrefixKVCache:
         layout = layers[0].layout
         for one in layers:
             if one.layout.is_batched or one.layout != layout:
-                raise DimensionMismatchError(f"the layers must have one shape without a batch, got {layout.shape} and {one.layout.shape}")
+                raise DimensionMismatchError("the layers must have one shape without a batch, "
+                                             f"got {layout.shape} and {one.layout.shape}")  # fmt: skip
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", layout.seq_len + 1, 1 << 40) - layout.seq_len
         self._layers, self._layout = layers, layout
@@ -184,4 +185,5 @@ class PrefixKVCache:
 
     def __repr__(self):
         shape = f"{self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}"
-        return f"PrefixKVCache({shape}, {self.prefix_len} tokens compressed and {len(self._live)} in {self._live.dtype_name}, {size_text(self.nbytes)})"
+        tokens = f"{self.prefix_len} tokens compressed and {len(self._live)} in {self._live.dtype_name}"
+        return f"PrefixKVCache({shape}, {tokens}, {size_text(self.nbytes)})"

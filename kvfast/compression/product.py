@@ -125,7 +125,8 @@ def _learned(x, subvectors, count, seed):
     basis = Basis.fit(x, dim)
     coordinates = basis.coordinates(x)
     if abs(coordinates).max() > FLOAT16_MOST:
-        raise NonFiniteInputError(f"codebooks are float16 (+-{FLOAT16_MOST:g}), and vectors of up to {abs(coordinates).max():g} are to be coded")
+        most = abs(coordinates).max()
+        raise NonFiniteInputError(f"codebooks are float16 (+-{FLOAT16_MOST:g}), and vectors of up to {most:g} are to be coded")
     moments = coordinates.var(axis=1)
     bounds, order = np.zeros((heads, subvectors + 1), np.int32), np.empty((heads, dim), np.intp)
     for head in range(heads):

@@ -216,7 +216,7 @@ def _run_compress(args):
     means = [llama.mean_score(scores) for scores in zip(*per_text)]
     title = f"{means[0].num_predictions:,} predictions behind prompts of {', '.join(f'{prompt:,}' for prompt in prompts)} tokens"
     if args.plot:
-        plot_scores(means, args.plot, f"{Path(path).stem}, {title}")
+        plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
     if args.json:
         by_text = [{"text": text, "prompt": prompt, "results": as_rows(scores)} for text, prompt, scores in zip(args.text, prompts, per_text)]
         print(json.dumps({"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}, indent=2))

@@ -34,6 +34,22 @@ def test_stores_what_the_codec_makes(isa, rng, dtype, max_seq_len):
             assert np.array_equal(stored, expected)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
+def test_large_output_is_written_past_the_caches(rng, dtype):
+    """k() and v() of 16 MiB and more are those of a small cache."""
+    rows = rng.standard_normal((2, 9000, 8, 62), np.float32)
+    small, large = (kvfast.KVCache(1, 8, 62, dtype=dtype) for _ in range(2))
+    for cache, n in ((small, 1000), (large, 9000)):
+        for first in range(0, n, 1000):
+            cache.append(0, *rows[:, first : first + 1000])
+            cache.advance(1000)
+    coded = 832  # whole blocks; what is newer is float rows in the small cache
+    for read in (kvfast.KVCache.k, kvfast.KVCache.v):
+        assert read(large, 0).nbytes >= 16 << 20
+        assert np.array_equal(read(large, 0)[:coded], read(small, 0)[:coded])
+        assert np.abs(read(large, 0) - rows[int(read is kvfast.KVCache.v)]).max() < 0.8
+
+
 def test_float32_is_a_read_only_view(rng):
     cache = kvfast.KVCache(2, 3, 20, max_seq_len=100, dtype="float32")
     k = rows(rng, 70, 3, 20)

@@ -27,7 +27,7 @@ def test_parse_methods():
         kvfast.Quantize("int8-plain"),
     ]
     assert list(parse_methods("all")) == list(METHODS)
-    for wrong in ("lowrank", "lowrank:0", "lowrank:a", "hybrid:3", "hybrid", "pq:16", "pq:300:4", "int3", "int8,x"):
+    for wrong in ("lowrank", "lowrank:0", "lowrank:a", "hybrid:3", "hybrid", "pq:16", "pq:300:4", "int9", "int8,x"):
         with pytest.raises(ValueError, match=wrong.split(",")[-1]):
             parse_methods(wrong)
 

@@ -75,6 +75,21 @@ def test_many_rows_in_parallel(rng, bits):
         kvfast.quantize(x, bits=bits)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_large_output_is_written_past_the_caches(isa, rng, bits):
+    """From 16 MiB on, whether lines begin where rows do or not; the values of a small call."""
+    x = rng.standard_normal((70_000, 62), np.float32)
+    codes, scales = kvfast.quantize(x, bits=bits)
+    memory = np.empty(x.size + 1, np.float32)
+    for out in (memory[:-1].reshape(x.shape), memory[1:].reshape(x.shape)):
+        out[:] = np.nan
+        kvfast.dequantize(codes, scales, out)
+        for first in (0, 35_000, 69_000):
+            part = slice(first, first + 1000)
+            assert np.array_equal(out[part], kvfast.dequantize(codes[part], scales[part]))
+        assert not np.isnan(out).any()
+
+
 def test_bad_input(rng):
     x = rng.standard_normal((2, 3, 8)).astype(np.float32)
     for bad in (np.nan, np.inf, -np.inf):

@@ -68,11 +68,11 @@ cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept n
     cdef Py_ssize_t half = call.width
     cdef int8_t *codes
     cdef const uint8_t *packed
-    cdef int8_t *scratch = <int8_t *>malloc(2 * half + call.dim * sizeof(float))
-    cdef float *floats
-    if scratch == NULL:
+    cdef float *floats = <float *>malloc((call.dim * sizeof(float) if call.streams else 0)
+                                         + (2 * half if call.bits == 4 else 1))
+    cdef int8_t *scratch = <int8_t *>(floats + (call.dim if call.streams else 0))
+    if floats == NULL:
         return -2
-    floats = <float *>(scratch + 2 * half)
     for row in range(first, last):
         codes = <int8_t *>(call.codes + row * half)
         if call.bits == 4:
@@ -88,7 +88,7 @@ cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept n
             call.kernels.dequantize(codes, call.dim, call.scales[row], <float *>call.floats + row * call.dim)
     if call.streams:
         call.kernels.stream_out(NULL, 0, NULL)
-    free(scratch)
+    free(floats)
     return 0
 
 

@@ -75,8 +75,9 @@ cdef class BlockTable:
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size
         cdef int32_t block
         cdef void *grown
-        self.pool.ensure(self.blocks_needed(first, last))
-        if self.pool.finishes:
+        cdef Py_ssize_t needed = self.blocks_needed(first, last)
+        self.pool.ensure(needed)
+        if self.pool.finishes and needed:  # not when another layer gets the same tokens
             # All at once: large pieces of memory lie in huge pages.
             self.pool.floats.ensure((last + PIECE - 1) // PIECE - first // PIECE)
         if end - self.skipped > self.capacity:

@@ -244,6 +244,32 @@ def test_bad_methods(make, error, match):
         make()
 
 
+def test_numpy_numbers(kv):
+    """Are as good as Python's, also in files."""
+    for one, other in (
+        (LowRank(rank=np.int64(16)), LowRank(rank=16)),
+        (LowRank(energy=np.float32(0.5)), LowRank(energy=0.5)),
+        (Hybrid(quant_bits=np.int8(4)), Hybrid(quant_bits=4)),
+        (VectorQuantization(np.int64(16), np.uint8(4), np.int32(1)), VectorQuantization(16, 4, 1)),
+        (Quantize(np.int64(8)), Quantize(8)),
+    ):
+        assert one == other
+        states = [KVCacheCompressor(method).compress_kv_3d(*kv).state_dict() for method in (one, other)]
+        assert all(np.array_equal(array, states[1][name]) for name, array in states[0].items())
+    for make in (lambda: Quantize(8.0), lambda: Hybrid(quant_bits=True), lambda: LowRank(energy=True)):
+        with pytest.raises(ValueError):
+            make()
+
+
+def test_large_values_are_refused_or_kept(kv):
+    """float16 coordinates are not silently something else; exact tokens become float32."""
+    k, v = (array * 1e5 for array in kv)
+    with pytest.raises(kvfast.NonFiniteInputError):
+        KVCacheCompressor(Quantize("float16")).compress_kv_3d(k, v)
+    decoded = KVCacheCompressor(Hybrid()).compress_kv_3d(k, v).decode()
+    assert all(np.abs(one - other).max() < 0.05 * np.abs(other).max() for one, other in zip(decoded, (k, v)))
+
+
 def test_bad_input(kv):
     k, v = kv
     compressor = KVCacheCompressor(Hybrid())

@@ -113,7 +113,7 @@ def test_prefix(method, dtype, rng):
     with pytest.raises(ValueError, match="n must be at least 400, got 399"):
         both.truncate(399)
     both.clear()
-    assert len(both) == 400 and both.nbytes_used < both.nbytes + 1
+    assert len(both) == 400 and both.nbytes_used == sum(one.nbytes for one in both.prefix)
 
 
 def test_prefix_write(rng):
@@ -145,7 +145,16 @@ def test_bad_prefixes(rng):
         PrefixKVCache([one], max_seq_len=100)
     with pytest.raises(ValueError, match="empty"):
         PrefixKVCache.compress(kvfast.KVCache(1, 3, 32), COMPRESSOR)
+    with pytest.raises(TypeError, match="KVCache or a Sequence, got RingKVCache"):
+        PrefixKVCache.compress(kvfast.RingKVCache(1, 3, 32, window=32), COMPRESSOR)
+    with pytest.raises(TypeError, match="must be a KVCacheCompressor, got str"):
+        PrefixKVCache.compress(kvfast.KVCache(1, 3, 32), "hybrid")
     both = PrefixKVCache([one], max_seq_len=101)
+    with pytest.raises(kvfast.DimensionMismatchError):
+        both.write(0, 3.0, cos=np.ones((200, 16), np.float32), sin=np.ones((200, 16), np.float32))
+    for out, error in ((np.empty((5, 1, 6, 32), np.float32), ValueError), (np.empty((1, 6, 32), np.int8), TypeError)):
+        with pytest.raises(error, match="out must"):
+            both.attend(0, np.ones((1, 6, 32), np.float32), out=out)
     both.append(0, *np.ones((2, 1, 3, 32), np.float32))
     with pytest.raises(kvfast.CacheFullError):
         both.append(0, *np.ones((2, 1, 3, 32), np.float32))
@@ -242,6 +251,8 @@ def filled(x, value):
         ("rank", set_header("parts", 0, "store", "ranks", [1000]), "a rank must be between"),
         ("rank", set_header("parts", 0, "store", "ranks", [8]), "must be float16 of shape"),
         ("rank", set_header("parts", 0, "store", "heads", [[0, 1, 1]]), "each of 3 heads once"),
+        ("rank", set_header("parts", 0, "store", "heads", [[0.0, 1.0, 2.0]]), "each of 3 heads once"),
+        ("rank", set_header("layout", "num_heads", 1 << 40), "each of 1099511627776 heads once"),
         ("rank", set_header("parts", 0, "store", "basis", "object"), "describes no compressed"),
         ("rank", change("0.store.0.coordinates.header", lambda x: x[:50]), "not JSON"),
         ("rank", change("0.store.0.k.lift", lambda x: filled(x, np.nan)), "a basis must be finite"),

@@ -409,3 +409,14 @@ def test_float_rows_are_given_back(name):
         assert cache._buffer.nbytes_used - len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size <= (
             most * cache.block_size
         )
+
+
+def test_layers_share_the_reserve_of_float_rows(rng):
+    """The first layer's append of a prompt reserves memory for those of all layers."""
+    cache = kvfast.KVCache(4, 2, 64, dtype="int4")
+    k, v = rng.standard_normal((2, 3000, 2, 64), np.float32)
+    sizes = []
+    for layer in range(4):
+        cache.append(layer, k, v)
+        sizes.append(cache.nbytes)
+    assert sizes[1:] == sizes[:1] * 3

@@ -107,6 +107,15 @@ def test_extreme_queries(rng, dtype):
     assert np.isfinite(cache.attend(0, q)).all()
 
 
+@needs_amx
+def test_queries_beyond_bfloat16(rng):
+    """The largest float32 rounds to no finite bfloat16."""
+    cache = kvfast.KVCache(1, 2, 64, dtype="bfloat16")
+    cache.append(0, np.full((400, 2, 64), 2.0**-120, np.float32), np.ones((400, 2, 64), np.float32))
+    out = cache.attend(0, np.full((40, 2, 64), 3.4e38, np.float32), scale=1.0)
+    assert np.allclose(out, 1)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int4", *HALVES])
 def test_ring_and_sinks(rng, dtype):
     ring = kvfast.RingKVCache(1, 2, 64, window=150, num_sink_tokens=4, dtype=dtype)

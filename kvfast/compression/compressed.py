@@ -121,7 +121,8 @@ class Part:
 class CompressedKV:
     """Keys and values of one layer, compressed: what `KVCacheCompressor` returns.
 
-    Nothing changes it. `attend` computes on the compressed form; `KVCacheCompressor.decompress_kv` decodes.
+    Nothing changes it. `attend` computes on the compressed form; `KVCacheCompressor.decompress_kv` decodes. As of a
+    `KVCache`, one thread at a time may call them: another gets a RuntimeError.
     """
 
     __slots__ = ("_error", "_layout", "_method", "_parts")
@@ -366,6 +367,14 @@ def checked(array, name, rank, shape):
         where = np.argwhere(~np.isfinite(array))[0].tolist()
         raise NonFiniteInputError(f"{name} must be finite, got {array[tuple(where)]} at {where}")
     return array
+
+
+def check_out(out, shape):
+    """Check that results of a shape can be written there."""
+    if not isinstance(out, np.ndarray) or out.dtype.name not in ("float32", "float16", "bfloat16") or not out.flags.writeable:
+        raise TypeError(f"out must be a writable array of float32, float16 or bfloat16, got {getattr(out, 'dtype', type(out))}")
+    if out.shape != tuple(shape):
+        raise DimensionMismatchError(f"out must have shape {tuple(shape)}, got {out.shape}")
 
 
 def _checked_queries(q, layout):

@@ -12,7 +12,7 @@ from .bridges import CacheBridges
 from .compressed import CompressedKV, KVLayout, Part, ReconstructionError, checked
 from .methods import METHODS, Hybrid, LowRank, Quantize, VectorQuantization, check_bits
 from .product import ProductStore
-from .stores import HYBRID_FORMATS, CacheStore, RankStore
+from .stores import FLOAT16_MOST, HYBRID_FORMATS, CacheStore, RankStore
 
 __all__ = ["KVCacheCompressor"]
 
@@ -61,8 +61,7 @@ class KVCacheCompressor(CacheBridges):
             raise TypeError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         if quant_bits is None:
             raise ValueError("bits must be 8 or 4, got None")
-        check_bits(quant_bits)
-        self._method, self._quant_bits = method, quant_bits
+        self._method, self._quant_bits = method, check_bits(quant_bits)
 
     @property
     def method(self):
@@ -171,7 +170,7 @@ def _part(method, k, v):
         return Part(RankStore.of(k, v, ranks, False, method.dtype), positions, exact)
     positions = outliers(k, v)
     if len(positions):
-        exact = CacheStore.of(k[:, positions], v[:, positions], "float16")
+        exact = _exact(k[:, positions], v[:, positions])
         k, v = (np.delete(one, positions, axis=1) for one in (k, v))
     if isinstance(method, Hybrid):
         store = RankStore.of(k, v, [method.rank] * len(k), True, HYBRID_FORMATS[method.quant_bits])
@@ -184,6 +183,7 @@ def outliers(k, v):
     """Positions of the tokens that are kept exactly, ascending; see `KVCacheCompressor`."""
     tokens = k.shape[1]
     room = _room(tokens)
+    k, v = k.astype(np.float64), v.astype(np.float64)
     norms = np.linalg.norm(v, axis=2)
     with np.errstate(divide="ignore", invalid="ignore"):
         beyond = np.fmax.reduce(SMALL * np.median(norms, axis=1, keepdims=True) / norms, axis=0)
@@ -194,6 +194,11 @@ def outliers(k, v):
     beyond[: min(FIRST_TOKENS, room)] = np.inf
     chosen = np.argsort(-np.nan_to_num(beyond, nan=0.0, posinf=np.inf), kind="stable")[:room]
     return np.sort(chosen[beyond[chosen] > 1])
+
+
+def _exact(k, v):
+    """Tokens as float16, or as float32 where that is too small for them."""
+    return CacheStore.of(k, v, "float16" if max(abs(k).max(), abs(v).max()) <= FLOAT16_MOST else "float32")
 
 
 def _room(tokens):

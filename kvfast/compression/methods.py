@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 
 from ..formats import KVFormat
 from ..plan import check_size
@@ -41,10 +42,12 @@ class LowRank:
         if (self.rank is None) == (self.energy is None):
             raise ValueError("LowRank needs either rank or energy")
         if self.rank is not None:
-            check_size(self.rank, "rank", 1, 512)
-        elif not isinstance(self.energy, (int, float)) or not 0 < self.energy <= 1:
+            _set(self, rank=check_size(self.rank, "rank", 1, 512))
+        elif isinstance(self.energy, bool) or not isinstance(self.energy, Real) or not 0 < self.energy <= 1:
             raise ValueError(f"energy must be above 0 and at most 1, got {self.energy!r}")
-        object.__setattr__(self, "dtype", str(KVFormat.of(self.dtype)))
+        else:
+            _set(self, energy=float(self.energy))
+        _set(self, dtype=str(KVFormat.of(self.dtype)))
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class Hybrid:
 
     def __post_init__(self):
         if self.rank is not None:
-            check_size(self.rank, "rank", 1, 512)
-        check_bits(self.quant_bits)
+            _set(self, rank=check_size(self.rank, "rank", 1, 512))
+        _set(self, quant_bits=check_bits(self.quant_bits))
 
 
 @dataclass(frozen=True)
@@ -90,10 +93,10 @@ class VectorQuantization:
     seed: int = 0
 
     def __post_init__(self):
-        check_size(self.codebook_size, "codebook_size", 2, MOST_CENTROIDS)
+        _set(self, codebook_size=check_size(self.codebook_size, "codebook_size", 2, MOST_CENTROIDS))
         if self.num_subvectors is not None:
-            check_size(self.num_subvectors, "num_subvectors", 1, 512)
-        check_size(self.seed, "seed", 0, 1 << 62)
+            _set(self, num_subvectors=check_size(self.num_subvectors, "num_subvectors", 1, 512))
+        _set(self, seed=check_size(self.seed, "seed", 0, 1 << 62))
 
 
 @dataclass(frozen=True)
@@ -110,17 +113,27 @@ class Quantize:
 
     def __post_init__(self):
         if isinstance(self.bits, (str, KVFormat)):
-            object.__setattr__(self, "bits", str(KVFormat.of(self.bits)))
+            _set(self, bits=str(KVFormat.of(self.bits)))
         else:
-            check_bits(self.bits)
+            _set(self, bits=check_bits(self.bits))
 
 
 METHODS = {one.__name__: one for one in (LowRank, VectorQuantization, Hybrid, Quantize)}
 
 
 def check_bits(bits):
-    if bits is not None and (isinstance(bits, bool) or bits not in (8, 4)):
+    """None, or 8 or 4 as an int."""
+    if bits is None:
+        return None
+    if isinstance(bits, bool) or not isinstance(bits, Integral) or bits not in (8, 4):
         raise ValueError(f"bits must be 8 or 4, got {bits!r}")
+    return int(bits)
+
+
+def _set(method, **fields):
+    """What was given as plain numbers, which JSON takes."""
+    for name, value in fields.items():
+        object.__setattr__(method, name, value)
 
 
 def method_to_dict(method):

@@ -7,9 +7,11 @@ import numpy as np
 from ..cache import KVCache
 from ..errors import DimensionMismatchError
 from ..plain import merge_states
+from ..paged_sequence import Sequence
 from ..plan import check_size
 from ..storage_properties import size_text
-from .compressed import CompressedKV
+from .compressed import CompressedKV, check_out
+from .compressor import KVCacheCompressor
 
 __all__ = ["PrefixKVCache"]
 
@@ -78,8 +80,10 @@ class PrefixKVCache:
         ValueError
             If the cache is empty, and as `KVCacheCompressor.compress_kv`.
         """
-        if not hasattr(cache, "k") or not hasattr(cache, "num_layers"):
+        if not isinstance(cache, (KVCache, Sequence)):
             raise TypeError(f"cache must be a KVCache or a Sequence, got {type(cache).__name__}")
+        if not isinstance(compressor, KVCacheCompressor):
+            raise TypeError(f"compressor must be a KVCacheCompressor, got {type(compressor).__name__}")
         n, layers = len(cache), []
         if not n:
             raise ValueError("the cache is empty: there is nothing to compress")
@@ -97,12 +101,14 @@ class PrefixKVCache:
     def write(self, layer, qkv, *, positions=None, cos=None, **options):
         """See `KVCache.write`; by default positions go on behind the prefix."""
         if positions is None and cos is not None:
-            start = self.layer_length(layer)
-            positions = np.arange(start, start + max(1, np.shape(qkv)[0]))
+            start, shape = self.layer_length(layer), np.shape(qkv)
+            positions = np.arange(start, start + (shape[0] if shape else 1))
         return self._live.write(layer, qkv, positions=positions, cos=cos, **options)
 
     def attend(self, layer, q, *, out=None, scale=None, causal=True, return_lse=False, num_threads=None):
         """Attention of the last tokens, which are live, to the prefix and the live tokens; see `KVCache.attend`."""
+        if out is not None:
+            check_out(out, np.shape(q))
         options = {"scale": scale, "num_threads": num_threads, "return_lse": True}
         live = self._live.attend(layer, q, causal=causal, **options)
         result, lse = merge_states(*self._layers[layer].attend(q, causal=False, **options), *live)

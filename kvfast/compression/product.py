@@ -9,11 +9,10 @@ import numpy as np
 from .. import codebook
 from ..errors import CorruptFileError, NonFiniteInputError
 from .basis import Basis
+from .stores import FLOAT16_MOST, LANES
 
 # Most tokens that codebooks are learned from, evenly spaced among all.
 TRAINED_TOKENS = 16384
-FLOAT16_MOST = 65504.0
-LANES = 16
 
 
 class ProductStore:

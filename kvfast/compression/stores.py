@@ -34,10 +34,7 @@ class CacheStore:
     def of(cls, k, v, dtype):
         """k, v: (heads, tokens, dim), float32."""
         heads, tokens, dim = k.shape
-        fmt = KVFormat.of(dtype)
-        if fmt.dtype == "float16" and max(abs(k).max(), abs(v).max()) > FLOAT16_MOST:
-            fmt = KVFormat("float32")
-        cache = KVCache(1, heads, dim, tokens, dtype=fmt)
+        cache = KVCache(1, heads, dim, tokens, dtype=KVFormat.of(dtype))
         cache.append(0, k.swapaxes(0, 1), v.swapaxes(0, 1))
         cache.advance(tokens)
         return cls(cache)
@@ -174,7 +171,9 @@ class RankStore:
     @classmethod
     def open(cls, arrays, settings, layout, num_tokens):
         heads, ranks = settings["heads"], settings["ranks"]
-        if sorted(chain.from_iterable(heads)) != list(range(layout.num_heads)) or len(heads) != len(ranks):
+        numbers = list(chain.from_iterable(heads))
+        known = len(numbers) == layout.num_heads and all(type(head) is int for head in numbers)
+        if not known or sorted(numbers) != list(range(layout.num_heads)) or len(heads) != len(ranks):
             raise CorruptFileError(f"the groups must hold each of {layout.num_heads} heads once, got {heads}")
         groups, dtype = [], {"float16": np.float16, "float32": np.float32}[settings["basis"]]
         for i, (group, rank) in enumerate(zip(heads, ranks)):

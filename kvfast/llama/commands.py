@@ -145,6 +145,8 @@ def run_eval(args):
     """
     if args.compress:
         return _run_compress(args)
+    if args.prompt:
+        raise ValueError("--prompt is for --compress")
     texts = [_read_text(path) for path in args.text]
     storages = [_storage(name, args) for name in _format_names(args.formats)]
     types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
@@ -195,6 +197,8 @@ def _run_compress(args):
     """Score the methods of `args.compress` on each of `args.text`."""
     if args.llama_cpp:
         raise ValueError("--llama-cpp is not for --compress")
+    if args.formats != "all":
+        raise ValueError("--formats is not for --compress, which takes formats in its own list")
     texts, methods = [_read_text(path) for path in args.text], parse_methods(args.compress)
     if args.plot:
         check_plot(args.plot)

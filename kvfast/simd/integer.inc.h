@@ -18,24 +18,31 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
         const char *codes = base + *block++;
         const int here = gather && block_lines < lines ? block_lines : lines;
         for (int line = 0; line < here; line++) {
-            vcodes stored[4];
-            vwide wide[4];
-            KV_FOR4(v, vectors,
-                if (v * W % KV_LANES == 0) kv_prefetch(ahead + v * W / KV_LANES * 64);
-                stored[v] = vcodes_load(codes + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4););
+            if (dtype == KV_INT8 && W == KV_LANES) { /* each load after the products of the one before: 5 % faster from memory */
+                KV_FOR4(v, vectors,
+                    kv_prefetch(ahead + v * 64);
+                    const vwide wide = vcodes_widen(vcodes_load(codes + v * tile_bytes));
+                    KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], wide, x + 8 * r);););
+            } else {
+                vcodes stored[4];
+                vwide wide[4];
+                KV_FOR4(v, vectors,
+                    if (v * W % KV_LANES == 0) kv_prefetch(ahead + v * W / KV_LANES * 64);
+                    stored[v] = vcodes_load(codes + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4););
 #define KV_MULTIPLY(as_bytes, x)                                             \
     KV_FOR4(v, vectors, wide[v] = vcodes_widen(as_bytes(stored[v])););       \
     KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], (x) + 8 * r);););
-            if (dtype == KV_INT8) {
-                KV_MULTIPLY(, x)
-            } else {
-                if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x) }
-                else { KV_MULTIPLY(vcodes_levels, x) }
-                KV_FOR4(v, vectors, stored[v] = vcodes_shift(stored[v]););
-                if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x + 8 * KV_PANEL) }
-                else { KV_MULTIPLY(vcodes_levels, x + 8 * KV_PANEL) }
-            }
+                if (dtype == KV_INT8) {
+                    KV_MULTIPLY(, x)
+                } else {
+                    if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x) }
+                    else { KV_MULTIPLY(vcodes_levels, x) }
+                    KV_FOR4(v, vectors, stored[v] = vcodes_shift(stored[v]););
+                    if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x + 8 * KV_PANEL) }
+                    else { KV_MULTIPLY(vcodes_levels, x + 8 * KV_PANEL) }
+                }
 #undef KV_MULTIPLY
+            }
             codes += 64;
             ahead += (vectors * W + KV_LANES - 1) / KV_LANES * 64;
             x += 2 * KV_PANEL * KV_DEPTHS(dtype);

@@ -25,9 +25,12 @@ static inline void KV(put_bytes)(vi a, vi b, vi c, vi d, int8_t *high, int8_t *l
     _mm512_store_si512(low, _mm512_permutexvar_epi32(order, lows));
 }
 
-/* 32 floats as high and low bfloat16, pairs of a[i] and b[i]: each half rounded to nearest, ties away from zero. */
+/* 32 floats as high and low bfloat16, pairs of a[i] and b[i]: each half rounded to nearest, ties away from zero. What is
+   beyond the largest bfloat16 becomes it. */
 static inline void KV(put_halves)(vf a, vf b, int8_t *high, int8_t *low)
 {
+    const vf most = vf_set1(0x1.FEp127f), least = vf_set1(-0x1.FEp127f);
+    a = vf_max(vf_min(a, most), least), b = vf_max(vf_min(b, most), least);
     const vi half = vi_set1(0x8000), upper = vi_set1((int)0xFFFF0000);
     const vi a_high = vi_and(vi_add(vf_bits(a), half), upper), b_high = vi_and(vi_add(vf_bits(b), half), upper);
     const vi a_low = vi_add(vf_bits(vf_sub(a, _mm512_castsi512_ps(a_high))), half);

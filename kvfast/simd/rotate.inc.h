@@ -25,8 +25,8 @@ static inline void KV(hadamard4)(const float *rows, ptrdiff_t stride, ptrdiff_t 
     vf signs[W];
     KV(signs_of)(norm, signs);
     for (ptrdiff_t left = num_rows * (n / (4 * W)), c = 0; left > 0;) {
-        const float *source[2];
-        float *target[2];
+        const float *source[2] = {rows, rows};
+        float *target[2] = {out, out};
         for (int k = 0; k < (W == 16 ? 2 : 1); k++) { /* the last alone twice */
             source[k] = left > 0 ? rows + c : source[0];
             target[k] = left > 0 ? out + c : target[0];

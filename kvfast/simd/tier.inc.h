@@ -31,12 +31,12 @@
     .rotate = KV(rotate),                                                                                             \
     .transform = KV(transform),                                                                                       \
     .prepare = {KV(prepare_floating), KV(prepare_floating), KV(prepare_floating), KV(prepare_int8), KV(prepare_int4), \
-                KV(prepare_gauss4), KV_FIVE(prepare_int8)},                                                                                  \
+                KV(prepare_gauss4), KV_FIVE(prepare_int8)}, \
     .scores = {KV(scores_float32), KV(scores_float16), KV(scores_bfloat16), KV(scores_int8), KV(scores_int4),         \
-               KV(scores_gauss4), KV_FIVE(scores_packed)},                                                                                    \
+               KV(scores_gauss4), KV_FIVE(scores_packed)}, \
     .softmax = KV(softmax),                                                                                           \
     .accumulate = {KV(accumulate_float32), KV(accumulate_float16), KV(accumulate_bfloat16), KV(accumulate_int8),      \
-                   KV(accumulate_int4), KV(accumulate_gauss4), KV_FIVE(accumulate_packed)},                                                       \
+                   KV(accumulate_int4), KV(accumulate_gauss4), KV_FIVE(accumulate_packed)}, \
     .scale_add = KV(scale_add),                                                                                       \
     .nearest = KV(nearest),                                                                                           \
     .tabulate = KV(tabulate),                                                                                         \

@@ -155,7 +155,7 @@ class MultiHeadKVCache(_Heads):
     7.76
     """
 
-    __slots__ = ("_buffer", "_signs", "config", "num_heads", "num_q_heads", "__weakref__")
+    __slots__ = ("__weakref__", "_buffer", "_signs", "config", "num_heads", "num_q_heads")
 
     def __init__(self, num_heads, config):
         if not isinstance(config, MultiHeadConfig):

@@ -30,7 +30,7 @@ class Sequence(SequenceCache):
     8
     """
 
-    __slots__ = ("_pool", "_table", "_token_ids", "_digests", "_salt", "num_cached_tokens")
+    __slots__ = ("_digests", "_pool", "_salt", "_table", "_token_ids", "num_cached_tokens")
 
     is_paged = True
 

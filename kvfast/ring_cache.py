@@ -75,7 +75,7 @@ class RingKVCache(SequenceCache):
            97, 98, 99])
     """
 
-    __slots__ = ("_windows", "_num_sink_tokens", "_rollback", "_rope", "_interleaved")
+    __slots__ = ("_interleaved", "_num_sink_tokens", "_rollback", "_rope", "_windows")
 
     def __init__(self, num_layers, num_kv_heads, head_dim, window, num_sink_tokens=0, dtype="int4", k_dtype=None,
                  v_dtype=None, rollback=64, rope=None, rope_theta=10000.0, rotary_dim=None, rope_frequencies=None,

@@ -18,7 +18,7 @@ GROW_BLOCKS = 8
 class SequenceCache(StorageProperties):
     """What the caches of one sequence have in common."""
 
-    __slots__ = ("_buffer", "__weakref__")
+    __slots__ = ("__weakref__", "_buffer")
 
     is_paged = False
 
@@ -26,7 +26,7 @@ class SequenceCache(StorageProperties):
 
     def _transform(self, layer, array, norm, eps):
         """What becomes of the new keys of `array`, or None."""
-        return None
+        return
 
     def _rotated(self, layer, q, options):
         """Queries for the window, and for the sinks where they differ."""

@@ -34,7 +34,7 @@ class Snapshot(StorageProperties):
     3
     """
 
-    __slots__ = ("_cache", "_token_ids", "_metadata")
+    __slots__ = ("_cache", "_metadata", "_token_ids")
 
     def __init__(self, cache, token_ids=None, metadata=None):
         # A cache that nobody else has: it is not changed any more.

@@ -6,8 +6,8 @@ import numpy as np
 
 from ..cache import KVCache
 from ..errors import DimensionMismatchError
-from ..plain import merge_states
 from ..paged_sequence import Sequence
+from ..plain import merge_states
 from ..plan import check_size
 from ..storage_properties import size_text
 from .compressed import CompressedKV, check_out

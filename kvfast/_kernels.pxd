@@ -29,6 +29,7 @@ cdef extern from "simd/kernels.h" nogil:
         KV_TILE
         KV_ROWS
         KV_MAX_HEAD_DIM
+        KV_MAX_ROPE_DIM
         KV_PANELS
         KV_MAX_CENTROIDS
 
@@ -39,6 +40,7 @@ cdef extern from "simd/kernels.h" nogil:
         int padded_dim
         int rotated
         int gaussian
+        int as_keys
         int clip_search
         Py_ssize_t row_stride
         Py_ssize_t scales
@@ -60,6 +62,11 @@ cdef extern from "simd/kernels.h" nogil:
         kv_queries queries
         kv_softmax softmax
         float *acc
+        float *rows
+
+    ctypedef struct kv_rope_scratch:
+        kv_queries queries
+        float *scores
         float *rows
 
     ctypedef struct kv_score_options:
@@ -89,6 +96,7 @@ cdef extern from "simd/kernels.h" nogil:
         kv_operands operands
         kv_panel *panels
         float *rows
+        float *rope_rows
 
     ctypedef struct kv_stream:
         const char *base
@@ -155,7 +163,10 @@ cdef extern from "simd/kernels.h" nogil:
                         float position, const kv_score_options *options) noexcept nogil
         void (*accumulate[11])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
-        void (*prepare_panel[2])(const kv_side *side, const float *rows, float scale, kv_panel *panel) noexcept nogil
+        void (*accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
+                                  const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
+        void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
+                                 float scale, kv_panel *panel) noexcept nogil
         void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
                                  const kv_tile *next_keys, const kv_tile *next_values, float position,
                                  kv_operands *operands, kv_panel *panels, int num_panels) noexcept nogil

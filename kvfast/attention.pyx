@@ -54,6 +54,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     task.head = <int>(index // item.row_blocks // item.splits)
     task.rows = <int>min(<Py_ssize_t>item.block_rows, item.num_queries * call.group - row0)
     task.wide = call.wide + thread if item.block_rows > KV_ROWS and call.wide != NULL else NULL
+    task.rope = call.rope + thread if call.rope != NULL else NULL
     split_begin = item.begin + split * item.split_tokens
 
     begin, end = item.end, 0
@@ -125,7 +126,7 @@ cdef inline float *_partials_of(const kv_call *call, const kv_query *query, Py_s
 cdef void _finish(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, float *acc, float m, float l) noexcept nogil:
     """Write the output row, and its log-sum-exp."""
     cdef float scale, top = m
-    cdef const kv_side *v = &call.store.v
+    cdef const kv_side *v = &call.store.k if call.store.latent else &call.store.v
     cdef char *target = call.out.data + token * call.out.token_stride + q_head * call.out.head_stride
     if call.sinks != NULL:
         top = max(m, call.sinks[q_head])

@@ -38,6 +38,7 @@ ctypedef struct kv_store:
     char *base
     kv_chunk *chunks
     const uint8_t *chunk_of    # NULL: all in the first
+    bint latent                # rows are keys and values at once, on the K side; on the V side is their rotary part
     bint finishes              # blocks are encoded as a whole
     int float_tokens
     const kv_store *floats     # NULL: no token of this layer has float rows
@@ -97,7 +98,7 @@ cdef class Arena:
 
 cdef Arena arena_over(object memory)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
-cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size) except -1
+cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size, object rope_dim) except -1
 cdef int parse_dtype(object dtype) except -1
 cdef str dtype_name(int dtype)
 cdef float dtype_limit(int dtype) noexcept nogil

@@ -100,8 +100,8 @@ cdef Py_ssize_t _whole_lines(Py_ssize_t nbytes) noexcept:
     return (nbytes + 63) // 64 * 64
 
 
-cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size) except -1:
-    """Both sides of a KVFormat."""
+cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size, object rope_dim) except -1:
+    """Both sides of a KVFormat; with `rope_dim`, of latent rows and their rotary part, which may be empty."""
     cdef bint gaussian = fmt.codebook == "gaussian"
     cdef int k = parse_dtype(fmt.k_dtype), v = parse_dtype(fmt.v_dtype)
     if gaussian and k == KV_INT4 and not fmt.per_channel:
@@ -109,9 +109,13 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size) e
     if gaussian and v == KV_INT4:
         v = KV_GAUSS4
     init_side(&store.k, k, head_dim, block_size, fmt.finishes, fmt.per_channel)
-    init_side(&store.v, v, head_dim, block_size)
+    if rope_dim is None:
+        init_side(&store.v, v, head_dim, block_size)
+    else:  # nothing of float16 takes no bytes, neither for scales
+        init_side(&store.v, v if rope_dim else KV_FLOAT16, rope_dim, block_size)
+        store.latent = store.v.as_keys = True
     store.k.gaussian = store.v.gaussian = gaussian
-    store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation
+    store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
     store.k.clip_search = store.v.clip_search = fmt.clip_search
     store.finishes, store.float_tokens = fmt.finishes, fmt.num_float_tokens
     return 0

@@ -132,8 +132,8 @@ cdef void _write_task(const kv_write *call, Py_ssize_t task) noexcept nogil:
 
 cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
     """Check that keys and values have the shape of a cache's tokens."""
-    for array, name in ((k, "k"), (v, "v")):
-        _check_shape(store, array, name)
+    _check_shape(store, k, "k", store.k.head_dim)
+    _check_shape(store, v, "v", store.v.head_dim)
     if k.rows.tokens != v.rows.tokens:
         raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got {k.rows.tokens} and "
                                      f"{v.rows.tokens}")
@@ -142,14 +142,15 @@ cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
 
 cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1:
     """Check that no element is NaN or too large."""
-    check_finite(k, "k", _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else KV_FLOAT16))
-    check_finite(v, "v", _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else KV_FLOAT16))
+    names = ("the latent part", "the rotary part") if store.latent else ("k", "v")
+    check_finite(k, names[0], _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else KV_FLOAT16))
+    check_finite(v, names[1], _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else KV_FLOAT16))
     return 0
 
 
-cdef int _check_shape(const kv_store *store, Rows array, str name) except -1:
-    if array.rows.heads != store.num_kv_heads or array.rows.dim != store.k.head_dim:
-        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {store.num_kv_heads}, {store.k.head_dim}), "
+cdef int _check_shape(const kv_store *store, Rows array, str name, Py_ssize_t dim) except -1:
+    if array.rows.heads != store.num_kv_heads or array.rows.dim != dim:
+        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {store.num_kv_heads}, {dim}), "
                                      f"got ({array.rows.tokens}, {array.rows.heads}, {array.rows.dim})")
     return 0
 

@@ -96,11 +96,12 @@ cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, c
     `coded` on, where blocks are finished, its float rows."""
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t i, n = positions.shape[0], heads = store.num_kv_heads
-    cdef int threads = num_threads_for(None, <double>n * heads * store.k.head_dim * 8)
+    cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
+    cdef int threads = num_threads_for(None, <double>n * heads * dim * 8)
     cdef float[:, :, ::1] out
-    cdef bint streams = n * heads * store.k.head_dim * <Py_ssize_t>sizeof(float) >= STREAMED_BYTES
-    array = np.empty((n, heads, store.k.head_dim), np.float32)
-    if n == 0:
+    cdef bint streams = n * heads * dim * <Py_ssize_t>sizeof(float) >= STREAMED_BYTES
+    array = np.empty((n, heads, dim), np.float32)
+    if array.size == 0:
         return array
     out = array
     with nogil:

@@ -13,8 +13,8 @@ cdef class Options:
 
 cdef class Workspace:
     """Memory of one cache for its calls; grows, never shrinks."""
-    cdef void *data[4]
-    cdef Py_ssize_t sizes[4]
+    cdef void *data[5]
+    cdef Py_ssize_t sizes[5]
     cdef void *reserve(self, int which, Py_ssize_t size) except NULL
 
 
@@ -22,7 +22,7 @@ cdef class AttendCall:
     cdef kv_call call
     cdef Options options
     cdef Workspace workspace
-    cdef Rows q, sink_q, result
+    cdef Rows q, sink_q, rope_q, result
     cdef object out, lse, sinks, slopes
     cdef object kept           # arrays that the items look into
     cdef Py_ssize_t window, num_splits, work, context
@@ -36,6 +36,7 @@ cdef class AttendCall:
     cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept
     cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept
     cdef void _cut_rows(self, kv_item *item) noexcept
+    cdef int set_rope(self, object rope_q) except -1
     cdef int close(self, kv_item *item, Py_ssize_t end) except -1
     cdef Py_ssize_t _count_parts(self) noexcept
     cdef object run(self)

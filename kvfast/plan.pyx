@@ -13,7 +13,7 @@ from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
 from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_GAUSS4, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS,
-                              KV_ROWS, KV_TILE, active, kv_wide_scratch)
+                              KV_ROWS, KV_TILE, active, kv_rope_scratch, kv_wide_scratch)
 from kvfast._openmp cimport num_threads_for, threads_for
 from kvfast.attention cimport measure, run
 from kvfast.blocks cimport dtype_name, kv_context, kv_store, parse_dtype
@@ -46,6 +46,7 @@ cdef enum:
     QUERIES
     PARTIALS
     WIDE
+    ROPE
 
 
 cdef class Options:
@@ -71,7 +72,7 @@ cdef class Options:
 cdef class Workspace:
     def __dealloc__(self):
         cdef int i
-        for i in range(4):
+        for i in range(5):
             free(self.data[i])
 
     cdef void *reserve(self, int which, Py_ssize_t size) except NULL:
@@ -241,6 +242,15 @@ cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_sto
 
 
 cdef class AttendCall:
+    cdef int set_rope(self, object rope_q) except -1:
+        """The rotary part of the queries to latent rows, (tokens, heads, rope_dim)."""
+        self.rope_q = open_rows(rope_q, "q")
+        check_finite(self.rope_q, "the rotary part of q", 3.4028235e38, "float32")
+        self.call.rope_q = self.rope_q.rows
+        if self.call.q.data != NULL and _overlap(&self.call.out, &self.call.rope_q):
+            raise ValueError("out must not share memory with q")
+        return 0
+
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept:
         """The queries first_query ... are the last of a context: which positions each sees."""
         cdef kv_query *query
@@ -324,8 +334,11 @@ cdef class AttendCall:
         item.block_rows, item.row_blocks = KV_ROWS, panels
         # The matrix unit works with 16 bits, which is not enough for float32.
         if (self.call.kernels.attend_panels[0] == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
-                or item.context.length < LEAST_WIDE_CONTEXT or panels == 1
-                or (item.num_queries <= FEW_QUERIES and item.members == NULL)):
+                or panels == 1):
+            return
+        # Latent rows have query heads enough for a token alone, where it is so for each.
+        if not (store.latent and self.call.group > KV_ROWS) and (
+                item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= FEW_QUERIES and item.members == NULL)):
             return
         if store.k.dtype >= KV_FIRST_PACKED or store.v.dtype >= KV_FIRST_PACKED:
             self.packed = True
@@ -366,6 +379,8 @@ cdef class AttendCall:
         if self.wide:
             scratch = Workspace()
             self.call.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
+        if self.call.rope_q.data != NULL:
+            self.call.rope = <kv_rope_scratch *>self.workspace.reserve(ROPE, threads * sizeof(kv_rope_scratch))
         if _LOGS:
             slow_paths.log(self._notes(threads))
         with nogil:

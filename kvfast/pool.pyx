@@ -6,7 +6,7 @@ from libc.stdint cimport int16_t, int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
-from kvfast._kernels cimport KV_MAX_HEAD_DIM
+from kvfast._kernels cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM
 from kvfast.blocks cimport (CHUNK_SHIFT, PIECE, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store,
                             v_block_at)
 from kvfast.plan cimport Workspace, check_count
@@ -37,8 +37,9 @@ cdef class BlockPool:
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
-                  bint is_shared=False):
-        """`formats`: a KVFormat for each layer, or None for one that needs no bytes."""
+                  bint is_shared=False, rope_dim=None):
+        """`formats`: a KVFormat for each layer, or None for one that needs no bytes. With `rope_dim`, of latent rows of
+        `head_dim` and their rotary part."""
         cdef Py_ssize_t i
         cdef kv_store *store
         self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
@@ -46,7 +47,9 @@ cdef class BlockPool:
         self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
         self.block_size = block_size
         self.formats = formats
-        self.settings = num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, grows, is_shared
+        self.settings = num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, grows, is_shared, rope_dim
+        if rope_dim is not None:
+            self.rope_dim = check_count(rope_dim, "rope_dim", 0, KV_MAX_ROPE_DIM)
         self.grows, self.is_shared = grows, is_shared
         self.stores = <kv_store *>calloc(self.num_layers, sizeof(kv_store))
         if self.stores == NULL:
@@ -56,7 +59,7 @@ cdef class BlockPool:
             store.num_kv_heads = <int>self.num_kv_heads
             store.block_shift = <int>((<object>block_size).bit_length() - 1)
             if formats[i] is not None:
-                init_sides(store, formats[i], <int>self.head_dim, block_size)
+                init_sides(store, formats[i], <int>self.head_dim, block_size, self.rope_dim)
                 self.finishes |= store.finishes
                 self.has_sinks |= store.float_tokens > 0
         if self.finishes or self.has_sinks:
@@ -317,7 +320,7 @@ cdef class BlockPool:
 
     cdef BlockPool exact(self, Py_ssize_t num_blocks):
         """An empty pool of the same layers with so many blocks."""
-        return BlockPool(*self.settings[:5], max(num_blocks, 1))
+        return BlockPool(*self.settings[:5], max(num_blocks, 1), rope_dim=self.rope_dim)
 
     def map(self, memory, Py_ssize_t num_blocks, offsets):
         """Let the first blocks of an empty pool be bytes of `memory`, see `_add_chunk`."""

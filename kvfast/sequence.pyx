@@ -46,9 +46,16 @@ cdef class SequenceBuffer:
         return 0
 
     def append(self, index, k, v, Transform transform=None):
+        """`v` None: nothing, where the rotary part of latent rows has no elements."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
+        cdef Rows keys = open_rows(k, "k"), values
+        if v is None:
+            values = Rows.__new__(Rows)
+            values.rows = keys.rows
+            values.rows.dim = 0
+        else:
+            values = open_rows(v, "v")
         self._enter()
         try:
             self._check_room(index, table.lengths[layer], keys.rows.tokens)
@@ -75,12 +82,12 @@ cdef class SequenceBuffer:
         finally:
             self._leave()
 
-    def attend(self, index, q, sink_q, Options options):
+    def attend(self, index, q, sink_q, Options options, rope_q=None):
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         self._enter()
         try:
-            return self._plan(index, table, layer, q, sink_q, options).run()
+            return self._plan(index, table, layer, q, sink_q, rope_q, options).run()
         finally:
             self._leave()
 
@@ -91,11 +98,12 @@ cdef class SequenceBuffer:
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.stores[layer])
         self._enter()
         try:
-            return self._plan(index, table, layer, rows, None, options).explain(str(table.pool.formats[layer]))
+            return self._plan(index, table, layer, rows, None, None, options).explain(str(table.pool.formats[layer]))
         finally:
             self._leave()
 
-    cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, Options options):
+    cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
+                          Options options):
         cdef AttendCall call
         cdef kv_context context
         table.context(layer, &context)
@@ -107,6 +115,8 @@ cdef class SequenceBuffer:
         if sink_q is not None:
             call.sink_q = open_rows(sink_q, "q")
             call.call.sink_q = call.sink_q.rows
+        if rope_q is not None:
+            call.set_rope(rope_q)
         self._limit(table, call)
         call.ask(&context, 0, call.call.q.tokens)
         if not table.holds(call.call.queries[0].start):
@@ -200,7 +210,7 @@ cdef class SequenceBuffer:
         cdef kv_store *store = pool.stores + layer
         cdef Py_ssize_t length = table.lengths[layer]
         cdef kv_side *side = &store.v if values else &store.k
-        if side.dtype == KV_FLOAT32 and not pool.grows and not pool.is_shared and table.is_in_one_piece():
+        if side.dtype == KV_FLOAT32 and not store.latent and not pool.grows and not pool.is_shared and table.is_in_one_piece():
             view = np.ndarray((length, pool.num_kv_heads, pool.head_dim), np.float32, buffer=memoryview(pool.arenas[0]).toreadonly(),
                               offset=store.chunks.v if values else store.chunks.k,
                               strides=(side.row_stride, store.chunks.v_head_stride if values
@@ -396,6 +406,10 @@ cdef class SequenceBuffer:
     @property
     def head_dim(self):
         return (<BlockTable>self.tables[0]).pool.head_dim
+
+    @property
+    def rope_dim(self):
+        return (<BlockTable>self.tables[0]).pool.rope_dim
 
     @property
     def block_size(self):

@@ -2,7 +2,7 @@
 from libc.stdint cimport int32_t
 
 from kvfast._arrays cimport kv_rows
-from kvfast._kernels cimport kv_kernels, kv_score_options, kv_scratch, kv_wide_scratch
+from kvfast._kernels cimport kv_kernels, kv_rope_scratch, kv_score_options, kv_scratch, kv_wide_scratch
 from kvfast.blocks cimport kv_context, kv_store
 
 
@@ -46,6 +46,7 @@ ctypedef struct kv_call:
     const kv_store *store
     kv_rows q
     kv_rows sink_q             # what the sinks are read with, or data NULL: q
+    kv_rows rope_q             # the rotary part of the queries, with latent rows that have one; else data NULL
     kv_rows out
     float *lse                 # (tokens, num_q_heads) or NULL
     int group                  # query heads per KV head
@@ -61,6 +62,7 @@ ctypedef struct kv_call:
     Py_ssize_t num_tasks
     float *partials            # (tokens, num_q_heads, parts, padded_dim + 2)
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
+    kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     int wide_kind              # KV_INTEGERS or KV_HALVES: what a matrix unit multiplies
     kv_traffic *traffic        # of `measure`: where to count, else NULL
 
@@ -81,6 +83,7 @@ ctypedef struct kv_task:
     kv_score_options options
     kv_scratch scratch
     kv_wide_scratch *wide      # or NULL
+    kv_rope_scratch *rope      # or NULL
     float slopes[256]
     float query_at[256]
     Py_ssize_t tokens[256]     # query of each row

@@ -160,6 +160,8 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
+    if task.rope != NULL:
+        kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)
     _locate(task, store, t, tile, &keys[0], &values[0])
     while t < end:
         count = <int>min(<Py_ssize_t>tile, end - t)
@@ -179,6 +181,13 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         for r in range(task.rows):
             first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
+        if store.latent:
+            _aim(&ahead.next, k, next_keys, tile, next_count)
+            ahead.after, ahead.lead = ahead.next, 0
+            _attend_latent(task, store, &keys[now], &values[now], first, last, <float>t, &ahead)
+            now = 1 - now
+            t += tile
+            continue
         _aim(&ahead.next, v, &values[now], tile, count)
         _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
         ahead.lead = lead - k_bytes
@@ -190,6 +199,24 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         kernels.accumulate[v.dtype](v, state.weights, task.rows, &values[now], &ahead, state.rescale, scratch.acc)
         now = 1 - now
         t += tile
+
+
+cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *latents, const kv_tile *rope, const int *first,
+                         const int *last, float position, const kv_ahead *ahead) noexcept nogil:
+    """One tile of latent rows, which are in the processor's cache when they are read as values."""
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_side *k = &store.k
+    cdef kv_scratch *scratch = &task.scratch
+    cdef kv_softmax *state = &scratch.softmax
+    cdef int r
+    kernels.scores[k.dtype](k, &scratch.queries, task.rows, latents, ahead, state.weights)
+    if task.rope != NULL:
+        kernels.scores[store.v.dtype](&store.v, &task.rope.queries, task.rows, rope, ahead, task.rope.scores)
+        for r in range(task.rows):
+            kernels.scale_add(state.weights + r * KV_TILE, 1.0, task.rope.scores + r * KV_TILE, 1.0,
+                              (latents.count + KV_LANES - 1) // KV_LANES * KV_LANES)
+    kernels.softmax(state, task.rows, latents.count, first, last, position, &task.options)
+    kernels.accumulate_latent(k, state.weights, task.rows, latents, ahead, state.rescale, scratch.acc)
 
 
 cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
@@ -210,7 +237,7 @@ cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
             if side.means:
                 blocks = (range_.end - 1) // side.block_size - range_.begin // side.block_size + 1
                 traffic.scales += blocks * (side.bytes - side.means)
-        traffic.operations += 2.0 * task.rows * tokens * side.padded_dim
+        traffic.operations += 2.0 * task.rows * tokens * side.padded_dim * (2 if range_.store.latent and i == 0 else 1)
 
 
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil:
@@ -253,26 +280,32 @@ cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
 
 cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
     """The queries of the task's rows, turned as the keys are."""
+    cdef const kv_store *store = task.call.store
+    cdef const kv_side *rope = &store.v if task.rope != NULL else NULL
     cdef int i
     if task.call.traffic != NULL:
         return
     if task.wide == NULL:
-        _load_rows(task, q, 0, task.rows, task.scratch.rows)
+        _load_rows(task, q, &store.k, 0, task.rows, task.scratch.rows)
+        if rope != NULL:
+            _load_rows(task, &task.call.rope_q, rope, 0, task.rows, task.rope.rows)
         return
     for i in range(_num_panels(task)):
-        _load_rows(task, q, i * KV_ROWS, KV_ROWS, task.wide.rows)
-        task.call.kernels.prepare_panel[task.call.wide_kind](&task.call.store.k, task.wide.rows, task.call.scale,
-                                                             task.wide.panels + i)
+        _load_rows(task, q, &store.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
+        if rope != NULL:
+            _load_rows(task, &task.call.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
+        task.call.kernels.prepare_panel[task.call.wide_kind](&store.k, task.wide.rows, rope, task.wide.rope_rows,
+                                                             task.call.scale, task.wide.panels + i)
 
 
 cdef inline int _num_panels(const kv_task *task) noexcept nogil:
     return (task.rows + KV_ROWS - 1) // KV_ROWS if task.wide != NULL else 0
 
 
-cdef void _load_rows(const kv_task *task, const kv_rows *q, int first, int count, float *rows) noexcept nogil:
+cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count,
+                     float *rows) noexcept nogil:
     """`count` rows as floats, zero where the task has no more."""
     cdef const kv_kernels *kernels = task.call.kernels
-    cdef const kv_side *k = &task.call.store.k
     cdef int r, given = min(count, task.rows - first)
     cdef float *row = rows
     for r in range(first, first + given):

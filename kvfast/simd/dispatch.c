@@ -168,6 +168,18 @@ static inline void kv_turn_bytes(const uint8_t *rows, ptrdiff_t stride, uint8_t 
 #endif
 }
 
+/* 4 x 4 bytes, turned. */
+static inline void kv_turn_dwords(const uint8_t *from, uint8_t *to)
+{
+#if defined(__SSE2__)
+    const __m128i x = _mm_loadu_si128((const __m128i *)from);
+    const __m128i pairs = _mm_unpacklo_epi8(x, _mm_srli_si128(x, 8)); /* dwords 0 and 2, then 1 and 3 */
+    _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi8(pairs, _mm_srli_si128(pairs, 8)));
+#else
+    for (int i = 0; i < 16; i++) to[i] = from[i % 4 * 4 + i / 4];
+#endif
+}
+
 static void kv_stream_out(const float *row, ptrdiff_t n, float *target)
 {
 #if defined(__SSE2__)

@@ -93,6 +93,24 @@ typedef struct {
     kv_ahead ahead; /* of the block itself: there is nothing to prefetch */
 } KV(expanded);
 
+/* What the kernels are told of it. */
+static void KV(describe_expanded)(const kv_side *side, const kv_tile *tile, int tokens, KV(expanded) *expanded)
+{
+    expanded->side = *side;
+    expanded->side.dtype = KV_INT8;
+    expanded->side.block_size = tokens;
+    expanded->side.scales = (ptrdiff_t)tokens * side->padded_dim;
+    expanded->side.scale_bytes = sizeof(float);
+    memset(&expanded->tile, 0, sizeof expanded->tile);
+    expanded->tile.base = (const char *)expanded->block;
+    expanded->tile.count = tile->count;
+    memset(&expanded->ahead, 0, sizeof expanded->ahead);
+    expanded->ahead.next.base = expanded->tile.base;
+    expanded->ahead.next.at = expanded->tile.at;
+    expanded->ahead.next.piece = expanded->ahead.next.bytes = expanded->side.scales;
+    expanded->ahead.after = expanded->ahead.next;
+}
+
 static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead, int values,
                             KV(expanded) *expanded)
 {
@@ -117,19 +135,7 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
         t += here;
     }
     kv_prefetch_end(ahead);
-    expanded->side = *side;
-    expanded->side.dtype = KV_INT8;
-    expanded->side.block_size = tokens;
-    expanded->side.scales = (ptrdiff_t)tokens * side->padded_dim;
-    expanded->side.scale_bytes = sizeof(float);
-    memset(&expanded->tile, 0, sizeof expanded->tile);
-    expanded->tile.base = (const char *)expanded->block;
-    expanded->tile.count = tile->count;
-    memset(&expanded->ahead, 0, sizeof expanded->ahead);
-    expanded->ahead.next.base = expanded->tile.base;
-    expanded->ahead.next.at = expanded->tile.at;
-    expanded->ahead.next.piece = expanded->ahead.next.bytes = expanded->side.scales;
-    expanded->ahead.after = expanded->ahead.next;
+    KV(describe_expanded)(side, tile, tokens, expanded);
 }
 
 static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,

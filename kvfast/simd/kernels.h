@@ -32,6 +32,10 @@
    INT2, INT3, INT5, INT6 and INT7 have the same lines, and a width that a byte is no multiple of: see packed.h. Their
    scales are bfloat16, their levels even or the best for a Gaussian.
 
+   Latent rows (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434) are keys and values at once. They are stored
+   on the K side, and read from there as values, too; what belongs to the scores alone, the rotary part, is on the V
+   side, laid out as keys are.
+
    A finished block has statistics of its own (means, channel scales): it is encoded at once by
    finish_k, when all its tokens are there, and read like any other. */
 #ifndef KVFAST_KERNELS_H
@@ -52,6 +56,7 @@ enum {
     KV_TILE = 128,         /* most tokens between two softmax corrections */
     KV_ROWS = 16,          /* most query rows that share one pass over a block */
     KV_MAX_HEAD_DIM = 512, /* bound of the int32 accumulators, see activations.inc.h */
+    KV_MAX_ROPE_DIM = 128, /* of the rotary part of latent rows: two tiles of a matrix unit */
     KV_PANEL = 4,          /* query rows whose activations are interleaved */
     KV_PANELS = 16,        /* most times KV_ROWS query rows that share one where a matrix unit works */
     KV_MAX_CENTROIDS = 256 /* of a codebook: codes are bytes */
@@ -67,6 +72,7 @@ typedef struct {
     int padded_dim;
     int rotated;           /* rows are rotated before they are coded; for those who call the kernels */
     int gaussian;          /* packed codes: the codebook is not even */
+    int as_keys;           /* of a V side: the rotary part of latent rows, laid out as keys */
     int clip_search;       /* INT4 and GAUSS4: the scale is the one of several with the least squared error */
     ptrdiff_t row_stride;  /* float dtypes: bytes from token to token */
     ptrdiff_t scales;      /* integer dtypes: bytes of the codes, where the scales of the tokens start */
@@ -105,6 +111,13 @@ typedef struct {
     KV_ALIGNED float rows[KV_ROWS * KV_MAX_HEAD_DIM];  /* (rows, padded_dim) queries as given */
 } kv_scratch;
 
+/* The same for the rotary part of latent rows. */
+typedef struct {
+    kv_queries queries;
+    KV_ALIGNED float scores[KV_ROWS * KV_TILE];        /* (rows, KV_TILE) */
+    KV_ALIGNED float rows[KV_ROWS * KV_MAX_ROPE_DIM];  /* (rows, padded_dim) queries as given */
+} kv_rope_scratch;
+
 typedef struct {
     float softcap;         /* 0: off */
     const float *slopes;   /* (rows,) ALiBi slopes or NULL */
@@ -136,6 +149,7 @@ typedef struct {
     KV_ALIGNED float m[KV_ROWS];
     KV_ALIGNED float l[KV_ROWS];
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 4]; /* (high and low, depth/64 or of halves /32, rows, 64) */
+    KV_ALIGNED int8_t rope[KV_ROWS * KV_MAX_ROPE_DIM * 4];  /* the same of the rotary part of latent rows, with their scale */
     KV_ALIGNED float turned[KV_ROWS * KV_MAX_HEAD_DIM];     /* (padded_dim, rows) the same, for keys with means */
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];        /* (rows, padded_dim) sum of weight x value */
 } kv_panel;
@@ -144,10 +158,13 @@ typedef struct {
    products_bfloat16.inc.h. */
 typedef struct {
     int dim, key_parts, value_parts;
+    int rope_dim, rope_parts;  /* of the rotary part of latent rows, or 0 */
     int num_means, means_of[KV_TILE / KV_LANES];
     KV_ALIGNED int8_t keys[KV_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t values[KV_TILE * KV_MAX_HEAD_DIM * 4];
+    KV_ALIGNED int8_t rope[KV_TILE * KV_MAX_ROPE_DIM * 4];
     KV_ALIGNED float key_scales[KV_TILE];
+    KV_ALIGNED float rope_scales[KV_TILE];
     KV_ALIGNED float value_scales[KV_TILE];
     KV_ALIGNED float means[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];
 } kv_operands;
@@ -157,6 +174,7 @@ typedef struct {
     kv_operands operands;
     kv_panel panels[KV_PANELS];
     KV_ALIGNED float rows[KV_ROWS * KV_MAX_HEAD_DIM]; /* (rows, padded_dim) queries of a panel as given */
+    KV_ALIGNED float rope_rows[KV_ROWS * KV_MAX_ROPE_DIM];
 } kv_wide_scratch;
 
 /* RMS norm, x / sqrt(mean(x^2) + eps) * norm, then rotation of element i with element i + pairs, or of 2i
@@ -241,9 +259,13 @@ typedef struct {
     void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows,
                                       const kv_tile *tile, const kv_ahead *ahead, const float *rescale,
                                       float *acc);
+    /* The same with values that are read from the K side, of all dtypes: the latent rows. */
+    void (*accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
+                              const kv_ahead *ahead, const float *rescale, float *acc);
     /* Attention of many query rows on one tile, with a matrix unit; NULL without one. KV_INTEGERS: of all dtypes but
        FLOAT32, in 16-bit integers; KV_HALVES: of FLOAT16 and BFLOAT16, in bfloat16 of two parts. */
-    void (*prepare_panel[2])(const kv_side *side, const float *rows, float scale, kv_panel *panel);
+    void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
+                             float scale, kv_panel *panel); /* rope NULL: no latent rows */
     void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
                              const kv_tile *next_keys, const kv_tile *next_values, float position,
                              kv_operands *operands, kv_panel *panels, int num_panels);

@@ -112,6 +112,10 @@ static void KV(encode_k)(const kv_side *side, char *block, int slot, const float
 
 static void KV(encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
+    if (side->as_keys) {
+        KV(encode_k)(side, block, slot, rows, stride, count);
+        return;
+    }
     if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
     if (side->dtype >= KV_FIRST_PACKED) {
         for (; count > 0; count--, slot++, rows += stride) KV(encode_packed)(side, block, slot, rows, 1);
@@ -191,6 +195,10 @@ static void KV(decode_k)(const kv_side *side, const char *block, int slot, float
 
 static void KV(decode_v)(const kv_side *side, const char *block, int slot, float *row)
 {
+    if (side->as_keys) {
+        KV(decode_k)(side, block, slot, row);
+        return;
+    }
     if (KV(decode_floats)(side, block, slot, row)) return;
     if (side->dtype >= KV_FIRST_PACKED) {
         KV(decode_packed)(side, block, slot, row, 1);
@@ -206,6 +214,7 @@ static void KV(decode_v)(const kv_side *side, const char *block, int slot, float
 static void KV(copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                            int to_slot, int values)
 {
+    values &= !side->as_keys;
     if (side->dtype < KV_NUM_FLOATS) {
         memcpy(target + to_slot * to->row_stride, source + slot * side->row_stride, (size_t)side->row_stride);
         return;

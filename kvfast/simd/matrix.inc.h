@@ -39,6 +39,7 @@ static inline __attribute__((always_inline)) void KV(attend_panel)(
     KV_SETTLE(panel->parts);
     if (halves) KV(score_halves)(operands, panel, begin, end, scores);
     else KV(score_tokens)(operands, panel, begin, end, sums, scores);
+    if (!halves && operands->rope_dim) KV(add_rope_scores)(operands, panel, begin, end, sums, scores);
     KV(weigh_tokens)(operands, panel, position, begin, end, scores, x, &correction, halves);
     KV_SETTLE(x);
     if (halves) KV(add_value_halves)(operands, panel, begin, end, x, &correction);
@@ -57,7 +58,6 @@ static inline __attribute__((always_inline)) void KV(attend_all)(
     const kv_side *k, const kv_side *v, const kv_tile *next_keys, const kv_tile *next_values, float position,
     kv_operands *operands, kv_panel *panels, int num_panels, const int halves)
 {
-    operands->dim = k->padded_dim;
     KV(configure_tiles)();
     for (int i = 0; i < num_panels; i++) {
         KV(prefetch_blocks)(k, next_keys, i, num_panels);
@@ -71,8 +71,12 @@ static void KV(attend_integers)(const kv_side *k, const kv_side *v, const kv_til
                                 const kv_tile *next_keys, const kv_tile *next_values, float position,
                                 kv_operands *operands, kv_panel *panels, int num_panels)
 {
+    operands->dim = k->padded_dim;
+    operands->rope_dim = 0;
     KV(load_keys)(k, keys, operands);
-    KV(load_values)(v, values, operands);
+    if (v->as_keys) KV(load_rope)(v, values, operands);
+    if (v->as_keys && k->dtype >= KV_NUM_FLOATS) KV(turn_keys)(keys, operands);
+    else KV(load_values)(v->as_keys ? k : v, v->as_keys ? keys : values, operands);
     KV(attend_all)(k, v, next_keys, next_values, position, operands, panels, num_panels, 0);
 }
 
@@ -80,8 +84,11 @@ static void KV(attend_halves)(const kv_side *k, const kv_side *v, const kv_tile 
                               const kv_tile *next_keys, const kv_tile *next_values, float position,
                               kv_operands *operands, kv_panel *panels, int num_panels)
 {
-    KV(load_key_halves)(k, keys, operands);
-    KV(load_value_halves)(v, values, operands);
+    operands->dim = k->padded_dim;
+    operands->rope_dim = v->as_keys ? v->padded_dim : 0;
+    operands->key_parts = KV(load_key_halves)(k, keys, operands->keys);
+    if (operands->rope_dim) operands->rope_parts = KV(load_key_halves)(v, values, operands->rope);
+    KV(load_value_halves)(v->as_keys ? k : v, v->as_keys ? keys : values, operands);
     KV(attend_all)(k, v, next_keys, next_values, position, operands, panels, num_panels, 1);
 }
 

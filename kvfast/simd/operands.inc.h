@@ -180,6 +180,23 @@ static inline void KV(load_value_rows)(const kv_side *side, const char *row, int
         }
 }
 
+/* The rotary part of latent rows: keys without statistics. */
+static void KV(load_rope)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+{
+    const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
+    const ptrdiff_t *block = tile->at;
+    int8_t *out = operands->rope;
+    operands->rope_dim = side->padded_dim;
+    operands->rope_parts = side->dtype < KV_NUM_FLOATS ? 2 : 1;
+    if (side->padded_dim == 0) return;
+    for (int t = 0, slot = tile->first; t < tile->count; t += KV_LANES) {
+        KV(load_key_lane)(side, tile->base + *block, slot, tiles, out, operands->rope_scales + t);
+        out += operands->rope_parts * tiles * TILE_BYTES;
+        slot += KV_LANES;
+        if (slot == side->block_size) slot = 0, block++;
+    }
+}
+
 static void KV(load_keys)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -203,6 +220,19 @@ static void KV(load_keys)(const kv_side *side, const kv_tile *tile, kv_operands 
     }
     for (int lane = (tile->count + KV_LANES - 1) / KV_LANES; lane < KV_TILE / KV_LANES; lane++)
         operands->means_of[lane] = 0;
+}
+
+/* Values that are the keys just loaded, codes of one part. */
+static void KV(turn_keys)(const kv_tile *tile, kv_operands *operands)
+{
+    const int tiles = (operands->dim + TILE_DEPTH - 1) / TILE_DEPTH;
+    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    operands->value_parts = 1;
+    for (int t = 0; t < tokens; t += KV_LANES)
+        for (int d = 0; d < operands->dim; d += KV_LANES)
+            KV(turn_square)(operands->keys + t / KV_LANES * tiles * TILE_BYTES + d * KV_LANES,
+                            operands->values + d / KV_LANES * (TOKEN_TILES * TILE_BYTES) + t * KV_LANES);
+    for (int t = 0; t < KV_TILE; t++) operands->value_scales[t] = t < tile->count ? operands->key_scales[t] : 0.0f;
 }
 
 /* Values: (padded_dim / 16, parts, KV_TILE / 64, 16 lines, 64). Tokens beyond the count get scale 0. */

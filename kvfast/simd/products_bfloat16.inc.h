@@ -36,15 +36,14 @@ static inline vf KV(load_half_row)(const char *row, int i, int dtype)
     return dtype == KV_FLOAT16 ? vf_load_float16(at) : vf_load_bfloat16(at);
 }
 
-/* Keys: (16 tokens, parts, padded_dim / 32, 16 lines, 64). */
-static void KV(load_key_halves)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+/* Keys: (16 tokens, parts, padded_dim / 32, 16 lines, 64); returns the number of parts. */
+static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, int8_t *out)
 {
     const int n = side->padded_dim, tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH, dtype = side->dtype;
     const char *rows[KV_TILE];
     const int count = KV(find_rows)(side, tile, rows);
     KV_ALIGNED int8_t lines[2][KV_MAX_HEAD_DIM / HALVES_DEPTH][TILE_BYTES];
-    int8_t *out = operands->keys;
-    operands->key_parts = dtype == KV_FLOAT16 ? 2 : 1;
+    const int parts = dtype == KV_FLOAT16 ? 2 : 1;
     for (int token = 0; token < count; token += KV_LANES) {
         for (int t = 0; t < KV_LANES; t++)
             for (int i = 0, d = 0; i < tiles; i++, d += HALVES_DEPTH) {
@@ -52,9 +51,10 @@ static void KV(load_key_halves)(const kv_side *side, const kv_tile *tile, kv_ope
                 const vf b = d + W < n ? KV(load_half_row)(rows[token + t], d + W, dtype) : vf_set1(0.0f);
                 KV(put_halves)(a, b, lines[0][i] + 64 * t, lines[1][i] + 64 * t);
             }
-        for (int part = 0; part < operands->key_parts; part++)
+        for (int part = 0; part < parts; part++)
             for (int i = 0; i < tiles; i++, out += TILE_BYTES) KV(turn_lines)(lines[part][i], out);
     }
+    return parts;
 }
 
 /* Values: (padded_dim / 16, parts, KV_TILE / 32, 16 lines, 64). */
@@ -78,17 +78,26 @@ static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_o
         }
 }
 
-/* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. */
-static void KV(prepare_halves)(const kv_side *side, const float *rows, float factor, kv_panel *panel)
+/* Row r of a panel times a factor, (2, tiles, rows, 64). */
+static inline void KV(halve_query)(const float *row, int n, vf factor, int r, int8_t *parts)
 {
-    const int n = side->padded_dim, tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH;
-    for (int r = 0; r < KV_ROWS; r++, rows += n) {
+    const int tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH;
+    int8_t *at = parts + r * 64;
+    for (int d = 0; d < n; d += HALVES_DEPTH, at += TILE_BYTES) {
+        const vf b = d + W < n ? vf_load(row + d + W) : vf_set1(0.0f);
+        KV(put_halves)(vf_mul(vf_load(row + d), factor), vf_mul(b, factor), at, at + tiles * TILE_BYTES);
+    }
+}
+
+/* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. */
+static void KV(prepare_halves)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
+                               float factor, kv_panel *panel)
+{
+    const int n = side->padded_dim, m = rope ? rope->padded_dim : 0;
+    for (int r = 0; r < KV_ROWS; r++, rows += n, rope_rows += m) {
         panel->scale[r] = 1.0f;
-        int8_t *at = panel->parts + r * 64;
-        for (int d = 0; d < n; d += HALVES_DEPTH, at += TILE_BYTES) {
-            const vf b = d + W < n ? vf_load(rows + d + W) : vf_set1(0.0f), scale = vf_set1(factor);
-            KV(put_halves)(vf_mul(vf_load(rows + d), scale), vf_mul(b, scale), at, at + tiles * TILE_BYTES);
-        }
+        KV(halve_query)(rows, n, vf_set1(factor), r, panel->parts);
+        if (m) KV(halve_query)(rope_rows, m, vf_set1(factor), r, panel->rope);
     }
 }
 
@@ -132,12 +141,17 @@ static void KV(score_halves)(const kv_operands *operands, const kv_panel *panel,
 {
     const int tiles = (operands->dim + HALVES_DEPTH - 1) / HALVES_DEPTH, parts = operands->key_parts;
     const ptrdiff_t part = tiles * TILE_BYTES, stride = parts * part;
+    const int rope_tiles = (operands->rope_dim + HALVES_DEPTH - 1) / HALVES_DEPTH, rope_parts = operands->rope_parts;
+    const ptrdiff_t rope_part = rope_tiles * TILE_BYTES, rope_stride = rope_parts * rope_part;
     for (int t = begin; t < end; t += 4 * KV_LANES) {
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
         KV(multiply_halves)(operands->keys + t / KV_LANES * stride, stride, part, parts, 4, panel->parts, part, tiles);
+        if (operands->rope_dim)
+            KV(multiply_halves)(operands->rope + t / KV_LANES * rope_stride, rope_stride, rope_part, rope_parts, 4,
+                                panel->rope, rope_part, rope_tiles);
         _tile_stored(0, scores + t, KV_TILE * 4);
         _tile_stored(1, scores + t + KV_LANES, KV_TILE * 4);
         _tile_stored(2, scores + t + 2 * KV_LANES, KV_TILE * 4);

@@ -20,29 +20,40 @@
 #define X_HIGH_1 6
 #define X_LOW_1 7
 
-/* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. */
-static void KV(prepare_panel)(const kv_side *side, const float *rows, float factor, kv_panel *panel)
+/* Row r of a panel times `inverse` as integers, (2, tiles, rows, 64), and where they are wanted as (n, rows) floats. */
+static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int8_t *parts, float *turned)
 {
-    const int n = side->padded_dim, tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH;
-    for (int r = 0; r < KV_ROWS; r++, rows += n) {
-        const float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(rows, n));
+    const int tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH;
+    for (int i = 0; i < tiles; i++) {
+        vi x[4];
+        for (int j = 0; j < 4; j++) {
+            const int at = i * TILE_DEPTH + j * W;
+            x[j] = at < n ? vf_round(vf_mul(vf_load(row + at), inverse)) : vi_set1(0);
+            if (turned && at < n) {
+                float column[W];
+                vf_store(column, vi_to_float(x[j]));
+                for (int c = 0; c < W; c++) turned[(at + c) * KV_ROWS + r] = column[c];
+            }
+        }
+        KV(put_bytes)(x[0], x[1], x[2], x[3], parts + i * TILE_BYTES + r * TILE_DEPTH,
+                      parts + (tiles + i) * TILE_BYTES + r * TILE_DEPTH);
+    }
+}
+
+/* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. The rotary part has the scale of the whole row, so
+   that the products of both are in one unit. */
+static void KV(prepare_panel)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
+                              float factor, kv_panel *panel)
+{
+    const int n = side->padded_dim, m = rope ? rope->padded_dim : 0;
+    for (int r = 0; r < KV_ROWS; r++, rows += n, rope_rows += m) {
+        const int32_t one = KV(max_magnitude_bits)(rows, n), other = m ? KV(max_magnitude_bits)(rope_rows, m) : 0;
+        const float largest = kv_bits_float((uint32_t)(one > other ? one : other));
         /* A scale is not negative, so that the greatest product is the greatest score. */
         const vf inverse = vf_set1(factor < 0 ? -KV_INVERSE(largest) : KV_INVERSE(largest));
         panel->scale[r] = largest / KV_MAX_ACTIVATION * __builtin_fabsf(factor);
-        for (int i = 0; i < tiles; i++) {
-            vi x[4];
-            for (int j = 0; j < 4; j++) {
-                const int at = i * TILE_DEPTH + j * W;
-                x[j] = at < n ? vf_round(vf_mul(vf_load(rows + at), inverse)) : vi_set1(0);
-                if (side->means && at < n) {
-                    float turned[W];
-                    vf_store(turned, vi_to_float(x[j]));
-                    for (int c = 0; c < W; c++) panel->turned[(at + c) * KV_ROWS + r] = turned[c];
-                }
-            }
-            KV(put_bytes)(x[0], x[1], x[2], x[3], panel->parts + i * TILE_BYTES + r * TILE_DEPTH,
-                          panel->parts + (tiles + i) * TILE_BYTES + r * TILE_DEPTH);
-        }
+        KV(cut_query)(rows, n, inverse, r, panel->parts, side->means ? panel->turned : NULL);
+        if (m) KV(cut_query)(rope_rows, m, inverse, r, panel->rope, NULL);
     }
 }
 
@@ -135,6 +146,25 @@ static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel,
                 vf_store(row, vf_fma(KV(total)(done, r), scale, vf_set1(row_shift[r])));
         else
             for (int r = 0; r < KV_ROWS; r++, row += KV_TILE) vf_store(row, vf_mul(KV(total)(done, r), scale));
+    }
+}
+
+/* Adds the products of the rotary part of latent rows, whose sums are integers of their own, to the scores. */
+static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *panel, int begin, int end,
+                                KV(lane_sums) sums[2], float *scores)
+{
+    const int tiles = (operands->rope_dim + TILE_DEPTH - 1) / TILE_DEPTH; /* 1 or 2: held */
+    const ptrdiff_t part = tiles * TILE_BYTES;
+    KV(hold)(panel->rope, part, tiles);
+    for (int lane = begin / KV_LANES; lane <= end / KV_LANES; lane++) {
+        if (lane < end / KV_LANES)
+            KV(multiply)(operands->rope + lane * operands->rope_parts * part, part, operands->rope_parts, panel->rope,
+                         part, tiles, sums + (lane & 1));
+        if (lane == begin / KV_LANES) continue;
+        const KV(lane_sums) *done = sums + ((lane - 1) & 1);
+        const vf scale = vf_load(operands->rope_scales + (lane - 1) * KV_LANES);
+        float *row = scores + (lane - 1) * KV_LANES;
+        for (int r = 0; r < KV_ROWS; r++, row += KV_TILE) vf_store(row, vf_fma(KV(total)(done, r), scale, vf_load(row)));
     }
 }
 

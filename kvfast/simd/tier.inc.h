@@ -10,6 +10,7 @@
 #include "integer.inc.h"
 #include "expand.inc.h"
 #include "floating.inc.h"
+#include "latent.inc.h"
 #include "codebook.inc.h"
 #include "machine.inc.h"
 
@@ -37,6 +38,7 @@
     .softmax = KV(softmax),                                                                                           \
     .accumulate = {KV(accumulate_float32), KV(accumulate_float16), KV(accumulate_bfloat16), KV(accumulate_int8),      \
                    KV(accumulate_int4), KV(accumulate_gauss4), KV_FIVE(accumulate_packed)}, \
+    .accumulate_latent = KV(accumulate_latent),                                                                       \
     .scale_add = KV(scale_add),                                                                                       \
     .nearest = KV(nearest),                                                                                           \
     .tabulate = KV(tabulate),                                                                                         \

@@ -1,0 +1,109 @@
+/* Latent rows, which are keys and values at once. As keys they are read like any others. As values, rows of floats serve
+   as they are; of codes a tile is turned into a block of INT8 values in the processor's cache, and INT8's kernels read that:
+   the query heads of a latent are many, so that this is little beside what they do with it. */
+
+/* Four lines of INT8 keys, 16 tokens x 16 depths, become four of values: a dword of 4 depths of a token one of 4 tokens
+   of a depth. */
+static inline void KV(turn_square)(const void *lines, void *out)
+{
+#if W == 16
+    const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const char *from = lines;
+    const __m512i a = _mm512_shuffle_epi8(_mm512_loadu_si512(from), order);
+    const __m512i b = _mm512_shuffle_epi8(_mm512_loadu_si512(from + 64), order);
+    const __m512i c = _mm512_shuffle_epi8(_mm512_loadu_si512(from + 128), order);
+    const __m512i d = _mm512_shuffle_epi8(_mm512_loadu_si512(from + 192), order);
+    /* 128-bit lane h of the line of depths 4 g becomes lane g of the line of tokens 4 h */
+    const __m512i ab = _mm512_shuffle_i32x4(a, b, 0x44), ab2 = _mm512_shuffle_i32x4(a, b, 0xEE);
+    const __m512i cd = _mm512_shuffle_i32x4(c, d, 0x44), cd2 = _mm512_shuffle_i32x4(c, d, 0xEE);
+    _mm512_storeu_si512(out, _mm512_shuffle_i32x4(ab, cd, 0x88));
+    _mm512_storeu_si512((char *)out + 64, _mm512_shuffle_i32x4(ab, cd, 0xDD));
+    _mm512_storeu_si512((char *)out + 128, _mm512_shuffle_i32x4(ab2, cd2, 0x88));
+    _mm512_storeu_si512((char *)out + 192, _mm512_shuffle_i32x4(ab2, cd2, 0xDD));
+#else
+    for (int g = 0; g < 4; g++)
+        for (int h = 0; h < 4; h++)
+            kv_turn_dwords((const uint8_t *)lines + 64 * g + 16 * h, (uint8_t *)out + 64 * h + 16 * g);
+#endif
+}
+
+/* Two lines of INT4 or GAUSS4 as four of INT8. */
+static inline void KV(widen_lines)(const char *lines, const int dtype, uint8_t *out)
+{
+    for (int line = 0; line < 2; line++, lines += 64, out += 128)
+        for (int half = 0; half < 64; half += 32) {
+            KV(half_line) codes;
+            memcpy(&codes, lines + half, 32);
+            for (int i = 0; i < 2; i++, codes >>= 4) {
+                KV(half_line) nibbles = codes & 0x0F0F0F0F;
+                if (dtype == KV_GAUSS4) {
+                    KV(put_levels)(nibbles, 4, kv_gauss_levels, out + 64 * i + half);
+                } else {
+                    nibbles += 0x78787878; /* less the bias of INT4, with that of INT8 */
+                    memcpy(out + 64 * i + half, &nibbles, 32);
+                }
+            }
+        }
+}
+
+static inline __attribute__((always_inline)) void KV(turn_lanes)(const kv_side *side, const char *codes, uint8_t *out,
+                                                                 ptrdiff_t stride, const int dtype)
+{
+    KV_ALIGNED uint8_t square[4 * 64];
+    for (int d = 0; d < side->padded_dim; d += KV_LANES, codes += KV_LANES / KV_DEPTHS(dtype) * 64, out += stride) {
+        if (dtype == KV_INT8) {
+            KV(turn_square)(codes, out);
+        } else {
+            KV(widen_lines)(codes, dtype, square);
+            KV(turn_square)(square, out);
+        }
+    }
+}
+
+/* A tile of codes as a block of INT8 values that holds nothing else. */
+static void KV(turn_tile)(const kv_side *side, const kv_tile *tile, KV(expanded) *turned)
+{
+    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    const ptrdiff_t lane_bytes = (ptrdiff_t)(side->padded_dim / KV_DEPTHS(side->dtype)) * 64, stride = tokens * KV_LANES;
+    float *scales = (float *)(turned->block + tokens * side->padded_dim);
+    for (int t = 0, slot = tile->first, block = 0; t < tokens; t += KV_LANES) {
+        const char *at = tile->base + tile->at[block], *codes = at + slot / KV_LANES * lane_bytes;
+        uint8_t *out = turned->block + t * KV_LANES;
+        if (side->dtype == KV_INT8) KV(turn_lanes)(side, codes, out, stride, KV_INT8);
+        else if (side->dtype == KV_INT4) KV(turn_lanes)(side, codes, out, stride, KV_INT4);
+        else KV(turn_lanes)(side, codes, out, stride, KV_GAUSS4);
+        for (int i = 0; i < KV_LANES; i++) scales[t + i] = KV(get_scale)(side, at, slot + i);
+        slot += KV_LANES;
+        if (slot == side->block_size) slot = 0, block++;
+    }
+    KV(describe_expanded)(side, tile, tokens, turned);
+}
+
+static __attribute__((noinline)) void KV(turn_packed)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead,
+                                                      KV(expanded) *turned)
+{
+    KV(expanded) keys;
+    KV(expand_tile)(side, tile, ahead, 0, &keys);
+    KV(turn_tile)(&keys.side, &keys.tile, turned);
+}
+
+static __attribute__((noinline)) void KV(accumulate_turned)(
+    const kv_side *side, const float *weights, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
+    const float *rescale, float *acc)
+{
+    KV(expanded) turned;
+    if (side->dtype >= KV_FIRST_PACKED) KV(turn_packed)(side, tile, ahead, &turned);
+    else KV(turn_tile)(side, tile, &turned);
+    KV(accumulate_int8)(&turned.side, weights, num_rows, &turned.tile, &turned.ahead, rescale, acc);
+}
+
+static void KV(accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
+                                  const kv_ahead *ahead, const float *rescale, float *acc)
+{
+    switch (side->dtype) {
+    case KV_FLOAT32: KV(accumulate_float32)(side, weights, num_rows, tile, ahead, rescale, acc); break;
+    case KV_FLOAT16: KV(accumulate_float16)(side, weights, num_rows, tile, ahead, rescale, acc); break;
+    case KV_BFLOAT16: KV(accumulate_bfloat16)(side, weights, num_rows, tile, ahead, rescale, acc); break;
+    default: KV(accumulate_turned)(side, weights, num_rows, tile, ahead, rescale, acc);
+    }
+}

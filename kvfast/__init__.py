@@ -22,7 +22,7 @@ How the package is built, from the bottom up; each room imports only from those 
     prefix, rope            blocks known by their tokens; tables of angles
     state, cache_file       a cache as plain arrays; as a file (extra ``files``)
     snapshot                a cache at one point in time
-    storage_properties, sequence_cache, cache, ring_cache, paged_cache, paged_sequence, prompt_cache,
+    storage_properties, stored_sequence, sequence_cache, cache, mla_cache, ring_cache, paged_cache, paged_sequence, prompt_cache,
     multi_head, multi_head_config
                             the classes that users see
     compression/            finished keys and values in fewer bits
@@ -63,6 +63,7 @@ from .fidelity import Fidelity, choose_format, fidelity
 from .formats import PRESETS, KVFormat
 from .fused import split_qkv_norm_rope
 from .machine import peak_rate, read_bandwidth
+from .mla_cache import MLAKVCache
 from .multi_head import MultiHeadKVCache
 from .multi_head_config import MultiHeadConfig
 from .paged_cache import PagedKVCache
@@ -90,6 +91,7 @@ __all__ = [
     "KVFormat",
     "KVLayout",
     "LowRank",
+    "MLAKVCache",
     "MultiHeadConfig",
     "MultiHeadKVCache",
     "NonFiniteInputError",

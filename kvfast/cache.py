@@ -4,9 +4,10 @@ from .formats import block_size_of, formats_of
 from .plan import check_block_size, check_size
 from .pool import BlockPool
 from .sequence import SequenceBuffer
-from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache
+from .sequence_cache import SequenceCache
 from .state import KINDS
 from .storage_properties import size_text
+from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from .table import BlockTable
 
 __all__ = ["KVCache"]

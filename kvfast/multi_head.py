@@ -7,7 +7,7 @@ from .heads import HeadsBuffer, HeadsTable
 from .multi_head_config import MultiHeadConfig, signs_of, vectors
 from .plan import Options, check_size
 from .pool import BlockPool
-from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS
+from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from .storage_properties import size_text
 
 __all__ = ["MultiHeadKVCache"]

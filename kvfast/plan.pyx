@@ -371,13 +371,14 @@ cdef class AttendCall:
     cdef object run(self):
         cdef Py_ssize_t parts = self._count_parts()
         cdef int threads
-        cdef Workspace scratch = None  # a megabyte or two for each thread: not to be kept by every cache
+        # A megabyte or two for each thread: not to be kept by every cache, but by those whose every token needs it.
+        cdef Workspace scratch = self.workspace if self.call.store.latent else None
         if parts:
             self.call.partials = <float *>self.workspace.reserve(
                 PARTIALS, parts * self.call.q.heads * (self.call.store.k.padded_dim + 2) * sizeof(float))
         threads = num_threads_for(self.options.num_threads, <double>self.work)
         if self.wide:
-            scratch = Workspace()
+            scratch = scratch or Workspace()
             self.call.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
         if self.call.rope_q.data != NULL:
             self.call.rope = <kv_rope_scratch *>self.workspace.reserve(ROPE, threads * sizeof(kv_rope_scratch))
@@ -420,5 +421,7 @@ cdef class AttendCall:
 
 cdef tuple _kernels_of(const kv_store *store):
     """Names of the kernels that read a store's keys and values, as in the kernel table."""
+    if store.latent:
+        return f"scores_{'gauss4' if store.k.dtype == KV_GAUSS4 else dtype_name(store.k.dtype)}", "accumulate_latent"
     return tuple([f"{kernel}_{'gauss4' if dtype == KV_GAUSS4 else dtype_name(dtype)}"
                   for kernel, dtype in (("scores", store.k.dtype), ("accumulate", store.v.dtype))])

@@ -10,9 +10,10 @@ from .pool import BlockPool
 from .ring import RingTable
 from .rope import RotaryTables
 from .sequence import SequenceBuffer
-from .sequence_cache import BLOCK_SIZE, GROW_BLOCKS, SequenceCache
+from .sequence_cache import SequenceCache
 from .state import KINDS
 from .storage_properties import same_or_tuple, size_text
+from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from .table import BlockTable
 
 __all__ = ["RingKVCache"]

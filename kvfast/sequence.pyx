@@ -49,13 +49,13 @@ cdef class SequenceBuffer:
         """`v` None: nothing, where the rotary part of latent rows has no elements."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        cdef Rows keys = open_rows(k, "k"), values
+        cdef Rows keys = open_rows(k, "k" if table.pool.rope_dim is None else "latent"), values
         if v is None:
             values = Rows.__new__(Rows)
             values.rows = keys.rows
             values.rows.dim = 0
         else:
-            values = open_rows(v, "v")
+            values = open_rows(v, "v" if table.pool.rope_dim is None else "latent")
         self._enter()
         try:
             self._check_room(index, table.lengths[layer], keys.rows.tokens)

@@ -71,11 +71,12 @@ class Snapshot(StorageProperties):
         Returns
         -------
         keys, values : lists with one ndarray of shape (seq_len, num_kv_heads * head_dim), float32, per layer
-            Of a ring, the tokens that it shows; see `RingKVCache.positions`.
+            Of a ring, the tokens that it shows; see `RingKVCache.positions`. Of an `MLAKVCache`, latents and their rotary
+            parts.
         """
-        layers = range(self.num_layers)
-        keys = [np.array(self._cache.k(layer)).reshape(-1, self.entry_size) for layer in layers]
-        return keys, [np.array(self._cache.v(layer)).reshape(-1, self.entry_size) for layer in layers]
+        pairs = [self._cache._decoded(layer) for layer in range(self.num_layers)]
+        keys, values = ([np.array(one).reshape(len(one), one.shape[1] * one.shape[2]) for one in side] for side in zip(*pairs))
+        return keys, values
 
     @classmethod
     def from_arrays(cls, keys, values, num_kv_heads, dtype="int4", k_dtype=None, v_dtype=None, *, token_ids=None, metadata=None):

@@ -10,6 +10,7 @@ from .prefix import checked_token_ids
 
 # The class of each kind of cache; the modules of the classes enter them.
 KINDS = {}
+SIZED = ("full", "latent")  # those with a max_seq_len
 VERSION = 3
 MOST_TOKENS = 1 << 40
 
@@ -98,7 +99,7 @@ class Opening:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
         if json.dumps(self.cache._settings(), sort_keys=True) != given:
             raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
-        if max_seq_len is not None and not isinstance(self.cache, KINDS["full"]):
+        if max_seq_len is not None and self.cache._settings()["kind"] not in SIZED:
             raise ValueError(f"a {type(self.cache).__name__} has no max_seq_len, got {max_seq_len}")
         self._streams = self._checked_streams(layout, shapes)
         self._reserve = None if max_seq_len is None else (settings, block_size, max_seq_len)
@@ -187,7 +188,7 @@ def _fields(text):
         and fields["settings"].get("kind") in list(KINDS)  # which asks nothing of it but to be compared
         and _is_count(fields["settings"].get("num_layers"))
         and _is_count(fields["block_size"])
-        and (fields["max_seq_len"] is None or _is_count(fields["max_seq_len"]) and fields["settings"]["kind"] == "full")
+        and (fields["max_seq_len"] is None or _is_count(fields["max_seq_len"]) and fields["settings"]["kind"] in SIZED)
         and fields["max_seq_len"] != 0
         and _is_count(fields["seq_len"])
         and fields["seq_len"] <= (MOST_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MOST_TOKENS

@@ -22,7 +22,7 @@ static void KV(configure_tiles)(void)
 static inline __attribute__((always_inline)) void KV(attend_panel)(
     const kv_operands *operands, kv_panel *panel, float position, const int halves)
 {
-    KV(lane_sums) sums[2];
+    KV(lane_sums) sums[4];
     KV(correction) correction;
     KV_ALIGNED float scores[KV_ROWS * KV_TILE];
     KV_ALIGNED int8_t x[2 * TOKEN_HALVES * TILE_BYTES];

@@ -63,11 +63,10 @@ typedef struct {
     KV_ALIGNED int32_t low[KV_ROWS * KV_LANES];
 } KV(lane_sums);
 
-/* Activations of 16 rows, (2, tiles, 16, 64) with `part` bytes between the parts, stay in registers for all lanes
-   that they are multiplied with if they have no more than two tiles of depth. */
+/* Activations of 16 rows, (2, tiles, 16, 64) with `part` bytes between the parts, of one or two tiles of depth, stay in
+   registers for all lanes that they are multiplied with. */
 static inline void KV(hold)(const int8_t *x, ptrdiff_t part, int tiles)
 {
-    if (tiles > 2) return;
     _tile_loadd(X_HIGH_0, x, TILE_DEPTH);
     _tile_loadd(X_LOW_0, x + part, TILE_DEPTH);
     if (tiles < 2) return;
@@ -86,27 +85,51 @@ static inline void KV(hold)(const int8_t *x, ptrdiff_t part, int tiles)
         }                                        \
     } while (0)
 
-/* Products of activations, held if there are few, with a lane tile of operands, (parts, tiles, 16, 64) with `part`
-   bytes between the parts. */
-static inline __attribute__((always_inline)) void KV(multiply)(
-    const int8_t *codes, ptrdiff_t part, int parts, const int8_t *x, ptrdiff_t x_part, int tiles, KV(lane_sums) *sums)
+/* Products of held activations with a lane tile of operands, (parts, tiles, 16, 64) with `part` bytes between the
+   parts. */
+static inline __attribute__((always_inline)) void KV(multiply)(const int8_t *codes, ptrdiff_t part, int parts, int tiles,
+                                                               KV(lane_sums) *sums)
 {
     _tile_zero(SUM_HIGH);
     _tile_zero(SUM_LOW);
-    if (tiles > 2) {
-        for (; tiles > 0; tiles--, codes += TILE_BYTES, x += TILE_BYTES) {
-            _tile_loadd(X_HIGH_0, x, TILE_DEPTH);
-            _tile_loadd(X_LOW_0, x + x_part, TILE_DEPTH);
-            MULTIPLY_TILE(X_HIGH_0, X_LOW_0, codes);
-        }
-    } else {
-        MULTIPLY_TILE(X_HIGH_0, X_LOW_0, codes);
-        if (tiles == 2) MULTIPLY_TILE(X_HIGH_1, X_LOW_1, codes + TILE_BYTES);
-    }
+    MULTIPLY_TILE(X_HIGH_0, X_LOW_0, codes);
+    if (tiles == 2) MULTIPLY_TILE(X_HIGH_1, X_LOW_1, codes + TILE_BYTES);
     _tile_stored(SUM_HIGH, sums->high, 64);
     _tile_stored(SUM_LOW, sums->low, 64);
 }
 #undef MULTIPLY_TILE
+
+/* The same of two lane tiles, `stride` bytes apart, of many tiles of depth: with four sums under way no instruction
+   waits for the one before it, and activations are loaded once for both. */
+static inline __attribute__((always_inline)) void KV(multiply_pair)(
+    const int8_t *codes, ptrdiff_t stride, ptrdiff_t part, int parts, const int8_t *x, ptrdiff_t x_part, int tiles,
+    KV(lane_sums) *sums)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (; tiles > 0; tiles--, codes += TILE_BYTES, x += TILE_BYTES) {
+        _tile_loadd(4, x, TILE_DEPTH);
+        _tile_loadd(6, codes, 64);
+        _tile_dpbssd(0, 4, 6);
+        _tile_loadd(7, codes + stride, 64);
+        _tile_dpbssd(2, 4, 7);
+        _tile_loadd(5, x + x_part, TILE_DEPTH);
+        _tile_dpbssd(1, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+        if (parts == 2) {
+            _tile_loadd(6, codes + part, 64);
+            _tile_dpbssd(1, 4, 6);
+            _tile_loadd(7, codes + part + stride, 64);
+            _tile_dpbssd(3, 4, 7);
+        }
+    }
+    _tile_stored(0, sums[0].high, 64);
+    _tile_stored(1, sums[0].low, 64);
+    _tile_stored(2, sums[1].high, 64);
+    _tile_stored(3, sums[1].low, 64);
+}
 
 static inline vf KV(total)(const KV(lane_sums) *sums, int row)
 {
@@ -114,10 +137,24 @@ static inline vf KV(total)(const KV(lane_sums) *sums, int row)
                               _mm512_load_si512(sums->low + row * KV_LANES)));
 }
 
-/* Scores of the tokens begin to end, in units of the rows' scales. While the products of a lane tile,
-   16 tokens, are under way, the sums of the one before become scores. */
+/* Sums of a lane tile, 16 tokens, become scores in units of the rows' scales; with `shift` of each block's means. */
+static inline void KV(put_scores)(const kv_operands *operands, const KV(lane_sums) *done, int lane, const float *shift,
+                                  float *scores)
+{
+    const vf scale = vf_load(operands->key_scales + lane * KV_LANES);
+    const float *row_shift = shift + operands->means_of[lane] * KV_ROWS;
+    float *row = scores + lane * KV_LANES;
+    if (operands->num_means)
+        for (int r = 0; r < KV_ROWS; r++, row += KV_TILE)
+            vf_store(row, vf_fma(KV(total)(done, r), scale, vf_set1(row_shift[r])));
+    else
+        for (int r = 0; r < KV_ROWS; r++, row += KV_TILE) vf_store(row, vf_mul(KV(total)(done, r), scale));
+}
+
+/* Scores of the tokens begin to end. While the products of a lane tile, or of two, are under way, the sums of those
+   before become scores. */
 static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel, int begin, int end,
-                             KV(lane_sums) sums[2], float *scores)
+                             KV(lane_sums) sums[4], float *scores)
 {
     KV_ALIGNED float shift[KV_TILE / KV_LANES * KV_ROWS]; /* (blocks, KV_ROWS) means times queries */
     const int tiles = (operands->dim + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -131,21 +168,24 @@ static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel,
         }
         vf_store(shift + i * KV_ROWS, vf_add(sum, other));
     }
+    const ptrdiff_t stride = operands->key_parts * part;
+    const int first = begin / KV_LANES, last = end / KV_LANES;
+    if (tiles > 2) {
+        for (int lane = first; lane <= last; lane += 2) {
+            if (lane < last)
+                KV(multiply_pair)(operands->keys + lane * stride, stride, part, operands->key_parts, panel->parts, part,
+                                  tiles, sums + (lane & 2));
+            if (lane == first) continue;
+            KV(put_scores)(operands, sums + ((lane - 2) & 2), lane - 2, shift, scores);
+            KV(put_scores)(operands, sums + ((lane - 2) & 2) + 1, lane - 1, shift, scores);
+        }
+        return;
+    }
     KV(hold)(panel->parts, part, tiles);
-    for (int lane = begin / KV_LANES; lane <= end / KV_LANES; lane++) {
-        if (lane < end / KV_LANES)
-            KV(multiply)(operands->keys + lane * operands->key_parts * part, part, operands->key_parts, panel->parts,
-                         part, tiles, sums + (lane & 1));
-        if (lane == begin / KV_LANES) continue;
-        const KV(lane_sums) *done = sums + ((lane - 1) & 1);
-        const vf scale = vf_load(operands->key_scales + (lane - 1) * KV_LANES);
-        const float *row_shift = shift + operands->means_of[lane - 1] * KV_ROWS;
-        float *row = scores + (lane - 1) * KV_LANES;
-        if (operands->num_means)
-            for (int r = 0; r < KV_ROWS; r++, row += KV_TILE)
-                vf_store(row, vf_fma(KV(total)(done, r), scale, vf_set1(row_shift[r])));
-        else
-            for (int r = 0; r < KV_ROWS; r++, row += KV_TILE) vf_store(row, vf_mul(KV(total)(done, r), scale));
+    for (int lane = first; lane <= last; lane++) {
+        if (lane < last)
+            KV(multiply)(operands->keys + lane * stride, part, operands->key_parts, tiles, sums + (lane & 1));
+        if (lane > first) KV(put_scores)(operands, sums + ((lane - 1) & 1), lane - 1, shift, scores);
     }
 }
 
@@ -158,8 +198,8 @@ static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *pan
     KV(hold)(panel->rope, part, tiles);
     for (int lane = begin / KV_LANES; lane <= end / KV_LANES; lane++) {
         if (lane < end / KV_LANES)
-            KV(multiply)(operands->rope + lane * operands->rope_parts * part, part, operands->rope_parts, panel->rope,
-                         part, tiles, sums + (lane & 1));
+            KV(multiply)(operands->rope + lane * operands->rope_parts * part, part, operands->rope_parts, tiles,
+                         sums + (lane & 1));
         if (lane == begin / KV_LANES) continue;
         const KV(lane_sums) *done = sums + ((lane - 1) & 1);
         const vf scale = vf_load(operands->rope_scales + (lane - 1) * KV_LANES);
@@ -180,7 +220,7 @@ static void KV(add_values)(const kv_operands *operands, kv_panel *panel, int beg
     KV(hold)(x, part, tiles);
     for (int lane = 0; lane <= lanes; lane++) {
         if (lane < lanes)
-            KV(multiply)(values + lane * operands->value_parts * part, part, operands->value_parts, x, part, tiles,
+            KV(multiply)(values + lane * operands->value_parts * part, part, operands->value_parts, tiles,
                          sums + (lane & 1));
         if (lane == 0) continue;
         const KV(lane_sums) *done = sums + ((lane - 1) & 1);

@@ -8,9 +8,9 @@ context, row block); partial results merge in order, so that results are the sam
 """
 from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, expf, logf
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
-from kvfast._kernels cimport KV_FLOAT32, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
+from kvfast._kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
 from kvfast.span cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load, touch,
                           touch_first_floats, touch_sinks)
 
@@ -44,6 +44,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     cdef Py_ssize_t begin, end, row0, token, split, sinks_end = 0, split_begin
     cdef kv_range rest
     cdef int r, tile
+    cdef Py_ssize_t i
     cdef float m, l
     cdef float *acc
     cdef float *partial
@@ -108,7 +109,9 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
             acc, m, l = task.scratch.acc + r * padded, state.m[r], state.l[r]
         else:
             panel = task.wide.panels + r // KV_ROWS
-            acc, m, l = panel.acc + r % KV_ROWS * padded, panel.m[r % KV_ROWS], panel.l[r % KV_ROWS]
+            acc, m, l = task.wide.rows, panel.m[r % KV_ROWS], panel.l[r % KV_ROWS]
+            for i in range(padded // KV_LANES):
+                memcpy(acc + i * KV_LANES, panel.acc + (i * KV_ROWS + r % KV_ROWS) * KV_LANES, KV_LANES * sizeof(float))
         if query.parts == 1:
             _finish(call, task.tokens[r], task.q_heads[r], acc, m, l)
         else:

@@ -7,8 +7,8 @@ from .heads import HeadsBuffer, HeadsTable
 from .multi_head_config import MultiHeadConfig, signs_of, vectors
 from .plan import Options, check_size
 from .pool import BlockPool
-from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from .storage_properties import size_text
+from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 
 __all__ = ["MultiHeadKVCache"]
 

@@ -387,6 +387,6 @@ cdef void begin_rows(kv_task *task) noexcept nogil:
         panel.options.query_at += i * KV_ROWS
         if task.options.slopes != NULL:
             panel.options.slopes += i * KV_ROWS
-        memset(panel.acc, 0, panel.rows * padded * sizeof(float))
+        memset(panel.acc, 0, KV_ROWS * padded * sizeof(float))
         for r in range(KV_ROWS):
             panel.m[r], panel.l[r] = -INFINITY, 0.0

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..cache import KVCache
 from ..errors import DimensionMismatchError
+from ..mla_cache import MLAKVCache
 from ..paged_cache import PagedKVCache
 from ..paged_sequence import Sequence
 from ..ring_cache import RingKVCache
@@ -63,8 +64,25 @@ class CacheBridges:
         """As `decompress_to_cache`, to a `Sequence` of a `PagedKVCache`; CacheFullError if the pool has too few blocks."""
         self._append_layer(compressed, _sequence_of(cache, sequence), layer)
 
+    def compress_mla_cache(self, cache, layer):
+        """As `compress_cache`, of an `MLAKVCache`: one head, whose keys are the latents, and whose values the rotary parts;
+        the shorter are filled up with zeros. It is for `decompress_to_mla_cache`, not to attend to."""
+        cache = _of_kind(cache, MLAKVCache)
+        return self._compress_pair(layer, *(_filled(one, _width(cache)) for one in cache._decoded(layer)))
+
+    def decompress_to_mla_cache(self, compressed, cache, layer):
+        """As `decompress_to_cache`, to an `MLAKVCache`."""
+        cache = _of_kind(cache, MLAKVCache)
+        latent, rope = self.decompress_kv_3d(compressed)
+        if latent.shape[::2] != (1, _width(cache)):
+            raise DimensionMismatchError(f"latents of {cache.latent_dim} with rotary parts of {cache.rope_dim} are compressed as one "
+                                         f"head of {_width(cache)}, got {latent.shape[0]} of {latent.shape[2]}")  # fmt: skip
+        cache.append(layer, np.concatenate((latent[0, :, : cache.latent_dim], rope[0, :, : cache.rope_dim]), axis=1))
+
     def _compress_layer(self, cache, layer):
-        k, v = cache.k(layer), cache.v(layer)
+        return self._compress_pair(layer, cache.k(layer), cache.v(layer))
+
+    def _compress_pair(self, layer, k, v):
         if not len(k):
             raise ValueError(f"layer {layer} is empty: there is nothing to compress")
         return self.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1))
@@ -82,6 +100,15 @@ def _of_kind(cache, kind):
     if not isinstance(cache, kind):
         raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
     return cache
+
+
+def _width(cache):
+    return max(cache.latent_dim, cache.rope_dim)
+
+
+def _filled(array, width):
+    """(tokens, 1, dim) with zeros up to `width`."""
+    return np.pad(array, ((0, 0), (0, 0), (0, width - array.shape[2])))
 
 
 def _sequence_of(cache, sequence):

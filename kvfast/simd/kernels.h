@@ -151,7 +151,9 @@ typedef struct {
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 4]; /* (high and low, depth/64 or of halves /32, rows, 64) */
     KV_ALIGNED int8_t rope[KV_ROWS * KV_MAX_ROPE_DIM * 4];  /* the same of the rotary part of latent rows, with their scale */
     KV_ALIGNED float turned[KV_ROWS * KV_MAX_HEAD_DIM];     /* (padded_dim, rows) the same, for keys with means */
-    KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];        /* (rows, padded_dim) sum of weight x value */
+    /* (padded_dim/16, KV_ROWS, 16) sum of weight x value: lane tiles, as rows a multiple of a page apart would be stored
+       and loaded at addresses that a processor takes for the same */
+    KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
 } kv_panel;
 
 /* Keys and values of a tile, KV_TILE tokens, as operands of the matrix unit, see operands.inc.h and

@@ -19,8 +19,33 @@ static void KV(configure_tiles)(void)
     _tile_loadconfig(&config);
 }
 
+/* One part in `parts` of each block of a tile. */
+static inline void KV(prefetch_blocks)(const kv_side *side, const kv_tile *tile, int part, int parts)
+{
+    const ptrdiff_t begin = side->bytes * part / parts / 64 * 64, end = side->bytes * (part + 1) / parts;
+    for (int token = -tile->first, i = 0; token < tile->count; token += side->block_size, i++)
+        for (ptrdiff_t at = begin; at < end; at += 64) __builtin_prefetch(tile->base + tile->at[i] + at, 0, 2);
+}
+
+/* What is read after these tokens. */
+typedef struct {
+    const kv_side *k, *v;
+    const kv_tile *keys, *values;
+    int part, parts;
+} KV(following);
+
+/* One part of it: a processor waits for so many lines at once, and for what it needs now behind them. */
+static inline void KV(prefetch_part)(KV(following) *next)
+{
+    KV(prefetch_blocks)(next->k, next->keys, next->part, next->parts);
+    KV(prefetch_blocks)(next->v, next->values, next->part, next->parts);
+    next->part++;
+}
+
+enum { PREFETCHES = 3 }; /* of a panel */
+
 static inline __attribute__((always_inline)) void KV(attend_panel)(
-    const kv_operands *operands, kv_panel *panel, float position, const int halves)
+    const kv_operands *operands, kv_panel *panel, float position, KV(following) *next, const int halves)
 {
     KV(lane_sums) sums[4];
     KV(correction) correction;
@@ -33,6 +58,7 @@ static inline __attribute__((always_inline)) void KV(attend_panel)(
             begin = panel->start[r] < begin ? panel->start[r] : begin;
             end = panel->stop[r] > end ? panel->stop[r] : end;
         }
+    KV(prefetch_part)(next);
     if (begin >= end) return;
     begin = begin / TILE_DEPTH * TILE_DEPTH;
     end = (end + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH;
@@ -40,18 +66,12 @@ static inline __attribute__((always_inline)) void KV(attend_panel)(
     if (halves) KV(score_halves)(operands, panel, begin, end, scores);
     else KV(score_tokens)(operands, panel, begin, end, sums, scores);
     if (!halves && operands->rope_dim) KV(add_rope_scores)(operands, panel, begin, end, sums, scores);
+    KV(prefetch_part)(next);
     KV(weigh_tokens)(operands, panel, position, begin, end, scores, x, &correction, halves);
     KV_SETTLE(x);
+    KV(prefetch_part)(next);
     if (halves) KV(add_value_halves)(operands, panel, begin, end, x, &correction);
     else KV(add_values)(operands, panel, begin, end, x, &correction, sums);
-}
-
-/* One part in `parts` of each block of a tile. */
-static inline void KV(prefetch_blocks)(const kv_side *side, const kv_tile *tile, int part, int parts)
-{
-    const ptrdiff_t begin = side->bytes * part / parts / 64 * 64, end = side->bytes * (part + 1) / parts;
-    for (int token = -tile->first, i = 0; token < tile->count; token += side->block_size, i++)
-        for (ptrdiff_t at = begin; at < end; at += 64) __builtin_prefetch(tile->base + tile->at[i] + at, 0, 2);
 }
 
 static inline __attribute__((always_inline)) void KV(attend_all)(
@@ -59,10 +79,10 @@ static inline __attribute__((always_inline)) void KV(attend_all)(
     kv_operands *operands, kv_panel *panels, int num_panels, const int halves)
 {
     KV(configure_tiles)();
+    KV(following) next = {k, v, next_keys, next_values, 0, num_panels * PREFETCHES};
     for (int i = 0; i < num_panels; i++) {
-        KV(prefetch_blocks)(k, next_keys, i, num_panels);
-        KV(prefetch_blocks)(v, next_values, i, num_panels);
-        KV(attend_panel)(operands, panels + i, position, halves);
+        next.part = i * PREFETCHES;
+        KV(attend_panel)(operands, panels + i, position, &next, halves);
     }
     _tile_release();
 }

@@ -228,8 +228,8 @@ static void KV(turn_keys)(const kv_tile *tile, kv_operands *operands)
     const int tiles = (operands->dim + TILE_DEPTH - 1) / TILE_DEPTH;
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
     operands->value_parts = 1;
-    for (int t = 0; t < tokens; t += KV_LANES)
-        for (int d = 0; d < operands->dim; d += KV_LANES)
+    for (int d = 0; d < operands->dim; d += KV_LANES)
+        for (int t = 0; t < tokens; t += KV_LANES)
             KV(turn_square)(operands->keys + t / KV_LANES * tiles * TILE_BYTES + d * KV_LANES,
                             operands->values + d / KV_LANES * (TOKEN_TILES * TILE_BYTES) + t * KV_LANES);
     for (int t = 0; t < KV_TILE; t++) operands->value_scales[t] = t < tile->count ? operands->key_scales[t] : 0.0f;

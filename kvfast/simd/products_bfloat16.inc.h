@@ -164,27 +164,27 @@ static void KV(add_value_halves)(const kv_operands *operands, kv_panel *panel, i
                                  const KV(correction) *correction)
 {
     const int n = operands->dim, parts = operands->value_parts, tiles = (end - begin) / HALVES_DEPTH;
-    const ptrdiff_t part = TOKEN_HALVES * TILE_BYTES, stride = parts * part, row = n * 4;
+    const ptrdiff_t part = TOKEN_HALVES * TILE_BYTES, stride = parts * part;
     for (unsigned changed = correction->changed; changed; changed &= changed - 1) {
         const int r = __builtin_ctz(changed);
         const vf rescale = vf_set1(correction->rescale[r]);
-        for (float *at = panel->acc + r * n, *stop = at + n; at < stop; at += W)
+        for (float *at = panel->acc + r * KV_LANES, *stop = at + n * KV_ROWS; at < stop; at += KV_ROWS * KV_LANES)
             vf_store(at, vf_mul(vf_load(at), rescale));
         KV_SETTLE(panel->acc);
     }
     const int8_t *values = operands->values + begin / HALVES_DEPTH * TILE_BYTES;
     x += begin / HALVES_DEPTH * TILE_BYTES;
     for (int d = 0, lanes; d < n; d += lanes * KV_LANES) {
-        float *acc = panel->acc + d;
+        float *acc = panel->acc + d * KV_ROWS;
         lanes = (n - d) / KV_LANES < 4 ? (n - d) / KV_LANES : 4;
-        _tile_loadd(0, acc, row);
-        if (lanes > 1) _tile_loadd(1, acc + KV_LANES, row);
-        if (lanes > 2) _tile_loadd(2, acc + 2 * KV_LANES, row);
-        if (lanes > 3) _tile_loadd(3, acc + 3 * KV_LANES, row);
+        _tile_loadd(0, acc, 64);
+        if (lanes > 1) _tile_loadd(1, acc + KV_ROWS * KV_LANES, 64);
+        if (lanes > 2) _tile_loadd(2, acc + 2 * KV_ROWS * KV_LANES, 64);
+        if (lanes > 3) _tile_loadd(3, acc + 3 * KV_ROWS * KV_LANES, 64);
         KV(multiply_halves)(values + d / KV_LANES * stride, stride, part, parts, lanes, x, part, tiles);
-        _tile_stored(0, acc, row);
-        if (lanes > 1) _tile_stored(1, acc + KV_LANES, row);
-        if (lanes > 2) _tile_stored(2, acc + 2 * KV_LANES, row);
-        if (lanes > 3) _tile_stored(3, acc + 3 * KV_LANES, row);
+        _tile_stored(0, acc, 64);
+        if (lanes > 1) _tile_stored(1, acc + KV_ROWS * KV_LANES, 64);
+        if (lanes > 2) _tile_stored(2, acc + 2 * KV_ROWS * KV_LANES, 64);
+        if (lanes > 3) _tile_stored(3, acc + 3 * KV_ROWS * KV_LANES, 64);
     }
 }

@@ -224,12 +224,12 @@ static void KV(add_values)(const kv_operands *operands, kv_panel *panel, int beg
                          sums + (lane & 1));
         if (lane == 0) continue;
         const KV(lane_sums) *done = sums + ((lane - 1) & 1);
-        float *target = panel->acc + (lane - 1) * KV_LANES;
+        float *target = panel->acc + (lane - 1) * (KV_ROWS * KV_LANES);
         if (!correction->changed)
-            for (int r = 0; r < panel->rows; r++, target += operands->dim)
+            for (int r = 0; r < KV_ROWS; r++, target += KV_LANES)
                 vf_store(target, vf_fma(KV(total)(done, r), vf_set1(weight[r]), vf_load(target)));
         else
-            for (int r = 0; r < panel->rows; r++, target += operands->dim)
+            for (int r = 0; r < KV_ROWS; r++, target += KV_LANES)
                 vf_store(target, vf_fma(KV(total)(done, r), vf_set1(weight[r]),
                                         vf_mul(vf_load(target), vf_set1(rescale[r]))));
     }

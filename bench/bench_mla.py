@@ -1,0 +1,105 @@
+"""Decoding with latent rows: DeepSeek's 512 + 64 elements and 128 query heads, against NumPy and against the machine.
+
+    pytest bench/bench_mla.py
+    python bench/bench_mla.py            # the same as a table, runs interleaved
+"""
+
+import argparse
+from functools import partial
+
+import numpy as np
+import pytest
+
+import kvfast
+from kvfast.bench.measure import interleaved, using_threads
+
+LATENT_DIM, ROPE_DIM, NUM_Q_HEADS, SCALE = 512, 64, 128, 192**-0.5
+DTYPES = ["int8", "int4", "bfloat16", "float32"]
+CONTEXTS = [4096, 16384]
+
+
+def filled(dtype, context):
+    cache = kvfast.MLAKVCache(1, LATENT_DIM, ROPE_DIM, max_seq_len=context, dtype=dtype)
+    cache.append(0, np.random.default_rng(0).standard_normal((context, LATENT_DIM + ROPE_DIM), np.float32))
+    cache.advance(context)
+    return cache
+
+
+def numpy_attend(rows, q):
+    """The same in float32, of one token."""
+    scores = q[0] @ rows.T
+    scores *= SCALE
+    scores -= scores.max(axis=1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=1, keepdims=True)
+    return scores @ rows[:, :LATENT_DIM]
+
+
+def setting(dtype, context):
+    """The two calls that are compared."""
+    cache = filled(dtype, context)
+    rows = cache.get_latent(0)
+    q = np.random.default_rng(1).standard_normal((1, NUM_Q_HEADS, LATENT_DIM + ROPE_DIM), np.float32)
+    calls = partial(cache.attend, 0, q, scale=SCALE), partial(numpy_attend, rows, q)
+    assert np.allclose(calls[0]()[0], calls[1](), atol=1e-3)
+    return cache, *calls
+
+
+def bounds(cache, threads):
+    """Seconds that this machine needs at least, measured now: to read the bytes, and to multiply and add; and how often it
+    does the latter. AMX multiplies bfloat16 at half the rate of int8, and activations have two parts there, and of codes with VNNI."""
+    plan = cache.explain((1, NUM_Q_HEADS, LATENT_DIM + ROPE_DIM))
+    isa = kvfast.active_isa()
+    is_float = str(cache.dtype).startswith(("float", "bfloat"))
+    matrix = isa == "amx" and cache.dtype != "float32"
+    peak = kvfast.peak_rate("int8" if matrix or not is_float else "float32", threads) / (2 if matrix and is_float else 1)
+    parts = 2 if matrix or (not is_float and "vnni" in isa or isa == "avx512_vbmi") else 1
+    return plan.bytes_read / kvfast.read_bandwidth(num_threads=threads), plan.operations / peak, parts
+
+
+def figures(cache, times, threads):
+    """Of interleaved times, ours and NumPy's: how much faster, and how far from the bounds."""
+    reading, computing, parts = np.median([bounds(cache, threads) for _ in range(5)], axis=0)
+    ours = np.median(times[:, 0])
+    return {
+        "milliseconds": ours * 1e3,
+        "numpy_ratio": float(np.median(times[:, 1] / times[:, 0])),
+        "bytes_bound_ratio": ours / reading,
+        "products_bound_ratio": ours / computing,
+        "own_bound_ratio": ours / max(reading, parts * computing),
+    }
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def bench_decode(benchmark, dtype, context, threads):
+    """`numpy_ratio`: NumPy's time as a multiple of ours, in the same rounds; `own_bound_ratio`: ours as a multiple of the least
+    that this machine needs for the bytes or the products, those of both parts of the activations."""
+    cache, attend, other = setting(dtype, context)
+    times = interleaved([attend, other], 5)
+    benchmark.extra_info.update(dtype=dtype, isa=kvfast.active_isa(), threads=threads, context=context)
+    benchmark.extra_info.update(figures(cache, times, threads))
+    benchmark.pedantic(attend, rounds=5, warmup_rounds=1)
+
+
+def table(rounds, threads):
+    print(f"tier {kvfast.active_isa()}; one token, {NUM_Q_HEADS} query heads, latents of {LATENT_DIM} + {ROPE_DIM}; medians of {rounds} "
+          "interleaved rounds")  # fmt: skip
+    print(f"{'dtype':<10}{'context':>8}{'threads':>8}{'ms':>9}{'NumPy':>9}{'own bound':>11}{'bytes':>9}{'products':>10}")
+    for context in CONTEXTS:
+        for dtype in DTYPES:
+            cache, attend, other = setting(dtype, context)
+            for n in threads:
+                with using_threads(n):
+                    found = figures(cache, interleaved([attend, other], rounds), n)
+                print(f"{dtype:<10}{context:>8}{n:>8}{found['milliseconds']:>9.2f}{found['numpy_ratio']:>8.1f}x"
+                      f"{found['own_bound_ratio']:>10.1f}x{found['bytes_bound_ratio']:>8.1f}x"
+                      f"{found['products_bound_ratio']:>9.1f}x", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", default="1,2")
+    given = parser.parse_args()
+    table(given.rounds, [int(n) for n in given.threads.split(",")])

@@ -53,7 +53,7 @@ def bounds(cache, threads):
     is_float = str(cache.dtype).startswith(("float", "bfloat"))
     matrix = isa == "amx" and cache.dtype != "float32"
     peak = kvfast.peak_rate("int8" if matrix or not is_float else "float32", threads) / (2 if matrix and is_float else 1)
-    parts = 2 if matrix or (not is_float and "vnni" in isa or isa == "avx512_vbmi") else 1
+    parts = 2 if matrix or (not is_float and isa in ("avx512_vbmi", "avx512_vnni", "avx_vnni")) else 1
     return plan.bytes_read / kvfast.read_bandwidth(num_threads=threads), plan.operations / peak, parts
 
 

@@ -36,6 +36,10 @@ cdef enum:
     SPLIT_TOKENS_PER_UNIT = 512
     # A matrix unit pays from here on (64 queries to 64 tokens took 1.5 times as long with it, to 256 tokens 0.83).
     LEAST_WIDE_CONTEXT = 200
+    # Of latent rows, whose heads are many: panels of query rows that share a tile's operands, and tokens of a split, which
+    # leaves a partial result of every head.
+    LATENT_PANELS = 8
+    MIN_LATENT_SPLIT_TOKENS = 2048
     # Up to so many query tokens of a context come out as each would alone.
     FEW_QUERIES = 16
 
@@ -271,7 +275,10 @@ cdef class AttendCall:
             # A few queries are cut as each of them alone; see `add`.
             units = num_queries if num_queries > FEW_QUERIES else 1
             units = self.call.store.num_kv_heads * ((units * self.call.group + KV_ROWS - 1) // KV_ROWS)
-            least = min(max(units * SPLIT_TOKENS_PER_UNIT, <Py_ssize_t>MIN_SPLIT_TOKENS), <Py_ssize_t>MAX_SPLIT_TOKENS)
+            least = MIN_SPLIT_TOKENS
+            if self.call.store.latent:
+                units, least = (units + LATENT_PANELS - 1) // LATENT_PANELS, MIN_LATENT_SPLIT_TOKENS
+            least = min(max(units * SPLIT_TOKENS_PER_UNIT, least), <Py_ssize_t>MAX_SPLIT_TOKENS)
             splits = min(ENOUGH_TASKS // units, span // least)
         splits = max(<Py_ssize_t>1, min(splits, (span + KV_TILE - 1) // KV_TILE))
         return ((span + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
@@ -344,7 +351,7 @@ cdef class AttendCall:
             self.packed = True
             return
         # Enough tasks for some threads, each with enough panels for the operands of a tile to be worth making.
-        most = max(<Py_ssize_t>4, min(<Py_ssize_t>KV_PANELS, panels * store.num_kv_heads // 16))
+        most = max(<Py_ssize_t>(LATENT_PANELS if store.latent else 4), min(<Py_ssize_t>KV_PANELS, panels * store.num_kv_heads // 16))
         item.row_blocks = (panels + most - 1) // most
         item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
         self.wide = True

@@ -25,14 +25,14 @@ def filled(dtype, context):
     return cache
 
 
-def numpy_attend(rows, q):
-    """The same in float32, of one token."""
+def numpy_attend(rows, latents, q):
+    """The same in float32, of one token; with the latents once more by themselves, which is faster."""
     scores = q[0] @ rows.T
     scores *= SCALE
     scores -= scores.max(axis=1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=1, keepdims=True)
-    return scores @ rows[:, :LATENT_DIM]
+    return scores @ latents
 
 
 def setting(dtype, context):
@@ -40,7 +40,7 @@ def setting(dtype, context):
     cache = filled(dtype, context)
     rows = cache.get_latent(0)
     q = np.random.default_rng(1).standard_normal((1, NUM_Q_HEADS, LATENT_DIM + ROPE_DIM), np.float32)
-    calls = partial(cache.attend, 0, q, scale=SCALE), partial(numpy_attend, rows, q)
+    calls = partial(cache.attend, 0, q, scale=SCALE), partial(numpy_attend, rows, np.ascontiguousarray(rows[:, :LATENT_DIM]), q)
     assert np.allclose(calls[0]()[0], calls[1](), atol=1e-3)
     return cache, *calls
 

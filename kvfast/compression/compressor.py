@@ -151,7 +151,7 @@ class KVCacheCompressor(CacheBridges):
         squares = np.zeros((2, 2))  # of keys and of values: errors, and numbers
         for part, *pair in zip(parts, k, v):
             for sums, given, decoded in zip(squares, pair, part.decode()):
-                sums += _square_sum(decoded - given), _square_sum(given)
+                sums += square_sum(decoded - given), square_sum(given)
         error = ReconstructionError(*(float(np.sqrt(wrong / all_)) if all_ else 0.0 for wrong, all_ in squares))
         return CompressedKV(KVLayout(*k.shape[1:], batch), method, parts, error)
 
@@ -206,7 +206,8 @@ def _room(tokens):
     return max(tokens // MOST_EXACT, min(FIRST_TOKENS, tokens // 16))
 
 
-def _square_sum(x):
+def square_sum(x):
+    """Of an array of three dimensions, in float64."""
     return float(np.einsum("htd,htd->", x, x, dtype=np.float64))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvfast
+from kvfast.compression.compressor import square_sum
 
 from .evaluation import CacheScore, compare
 
@@ -165,14 +166,10 @@ class _Measured:
         self.nbytes = sum(layer.nbytes for layer in self.cache.prefix)
         squares = np.zeros((3, 2))  # of keys, values and outputs: errors, and numbers
         for layer, compressed in enumerate(self.cache.prefix):
-            numbers = [_square_sum(exact.k(layer)), _square_sum(exact.v(layer))]
+            numbers = [square_sum(exact.k(layer)), square_sum(exact.v(layer))]
             for sums, error, number in zip(squares, compressed.reconstruction_error, numbers):
                 sums += error**2 * number, number
             q = recorder.queries[layer]
             output = exact.attend(layer, q)
-            squares[2] += _square_sum(compressed.attend(q) - output), _square_sum(output)
+            squares[2] += square_sum(compressed.attend(q) - output), square_sum(output)
         self.errors = np.sqrt(squares[:, 0] / squares[:, 1]).tolist()
-
-
-def _square_sum(x):
-    return float(np.vdot(x, x))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "plan", "plain", "encode", "finish",
-           "codebook", "fused", "pool", "transfer", "table", "ring", "sequence", "heads", "paged", "machine"]
+MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "options", "attend_call", "plain", "encode",
+           "finish", "codebook", "fused", "pool", "transfer", "table", "ring", "sequence", "heads", "paged", "machine"]
 PARALLEL = {"_openmp", "quant", "attention", "codebook", "encode", "finish", "fused", "transfer", "heads", "machine"}
 
 # No -ffast-math: the softmax needs its infinities. No -march: one binary runs on any CPU.

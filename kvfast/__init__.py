@@ -10,9 +10,9 @@ How the package is built, from the bottom up; each room imports only from those 
     _kernels, _openmp, _spin, slow_paths
                             the table of kernels and the CPU dispatch; the thread policy; what is told of slow calls
     _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
-    span, attention, attend_plan, plan
-                            what a task of attention reads; fused attention over blocks; its arguments, its cut into
-                            tasks, and what is told of it
+    span, attention, options, attend_plan, attend_call
+                            what a task of attention reads; fused attention over blocks; its arguments; what is told of
+                            a call; a call, cut into tasks
     plain, codebook         attention on arrays without a cache; on indices into codebooks, and how those are learned
     encode, fused           rows into blocks; split, norm and rotation on the way
     formats, finish         what is stored of a token; blocks that are encoded as a whole

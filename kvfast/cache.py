@@ -1,7 +1,7 @@
 """The contiguous cache."""
 
 from .formats import block_size_of, formats_of
-from .plan import check_block_size, check_size
+from .options import check_block_size, check_size
 from .pool import BlockPool
 from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 from .blocks import canonical_dtype
 from .errors import DimensionMismatchError
-from .plan import check_size
+from .options import check_size
 
 __all__ = ["PRESETS", "KVFormat"]
 

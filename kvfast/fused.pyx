@@ -10,7 +10,7 @@ from kvfast._arrays cimport Rows, kv_rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast._openmp cimport num_threads_for
 from kvfast.encode cimport kv_rotary, load_rows
-from kvfast.plan cimport check_count
+from kvfast.options cimport check_count
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 

@@ -1,7 +1,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvfast.plan import Options
+from kvfast.options import Options
 from kvfast.ring import RingTable
 from kvfast.sequence import SequenceBuffer
 

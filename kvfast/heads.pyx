@@ -13,9 +13,10 @@ from libc.string cimport memcpy, memset
 from kvfast._arrays cimport Rows, kv_rows, open_rows
 from kvfast._kernels cimport KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
 from kvfast._openmp cimport num_threads_for
+from kvfast.attend_call cimport AttendCall, open_call
 from kvfast.blocks cimport block_of, k_offset_of, kv_chunk, kv_context, kv_store
 from kvfast.finish cimport decode_tokens
-from kvfast.plan cimport AttendCall, Options, open_call
+from kvfast.options cimport Options
 from kvfast.pool cimport BlockPool
 from kvfast.ring cimport RingTable
 from kvfast.sequence cimport SequenceBuffer

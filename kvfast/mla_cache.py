@@ -4,7 +4,7 @@ import numpy as np
 
 from .errors import DimensionMismatchError
 from .formats import PRESETS, KVFormat, formats_of
-from .plan import Options, check_block_size, check_size
+from .options import Options, check_block_size, check_size
 from .pool import BlockPool
 from .sequence import SequenceBuffer
 from .state import KINDS

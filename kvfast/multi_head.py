@@ -5,7 +5,7 @@ import numpy as np
 from .errors import DimensionMismatchError
 from .heads import HeadsBuffer, HeadsTable
 from .multi_head_config import MultiHeadConfig, signs_of, vectors
-from .plan import Options, check_size
+from .options import Options, check_size
 from .pool import BlockPool
 from .storage_properties import size_text
 from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS

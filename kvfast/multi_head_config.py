@@ -6,7 +6,7 @@ import numpy as np
 
 from .errors import DimensionMismatchError, NonFiniteInputError
 from .formats import KVFormat
-from .plan import check_size
+from .options import check_size
 
 # Sums of 512 elements that are turned stay finite, and so do their scales.
 _LARGEST = 6e35

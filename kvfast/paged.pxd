@@ -1,5 +1,6 @@
 """Many sequences in one pool."""
-from kvfast.plan cimport AttendCall, Options
+from kvfast.attend_call cimport AttendCall
+from kvfast.options cimport Options
 from kvfast.pool cimport BlockPool
 from kvfast.table cimport BlockTable
 

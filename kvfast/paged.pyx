@@ -8,16 +8,17 @@ from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_TILE
+from kvfast.attend_call cimport AttendCall, imagined_rows, open_call
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.encode cimport check_rows, check_storable, write_rows
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
-from kvfast.plan cimport AttendCall, Options, check_count, check_layer, imagined_rows, open_call
+from kvfast.options cimport Options, check_count, check_layer
 from kvfast.pool cimport BlockPool
 from kvfast.span cimport floats_from, kv_item
 from kvfast.table cimport BlockTable
 
 from kvfast.errors import DimensionMismatchError
-from kvfast.plan import check_block_size
+from kvfast.options import check_block_size
 from kvfast.prefix import PrefixIndex
 
 cdef enum:

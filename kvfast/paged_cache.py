@@ -6,9 +6,9 @@ import numpy as np
 
 from .formats import block_size_of, formats_of
 from .fused import Transform
+from .options import Options, check_size
 from .paged import PagedBuffer
 from .paged_sequence import Sequence
-from .plan import Options, check_size
 from .prefix import checked_token_ids
 from .storage_properties import StorageProperties, size_text
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from .cache import KVCache
-from .plan import check_size
+from .options import check_size
 from .prefix import checked_token_ids
 from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache

@@ -7,8 +7,9 @@ from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, open_rows
 from kvfast._kernels cimport KV_LANES, KV_TILE
+from kvfast.attend_call cimport AttendCall, Workspace, open_call
 from kvfast.blocks cimport init_side, kv_chunk, kv_context, kv_store
-from kvfast.plan cimport AttendCall, Options, Workspace, open_call
+from kvfast.options cimport Options
 
 from kvfast.errors import DimensionMismatchError
 

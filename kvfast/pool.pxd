@@ -5,8 +5,8 @@ pool and what lies in it serve one thread at a time (`enter`, then `busy` until 
 """
 from libc.stdint cimport int16_t, int32_t, uint8_t
 
+from kvfast.attend_call cimport Workspace
 from kvfast.blocks cimport Arena, kv_store
-from kvfast.plan cimport Workspace
 
 
 cdef class BlockPool:

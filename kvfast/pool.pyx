@@ -7,9 +7,10 @@ from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
 from kvfast._kernels cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM
+from kvfast.attend_call cimport Workspace
 from kvfast.blocks cimport (CHUNK_SHIFT, PIECE, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store,
                             v_block_at)
-from kvfast.plan cimport Workspace, check_count
+from kvfast.options cimport check_count
 
 from kvfast.errors import CacheFullError
 from kvfast.formats import KVFormat

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import cache_file
 from .errors import CorruptFileError, IncompatibleSnapshotError
-from .plan import check_size
+from .options import check_size
 from .prefix import checked_token_ids
 from .snapshot import Snapshot
 

@@ -3,7 +3,7 @@
 slack of `rollback` tokens behind the window, so that going back that far is exact."""
 from libc.string cimport memmove
 
-from kvfast.plan cimport check_count
+from kvfast.options cimport check_count
 from kvfast.pool cimport BlockPool
 from kvfast.table cimport BlockTable
 

@@ -5,7 +5,7 @@ import numpy as np
 from .errors import DimensionMismatchError
 from .formats import block_size_of, formats_of
 from .fused import Transform, rotated
-from .plan import check_size
+from .options import check_size
 from .pool import BlockPool
 from .ring import RingTable
 from .rope import RotaryTables

@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike, NDArray
 from kvfast.attend_plan import AttendPlan
 from kvfast.formats import KVFormat
 from kvfast.fused import Transform
-from kvfast.plan import Options
+from kvfast.options import Options
 from kvfast.table import BlockTable
 
 class SequenceBuffer:

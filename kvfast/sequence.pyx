@@ -4,9 +4,10 @@ import numpy as np
 
 from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, kv_side
+from kvfast.attend_call cimport AttendCall, imagined_rows, open_call
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
-from kvfast.plan cimport AttendCall, Options, check_count, check_layer, imagined_rows, open_call
+from kvfast.options cimport Options, check_count, check_layer
 from kvfast.pool cimport BlockPool
 from kvfast.ring cimport RingTable
 from kvfast.table cimport BlockTable

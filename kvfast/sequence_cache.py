@@ -1,7 +1,7 @@
 """What the caches of keys and values of one sequence have in common: names and documentation over the compiled buffer."""
 
 from .fused import Transform
-from .plan import Options
+from .options import Options
 from .stored_sequence import StoredSequence
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from . import cache_file
 from .errors import DimensionMismatchError, IncompatibleSnapshotError
 from .formats import KVFormat
-from .plan import check_size
+from .options import check_size
 from .prefix import checked_token_ids
 from .state import KINDS, arrays_of, from_arrays, to_arrays
 from .storage_properties import StorageProperties, same_or_tuple, size_text

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from .errors import CorruptFileError, IncompatibleSnapshotError
-from .plan import check_size
+from .options import check_size
 from .prefix import checked_token_ids
 
 # The class of each kind of cache; the modules of the classes enter them.

@@ -10,7 +10,7 @@ from kvfast._arrays cimport Rows
 from kvfast.blocks cimport CHUNK_SHIFT, PIECE, kv_context, kv_store
 from kvfast.encode cimport check_rows, kv_rotary, write_rows
 from kvfast.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks, restore_floats
-from kvfast.plan cimport check_count
+from kvfast.options cimport check_count
 from kvfast.pool cimport BlockPool
 from kvfast.transfer cimport copy_piece, copy_slots
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from .. import cache_file
 from ..errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
+from ..options import check_size
 from ..plain import merge_states
-from ..plan import check_size
 from ..storage_properties import size_text
 from .methods import method_from_dict, method_to_dict
 from .product import ProductStore

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from numbers import Integral, Real
 
 from ..formats import KVFormat
-from ..plan import check_size
+from ..options import check_size
 
 __all__ = ["Hybrid", "LowRank", "Quantize", "VectorQuantization"]
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from ..cache import KVCache
 from ..errors import DimensionMismatchError
+from ..options import check_size
 from ..paged_sequence import Sequence
 from ..plain import merge_states
-from ..plan import check_size
 from ..storage_properties import size_text
 from .compressed import CompressedKV, check_out
 from .compressor import KVCacheCompressor

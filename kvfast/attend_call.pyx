@@ -17,6 +17,7 @@ from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_GAUSS4, KV_HALVES,
 from kvfast._openmp cimport num_threads_for, threads_for
 from kvfast.attention cimport measure, run
 from kvfast.blocks cimport dtype_name, kv_context, kv_store, parse_dtype
+from kvfast.options cimport Options, check_count, check_number, check_per_head
 from kvfast.span cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
 
 from kvfast import slow_paths
@@ -53,26 +54,6 @@ cdef enum:
     ROPE
 
 
-cdef class Options:
-    def __init__(self, out=None, scale=None, bint causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
-                 sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None):
-        self.out, self.scale, self.causal, self.softcap = out, scale, causal, softcap
-        self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
-        self.num_sink_tokens = -1  # not given
-        if num_sink_tokens is not None:
-            self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0, 1 << 60)
-        self.return_lse, self.num_splits, self.num_threads = return_lse, num_splits, num_threads
-
-
-    def window_or(self, window):
-        """The sliding window of the call, or else `window`."""
-        return window if self.sliding_window is None else check_size(self.sliding_window, "sliding_window", 1, 1 << 60)
-
-    def sinks_or(self, num_sink_tokens):
-        """The number of sink tokens of the call, or else `num_sink_tokens`."""
-        return num_sink_tokens if self.num_sink_tokens < 0 else self.num_sink_tokens
-
-
 cdef class Workspace:
     def __dealloc__(self):
         cdef int i
@@ -88,61 +69,6 @@ cdef class Workspace:
                 raise MemoryError(f"cannot allocate {size:,} bytes for a call of attend")
             self.sizes[which] = size
         return self.data[which]
-
-
-cdef float _number(object value, str name, bint positive) except? -1:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
-    if not math.isfinite(number) or (positive and number <= 0):
-        raise ValueError(f"{name} must be a {'positive ' if positive else ''}finite number, got {value!r}")
-    return number
-
-
-cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1:
-    """An integer between least and most; -1 is never returned, so least is at least 0."""
-    try:
-        number = value.__index__()
-    except AttributeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
-    if not least <= number <= most:
-        limits = f"at least {least}" if most == 1 << 60 else f"between {least} and {most}"
-        raise ValueError(f"{name} must be {limits}, got {number}")
-    return number
-
-
-cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
-    try:
-        number = index.__index__()
-    except AttributeError:
-        raise TypeError(f"layer must be an integer, got {index!r}") from None
-    if not 0 <= number < num_layers:
-        raise IndexError(f"layer must be between 0 and {num_layers - 1}, got {number}")
-    return number
-
-
-def check_size(value, name, least, most):
-    """An integer between least and most."""
-    return check_count(value, name, least, most)
-
-
-def check_block_size(value):
-    """Tokens of a block, a power of two."""
-    size = check_count(value, "block_size", 16, 256)
-    if size & (size - 1):
-        raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {size}")
-    return size
-
-
-cdef object _per_head(object values, str name, Py_ssize_t num_q_heads):
-    array = np.ascontiguousarray(values, dtype=np.float32)
-    if array.shape != (num_q_heads,):
-        raise DimensionMismatchError(f"{name} must have shape ({num_q_heads},), one per query head, "
-                                     f"got {array.shape}")
-    if not np.isfinite(array).all():
-        raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
-    return array
 
 
 cdef bint _overlap(const kv_rows *a, const kv_rows *b) noexcept:
@@ -179,16 +105,16 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
                                      f"got {self.call.q.heads}")
     self.call.group = <int>(self.call.q.heads // store.num_kv_heads)
     self.call.scale = (1.0 / math.sqrt(self.call.q.dim) if options.scale is None
-                       else _number(options.scale, "scale", False))
+                       else check_number(options.scale, "scale", False))
     if options.softcap is not None and options.softcap != 0:
-        self.call.softcap = _number(options.softcap, "softcap", True)
+        self.call.softcap = check_number(options.softcap, "softcap", True)
     if options.sliding_window is not None:
         self.window = check_count(options.sliding_window, "sliding_window", 1, 1 << 60)
     if options.sinks is not None:
-        self.sinks = view = _per_head(options.sinks, "sinks", self.call.q.heads)
+        self.sinks = view = check_per_head(options.sinks, "sinks", self.call.q.heads)
         self.call.sinks = &view[0]
     if options.alibi_slopes is not None:
-        self.slopes = view = _per_head(options.alibi_slopes, "alibi_slopes", self.call.q.heads)
+        self.slopes = view = check_per_head(options.alibi_slopes, "alibi_slopes", self.call.q.heads)
         self.call.slopes = &view[0]
     self.num_splits = check_count(options.num_splits, "num_splits", 0, 1 << 30)
     self.call.kernels = active()

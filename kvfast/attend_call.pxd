@@ -1,14 +1,8 @@
 """One call of `attend`: its arguments checked, its work cut into tasks."""
 from kvfast._arrays cimport Rows
 from kvfast.blocks cimport kv_context, kv_store
+from kvfast.options cimport Options
 from kvfast.span cimport kv_call, kv_item, kv_query
-
-
-cdef class Options:
-    """The keyword arguments that every `attend` takes."""
-    cdef object out, scale, softcap, sliding_window, sinks, alibi_slopes, num_splits, num_threads
-    cdef Py_ssize_t num_sink_tokens
-    cdef bint causal, return_lse
 
 
 cdef class Workspace:
@@ -46,5 +40,3 @@ cdef class AttendCall:
 
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts)
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store)
-cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1
-cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1

@@ -16,11 +16,11 @@ from kvfast.bench.measure import interleaved, using_threads
 LATENT_DIM, ROPE_DIM, NUM_Q_HEADS, SCALE = 512, 64, 128, 192**-0.5
 DTYPES = ["int8", "int4", "bfloat16", "float32"]
 CONTEXTS = [4096, 16384]
+SEQUENCES = 4  # of a pool, each with the whole context
 
 
-def filled(dtype, context):
-    cache = kvfast.MLAKVCache(1, LATENT_DIM, ROPE_DIM, max_seq_len=context, dtype=dtype)
-    cache.append(0, np.random.default_rng(0).standard_normal((context, LATENT_DIM + ROPE_DIM), np.float32))
+def filled(cache, context, seed):
+    cache.append(0, np.random.default_rng(seed).standard_normal((context, LATENT_DIM + ROPE_DIM), np.float32))
     cache.advance(context)
     return cache
 
@@ -35,31 +35,43 @@ def numpy_attend(rows, latents, q):
     return scores @ latents
 
 
-def setting(dtype, context):
-    """The two calls that are compared."""
-    cache = filled(dtype, context)
-    rows = cache.get_latent(0)
-    q = np.random.default_rng(1).standard_normal((1, NUM_Q_HEADS, LATENT_DIM + ROPE_DIM), np.float32)
-    calls = partial(cache.attend, 0, q, scale=SCALE), partial(numpy_attend, rows, np.ascontiguousarray(rows[:, :LATENT_DIM]), q)
-    assert np.allclose(calls[0]()[0], calls[1](), atol=1e-3)
-    return cache, *calls
+def numpy_batch(arrays, q):
+    return np.stack([numpy_attend(*pair, one[None]) for pair, one in zip(arrays, q)])
 
 
-def bounds(cache, threads):
+def setting(dtype, context, paged=False):
+    """The plan of a call, it, and NumPy's: one token, or with `paged` one of each sequence of a pool."""
+    if paged:
+        pool = kvfast.PagedMLAKVCache(1, LATENT_DIM, ROPE_DIM, SEQUENCES * context // 32, dtype=dtype)
+        caches = [filled(pool.new_sequence(), context, i) for i in range(SEQUENCES)]
+    else:
+        caches = [filled(kvfast.MLAKVCache(1, LATENT_DIM, ROPE_DIM, max_seq_len=context, dtype=dtype), context, 0)]
+    rows = [cache.get_latent(0) for cache in caches]
+    arrays = [(one, np.ascontiguousarray(one[:, :LATENT_DIM])) for one in rows]
+    q = np.random.default_rng(1).standard_normal((len(caches), NUM_Q_HEADS, LATENT_DIM + ROPE_DIM), np.float32)
+    attend = partial(caches[0].attend, 0, q, scale=SCALE)
+    plan = caches[0].explain(q.shape)
+    if paged:
+        attend = partial(pool.attend_batch, 0, q, caches, scale=SCALE)
+        plan = pool.explain_batch(q.shape, caches)
+    assert np.allclose(attend(), numpy_batch(arrays, q), atol=1e-3)
+    return plan, attend, partial(numpy_batch, arrays, q)
+
+
+def bounds(plan, threads):
     """Seconds that this machine needs at least, measured now: to read the bytes, and to multiply and add; and how often it
     does the latter. AMX multiplies bfloat16 at half the rate of int8, and activations have two parts there, and of codes with VNNI."""
-    plan = cache.explain((1, NUM_Q_HEADS, LATENT_DIM + ROPE_DIM))
     isa = kvfast.active_isa()
-    is_float = str(cache.dtype).startswith(("float", "bfloat"))
-    matrix = isa == "amx" and cache.dtype != "float32"
+    is_float = plan.storage.startswith(("float", "bfloat"))
+    matrix = isa == "amx" and plan.storage != "float32"
     peak = kvfast.peak_rate("int8" if matrix or not is_float else "float32", threads) / (2 if matrix and is_float else 1)
     parts = 2 if matrix or (not is_float and isa in ("avx512_vbmi", "avx512_vnni", "avx_vnni")) else 1
     return plan.bytes_read / kvfast.read_bandwidth(num_threads=threads), plan.operations / peak, parts
 
 
-def figures(cache, times, threads):
+def figures(plan, times, threads):
     """Of interleaved times, ours and NumPy's: how much faster, and how far from the bounds."""
-    reading, computing, parts = np.median([bounds(cache, threads) for _ in range(5)], axis=0)
+    reading, computing, parts = np.median([bounds(plan, threads) for _ in range(5)], axis=0)
     ours = np.median(times[:, 0])
     return {
         "milliseconds": ours * 1e3,
@@ -71,28 +83,29 @@ def figures(cache, times, threads):
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def bench_decode(benchmark, dtype, context, threads):
+@pytest.mark.parametrize(("dtype", "paged"), [*((dtype, False) for dtype in DTYPES), ("int8", True)])
+def bench_decode(benchmark, dtype, paged, context, threads):
     """`numpy_ratio`: NumPy's time as a multiple of ours, in the same rounds; `own_bound_ratio`: ours as a multiple of the least
     that this machine needs for the bytes or the products, those of both parts of the activations."""
-    cache, attend, other = setting(dtype, context)
+    plan, attend, other = setting(dtype, context, paged)
     times = interleaved([attend, other], 5)
-    benchmark.extra_info.update(dtype=dtype, isa=kvfast.active_isa(), threads=threads, context=context)
-    benchmark.extra_info.update(figures(cache, times, threads))
+    benchmark.extra_info.update(dtype=dtype, paged=paged, isa=kvfast.active_isa(), threads=threads, context=context)
+    benchmark.extra_info.update(figures(plan, times, threads))
     benchmark.pedantic(attend, rounds=5, warmup_rounds=1)
 
 
 def table(rounds, threads):
     print(f"tier {kvfast.active_isa()}; one token, {NUM_Q_HEADS} query heads, latents of {LATENT_DIM} + {ROPE_DIM}; medians of {rounds} "
           "interleaved rounds")  # fmt: skip
-    print(f"{'dtype':<10}{'context':>8}{'threads':>8}{'ms':>9}{'NumPy':>9}{'own bound':>11}{'bytes':>9}{'products':>10}")
+    print(f"{'dtype':<16}{'context':>8}{'threads':>8}{'ms':>9}{'NumPy':>9}{'own bound':>11}{'bytes':>9}{'products':>10}")
     for context in CONTEXTS:
-        for dtype in DTYPES:
-            cache, attend, other = setting(dtype, context)
+        for dtype, paged in [*((dtype, False) for dtype in DTYPES), ("int8", True)]:
+            plan, attend, other = setting(dtype, context, paged)
+            name = f"{dtype}, paged x {SEQUENCES}" if paged else dtype
             for n in threads:
                 with using_threads(n):
-                    found = figures(cache, interleaved([attend, other], rounds), n)
-                print(f"{dtype:<10}{context:>8}{n:>8}{found['milliseconds']:>9.2f}{found['numpy_ratio']:>8.1f}x"
+                    found = figures(plan, interleaved([attend, other], rounds), n)
+                print(f"{name:<16}{context:>8}{n:>8}{found['milliseconds']:>9.2f}{found['numpy_ratio']:>8.1f}x"
                       f"{found['own_bound_ratio']:>10.1f}x{found['bytes_bound_ratio']:>8.1f}x"
                       f"{found['products_bound_ratio']:>9.1f}x", flush=True)  # fmt: skip
 

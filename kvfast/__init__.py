@@ -22,8 +22,8 @@ How the package is built, from the bottom up; each room imports only from those 
     prefix, rope            blocks known by their tokens; tables of angles
     state, cache_file       a cache as plain arrays; as a file (extra ``files``)
     snapshot                a cache at one point in time
-    storage_properties, stored_sequence, sequence_cache, cache, mla_cache, ring_cache, paged_cache, paged_sequence, prompt_cache,
-    multi_head, multi_head_config
+    storage_properties, latent_rows, stored_sequence, sequence_cache, cache, mla_cache, ring_cache, paged_sequence,
+    paged_storage, paged_cache, paged_mla_cache, prompt_cache, multi_head, multi_head_config
                             the classes that users see
     compression/            finished keys and values in fewer bits
     fidelity, machine       what a storage format costs on tensors of one's own; what the machine can do at most
@@ -67,6 +67,7 @@ from .mla_cache import MLAKVCache
 from .multi_head import MultiHeadKVCache
 from .multi_head_config import MultiHeadConfig
 from .paged_cache import PagedKVCache
+from .paged_mla_cache import MLASequence, PagedMLAKVCache
 from .paged_sequence import Sequence
 from .plain import attention, merge_states
 from .prompt_cache import PromptCache
@@ -92,10 +93,12 @@ __all__ = [
     "KVLayout",
     "LowRank",
     "MLAKVCache",
+    "MLASequence",
     "MultiHeadConfig",
     "MultiHeadKVCache",
     "NonFiniteInputError",
     "PagedKVCache",
+    "PagedMLAKVCache",
     "PlanItem",
     "PrefixKVCache",
     "PromptCache",

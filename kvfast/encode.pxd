@@ -17,6 +17,7 @@ ctypedef struct kv_rotary:
 cdef bint is_identity(const kv_rotary *rotary) noexcept nogil
 cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
                     Py_ssize_t num_heads, const kv_rotary *rotary, float *out, Py_ssize_t stride) noexcept nogil
+cdef tuple open_pair(object k, object v, bint latent)
 cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1
 cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1
 cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,

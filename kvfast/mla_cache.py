@@ -3,7 +3,7 @@
 import numpy as np
 
 from .errors import DimensionMismatchError
-from .formats import PRESETS, KVFormat, formats_of
+from .latent_rows import LatentRows, checked_sizes
 from .options import Options, check_block_size, check_size
 from .pool import BlockPool
 from .sequence import SequenceBuffer
@@ -14,74 +14,11 @@ from .table import BlockTable
 
 __all__ = ["MLAKVCache"]
 
-MOST_LATENT_DIM, MOST_ROPE_DIM = 512, 128
 
-# A preset of keys and values as one of latent rows, where they cannot be the same: a row that is read as values cannot
-# have a scale for each channel, nor tokens that are floats beside their codes.
-_LATENT_PRESETS = {PRESETS["int4"]: KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True)}
-
-
-class MLAKVCache(StoredSequence):
-    """Contiguous cache of one sequence of a model with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
-
-    A token has one row in a layer, for all heads: a latent, from which the model projects keys and values up, and the
-    rotary part of its keys. Attention works on these rows, with the projections absorbed into queries and outputs.
-
-    Parameters
-    ----------
-    num_layers : int
-    latent_dim : int
-        1 to 512.
-    rope_dim : int
-        Of the rotary part, 0 to 128; 0 for none.
-    max_seq_len : int, optional
-        As in `KVCache`.
-    dtype : str, dtype or KVFormat, or a list of them with one per layer
-        As in `KVCache`, with the latent in the place of keys and the rotary part in that of values: of ``"int8/bfloat16"``
-        the latent is INT8 and the rotary part bfloat16. ``"int8"`` and ``"int4"`` rotate both by a Hadamard transform;
-        ``"int4"`` is Gaussian then, with a scale per token. Formats that finish blocks (`centring`, `per_channel`) or keep
-        first tokens as floats are refused.
-    block_size : int, optional
-        As in `KVCache`; 64 by default.
-
-    Raises
-    ------
-    ValueError
-        For a size out of range, and for an unknown or unfit dtype.
-    MemoryError
-
-    Notes
-    -----
-    Latent and rotary part have a scale each, where they are integers. Everything that a `KVCache` does with its tokens,
-    `truncate`, `snapshot`, `save` and what belongs to them, is the same here, with the same guarantees.
-
-    Examples
-    --------
-    >>> import kvfast, numpy as np
-    >>> cache = kvfast.MLAKVCache(num_layers=1, latent_dim=512, rope_dim=64)
-    >>> cache.append(0, np.ones((3, 576), np.float32))
-    >>> cache.attend(0, np.ones((1, 128, 576), np.float32), scale=192**-0.5).shape
-    (1, 128, 512)
-    >>> cache.advance(3)
-    >>> len(cache), cache.bytes_per_token
-    (3, 584)
-    """
+class LatentSequence(LatentRows, StoredSequence):
+    """What the caches of latent rows of one sequence have in common."""
 
     __slots__ = ()
-
-    def __init__(self, num_layers, latent_dim, rope_dim, max_seq_len=None, dtype="int8", block_size=None):
-        num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
-        latent_dim = check_size(latent_dim, "latent_dim", 1, MOST_LATENT_DIM)
-        rope_dim = check_size(rope_dim, "rope_dim", 0, MOST_ROPE_DIM)
-        formats = [_latent_format(one) for one in formats_of(dtype, None, None, num_layers)]
-        block_size = check_block_size(BLOCK_SIZE if block_size is None else block_size)
-        num_blocks = GROW_BLOCKS
-        if max_seq_len is not None:
-            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
-            num_blocks = -(-max_seq_len // block_size)
-        pool = BlockPool(num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim)
-        table = BlockTable(pool)
-        self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
 
     def append(self, layer, latent):
         """Store the rows of one or more tokens behind those of a layer.
@@ -100,12 +37,7 @@ class MLAKVCache(StoredSequence):
         CacheFullError
             If `max_seq_len` would be passed.
         """
-        rows = np.asarray(latent)
-        if rows.ndim != 2 or rows.shape[1] != self.head_dim or len(rows) == 0:
-            raise DimensionMismatchError(f"latent must have shape (num_tokens, {self.latent_dim} + {self.rope_dim}) and at least "
-                                         f"one token, got {rows.shape}")  # fmt: skip
-        rows = rows[:, None]
-        self._buffer.append(layer, *self._parts(rows))
+        self._buffer.append(layer, *self._row_parts(latent))
 
     def append_kv(self, layer, k, v, down_k, down_v):
         """Store tokens that come as keys and values of all heads, through down-projections.
@@ -212,13 +144,9 @@ class MLAKVCache(StoredSequence):
         ------
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
-        rows = np.asarray(q)
-        if rows.ndim != 3 or rows.shape[2] != self.head_dim:
-            raise DimensionMismatchError(f"q must have shape (num_tokens, num_q_heads, {self.latent_dim} + {self.rope_dim}), "
-                                         f"got {rows.shape}")  # fmt: skip
-        scale = self.head_dim**-0.5 if scale is None else scale
-        options = Options(out, scale, causal, softcap, None, None, None, None, return_lse, num_splits, num_threads)
-        latent, rope = self._parts(rows)
+        latent, rope = self._query_parts(q)
+        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits,
+                          num_threads)  # fmt: skip
         return self._buffer.attend(layer, latent, None, options, rope)
 
     def explain(self, q_shape=1, layer=0, *, num_q_heads=1, dtype="float32", causal=True, num_splits=0, num_threads=None):
@@ -240,42 +168,12 @@ class MLAKVCache(StoredSequence):
         -------
         AttendPlan
         """
-        shape = q_shape if isinstance(q_shape, (tuple, list)) else (q_shape, num_q_heads, self.head_dim)
-        if len(shape) != 3 or shape[2] != self.head_dim:
-            raise DimensionMismatchError(f"q must have shape (num_tokens, num_q_heads, {self.latent_dim} + {self.rope_dim}), "
-                                         f"got {q_shape!r}")  # fmt: skip
+        shape = self._latent_shape(q_shape, num_q_heads)
         options = Options(None, None, causal, None, None, None, None, None, False, num_splits, num_threads)
-        return self._buffer.explain(layer, (*shape[:2], self.latent_dim), None, dtype, options)
-
-    def _parts(self, rows):
-        """Latents and rotary parts of rows, (tokens, heads, dim); the second None if there are none."""
-        return rows[..., : self.latent_dim], rows[..., self.latent_dim :] if self.rope_dim else None
+        return self._buffer.explain(layer, shape, None, dtype, options)
 
     def _decoded(self, layer):
         return self._buffer.rows(layer, False), self._buffer.rows(layer, True)
-
-    @property
-    def latent_dim(self):
-        return self._buffer.head_dim
-
-    @property
-    def rope_dim(self):
-        return self._buffer.rope_dim
-
-    @property
-    def head_dim(self):
-        """Elements of a row, and of a query: latent_dim + rope_dim."""
-        return self.latent_dim + self.rope_dim
-
-    @property
-    def entry_size(self):
-        """Elements of one token in one layer: latent_dim + rope_dim."""
-        return self.head_dim
-
-    @property
-    def bytes_per_element(self):
-        """Bytes that one number of a row takes, scales and padding included."""
-        return self.bytes_per_token / (self.num_layers * self.head_dim)
 
     def _settings(self):
         return {
@@ -286,23 +184,6 @@ class MLAKVCache(StoredSequence):
             "dtype": [one.to_dict() for one in self._buffer.formats],
         }
 
-    @classmethod
-    def _from_settings(cls, settings, block_size, max_seq_len):
-        return cls(**settings, block_size=block_size, max_seq_len=max_seq_len)
-
-    def __repr__(self):
-        most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
-        return (f"MLAKVCache({self.dtype_name}, {self.num_layers} layers x ({self.latent_dim} + {self.rope_dim}), "
-                f"{len(self)}{most} tokens, {size_text(self.nbytes)})")  # fmt: skip
-
-
-def _latent_format(fmt):
-    fmt = _LATENT_PRESETS.get(fmt, fmt)
-    if fmt.finishes or fmt.num_float_tokens:
-        raise ValueError(f"{fmt} is a format of keys and values apart: latent rows, which are both, have a scale per token, and "
-                         "no tokens that stay floats")  # fmt: skip
-    return fmt
-
 
 def _floats(array, name):
     """An array of three dimensions as float32."""
@@ -312,6 +193,74 @@ def _floats(array, name):
     if array.ndim != 3 or array.size == 0:
         raise DimensionMismatchError(f"{name} must have 3 dimensions, none of them 0, got shape {array.shape}")
     return array.astype(np.float32, copy=False)
+
+
+class MLAKVCache(LatentSequence):
+    """Contiguous cache of one sequence of a model with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    A token has one row in a layer, for all heads: a latent, from which the model projects keys and values up, and the
+    rotary part of its keys. Attention works on these rows, with the projections absorbed into queries and outputs.
+
+    Parameters
+    ----------
+    num_layers : int
+    latent_dim : int
+        1 to 512.
+    rope_dim : int
+        Of the rotary part, 0 to 128; 0 for none.
+    max_seq_len : int, optional
+        As in `KVCache`.
+    dtype : str, dtype or KVFormat, or a list of them with one per layer
+        As in `KVCache`, with the latent in the place of keys and the rotary part in that of values: of ``"int8/bfloat16"``
+        the latent is INT8 and the rotary part bfloat16. ``"int8"`` and ``"int4"`` rotate both by a Hadamard transform;
+        ``"int4"`` is Gaussian then, with a scale per token. Formats that finish blocks (`centring`, `per_channel`) or keep
+        first tokens as floats are refused.
+    block_size : int, optional
+        As in `KVCache`; 64 by default.
+
+    Raises
+    ------
+    ValueError
+        For a size out of range, and for an unknown or unfit dtype.
+    MemoryError
+
+    Notes
+    -----
+    Latent and rotary part have a scale each, where they are integers. Everything that a `KVCache` does with its tokens,
+    `truncate`, `snapshot`, `save` and what belongs to them, is the same here, with the same guarantees.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.MLAKVCache(num_layers=1, latent_dim=512, rope_dim=64)
+    >>> cache.append(0, np.ones((3, 576), np.float32))
+    >>> cache.attend(0, np.ones((1, 128, 576), np.float32), scale=192**-0.5).shape
+    (1, 128, 512)
+    >>> cache.advance(3)
+    >>> len(cache), cache.bytes_per_token
+    (3, 584)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, num_layers, latent_dim, rope_dim, max_seq_len=None, dtype="int8", block_size=None):
+        num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
+        block_size = check_block_size(BLOCK_SIZE if block_size is None else block_size)
+        num_blocks = GROW_BLOCKS
+        if max_seq_len is not None:
+            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
+            num_blocks = -(-max_seq_len // block_size)
+        pool = BlockPool(num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim)
+        table = BlockTable(pool)
+        self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
+
+    @classmethod
+    def _from_settings(cls, settings, block_size, max_seq_len):
+        return cls(**settings, block_size=block_size, max_seq_len=max_seq_len)
+
+    def __repr__(self):
+        most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
+        return f"MLAKVCache({self._shape()}, {len(self)}{most} tokens, {size_text(self.nbytes)})"
 
 
 KINDS["latent"] = MLAKVCache

@@ -7,10 +7,10 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, open_rows
-from kvfast._kernels cimport KV_TILE
+from kvfast._kernels cimport KV_ROWS, KV_TILE
 from kvfast.attend_call cimport AttendCall, imagined_rows, open_call
 from kvfast.blocks cimport kv_context, kv_store
-from kvfast.encode cimport check_rows, check_storable, write_rows
+from kvfast.encode cimport check_rows, check_storable, open_pair, write_rows
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
 from kvfast.options cimport Options, check_count, check_layer
 from kvfast.pool cimport BlockPool
@@ -42,11 +42,11 @@ cdef object _integers(object values, str name, object dtype, int ndim):
 
 
 cdef class PagedBuffer:
-    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats):
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None):
         size = check_block_size(block_size)
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
-        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True)
+        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True, rope_dim)
         self.index = self.pool.index = PrefixIndex()
         self.given = {}
 
@@ -205,7 +205,8 @@ cdef class PagedBuffer:
         return array, gains, bool(foreign)
 
     def append_batch(self, layer, k, v, slot_mapping):
-        cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
+        cdef Rows keys, values
+        keys, values = open_pair(k, v, self.pool.rope_dim is not None)
         self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None)
 
     def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
@@ -240,12 +241,13 @@ cdef class PagedBuffer:
         finally:
             self.pool.busy = False
 
-    def attend_batch(self, layer, q, list tables, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade):
+    def attend_batch(self, layer, q, list tables, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade,
+                     rope_q=None):
         """Attention of a ragged batch: over sequences' `tables`, or over plain tables of blocks."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
         self.pool.enter()
         try:
-            return self._plan(number, q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
+            return self._plan(number, q, rope_q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
         finally:
             self.pool.busy = False
 
@@ -256,12 +258,12 @@ cdef class PagedBuffer:
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.stores[number])
         self.pool.enter()
         try:
-            return self._plan(number, rows, tables, block_table, seq_lens, cu_seqlens_q, options,
+            return self._plan(number, rows, None, tables, block_table, seq_lens, cu_seqlens_q, options,
                               cascade).explain(str(self.pool.formats[number]))
         finally:
             self.pool.busy = False
 
-    cdef AttendCall _plan(self, Py_ssize_t number, object q, list tables, object block_table, object seq_lens,
+    cdef AttendCall _plan(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
                           object cu_seqlens_q, Options options, bint cascade):
         cdef Py_ssize_t i, count, first
         cdef AttendCall call
@@ -273,6 +275,8 @@ cdef class PagedBuffer:
         if count == 0:
             raise ValueError("a batch must hold at least one sequence")
         call = open_call(&self.pool.stores[number], self.pool.workspace, q, options, count)
+        if rope_q is not None:
+            call.set_rope(rope_q)
         if cu_seqlens_q is None:
             cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
         starts = cu_seqlens_q = _integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
@@ -304,6 +308,8 @@ cdef class PagedBuffer:
             contexts.append(context)
 
         begins, parts, kept = [0] * count, [0] * count, []
+        if call.call.store.latent and call.call.group % KV_ROWS == 0:
+            cascade = False  # whole passes for each query: reading together would save bytes, of which there are few, alone
         if cascade and call.window == 0 and count > 1:
             self._share(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, begins,
                         parts, kept)

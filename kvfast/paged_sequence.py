@@ -7,32 +7,19 @@ from .options import check_size
 from .prefix import checked_token_ids
 from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache
+from .stored_sequence import StoredSequence
 
 __all__ = ["Sequence"]
 
 
-class Sequence(SequenceCache):
-    """One sequence of a `PagedKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
-
-    Has the methods of `KVCache`. Use it in a ``with`` statement or call `free` to give its blocks back; one that
-    is forgotten gives them back when Python collects it.
-
-    Examples
-    --------
-    >>> import kvfast, numpy as np
-    >>> pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8)
-    >>> with pool.new_sequence() as sequence:
-    ...     sequence.append(0, np.ones((40, 2, 64)), np.ones((40, 2, 64)))
-    ...     sequence.advance(40)
-    ...     pool.num_free_blocks
-    6
-    >>> pool.num_free_blocks
-    8
-    """
+class PagedSequence(StoredSequence):
+    """A sequence whose blocks are those of a pool, whatever is stored in them."""
 
     __slots__ = ("_digests", "_pool", "_salt", "_table", "_token_ids", "num_cached_tokens")
 
     is_paged = True
+
+    _unpaged = None  # the cache that has the same tokens to itself
 
     def __init__(self, pool, table, token_ids=(), digests=(), salt=b""):
         self._pool, self._table = pool, table
@@ -45,7 +32,7 @@ class Sequence(SequenceCache):
 
     @property
     def pool(self):
-        """The `PagedKVCache` that holds the blocks."""
+        """The cache that holds the blocks."""
         return self._pool
 
     def advance(self, n=1, token_ids=None):
@@ -89,7 +76,7 @@ class Sequence(SequenceCache):
         elif n == 0:
             self._token_ids, self._digests = [], []
 
-    truncate.__doc__ = SequenceCache.truncate.__doc__
+    truncate.__doc__ = StoredSequence.truncate.__doc__
 
     def clear(self):
         """Drop all tokens, and give their blocks back."""
@@ -100,11 +87,10 @@ class Sequence(SequenceCache):
 
         Returns
         -------
-        Sequence
+        Sequence, or what this is
         """
         self._check_open()
-        other = object.__new__(Sequence)
-        other.__init__(self._pool, self._pool._buffer.fork(self._table), self._token_ids or (), self._digests, self._salt)
+        other = type(self)(self._pool, self._pool._buffer.fork(self._table), self._token_ids or (), self._digests, self._salt)
         if self._token_ids is None:
             other._token_ids = None
         other.num_cached_tokens = self.num_cached_tokens
@@ -118,7 +104,7 @@ class Sequence(SequenceCache):
             token_ids = np.array(self._token_ids, np.int64)
         return super().snapshot(token_ids, metadata)
 
-    snapshot.__doc__ = SequenceCache.snapshot.__doc__
+    snapshot.__doc__ = StoredSequence.snapshot.__doc__
 
     def restore(self, snapshot):
         super().restore(snapshot)
@@ -127,14 +113,12 @@ class Sequence(SequenceCache):
             self._token_ids = snapshot.token_ids.tolist()
             self._make_known()
 
-    restore.__doc__ = SequenceCache.restore.__doc__
+    restore.__doc__ = StoredSequence.restore.__doc__
 
     def _with_buffer(self, buffer):
-        cache = object.__new__(KVCache)
+        cache = object.__new__(self._unpaged)
         cache._buffer = buffer
         return cache
-
-    _settings = KVCache._settings
 
     def can_append(self, n):
         """Whether the pool has the blocks that `n` more tokens take."""
@@ -166,4 +150,30 @@ class Sequence(SequenceCache):
 
     def __repr__(self):
         state = "freed" if self._buffer.closed else f"{len(self)} tokens in {len(self.block_indices())} blocks"
-        return f"Sequence({self._shape()}, {state})"
+        return f"{type(self).__name__}({self._shape()}, {state})"
+
+
+class Sequence(PagedSequence, SequenceCache):
+    """One sequence of a `PagedKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
+
+    Has the methods of `KVCache`. Use it in a ``with`` statement or call `free` to give its blocks back; one that
+    is forgotten gives them back when Python collects it.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8)
+    >>> with pool.new_sequence() as sequence:
+    ...     k = v = np.ones((40, 2, 64), np.float32)
+    ...     sequence.append(0, k, v)
+    ...     sequence.advance(40)
+    ...     pool.num_free_blocks
+    6
+    >>> pool.num_free_blocks
+    8
+    """
+
+    __slots__ = ()
+
+    _unpaged = KVCache
+    _settings = KVCache._settings

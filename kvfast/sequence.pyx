@@ -6,6 +6,7 @@ from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, kv_side
 from kvfast.attend_call cimport AttendCall, imagined_rows, open_call
 from kvfast.blocks cimport kv_context, kv_store
+from kvfast.encode cimport open_pair
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
 from kvfast.options cimport Options, check_count, check_layer
 from kvfast.pool cimport BlockPool
@@ -47,16 +48,10 @@ cdef class SequenceBuffer:
         return 0
 
     def append(self, index, k, v, Transform transform=None):
-        """`v` None: nothing, where the rotary part of latent rows has no elements."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        cdef Rows keys = open_rows(k, "k" if table.pool.rope_dim is None else "latent"), values
-        if v is None:
-            values = Rows.__new__(Rows)
-            values.rows = keys.rows
-            values.rows.dim = 0
-        else:
-            values = open_rows(v, "v" if table.pool.rope_dim is None else "latent")
+        cdef Rows keys, values
+        keys, values = open_pair(k, v, table.pool.rope_dim is not None)
         self._enter()
         try:
             self._check_room(index, table.lengths[layer], keys.rows.tokens)

@@ -1,8 +1,9 @@
-"""PagedKVCache against a KVCache for each sequence and a model of its blocks, over random sequences of calls."""
+"""PagedKVCache against a KVCache for each sequence and a model of its blocks, over random sequences of calls; and so
+PagedMLAKVCache and MLAKVCache."""
 
 import numpy as np
 import pytest
-from cache_kinds import close, format_of, same, storage_settings
+from cache_kinds import ANY_BLOCK, PLAIN, close, format_of, same, storage_settings
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -33,13 +34,44 @@ class Model:
 
 
 class PagedMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(4, 24), block_size=st.sampled_from([16, 32, 64]),
-                storage=storage_settings(), seed=st.integers(0, 99))
-    def start(self, num_blocks, block_size, storage, seed):
-        self.dtypes, self.format = storage, format_of(storage)
+    # What latent rows do differently.
+
+    storage = storage_settings()
+
+    def new_pool(self, num_blocks, block_size):
+        return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, block_size, **self.dtypes)
+
+    def new_whole(self):
+        return kvfast.KVCache(LAYERS, HEADS, DIM, **self.dtypes)
+
+    def format_of(self, storage):
+        return format_of(storage)
+
+    def given(self, pair):
+        """What `append` takes of keys and values."""
+        return pair
+
+    def shown(self, cache, layer):
+        return np.stack((cache.k(layer), cache.v(layer)))
+
+    def queries(self, n, group, window):
+        """q and options of an attend."""
+        return self.rng.standard_normal((n, HEADS * group, DIM)).astype(np.float32), {"sliding_window": window}
+
+    def same(self, first, second):
+        return same(first, second)
+
+    @property
+    def values_dtype(self):
+        return self.format.v_dtype
+
+    @initialize(num_blocks=st.integers(4, 24), block_size=st.sampled_from([16, 32, 64]), data=st.data(), seed=st.integers(0, 99))
+    def start(self, num_blocks, block_size, data, seed):
+        storage = data.draw(self.storage)
+        self.dtypes, self.format = storage, self.format_of(storage)
         block_size = self.format.block or block_size
         self.rng, self.size = np.random.default_rng(seed), block_size
-        self.pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, block_size, **self.dtypes)
+        self.pool = self.new_pool(num_blocks, block_size)
         self.live, self.owners = [], np.zeros(num_blocks, int)
         self.known, self.idle = {}, []  # (salt, tokens) -> block; known blocks without an owner, oldest first
         self.new_sequence()
@@ -94,10 +126,10 @@ class PagedMachine(RuleBasedStateMachine):
             if batched:
                 slots = self.pool.slot_mapping([model.sequence for model in models], [len(ids) for ids in new])
                 for layer in range(LAYERS):
-                    self.pool.append_batch(layer, *np.concatenate(parts[layer], axis=1), slots)
+                    self.pool.append_batch(layer, *self.given(np.concatenate(parts[layer], axis=1)), slots)
             else:
                 for layer in range(LAYERS):
-                    models[0].sequence.append(layer, *parts[layer][0])
+                    models[0].sequence.append(layer, *self.given(parts[layer][0]))
         except kvfast.CacheFullError as error:
             assert needed > free and (error.needed, error.free) == (needed, free)
             return  # the invariants see that nothing has changed
@@ -117,7 +149,7 @@ class PagedMachine(RuleBasedStateMachine):
         """Give the model's own cache the same tokens."""
         ids = model.ids + new
         for layer in range(LAYERS):
-            model.whole.append(layer, *rows(ids, len(model.ids), layer))
+            model.whole.append(layer, *self.given(rows(ids, len(model.ids), layer)))
         model.whole.advance(len(new))
         model.ids = ids
 
@@ -130,7 +162,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     @rule()
     def new_sequence(self):
-        self.adopt(Model(self.pool.new_sequence(), kvfast.KVCache(LAYERS, HEADS, DIM, **self.dtypes)))
+        self.adopt(Model(self.pool.new_sequence(), self.new_whole()))
 
     @rule(n=st.sampled_from([0, 1, 20, 70, 300, 600]), like=st.integers(0, 99), keep=st.floats(0, 1), salt=SALTS)
     def match_prefix(self, n, like, keep, salt):
@@ -146,14 +178,13 @@ class PagedMachine(RuleBasedStateMachine):
         found = len(blocks) * self.size
         sequence = self.pool.match_prefix(ids, salt)
         assert len(sequence) == sequence.num_cached_tokens == found
-        model = Model(sequence, kvfast.KVCache(LAYERS, HEADS, DIM, **self.dtypes), [], blocks, salt)
+        model = Model(sequence, self.new_whole(), [], blocks, salt)
         if found and self.format.finishes:
             # The codes of a block depend on what its tokens were when it became full: another sequence's rows.
             model.whole.restore(sequence.snapshot())
             model.ids = ids[:found]
             for layer in range(LAYERS):
-                k, v = rows(model.ids, 0, layer)
-                assert close(sequence.k(layer), k) and close(sequence.v(layer), v)
+                assert close(self.shown(sequence, layer), rows(model.ids, 0, layer))
         elif found:
             self.follow(model, ids[:found])
         self.adopt(model)
@@ -174,7 +205,7 @@ class PagedMachine(RuleBasedStateMachine):
         [model], new = self.some([which]), self.new_ids(n)
         if self.needed([model], [new]) <= np.sum(self.owners == 0):
             for one in (model.sequence, model.whole):  # tokens may get float rows of their codes again
-                one.append(layer, *rows(model.ids + new, len(model.ids), layer))
+                one.append(layer, *self.given(rows(model.ids + new, len(model.ids), layer)))
             self.watch(model)
             self.truncate(which, 1.0)
 
@@ -196,8 +227,8 @@ class PagedMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def through_arrays(self, which):
         [model] = self.some([which])
-        model.whole = kvfast.KVCache.from_state_dict(model.sequence.state_dict())
-        assert same(model.whole, model.sequence) and same(model.whole.copy(), model.whole)
+        model.whole = type(model.whole).from_state_dict(model.sequence.state_dict())
+        assert self.same(model.whole, model.sequence) and self.same(model.whole.copy(), model.whole)
 
     @precondition(lambda self: len(self.live) > 1)
     @rule(which=WHICH, forgotten=st.booleans())
@@ -209,9 +240,10 @@ class PagedMachine(RuleBasedStateMachine):
             return
         sequence.free()
         sequence.free()
-        x = np.ones((1, HEADS, DIM), np.float32)
-        for use in (lambda: sequence.append(0, x, x), lambda: sequence.attend(0, x), lambda: sequence.truncate(0),
-                    lambda: sequence.k(0), sequence.fork, lambda: self.pool.slot_mapping([sequence])):
+        q, _ = self.queries(1, 1, None)
+        for use in (lambda: sequence.append(0, *self.given(rows([1], 0, 0))), lambda: sequence.attend(0, q),
+                    lambda: sequence.truncate(0), lambda: self.shown(sequence, 0), sequence.fork,
+                    lambda: self.pool.slot_mapping([sequence])):
             with pytest.raises(ValueError):
                 use()
 
@@ -222,20 +254,20 @@ class PagedMachine(RuleBasedStateMachine):
         counts = [int(self.rng.integers(min(most, len(model.ids)) + 1)) for model in models]
         if not sum(counts):
             return
-        q = self.rng.standard_normal((sum(counts), HEADS * group, DIM)).astype(np.float32)
-        starts = np.cumsum([0] + counts)
-        alone = np.empty_like(q)
+        q, options = self.queries(sum(counts), group, window)
+        starts, alone = np.cumsum([0] + counts), []
         for model, n, end in zip(models, counts, starts[1:]):
             if n:
                 part = q[end - n : end]
-                alone[end - n : end] = model.sequence.attend(layer, part, sliding_window=window)
-                assert np.array_equal(alone[end - n : end], model.whole.attend(layer, part, sliding_window=window))
+                alone.append(model.sequence.attend(layer, part, **options))
+                assert np.array_equal(alone[-1], model.whole.attend(layer, part, **options))
+        alone = np.concatenate(alone)
         batch = layer, q, [model.sequence for model in models]
-        options = {"cu_seqlens_q": starts, "sliding_window": window}
+        options["cu_seqlens_q"] = starts
         assert np.array_equal(self.pool.attend_batch(*batch, cascade=False, **options), alone)
         # Integer values get weights rounded to integers, and the last bit of a float can tip those; a matrix unit rounds
         # many queries elsewhere than vectors do a few.
-        limit = 1e-4 if self.format.v_dtype.startswith("int") else 1e-5
+        limit = 1e-4 if self.values_dtype.startswith("int") else 1e-5
         if kvfast.active_isa() == "amx" and "int" in self.format.k_dtype + self.format.v_dtype:
             limit = bound("int8")
         elif kvfast.active_isa() == "amx" and "float32" not in (self.format.k_dtype, self.format.v_dtype):
@@ -259,10 +291,9 @@ class PagedMachine(RuleBasedStateMachine):
         for model in getattr(self, "live", []):
             assert len(model.sequence) == len(model.whole) == len(model.ids)
             for layer in range(LAYERS):
-                assert np.array_equal(model.sequence.k(layer), model.whole.k(layer))
-                assert np.array_equal(model.sequence.v(layer), model.whole.v(layer))
-                k, v = rows(model.ids, 0, layer)
-                assert close(model.sequence.k(layer), k) and close(model.sequence.v(layer), v)
+                shown = self.shown(model.sequence, layer)
+                assert np.array_equal(shown, self.shown(model.whole, layer))
+                assert close(shown, rows(model.ids, 0, layer))
 
     def teardown(self):
         if hasattr(self, "pool"):
@@ -273,5 +304,47 @@ class PagedMachine(RuleBasedStateMachine):
             assert self.pool.num_cached_blocks == 0
 
 
+class PagedLatentMachine(PagedMachine):
+    """The same keys and values as rows, with the values of the last head as rotary part."""
+
+    storage = st.fixed_dictionaries(
+        {"dtype": st.sampled_from([*ANY_BLOCK, "int4", *(f"{k}/{v}" for k in PLAIN[:3] for v in ("int8", "int4"))])}
+    )
+    shape = LAYERS, 2 * HEADS * DIM - DIM, DIM
+
+    def new_pool(self, num_blocks, block_size):
+        return kvfast.PagedMLAKVCache(*self.shape, num_blocks, block_size, **self.dtypes)
+
+    def new_whole(self):
+        return kvfast.MLAKVCache(*self.shape, **self.dtypes)
+
+    def format_of(self, storage):
+        return kvfast.MLAKVCache(*self.shape, **storage).format
+
+    def given(self, pair):
+        return (pair.swapaxes(0, 1).reshape(pair.shape[1], -1),)
+
+    def shown(self, cache, layer):
+        return cache.get_latent(layer).reshape(-1, 2, HEADS, DIM).swapaxes(0, 1)
+
+    def queries(self, n, group, window):
+        """Of 10, 20 or 30 heads: a pass of vectors, and what a matrix unit takes."""
+        return self.rng.standard_normal((n, 10 * group, sum(self.shape[1:]))).astype(np.float32), {"scale": 0.2}
+
+    def same(self, first, second):
+        q, _ = self.queries(1, 2, None)
+        return len(first) == len(second) and all(
+            np.array_equal(self.shown(first, layer), self.shown(second, layer))
+            and (not len(first) or np.array_equal(first.attend(layer, q), second.attend(layer, q)))
+            for layer in range(LAYERS)
+        )
+
+    @property
+    def values_dtype(self):
+        return self.format.k_dtype
+
+
 TestPagedMachine = PagedMachine.TestCase
 TestPagedMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestPagedLatentMachine = PagedLatentMachine.TestCase
+TestPagedLatentMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

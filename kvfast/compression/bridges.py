@@ -8,7 +8,8 @@ from ..cache import KVCache
 from ..errors import DimensionMismatchError
 from ..mla_cache import MLAKVCache
 from ..paged_cache import PagedKVCache
-from ..paged_sequence import Sequence
+from ..paged_mla_cache import PagedMLAKVCache
+from ..paged_sequence import PagedSequence
 from ..ring_cache import RingKVCache
 
 
@@ -64,15 +65,16 @@ class CacheBridges:
         """As `decompress_to_cache`, to a `Sequence` of a `PagedKVCache`; CacheFullError if the pool has too few blocks."""
         self._append_layer(compressed, _sequence_of(cache, sequence), layer)
 
-    def compress_mla_cache(self, cache, layer):
-        """As `compress_cache`, of an `MLAKVCache`: one head, whose keys are the latents, and whose values the rotary parts;
-        the shorter are filled up with zeros. It is for `decompress_to_mla_cache`, not to attend to."""
-        cache = _of_kind(cache, MLAKVCache)
+    def compress_mla_cache(self, cache, layer, sequence=None):
+        """As `compress_cache`, of an `MLAKVCache`, or of a sequence of a `PagedMLAKVCache`: one head, whose keys are the
+        latents, and whose values the rotary parts; the shorter are filled up with zeros. It is for
+        `decompress_to_mla_cache`, not to attend to."""
+        cache = _latents_of(cache, sequence)
         return self._compress_pair(layer, *(_filled(one, _width(cache)) for one in cache._decoded(layer)))
 
-    def decompress_to_mla_cache(self, compressed, cache, layer):
-        """As `decompress_to_cache`, to an `MLAKVCache`."""
-        cache = _of_kind(cache, MLAKVCache)
+    def decompress_to_mla_cache(self, compressed, cache, layer, sequence=None):
+        """As `decompress_to_cache`, to an `MLAKVCache`, or to a sequence of a `PagedMLAKVCache`."""
+        cache = _latents_of(cache, sequence)
         latent, rope = self.decompress_kv_3d(compressed)
         if latent.shape[::2] != (1, _width(cache)):
             raise DimensionMismatchError(f"latents of {cache.latent_dim} with rotary parts of {cache.rope_dim} are compressed as one "
@@ -111,9 +113,15 @@ def _filled(array, width):
     return np.pad(array, ((0, 0), (0, 0), (0, width - array.shape[2])))
 
 
-def _sequence_of(cache, sequence):
-    _of_kind(cache, PagedKVCache)
-    if not isinstance(sequence, Sequence):
-        raise TypeError(f"sequence must be a Sequence, got {type(sequence).__name__}")
+def _sequence_of(cache, sequence, kind=PagedKVCache):
+    _of_kind(cache, kind)
+    if not isinstance(sequence, PagedSequence):
+        raise TypeError(f"sequence must be a sequence of the cache, got {type(sequence).__name__}")
     (one,) = cache._own([sequence])
     return one
+
+
+def _latents_of(cache, sequence):
+    if sequence is None:
+        return _of_kind(cache, MLAKVCache)
+    return _sequence_of(cache, sequence, PagedMLAKVCache)

@@ -1,0 +1,144 @@
+"""Latent rows of many sequences in one pool of blocks."""
+
+from .latent_rows import LatentRows, checked_sizes
+from .mla_cache import LatentSequence, MLAKVCache
+from .options import Options
+from .paged_sequence import PagedSequence
+from .paged_storage import BLOCK_SIZE, PagedStorage
+
+__all__ = ["MLASequence", "PagedMLAKVCache"]
+
+
+class MLASequence(PagedSequence, LatentSequence):
+    """One sequence of a `PagedMLAKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
+
+    Has the methods of `MLAKVCache`, and those of a `Sequence`.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> pool = kvfast.PagedMLAKVCache(1, 512, 64, num_blocks=8)
+    >>> with pool.new_sequence() as sequence:
+    ...     sequence.append(0, np.ones((40, 576), np.float32))
+    ...     sequence.advance(40)
+    ...     sequence.attend(0, np.ones((1, 128, 576), np.float32)).shape
+    (1, 128, 512)
+    """
+
+    __slots__ = ()
+
+    _unpaged = MLAKVCache
+
+
+class PagedMLAKVCache(LatentRows, PagedStorage):
+    """Cache of latent rows of many sequences in one pool of blocks: an `MLAKVCache` for each, and a `PagedKVCache` for all.
+
+    Parameters
+    ----------
+    num_layers, latent_dim, rope_dim : int
+        As in `MLAKVCache`.
+    num_blocks : int
+        Blocks of the pool. A block spans all layers.
+    block_size : int, optional
+        Tokens of a block: 16, 32, 64, 128 or 256; by default 32.
+    dtype
+        As in `MLAKVCache`.
+
+    Raises
+    ------
+    ValueError
+        For a size out of range, and for an unknown or unfit dtype.
+    MemoryError
+
+    Notes
+    -----
+    Sequences, forks, known prefixes and another scheduler's tables are those of `PagedKVCache`. A snapshot of a sequence can
+    be restored into an `MLAKVCache`, and the other way round.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> pool = kvfast.PagedMLAKVCache(num_layers=1, latent_dim=512, rope_dim=64, num_blocks=64)
+    >>> a, b = pool.new_sequence(), pool.new_sequence()
+    >>> pool.append_batch(0, np.ones((5, 576), np.float32), pool.slot_mapping([a, b], [3, 2]))
+    >>> pool.attend_batch(0, np.ones((2, 128, 576), np.float32), [a, b], scale=192**-0.5).shape
+    (2, 128, 512)
+    """
+
+    _sequence = MLASequence
+
+    def __init__(self, num_layers, latent_dim, rope_dim, num_blocks, block_size=None, dtype="int8"):
+        num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
+        super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim)
+
+    def append_batch(self, layer, latent, slot_mapping):
+        """Store rows of several sequences.
+
+        Parameters
+        ----------
+        layer : int
+        latent : array of shape (num_tokens, latent_dim + rope_dim), float32, float16 or bfloat16
+            As in `MLAKVCache.append`.
+        slot_mapping : integers of shape (num_tokens,)
+            As in `PagedKVCache.append_batch`.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
+            As `MLAKVCache.append`.
+        ValueError
+            For slots out of range, given twice, or not the next of their sequence.
+        """
+        self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping)
+
+    def attend_batch(self, layer, q, sequences=None, *, block_table=None, seq_lens=None, cu_seqlens_q=None, cascade=True,
+                     out=None, scale=None, causal=True, softcap=None, return_lse=False, num_splits=0,
+                     num_threads=None):  # fmt: skip
+        """Attention of a ragged batch in latents, prompts and single tokens mixed.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_q_heads, latent_dim + rope_dim), float32, float16 or bfloat16
+            Queries of the last tokens of each sequence, sequence after sequence, with the projection absorbed; see
+            `MLAKVCache.attend`.
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade
+            As in `PagedKVCache.attend_batch`; a multiple of 16 query heads gains nothing by shared reading, and reads apart.
+        out, scale, causal, softcap, return_lse, num_splits, num_threads
+            As in `MLAKVCache.attend`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, latent_dim), float32, or `out`
+            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
+            blocks, the same bits as `MLASequence.attend` of each sequence alone.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
+        """
+        latent, rope = self._query_parts(q)
+        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits,
+                          num_threads)  # fmt: skip
+        return self._buffer.attend_batch(layer, latent, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
+                                         cascade, rope)  # fmt: skip
+
+    def explain_batch(self, q_shape, sequences=None, layer=0, *, block_table=None, seq_lens=None, cu_seqlens_q=None,
+                      cascade=True, num_q_heads=1, dtype="float32", causal=True, num_splits=0, num_threads=None):  # fmt: skip
+        """What `attend_batch` would do now; see `KVCache.explain`.
+
+        Parameters
+        ----------
+        q_shape, layer, num_q_heads, dtype
+            As in `MLAKVCache.explain`.
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, num_splits, num_threads
+            As in `attend_batch`.
+
+        Returns
+        -------
+        AttendPlan
+        """
+        shape = self._latent_shape(q_shape, num_q_heads)
+        options = Options(None, None, causal, None, None, None, None, None, False, num_splits, num_threads)
+        return self._buffer.explain_batch(layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q,
+                                          options, cascade)  # fmt: skip

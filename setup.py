@@ -4,13 +4,16 @@ KVFAST_OPENMP=0 builds without OpenMP, KVFAST_OPENMP=1 insists on it; else a pro
 """
 
 import glob
+import gzip
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.sdist import sdist
 
 MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "options", "attend_call", "plain", "encode",
            "finish", "codebook", "fused", "pool", "transfer", "table", "ring", "sequence", "heads", "paged", "machine"]
@@ -53,5 +56,30 @@ def extension(name, openmp):
     )
 
 
+class Sdist(sdist):
+    """With SOURCE_DATE_EPOCH, an archive of the same bytes from the same files; wheels come so by themselves."""
+
+    def make_archive(self, base_name, format, root_dir=None, base_dir=None, owner=None, group=None):
+        if "SOURCE_DATE_EPOCH" not in os.environ or format != "gztar":
+            return super().make_archive(base_name, format, root_dir, base_dir, owner, group)
+        date = int(os.environ["SOURCE_DATE_EPOCH"])
+
+        def anonymous(entry):
+            entry.mtime, entry.mode = date, 0o755 if entry.mode & 0o100 else 0o644
+            entry.uid = entry.gid = 0
+            entry.uname = entry.gname = ""
+            return entry
+
+        path = Path(f"{base_name}.tar.gz")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            path.open("wb") as file,
+            gzip.GzipFile("", "wb", fileobj=file, mtime=date) as packed,
+            tarfile.open(fileobj=packed, mode="w") as archive,
+        ):
+            archive.add(base_dir, filter=anonymous)
+        return str(path)
+
+
 OPENMP = openmp_works()
-setup(ext_modules=[extension(name, OPENMP) for name in MODULES])
+setup(ext_modules=[extension(name, OPENMP) for name in MODULES], cmdclass={"sdist": Sdist})

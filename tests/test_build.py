@@ -1,0 +1,184 @@
+"""What setup.py decides, archives of the same bytes, and the audit of the instructions."""
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import kvfast
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("setuptools")
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
+needs_audit = pytest.mark.skipif(shutil.which("objdump") is None or platform.machine() != "x86_64", reason="no objdump, or not x86-64")
+
+SETUP = """
+import runpy, setuptools
+def setup(ext_modules, **rest):
+    for module in ext_modules:
+        print(module.name, "-fopenmp" in module.extra_compile_args, "-fopenmp" in module.extra_link_args)
+setuptools.setup = setup
+parallel = runpy.run_path("setup.py")["PARALLEL"]
+print(*sorted(parallel))
+"""
+
+
+def decide(**environment):
+    """(modules built with OpenMP, those that have parallel regions) as setup.py sees it, or its complaint."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("KVFAST_OPENMP", "CC")}
+    got = subprocess.run([sys.executable, "-c", SETUP], cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=False)
+    if got.returncode:
+        return got.stderr
+    *modules, parallel = got.stdout.splitlines()
+    found = set()
+    for name, compiled, linked in map(str.split, modules):
+        assert compiled == linked
+        found |= {name.removeprefix("kvfast.")} if compiled == "True" else set()
+    return found, set(parallel.split())
+
+
+@pytest.fixture
+def compiler(tmp_path):
+    """Of scripts that stand for a compiler: one that succeeds, and one that fails where it sees -fopenmp."""
+
+    def script(name, body):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return {"with": script("with", "exit 0"), "without": script("without", 'case "$*" in *-fopenmp*) exit 1;; esac')}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
+def test_openmp_where_it_is_found(compiler):
+    with_openmp, parallel = decide(CC=compiler["with"])
+    assert with_openmp == parallel and "attention" in parallel and "_kernels" not in parallel
+    assert decide(CC=compiler["without"]) == (set(), parallel)
+    assert decide(CC="/nowhere/cc") == (set(), parallel)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
+def test_openmp_by_wish(compiler):
+    assert decide(CC=compiler["with"], KVFAST_OPENMP="0")[0] == set()
+    with_openmp, parallel = decide(CC=compiler["with"], KVFAST_OPENMP="1")
+    assert with_openmp == parallel
+    for missing in (compiler["without"], "/nowhere/cc"):
+        assert f"KVFAST_OPENMP=1, but this failed: {missing} -fopenmp" in decide(CC=missing, KVFAST_OPENMP="1")
+
+
+@needs_compiler
+def test_modules_with_parallel_regions_are_listed():
+    """One that is not would run serially, and nothing would say so."""
+    sources = sorted((ROOT / "kvfast").glob("*.pyx"))
+    if not sources:
+        pytest.skip("the sources are not here")
+    uses = {path.stem for path in sources if "prange" in (text := path.read_text()) or "parallel(" in text or "omp.h" in text}
+    assert uses == decide(KVFAST_OPENMP="0")[1]
+
+
+def test_sdist_has_the_same_bytes(tmp_path, monkeypatch):
+    from setuptools import Distribution
+
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    command = runpy.run_path("setup.py")["Sdist"](Distribution())
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    archives = []
+    for number, names in enumerate((("b", "a"), ("a", "b"))):
+        folder = tmp_path / str(number)
+        for name in names:  # made in another order, at another time, with another umask
+            path = folder / "kvfast-1" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+            path.chmod(0o664 if number else 0o600)
+            os.utime(path, (number, number))
+        (folder / "kvfast-1" / "a").chmod(0o775 if number else 0o700)
+        monkeypatch.chdir(folder)
+        archives.append(Path(command.make_archive("dist/kvfast-1", "gztar", base_dir="kvfast-1")).read_bytes())
+    assert archives[0] == archives[1]
+    with tarfile.open(tmp_path / "0" / "dist" / "kvfast-1.tar.gz") as archive:
+        found = {member.name: (member.mode, member.mtime, member.uid, member.uname) for member in archive}
+    assert found["kvfast-1/a"] == (0o755, 1700000000, 0, "") and found["kvfast-1/b"] == (0o644, 1700000000, 0, "")
+
+
+@pytest.fixture(scope="module")
+def audit():
+    return runpy.run_path(str(ROOT / "ci" / "audit_instructions.py"))
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "need"),
+    [
+        ("0f28c1", "movaps", None),
+        ("660f6fc1", "movdqa", None),
+        ("f30fbcc1", "tzcnt", None),  # `rep bsf` to an older CPU
+        ("f3480fb8c1", "popcnt", "popcnt"),
+        ("f30fbdc1", "lzcnt", "lzcnt"),
+        ("f20f7cc1", "haddps", "sse3"),
+        ("660f3800c1", "pshufb", "map 0F 38 or 0F 3A"),
+        ("66450f3800c1", "pshufb", "map 0F 38 or 0F 3A"),
+        ("660f3a0fc108", "palignr", "map 0F 38 or 0F 3A"),
+        ("c5f058c2", "vaddps", "vex"),
+        ("c4e27d13c1", "vcvtph2ps", "vex"),
+        ("c5f877", "vzeroupper", "vex"),
+        ("c4e2f1f7c2", "shlx", "vex"),
+        ("c5fb92c0", "kmovd", "evex"),
+        ("62f17c4858c1", "vaddps", "evex"),
+        ("62f27550508100040000", "vpdpbusd", "vnni"),
+        ("c4e27550c2", "vpdpbusd", "vnni"),
+        ("62f275488dc2", "vpermb", "vbmi"),
+        ("c4e2735ec2", "tdpbssd", "amx"),
+        ("c4e27849c0", "tilerelease", "amx"),
+        ("62f2764852c2", "vdpbf16ps", "bfloat16"),
+        ("62f57c4858c1", "vaddph", "vaddph"),
+        ("0f01d0", "xgetbv", "xsave"),
+        ("480fc70f", "cmpxchg16b", "cmpxchg16b"),
+        ("d5f8af", "imul", "apx"),
+        ("8f00", "pop", None),
+        ("8fe97801c1", "blcs", "xop"),
+    ],
+)
+def test_needs_of_an_instruction(audit, code, name, need):
+    assert audit["needs"](bytes.fromhex(code), name) == need
+
+
+def test_tiers_of_symbols(audit):
+    of = audit["tier_of"]
+    assert of("encode_k_avx2", {"tile"}) == "avx2"
+    assert of("encode_k_avx512_vnni.constprop.0.cold", {"tile"}) == "avx512_vnni"
+    assert of("tile_avx512_vbmi.part.0", {"tile"}) == "amx"
+    assert of("encode_avx512_vbmi", {"tile"}) == "avx512_vbmi"
+    assert of("__pyx_pw_6kvfast_avx2_5quant", set()) is None
+
+
+@needs_audit
+def test_no_instruction_stands_outside_its_tier(audit, capsys):
+    assert not audit["main"]([]), capsys.readouterr().err
+    told = capsys.readouterr().out
+    for tier in kvfast.available_isas():
+        assert tier in told
+
+
+@needs_audit
+@needs_compiler
+def test_the_audit_finds_what_is_wrong(audit, tmp_path, capsys):
+    """In the functions of every CPU, of another tier, and in a binary whose symbols are gone."""
+    source = tmp_path / "leak.c"
+    source.write_text('__attribute__((target("avx2"))) void NAME(float *x) { for (int i = 0; i < 64; i++) x[i] += 1; }')
+
+    def built(name, *flags):
+        library = tmp_path / f"{name}.so"
+        subprocess.run(["cc", "-O3", "-shared", "-fPIC", f"-DNAME={name}", *flags, str(source), "-o", str(library)], check=True)
+        return str(library)
+
+    assert not audit["main"]([built("add_avx2")])
+    for wrong in (built("add"), built("add_sse2"), built("sum_avx2", "-s", "-fvisibility=hidden")):
+        assert audit["main"]([wrong]), wrong
+        assert "needs vex" in capsys.readouterr().err

@@ -14,7 +14,6 @@ class SequenceCache(StoredSequence):
 
     def _transform(self, layer, array, norm, eps):
         """What becomes of the new keys of `array`, or None."""
-        return None
 
     def _rotated(self, layer, q, options):
         """Queries for the window, and for the sinks where they differ."""

@@ -56,11 +56,11 @@ def notes(head_dim, rotated, work, num_threads, num_tasks, wanted_threads, packe
     """
     found = [_tier(), _rotation(head_dim, rotated), _padding(head_dim), _threads(work, wanted_threads)]
     if packed:
-        found.append(("packed", "keys or values of 2, 3, 5, 6 or 7 bits are multiplied without the matrix unit: 512 queries to "
-                                "4,096 tokens took 2.6 times as long as with int8; choose int8 or int4"))  # fmt: skip
+        found.append(("packed", ("keys or values of 2, 3, 5, 6 or 7 bits are multiplied without the matrix unit: 512 queries "
+                                 "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4")))  # fmt: skip
     if num_tasks < num_threads:
-        found.append(("tasks", f"{num_threads} threads have {num_tasks} task{'s' * (num_tasks > 1)} between them: "
-                               f"more would come of num_splits=0 or a larger num_splits"))  # fmt: skip
+        found.append(("tasks", (f"{num_threads} threads have {num_tasks} task{'s' * (num_tasks > 1)} between them: "
+                                f"more would come of num_splits=0 or a larger num_splits")))  # fmt: skip
     return [note for note in found if note]
 
 
@@ -106,8 +106,8 @@ def _threads(work, wanted):
 def log_gathered(name):
     """Rows that had to be copied into one piece."""
     if name in _GATHERED:
-        log([(f"gathered {name}", f"the elements of a row of {_GATHERED[name]} do not follow each other in memory, and are "
-                                  f"copied first: append took 1.3 to 3 times as long; let the last axis be contiguous")])  # fmt: skip
+        log([(f"gathered {name}", (f"the elements of a row of {_GATHERED[name]} do not follow each other in memory, and are "
+                                   f"copied first: append took 1.3 to 3 times as long; let the last axis be contiguous"))])  # fmt: skip
 
 
 def log(found):

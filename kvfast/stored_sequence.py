@@ -16,7 +16,7 @@ GROW_BLOCKS = 8
 class StoredSequence(StorageProperties):
     """Lengths, going back, snapshots and files, over the compiled buffer."""
 
-    __slots__ = ("_buffer", "__weakref__")
+    __slots__ = ("__weakref__", "_buffer")
 
     is_paged = False
 

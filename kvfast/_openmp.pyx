@@ -26,8 +26,9 @@ cdef extern from *:
 # Work is counted in bytes streamed; one core streams 10 to 20 GB/s.
 cdef double _WORK_PER_THREAD = 192 * 1024
 
-cdef object _chosen = None      # set_num_threads or KVFAST_NUM_THREADS
-cdef object _quota = None       # CPUs that the cgroup grants, or None
+# C numbers, not objects: any thread may set one while another reads it.
+cdef int _chosen = 0            # set_num_threads or KVFAST_NUM_THREADS, or 0
+cdef int _quota = 0             # CPUs that the cgroup grants, or 0
 cdef bint _pool_started = False
 cdef bint _orphaned = False     # forked from a process whose OpenMP threads did not come along
 
@@ -43,7 +44,7 @@ def _check(num_threads, str origin):
 
 
 def _cgroup_quota():
-    """CPUs that the cgroup's CPU quota grants this process, or None (Linux, cgroup v2 and v1)."""
+    """CPUs that the cgroup's CPU quota grants this process, or 0 (Linux, cgroup v2 and v1)."""
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
             quota, period = file.read().split()
@@ -54,12 +55,12 @@ def _cgroup_quota():
             with open("/sys/fs/cgroup/cpu/cpu.cfs_period_us") as file:
                 period = file.read().strip()
         except OSError:
-            return None
+            return 0
     try:
         cpus = int(quota) / int(period)
     except (ValueError, ZeroDivisionError):  # "max": no quota
-        return None
-    return max(1, round(cpus)) if cpus > 0 else None
+        return 0
+    return max(1, round(cpus)) if cpus > 0 else 0
 
 
 def set_num_threads(num_threads):
@@ -71,7 +72,7 @@ def set_num_threads(num_threads):
         At least 1; None goes back to the default.
     """
     global _chosen
-    _chosen = None if num_threads is None else _check(num_threads, "num_threads")
+    _chosen = 0 if num_threads is None else _check(num_threads, "num_threads")
 
 
 def get_num_threads():
@@ -85,10 +86,10 @@ def get_num_threads():
     """
     if not KV_HAVE_OPENMP:
         return 1
-    if _chosen is not None:
+    if _chosen:
         return _chosen
     threads = omp_get_max_threads()
-    if _quota is not None and "OMP_NUM_THREADS" not in os.environ:
+    if _quota and "OMP_NUM_THREADS" not in os.environ:
         threads = min(threads, _quota)
     return threads
 

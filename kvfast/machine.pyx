@@ -39,9 +39,10 @@ def read_bandwidth(nbytes=1 << 28, num_threads=None):
     cdef Py_ssize_t i, pieces = max(1, nbytes // PIECE)
     cdef uint32_t total = 0
     cdef int threads = num_threads_for(num_threads, <double>pieces * PIECE)
-    if _buffer.nbytes < pieces * PIECE:
-        _buffer = np.ones(pieces * PIECE // 8, np.int64)
-    cdef const char *data = <const char *><Py_ssize_t>_buffer.ctypes.data
+    buffer = _buffer  # held: another thread may put a larger one there meanwhile
+    if buffer.nbytes < pieces * PIECE:
+        buffer = _buffer = np.ones(pieces * PIECE // 8, np.int64)
+    cdef const char *data = <const char *><Py_ssize_t>buffer.ctypes.data
     start = time.perf_counter()
     with nogil:
         for i in prange(pieces, schedule="static", num_threads=threads):

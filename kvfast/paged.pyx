@@ -50,22 +50,25 @@ cdef class PagedBuffer:
         self.index = self.pool.index = PrefixIndex()
         self.given = {}
 
-    def new_table(self, list blocks, Py_ssize_t length):
-        """A sequence's table that starts with known blocks."""
+    def new_table(self, list digests):
+        """A sequence's table that starts with the blocks known by the first of some digests."""
         cdef BlockTable table = BlockTable(self.pool)
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, length
         if self.is_external:
             raise ValueError("the blocks of this pool are in the hands of another scheduler (append_batch was given "
                              "slots that no sequence has); clear() the pool before making sequences")
         self.pool.enter()
         try:
+            # Looked up where no other thread can put a block that is found to other use.
+            blocks = self.index.find(digests)
             table.adopt(blocks)
+            length = table.count * self.pool.block_size
             table.length = table.coded = length
             for i in range(self.pool.num_layers):
                 table.lengths[i] = length
             return table
         finally:
-            self.pool.busy = False
+            self.pool.leave()
 
     def fork(self, BlockTable table):
         cdef BlockTable other = BlockTable(self.pool)
@@ -74,7 +77,7 @@ cdef class PagedBuffer:
             other.share(table)
             return other
         finally:
-            self.pool.busy = False
+            self.pool.leave()
 
     def release(self, BlockTable table):
         cdef Py_ssize_t i
@@ -84,14 +87,18 @@ cdef class PagedBuffer:
                 self.given.pop(table.blocks[i], None)
             table.release()
         finally:
-            self.pool.busy = False
+            self.pool.leave()
 
     def clear(self):
         """Forget known prefixes and foreign slots; no block may have an owner."""
-        if self.num_owned:
-            raise ValueError(f"{self.num_owned} blocks still belong to sequences or snapshots; free them first")
-        self._forget()
-        self.is_external = False
+        self.pool.enter()
+        try:
+            if self.num_owned:
+                raise ValueError(f"{self.num_owned} blocks still belong to sequences or snapshots; free them first")
+            self._forget()
+            self.is_external = False
+        finally:
+            self.pool.leave()
 
     def _forget(self):
         """No block is known by its tokens any more."""
@@ -157,7 +164,7 @@ cdef class PagedBuffer:
                     self.given[table.blocks[i]] = table, i
             return slots
         finally:
-            self.pool.busy = False
+            self.pool.leave()
 
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n):
         """The slots as int64, and how many tokens each table gets. Slots of sequences must be their next."""
@@ -239,7 +246,7 @@ cdef class PagedBuffer:
             for table, count in gains.items():
                 table.lengths[layer] += count
         finally:
-            self.pool.busy = False
+            self.pool.leave()
 
     def attend_batch(self, layer, q, list tables, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade,
                      rope_q=None):
@@ -249,7 +256,7 @@ cdef class PagedBuffer:
         try:
             return self._plan(number, q, rope_q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
         finally:
-            self.pool.busy = False
+            self.pool.leave()
 
     def explain_batch(self, layer, q, num_q_heads, dtype, list tables, block_table, seq_lens, cu_seqlens_q, Options options,
                       bint cascade):
@@ -261,7 +268,7 @@ cdef class PagedBuffer:
             return self._plan(number, rows, None, tables, block_table, seq_lens, cu_seqlens_q, options,
                               cascade).explain(str(self.pool.formats[number]))
         finally:
-            self.pool.busy = False
+            self.pool.leave()
 
     cdef AttendCall _plan(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
                           object cu_seqlens_q, Options options, bint cascade):

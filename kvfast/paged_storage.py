@@ -32,7 +32,7 @@ class PagedStorage(StorageProperties):
         -------
         Sequence, or MLASequence of latent rows
         """
-        return self._sequence(self, self._buffer.new_table([], 0))
+        return self._sequence(self, self._buffer.new_table([]))
 
     def restore(self, snapshot):
         """A new sequence with the tokens of a snapshot, of a sequence of this pool or of another cache.
@@ -77,12 +77,10 @@ class PagedStorage(StorageProperties):
         token_ids = checked_token_ids(token_ids)
         if not isinstance(salt, bytes) or len(salt) > 64:
             raise TypeError(f"salt must be at most 64 bytes, got {salt!r}")
-        index = self._buffer.index
-        digests = index.digests(token_ids[:-1], self.block_size, salt)
-        blocks = index.find(digests)
-        found = len(blocks) * self.block_size
-        table = self._buffer.new_table(blocks, found)
-        return self._sequence(self, table, token_ids[:found].tolist(), digests[: len(blocks)], salt)
+        digests = self._buffer.index.digests(token_ids[:-1], self.block_size, salt)
+        table = self._buffer.new_table(digests)
+        found = table.length
+        return self._sequence(self, table, token_ids[:found].tolist(), digests[: found // self.block_size], salt)
 
     def block_table(self, sequences):
         """Blocks of some sequences.

@@ -16,6 +16,16 @@ from kvfast.errors import CacheFullError
 from kvfast.formats import KVFormat
 
 
+cdef extern from *:
+    """
+    /* Atomic: without a global interpreter lock, two threads may come at once. */
+    static inline int kv_set(int *flag) { return __atomic_exchange_n(flag, 1, __ATOMIC_ACQUIRE); }
+    static inline void kv_clear(int *flag) { __atomic_store_n(flag, 0, __ATOMIC_RELEASE); }
+    """
+    int kv_set(int *flag) nogil
+    void kv_clear(int *flag) nogil
+
+
 cdef object _stride(object nbytes):
     """Bytes from head to head: not a multiple of a page, so that the heads' and the sides' streams do not
     fall into the same sets of the processor's caches."""
@@ -88,13 +98,21 @@ cdef class BlockPool:
         free(self.float_of)
         free(self.kept)
 
-    cdef int enter(self) except -1:
-        if self.busy:
-            raise RuntimeError("this cache is in use by another thread; a cache serves one thread at a time")
-        self.busy = True
+    cdef bint _take_turn(self) except -1:
+        """Enter unless somebody is in."""
+        if kv_set(&self.busy):
+            return False
         while self.abandoned:
             self.abandoned.pop().give_up()
+        return True
+
+    cdef int enter(self) except -1:
+        if not self._take_turn():
+            raise RuntimeError("this cache is in use by another thread; a cache serves one thread at a time")
         return 0
+
+    cdef void leave(self) noexcept:
+        kv_clear(&self.busy)
 
     def abandon(self, table):
         """Release a table that Python collects, of this pool or one entered with it: now, or when it is next entered."""
@@ -103,9 +121,8 @@ cdef class BlockPool:
 
     def settle(self):
         """Release what was abandoned while the pool was busy."""
-        if not self.busy:
-            self.enter()
-            self.busy = False
+        if self._take_turn():
+            self.leave()
 
     cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=None, object offsets=None) except -1:
         """More blocks, at the end. Nothing has changed if it fails.

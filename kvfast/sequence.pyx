@@ -38,7 +38,7 @@ cdef class SequenceBuffer:
         return 0
 
     cdef int _leave(self) except -1:
-        self._pool().busy = False
+        self._pool().leave()
         return 0
 
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:

@@ -75,6 +75,190 @@ def test_distinct_caches_in_distinct_threads(rng):
     assert right == [20] * 3
 
 
+def kv(rng, n, heads=2, head_dim=32):
+    return rng.standard_normal((2, n, heads, head_dim), np.float32)
+
+
+def one_sequence(kind):
+    if kind == "ring":
+        return kvfast.RingKVCache(2, 2, 32, window=64, num_sink_tokens=4, rollback=8)
+    return kvfast.KVCache(2, 2, 32) if kind == "contiguous" else kvfast.PagedKVCache(2, 2, 32, num_blocks=64).new_sequence()
+
+
+class Meanwhile:
+    """A number of threads that a call asks for when it is well under way; makes other calls then."""
+
+    def __init__(self, calls):
+        self.calls, self.outcomes = calls, {}
+
+    def __index__(self):
+        def work():
+            for name, call in self.calls.items():
+                try:
+                    call()
+                    self.outcomes[name] = "served"
+                except RuntimeError as error:
+                    self.outcomes[name] = str(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return 1
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
+def test_every_method_is_refused_while_another_thread_is_in(rng, tmp_path, kind):
+    cache = one_sequence(kind)
+    for layer in range(2):
+        cache.append(layer, *kv(rng, 100))
+    cache.advance(100)
+    snapshot, q = cache.snapshot(), rng.standard_normal((1, 4, 32), np.float32)
+    expected, stored = cache.attend(0, q), cache.state_dict()
+    calls = {
+        "append": lambda: cache.append(0, *kv(rng, 1)),
+        "write": lambda: cache.write(0, np.zeros((1, 8 * 32), np.float32)),
+        "attend": lambda: cache.attend(0, q),
+        "explain": lambda: cache.explain(q.shape),
+        "truncate": lambda: cache.truncate(99),
+        "clear": cache.clear,
+        "copy": cache.copy,
+        "snapshot": cache.snapshot,
+        "restore": lambda: cache.restore(snapshot),
+        "k": lambda: cache.k(0),
+        "v": lambda: cache.v(1),
+        "state_dict": cache.state_dict,
+        "save": lambda: cache.save(tmp_path / "cache.safetensors"),
+    }
+    if kind == "paged":
+        calls |= {"fork": cache.fork, "free": cache.free}
+    meanwhile = Meanwhile(calls)
+    assert np.array_equal(cache.attend(0, q, num_threads=meanwhile), expected)
+    assert meanwhile.outcomes.keys() == calls.keys()
+    assert {name for name, outcome in meanwhile.outcomes.items() if "another thread" not in outcome} == set()
+    assert np.array_equal(cache.attend(0, q), expected)
+    after = cache.state_dict()
+    assert after.keys() == stored.keys() and all(np.array_equal(after[name], stored[name]) for name in stored)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_method_of_a_pool_is_refused_while_another_thread_is_in(rng):
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=8, dtype="int8")
+    one, other = pool.new_sequence(), pool.new_sequence()
+    one.append(0, *kv(rng, 100))
+    one.advance(100)
+    q = rng.standard_normal((1, 4, 32), np.float32)
+    calls = {
+        "new_sequence": pool.new_sequence,
+        "match_prefix": lambda: pool.match_prefix([1, 2, 3]),
+        "slot_mapping": lambda: pool.slot_mapping([other], 1),
+        "append_batch": lambda: pool.append_batch(0, *kv(rng, 1), np.array([-1])),
+        "attend_batch": lambda: pool.attend_batch(0, q, [one], cu_seqlens_q=[0, 1]),
+        "clear": pool.clear,
+        "append": lambda: other.append(0, *kv(rng, 1)),
+    }
+    meanwhile = Meanwhile(calls)
+    expected, free = one.attend(0, q), pool.num_free_blocks
+    assert np.array_equal(one.attend(0, q, num_threads=meanwhile), expected)
+    assert meanwhile.outcomes.keys() == calls.keys()
+    assert {name for name, outcome in meanwhile.outcomes.items() if "another thread" not in outcome} == set()
+    assert pool.num_free_blocks == free and len(other) == 0
+
+
+def test_a_found_prefix_is_not_taken_away_before_it_has_an_owner(rng, monkeypatch):
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=4, block_size=64, dtype="int8")
+    with pool.new_sequence() as sequence:
+        sequence.append(0, *kv(rng, 64))
+        sequence.advance(64, range(64))
+        stored = sequence.k(0)
+    other, index = pool.new_sequence(), pool._buffer.index
+    find = index.find
+
+    def find_and_be_interrupted(digests):
+        blocks = find(digests)
+        taking = Meanwhile({"append": lambda: other.append(0, *kv(rng, 256))})  # as many as the pool has
+        taking.__index__()
+        outcomes.update(taking.outcomes)
+        return blocks
+
+    outcomes = {}
+    monkeypatch.setattr(index, "find", find_and_be_interrupted)
+    found = pool.match_prefix(range(65))
+    assert len(found) == 64 and np.array_equal(found.k(0), stored)
+    assert "another thread" in outcomes["append"]
+
+
+def test_threads_with_sequences_of_one_pool(rng):
+    """Each tries again when it is refused; in the end each has what it would have alone."""
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=64, dtype="int8")
+    sequences = [pool.new_sequence() for _ in range(4)]
+    tokens = kv(rng, 4 * 200).reshape(2, 4, 200, 2, 32)
+    q, refused = rng.standard_normal((1, 4, 32), np.float32), [0] * 4
+
+    def insistently(i, call, *arguments):
+        while True:
+            try:
+                return call(*arguments)
+            except RuntimeError as error:
+                assert "another thread" in str(error)
+                refused[i] += 1
+
+    def work(i):
+        for t in range(0, 200, 10):
+            insistently(i, sequences[i].append, 0, *tokens[:, i, t : t + 10])
+            insistently(i, sequences[i].advance, 10)
+            insistently(i, sequences[i].attend, 0, q)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for i, sequence in enumerate(sequences):
+        alone = kvfast.KVCache(1, 2, 32, dtype="int8")
+        alone.append(0, *tokens[:, i])
+        alone.advance(200)
+        assert len(sequence) == 200 and np.array_equal(sequence.k(0), alone.k(0))
+        assert np.array_equal(sequence.attend(0, q), alone.attend(0, q))
+
+
+SECOND_RUNTIME = """
+import ctypes, os, shutil, sys, tempfile
+when, folder = sys.argv[1:]
+def runtimes():
+    with open("/proc/self/maps") as maps:
+        return {line.split()[-1] for line in maps if "libgomp" in line}
+def load_another(path):
+    # As a library that comes with its own runtime does, and for all to see, as PyTorch's does.
+    ctypes.CDLL(shutil.copy(path, os.path.join(folder, "libgomp-another.so.1")), ctypes.RTLD_GLOBAL).omp_get_max_threads()
+if when == "before":
+    load_another(os.environ["GOMP_PATH"])
+import numpy as np, kvfast
+def attend(num_threads):
+    cache = kvfast.KVCache(1, 4, 64)
+    rng = np.random.default_rng(0)
+    cache.append(0, *rng.standard_normal((2, 6000, 4, 64), np.float32))
+    return cache.attend(0, rng.standard_normal((1, 16, 64), np.float32), num_threads=num_threads)
+first = attend(2)
+if when == "after":
+    load_another(next(iter(runtimes())))
+assert np.array_equal(first, attend(1)) and np.array_equal(first, attend(2))
+print(*runtimes())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not kvfast.has_openmp(), reason="looks for GNU's OpenMP in /proc")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_second_openmp_runtime(tmp_path, when):
+    """Another runtime in the process, loaded before kvfast or while it is in use: the same bits."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "libgomp" in line}
+    got = subprocess.run([sys.executable, "-c", SECOND_RUNTIME, when, str(tmp_path)], env={**os.environ, "GOMP_PATH": min(paths)},
+                         capture_output=True, text=True, check=False)  # fmt: skip
+    assert got.returncode == 0, got.stderr
+    assert any(path.endswith("libgomp-another.so.1") for path in got.stdout.split())
+
+
+
 def _attend_in_child(cache, q, queue):
     queue.put(cache.attend(0, q, num_threads=2))
 

@@ -16,7 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.sdist import sdist
 
 MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "options", "attend_call", "plain", "encode",
-           "finish", "codebook", "fused", "pool", "transfer", "table", "ring", "sequence", "heads", "paged", "machine"]
+           "finish", "codebook", "fused", "pool", "transfer", "table", "ring", "sequence", "streams", "heads", "paged", "machine"]
 PARALLEL = {"_openmp", "quant", "attention", "codebook", "encode", "finish", "fused", "transfer", "heads", "machine"}
 
 # No -ffast-math: the softmax needs its infinities. No -march: one binary runs on any CPU.

@@ -18,7 +18,8 @@ How the package is built, from the bottom up; each room imports only from those 
     formats, finish         what is stored of a token; blocks that are encoded as a whole
     pool, transfer          blocks, and how many owners each has; copies from pool to pool
     table, ring             which block holds which position of a sequence; one that forgets
-    sequence, heads, paged  all layers of one sequence; some heads of one layer; batches of many in one pool
+    sequence, streams       all layers of one sequence; their bytes as files know them
+    heads, paged            some heads of one layer; batches of many in one pool
     prefix, rope            blocks known by their tokens; tables of angles
     state, cache_file       a cache as plain arrays; as a file (extra ``files``)
     snapshot                a cache at one point in time

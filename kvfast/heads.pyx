@@ -35,7 +35,7 @@ cdef class HeadsTable(RingTable):
         self.evicted = max(self.evicted, self.length - window)
         return RingTable.forget(self)
 
-    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept:
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
         return min(self.evicted, length)
 
     cdef BlockTable empty(self, BlockPool pool):

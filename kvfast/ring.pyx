@@ -13,7 +13,7 @@ cdef class RingTable(BlockTable):
         self.window, self.num_sink_tokens, self.rollback = window, num_sink_tokens, rollback
         self.sink_blocks = (num_sink_tokens + pool.block_size - 1) // pool.block_size
 
-    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept:
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
         return max(<Py_ssize_t>0, length - self.window)
 
     cdef int forget(self) except -1:
@@ -40,14 +40,14 @@ cdef class RingTable(BlockTable):
         self.evicted = (<RingTable>other).evicted
         return 0
 
-    def place(self):
+    cdef dict place(self):
         return BlockTable.place(self) | {"evicted_tokens": self.evicted}
 
-    def reopen(self, Py_ssize_t length, dict place):
-        BlockTable.reopen(self, length, place)
+    cdef int set_place(self, Py_ssize_t length, dict place) except -1:
         self.evicted = place["evicted_tokens"]
+        return BlockTable.set_place(self, length, place)
 
-    cdef Py_ssize_t _check_place(self, Py_ssize_t length, dict place) except -1:
+    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1:
         """The blocks skipped must be behind the sinks, and hold only what has been evicted."""
         cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
         if set(self._check_coded(length, place)) != {"skipped_blocks", "evicted_tokens"}:
@@ -61,7 +61,7 @@ cdef class RingTable(BlockTable):
             raise ValueError(f"a ring that has dropped {skipped} blocks cannot be {place}")
         return (length + size - 1) // size - skipped
 
-    cdef bint holds(self, Py_ssize_t position) noexcept:
+    cdef bint holds(self, Py_ssize_t position) noexcept nogil:
         return position >= self.evicted or self.evicted <= self.num_sink_tokens
 
     cdef int check_truncate(self, Py_ssize_t n) except -1:

@@ -281,87 +281,8 @@ cdef class SequenceBuffer:
         return (<BlockTable>self.tables[0]).pool
 
     def places_of_tables(self):
-        """For `reopen`."""
+        """For `streams.reopen`."""
         return [(<BlockTable>table).place() for table in self.tables]
-
-    def layout(self, Py_ssize_t length, list places):
-        """The shapes of `streams`, for `length` tokens; ValueError if `places` cannot be.
-
-        Returns
-        -------
-        list with (K, V) of each layer
-            Each (full blocks, blocks behind them, bytes of a block, pieces of float rows, bytes of a piece).
-        """
-        cdef BlockTable table
-        cdef kv_store *store
-        cdef Py_ssize_t layer
-        if len(places) != len(self.tables):
-            raise ValueError(f"{len(self.tables)} block tables are needed, got {len(places)}")
-        measured = {table: table.measure(length, place) for table, place in zip(self.tables, places)}
-        result = []
-        for table, layer in self.places:
-            store = table.pool.stores + layer
-            table = measured[table]
-            blocks = table.full_blocks(), table.tail_blocks(layer)
-            pieces, k_bytes, v_bytes = 0, 0, 0
-            if store.floats != NULL:
-                pieces, k_bytes, v_bytes = len(table._pieces(length)), store.floats.k.bytes, store.floats.v.bytes
-            result.append(((*blocks, store.k.bytes, pieces, k_bytes), (*blocks, store.v.bytes, pieces, v_bytes)))
-        return result
-
-    def reopen(self, Py_ssize_t length, list places, memory=None, offsets=None, Py_ssize_t reserve=0):
-        """After `layout`: be a sequence of `length` complete tokens, whose bytes are to be put into `streams`.
-
-        `offsets`: of the full blocks, if they lie in `memory` already, see `BlockPool.map`; `reserve`: tokens to have
-        blocks for at once.
-        """
-        cdef BlockTable table, measured
-        for table, place in zip(self.tables, places):
-            measured = table.measure(length, place)
-            full = measured.full_blocks()
-            if memory is not None and full:
-                table.pool.map(memory, full, [offsets[i] for i in range(self.num_layers) if self.places[i][0] is table])
-            table.reopen(length, place)
-            table.pool.ensure(max(<Py_ssize_t>0, (reserve + table.pool.block_size - 1) // table.pool.block_size - table.count))
-
-    def streams(self):
-        """Where the bytes of a sequence that was reopened belong.
-
-        Returns
-        -------
-        list with (K, V) of each layer
-            Each three lists: of each head the full blocks, uint8 of shape (num_blocks, bytes of a block); the blocks
-            after them, block after block and head after head, uint8 of shape (bytes,); and so the pieces of float rows.
-        """
-        return self._streams({table: (table, table, (<BlockTable>table).full_blocks()) for table in self.tables}, False)
-
-    def arrays(self):
-        """The bytes of all tokens, as `streams`: views where they lie in a row, as long as this buffer lives, else copies.
-        Behind the last token there are zeros."""
-        cdef BlockTable table
-        self._enter()
-        try:
-            return self._streams({table: ((<BlockTable>table).straight(), (<BlockTable>table).tail(), 0)
-                                  for table in self.tables}, True)
-        finally:
-            self._leave()
-
-    def _streams(self, dict sources, bint copies):
-        """`streams` of each table: of (its full blocks, a table whose blocks from `first` on are behind them, first)."""
-        cdef BlockTable table, source, tail
-        cdef Py_ssize_t layer, full, first, i
-        result = []
-        for table, layer in self.places:
-            source, tail, first = sources[table]
-            full = source.full_blocks()
-            heads, pair, behind = range(source.pool.num_kv_heads), [], table.tail_blocks(layer)
-            for values in (False, True):
-                streams = [source.pool.stream(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]
-                rests = [tail.pool.stream(layer, tail.blocks[first + i], 1, head, values)[0]
-                         for i in range(behind) for head in heads]
-                pair.append((streams, rests, table.floats(layer, values, copies)))
-            result.append(tuple(pair))
-        return result
 
     @property
     def nbytes_alone(self):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 
+from . import streams
 from .errors import CorruptFileError, IncompatibleSnapshotError
 from .options import check_size
 from .prefix import checked_token_ids
@@ -37,8 +38,8 @@ def header_of(cache, metadata):
     return json.dumps(fields, separators=(",", ":"))
 
 
-def named(streams, num_kv_heads):
-    """Names for what `SequenceBuffer.streams` and `arrays` return, one after the other.
+def named(layers, num_kv_heads):
+    """Names for what `streams.streams` and `streams.arrays` return, one after the other.
 
     Yields
     ------
@@ -47,8 +48,8 @@ def named(streams, num_kv_heads):
         the blocks behind them, block after block and head after head; ``layers.0.k.floats``: so the pieces of float
         rows. Numbers have as many digits as the largest, so that names sort as the heads do.
     """
-    layer_digits, head_digits = len(str(len(streams) - 1)), len(str(num_kv_heads - 1))
-    for layer, pair in enumerate(streams):
+    layer_digits, head_digits = len(str(len(layers) - 1)), len(str(num_kv_heads - 1))
+    for layer, pair in enumerate(layers):
         for side, (heads, tails, floats) in zip("kv", pair):
             start = f"layers.{layer:0{layer_digits}}.{side}."
             for head, array in enumerate(heads):
@@ -61,8 +62,8 @@ def named(streams, num_kv_heads):
 
 def arrays_of(cache):
     """The stored bytes of a cache by their names."""
-    streams = named(cache._buffer.arrays(), cache.num_kv_heads)
-    return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in streams}
+    found = named(streams.arrays(cache._buffer), cache.num_kv_heads)
+    return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
 
 
 class Opening:
@@ -94,7 +95,7 @@ class Opening:
             # Without max_seq_len nothing is reserved: a file's word is not enough for that.
             given = json.dumps(settings, sort_keys=True)
             self.cache = KINDS[settings.pop("kind")]._from_settings(settings, block_size, None)
-            layout = self.cache._buffer.layout(self.seq_len, self.tables)
+            layout = streams.layout(self.cache._buffer, self.seq_len, self.tables)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
         if json.dumps(self.cache._settings(), sort_keys=True) != given:
@@ -118,17 +119,17 @@ class Opening:
             ]
             for pair in layout
         ]
-        streams = []
+        whole = []
         for name, shape in named(expected, heads):
             if isinstance(shape, list):
                 (shape,) = shape
             else:
-                streams.append(name)
+                whole.append(name)
             if name not in shapes:
                 raise CorruptFileError(f"{name} is missing")
             if shapes[name] != shape:
                 raise CorruptFileError(f"{name} must have shape {shape}, got {shapes[name]}")
-        return streams
+        return whole
 
     def take(self):
         """Give the cache its blocks.
@@ -140,8 +141,8 @@ class Opening:
         """
         if self._reserve is not None:
             self.cache = type(self.cache)._from_settings(*self._reserve)
-        self.cache._buffer.reopen(self.seq_len, self.tables)
-        for name, array in named(self.cache._buffer.streams(), self.cache.num_kv_heads):
+        streams.reopen(self.cache._buffer, self.seq_len, self.tables)
+        for name, array in named(streams.streams(self.cache._buffer), self.cache.num_kv_heads):
             yield name, [array] if isinstance(array, np.ndarray) else array
 
     def take_mapped(self, memory, offsets):
@@ -166,8 +167,8 @@ class Opening:
                                    "else write the file?); load it without mmap")
         sides = [(int(start), int(stride)) for start, stride in zip(starts[:, 0], strides[:, 0])]
         reserve = 0 if self._reserve is None else self._reserve[-1]
-        buffer.reopen(self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
-        for name, array in named(buffer.streams(), heads):
+        streams.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
+        for name, array in named(streams.streams(buffer), heads):
             if not isinstance(array, np.ndarray):
                 yield name, array
 

@@ -17,10 +17,10 @@ cdef class BlockTable:
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
     cdef Py_ssize_t coded              # first tokens without float rows, where blocks are finished; see kv_context
-    cdef Py_ssize_t kept               # of a table without blocks, see `measure`: what it will keep
+    cdef Py_ssize_t kept               # of a table without blocks, see `streams`: what it will keep
 
-    cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept
-    cdef int64_t slot(self, Py_ssize_t position) noexcept
+    cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
+    cdef int64_t slot(self, Py_ssize_t position) noexcept nogil
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1
@@ -28,10 +28,10 @@ cdef class BlockTable:
     cdef int forget(self) except -1
     cdef int _finish(self, Py_ssize_t before) except -1
     cdef int _reopen_block(self) except -1
-    cdef Py_ssize_t encoded(self) noexcept
-    cdef Py_ssize_t _longest(self) noexcept
-    cdef Py_ssize_t _kept(self) noexcept
-    cdef Py_ssize_t _slots_with_codes(self) noexcept
+    cdef Py_ssize_t encoded(self) noexcept nogil
+    cdef Py_ssize_t _longest(self) noexcept nogil
+    cdef Py_ssize_t _kept(self) noexcept nogil
+    cdef Py_ssize_t _slots_with_codes(self) noexcept nogil
     cdef void _keep(self, Py_ssize_t kept) noexcept
     cdef list _pieces(self, Py_ssize_t longest)
     cdef int _copy_floats(self, BlockTable other) except -1
@@ -39,21 +39,19 @@ cdef class BlockTable:
     cdef int check_truncate(self, Py_ssize_t n) except -1
     cdef bint is_in_one_piece(self) noexcept
     cdef BlockTable clone(self, BlockPool pool)
-    cdef BlockTable straight(self)
-    cdef BlockTable tail(self)
-    cdef Py_ssize_t full_blocks(self) noexcept
-    cdef Py_ssize_t tail_blocks(self, Py_ssize_t layer) noexcept
     cdef dict _check_coded(self, Py_ssize_t length, dict place)
     cdef BlockTable empty(self, BlockPool pool)
     cdef int copy_place(self, BlockTable other) except -1
-    cdef Py_ssize_t num_slots(self) noexcept
+    cdef Py_ssize_t num_slots(self) noexcept nogil
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
     cdef int reserve(self, Py_ssize_t count) except -1
     cdef int open(self, Py_ssize_t count) except -1
     cdef int fill(self, BlockTable other) except -1
-    cdef Py_ssize_t _check_place(self, Py_ssize_t length, dict place) except -1
-    cdef bint holds(self, Py_ssize_t position) noexcept
-    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept
+    cdef dict place(self)
+    cdef int set_place(self, Py_ssize_t length, dict place) except -1
+    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1
+    cdef bint holds(self, Py_ssize_t position) noexcept nogil
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil
     cdef int adopt(self, list blocks) except -1
     cdef bint has(self, Py_ssize_t index, int32_t block) noexcept
     cdef int share(self, BlockTable other) except -1

@@ -7,7 +7,7 @@ from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
 from kvfast._arrays cimport Rows
-from kvfast.blocks cimport CHUNK_SHIFT, PIECE, kv_context, kv_store
+from kvfast.blocks cimport PIECE, kv_context, kv_store
 from kvfast.encode cimport check_rows, kv_rotary, write_rows
 from kvfast.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks, restore_floats
 from kvfast.options cimport check_count
@@ -28,27 +28,27 @@ cdef class BlockTable:
         free(self.blocks)
         free(self.lengths)
 
-    cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept:
+    cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil:
         context.table = self.blocks
         context.length = self.lengths[layer]
         context.sink_blocks = self.sink_blocks
         context.skipped = self.skipped
         context.coded, context.encoded = self.coded, self.encoded()
 
-    cdef Py_ssize_t encoded(self) noexcept:
+    cdef Py_ssize_t encoded(self) noexcept nogil:
         """Tokens whose blocks are encoded, where blocks are finished."""
         return max(self.coded, self.length // self.pool.block_size * self.pool.block_size)
 
-    cdef int64_t slot(self, Py_ssize_t position) noexcept:
+    cdef int64_t slot(self, Py_ssize_t position) noexcept nogil:
         cdef Py_ssize_t index = position // self.pool.block_size
         if index >= self.sink_blocks:
             index -= self.skipped
         return <int64_t>self.blocks[index] * self.pool.block_size + position % self.pool.block_size
 
-    cdef Py_ssize_t _longest(self) noexcept:
+    cdef Py_ssize_t _longest(self) noexcept nogil:
         return self.num_slots() + self.skipped * self.pool.block_size
 
-    cdef Py_ssize_t _kept(self) noexcept:
+    cdef Py_ssize_t _kept(self) noexcept nogil:
         """Tokens behind the coded ones whose block was cut: they have codes as well, which stay when it is full again."""
         cdef Py_ssize_t longest = self._longest()
         if not self.pool.finishes or self.coded % self.pool.block_size or self.coded >= longest:
@@ -57,7 +57,7 @@ cdef class BlockTable:
             return self.kept
         return min(self.pool.kept[self.slot(self.coded) // self.pool.block_size], longest - self.coded)
 
-    cdef Py_ssize_t _slots_with_codes(self) noexcept:
+    cdef Py_ssize_t _slots_with_codes(self) noexcept nogil:
         """Of the blocks in use, where blocks are finished."""
         return max(self.encoded(), self.coded + self._kept()) - self.skipped * self.pool.block_size
 
@@ -179,11 +179,11 @@ cdef class BlockTable:
                 self.pool.floats.trim()
         return 0
 
-    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept:
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
         """First position outside the sinks that a sequence of `length` tokens holds; see `ring`."""
         return 0
 
-    cdef bint holds(self, Py_ssize_t position) noexcept:
+    cdef bint holds(self, Py_ssize_t position) noexcept nogil:
         """Whether all positions from this one on are still there."""
         return True
 
@@ -285,7 +285,7 @@ cdef class BlockTable:
             self.count += 1
         return 0
 
-    cdef Py_ssize_t num_slots(self) noexcept:
+    cdef Py_ssize_t num_slots(self) noexcept nogil:
         """Places of the blocks that are in use."""
         cdef Py_ssize_t longest = 0, i
         for i in range(self.pool.num_layers):
@@ -338,97 +338,21 @@ cdef class BlockTable:
         other.fill(self)
         return other
 
-    cdef BlockTable straight(self):
-        """This table, or a copy of it, whose full blocks lie one after the other in memory."""
-        cdef Py_ssize_t i, full = self.full_blocks()
-        for i in range(1, full):
-            if (self.blocks[i] != self.blocks[0] + i
-                    or self.pool.chunk_of[self.blocks[i] >> CHUNK_SHIFT] != self.pool.chunk_of[self.blocks[0] >> CHUNK_SHIFT]):
-                return self.clone(self.pool.exact(self.count))
-        return self
-
-    cdef BlockTable tail(self):
-        """A copy of what follows on the full blocks, in which only this sequence's tokens are left; None if that is nothing."""
-        cdef Py_ssize_t first = self.full_blocks() * self.pool.block_size, rest = self.num_slots() - first
-        cdef BlockTable other
-        if rest == 0:
-            return None
-        other = BlockTable(self.pool.exact((rest + self.pool.block_size - 1) // self.pool.block_size))
-        other.open(other.pool.num_blocks)
-        copy_slots(self.pool.stores, self.blocks + self.full_blocks(), other.pool.stores, other.blocks, self.pool.num_layers,
-                   rest, self._slots_with_codes() - first)
-        return other
-
-    cdef Py_ssize_t full_blocks(self) noexcept:
-        """Blocks of the table that all layers have codes for."""
-        cdef Py_ssize_t slots = self.num_slots()
-        if self.pool.finishes:
-            slots = min(slots, self.encoded() - self.skipped * self.pool.block_size)
-        return slots // self.pool.block_size
-
-    cdef Py_ssize_t tail_blocks(self, Py_ssize_t layer) noexcept:
-        """Blocks with codes of a layer that follow on the full ones."""
-        cdef Py_ssize_t slots = self.num_slots()
-        if self.pool.stores[layer].finishes:
-            slots = min(slots, self._slots_with_codes())
-        return (slots + self.pool.block_size - 1) // self.pool.block_size - self.full_blocks()
-
-    def floats(self, Py_ssize_t layer, bint values, bint copies):
-        """The float rows of a layer, piece after piece and head after head, uint8 of shape (bytes of a piece,).
-
-        Views, or copies in which only this sequence's tokens are left, and of those only rows that are read.
-        """
-        cdef Py_ssize_t position, head, longest = self._longest()
-        cdef Py_ssize_t first, last, row_bytes
-        cdef BlockPool floats = self.pool.floats
-        result = []
-        if self.pool.stores[layer].floats == NULL:
-            return result
-        for position in self._pieces(longest):
-            for head in range(floats.num_kv_heads):
-                piece = floats.stream(layer, self.pool.float_of[self.slot(position) // PIECE], 1, head, values)[0]
-                if copies:
-                    piece, row_bytes = piece.copy(), floats.stores[layer].k.row_stride
-                    first = max(self.pool.stores[layer].float_tokens - position, <Py_ssize_t>0)
-                    last = max(self.coded - position, <Py_ssize_t>0) if self.pool.stores[layer].finishes else PIECE
-                    piece[first * row_bytes:max(first, last) * row_bytes] = 0
-                    piece[min(longest - position, PIECE) * row_bytes:] = 0
-                result.append(piece)
-        return result
-
-    def place(self):
-        """What a file tells of a table besides its blocks, for `reopen`."""
+    cdef dict place(self):
+        """What a file tells of a table besides its blocks, for `set_place`."""
         coded = {"coded_tokens": self.coded, "kept_tokens": self._kept()} if self.pool.finishes else {}
         return {"skipped_blocks": self.skipped} | coded
 
-    def measure(self, Py_ssize_t length, dict place):
-        """A table without blocks that tells how many there will be of each kind; ValueError if `place` cannot be."""
-        cdef BlockTable other = self.empty(self.pool)
+    cdef int set_place(self, Py_ssize_t length, dict place) except -1:
+        """Be a sequence of `length` tokens, after `check_place`; its blocks are the caller's."""
         cdef Py_ssize_t i
-        other._check_place(length, place)
-        other.skipped, other.length, other.coded = place["skipped_blocks"], length, place.get("coded_tokens", 0)
-        other.kept = place.get("kept_tokens", 0)
-        for i in range(self.pool.num_layers):
-            other.lengths[i] = length
-        return other
-
-    def reopen(self, Py_ssize_t length, dict place):
-        """Take the blocks of a sequence of `length` tokens, for their bytes to be put in; ValueError if `place` cannot be."""
-        cdef Py_ssize_t count = self._check_place(length, place), i, position
-        if self.pool.num_blocks == 0:
-            # A file's window is no reason to reserve more than what its bytes speak for.
-            self.pool.first_blocks = min(self.pool.first_blocks, max(4 * count, <Py_ssize_t>8))
-        self.open(count)
         self.skipped, self.length, self.coded = place["skipped_blocks"], length, place.get("coded_tokens", 0)
         for i in range(self.pool.num_layers):
             self.lengths[i] = length
-        self._keep(place.get("kept_tokens", 0))
-        for position in self._pieces(length):
-            self.pool.add_floats(<int32_t>(self.slot(position) // self.pool.block_size),
-                                 position % self.pool.block_size, position % self.pool.block_size + PIECE)
+        return 0
 
-    cdef Py_ssize_t _check_place(self, Py_ssize_t length, dict place) except -1:
-        """Number of blocks."""
+    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1:
+        """Number of blocks of a sequence of `length` tokens; ValueError if `place` cannot be."""
         if self._check_coded(length, place) != {"skipped_blocks": 0}:
             raise ValueError(f"a cache that keeps everything cannot be {place}")
         return (length + self.pool.block_size - 1) // self.pool.block_size

@@ -1,0 +1,25 @@
+"""Sphinx configuration: ``python -m sphinx -W --keep-going docs docs/_build`` (extra ``docs``)."""
+
+import sys
+from pathlib import Path
+
+import kvfast
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "kvfast"
+release = version = kvfast.__version__
+copyright = "the kvfast authors, Apache-2.0"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "numpydoc", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"kvfast {release}"
+
+myst_heading_anchors = 3
+
+# Docstrings are numpydoc, and `name` in one of them is a name of its module or class.
+default_role = "py:obj"
+autodoc_member_order = "groupwise"
+autodoc_typehints = "none"
+numpydoc_show_class_members = False  # autodoc lists them

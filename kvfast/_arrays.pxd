@@ -22,4 +22,5 @@ cdef class Rows:
 
 
 cdef Rows open_rows(object array, str name, bint writable=*)
+cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index) noexcept nogil
 cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1

@@ -55,7 +55,9 @@ cdef object _as_buffer(object array, str name):
 
 
 cdef Rows open_rows(object array, str name, bint writable=False):
-    """Open `array` of shape (tokens, heads, dim); rows that do not lie in one piece are copied."""
+    """Open `array` of shape (tokens, heads, dim); rows that do not lie in one piece are copied. `Rows` are open already."""
+    if type(array) is Rows:
+        return array
     cdef Rows self = Rows.__new__(Rows)
     cdef int flags = PyBUF_STRIDES | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0)
     cdef int itemsize
@@ -96,31 +98,34 @@ cdef Rows open_rows(object array, str name, bint writable=False):
     return self
 
 
+cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index) noexcept nogil:
+    """The first row, token * heads + head, with an element that is NaN or beyond the limit, that row and the element; or -1."""
+    cdef const kv_kernels *kernels = active()
+    cdef Py_ssize_t i
+    cdef const char *source
+    for i in range(rows.tokens * rows.heads):
+        source = rows.data + i // rows.heads * rows.token_stride + i % rows.heads * rows.head_stride
+        if rows.dtype == KV_FLOAT32:
+            index[0] = kernels.find_unstorable(<const float *>source, rows.dim, limit)
+        else:
+            kernels.to_float[rows.dtype](source, rows.dim, row)
+            index[0] = kernels.find_unstorable(row, rows.dim, limit)
+        if index[0] >= 0:
+            kernels.to_float[rows.dtype](source, rows.dim, row)
+            return i
+    return -1
+
+
 cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1:
     """Refuse NaN, infinity and magnitudes above `limit`, the largest that `limit_of` can store."""
-    cdef const kv_kernels *kernels = active()
-    cdef kv_rows rows = array.rows
     cdef float row[512]
-    cdef Py_ssize_t token = 0, head = 0, index = -1
-    cdef const char *source
+    cdef Py_ssize_t bad, index
     with nogil:
-        for token in range(rows.tokens):
-            for head in range(rows.heads):
-                source = rows.data + token * rows.token_stride + head * rows.head_stride
-                if rows.dtype == KV_FLOAT32:
-                    index = kernels.find_unstorable(<const float *>source, rows.dim, limit)
-                else:
-                    kernels.to_float[rows.dtype](source, rows.dim, row)
-                    index = kernels.find_unstorable(row, rows.dim, limit)
-                if index >= 0:
-                    break
-            if index >= 0:
-                break
-    if index < 0:
+        bad = find_unstorable(&array.rows, limit, row, &index)
+    if bad < 0:
         return 0
-    kernels.to_float[rows.dtype](source, rows.dim, row)
     value = row[index]
-    position = (token, head, index)
+    position = (bad // array.rows.heads, bad % array.rows.heads, index)
     if value - value == 0:
         raise NonFiniteInputError(f"{name}{list(position)} is {value:g}, beyond the range of {limit_of} "
                                   f"(+-{limit:g})")

@@ -3,7 +3,8 @@
 
 ``num_threads=`` of the call, else `set_num_threads`, else ``KVFAST_NUM_THREADS``, else what OpenMP
 says: ``OMP_NUM_THREADS``, a limit set through threadpoolctl, or the CPUs that this process may use
-(affinity and cgroup quota). OpenMP is asked at each call, never remembered.
+(affinity and cgroup quota). OpenMP is asked at each call, never remembered. It reads ``OMP_NUM_THREADS`` when it is
+loaded, and so does this module.
 """
 import os
 
@@ -26,9 +27,8 @@ cdef extern from *:
 # Work is counted in bytes streamed; one core streams 10 to 20 GB/s.
 cdef double _WORK_PER_THREAD = 192 * 1024
 
-# C numbers, not objects: any thread may set one while another reads it.
 cdef int _chosen = 0            # set_num_threads or KVFAST_NUM_THREADS, or 0
-cdef int _quota = 0             # CPUs that the cgroup grants, or 0
+cdef int _quota = 0             # CPUs that the cgroup grants where nothing else was said, or 0
 cdef bint _pool_started = False
 cdef bint _orphaned = False     # forked from a process whose OpenMP threads did not come along
 
@@ -60,7 +60,7 @@ def _cgroup_quota():
         cpus = int(quota) / int(period)
     except (ValueError, ZeroDivisionError):  # "max": no quota
         return 0
-    return max(1, round(cpus)) if cpus > 0 else 0
+    return min(max(1, round(cpus)), 1024) if cpus > 0 else 0
 
 
 def set_num_threads(num_threads):
@@ -84,14 +84,15 @@ def get_num_threads():
         What `set_num_threads` or ``KVFAST_NUM_THREADS`` said, else OpenMP's number of threads, at most
         the CPUs that the cgroup grants unless ``OMP_NUM_THREADS`` is set.
     """
+    return _default()
+
+
+cdef int _default() noexcept nogil:
     if not KV_HAVE_OPENMP:
         return 1
     if _chosen:
         return _chosen
-    threads = omp_get_max_threads()
-    if _quota and "OMP_NUM_THREADS" not in os.environ:
-        threads = min(threads, _quota)
-    return threads
+    return min(omp_get_max_threads(), _quota) if _quota else omp_get_max_threads()
 
 
 def has_openmp():
@@ -101,8 +102,13 @@ def has_openmp():
 
 cdef int num_threads_for(object num_threads, double work) except -1:
     """Threads for a call that starts now: at most num_threads, fewer when its work (bytes) does not pay for them."""
+    return take_threads(0 if num_threads is None else _check(num_threads, "num_threads"), work)
+
+
+cdef int take_threads(int num_threads, double work) noexcept nogil:
+    """`num_threads_for` of a number that was checked, or 0."""
     global _pool_started
-    cdef int threads = threads_for(num_threads, work)
+    cdef int threads = _count(num_threads, work)
     if threads > 1:
         _pool_started = True
     return threads
@@ -122,16 +128,17 @@ def _cpus():
 
 cdef int threads_for(object num_threads, double work) except -1:
     """What `num_threads_for` will say."""
-    cdef int threads
-    if num_threads is not None:
-        threads = _check(num_threads, "num_threads")
-    elif work < 2 * _WORK_PER_THREAD:
-        return 1
-    else:
-        threads = get_num_threads()
+    return _count(0 if num_threads is None else _check(num_threads, "num_threads"), work)
+
+
+cdef int _count(int num_threads, double work) noexcept nogil:
+    if num_threads == 0:
+        if work < 2 * _WORK_PER_THREAD:
+            return 1
+        num_threads = _default()
     if _orphaned or not KV_HAVE_OPENMP:
         return 1
-    return max(1, min(threads, <int>min(work / _WORK_PER_THREAD, 1024.0)))
+    return max(1, min(num_threads, <int>min(work / _WORK_PER_THREAD, 1024.0)))
 
 
 def _after_fork_in_child():
@@ -142,7 +149,8 @@ def _after_fork_in_child():
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
-_quota = _cgroup_quota()
+if "OMP_NUM_THREADS" not in os.environ:
+    _quota = _cgroup_quota()
 if os.environ.get("KVFAST_NUM_THREADS"):
     try:
         _chosen = _check(int(os.environ["KVFAST_NUM_THREADS"]), "KVFAST_NUM_THREADS")

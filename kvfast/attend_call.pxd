@@ -1,5 +1,5 @@
 """One call of `attend`: its arguments checked, its work cut into tasks."""
-from kvfast._arrays cimport Rows
+from kvfast._arrays cimport Rows, kv_rows
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.options cimport Options
 from kvfast.span cimport kv_call, kv_item, kv_query
@@ -9,7 +9,7 @@ cdef class Workspace:
     """Memory of one cache for its calls; grows, never shrinks."""
     cdef void *data[5]
     cdef Py_ssize_t sizes[5]
-    cdef void *reserve(self, int which, Py_ssize_t size) except NULL
+    cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil  # NULL: cannot be had
 
 
 cdef class AttendCall:
@@ -23,20 +23,24 @@ cdef class AttendCall:
     cdef bint wide
     cdef bint packed           # codes that the matrix unit does not take, where it would work
 
-    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept
-    cdef int add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
-                 int part) except -1
-    cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept
-    cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept
-    cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept
-    cdef void _cut_rows(self, kv_item *item) noexcept
+    cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil
+    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil
+    cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
+                 int part) noexcept nogil
+    cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil
+    cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept nogil
+    cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil
+    cdef void _cut_rows(self, kv_item *item) noexcept nogil
     cdef int set_rope(self, object rope_q) except -1
-    cdef int close(self, kv_item *item, Py_ssize_t end) except -1
-    cdef Py_ssize_t _count_parts(self) noexcept
+    cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil
+    cdef Py_ssize_t _count_parts(self) noexcept nogil
+    cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil
     cdef object run(self)
     cdef object explain(self, str storage)
     cdef list _notes(self, int threads)
 
 
+cdef bint LOGS                 # whether calls tell of slow paths
+cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts)
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store)

@@ -44,7 +44,7 @@ cdef enum:
     # Up to so many query tokens of a context come out as each would alone.
     FEW_QUERIES = 16
 
-cdef bint _LOGS = slow_paths.LOGS
+LOGS = slow_paths.LOGS
 
 cdef enum:
     ITEMS
@@ -60,18 +60,17 @@ cdef class Workspace:
         for i in range(5):
             free(self.data[i])
 
-    cdef void *reserve(self, int which, Py_ssize_t size) except NULL:
+    cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil:
         if size > self.sizes[which] or self.data[which] == NULL:
             free(self.data[which])
             self.sizes[which] = 0
             self.data[which] = aligned_alloc(64, (size + 63) // 64 * 64)
-            if self.data[which] == NULL:
-                raise MemoryError(f"cannot allocate {size:,} bytes for a call of attend")
-            self.sizes[which] = size
+            if self.data[which] != NULL:
+                self.sizes[which] = size
         return self.data[which]
 
 
-cdef bint _overlap(const kv_rows *a, const kv_rows *b) noexcept:
+cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil:
     cdef char *a_low = a.data
     cdef char *a_high = a.data
     cdef char *b_low = b.data
@@ -81,7 +80,7 @@ cdef bint _overlap(const kv_rows *a, const kv_rows *b) noexcept:
     return a_low < b_high and b_low < a_high
 
 
-cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept:
+cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept nogil:
     cdef Py_ssize_t tokens = (rows.tokens - 1) * rows.token_stride, heads = (rows.heads - 1) * rows.head_stride
     low[0] += min(tokens, 0) + min(heads, 0)
     high[0] += max(tokens, 0) + max(heads, 0) + rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
@@ -90,20 +89,18 @@ cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept:
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts):
     """Check everything but the contexts, which `ask` and `add` bring. With the `imagined_rows` of a call that is only to
     be explained for q."""
-    cdef Py_ssize_t items = 2 * contexts  # one for each, and those of shared prefixes
     cdef AttendCall self = AttendCall.__new__(AttendCall)
     cdef float[:, ::1] lse_view
     cdef float[::1] view
     memset(&self.call, 0, sizeof(self.call))
     self.options, self.workspace = options, workspace
-    self.q = q if type(q) is Rows else open_rows(q, "q")
+    self.q = open_rows(q, "q")
     self.call.q = self.q.rows
     if self.call.q.dim != store.k.head_dim:
         raise DimensionMismatchError(f"q must have head_dim {store.k.head_dim}, got {self.call.q.dim}")
     if self.call.q.heads % store.num_kv_heads:
         raise DimensionMismatchError(f"the heads of q must be a multiple of the {store.num_kv_heads} KV heads, "
                                      f"got {self.call.q.heads}")
-    self.call.group = <int>(self.call.q.heads // store.num_kv_heads)
     self.call.scale = (1.0 / math.sqrt(self.call.q.dim) if options.scale is None
                        else check_number(options.scale, "scale", False))
     if options.softcap is not None and options.softcap != 0:
@@ -117,14 +114,8 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
         self.slopes = view = check_per_head(options.alibi_slopes, "alibi_slopes", self.call.q.heads)
         self.call.slopes = &view[0]
     self.num_splits = check_count(options.num_splits, "num_splits", 0, 1 << 30)
-    self.call.kernels = active()
-    self.call.store = store
-    self.call.tile = choose_tile(store)
-    if store.floats != NULL:
-        self.call.float_tile = choose_tile(store.floats)
-    items += min(self.call.q.tokens, contexts * <Py_ssize_t>FEW_QUERIES)  # as many as `add` can make
-    self.call.items = <kv_item *>workspace.reserve(ITEMS, items * sizeof(kv_item))
-    self.call.queries = <kv_query *>workspace.reserve(QUERIES, self.call.q.tokens * sizeof(kv_query))
+    if not self.begin(store, contexts):
+        raise _no_memory()
     if self.call.q.data == NULL:
         return self
     check_finite(self.q, "q", 3.4028235e38, "float32")
@@ -132,7 +123,7 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     self.out = options.out
     if self.out is None:
         self.out = np.empty((self.call.q.tokens, self.call.q.heads, self.call.q.dim), np.float32)
-    elif not isinstance(self.out, np.ndarray):
+    elif not isinstance(self.out, (np.ndarray, Rows)):
         raise TypeError(f"out must be a NumPy array, got {type(self.out).__name__}")
     self.result = open_rows(self.out, "out", True)
     self.call.out = self.result.rows
@@ -140,13 +131,17 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
             or self.call.out.dim != self.call.q.dim):
         raise DimensionMismatchError(
             f"out must have the shape of q, ({self.call.q.tokens}, {self.call.q.heads}, {self.call.q.dim}), "
-            f"got {self.out.shape}")
-    if _overlap(&self.call.out, &self.call.q):
+            f"got ({self.call.out.tokens}, {self.call.out.heads}, {self.call.out.dim})")
+    if overlap(&self.call.out, &self.call.q):
         raise ValueError("out must not share memory with q")
     if options.return_lse:
         self.lse = lse_view = np.empty((self.call.q.tokens, self.call.q.heads), np.float32)
         self.call.lse = &lse_view[0, 0]
     return self
+
+
+cdef object _no_memory():
+    return MemoryError("cannot allocate what a call of attend works in")
 
 
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store):
@@ -172,16 +167,29 @@ cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_sto
 
 
 cdef class AttendCall:
+    cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil:
+        """What follows from the store and from q, which fits it; False for want of memory."""
+        # One item for each context, those of shared prefixes, and as many as `add` can make.
+        cdef Py_ssize_t items = 2 * contexts + min(self.call.q.tokens, contexts * <Py_ssize_t>FEW_QUERIES)
+        self.call.kernels, self.call.store = active(), store
+        self.call.group = <int>(self.call.q.heads // store.num_kv_heads)
+        self.call.tile = choose_tile(store)
+        if store.floats != NULL:
+            self.call.float_tile = choose_tile(store.floats)
+        self.call.items = <kv_item *>self.workspace.reserve(ITEMS, items * sizeof(kv_item))
+        self.call.queries = <kv_query *>self.workspace.reserve(QUERIES, self.call.q.tokens * sizeof(kv_query))
+        return self.call.items != NULL and self.call.queries != NULL
+
     cdef int set_rope(self, object rope_q) except -1:
         """The rotary part of the queries to latent rows, (tokens, heads, rope_dim)."""
         self.rope_q = open_rows(rope_q, "q")
         check_finite(self.rope_q, "the rotary part of q", 3.4028235e38, "float32")
         self.call.rope_q = self.rope_q.rows
-        if self.call.q.data != NULL and _overlap(&self.call.out, &self.call.rope_q):
+        if self.call.q.data != NULL and overlap(&self.call.out, &self.call.rope_q):
             raise ValueError("out must not share memory with q")
         return 0
 
-    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept:
+    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
         """The queries first_query ... are the last of a context: which positions each sees."""
         cdef kv_query *query
         cdef Py_ssize_t i
@@ -194,7 +202,7 @@ cdef class AttendCall:
             query.parts = 0
         self.context += context.length
 
-    cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept:
+    cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil:
         """Tokens of each split of a span that so many queries read."""
         cdef Py_ssize_t splits = self.num_splits, units, least
         if splits == 0:
@@ -209,8 +217,8 @@ cdef class AttendCall:
         splits = max(<Py_ssize_t>1, min(splits, (span + KV_TILE - 1) // KV_TILE))
         return ((span + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
 
-    cdef int add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
-                 int part) except -1:
+    cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
+                 int part) noexcept nogil:
         """Items for the queries of `ask`, which read their context from position `begin` on.
 
         Queries that each alone would read in other splits get items of their own, so that a query's result has
@@ -235,19 +243,18 @@ cdef class AttendCall:
             self.close(item, last.stop)
             first_query += n
             num_queries -= n
-        return 0
 
-    cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept:
+    cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept nogil:
         return max(begin, query.start // KV_TILE * KV_TILE)
 
-    cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept:
+    cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil:
         cdef Py_ssize_t start = self._begin_of(a, begin), size
         if start != self._begin_of(b, begin):
             return False
         size = self._split_tokens(1, a.stop - start)
         return size == self._split_tokens(1, b.stop - start) and (a.stop - start - 1) // size == (b.stop - start - 1) // size
 
-    cdef int close(self, kv_item *item, Py_ssize_t end) except -1:
+    cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil:
         """Split the item's positions up to `end`, and count it."""
         cdef Py_ssize_t span = end - item.begin
         item.end = end
@@ -258,9 +265,8 @@ cdef class AttendCall:
         self.call.num_tasks += item.splits * item.row_blocks * self.call.store.num_kv_heads
         self.call.num_items += 1
         self.work += <Py_ssize_t>(bytes_of(self.call.store, span) * max(1.0, item.num_queries * self.call.group / 8.0))
-        return 0
 
-    cdef void _cut_rows(self, kv_item *item) noexcept:
+    cdef void _cut_rows(self, kv_item *item) noexcept nogil:
         """The query rows of each task of an item."""
         cdef const kv_store *store = self.call.store
         cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
@@ -285,7 +291,7 @@ cdef class AttendCall:
         self.call.wide_kind = (KV_HALVES if store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS
                                else KV_INTEGERS)
 
-    cdef Py_ssize_t _count_parts(self) noexcept:
+    cdef Py_ssize_t _count_parts(self) noexcept nogil:
         """Number the partial results that the items leave of their queries, per query head."""
         cdef Py_ssize_t i, j, parts = 0
         cdef kv_item *item
@@ -301,21 +307,26 @@ cdef class AttendCall:
             parts += query.parts if query.parts > 1 else 0
         return parts
 
-    cdef object run(self):
+    cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil:
+        """Memory for results and threads, the last thing before `run`; False for want of it."""
         cdef Py_ssize_t parts = self._count_parts()
-        cdef int threads
-        # A megabyte or two for each thread: not to be kept by every cache, but by those whose every token needs it.
-        cdef Workspace scratch = self.workspace if self.call.store.latent else None
         if parts:
             self.call.partials = <float *>self.workspace.reserve(
                 PARTIALS, parts * self.call.q.heads * (self.call.store.k.padded_dim + 2) * sizeof(float))
-        threads = num_threads_for(self.options.num_threads, <double>self.work)
         if self.wide:
-            scratch = scratch or Workspace()
             self.call.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
         if self.call.rope_q.data != NULL:
             self.call.rope = <kv_rope_scratch *>self.workspace.reserve(ROPE, threads * sizeof(kv_rope_scratch))
-        if _LOGS:
+        return ((parts == 0 or self.call.partials != NULL) and (not self.wide or self.call.wide != NULL)
+                and (self.call.rope_q.data == NULL or self.call.rope != NULL))
+
+    cdef object run(self):
+        cdef int threads = num_threads_for(self.options.num_threads, <double>self.work)
+        # A megabyte or two for each thread: not to be kept by every cache, but by those whose every token needs it.
+        cdef Workspace scratch = Workspace() if self.wide and not self.call.store.latent else self.workspace
+        if not self.prepare(scratch, threads):
+            raise _no_memory()
+        if LOGS:
             slow_paths.log(self._notes(threads))
         with nogil:
             run(&self.call, threads)

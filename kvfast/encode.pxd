@@ -20,5 +20,8 @@ cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t t
 cdef tuple open_pair(object k, object v, bint latent)
 cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1
 cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1
+cdef double work_of(const kv_rows *k) noexcept nogil
+cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
+                      const int64_t *slots, bint in_order, int threads) noexcept nogil
 cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order) except -1

@@ -173,11 +173,30 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
     A value that cannot be stored raises; slots may then be written in part, so they must be such that
     nobody reads, or the arrays must have been checked before.
     """
+    cdef int threads = num_threads_for(None, work_of(&k.rows))
+    cdef bint done
+    with nogil:
+        done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, threads)
+    if not done:
+        check_storable(store, k, v)
+        raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
+                                  f"+-{_limit(store, True):g}) once it is normalised and rotated")
+    return 0
+
+
+cdef double work_of(const kv_rows *k) noexcept nogil:
+    """Bytes to write, for the number of threads."""
+    return <double>k.tokens * k.heads * k.dim * 8
+
+
+cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
+                      const int64_t *slots, bint in_order, int threads) noexcept nogil:
+    """`write_rows`; False for a value that cannot be stored."""
     cdef kv_write call
-    cdef int bad = 0, threads
-    cdef Py_ssize_t i, tasks, n = k.rows.tokens
+    cdef int bad = 0
+    cdef Py_ssize_t i, tasks, n = k.tokens
     call.kernels, call.store = active(), store
-    call.k, call.v = k.rows, v.rows
+    call.k, call.v = k[0], v[0]
     memset(&call.rotary, 0, sizeof(call.rotary))
     if rotary != NULL:
         call.rotary = rotary[0]
@@ -186,16 +205,10 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
     call.first_range = call.range_tokens - slots[0] % store.k.block_size
     tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
     if not in_order:
-        tasks = k.rows.heads
-    threads = num_threads_for(None, <double>n * k.rows.heads * k.rows.dim * 8)
-    with nogil:
-        if threads == 1:
-            _write_tokens(&call, 0, n, 0, k.rows.heads)
-        else:
-            for i in prange(tasks, schedule="dynamic", num_threads=threads):
-                _write_task(&call, i)
-    if bad:
-        check_storable(store, k, v)
-        raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
-                                  f"+-{_limit(store, True):g}) once it is normalised and rotated")
-    return 0
+        tasks = k.heads
+    if threads == 1:
+        _write_tokens(&call, 0, n, 0, k.heads)
+    else:
+        for i in prange(tasks, schedule="dynamic", num_threads=threads):
+            _write_task(&call, i)
+    return not bad

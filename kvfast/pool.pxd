@@ -1,7 +1,7 @@
 """Blocks of some layers, counted by their owners.
 
 A block spans all layers of its pool. Owners take blocks, retain those they share and release them; a
-pool and what lies in it serve one thread at a time (from `enter` to `leave`).
+pool and what lies in it serve one thread at a time, from `enter` to `leave`; not all of these need have the GIL.
 """
 from libc.stdint cimport int16_t, int32_t, uint8_t
 
@@ -38,12 +38,13 @@ cdef class BlockPool:
     cdef Py_ssize_t group              # where the search for free groups goes on
     cdef object index                  # PrefixIndex of contents worth keeping, or None
     cdef Workspace workspace
-    cdef int busy                      # for kv_set and kv_clear alone
+    cdef int busy                      # for `enter` and `leave` alone
     cdef list abandoned                # tables to be released when the pool is next entered
 
-    cdef bint _take_turn(self) except -1
+    cdef bint try_enter(self) noexcept nogil
     cdef int enter(self) except -1
-    cdef void leave(self) noexcept
+    cdef void leave(self) noexcept nogil
+    cdef int _release_abandoned(self) except -1
     cdef Py_ssize_t available(self) except -1
     cdef int ensure(self, Py_ssize_t count) except -1
     cdef int32_t take(self, int32_t after) except -1

@@ -18,12 +18,9 @@ from kvfast.formats import KVFormat
 
 cdef extern from *:
     """
-    /* Atomic: without a global interpreter lock, two threads may come at once. */
-    static inline int kv_set(int *flag) { return __atomic_exchange_n(flag, 1, __ATOMIC_ACQUIRE); }
-    static inline void kv_clear(int *flag) { __atomic_store_n(flag, 0, __ATOMIC_RELEASE); }
+    static int kv_exchange(int *flag, int value) { return __atomic_exchange_n(flag, value, __ATOMIC_ACQ_REL); }
     """
-    int kv_set(int *flag) nogil
-    void kv_clear(int *flag) nogil
+    int kv_exchange(int *flag, int value) nogil
 
 
 cdef object _stride(object nbytes):
@@ -98,21 +95,22 @@ cdef class BlockPool:
         free(self.float_of)
         free(self.kept)
 
-    cdef bint _take_turn(self) except -1:
-        """Enter unless somebody is in."""
-        if kv_set(&self.busy):
-            return False
-        while self.abandoned:
-            self.abandoned.pop().give_up()
-        return True
+    cdef bint try_enter(self) noexcept nogil:
+        return not kv_exchange(&self.busy, 1)
+
+    cdef void leave(self) noexcept nogil:
+        kv_exchange(&self.busy, 0)
 
     cdef int enter(self) except -1:
-        if not self._take_turn():
+        if not self.try_enter():
             raise RuntimeError("this cache is in use by another thread; a cache serves one thread at a time")
+        self._release_abandoned()
         return 0
 
-    cdef void leave(self) noexcept:
-        kv_clear(&self.busy)
+    cdef int _release_abandoned(self) except -1:
+        while self.abandoned:
+            self.abandoned.pop().give_up()
+        return 0
 
     def abandon(self, table):
         """Release a table that Python collects, of this pool or one entered with it: now, or when it is next entered."""
@@ -121,7 +119,8 @@ cdef class BlockPool:
 
     def settle(self):
         """Release what was abandoned while the pool was busy."""
-        if self._take_turn():
+        if self.try_enter():
+            self._release_abandoned()
             self.leave()
 
     cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=None, object offsets=None) except -1:

@@ -16,11 +16,33 @@ cdef class RingTable(BlockTable):
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
         return max(<Py_ssize_t>0, length - self.window)
 
+    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
+        if window[0] > self.window or num_sink_tokens[0] > self.num_sink_tokens:
+            return False
+        if window[0] == 0:
+            window[0] = self.window
+        if num_sink_tokens[0] < 0:
+            num_sink_tokens[0] = self.num_sink_tokens
+        return True
+
+    cdef Py_ssize_t _evicted_at(self, Py_ssize_t length) noexcept nogil:
+        return max(self.evicted, length - self.window - self.rollback)
+
+    cdef Py_ssize_t _gone(self, Py_ssize_t evicted) noexcept nogil:
+        """Whole blocks behind the slack."""
+        return evicted // self.pool.block_size - self.sink_blocks - self.skipped
+
+    cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
+        return BlockTable.just_counts(self, n) and self._gone(self._evicted_at(self.length + n)) <= 0
+
+    cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
+        self.length += n
+        self.evicted = self._evicted_at(self.length)
+
     cdef int forget(self) except -1:
         cdef Py_ssize_t i, gone
-        self.evicted = max(self.evicted, self.length - self.window - self.rollback)
-        # Whole blocks behind the slack go back to the pool.
-        gone = self.evicted // self.pool.block_size - self.sink_blocks - self.skipped
+        self.evicted = self._evicted_at(self.length)
+        gone = self._gone(self.evicted)
         if gone <= 0:
             return 0
         for i in range(gone):

@@ -9,7 +9,7 @@ cdef class SequenceBuffer:
     cdef readonly list tables          # of BlockTable: one for each group of layers with one window
     cdef list places                   # of (table, layer in it) for each layer
     cdef readonly Py_ssize_t num_layers
-    cdef public object max_seq_len     # tokens, or None
+    cdef Py_ssize_t most               # tokens, or -1: any number
     cdef readonly bint closed
 
     cdef BlockTable _table(self, object index, Py_ssize_t *layer)

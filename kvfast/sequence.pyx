@@ -21,6 +21,15 @@ cdef class SequenceBuffer:
         self.tables, self.places, self.max_seq_len = tables, places, max_seq_len
         self.num_layers = len(places)
 
+    @property
+    def max_seq_len(self):
+        """Tokens, or None."""
+        return None if self.most < 0 else self.most
+
+    @max_seq_len.setter
+    def max_seq_len(self, value):
+        self.most = -1 if value is None else value
+
     cdef BlockTable _table(self, object index, Py_ssize_t *layer):
         if self.closed:
             raise ValueError("this sequence has been freed")
@@ -42,9 +51,9 @@ cdef class SequenceBuffer:
         return 0
 
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
-        if self.max_seq_len is not None and held + n > self.max_seq_len:
-            room = self.max_seq_len - held
-            raise CacheFullError(f"layer {index} has room for {room} of {self.max_seq_len} tokens, got {n}", n, room)
+        if self.most >= 0 and held + n > self.most:
+            room = self.most - held
+            raise CacheFullError(f"layer {index} has room for {room} of {self.most} tokens, got {n}", n, room)
         return 0
 
     def append(self, index, k, v, Transform transform=None):
@@ -124,20 +133,14 @@ cdef class SequenceBuffer:
     cdef int _limit(self, BlockTable table, AttendCall call) except -1:
         """A ring shows what it holds: its window and its sinks, or less."""
         cdef RingTable ring
-        if not isinstance(table, RingTable):
+        if table.limit(&call.window, &call.options.num_sink_tokens):
             return 0
         ring = table
         if call.window > ring.window:
             raise ValueError(f"sliding_window must be at most the {ring.window} tokens that the ring keeps, "
                              f"got {call.window}")
-        if call.options.num_sink_tokens > ring.num_sink_tokens:
-            raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
-                             f"got {call.options.num_sink_tokens}")
-        if call.window == 0:
-            call.window = ring.window
-        if call.options.num_sink_tokens < 0:
-            call.options.num_sink_tokens = ring.num_sink_tokens
-        return 0
+        raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
+                         f"got {call.options.num_sink_tokens}")
 
     def advance(self, n):
         cdef Py_ssize_t i, count = check_count(n, "n", 1, 1 << 60), length = self.length

@@ -21,11 +21,15 @@ cdef class BlockTable:
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
     cdef int64_t slot(self, Py_ssize_t position) noexcept nogil
+    cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1
     cdef int advance(self, Py_ssize_t n) except -1
+    cdef bint just_counts(self, Py_ssize_t n) noexcept nogil
+    cdef void count_tokens(self, Py_ssize_t n) noexcept nogil
     cdef int forget(self) except -1
+    cdef Py_ssize_t _coded_at(self, Py_ssize_t length) noexcept nogil
     cdef int _finish(self, Py_ssize_t before) except -1
     cdef int _reopen_block(self) except -1
     cdef Py_ssize_t encoded(self) noexcept nogil
@@ -50,6 +54,7 @@ cdef class BlockTable:
     cdef dict place(self)
     cdef int set_place(self, Py_ssize_t length, dict place) except -1
     cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1
+    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil
     cdef bint holds(self, Py_ssize_t position) noexcept nogil
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil
     cdef int adopt(self, list blocks) except -1

@@ -70,6 +70,27 @@ cdef class BlockTable:
                 needed += 1
         return needed
 
+    cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
+        """Whether `make_writable` has nothing to do."""
+        cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index, place
+        cdef int32_t block
+        # What a pool knows by its tokens only Python can tell.
+        if end > self.count + self.skipped or self.pool.index is not None or self.pool.finishes and self.coded % size:
+            return False
+        for index in range(first // size, end):
+            block = self.blocks[index if index < self.sink_blocks else index - self.skipped]
+            place = max(first - index * size, <Py_ssize_t>0)
+            if self.pool.owners[block] > 1 or self.pool.finishes and self.pool.kept[block] > place:
+                return False
+            if not self.pool.finishes:
+                if self.pool.has_sinks and index == 0 and self.pool.float_of[block * (size // PIECE)] < 0:
+                    return False
+                continue
+            for place in range(place // PIECE, (min(last - index * size, size) + PIECE - 1) // PIECE):
+                if self.pool.float_of[block * (size // PIECE) + place] < 0:
+                    return False
+        return True
+
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the positions first to last blocks of their own; those shared with others are copied."""
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size
@@ -149,9 +170,22 @@ cdef class BlockTable:
             self._finish(before)
         return 0
 
+    cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
+        """Whether `advance` encodes no block and gives none back."""
+        cdef Py_ssize_t size = self.pool.block_size, length = self.length + n
+        return not self.pool.finishes or length // size == self.length // size and self._coded_at(length) <= self.coded
+
+    cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
+        """`advance` where it just counts."""
+        self.length += n
+
     cdef int forget(self) except -1:
         """Give back what a sequence of this length needs no more; see `ring`."""
         return 0
+
+    cdef Py_ssize_t _coded_at(self, Py_ssize_t length) noexcept nogil:
+        """First tokens that a sequence of `length` needs no float rows of."""
+        return (length - OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > OPEN_TOKENS else 0
 
     cdef int _finish(self, Py_ssize_t before) except -1:
         """Encode the blocks that have become full, and give back the float rows that no query reads any more."""
@@ -165,7 +199,7 @@ cdef class BlockTable:
             view = np.array(full, np.int32)
             finish_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
                           before < size and (gone == 0 or self.sink_blocks > 0), self.pool.kept)
-        coded = max(self.coded, (self.length - OPEN_TOKENS) // size * size if self.length > OPEN_TOKENS else 0, gone * size)
+        coded = max(self.coded, self._coded_at(self.length), gone * size)
         for index in range(self.coded // size, coded // size):
             if gone > index >= self.sink_blocks:
                 continue
@@ -182,6 +216,10 @@ cdef class BlockTable:
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
         """First position outside the sinks that a sequence of `length` tokens holds; see `ring`."""
         return 0
+
+    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
+        """Fit a window, 0 for none, and a number of sinks, -1 for any, to what the table keeps; False if that is less."""
+        return True
 
     cdef bint holds(self, Py_ssize_t position) noexcept nogil:
         """Whether all positions from this one on are still there."""
@@ -359,12 +397,11 @@ cdef class BlockTable:
 
     cdef dict _check_coded(self, Py_ssize_t length, dict place):
         """The other entries of `place`, after a check of what it tells of finished blocks."""
-        cdef Py_ssize_t coded, least, kept
+        cdef Py_ssize_t coded, kept
         if not self.pool.finishes:
             return place
         # What no query reads as floats any more has none; and however long a file says it is, few tokens have.
-        least = (length - OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > OPEN_TOKENS else 0
-        coded = check_count(place.get("coded_tokens"), "coded_tokens", least, length)
+        coded = check_count(place.get("coded_tokens"), "coded_tokens", self._coded_at(length), length)
         if coded != length and coded % self.pool.block_size:
             raise ValueError(f"of {length} tokens the first {coded} cannot be coded alone: blocks have {self.pool.block_size}")
         kept = min(length - coded, self.pool.block_size)

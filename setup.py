@@ -16,7 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.sdist import sdist
 
 MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "options", "attend_call", "plain", "encode",
-           "finish", "codebook", "fused", "pool", "transfer", "table", "ring", "sequence", "streams", "heads", "paged", "machine"]
+           "finish", "codebook", "fused", "pool", "transfer", "table", "ring", "sequence", "streams", "heads", "paged", "machine", "capi"]
 PARALLEL = {"_openmp", "quant", "attention", "codebook", "encode", "finish", "fused", "transfer", "heads", "machine"}
 
 # No -ffast-math: the softmax needs its infinities. No -march: one binary runs on any CPU.
@@ -49,7 +49,7 @@ def extension(name, openmp):
     return Extension(
         f"kvfast.{name}",
         sources,
-        depends=sorted([*glob.glob("kvfast/simd/*.h"), *glob.glob("kvfast/*.pxd")]),
+        depends=sorted([*glob.glob("kvfast/simd/*.h"), "kvfast/kvfast.h", *glob.glob("kvfast/*.pxd")]),
         include_dirs=["kvfast"],
         extra_compile_args=COMPILE + flags,
         extra_link_args=flags,

@@ -26,6 +26,7 @@ How the package is built, from the bottom up; each room imports only from those 
     storage_properties, latent_rows, stored_sequence, sequence_cache, cache, mla_cache, ring_cache, paged_sequence,
     paged_storage, paged_cache, paged_mla_cache, prompt_cache, multi_head, multi_head_config
                             the classes that users see
+    capi                    the same for C and Cython, without Python in between (``kvfast.h``)
     compression/            finished keys and values in fewer bits
     fidelity, machine       what a storage format costs on tensors of one's own; what the machine can do at most
     bench/, plotting        how fast it is here (extra ``bench``); files with plots (extra ``plot``)
@@ -35,6 +36,11 @@ A sequence is a table of blocks of a pool. The caches differ in the pool and the
 of its own, `RingKVCache` also drops blocks that left the window, the sequences of a `PagedKVCache` share one. A
 `Snapshot` is one more table: a block with several owners is copied before one of them writes to it.
 """
+
+from __future__ import annotations
+
+import os
+from typing import Any
 
 from . import _spin  # noqa: F401  (before what loads OpenMP)
 from ._kernels import active_isa, available_isas, cpu_features, use_isa
@@ -117,6 +123,7 @@ __all__ = [
     "cpu_features",
     "dequantize",
     "fidelity",
+    "get_include",
     "get_num_threads",
     "load",
     "merge_states",
@@ -130,7 +137,7 @@ __all__ = [
 ]
 
 
-def config():
+def config() -> dict[str, Any]:
     """Version, ISA tiers, threads and CPU features of this installation.
 
     Returns
@@ -147,7 +154,17 @@ def config():
     }
 
 
-def show_config():
+def get_include() -> str:
+    """The folder of ``kvfast.h`` and ``simd/kernels.h``, for compiling against kvfast.
+
+    Returns
+    -------
+    str
+    """
+    return os.path.dirname(__file__)
+
+
+def show_config() -> None:
     """Print `config()`."""
     settings = config()
     features = [name for name, present in settings["cpu_features"].items() if present]

@@ -1,0 +1,393 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The caches for C and Cython, see ``kvfast.h``.
+
+Every call first tries what needs no interpreter: tokens into blocks that are there, attention with memory that is there.
+Whatever is not so simple, errors among it, goes the way that Python takes.
+"""
+import numpy as np
+
+from cpython.pycapsule cimport PyCapsule_New
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.math cimport isfinite, pow, sqrt
+from libc.stdint cimport int64_t, intptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+from kvfast._arrays cimport Rows, find_unstorable, kv_rows
+from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active
+from kvfast._openmp cimport take_threads
+from kvfast.attend_call cimport LOGS, AttendCall, overlap
+from kvfast.attention cimport run
+from kvfast.blocks cimport kv_context, kv_store
+from kvfast.encode cimport encode_rows, work_of
+from kvfast.options cimport Options
+from kvfast.sequence cimport SequenceBuffer
+from kvfast.table cimport BlockTable
+
+from kvfast.errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
+
+cdef extern from "kvfast.h":
+    ctypedef struct kvfast_api:
+        int abi, api
+        kvfast_cache *(*open)(object cache) except NULL
+        void (*close)(kvfast_cache *cache) noexcept with gil
+        int (*append)(kvfast_cache *cache, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil
+        int (*attend)(kvfast_cache *cache, int layer, const kvfast_rows *q, const kvfast_options *options,
+                      const kvfast_rows *out) noexcept nogil
+        int (*advance)(kvfast_cache *cache, Py_ssize_t n) noexcept nogil
+        int (*truncate)(kvfast_cache *cache, Py_ssize_t n) noexcept nogil
+        Py_ssize_t (*length)(kvfast_cache *cache) noexcept nogil
+        Py_ssize_t (*layer_length)(kvfast_cache *cache, int layer) noexcept nogil
+        const char *(*error)(kvfast_cache *cache) noexcept nogil
+        const void *(*kernels)() noexcept nogil
+
+cdef extern from "Python.h" nogil:
+    Py_ssize_t PyList_GET_SIZE(void *list)
+
+cdef enum:
+    QUICK_TOKENS = 64      # that are appended without Python
+    MOST_TEXT = 512
+
+cdef float FLOAT_MAX = 3.4028235e38
+
+_CODES = (
+    (CacheFullError, KVFAST_FULL),
+    (DimensionMismatchError, KVFAST_SHAPE),
+    (NonFiniteInputError, KVFAST_NOT_FINITE),
+    (MemoryError, KVFAST_NO_MEMORY),
+    (IndexError, KVFAST_NO_LAYER),
+    ((ValueError, TypeError), KVFAST_INVALID),
+)
+
+
+cdef class Handle:
+    """What a kvfast_cache points to."""
+    cdef object cache
+    cdef SequenceBuffer buffer
+    cdef AttendCall call
+    cdef void **tables         # (num_layers,) BlockTable of each layer, owned by the buffer
+    cdef Py_ssize_t *layers    # and the layer's number in it
+    cdef bint is_paged         # a Sequence, which knows more of its tokens than the buffer does
+    cdef bint latent
+    cdef char text[MOST_TEXT]
+
+    def __cinit__(self, cache):
+        from kvfast.stored_sequence import StoredSequence
+
+        cdef Py_ssize_t i
+        if not isinstance(cache, StoredSequence):
+            raise TypeError(f"a KVCache, RingKVCache, MLAKVCache or Sequence is needed, got {type(cache).__name__}")
+        if getattr(cache, "_rope", None) is not None:
+            raise ValueError('a cache with rope="cache", which turns queries and keys itself, has no C interface')
+        self.cache, self.buffer, self.is_paged = cache, cache._buffer, cache.is_paged
+        self.tables = <void **>calloc(self.buffer.num_layers, sizeof(void *))
+        self.layers = <Py_ssize_t *>calloc(self.buffer.num_layers, sizeof(Py_ssize_t))
+        if self.tables == NULL or self.layers == NULL:
+            raise MemoryError("cannot allocate the layers of a cache")
+        for i, (table, layer) in enumerate(self.buffer.places):
+            self.tables[i], self.layers[i] = <void *>table, layer
+        self.call = AttendCall.__new__(AttendCall)
+        self.call.options, self.call.workspace = Options(), self.buffer._pool().workspace
+        self.latent = (<BlockTable>self.tables[0]).pool.stores.latent
+
+    def __dealloc__(self):
+        free(self.tables)
+        free(self.layers)
+
+    cdef bint try_enter(self) noexcept nogil:
+        """Whether nobody else is in the cache, and nothing is left to be tidied up. The inverse is `leave`."""
+        if self.buffer.closed or not (<BlockTable>self.tables[0]).pool.try_enter():
+            return False
+        if PyList_GET_SIZE(<void *>(<BlockTable>self.tables[0]).pool.abandoned) == 0:
+            return True
+        self.leave()
+        return False
+
+    cdef void leave(self) noexcept nogil:
+        (<BlockTable>self.tables[0]).pool.leave()
+
+    cdef bint split(self, const kvfast_rows *given, kv_rows *rows, kv_rows *rope) noexcept nogil:
+        """The rows, and of latent ones their rotary part; False if they cannot be."""
+        cdef Py_ssize_t latent_dim = (<BlockTable>self.tables[0]).pool.head_dim
+        if not _convert(given, rows):
+            return False
+        memset(rope, 0, sizeof(kv_rows))
+        if self.latent:
+            if given.dim != latent_dim + (<BlockTable>self.tables[0]).pool.stores.v.head_dim:
+                return False
+            rope[0] = rows[0]
+            rows.dim = latent_dim
+            rope.dim = given.dim - latent_dim
+            rope.data += latent_dim * _itemsize(rows.dtype)
+        return True
+
+    cdef bint quick_append(self, BlockTable table, Py_ssize_t layer, const kv_rows *k, const kv_rows *v) noexcept nogil:
+        cdef int64_t slots[QUICK_TOKENS]
+        cdef const kv_store *store = table.pool.stores + layer
+        cdef Py_ssize_t first = table.lengths[layer], n = k.tokens, i
+        if (n > QUICK_TOKENS or self.buffer.most >= 0 and first + n > self.buffer.most or v.tokens != n
+                or k.heads != store.num_kv_heads or k.dim != store.k.head_dim
+                or v.heads != store.num_kv_heads or v.dim != store.v.head_dim or not table.is_writable(first, first + n)):
+            return False
+        for i in range(n):
+            slots[i] = table.slot(first + i)
+        # A value that cannot be stored: behind the last token, where nobody reads.
+        if not encode_rows(store, k, v, NULL, slots, True, take_threads(0, work_of(k))):
+            return False
+        table.lengths[layer] += n
+        return True
+
+    cdef bint quick_attend(self, BlockTable table, Py_ssize_t layer, const kv_rows *q, const kv_rows *rope_q,
+                           const kvfast_options *options, const kv_rows *out) noexcept nogil:
+        cdef const kv_store *store = table.pool.stores + layer
+        cdef kv_context context
+        cdef float row[512]
+        cdef Py_ssize_t i
+        cdef int threads
+        table.context(layer, &context)
+        if (LOGS or q.tokens > context.length or q.dim != store.k.head_dim or q.heads % store.num_kv_heads
+                or out.tokens != q.tokens or out.heads != q.heads or out.dim != q.dim or overlap(out, q)
+                or options.sliding_window < 0 or options.num_splits < 0 or not 0 <= options.num_threads <= 1024
+                or not isfinite(options.scale) or not 0 <= options.softcap <= FLOAT_MAX
+                or find_unstorable(q, FLOAT_MAX, row, &i) >= 0):
+            return False
+        if rope_q.dim and (overlap(out, rope_q) or find_unstorable(rope_q, FLOAT_MAX, row, &i) >= 0):
+            return False
+        for i in range(q.heads):
+            if (options.sinks != NULL and not isfinite(options.sinks[i])
+                    or options.alibi_slopes != NULL and not isfinite(options.alibi_slopes[i])):
+                return False
+        memset(&self.call.call, 0, sizeof(self.call.call))
+        self.call.work = self.call.context = 0
+        self.call.wide = self.call.packed = False
+        self.call.window, self.call.num_splits = options.sliding_window, options.num_splits
+        self.call.options.num_sink_tokens = -1 if options.num_sink_tokens == 0 else max(options.num_sink_tokens, 0)
+        self.call.options.causal = not options.not_causal
+        self.call.call.q, self.call.call.out, self.call.call.lse = q[0], out[0], options.lse
+        if rope_q.dim:
+            self.call.call.rope_q = rope_q[0]
+        self.call.call.scale = _scale(options, q, rope_q)
+        self.call.call.softcap = options.softcap
+        self.call.call.sinks, self.call.call.slopes = options.sinks, options.alibi_slopes
+        if not table.limit(&self.call.window, &self.call.options.num_sink_tokens) or not self.call.begin(store, 1):
+            return False
+        self.call.ask(&context, 0, q.tokens)
+        if not table.holds(self.call.call.queries[0].start):
+            return False
+        self.call.add(&context, 0, q.tokens, 0, 0)
+        if self.call.wide and not store.latent:  # whose memory is not kept
+            return False
+        threads = take_threads(options.num_threads, <double>self.call.work)
+        if not self.call.prepare(self.call.workspace, threads):
+            return False
+        run(&self.call.call, threads)
+        return True
+
+    cdef bint quick_advance(self, Py_ssize_t n) noexcept nogil:
+        cdef Py_ssize_t i, length = (<BlockTable>self.tables[0]).length
+        if n < 1 or self.is_paged:
+            return False
+        for i in range(self.buffer.num_layers):
+            if (<BlockTable>self.tables[i]).lengths[self.layers[i]] != length + n or not (<BlockTable>self.tables[i]).just_counts(n):
+                return False
+        for i in range(self.buffer.num_layers):
+            if (<BlockTable>self.tables[i]).length == length:  # not yet, for another layer of the table
+                (<BlockTable>self.tables[i]).count_tokens(n)
+        return True
+
+    cdef int python_append(self, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept with gil:
+        cdef Rows keys, values
+        try:
+            if (v == NULL) != self.latent:
+                raise ValueError("v must be NULL for latent rows" if self.latent else "v must not be NULL")
+            keys, values = self.open(k, "latent" if self.latent else "k")
+            if not self.latent:
+                values, _ = self.open(v, "v")
+            self.buffer.append(layer, keys, values)
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef int python_attend(self, int layer, const kvfast_rows *q, const kvfast_options *options,
+                           const kvfast_rows *out) noexcept with gil:
+        cdef Rows queries, rope
+        cdef Rows target = Rows.__new__(Rows)
+        cdef float[:, ::1] lse
+        cdef Py_ssize_t sinks = options.num_sink_tokens
+        try:
+            queries, rope = self.open(q, "q")
+            if not _convert(out, &target.rows):
+                raise _unfit(out, "out")
+            settings = Options(
+                out=target, scale=<float>_scale(options, &queries.rows, &rope.rows), causal=not options.not_causal,
+                softcap=options.softcap, sliding_window=options.sliding_window or None,
+                num_sink_tokens=None if sinks == 0 else 0 if sinks == -1 else sinks,
+                sinks=_per_head(options.sinks, q.num_heads), alibi_slopes=_per_head(options.alibi_slopes, q.num_heads),
+                return_lse=options.lse != NULL, num_splits=options.num_splits, num_threads=options.num_threads or None)
+            result = self.buffer.attend(layer, queries, None, settings, rope if rope.rows.dim else None)
+            if options.lse != NULL:
+                lse = result[1]
+                memcpy(options.lse, &lse[0, 0], lse.shape[0] * lse.shape[1] * sizeof(float))
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef int python_method(self, str name, Py_ssize_t n) noexcept:
+        try:
+            getattr(self.cache, name)(n)
+            return KVFAST_OK
+        except BaseException as error:
+            return self.failed(error)
+
+    cdef int python_advance(self, Py_ssize_t n) noexcept with gil:
+        return self.python_method("advance", n)
+
+    cdef int python_truncate(self, Py_ssize_t n) noexcept with gil:
+        return self.python_method("truncate", n)
+
+    cdef tuple open(self, const kvfast_rows *given, str name):
+        """The rows, and of latent ones their rotary part, for the calls that Python makes."""
+        cdef Rows rows = Rows.__new__(Rows), rope = Rows.__new__(Rows)
+        if not self.split(given, &rows.rows, &rope.rows):
+            raise _unfit(given, name)
+        return rows, rope
+
+    cdef int failed(self, error):
+        cdef bytes text = str(error).encode(errors="replace")[:MOST_TEXT - 1]
+        memcpy(self.text, <const char *>text, len(text) + 1)
+        for kind, code in _CODES:
+            if isinstance(error, kind):
+                return code
+        return KVFAST_BUSY if isinstance(error, RuntimeError) else KVFAST_ERROR
+
+
+cdef object _unfit(const kvfast_rows *given, str name):
+    """What is wrong with rows that cannot be."""
+    if given == NULL or given.data == NULL:
+        return ValueError(f"{name} must not be NULL")
+    if not KV_FLOAT32 <= given.dtype <= KV_BFLOAT16:
+        return TypeError(f"{name} must be KVFAST_FLOAT32, KVFAST_FLOAT16 or KVFAST_BFLOAT16, got dtype {given.dtype}")
+    shape = given.num_tokens, given.num_heads, given.dim
+    if <intptr_t>given.data % _itemsize(given.dtype) or given.token_stride % _itemsize(given.dtype) or given.head_stride % _itemsize(given.dtype):
+        return ValueError(f"{name} must be aligned to its elements")
+    return DimensionMismatchError(f"{name} must have the shape (num_tokens, num_heads, dim) that fits the cache, got {shape}")
+
+
+cdef object _per_head(const float *values, Py_ssize_t heads):
+    return None if values == NULL else [values[i] for i in range(heads)]
+
+
+cdef inline Py_ssize_t _itemsize(int dtype) noexcept nogil:
+    return 4 if dtype == KV_FLOAT32 else 2
+
+
+cdef bint _convert(const kvfast_rows *given, kv_rows *rows) noexcept nogil:
+    """Rows as the calls of kvfast know them; False if they are none."""
+    cdef Py_ssize_t itemsize
+    if given == NULL or given.data == NULL or not KV_FLOAT32 <= given.dtype <= KV_BFLOAT16:
+        return False
+    itemsize = _itemsize(given.dtype)
+    if (given.num_tokens < 1 or given.num_heads < 1 or given.dim < 1 or given.dim > 2 * KV_MAX_HEAD_DIM
+            or given.num_tokens > <Py_ssize_t>1 << 40 or given.num_heads > <Py_ssize_t>1 << 20
+            or <intptr_t>given.data % itemsize or given.token_stride % itemsize or given.head_stride % itemsize):
+        return False
+    rows.data, rows.dtype = <char *>given.data, given.dtype
+    rows.tokens, rows.heads, rows.dim = given.num_tokens, given.num_heads, given.dim
+    rows.head_stride = given.head_stride or given.dim * itemsize
+    rows.token_stride = given.token_stride or given.num_heads * rows.head_stride
+    return True
+
+
+cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q) noexcept nogil:
+    """As the caches choose it."""
+    if options.scale != 0:
+        return options.scale
+    if rope_q.data != NULL:
+        return <float>pow(<double>(q.dim + rope_q.dim), -0.5)
+    return <float>(1.0 / sqrt(<double>q.dim))
+
+
+cdef kvfast_cache *open(object cache) except NULL:
+    handle = Handle(cache)
+    Py_INCREF(handle)
+    return <kvfast_cache *>handle
+
+
+cdef void close(kvfast_cache *cache) noexcept with gil:
+    if cache != NULL:
+        Py_DECREF(<object>cache)
+
+
+cdef int append(kvfast_cache *cache, int layer, const kvfast_rows *k, const kvfast_rows *v) noexcept nogil:
+    cdef kv_rows keys, values, rope
+    cdef bint done = False
+    if cache == NULL:
+        return KVFAST_INVALID
+    if (0 <= layer < (<Handle>cache).buffer.num_layers and (v == NULL) == (<Handle>cache).latent
+            and (<Handle>cache).split(k, &keys, &rope) and (v == NULL or _convert(v, &values)) and (<Handle>cache).try_enter()):
+        done = (<Handle>cache).quick_append(<BlockTable>(<Handle>cache).tables[layer], (<Handle>cache).layers[layer], &keys,
+                                            &rope if v == NULL else &values)
+        (<Handle>cache).leave()
+    return KVFAST_OK if done else (<Handle>cache).python_append(layer, k, v)
+
+
+cdef int attend(kvfast_cache *cache, int layer, const kvfast_rows *q, const kvfast_options *options,
+                const kvfast_rows *out) noexcept nogil:
+    cdef kv_rows queries, rope, target
+    cdef kvfast_options defaults
+    cdef bint done = False
+    if cache == NULL:
+        return KVFAST_INVALID
+    if options == NULL:
+        memset(&defaults, 0, sizeof(defaults))
+        options = &defaults
+    if (0 <= layer < (<Handle>cache).buffer.num_layers and (<Handle>cache).split(q, &queries, &rope)
+            and _convert(out, &target) and (<Handle>cache).try_enter()):
+        done = (<Handle>cache).quick_attend(<BlockTable>(<Handle>cache).tables[layer], (<Handle>cache).layers[layer], &queries,
+                                            &rope, options, &target)
+        (<Handle>cache).leave()
+    return KVFAST_OK if done else (<Handle>cache).python_attend(layer, q, options, out)
+
+
+cdef int advance(kvfast_cache *cache, Py_ssize_t n) noexcept nogil:
+    cdef bint done = False
+    if cache == NULL:
+        return KVFAST_INVALID
+    if (<Handle>cache).try_enter():
+        done = (<Handle>cache).quick_advance(n)
+        (<Handle>cache).leave()
+    return KVFAST_OK if done else (<Handle>cache).python_advance(n)
+
+
+cdef int truncate(kvfast_cache *cache, Py_ssize_t n) noexcept nogil:
+    return KVFAST_INVALID if cache == NULL else (<Handle>cache).python_truncate(n)
+
+
+cdef Py_ssize_t length(kvfast_cache *cache) noexcept nogil:
+    return KVFAST_INVALID if cache == NULL else (<BlockTable>(<Handle>cache).tables[0]).length
+
+
+cdef Py_ssize_t layer_length(kvfast_cache *cache, int layer) noexcept nogil:
+    if cache == NULL:
+        return KVFAST_INVALID
+    if not 0 <= layer < (<Handle>cache).buffer.num_layers:
+        return KVFAST_NO_LAYER
+    return (<BlockTable>(<Handle>cache).tables[layer]).lengths[(<Handle>cache).layers[layer]]
+
+
+cdef const char *error(kvfast_cache *cache) noexcept nogil:
+    if cache == NULL:
+        return "the cache is NULL"
+    return &(<Handle>cache).text[0]
+
+
+cdef const void *kernels() noexcept nogil:
+    return active()
+
+
+cdef kvfast_api _api
+_api.abi, _api.api = KVFAST_ABI, KVFAST_API
+_api.open, _api.close, _api.append, _api.attend = open, close, append, attend
+_api.advance, _api.truncate, _api.length, _api.layer_length = advance, truncate, length, layer_length
+_api.error, _api.kernels = error, kernels
+C_API = PyCapsule_New(&_api, "kvfast.capi.C_API", NULL)

@@ -1,0 +1,111 @@
+/* kvfast from C: the caches of a Python process, called without Python in between.
+
+       static const kvfast_api *kvfast;                     // kvfast = kvfast_import(): once, with the GIL
+       kvfast_cache *cache = kvfast->open(python_cache);    // of a KVCache, RingKVCache, MLAKVCache or Sequence
+
+       kvfast_rows k = {.data = keys, .num_tokens = 1, .num_heads = 8, .dim = 128}, v = k, q = k, out = k;
+       ...
+       if (kvfast->append(cache, layer, &k, &v) || kvfast->attend(cache, layer, &q, NULL, &out))
+           fprintf(stderr, "%s\n", kvfast->error(cache));
+
+   Compile with the folder of `kvfast.get_include()` on the include path; nothing is to be linked.
+
+   All functions but open can be called with the GIL or without it, from any thread. What a step of decoding needs takes
+   it only where memory is to be had or given back, or a block is full: about once in 16 tokens; so do append to a
+   sequence of a PagedKVCache, and calls that fail. Long calls do not keep it, but a caller that has it keeps it.
+   A cache serves one thread at a time, those that call it from Python included: another gets KVFAST_BUSY.
+
+   Results are the same bits as from Python. A call that fails leaves the cache as it was. */
+#ifndef KVFAST_H
+#define KVFAST_H
+
+#include <Python.h>
+#include <stddef.h>
+
+#define KVFAST_ABI 1 /* of the structs; the functions of a table with the same number stay where they are */
+#define KVFAST_API 1 /* of the functions; a table with a higher number has more of them, behind the others */
+
+enum {
+    KVFAST_OK = 0,
+    KVFAST_INVALID = -1,    /* an argument, NULL where something must be, a closed sequence */
+    KVFAST_SHAPE = -2,      /* of rows, or num_q_heads */
+    KVFAST_NOT_FINITE = -3, /* NaN, infinity, or beyond the range of what is stored */
+    KVFAST_FULL = -4,       /* max_seq_len, or the blocks of a pool */
+    KVFAST_BUSY = -5,       /* another thread is in the cache */
+    KVFAST_NO_MEMORY = -6,
+    KVFAST_NO_LAYER = -7,
+    KVFAST_ERROR = -8       /* anything else */
+};
+
+enum { KVFAST_FLOAT32, KVFAST_FLOAT16, KVFAST_BFLOAT16 };
+
+/* A cache that is open; it keeps the Python object alive. */
+typedef struct kvfast_cache kvfast_cache;
+
+/* An array (num_tokens, num_heads, dim) whose rows of dim elements are contiguous and aligned to their elements. */
+typedef struct {
+    void *data;
+    ptrdiff_t num_tokens;
+    ptrdiff_t num_heads;
+    ptrdiff_t dim;
+    ptrdiff_t token_stride; /* bytes; 0: head after head, token after token */
+    ptrdiff_t head_stride;
+    int dtype;
+} kvfast_rows;
+
+/* As the keyword arguments of `KVCache.attend`. All 0, or NULL for the struct: the defaults. */
+typedef struct {
+    float scale;               /* 0: dim ** -0.5 */
+    float softcap;             /* 0: off */
+    ptrdiff_t sliding_window;  /* 0: none, or that of a ring */
+    ptrdiff_t num_sink_tokens; /* 0: none, or those of a ring; -1: none */
+    const float *sinks;        /* (num_q_heads,) or NULL */
+    const float *alibi_slopes; /* (num_q_heads,) or NULL */
+    float *lse;                /* where to write the log-sum-exp, (num_tokens, num_q_heads), or NULL */
+    int not_causal;
+    int num_splits;
+    int num_threads;           /* 0: as kvfast.set_num_threads says */
+} kvfast_options;
+
+typedef struct {
+    int abi, api;
+
+    /* NULL with a Python exception; needs the GIL. A cache that turns its keys itself (rope="cache") is refused. */
+    kvfast_cache *(*open)(PyObject *cache);
+    void (*close)(kvfast_cache *cache); /* NULL: nothing */
+
+    /* (n, num_kv_heads, head_dim). Of an MLAKVCache k is (n, 1, latent_dim + rope_dim), v NULL. */
+    int (*append)(kvfast_cache *cache, int layer, const kvfast_rows *k, const kvfast_rows *v);
+    /* q and out: (n, num_q_heads, head_dim), of the last n tokens. Of an MLAKVCache q has latent_dim + rope_dim elements,
+       out latent_dim. */
+    int (*attend)(kvfast_cache *cache, int layer, const kvfast_rows *q, const kvfast_options *options, const kvfast_rows *out);
+    int (*advance)(kvfast_cache *cache, ptrdiff_t n);
+    int (*truncate)(kvfast_cache *cache, ptrdiff_t n); /* takes the GIL */
+
+    ptrdiff_t (*length)(kvfast_cache *cache); /* complete tokens, or an error */
+    ptrdiff_t (*layer_length)(kvfast_cache *cache, int layer);
+    /* What the last call that failed said; "" if none has. */
+    const char *(*error)(kvfast_cache *cache);
+
+    /* The kernels in use, a kv_kernels of "simd/kernels.h". That header may be another with each version of kvfast:
+       compile against the one that runs. */
+    const void *(*kernels)(void);
+} kvfast_api;
+
+/* The functions of the kvfast that Python imports, or NULL with a Python exception. Needs the GIL. */
+static inline const kvfast_api *kvfast_import(void) {
+    const kvfast_api *api;
+    PyObject *module = PyImport_ImportModule("kvfast.capi");
+    if (module == NULL)
+        return NULL;
+    Py_DECREF(module);
+    api = (const kvfast_api *)PyCapsule_Import("kvfast.capi.C_API", 0);
+    if (api != NULL && (api->abi != KVFAST_ABI || api->api < KVFAST_API)) {
+        PyErr_Format(PyExc_ImportError, "compiled for kvfast with ABI %d and API %d or later, got ABI %d and API %d", KVFAST_ABI,
+                     KVFAST_API, api->abi, api->api);
+        return NULL;
+    }
+    return api;
+}
+
+#endif

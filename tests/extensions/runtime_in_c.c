@@ -1,0 +1,182 @@
+/* A runtime in C: it decodes token by token with a cache of kvfast, in a thread that Python knows nothing of. */
+#include <kvfast.h>
+#include <pthread.h>
+#include <simd/kernels.h>
+#include <time.h>
+
+static const kvfast_api *kvfast;
+
+/* k, v: (layers, tokens, kv_heads, dim), q: (layers, tokens, q_heads, dim), out: (layers, tokens, q_heads, out_dim), float32. */
+typedef struct {
+    kvfast_cache *cache;
+    const kvfast_options *options;
+    float *k, *v, *q, *out;
+    ptrdiff_t layers, tokens, kv_heads, q_heads, dim, out_dim, chunk;
+    int code;
+} decoding;
+
+static void *decode(void *argument) {
+    decoding *d = argument;
+    for (ptrdiff_t t = 0; t < d->tokens; t += d->chunk) {
+        ptrdiff_t n = d->tokens - t < d->chunk ? d->tokens - t : d->chunk;
+        for (int layer = 0; layer < d->layers; layer++) {
+            ptrdiff_t at = layer * d->tokens + t;
+            kvfast_rows k = {d->k + at * d->kv_heads * d->dim, n, d->kv_heads, d->dim};
+            kvfast_rows v = {d->v ? d->v + at * d->kv_heads * d->dim : NULL, n, d->kv_heads, d->dim};
+            kvfast_rows q = {d->q + at * d->q_heads * d->dim, n, d->q_heads, d->dim};
+            kvfast_rows out = {d->out + at * d->q_heads * d->out_dim, n, d->q_heads, d->out_dim};
+            if ((d->code = kvfast->append(d->cache, layer, &k, d->v ? &v : NULL)))
+                return NULL;
+            if ((d->code = kvfast->attend(d->cache, layer, &q, d->options, &out)))
+                return NULL;
+        }
+        if ((d->code = kvfast->advance(d->cache, n)))
+            return NULL;
+    }
+    return NULL;
+}
+
+static int floats(PyObject *object, Py_buffer *buffer) {
+    if (PyObject_GetBuffer(object, buffer, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE))
+        return -1;
+    if (buffer->ndim == 4 && buffer->itemsize == sizeof(float))
+        return 0;
+    PyBuffer_Release(buffer);
+    PyErr_SetString(PyExc_TypeError, "float32 of 4 dimensions");
+    return -1;
+}
+
+/* run(cache, k, v or None, q, out, chunk) -> code, text, length */
+static PyObject *run(PyObject *self, PyObject *args) {
+    PyObject *python_cache, *k, *v, *q, *out, *result = NULL;
+    Py_buffer buffers[4];
+    PyObject *objects[4];
+    decoding d = {0};
+    int opened = 0, n;
+    pthread_t thread;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOOOOn", &python_cache, &k, &v, &q, &out, &d.chunk))
+        return NULL;
+    objects[0] = k, objects[1] = q, objects[2] = out, objects[3] = v;
+    for (n = v == Py_None ? 3 : 4; opened < n; opened++)
+        if (floats(objects[opened], &buffers[opened]))
+            goto done;
+    d.k = buffers[0].buf, d.q = buffers[1].buf, d.out = buffers[2].buf, d.v = n == 4 ? buffers[3].buf : NULL;
+    d.layers = buffers[0].shape[0], d.tokens = buffers[0].shape[1], d.kv_heads = buffers[0].shape[2], d.dim = buffers[0].shape[3];
+    d.q_heads = buffers[1].shape[2], d.out_dim = buffers[2].shape[3];
+    if ((d.cache = kvfast->open(python_cache)) == NULL)
+        goto done;
+    Py_BEGIN_ALLOW_THREADS
+    if (pthread_create(&thread, NULL, decode, &d))
+        d.code = 1;
+    else
+        pthread_join(thread, NULL);
+    Py_END_ALLOW_THREADS
+    result = Py_BuildValue("isn", d.code, kvfast->error(d.cache), kvfast->length(d.cache));
+    kvfast->close(d.cache);
+done:
+    while (opened--)
+        PyBuffer_Release(&buffers[opened]);
+    return result;
+}
+
+/* misuse(cache) of 2 layers, 2 KV heads of 16 and max_seq_len 4 -> list of (code, text) */
+static PyObject *misuse(PyObject *self, PyObject *python_cache) {
+    static float data[8 * 4 * 16], target[8 * 4 * 16];
+    static float nan[1 * 2 * 16];
+    kvfast_rows one = {data, 1, 2, 16}, five = {data, 5, 2, 16}, narrow = {data, 1, 2, 8}, three = {data, 1, 3, 16}, none = {NULL, 1, 2, 16};
+    kvfast_rows out = {target, 1, 2, 16}, odd = {(char *)data + 2, 1, 2, 16}, strange = {data, 1, 2, 16, 0, 0, 9}, empty = {data, 0, 2, 16};
+    kvfast_rows invalid = {nan, 1, 2, 16}, two = {data, 2, 2, 16}, two_out = {target, 2, 2, 16};
+    kvfast_options window = {.sliding_window = -1}, threads = {.num_threads = -3};
+    kvfast_cache *cache = kvfast->open(python_cache);
+    PyObject *result = PyList_New(0);
+    (void)self;
+    if (cache == NULL || result == NULL)
+        return NULL;
+    nan[3] = Py_NAN;
+#define TRY(CALL)                                                                          \
+    do {                                                                                   \
+        int code_ = (int)(CALL);                                                           \
+        PyObject *pair_ = Py_BuildValue("is", code_, kvfast->error(cache));                \
+        if (pair_ == NULL || PyList_Append(result, pair_))                                 \
+            return NULL;                                                                   \
+        Py_DECREF(pair_);                                                                  \
+    } while (0)
+    TRY(kvfast->attend(cache, 0, &one, NULL, &out)); /* nothing to attend to */
+    TRY(kvfast->append(cache, 0, &one, &narrow));
+    TRY(kvfast->append(cache, 0, &three, &three));
+    TRY(kvfast->append(cache, 0, &one, &two));
+    TRY(kvfast->append(cache, 2, &one, &one));
+    TRY(kvfast->append(cache, -1, &one, &one));
+    TRY(kvfast->append(cache, 0, NULL, &one));
+    TRY(kvfast->append(cache, 0, &one, NULL));
+    TRY(kvfast->append(cache, 0, &none, &one));
+    TRY(kvfast->append(cache, 0, &odd, &one));
+    TRY(kvfast->append(cache, 0, &strange, &one));
+    TRY(kvfast->append(cache, 0, &empty, &empty));
+    TRY(kvfast->append(cache, 0, &one, &invalid));
+    TRY(kvfast->append(cache, 0, &five, &five)); /* beyond max_seq_len */
+    TRY(kvfast->append(cache, 0, &one, &one));   /* good */
+    TRY(kvfast->attend(cache, 0, &two, NULL, &two_out));
+    TRY(kvfast->attend(cache, 0, &three, NULL, &out));
+    TRY(kvfast->attend(cache, 0, &narrow, NULL, &out));
+    TRY(kvfast->attend(cache, 0, &one, NULL, &two_out));
+    TRY(kvfast->attend(cache, 0, &one, NULL, &one)); /* out is q */
+    TRY(kvfast->attend(cache, 0, &one, NULL, NULL));
+    TRY(kvfast->attend(cache, 0, &invalid, NULL, &out));
+    TRY(kvfast->attend(cache, 0, &one, &window, &out));
+    TRY(kvfast->attend(cache, 0, &one, &threads, &out));
+    TRY(kvfast->attend(cache, 7, &one, NULL, &out));
+    TRY(kvfast->advance(cache, 1)); /* layer 1 has none */
+    TRY(kvfast->advance(cache, 0));
+    TRY(kvfast->truncate(cache, 1));
+    TRY(kvfast->layer_length(cache, 2));
+    TRY(kvfast->append(NULL, 0, &one, &one));
+    TRY(kvfast->attend(NULL, 0, &one, NULL, &out));
+    TRY(kvfast->advance(NULL, 1));
+    TRY(kvfast->length(NULL));
+    TRY(kvfast->layer_length(cache, 0));
+    kvfast->close(cache);
+    kvfast->close(NULL);
+    return result;
+}
+
+/* nanoseconds(cache, q_heads, dim, calls) of attend with one token, and the name of the kernels' tier */
+static PyObject *nanoseconds(PyObject *self, PyObject *args) {
+    static float q[64 * 512], out[64 * 512];
+    kvfast_rows queries = {q, 1}, target = {out, 1};
+    struct timespec begin, end;
+    PyObject *python_cache;
+    kvfast_cache *cache;
+    long calls;
+    int code = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Onnl", &python_cache, &queries.num_heads, &queries.dim, &calls))
+        return NULL;
+    target.num_heads = queries.num_heads, target.dim = queries.dim;
+    if (queries.num_heads > 64 || queries.dim > 512 || (cache = kvfast->open(python_cache)) == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    for (long i = 0; i < calls; i++)
+        code |= kvfast->attend(cache, 0, &queries, NULL, &target);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    Py_END_ALLOW_THREADS
+    kvfast->close(cache);
+    return Py_BuildValue("ids", code, ((end.tv_sec - begin.tv_sec) * 1e9 + (end.tv_nsec - begin.tv_nsec)) / calls,
+                         ((const kv_kernels *)kvfast->kernels())->isa);
+}
+
+static PyMethodDef methods[] = {
+    {"run", run, METH_VARARGS, NULL},
+    {"misuse", misuse, METH_O, NULL},
+    {"nanoseconds", nanoseconds, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "runtime_in_c", .m_size = -1, .m_methods = methods};
+
+PyMODINIT_FUNC PyInit_runtime_in_c(void) {
+    if ((kvfast = kvfast_import()) == NULL)
+        return NULL;
+    return PyModule_Create(&module);
+}

@@ -4,18 +4,16 @@ The library writes the file and checks its structure; the bytes of the blocks ar
 belong, or mapped.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import math
 import os
-import shutil
 import sys
-import uuid
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from mmap import ACCESS_COPY
-from mmap import mmap as map_file
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +27,7 @@ ALIGNMENT = 4096     # of the tensors in a file, so that they can be mapped: a p
 PIECE = 1 << 20      # bytes that are read and then summed while they are in the processor's cache
 
 
-def load(path, mmap=False, max_seq_len=None):
+def load(path: str | os.PathLike[str], mmap: bool = False, max_seq_len: int | None = None) -> Any:
     """Read a cache from a file that `KVCache.save` or `Snapshot.save` wrote.
 
     Parameters
@@ -72,7 +70,7 @@ def write(cache, token_ids, metadata, path):
 def write_tensors(tensors, header, path):
     """Write arrays of bytes and a header. At any moment, the file at `path` is the old or the new one, and complete."""
     library, xxhash = _import("safetensors.numpy"), _import("xxhash")
-    with ThreadPoolExecutor(get_num_threads()) as threads:
+    with _pool() as threads:
         sums = threads.map(xxhash.xxh3_128_hexdigest, tensors.values())
         checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
     metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(header, checksums), "padding": ""}
@@ -80,7 +78,7 @@ def write_tensors(tensors, header, path):
 
     path = os.path.realpath(os.fsdecode(path))
     # In a folder of its own, because the library has temporary files as well.
-    part = f"{path}.{uuid.uuid4().hex}.part"
+    part = f"{path}.{os.urandom(16).hex()}.part"
     os.mkdir(part)
     _drop_pages(path)
     try:
@@ -93,13 +91,29 @@ def write_tensors(tensors, header, path):
             os.fsync(file.fileno())
         os.replace(new, path)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        remove_folder(part)
     if os.name == "posix":
         folder = os.open(os.path.dirname(path), os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+# What takes long to import and is needed for files alone is imported there: with it, `import kvfast` took 40 ms more.
+
+
+def _pool():
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(get_num_threads())
+
+
+def remove_folder(path):
+    """A folder with all that is in it, if it is there."""
+    from shutil import rmtree
+
+    rmtree(path, ignore_errors=True)
 
 
 def _drop_pages(path):
@@ -115,7 +129,7 @@ def read(path, mmap, max_seq_len):
         opening = state.Opening(content.header, content.sides, max_seq_len)
         token_ids = content.token_ids(opening.seq_len)
         places = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
-        with ThreadPoolExecutor(get_num_threads()) as threads:
+        with _pool() as threads:
             for _ in threads.map(content.fill, *zip(*places)):
                 pass
     return opening.cache, token_ids, opening.metadata
@@ -125,7 +139,7 @@ def read_tensors(path):
     """What `write_tensors` wrote, found undamaged: the header, and uint8 arrays by their names."""
     with _opened(path) as content:
         tensors = {name: np.empty(shape, np.uint8) for name, shape in content.shapes.items()}  # no more than the file has
-        with ThreadPoolExecutor(get_num_threads()) as threads:
+        with _pool() as threads:
             for _ in threads.map(content.fill, tensors, ([array] for array in tensors.values())):
                 pass
     return content.header, tensors
@@ -207,7 +221,9 @@ class _Content:
 
     def map(self):
         """The file as memory, changes to which stay in this process."""
-        return map_file(self._file.fileno(), 0, access=ACCESS_COPY)
+        from mmap import ACCESS_COPY, mmap
+
+        return mmap(self._file.fileno(), 0, access=ACCESS_COPY)
 
     def fill(self, name, rows):
         """Read a tensor into rows that are contiguous each, and verify its checksum."""

@@ -1,13 +1,13 @@
 """Prompts whose caches are kept in a folder."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
 import re
-import shutil
 import time
-from hashlib import blake2b
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from .errors import CorruptFileError, IncompatibleSnapshotError
 from .options import check_size
 from .prefix import checked_token_ids
 from .snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 __all__ = ["PromptCache"]
 
@@ -52,13 +55,15 @@ class PromptCache:
     2
     """
 
-    def __init__(self, folder, max_bytes=None):
+    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+        from pathlib import Path
+
         self.folder = Path(folder)
         self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0, 1 << 60)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._token_ids = {}  # of files by their names, which tell their contents
 
-    def save(self, cache, token_ids, model=""):
+    def save(self, cache: Any, token_ids: ArrayLike, model: str = "") -> bool:
         """Keep the complete tokens of a cache.
 
         Parameters
@@ -80,7 +85,7 @@ class PromptCache:
         for common, name in self._matches(cache, token_ids, model):
             if common == len(token_ids) and self._touch(name):
                 return True  # there already, perhaps with more behind it
-        name = f"{_key(cache, model)}-{blake2b(token_ids.tobytes(), digest_size=16).hexdigest()}.safetensors"
+        name = f"{_key(cache, model)}-{_digest(token_ids.tobytes())}.safetensors"
         snapshot.save(self.folder / name)
         with contextlib.suppress(FileNotFoundError):  # which another process may have evicted
             # Float rows and headers are more than the bytes per token.
@@ -91,7 +96,7 @@ class PromptCache:
         self._evict(name)
         return True
 
-    def restore(self, cache, token_ids, model=""):
+    def restore(self, cache: Any, token_ids: ArrayLike, model: str = "") -> int:
         """Start a cache with the longest prefix of a prompt that is kept.
 
         Parameters
@@ -129,24 +134,24 @@ class PromptCache:
                 return common
         return 0
 
-    def clear(self):
+    def clear(self) -> None:
         """Remove all entries."""
         for name, _ in self._entries():
             self._remove(name)
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of all entries."""
         return sum(status.st_size for _, status in self._entries())
 
-    def __len__(self):
+    def __len__(self) -> int:
         """Number of entries, of all models."""
         return len(self._entries())
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return True
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"PromptCache({str(self.folder)!r}, max_bytes={self.max_bytes})"
 
     def _matches(self, cache, token_ids, model):
@@ -194,7 +199,7 @@ class PromptCache:
         for part in self.folder.glob("*.part"):
             with contextlib.suppress(FileNotFoundError):
                 if _NAME.match(part.name) and time.time() - part.stat().st_mtime > _STALE:
-                    shutil.rmtree(part, ignore_errors=True)
+                    cache_file.remove_folder(part)
         if self.max_bytes is None:
             return
         entries = sorted(self._entries(), key=lambda entry: entry[1].st_mtime_ns)
@@ -212,7 +217,13 @@ def _key(cache, model):
     if not isinstance(model, str):
         raise TypeError(f"model must be a str, got {model!r}")
     settings = json.dumps([model, cache._settings()])
-    return blake2b(settings.encode(), digest_size=16).hexdigest()
+    return _digest(settings.encode())
+
+
+def _digest(data):
+    from hashlib import blake2b
+
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def _common(a, b):

@@ -87,16 +87,16 @@ class AttendPlan:
     notes: tuple[str, ...]
 
     @property
-    def bytes_read(self):
+    def bytes_read(self) -> int:
         """All bytes that the kernels read of keys and values."""
         return self.code_bytes + self.scale_bytes + self.float_bytes
 
     @property
-    def num_splits(self):
+    def num_splits(self) -> int:
         """Most splits of an item."""
         return max(item.num_splits for item in self.items)
 
-    def __str__(self):
+    def __str__(self) -> str:
         tokens, heads, dim = self.q_shape
         kernels = ", ".join(self.kernels)
         if self.float_kernels:

@@ -1,7 +1,9 @@
 from typing import Any
 
+from typing_extensions import Self
+
 def canonical_dtype(dtype: Any) -> str: ...
 
 class Arena:
     nbytes: int
-    def __init__(self, size: int) -> None: ...
+    def __new__(cls, size: int) -> Self: ...

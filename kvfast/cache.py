@@ -1,5 +1,9 @@
 """The contiguous cache."""
 
+from __future__ import annotations
+
+from typing import Any
+
 from .formats import block_size_of, formats_of
 from .options import check_block_size, check_size
 from .pool import BlockPool
@@ -68,8 +72,8 @@ class KVCache(SequenceCache):
 
     __slots__ = ()
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, max_seq_len=None, dtype="int4", k_dtype=None, v_dtype=None,
-                 block_size=None):
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int | None = None,
+                 dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None, block_size: int | None = None) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
@@ -88,7 +92,7 @@ class KVCache(SequenceCache):
     def _from_settings(cls, settings, block_size, max_seq_len):
         return cls(**settings, block_size=block_size, max_seq_len=max_seq_len)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
         return f"KVCache({self._shape()}, {len(self)}{most} tokens, {size_text(self.nbytes)})"
 

@@ -3,6 +3,8 @@
 All checks run before anything is written: a refused call leaves the cache as it was.
 """
 
+from __future__ import annotations
+
 __all__ = [
     "CacheFullError",
     "CorruptFileError",
@@ -39,10 +41,10 @@ class CacheFullError(RuntimeError):
         Tokens that the cache had room for, or blocks.
     """
 
-    def __init__(self, message, needed, free):
+    def __init__(self, message: str, needed: int, free: int) -> None:
         super().__init__(message)
         self.needed = needed
         self.free = free
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
         return type(self), (self.args[0], self.needed, self.free)

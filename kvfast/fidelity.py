@@ -1,7 +1,10 @@
 """What a storage format costs in accuracy, measured on one's own tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +58,8 @@ class Fidelity:
     kl: float
 
 
-def fidelity(q, k, v, formats=FORMATS, *, scale=None, causal=True):
+def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | None = None,
+             causal: bool = True) -> list[Fidelity]:
     """Measure what storage formats cost on the queries, keys and values of one layer.
 
     Keys and values go through a `KVCache` of each format and its kernels. What comes out is compared with attention
@@ -119,7 +123,8 @@ def fidelity(q, k, v, formats=FORMATS, *, scale=None, causal=True):
     return reports
 
 
-def choose_format(q, k, v, max_error=0.02, formats=CANDIDATES, metric="output_error", *, scale=None, causal=True):
+def choose_format(q: Any, k: Any, v: Any, max_error: float = 0.02, formats: Any = CANDIDATES,
+                  metric: str = "output_error", *, scale: float | None = None, causal: bool = True) -> Any:
     """The format of the fewest bits that is accurate enough for a layer, or for each of several.
 
     Parameters

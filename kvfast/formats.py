@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from .blocks import canonical_dtype
 from .errors import DimensionMismatchError
@@ -78,7 +79,7 @@ class KVFormat:
     num_float_tokens: int = 0
     clip_search: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         names = self.dtype.split("/") if isinstance(self.dtype, str) else [self.dtype]
         if len(names) > 2:
             raise ValueError(f"dtype must be one storage dtype, or two for keys and values, got {self.dtype!r}")
@@ -128,21 +129,21 @@ class KVFormat:
             raise ValueError("block is for centring and per_channel keys, and this format has neither")
 
     @property
-    def k_dtype(self):
+    def k_dtype(self) -> str:
         """Storage dtype of the keys."""
         return self.dtype.partition("/")[0]
 
     @property
-    def v_dtype(self):
+    def v_dtype(self) -> str:
         """Storage dtype of the values."""
         return self.dtype.rpartition("/")[2]
 
     @property
-    def finishes(self):
+    def finishes(self) -> bool:
         """Whether blocks are encoded as a whole, when they are full."""
         return self.centring or self.per_channel
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         """What differs from ``KVFormat()``, for JSON."""
         return {"dtype": self.dtype} | {
             field.name: value
@@ -151,7 +152,7 @@ class KVFormat:
         }
 
     @classmethod
-    def of(cls, value):
+    def of(cls, value: Any) -> KVFormat:
         """The format of a name, a dict of `to_dict`, a NumPy dtype, or a format.
 
         Raises
@@ -171,7 +172,7 @@ class KVFormat:
         name = canonical_dtype(value)
         return PRESETS.get(name) or cls(name)
 
-    def __str__(self):
+    def __str__(self) -> str:
         for name, preset in PRESETS.items():
             if self == preset:
                 return name

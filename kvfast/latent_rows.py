@@ -64,25 +64,25 @@ class LatentRows(StorageProperties):
         return self.head_dim**-0.5 if scale is None else scale
 
     @property
-    def latent_dim(self):
+    def latent_dim(self) -> int:
         return self._storage.head_dim
 
     @property
-    def rope_dim(self):
+    def rope_dim(self) -> int:
         return self._storage.rope_dim
 
     @property
-    def head_dim(self):
+    def head_dim(self) -> int:
         """Elements of a row, and of a query: latent_dim + rope_dim."""
         return self.latent_dim + self.rope_dim
 
     @property
-    def entry_size(self):
+    def entry_size(self) -> int:
         """Elements of one token in one layer: latent_dim + rope_dim."""
         return self.head_dim
 
     @property
-    def bytes_per_element(self):
+    def bytes_per_element(self) -> float:
         """Bytes that one number of a row takes, scales and padding included."""
         return self.bytes_per_token / (self.num_layers * self.head_dim)
 

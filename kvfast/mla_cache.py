@@ -1,5 +1,9 @@
 """The cache of latent rows."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from .errors import DimensionMismatchError
@@ -12,6 +16,11 @@ from .storage_properties import size_text
 from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS, StoredSequence
 from .table import BlockTable
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from .attend_plan import AttendPlan
+
 __all__ = ["MLAKVCache"]
 
 
@@ -20,7 +29,7 @@ class LatentSequence(LatentRows, StoredSequence):
 
     __slots__ = ()
 
-    def append(self, layer, latent):
+    def append(self, layer: int, latent: ArrayLike) -> None:
         """Store the rows of one or more tokens behind those of a layer.
 
         Parameters
@@ -39,7 +48,7 @@ class LatentSequence(LatentRows, StoredSequence):
         """
         self._buffer.append(layer, *self._row_parts(latent))
 
-    def append_kv(self, layer, k, v, down_k, down_v):
+    def append_kv(self, layer: int, k: ArrayLike, v: ArrayLike, down_k: ArrayLike, down_v: ArrayLike) -> None:
         """Store tokens that come as keys and values of all heads, through down-projections.
 
         The latent is the sum of what both are projected to; `get_kv` goes the other way.
@@ -77,7 +86,7 @@ class LatentSequence(LatentRows, StoredSequence):
         latent += v.reshape(tokens, -1) @ down_v.reshape(-1, self.latent_dim)
         self.append(layer, np.concatenate((latent, rope[:, 0]), axis=1))
 
-    def get_latent(self, layer):
+    def get_latent(self, layer: int) -> NDArray[np.float32]:
         """The rows of a layer, tokens that are not yet advanced included.
 
         Returns
@@ -87,7 +96,7 @@ class LatentSequence(LatentRows, StoredSequence):
         """
         return np.concatenate([one[:, 0] for one in self._decoded(layer)], axis=1)
 
-    def get_kv(self, layer, up_k, up_v):
+    def get_kv(self, layer: int, up_k: ArrayLike, up_v: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of all heads, through up-projections.
 
         Parameters
@@ -114,8 +123,9 @@ class LatentSequence(LatentRows, StoredSequence):
         k, v = (np.tensordot(latent[:, 0], up, 1) for up in (up_k, up_v))
         return np.concatenate((k, np.broadcast_to(rope, (*k.shape[:2], self.rope_dim))), axis=2), v
 
-    def attend(self, layer, q, *, out=None, scale=None, causal=True, softcap=None, return_lse=False, num_splits=0,
-               num_threads=None):  # fmt: skip
+    def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
+               causal: bool = True, softcap: float | None = None, return_lse: bool = False, num_splits: int = 0,
+               num_threads: int | None = None) -> Any:  # fmt: skip
         """Attention of the last tokens to all that a layer holds, in latents, computed on the stored bytes.
 
         Scores are ``scale * (q . row)`` of the whole row, the output is the weighted sum of latents. With the projections
@@ -149,7 +159,8 @@ class LatentSequence(LatentRows, StoredSequence):
                           num_threads)  # fmt: skip
         return self._buffer.attend(layer, latent, None, options, rope)
 
-    def explain(self, q_shape=1, layer=0, *, num_q_heads=1, dtype="float32", causal=True, num_splits=0, num_threads=None):
+    def explain(self, q_shape: Any = 1, layer: int = 0, *, num_q_heads: int = 1, dtype: Any = "float32",
+                causal: bool = True, num_splits: int = 0, num_threads: int | None = None) -> AttendPlan:
         """What `attend` would do now; see `KVCache.explain`. Its queries and KV heads are told without their rotary part.
 
         Parameters
@@ -243,7 +254,8 @@ class MLAKVCache(LatentSequence):
 
     __slots__ = ()
 
-    def __init__(self, num_layers, latent_dim, rope_dim, max_seq_len=None, dtype="int8", block_size=None):
+    def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, max_seq_len: int | None = None,
+                 dtype: Any = "int8", block_size: int | None = None) -> None:
         num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
         block_size = check_block_size(BLOCK_SIZE if block_size is None else block_size)
         num_blocks = GROW_BLOCKS
@@ -258,7 +270,7 @@ class MLAKVCache(LatentSequence):
     def _from_settings(cls, settings, block_size, max_seq_len):
         return cls(**settings, block_size=block_size, max_seq_len=max_seq_len)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
         return f"MLAKVCache({self._shape()}, {len(self)}{most} tokens, {size_text(self.nbytes)})"
 

@@ -1,5 +1,9 @@
 """A cache for callers who think head by head."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
 import numpy as np
 
 from .errors import DimensionMismatchError
@@ -10,6 +14,10 @@ from .pool import BlockPool
 from .storage_properties import size_text
 from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
+
 __all__ = ["MultiHeadKVCache"]
 
 
@@ -18,7 +26,8 @@ class _Heads:
 
     __slots__ = ()
 
-    def attention_scores(self, queries, *, softmax=False, num_threads=None):
+    def attention_scores(self, queries: ArrayLike, *, softmax: bool = False,
+                         num_threads: int | None = None) -> NDArray[np.float32]:
         """Scores of each query with all tokens that its head holds, ``q . k / sqrt(head_dim)``.
 
         Parameters
@@ -41,7 +50,7 @@ class _Heads:
         q = self._queries(queries)
         return self._cache._buffer.scores(q, self._first, self._count, softmax, num_threads)
 
-    def attend(self, queries, *, num_threads=None):
+    def attend(self, queries: ArrayLike, *, num_threads: int | None = None) -> NDArray[np.float32]:
         """Attention of each query to all tokens that its head holds, on the stored bytes.
 
         Parameters
@@ -65,42 +74,42 @@ class _Heads:
         out = self._cache._buffer.attend_heads(q, self._first, self._count, Options(num_threads=num_threads))
         return self._signed(out, q.shape[1])[0]
 
-    def decode_keys(self):
+    def decode_keys(self) -> NDArray[np.float32]:
         """Keys as they are stored, without rotation: ndarray of shape (len(cache), num_heads, head_dim), float32."""
         return self._signed(self._cache._buffer.rows_of(self._first, self._count, False), self._count)
 
-    def decode_values(self):
+    def decode_values(self) -> NDArray[np.float32]:
         """Values; see `decode_keys`."""
         return self._signed(self._cache._buffer.rows_of(self._first, self._count, True), self._count)
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         """Whether no token is held."""
         return len(self) == 0
 
     @property
-    def compression_ratio(self):
+    def compression_ratio(self) -> float:
         """How many times smaller than float32 the tokens are, all that is stored of them included: codes, scales, padding,
         and the places of the last block that no token has taken yet. 1.0 without tokens."""
         tokens = len(self)
         return 2 * 4 * tokens * self._count * self.head_dim / self.nbytes_used if tokens else 1.0
 
     @property
-    def nbytes_used(self):
+    def nbytes_used(self) -> int:
         """Bytes of the blocks that hold tokens."""
         return self._cache._buffer.nbytes_used * self._count // self._cache.num_heads
 
     @property
-    def bytes_per_token(self):
+    def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, scales and padding included."""
         return self._cache._buffer.bytes_per_token * self._count // self._cache.num_heads
 
     @property
-    def head_dim(self):
+    def head_dim(self) -> int:
         """Elements of a vector."""
         return self._cache.config.head_dim
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return len(self) > 0
 
     def _queries(self, queries):
@@ -157,7 +166,7 @@ class MultiHeadKVCache(_Heads):
 
     __slots__ = ("__weakref__", "_buffer", "_signs", "config", "num_heads", "num_q_heads")
 
-    def __init__(self, num_heads, config):
+    def __init__(self, num_heads: int, config: MultiHeadConfig) -> None:
         if not isinstance(config, MultiHeadConfig):
             raise TypeError(f"config must be a MultiHeadConfig, got {type(config).__name__}")
         self.num_heads = check_size(num_heads, "num_heads", 1, 1 << 16)
@@ -182,7 +191,7 @@ class MultiHeadKVCache(_Heads):
     def _count(self):
         return self.num_heads
 
-    def push_token(self, keys, values):
+    def push_token(self, keys: ArrayLike, values: ArrayLike) -> None:
         """Compress and keep the key and the value of one token in every head.
 
         Parameters
@@ -203,7 +212,7 @@ class MultiHeadKVCache(_Heads):
         self._buffer.append(0, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
         self._buffer.advance(1)
 
-    def evict_outside_window(self, window):
+    def evict_outside_window(self, window: int) -> int:
         """Drop all but the last `window` tokens; the memory of blocks that hold none of these is used again.
 
         Returns
@@ -218,7 +227,7 @@ class MultiHeadKVCache(_Heads):
             self._buffer.evict(window)
         return before - len(self)
 
-    def head(self, i):
+    def head(self, i: int) -> HeadView:
         """One head: its `attention_scores`, `attend`, `decode_keys` and so on, as the cache is at the time of the call.
 
         Parameters
@@ -236,11 +245,11 @@ class MultiHeadKVCache(_Heads):
         """
         return HeadView(self, i)
 
-    def clear(self):
+    def clear(self) -> None:
         """Drop all tokens; the memory is kept for the next."""
         self._buffer.truncate(0)
 
-    def copy(self):
+    def copy(self) -> Self:
         """An independent deep copy."""
         other = object.__new__(type(self))
         for name in ("_signs", "config", "num_heads", "num_q_heads"):
@@ -250,21 +259,21 @@ class MultiHeadKVCache(_Heads):
 
     __copy__ = copy
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a MultiHeadKVCache cannot be pickled")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self._buffer.length - self._buffer.start
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes reserved for keys and values."""
         return self._buffer.nbytes
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (f"MultiHeadKVCache({self.num_heads} heads x {self.head_dim}, {self.config.format}, {len(self)} tokens, "
                 f"{size_text(self.nbytes)})")  # fmt: skip
 
@@ -276,7 +285,7 @@ class HeadView(_Heads):
 
     _count = 1
 
-    def __init__(self, cache, i):
+    def __init__(self, cache: Any, i: int) -> None:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
             raise TypeError(f"a head is known by its number, got {i!r}")
         if not 0 <= i < cache.num_heads:
@@ -284,12 +293,12 @@ class HeadView(_Heads):
         self._cache, self._first = cache, int(i)
 
     @property
-    def num_q_heads(self):
+    def num_q_heads(self) -> int:
         """Query heads that read this head."""
         return self._cache.num_q_heads // self._cache.num_heads
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._cache)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"head {self._first} of {self._cache!r}"

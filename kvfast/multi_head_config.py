@@ -1,6 +1,9 @@
 """What a `MultiHeadKVCache` is told: how it stores vectors, and the vectors."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +49,7 @@ class MultiHeadConfig:
     num_q_heads: int | None = None
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_size(self.head_dim, "head_dim", 1, 512)
         if isinstance(self.bits, (tuple, list)):
             if len(self.bits) != 2:
@@ -64,7 +67,7 @@ class MultiHeadConfig:
             raise ValueError(f"seed must be an integer between 0 and 2**64 - 1, got {self.seed!r}")
 
     @property
-    def format(self):
+    def format(self) -> KVFormat | tuple[KVFormat, ...]:
         """The `KVFormat` of the vectors."""
         k, v = self.bits if isinstance(self.bits, tuple) else (self.bits, self.bits)
         coded = {k, v} - {8}
@@ -76,7 +79,7 @@ class MultiHeadConfig:
         )
 
 
-def vectors(given, name, count, dim):
+def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
     """A float32 array of its own, (count, dim), of an array or of a sequence of vectors."""
     try:
         num = len(given)
@@ -114,7 +117,7 @@ def _floats(given, name, where, *shape):
     return array
 
 
-def signs_of(seed, num_heads, head_dim):
+def signs_of(seed: Any, num_heads: int, head_dim: int) -> Any:
     """(num_heads, head_dim) of -1 and 1 as a random-looking function of seed, head and element (SplitMix64)."""
     with np.errstate(over="ignore"):
         step = np.uint64(0x9E3779B97F4A7C15)

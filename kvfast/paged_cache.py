@@ -1,10 +1,25 @@
 """Many sequences in one pool of blocks: names and documentation over the compiled buffers."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .formats import block_size_of, formats_of
 from .fused import Transform
 from .options import Options, check_size
 from .paged_sequence import Sequence
 from .paged_storage import BLOCK_SIZE, PagedStorage
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from .attend_plan import AttendPlan
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from .attend_plan import AttendPlan
+    from .snapshot import Snapshot
 
 __all__ = ["PagedKVCache"]
 
@@ -47,14 +62,14 @@ class PagedKVCache(PagedStorage):
 
     _sequence = Sequence
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size=None, dtype="int4", k_dtype=None,
-                 v_dtype=None):
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int,
+                 block_size: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
         super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats)
 
-    def append_batch(self, layer, k, v, slot_mapping):
+    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> None:
         """Store tokens of several sequences.
 
         Parameters
@@ -74,8 +89,11 @@ class PagedKVCache(PagedStorage):
         """
         self._buffer.append_batch(layer, k, v, slot_mapping)
 
-    def write_batch(self, layer, qkv, slot_mapping, *, num_q_heads=None, cos=None, sin=None, positions=None,
-                    q_norm=None, k_norm=None, eps=1e-6, interleaved=False, out=None, num_threads=None):
+    def write_batch(self, layer: int, qkv: ArrayLike, slot_mapping: ArrayLike, *, num_q_heads: int | None = None,
+                    cos: ArrayLike | None = None, sin: ArrayLike | None = None, positions: ArrayLike | None = None,
+                    q_norm: ArrayLike | None = None, k_norm: ArrayLike | None = None, eps: float = 1e-6,
+                    interleaved: bool = False, out: NDArray[Any] | None = None,
+                    num_threads: int | None = None) -> NDArray[Any]:
         """Split a fused projection of several sequences' tokens, and store their keys and values.
 
         Parameters
@@ -95,9 +113,13 @@ class PagedKVCache(PagedStorage):
         of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         return self._buffer.write_batch(layer, qkv, slot_mapping, num_q_heads, of_q, of_k, out, num_threads)
 
-    def attend_batch(self, layer, q, sequences=None, *, block_table=None, seq_lens=None, cu_seqlens_q=None, cascade=True,
-                     out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
-                     sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None):
+    def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
+                     seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
+                     out: NDArray[Any] | None = None, scale: float | None = None, causal: bool = True,
+                     softcap: float | None = None, sliding_window: int | None = None,
+                     num_sink_tokens: int | None = None, sinks: ArrayLike | None = None,
+                     alibi_slopes: ArrayLike | None = None, return_lse: bool = False, num_splits: int = 0,
+                     num_threads: int | None = None) -> Any:
         """Attention of a ragged batch, prompts and single tokens mixed.
 
         Parameters
@@ -133,9 +155,12 @@ class PagedKVCache(PagedStorage):
         return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
                                          cascade)
 
-    def explain_batch(self, q_shape, sequences=None, layer=0, *, block_table=None, seq_lens=None, cu_seqlens_q=None,
-                      cascade=True, num_q_heads=None, dtype="float32", causal=True, sliding_window=None,
-                      num_sink_tokens=None, num_splits=0, num_threads=None):
+    def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *,
+                      block_table: ArrayLike | None = None, seq_lens: ArrayLike | None = None,
+                      cu_seqlens_q: ArrayLike | None = None, cascade: bool = True, num_q_heads: int | None = None,
+                      dtype: Any = "float32", causal: bool = True, sliding_window: int | None = None,
+                      num_sink_tokens: int | None = None, num_splits: int = 0,
+                      num_threads: int | None = None) -> AttendPlan:
         """What `attend_batch` would do now; see `KVCache.explain`.
 
         Parameters

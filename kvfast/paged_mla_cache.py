@@ -1,10 +1,19 @@
 """Latent rows of many sequences in one pool of blocks."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .latent_rows import LatentRows, checked_sizes
 from .mla_cache import LatentSequence, MLAKVCache
 from .options import Options
 from .paged_sequence import PagedSequence
 from .paged_storage import BLOCK_SIZE, PagedStorage
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from .attend_plan import AttendPlan
 
 __all__ = ["MLASequence", "PagedMLAKVCache"]
 
@@ -67,11 +76,12 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
 
     _sequence = MLASequence
 
-    def __init__(self, num_layers, latent_dim, rope_dim, num_blocks, block_size=None, dtype="int8"):
+    def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, num_blocks: int, block_size: int | None = None,
+                 dtype: Any = "int8") -> None:
         num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
         super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim)
 
-    def append_batch(self, layer, latent, slot_mapping):
+    def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike) -> None:
         """Store rows of several sequences.
 
         Parameters
@@ -91,9 +101,11 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         """
         self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping)
 
-    def attend_batch(self, layer, q, sequences=None, *, block_table=None, seq_lens=None, cu_seqlens_q=None, cascade=True,
-                     out=None, scale=None, causal=True, softcap=None, return_lse=False, num_splits=0,
-                     num_threads=None):  # fmt: skip
+    def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
+                     seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
+                     out: NDArray[Any] | None = None, scale: float | None = None, causal: bool = True,
+                     softcap: float | None = None, return_lse: bool = False, num_splits: int = 0,
+                     num_threads: int | None = None) -> Any:  # fmt: skip
         """Attention of a ragged batch in latents, prompts and single tokens mixed.
 
         Parameters
@@ -123,8 +135,10 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         return self._buffer.attend_batch(layer, latent, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
                                          cascade, rope)  # fmt: skip
 
-    def explain_batch(self, q_shape, sequences=None, layer=0, *, block_table=None, seq_lens=None, cu_seqlens_q=None,
-                      cascade=True, num_q_heads=1, dtype="float32", causal=True, num_splits=0, num_threads=None):  # fmt: skip
+    def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *, block_table: ArrayLike | None = None,
+                      seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
+                      num_q_heads: int = 1, dtype: Any = "float32", causal: bool = True, num_splits: int = 0,
+                      num_threads: int | None = None) -> AttendPlan:  # fmt: skip
         """What `attend_batch` would do now; see `KVCache.explain`.
 
         Parameters

@@ -1,5 +1,9 @@
 """One of the sequences of a paged cache."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from .cache import KVCache
@@ -8,6 +12,16 @@ from .prefix import checked_token_ids
 from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache
 from .stored_sequence import StoredSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike
+    from typing_extensions import Self
+
+    from .paged_cache import PagedKVCache
+    from .snapshot import Snapshot
+    from .table import BlockTable
 
 __all__ = ["Sequence"]
 
@@ -21,7 +35,7 @@ class PagedSequence(StoredSequence):
 
     _unpaged = None  # the cache that has the same tokens to itself
 
-    def __init__(self, pool, table, token_ids=(), digests=(), salt=b""):
+    def __init__(self, pool: Any, table: BlockTable, token_ids: Any = (), digests: Any = (), salt: bytes = b"") -> None:
         self._pool, self._table = pool, table
         self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(pool.num_layers)])
         # None once tokens came without their ids: what follows them cannot be known by its tokens.
@@ -31,11 +45,11 @@ class PagedSequence(StoredSequence):
         pool._sequences.add(self)
 
     @property
-    def pool(self):
+    def pool(self) -> Any:
         """The cache that holds the blocks."""
         return self._pool
 
-    def advance(self, n=1, token_ids=None):
+    def advance(self, n: int = 1, token_ids: ArrayLike | None = None) -> None:
         """Count `n` tokens as complete; every layer must have got exactly that many.
 
         Parameters
@@ -68,7 +82,7 @@ class PagedSequence(StoredSequence):
             for i in range(first, len(self._digests)):
                 index.add(self._digests[i], int(blocks[i]))
 
-    def truncate(self, n):
+    def truncate(self, n: int) -> None:
         super().truncate(n)
         if self._token_ids is not None:
             del self._token_ids[n:]
@@ -78,11 +92,11 @@ class PagedSequence(StoredSequence):
 
     truncate.__doc__ = StoredSequence.truncate.__doc__
 
-    def clear(self):
+    def clear(self) -> None:
         """Drop all tokens, and give their blocks back."""
         self.truncate(0)
 
-    def fork(self):
+    def fork(self) -> Self:
         """Another sequence with the same tokens. No block is copied until one of the two writes to it.
 
         Returns
@@ -99,14 +113,14 @@ class PagedSequence(StoredSequence):
     copy = fork
     __copy__ = fork
 
-    def snapshot(self, token_ids=None, metadata=None):
+    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
         if token_ids is None and self._token_ids is not None:
             token_ids = np.array(self._token_ids, np.int64)
         return super().snapshot(token_ids, metadata)
 
     snapshot.__doc__ = StoredSequence.snapshot.__doc__
 
-    def restore(self, snapshot):
+    def restore(self, snapshot: Snapshot) -> None:
         super().restore(snapshot)
         self._token_ids, self._digests = None if snapshot.seq_len else [], []
         if snapshot.token_ids is not None:
@@ -120,23 +134,23 @@ class PagedSequence(StoredSequence):
         cache._buffer = buffer
         return cache
 
-    def can_append(self, n):
+    def can_append(self, n: int) -> bool:
         """Whether the pool has the blocks that `n` more tokens take."""
         self._check_open()
         return self._pool._buffer.blocks_needed([self._table], [check_size(n, "n", 0, 1 << 60)]) <= self._pool.num_free_blocks
 
-    def free(self):
+    def free(self) -> None:
         """Give all blocks back. The sequence cannot be used any more; freeing it twice is harmless."""
         if not self._buffer.closed:
             self._pool._buffer.release(self._table)
             self._buffer.close()
             self._pool._sequences.discard(self)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._check_open()
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.free()
 
     def _check_open(self):
@@ -144,11 +158,11 @@ class PagedSequence(StoredSequence):
             raise ValueError("this sequence has been freed")
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of the blocks of this sequence, those that it shares included."""
         return self.nbytes_used
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         state = "freed" if self._buffer.closed else f"{len(self)} tokens in {len(self.block_indices())} blocks"
         return f"{type(self).__name__}({self._shape()}, {state})"
 

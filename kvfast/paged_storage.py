@@ -1,6 +1,9 @@
 """Many sequences in one pool of blocks, whatever is stored of their tokens."""
 
+from __future__ import annotations
+
 import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -9,6 +12,11 @@ from .paged import PagedBuffer
 from .paged_sequence import PagedSequence
 from .prefix import checked_token_ids
 from .storage_properties import StorageProperties, size_text
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .snapshot import Snapshot
 
 # Small blocks share more of a prompt.
 BLOCK_SIZE = 32
@@ -25,7 +33,7 @@ class PagedStorage(StorageProperties):
         self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim)
         self._sequences = weakref.WeakSet()
 
-    def new_sequence(self):
+    def new_sequence(self) -> Any:
         """An empty sequence.
 
         Returns
@@ -34,7 +42,7 @@ class PagedStorage(StorageProperties):
         """
         return self._sequence(self, self._buffer.new_table([]))
 
-    def restore(self, snapshot):
+    def restore(self, snapshot: Snapshot) -> Any:
         """A new sequence with the tokens of a snapshot, of a sequence of this pool or of another cache.
 
         Parameters
@@ -58,7 +66,7 @@ class PagedStorage(StorageProperties):
             raise
         return sequence
 
-    def match_prefix(self, token_ids, salt=b""):
+    def match_prefix(self, token_ids: Any, salt: bytes = b"") -> Any:
         """A sequence that starts with the blocks that the pool still has of a prompt.
 
         Parameters
@@ -82,7 +90,7 @@ class PagedStorage(StorageProperties):
         found = table.length
         return self._sequence(self, table, token_ids[:found].tolist(), digests[: found // self.block_size], salt)
 
-    def block_table(self, sequences):
+    def block_table(self, sequences: Any) -> NDArray[np.int32]:
         """Blocks of some sequences.
 
         Returns
@@ -96,11 +104,11 @@ class PagedStorage(StorageProperties):
             row[: len(one)] = one
         return table
 
-    def seq_lens(self, sequences):
+    def seq_lens(self, sequences: Any) -> NDArray[np.int32]:
         """Complete tokens of some sequences: int32 of shape (num_sequences,)."""
         return np.array([len(sequence) for sequence in self._own(sequences)], np.int32)
 
-    def slot_mapping(self, sequences, num_tokens=1):
+    def slot_mapping(self, sequences: Any, num_tokens: int | list[int] = 1) -> NDArray[np.int64]:
         """Slots of the next tokens of some sequences, for `append_batch`.
 
         Takes the blocks for them, and copies those that are shared, for all of the sequences or for none. The
@@ -133,11 +141,11 @@ class PagedStorage(StorageProperties):
             raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
         return None if sequences is None else self._tables(sequences), block_table, seq_lens
 
-    def can_append(self, n):
+    def can_append(self, n: int) -> bool:
         """Whether a new sequence of `n` tokens would find its blocks."""
         return -(-check_size(n, "n", 0, 1 << 60) // self.block_size) <= self.num_free_blocks
 
-    def clear(self):
+    def clear(self) -> None:
         """Forget all known prefixes and another scheduler's slots; every sequence and snapshot must be gone.
 
         Raises
@@ -159,31 +167,31 @@ class PagedStorage(StorageProperties):
         return [sequence._table for sequence in self._own(sequences)]
 
     @property
-    def num_blocks(self):
+    def num_blocks(self) -> int:
         return self._buffer.pool.num_blocks
 
     @property
-    def num_free_blocks(self):
+    def num_free_blocks(self) -> int:
         """Blocks without an owner, those of known prefixes included."""
         return self._buffer.num_free
 
     @property
-    def num_cached_blocks(self):
+    def num_cached_blocks(self) -> int:
         """Full blocks that `match_prefix` can find, with an owner or without."""
         return len(self._buffer.index)
 
     @property
-    def num_sequences(self):
+    def num_sequences(self) -> int:
         """Sequences that are not freed."""
         return len(self._sequences)
 
     @property
-    def usage(self):
+    def usage(self) -> float:
         """Share of the blocks that have an owner, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
     @property
-    def capacity(self):
+    def capacity(self) -> int:
         """Tokens that the pool has room for."""
         return self.num_blocks * self.block_size
 
@@ -191,7 +199,7 @@ class PagedStorage(StorageProperties):
     def _storage(self):
         return self._buffer.pool
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self._shape()}, "
             f"{self.num_blocks - self.num_free_blocks}/{self.num_blocks} blocks of {self.block_size} in use, "

@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from kvfast.formats import KVFormat
 
@@ -10,12 +11,13 @@ class BlockPool:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    rope_dim: int | None
     block_size: int
     num_blocks: int
     num_gaps: int
     formats: list[KVFormat | None]
-    def __init__(
-        self,
+    def __new__(
+        cls,
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
@@ -24,7 +26,8 @@ class BlockPool:
         num_blocks: int,
         grows: bool = ...,
         is_shared: bool = ...,
-    ) -> None: ...
+        rope_dim: int | None = ...,
+    ) -> Self: ...
     def abandon(self, table: Any) -> None: ...
     def settle(self) -> None: ...
     def map(self, memory: Any, num_blocks: int, offsets: list[Any]) -> None: ...

@@ -1,3 +1,5 @@
+from typing_extensions import Self
+
 from kvfast.pool import BlockPool
 from kvfast.table import BlockTable
 
@@ -6,4 +8,4 @@ class RingTable(BlockTable):
     num_sink_tokens: int
     rollback: int
     evicted: int
-    def __init__(self, pool: BlockPool, window: int, num_sink_tokens: int, rollback: int) -> None: ...
+    def __new__(cls, pool: BlockPool, window: int, num_sink_tokens: int, rollback: int) -> Self: ...

@@ -1,5 +1,9 @@
 """The ring: a cache of a sliding window."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
 import numpy as np
 
 from .errors import DimensionMismatchError
@@ -15,6 +19,11 @@ from .state import KINDS
 from .storage_properties import same_or_tuple, size_text
 from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from .table import BlockTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["RingKVCache"]
 
@@ -78,9 +87,11 @@ class RingKVCache(SequenceCache):
 
     __slots__ = ("_interleaved", "_num_sink_tokens", "_rollback", "_rope", "_windows")
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, window, num_sink_tokens=0, dtype="int4", k_dtype=None,
-                 v_dtype=None, rollback=64, rope=None, rope_theta=10000.0, rotary_dim=None, rope_frequencies=None,
-                 rope_interleaved=False):
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, window: int | None | Sequence[int | None],
+                 num_sink_tokens: int = 0, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
+                 rollback: int = 64, rope: Literal['cache'] | None = None, rope_theta: float = 10000.0,
+                 rotary_dim: int | None = None, rope_frequencies: ArrayLike | None = None,
+                 rope_interleaved: bool = False) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         head_dim = check_size(head_dim, "head_dim", 1, 512)
         windows = list(window) if isinstance(window, (list, tuple)) else [window] * num_layers
@@ -171,7 +182,7 @@ class RingKVCache(SequenceCache):
             raise ValueError(f"this ring has blocks of {ring.block_size} tokens, got {block_size}")
         return ring
 
-    def positions(self, layer=0):
+    def positions(self, layer: int = 0) -> NDArray[np.int64]:
         """Absolute positions of the tokens that a layer shows, in the order of `k` and `v`.
 
         Returns
@@ -182,21 +193,21 @@ class RingKVCache(SequenceCache):
         return self._buffer.positions(layer)
 
     @property
-    def window(self):
+    def window(self) -> int | tuple[int | None, ...]:
         """Window in tokens: one number, or a tuple with one per layer, None for a layer without."""
         return same_or_tuple(self._windows)
 
     @property
-    def num_sink_tokens(self):
+    def num_sink_tokens(self) -> int:
         """First tokens that are kept for ever."""
         return self._num_sink_tokens
 
     @property
-    def rollback(self):
+    def rollback(self) -> int:
         """How many tokens `truncate` can go back from the longest the cache has been."""
         return self._rollback
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         window = self.window if not isinstance(self.window, tuple) else "mixed"
         sinks = f" + {self._num_sink_tokens} sinks" if self._num_sink_tokens else ""
         return f"RingKVCache({self._shape()}, window {window}{sinks}, {len(self)} tokens seen, {size_text(self.nbytes)})"

@@ -1,8 +1,18 @@
 """What the caches of keys and values of one sequence have in common: names and documentation over the compiled buffer."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .fused import Transform
 from .options import Options
 from .stored_sequence import StoredSequence
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+
+    from .attend_plan import AttendPlan
 
 
 class SequenceCache(StoredSequence):
@@ -23,7 +33,7 @@ class SequenceCache(StoredSequence):
         """Keys as they were given."""
         return k
 
-    def append(self, layer, k, v):
+    def append(self, layer: int, k: ArrayLike, v: ArrayLike) -> None:
         """Store the keys and values of one or more tokens behind those of a layer.
 
         Parameters
@@ -43,8 +53,10 @@ class SequenceCache(StoredSequence):
         """
         self._buffer.append(layer, k, v, self._transform(layer, k, None, 0.0))
 
-    def write(self, layer, qkv, *, num_q_heads=None, cos=None, sin=None, positions=None, q_norm=None, k_norm=None,
-              eps=1e-6, interleaved=False, out=None, num_threads=None):
+    def write(self, layer: int, qkv: ArrayLike, *, num_q_heads: int | None = None, cos: ArrayLike | None = None,
+              sin: ArrayLike | None = None, positions: ArrayLike | None = None, q_norm: ArrayLike | None = None,
+              k_norm: ArrayLike | None = None, eps: float = 1e-6, interleaved: bool = False,
+              out: NDArray[Any] | None = None, num_threads: int | None = None) -> NDArray[Any]:
         """Split a fused projection, normalise and rotate its queries and keys, and store keys and values.
 
         The same as `kvfast.split_qkv_norm_rope` followed by `append`, without arrays between.
@@ -84,8 +96,11 @@ class SequenceCache(StoredSequence):
             raise ValueError('a cache with rope="cache" turns queries and keys itself: leave out cos and sin')
         return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
 
-    def attend(self, layer, q, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None,
-               num_sink_tokens=None, sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None):
+    def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
+               causal: bool = True, softcap: float | None = None, sliding_window: int | None = None,
+               num_sink_tokens: int | None = None, sinks: ArrayLike | None = None,
+               alibi_slopes: ArrayLike | None = None, return_lse: bool = False, num_splits: int = 0,
+               num_threads: int | None = None) -> Any:
         """Attention of the last tokens to all that a layer holds, computed on the stored bytes.
 
         Parameters
@@ -130,8 +145,9 @@ class SequenceCache(StoredSequence):
                           num_splits, num_threads)
         return self._buffer.attend(layer, *self._rotated(layer, q, options), options)
 
-    def explain(self, q_shape=1, layer=0, *, num_q_heads=None, dtype="float32", causal=True, sliding_window=None,
-                num_sink_tokens=None, num_splits=0, num_threads=None):
+    def explain(self, q_shape: Any = 1, layer: int = 0, *, num_q_heads: int | None = None, dtype: Any = "float32",
+                causal: bool = True, sliding_window: int | None = None, num_sink_tokens: int | None = None,
+                num_splits: int = 0, num_threads: int | None = None) -> AttendPlan:
         """What `attend` would do now: its kernels, tasks, threads, the bytes it would read, and slow paths it would take.
 
         Parameters
@@ -169,7 +185,7 @@ class SequenceCache(StoredSequence):
                           num_threads)
         return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
 
-    def k(self, layer):
+    def k(self, layer: int) -> NDArray[np.float32]:
         """Keys of a layer, tokens that are not yet advanced included.
 
         Returns
@@ -180,7 +196,7 @@ class SequenceCache(StoredSequence):
         """
         return self._unrotated(layer, self._buffer.rows(layer, False))
 
-    def v(self, layer):
+    def v(self, layer: int) -> NDArray[np.float32]:
         """Values of a layer; see `k`."""
         return self._buffer.rows(layer, True)
 

@@ -30,7 +30,7 @@ _GATHERED = {
     "k": "keys", "v": "values", "qkv": "a fused projection",
 }  # fmt: skip
 
-_told = set()
+_told: set[str] = set()
 
 
 def notes(head_dim, rotated, work, num_threads, num_tasks, wanted_threads, packed=False):

@@ -1,5 +1,9 @@
 """A cache at one point in time."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
 import numpy as np
 
 from . import cache_file
@@ -9,6 +13,13 @@ from .options import check_size
 from .prefix import checked_token_ids
 from .state import KINDS, arrays_of, from_arrays, to_arrays
 from .storage_properties import StorageProperties, same_or_tuple, size_text
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
 
 __all__ = ["Snapshot"]
 
@@ -36,7 +47,8 @@ class Snapshot(StorageProperties):
 
     __slots__ = ("_cache", "_metadata", "_token_ids")
 
-    def __init__(self, cache, token_ids=None, metadata=None):
+    def __init__(self, cache: Any, token_ids: ArrayLike | None = None,
+                 metadata: Mapping[str, str] | None = None) -> None:
         # A cache that nobody else has: it is not changed any more.
         self._cache = cache
         self._token_ids = None
@@ -46,26 +58,26 @@ class Snapshot(StorageProperties):
         self._metadata = _checked_metadata(metadata)
 
     @property
-    def seq_len(self):
+    def seq_len(self) -> int:
         """Tokens."""
         return len(self._cache)
 
     @property
-    def token_ids(self):
+    def token_ids(self) -> NDArray[np.int64] | None:
         """What the tokens are, if that is known: int64 of shape (seq_len,), read-only; else None."""
         return self._token_ids
 
     @property
-    def metadata(self):
+    def metadata(self) -> dict[str, str]:
         """What was given to `KVCache.snapshot`: a dict of str to str."""
         return dict(self._metadata)
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes that exist for this snapshot alone: its table, and blocks that its cache has overwritten or dropped since."""
         return self._cache._buffer.nbytes_alone
 
-    def to_arrays(self):
+    def to_arrays(self) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
         """Decode all tokens.
 
         Returns
@@ -79,7 +91,9 @@ class Snapshot(StorageProperties):
         return keys, values
 
     @classmethod
-    def from_arrays(cls, keys, values, num_kv_heads, dtype="int4", k_dtype=None, v_dtype=None, *, token_ids=None, metadata=None):
+    def from_arrays(cls, keys: Sequence[ArrayLike], values: Sequence[ArrayLike], num_kv_heads: int, dtype: Any = "int4",
+                    k_dtype: Any = None, v_dtype: Any = None, *, token_ids: ArrayLike | None = None,
+                    metadata: Mapping[str, str] | None = None) -> Self:
         """Encode tokens, for a `KVCache` or a `Sequence`.
 
         Parameters
@@ -118,7 +132,7 @@ class Snapshot(StorageProperties):
         cache._buffer.max_seq_len = None
         return cls(cache, token_ids, metadata)
 
-    def to_cache(self, max_seq_len=None):
+    def to_cache(self, max_seq_len: int | None = None) -> Any:
         """A new cache with these tokens.
 
         Returns
@@ -133,7 +147,7 @@ class Snapshot(StorageProperties):
         settings = self._cache._settings()
         return KINDS[settings.pop("kind")]._from_settings(settings, self.block_size, max_seq_len)
 
-    def truncated(self, n):
+    def truncated(self, n: int) -> Snapshot:
         """The snapshot of the first `n` tokens alone.
 
         Raises
@@ -145,7 +159,7 @@ class Snapshot(StorageProperties):
         cache.truncate(n)
         return Snapshot(cache, None if self._token_ids is None else self._token_ids[:n], self._metadata)
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, NDArray[Any]]:
         """The stored bytes as plain arrays.
 
         Returns
@@ -158,7 +172,7 @@ class Snapshot(StorageProperties):
         return to_arrays(self._cache, self._token_ids, self._metadata)
 
     @classmethod
-    def from_state_dict(cls, arrays):
+    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
         """A snapshot from what `state_dict` returned.
 
         Raises
@@ -168,12 +182,12 @@ class Snapshot(StorageProperties):
         """
         return cls(*from_arrays(arrays))
 
-    def save(self, path):
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file; see `KVCache.save`."""
         cache_file.write(self._cache, self._token_ids, self._metadata, path)
 
     @classmethod
-    def load(cls, path, mmap=False):
+    def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> Self:
         """Read from a file; see `kvfast.load`."""
         return cls(*cache_file.read(path, mmap, None))
 
@@ -187,7 +201,7 @@ class Snapshot(StorageProperties):
         if cache.max_seq_len is not None and self.seq_len > cache.max_seq_len:
             raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {cache.max_seq_len}")
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         """Whether both hold the same bytes for the same tokens, whatever the size of their blocks."""
         if not isinstance(other, Snapshot):
             return NotImplemented
@@ -202,28 +216,28 @@ class Snapshot(StorageProperties):
         mine, others = arrays_of(self._cache), arrays_of(other._cache)
         return all(np.array_equal(array, others[name]) for name, array in mine.items())
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.seq_len
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return True
 
-    def __copy__(self):
+    def __copy__(self) -> Snapshot:
         return self  # nothing changes it
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a Snapshot cannot be pickled; save() writes it to a file that is safe to load")
 
     @property
     def _storage(self):
         return self._cache._buffer
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"
 
 

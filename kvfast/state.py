@@ -10,7 +10,7 @@ from .options import check_size
 from .prefix import checked_token_ids
 
 # The class of each kind of cache; the modules of the classes enter them.
-KINDS = {}
+KINDS: dict[str, type] = {}
 SIZED = ("full", "latent")  # those with a max_seq_len
 VERSION = 3
 MOST_TOKENS = 1 << 40

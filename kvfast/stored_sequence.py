@@ -1,11 +1,22 @@
 """What all caches of one sequence do with its tokens, whatever is stored of them."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
 import numpy as np
 
 from .errors import IncompatibleSnapshotError
 from .snapshot import Snapshot
 from .state import from_arrays
 from .storage_properties import StorageProperties
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
 
 # Tokens of a block of the caches that own their memory, unless the format asks for others, and blocks that a growing
 # cache starts with.
@@ -24,7 +35,7 @@ class StoredSequence(StorageProperties):
         """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
         raise NotImplementedError
 
-    def advance(self, n=1):
+    def advance(self, n: int = 1) -> None:
         """Count `n` tokens as complete; every layer must have got exactly that many.
 
         Raises
@@ -34,22 +45,22 @@ class StoredSequence(StorageProperties):
         """
         self._buffer.advance(n)
 
-    def layer_length(self, layer):
+    def layer_length(self, layer: int) -> int:
         """Tokens that a layer holds, advanced or not."""
         return self._buffer.layer_length(layer)
 
-    def truncate(self, n):
+    def truncate(self, n: int) -> None:
         """Keep the first `n` complete tokens; tokens that are not yet advanced go too.
 
         The bytes of the kept tokens do not change.
         """
         self._buffer.truncate(n)
 
-    def clear(self):
+    def clear(self) -> None:
         """Drop all tokens; the memory is kept for the next."""
         self._buffer.truncate(0)
 
-    def copy(self):
+    def copy(self) -> Self:
         """An independent deep copy."""
         return self._with_buffer(self._buffer.copy())
 
@@ -61,7 +72,7 @@ class StoredSequence(StorageProperties):
         other._buffer = buffer
         return other
 
-    def snapshot(self, token_ids=None, metadata=None):
+    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
         """The complete tokens, as they are now.
 
         Takes no copy but of the block table: blocks are shared, and copied when this cache writes to them.
@@ -79,7 +90,7 @@ class StoredSequence(StorageProperties):
         """
         return Snapshot(self._with_buffer(self._buffer.share()), token_ids, metadata)
 
-    def restore(self, snapshot):
+    def restore(self, snapshot: Snapshot) -> None:
         """Go to where a snapshot was taken, of this cache or of another with the same settings.
 
         A snapshot of this cache is shared as it was; another's bytes are copied. A snapshot of a `KVCache` can be
@@ -102,7 +113,8 @@ class StoredSequence(StorageProperties):
         snapshot._check_fits(self)
         self._buffer.restore(snapshot._cache._buffer)
 
-    def save(self, path, token_ids=None, metadata=None):
+    def save(self, path: str | os.PathLike[str], token_ids: ArrayLike | None = None,
+             metadata: Mapping[str, str] | None = None) -> None:
         """Write the complete tokens to a file, as they are stored: safetensors, with checksums.
 
         If the process dies on the way, the file is the old one or the new one.
@@ -121,12 +133,12 @@ class StoredSequence(StorageProperties):
         """
         self.snapshot(token_ids, metadata).save(path)
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, NDArray[Any]]:
         """The stored bytes as plain arrays; see `Snapshot.state_dict`."""
         return self.snapshot().state_dict()
 
     @classmethod
-    def from_state_dict(cls, arrays):
+    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
         """A cache from what `state_dict` returned.
 
         Raises
@@ -141,38 +153,38 @@ class StoredSequence(StorageProperties):
 
     __copy__ = copy
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} cannot be pickled; save() writes it to a file that is safe to load")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self._buffer.length
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return self._buffer.length > 0
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         """Whether the cache holds no complete token."""
         return self._buffer.length == 0
 
     @property
-    def max_seq_len(self):
+    def max_seq_len(self) -> int | None:
         """Most tokens, or None for a cache that grows."""
         return self._buffer.max_seq_len
 
     @property
-    def context_lens(self):
+    def context_lens(self) -> NDArray[np.int32]:
         """Tokens of each layer, advanced or not: int32 of shape (num_layers,)."""
         return np.array([self._buffer.layer_length(layer) for layer in range(self.num_layers)], np.int32)
 
-    def capacity(self, layer=0):
+    def capacity(self, layer: int = 0) -> int:
         """Tokens that the memory reserved for a layer has room for."""
         return self._buffer.capacity(layer)
 
-    def block_indices(self, layer=0):
+    def block_indices(self, layer: int = 0) -> NDArray[np.int32]:
         """Blocks that hold a layer's tokens, in their order: int32 of shape (num_blocks,)."""
         return self._buffer.block_ids(layer)
 

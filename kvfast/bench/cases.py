@@ -110,8 +110,8 @@ class Case:
         ------
         ValueError
         """
-        work, model, form, *numbers = (*str(name).split(), "", "", "")
-        numbers = [number for number in numbers if number]
+        work, model, form, *rest = (*str(name).split(), "", "", "")
+        numbers = [number for number in rest if number]
         known = work in WORKS and model in MODELS and form
         if not known or len(numbers) not in (1, 2) or not all(map(str.isdecimal, numbers)):
             raise ValueError(f"{name!r} names no case, which is: {' or '.join(WORKS)}, a model, a format, how many tokens")

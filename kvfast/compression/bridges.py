@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from ..cache import KVCache
@@ -12,11 +14,14 @@ from ..paged_mla_cache import PagedMLAKVCache
 from ..paged_sequence import PagedSequence
 from ..ring_cache import RingKVCache
 
+if TYPE_CHECKING:
+    from .compressed import CompressedKV
+
 
 class CacheBridges:
     """What `KVCacheCompressor` does with whole caches. All pairs rest on `_compress_layer` and `_append_layer`."""
 
-    def compress_cache(self, cache, layer):
+    def compress_cache(self, cache: Any, layer: int) -> CompressedKV:
         """Compress what a layer of a `KVCache` holds; the cache stays as it is.
 
         Parameters
@@ -37,7 +42,7 @@ class CacheBridges:
         """
         return self._compress_layer(_of_kind(cache, KVCache), layer)
 
-    def decompress_to_cache(self, compressed, cache, layer):
+    def decompress_to_cache(self, compressed: CompressedKV, cache: Any, layer: int) -> None:
         """Append the decoded tokens to a layer of a `KVCache`. As with `KVCache.append`, call `advance` when all layers have
         theirs.
 
@@ -49,30 +54,30 @@ class CacheBridges:
         """
         self._append_layer(compressed, _of_kind(cache, KVCache), layer)
 
-    def compress_ring_cache(self, cache, layer):
+    def compress_ring_cache(self, cache: Any, layer: int) -> CompressedKV:
         """As `compress_cache`, of a `RingKVCache`: the tokens that the layer shows, see `RingKVCache.positions`."""
         return self._compress_layer(_of_kind(cache, RingKVCache), layer)
 
-    def decompress_to_ring_cache(self, compressed, cache, layer):
+    def decompress_to_ring_cache(self, compressed: CompressedKV, cache: Any, layer: int) -> None:
         """As `decompress_to_cache`, to a `RingKVCache`."""
         self._append_layer(compressed, _of_kind(cache, RingKVCache), layer)
 
-    def compress_paged_cache(self, cache, layer, sequence):
+    def compress_paged_cache(self, cache: Any, layer: int, sequence: Any) -> CompressedKV:
         """As `compress_cache`, of a `Sequence` of a `PagedKVCache`."""
         return self._compress_layer(_sequence_of(cache, sequence), layer)
 
-    def decompress_to_paged_cache(self, compressed, cache, layer, sequence):
+    def decompress_to_paged_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any) -> None:
         """As `decompress_to_cache`, to a `Sequence` of a `PagedKVCache`; CacheFullError if the pool has too few blocks."""
         self._append_layer(compressed, _sequence_of(cache, sequence), layer)
 
-    def compress_mla_cache(self, cache, layer, sequence=None):
+    def compress_mla_cache(self, cache: Any, layer: int, sequence: Any = None) -> CompressedKV:
         """As `compress_cache`, of an `MLAKVCache`, or of a sequence of a `PagedMLAKVCache`: one head, whose keys are the
         latents, and whose values the rotary parts; the shorter are filled up with zeros. It is for
         `decompress_to_mla_cache`, not to attend to."""
         cache = _latents_of(cache, sequence)
         return self._compress_pair(layer, *(_filled(one, _width(cache)) for one in cache._decoded(layer)))
 
-    def decompress_to_mla_cache(self, compressed, cache, layer, sequence=None):
+    def decompress_to_mla_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any = None) -> None:
         """As `decompress_to_cache`, to an `MLAKVCache`, or to a sequence of a `PagedMLAKVCache`."""
         cache = _latents_of(cache, sequence)
         latent, rope = self.decompress_kv_3d(compressed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -17,6 +17,13 @@ from ..storage_properties import size_text
 from .methods import method_from_dict, method_to_dict
 from .product import ProductStore
 from .stores import CacheStore, RankStore
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
 
 __all__ = ["CompressedKV", "KVLayout", "ReconstructionError"]
 
@@ -34,11 +41,11 @@ class KVLayout:
     batch: int | None = None
 
     @property
-    def is_batched(self):
+    def is_batched(self) -> bool:
         return self.batch is not None
 
     @property
-    def shape(self):
+    def shape(self) -> tuple[int, ...]:
         shape = (self.num_heads, self.seq_len, self.head_dim)
         return (self.batch, *shape) if self.is_batched else shape
 
@@ -127,52 +134,53 @@ class CompressedKV:
 
     __slots__ = ("_error", "_layout", "_method", "_parts")
 
-    def __init__(self, layout, method, parts, error):
+    def __init__(self, layout: KVLayout, method: Any, parts: Any, error: Any) -> None:
         self._layout, self._method, self._parts, self._error = layout, method, parts, error
 
     @property
-    def layout(self):
+    def layout(self) -> KVLayout:
         """The `KVLayout`."""
         return self._layout
 
     @property
-    def method(self):
+    def method(self) -> Any:
         """How it was compressed, with the bits that were used."""
         return self._method
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of all that is stored: codes, scales, bases, codebooks, exact tokens and their positions."""
         return sum(part.nbytes for part in self._parts)
 
     @property
-    def bits_per_element(self):
+    def bits_per_element(self) -> float:
         """Bits per number of a key or value."""
         return 8 * self.nbytes / (2 * math.prod(self._layout.shape))
 
     @property
-    def compression_ratio(self):
+    def compression_ratio(self) -> float:
         """How many times smaller than float32."""
         return 32 / self.bits_per_element
 
     @property
-    def reconstruction_error(self):
+    def reconstruction_error(self) -> ReconstructionError:
         """A `ReconstructionError`, measured when it was compressed."""
         return self._error
 
     @property
-    def num_exact_tokens(self):
+    def num_exact_tokens(self) -> int:
         """Tokens that are stored as they are, over all sequences of a batch."""
         return sum(len(part.positions) for part in self._parts)
 
-    def decode(self):
+    def decode(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values, float32 of the layout's shape."""
         pairs = [part.decode() for part in self._parts]
         if not self._layout.is_batched:
             return pairs[0]
         return tuple(np.stack(one) for one in zip(*pairs))
 
-    def attend(self, q, *, scale=None, causal=True, return_lse=False, num_threads=None):
+    def attend(self, q: ArrayLike, *, scale: float | None = None, causal: bool = True, return_lse: bool = False,
+               num_threads: int | None = None) -> Any:
         """Attention to the compressed tokens, without decompressing them.
 
         With low rank, queries are projected and outputs lifted; with codebooks, scores are sums of table entries, and
@@ -216,7 +224,7 @@ class CompressedKV:
             ((out, lse),) = results
         return (out, lse) if return_lse else out
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, NDArray[Any]]:
         """All that is stored as plain arrays.
 
         Returns
@@ -227,7 +235,7 @@ class CompressedKV:
         return {"header": np.frombuffer(self._header().encode(), np.uint8)} | self._arrays()
 
     @classmethod
-    def from_state_dict(cls, arrays):
+    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
         """From what `state_dict` returned.
 
         Raises
@@ -239,7 +247,7 @@ class CompressedKV:
         header = arrays.pop("header", np.empty(0, np.uint8))
         return cls._open(header.tobytes().decode(errors="replace"), _Arrays(arrays))
 
-    def save(self, path):
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file: safetensors with checksums, as of `KVCache.save`.
 
         Raises
@@ -255,7 +263,7 @@ class CompressedKV:
         cache_file.write_tensors(arrays, self._header(), path)
 
     @classmethod
-    def load(cls, path):
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a file that `save` wrote.
 
         Raises
@@ -310,10 +318,10 @@ class CompressedKV:
             raise CorruptFileError(f"{rest[0]} belongs to nothing")
         return cls(layout, method, parts, error)
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a CompressedKV cannot be pickled; save() writes it to a file that is safe to load")
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         sizes = f"{size_text(self.nbytes)}, {self.bits_per_element:.2f} bits per element"
         return f"CompressedKV({self._method}, {self._layout.shape}, {sizes})"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from .compressed import CompressedKV, KVLayout, Part, ReconstructionError, check
 from .methods import METHODS, Hybrid, LowRank, Quantize, VectorQuantization, check_bits
 from .product import ProductStore
 from .stores import FLOAT16_MOST, HYBRID_FORMATS, CacheStore, RankStore
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["KVCacheCompressor"]
 
@@ -56,7 +60,7 @@ class KVCacheCompressor(CacheBridges):
     (8, 1024, 64)
     """
 
-    def __init__(self, method, quant_bits=8):
+    def __init__(self, method: Any, quant_bits: int = 8) -> None:
         if type(method) not in METHODS.values():
             raise TypeError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         if quant_bits is None:
@@ -64,14 +68,14 @@ class KVCacheCompressor(CacheBridges):
         self._method, self._quant_bits = method, check_bits(quant_bits)
 
     @property
-    def method(self):
+    def method(self) -> Any:
         return self._method
 
     @property
-    def quant_bits(self):
+    def quant_bits(self) -> int:
         return self._quant_bits
 
-    def compress_kv(self, k, v):
+    def compress_kv(self, k: ArrayLike, v: ArrayLike) -> CompressedKV:
         """Compress a batch of sequences, each by itself.
 
         Parameters
@@ -93,12 +97,12 @@ class KVCacheCompressor(CacheBridges):
         k, v = self._checked(k, v, 4, "(batch, num_heads, seq_len, head_dim)")
         return self._compress(k, v, len(k))
 
-    def compress_kv_3d(self, k, v):
+    def compress_kv_3d(self, k: ArrayLike, v: ArrayLike) -> CompressedKV:
         """As `compress_kv`, of one sequence: arrays of shape (num_heads, seq_len, head_dim)."""
         k, v = self._checked(k, v, 3, "(num_heads, seq_len, head_dim)")
         return self._compress(k[None], v[None], None)
 
-    def decompress_kv(self, compressed):
+    def decompress_kv(self, compressed: CompressedKV) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of `compress_kv`, whatever the method was.
 
         Returns
@@ -115,7 +119,7 @@ class KVCacheCompressor(CacheBridges):
             raise DimensionMismatchError(f"this was compressed without a batch, as {shape}: use decompress_kv_3d")
         return compressed.decode()
 
-    def decompress_kv_3d(self, compressed):
+    def decompress_kv_3d(self, compressed: CompressedKV) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of `compress_kv_3d`: ndarrays of shape (num_heads, seq_len, head_dim), float32."""
         if _layout_of(compressed).is_batched:
             raise DimensionMismatchError(f"this was compressed as a batch, {compressed.layout.shape}: use decompress_kv")
@@ -155,7 +159,7 @@ class KVCacheCompressor(CacheBridges):
         error = ReconstructionError(*(float(np.sqrt(wrong / all_)) if all_ else 0.0 for wrong, all_ in squares))
         return CompressedKV(KVLayout(*k.shape[1:], batch), method, parts, error)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"KVCacheCompressor({self._method}, quant_bits={self._quant_bits})"
 
 

@@ -38,7 +38,7 @@ class LowRank:
     energy: float | None = None
     dtype: str = "float16"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if (self.rank is None) == (self.energy is None):
             raise ValueError("LowRank needs either rank or energy")
         if self.rank is not None:
@@ -67,7 +67,7 @@ class Hybrid:
     rank: int | None = None
     quant_bits: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.rank is not None:
             _set(self, rank=check_size(self.rank, "rank", 1, 512))
         _set(self, quant_bits=check_bits(self.quant_bits))
@@ -92,7 +92,7 @@ class VectorQuantization:
     num_subvectors: int | None = None
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _set(self, codebook_size=check_size(self.codebook_size, "codebook_size", 2, MOST_CENTROIDS))
         if self.num_subvectors is not None:
             _set(self, num_subvectors=check_size(self.num_subvectors, "num_subvectors", 1, 512))
@@ -111,7 +111,7 @@ class Quantize:
 
     bits: int | str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.bits, (str, KVFormat)):
             _set(self, bits=str(KVFormat.of(self.bits)))
         else:

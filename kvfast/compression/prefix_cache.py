@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from ..cache import KVCache
@@ -12,6 +14,10 @@ from ..plain import merge_states
 from ..storage_properties import size_text
 from .compressed import CompressedKV, check_out
 from .compressor import KVCacheCompressor
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
 
 __all__ = ["PrefixKVCache"]
 
@@ -46,7 +52,8 @@ class PrefixKVCache:
     501
     """
 
-    def __init__(self, layers, max_seq_len=None, dtype="int4", k_dtype=None, v_dtype=None):
+    def __init__(self, layers: Any, max_seq_len: int | None = None, dtype: Any = "int4", k_dtype: Any = None,
+                 v_dtype: Any = None) -> None:
         layers = list(layers)
         if not layers or not all(isinstance(one, CompressedKV) for one in layers):
             raise TypeError("layers must be a list with a CompressedKV for each layer")
@@ -61,7 +68,8 @@ class PrefixKVCache:
         self._live = KVCache(len(layers), layout.num_heads, layout.head_dim, max_seq_len, dtype, k_dtype, v_dtype)
 
     @classmethod
-    def compress(cls, cache, compressor, max_seq_len=None, dtype="int4", k_dtype=None, v_dtype=None):
+    def compress(cls, cache: Any, compressor: Any, max_seq_len: int | None = None, dtype: Any = "int4",
+                 k_dtype: Any = None, v_dtype: Any = None) -> Self:
         """With the complete tokens of a `KVCache` or `Sequence` as the prefix; the cache stays as it is.
 
         Parameters
@@ -94,18 +102,20 @@ class PrefixKVCache:
             layers.append(compressor.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1)))
         return cls(layers, max_seq_len, dtype, k_dtype, v_dtype)
 
-    def append(self, layer, k, v):
+    def append(self, layer: int, k: ArrayLike, v: ArrayLike) -> None:
         """Store the keys and values of one or more tokens; see `KVCache.append`."""
         self._live.append(layer, k, v)
 
-    def write(self, layer, qkv, *, positions=None, cos=None, **options):
+    def write(self, layer: int, qkv: ArrayLike, *, positions: ArrayLike | None = None, cos: ArrayLike | None = None,
+              **options: Any) -> NDArray[Any]:
         """See `KVCache.write`; by default positions go on behind the prefix."""
         if positions is None and cos is not None:
             start, shape = self.layer_length(layer), np.shape(qkv)
             positions = np.arange(start, start + (shape[0] if shape else 1))
         return self._live.write(layer, qkv, positions=positions, cos=cos, **options)
 
-    def attend(self, layer, q, *, out=None, scale=None, causal=True, return_lse=False, num_threads=None):
+    def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
+               causal: bool = True, return_lse: bool = False, num_threads: int | None = None) -> Any:
         """Attention of the last tokens, which are live, to the prefix and the live tokens; see `KVCache.attend`."""
         if out is not None:
             check_out(out, np.shape(q))
@@ -117,79 +127,79 @@ class PrefixKVCache:
             result = out
         return (result, lse) if return_lse else result
 
-    def advance(self, n=1):
+    def advance(self, n: int = 1) -> None:
         """Count `n` tokens as complete; every layer must have got exactly that many."""
         self._live.advance(n)
 
-    def k(self, layer):
+    def k(self, layer: int) -> NDArray[np.float32]:
         """Keys of a layer, decoded: float32 of shape (layer_length(layer), num_kv_heads, head_dim)."""
         live = self._live.k(layer)
         return np.concatenate([self._layers[layer].decode()[0].swapaxes(0, 1), live])
 
-    def v(self, layer):
+    def v(self, layer: int) -> NDArray[np.float32]:
         """Values of a layer; see `k`."""
         live = self._live.v(layer)
         return np.concatenate([self._layers[layer].decode()[1].swapaxes(0, 1), live])
 
-    def layer_length(self, layer):
+    def layer_length(self, layer: int) -> int:
         """Tokens that a layer holds, advanced or not."""
         return self.prefix_len + self._live.layer_length(layer)
 
-    def truncate(self, n):
+    def truncate(self, n: int) -> None:
         """Keep the first `n` complete tokens, at least the prefix."""
         check_size(n, "n", self.prefix_len, 1 << 60)
         self._live.truncate(n - self.prefix_len)
 
-    def clear(self):
+    def clear(self) -> None:
         """Drop all live tokens."""
         self._live.clear()
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.prefix_len + len(self._live)
 
     @property
-    def prefix_len(self):
+    def prefix_len(self) -> int:
         """Tokens of the prefix."""
         return self._layout.seq_len
 
     @property
-    def prefix(self):
+    def prefix(self) -> Any:
         """The `CompressedKV` of each layer."""
         return tuple(self._layers)
 
     @property
-    def live(self):
+    def live(self) -> Any:
         """The `KVCache` of the live tokens."""
         return self._live
 
     @property
-    def num_layers(self):
+    def num_layers(self) -> int:
         return len(self._layers)
 
     @property
-    def num_kv_heads(self):
+    def num_kv_heads(self) -> int:
         return self._layout.num_heads
 
     @property
-    def head_dim(self):
+    def head_dim(self) -> int:
         return self._layout.head_dim
 
     @property
-    def max_seq_len(self):
+    def max_seq_len(self) -> int | None:
         """Most tokens, or None for a cache that grows."""
         return None if self._live.max_seq_len is None else self.prefix_len + self._live.max_seq_len
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of the prefix, and those reserved for live tokens."""
         return sum(one.nbytes for one in self._layers) + self._live.nbytes
 
     @property
-    def nbytes_used(self):
+    def nbytes_used(self) -> int:
         """Bytes of the prefix, and of the blocks that hold live tokens."""
         return sum(one.nbytes for one in self._layers) + self._live.nbytes_used
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         shape = f"{self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}"
         tokens = f"{self.prefix_len} tokens compressed and {len(self._live)} in {self._live.dtype_name}"
         return f"PrefixKVCache({shape}, {tokens}, {size_text(self.nbytes)})"

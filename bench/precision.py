@@ -1,0 +1,82 @@
+"""What the precision contract comes to: errors of `attend`, and of what is stored, on Gaussian tensors.
+
+    python bench/precision.py --json bench/precision.json
+
+Largest error of an output row, relative to its norm, against float64 attention over the decoded cache: for each
+format and context over all heads, queries and tiers of this machine. And `kvfast.fidelity` of all formats.
+"""
+
+import argparse
+import json
+
+import numpy as np
+
+import kvfast
+from kvfast.bench.measure import cpu_name
+
+FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloat16", "float32")
+CODED = ("int2", "int3", "int4-plain", "int4", "int5", "int6", "k8v4", "int7", "int8-plain", "int8", "float16", "bfloat16")
+CONTEXTS = (16, 64, 256, 1024, 4096, 16384)
+QUERIES = (1, 64)
+NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 128
+CONTRACT = {"float32": 1e-5}  # of every other format 1e-3
+
+
+def exact_attention(q, k, v):
+    """Causal attention of the last tokens in float64: (tokens, heads, head_dim)."""
+    q, k, v = (one.astype(np.float64).transpose(1, 0, 2) for one in (q, k, v))
+    k, v = (one.repeat(NUM_Q_HEADS // NUM_KV_HEADS, axis=0) for one in (k, v))
+    scores = q @ k.transpose(0, 2, 1) * HEAD_DIM**-0.5
+    n, length = scores.shape[1:]
+    scores[:, np.arange(length) > length - n + np.arange(n)[:, None]] = -np.inf
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    return (weights / weights.sum(axis=2, keepdims=True) @ v).transpose(1, 0, 2)
+
+
+def attend_errors(form):
+    """Rows of JSON for one format."""
+    rng = np.random.default_rng(0)
+    for context in CONTEXTS:
+        cache = kvfast.KVCache(1, NUM_KV_HEADS, HEAD_DIM, context, form)
+        cache.append(0, *rng.standard_normal((2, context, NUM_KV_HEADS, HEAD_DIM), np.float32))
+        cache.advance(context)
+        for n in QUERIES:
+            if n > context:
+                continue
+            q = rng.standard_normal((n, NUM_Q_HEADS, HEAD_DIM), np.float32)
+            exact = exact_attention(q, cache.k(0), cache.v(0))
+            errors = {}
+            for isa in kvfast.available_isas():
+                with kvfast.use_isa(isa):
+                    out = cache.attend(0, q)
+                errors[isa] = float((np.linalg.norm(out - exact, axis=2) / np.linalg.norm(exact, axis=2)).max())
+            yield {"format": form, "context": context, "queries": n, "bound": CONTRACT.get(form, 1e-3), "errors": errors}
+
+
+def fidelity():
+    """Rows of JSON: what storing costs."""
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((n, heads, HEAD_DIM), np.float32)
+               for n, heads in ((64, NUM_Q_HEADS), (4096, NUM_KV_HEADS), (4096, NUM_KV_HEADS)))
+    for one in kvfast.fidelity(q, k, v, CODED):
+        row = {name: getattr(one, name) for name in ("bits_per_element", "k_error", "v_error", "output_error", "kl")}
+        yield {"format": str(one.format)} | {name: float(value) for name, value in row.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", metavar="FILE", required=True, help="write the results there")
+    args = parser.parse_args()
+    report = {"version": kvfast.__version__, "cpu": cpu_name(), "tiers": list(kvfast.available_isas()),
+              "num_q_heads": NUM_Q_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM,
+              "attend": [row for form in FORMATS for row in attend_errors(form)], "fidelity": list(fidelity())}
+    for row in report["attend"]:
+        worst = max(row["errors"].values())
+        print(f"{row['format']:>10} {row['context']:>6} tokens, {row['queries']:>2} queries: {worst:.1e} (at most {row['bound']:.0e})")
+    with open(args.json, "w", encoding="utf-8") as file:
+        json.dump(report, file, indent=1)
+        file.write("\n")
+
+
+if __name__ == "__main__":
+    main()

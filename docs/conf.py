@@ -6,6 +6,7 @@ from pathlib import Path
 import kvfast
 
 sys.path.insert(0, str(Path(__file__).parent))
+import tables
 
 project = "kvfast"
 release = version = kvfast.__version__
@@ -23,3 +24,11 @@ default_role = "py:obj"
 autodoc_member_order = "groupwise"
 autodoc_typehints = "none"
 numpydoc_show_class_members = False  # autodoc lists them
+
+
+def _fill_tables(app, docname, source):
+    source[0] = tables.fill(source[0])
+
+
+def setup(app):
+    app.connect("source-read", _fill_tables)

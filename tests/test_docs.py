@@ -1,7 +1,10 @@
 """The documentation: it builds without warnings, has every public name, and its examples run."""
 
 import doctest
+import importlib
 import importlib.util
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +12,13 @@ from pathlib import Path
 import pytest
 
 import kvfast
+from kvfast import cli
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SPHINX = ("sphinx", "myst_parser", "numpydoc", "furo")
+PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
+NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
 
 def test_site_builds_without_warnings(tmp_path):
@@ -20,7 +26,7 @@ def test_site_builds_without_warnings(tmp_path):
     if missing:
         pytest.skip(f"the docs extra is not installed: no {', '.join(missing)}")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "doctrees", DOCS, tmp_path / "site"]
-    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300, check=False)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=900, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     site = {path.relative_to(tmp_path / "site").with_suffix("") for path in (tmp_path / "site").rglob("*.html")}
     assert site >= {path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md")}
@@ -40,3 +46,137 @@ def test_examples_of_docstrings(name):
     for example in doctest.DocTestFinder().find(getattr(kvfast, name), name, module=False, globs={}):
         runner.run(example)
     assert runner.summarize(verbose=False).failed == 0
+
+
+def marked(path):
+    needs_model = "<!-- needs: model -->" in path.read_text("utf-8")
+    return pytest.param(path, id=str(path.relative_to(ROOT)), marks=pytest.mark.model if needs_model else ())
+
+
+@pytest.mark.parametrize("path", [marked(path) for path in PAGES if "```python\n" in path.read_text("utf-8")])
+def test_python_blocks_run(path, request, tmp_path, monkeypatch):
+    sybil = pytest.importorskip("sybil", reason="sybil of the test extra is not installed")
+    from sybil.parsers.markdown import PythonCodeBlockParser
+
+    if request.node.get_closest_marker("model"):
+        request.getfixturevalue("smollm2")
+    if ".save(" in path.read_text("utf-8"):
+        pytest.importorskip("safetensors")
+        pytest.importorskip("xxhash")
+    monkeypatch.chdir(tmp_path)
+    examples = list(sybil.Sybil([PythonCodeBlockParser()]).parse(path))
+    assert len(examples) >= path.read_text("utf-8").count("```python\n")
+    for example in examples:
+        example.evaluate()
+
+
+def commands(text):
+    """Shell commands of a page, each without its comment: those of its blocks, and those in the text."""
+    for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            yield from line.split(" && ")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for code in re.findall(r"`([^`]+)`", prose):
+        command = " ".join(code.split())
+        if command.startswith(("python ", "pytest ", "pip ", "OPENBLAS_NUM_THREADS=1 ")):
+            yield from command.split(" && ")
+
+
+def check_kvfast(args):
+    """The arguments are those that `python -m kvfast` takes."""
+    assert cli.main([arg.replace("...", "int8") for arg in args]) == 0
+
+
+def check_script(path, args):
+    """A script of the repository, and its options."""
+    assert (ROOT / path).is_file(), f"there is no {path}"
+    if options := [arg for arg in args if arg.startswith("--")]:
+        out = subprocess.run([sys.executable, ROOT / path, "--help"], capture_output=True, encoding="utf-8", timeout=60, check=True)
+        assert [option for option in options if not re.search(rf"{option}\b", out.stdout)] == []
+
+
+def check_pip(args):
+    """What is installed is this package with extras that it has, or packages by their names."""
+    section = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    extras = [line.partition(" = ")[0] for line in section.splitlines()]
+    for arg in args:
+        if found := re.fullmatch(r"(?:kvfast|\.)\[([\w,-]+)\]", arg):
+            assert set(found[1].split(",")) <= set(extras)
+        else:
+            assert arg in ("install", "-e", ".", "kvfast", "cython", "numpy", "setuptools")
+
+
+def check_command(words):
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    program, *args = words
+    if program == "pip":
+        check_pip(args)
+    elif program == "pytest":
+        assert all((ROOT / arg).exists() for arg in args if "/" in arg)
+    elif (program, *args[:2]) == ("python", "-m", "kvfast"):
+        check_kvfast(args[2:])
+    elif (program, *args[:2]) == ("python", "-m", "sphinx"):
+        assert all((ROOT / arg).is_dir() for arg in args[2:-1] if not arg.startswith("-"))
+    elif program == "python" and args[0].endswith(".py"):
+        check_script(args[0], [] if args[0] == "setup.py" else args[1:])
+    else:
+        raise AssertionError(f"no check of {program} is known")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_commands_are_good(path, monkeypatch, capsys):
+    if "python -m kvfast" in (text := path.read_text("utf-8")):
+        for name in ("_run_generate", "_run_eval", "_run_serve_sim", "_run_bench"):
+            monkeypatch.setattr(cli, name, lambda args: None)
+    for command in commands(text):
+        check_command(shlex.split(command, comments=True))
+
+
+@pytest.mark.parametrize("command", ["python -m kvfast eval --nonsense", "python bench/peers.py --nonsense", "pip install .[nonsense]",
+                                     "pytest bench/nonsense.py", "make nonsense"])
+def test_bad_commands_are_found(command, capsys):
+    with pytest.raises((AssertionError, SystemExit)):
+        check_command(shlex.split(command))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_links_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        file, _, heading = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.is_file(), f"{target} is not there"
+        # Where the site has it, too: a page there has no other files than pages and pictures.
+        assert path.parent == ROOT or linked.is_relative_to(DOCS), f"{target} is not in the site"
+        if heading:
+            lines = [line.lstrip("# ") for line in linked.read_text("utf-8").splitlines() if line.startswith("#")]
+            assert heading in {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.fixture
+def docs_script(monkeypatch):
+    """A script of docs/, imported by its name."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module
+
+
+def test_tables_are_those_of_the_json(docs_script):
+    tables = docs_script("tables")
+    assert {path for path in PAGES if tables.fill(text := path.read_text("utf-8")) != text} == set(), "run python docs/tables.py"
+    used = set(re.findall(r"<!-- table: ([\w-]+) -->", "".join(path.read_text("utf-8") for path in PAGES)))
+    assert used == set(tables.TABLES)
+
+
+def test_pictures_are_those_of_the_json(docs_script):
+    matplotlib = pytest.importorskip("matplotlib")
+    pictures = docs_script("pictures")
+    assert {path.stem for path in pictures.FOLDER.glob("*.svg")} == set(pictures.PICTURES)
+    for name, (data_of, _, _) in pictures.PICTURES.items():
+        committed = (pictures.FOLDER / f"{name}.svg").read_bytes()
+        assert f"data {pictures.checksum(data_of())}".encode() in committed, f"{name}.svg: run python docs/pictures.py"
+        drawn = pictures.draw(name)
+        if f"matplotlib {matplotlib.__version__}".encode() in committed:
+            assert drawn == committed, f"{name}.svg: run python docs/pictures.py"

@@ -1,0 +1,173 @@
+"""Tables of the pages, from what was measured.
+
+    python docs/tables.py
+
+writes them into the README and the pages, between ``<!-- table: NAME -->`` and ``<!-- end -->``. The site fills them
+in again when it is built, and the tests fail where a page says something else than the JSON.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import kvfast
+from kvfast.bench.cases import MODELS
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "bench"
+_MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(?:(?!<!-- ).)*(<!-- end -->)", re.DOTALL)
+
+
+def load(name):
+    """What stands in bench/NAME.json."""
+    return json.loads((BENCH / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def fill(text):
+    """A page with its tables as they are now."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]().rstrip()}\n\n{found[3]}", text)
+
+
+def pages():
+    """The README and the sources of the site."""
+    return [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
+
+
+def _table(header, rows):
+    lines = [" | ".join(header), " | ".join("---" for _ in header), *map(" | ".join, rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _percent(fraction):
+    return f"{fraction * 100:.1f} %"
+
+
+def _time(seconds):
+    return f"{seconds * 1e6:,.0f} us"
+
+
+def tokens(n):
+    return f"{n // 1024}k" if n % 1024 == 0 else f"{n:,}"
+
+
+def bytes_per_token(model, dtype):
+    """Of all layers of a model."""
+    cache = kvfast.KVCache(model.num_layers, model.num_kv_heads, model.head_dim, dtype=dtype)
+    return round(cache.bytes_per_token)
+
+
+def memory():
+    rows = []
+    for name in ("SmolLM2-135M", "Llama-3.2-1B", "Llama-3-8B", "Qwen3-30B-A3B"):
+        model = MODELS[name]
+        halves = bytes_per_token(model, "float16")
+        row = [f"{name} ({model.num_layers}, {model.num_kv_heads} x {model.head_dim})"]
+        for dtype in ("float32", "float16", "int8", "k8v4", "int4"):
+            stored = bytes_per_token(model, dtype)
+            row.append(f"{stored:,}" + (f" ({halves / stored:.2f}x)" if stored < halves else ""))
+        rows.append(row)
+    return _table(["model (layers, KV heads x head_dim)", "float32", "float16", "int8", "k8v4", "int4"], rows)
+
+
+def accuracy():
+    rows = []
+    for one in load("accuracy")["results"]:
+        name = f"`{one['dtype']}`" if one["runtime"] == "kvfast" else f"{one['runtime']} {one['dtype']}"
+        rows.append([name, f"{one['bits_per_element']:.2f}", f"{one['nll_difference']:+.4f}", f"{one['kl']:.4f}", _percent(one["top1"])])
+    return _table(["cache", "bits per element", "NLL change", "KL divergence", "same top token"], rows)
+
+
+def compression():
+    rows = []
+    for one in load("compression")["results"]:
+        kl = f"{one['kl']:.{6 if one['kl'] < 1e-4 else 3 if one['kl'] > 0.1 else 4}f}"
+        errors = [_percent(one[name]) for name in ("k_error", "v_error", "output_error")]
+        name = f"`{one['dtype']}`" + (f" ({one['note']})" if one["note"] else "")
+        rows.append([name, f"{one['bits_per_element']:.2f}", *errors, f"{one['nll_difference']:+.4f}", kl, _percent(one["top1"])])
+    return _table(["method", "bits per element", "error of K", "of V", "of outputs", "NLL change", "KL divergence", "same top token"], rows)
+
+
+def _threads(n):
+    return f"{n} thread{'s' * (n > 1)}"
+
+
+def _results(work):
+    """Those of bench/decode.json by format, context and threads; the formats, the contexts and the threads."""
+    results = [one for one in load("decode")["results"] if one["work"] == work]
+    found = {(one["format"], one["context"], one["num_threads"]): one for one in results}
+    formats, contexts, threads = (list(dict.fromkeys(key)) for key in zip(*found))
+    return found, formats, sorted(contexts), sorted(threads)
+
+
+def decode():
+    """Fraction of the read bandwidth and time of a layer, by format and context."""
+    found, formats, contexts, threads = _results("decode")
+    parts = []
+    for n in threads:
+        rows = []
+        for form in formats:
+            cells = [found[form, context, n] for context in contexts]
+            rows.append([f"`{form}`", *(f"{one['bandwidth_fraction']:.2f} ({_time(one['seconds'])})" for one in cells)])
+        parts.append(_table([_threads(n), *map(tokens, contexts)], rows))
+    return "\n\n".join(parts)
+
+
+def speed():
+    """One token from 32k, and how much longer float16 takes."""
+    found, _, _, threads = _results("decode")
+    rows = []
+    for form in ("int4", "k8v4", "int8", "float16", "float32"):
+        cells = [found[form, 32768, n] for n in threads]
+        halves = [found["float16", 32768, n]["seconds"] / one["seconds"] for n, one in zip(threads, cells)]
+        rows.append([f"`{form}`", *(_time(one["seconds"]) for one in cells), *(f"{one['bandwidth_fraction']:.2f}" for one in cells),
+                     " / ".join(f"{ratio:.1f}x" for ratio in halves)])  # fmt: skip
+    of = [f"of bandwidth, {_threads(n)}" for n in threads]
+    return _table(["storage", *map(_threads, threads), *of, "float16 takes"], rows)
+
+
+def prefill():
+    """GOP/s of prompts and the fraction of the peak, by format and context."""
+    found, formats, contexts, threads = _results("prefill")
+    columns = [(context, n) for context in contexts for n in threads]
+    rows = []
+    for form in formats:
+        cells = [found[(form, *column)] for column in columns]
+        rows.append([f"`{form}`", *(f"{one['operations'] / one['seconds'] / 1e9:,.0f} ({one['compute_fraction']:.2f})" for one in cells)])
+    return _table(["storage", *(f"{tokens(context)}, {_threads(n)}" for context, n in columns)], rows)
+
+
+def precision():
+    """The largest error over contexts and tiers, by format and number of queries."""
+    results = load("precision")["attend"]
+    rows = []
+    for form in dict.fromkeys(one["format"] for one in results):
+        ours = [one for one in results if one["format"] == form]
+        worst = [max(max(one["errors"].values()) for one in ours if one["queries"] == n) for n in (1, 64)]
+        rows.append([f"`{form}`", *(f"{error:.1e}" for error in worst), f"{ours[0]['bound']:.0e}"])
+    return _table(["storage", "1 query", "64 queries", "contract"], rows)
+
+
+def peers():
+    """All that bench/peers.json holds, by the script that measured it."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        from contenders.table import tables
+    finally:
+        sys.path.remove(str(BENCH))
+    return tables(load("peers"))
+
+
+TABLES = {function.__name__: function for function in (memory, accuracy, compression, decode, speed, prefill, precision, peers)}
+
+
+def main():
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if (filled := fill(text)) != text:
+            path.write_text(filled, encoding="utf-8")
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

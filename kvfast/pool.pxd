@@ -47,6 +47,7 @@ cdef class BlockPool:
     cdef int _release_abandoned(self) except -1
     cdef Py_ssize_t available(self) except -1
     cdef int ensure(self, Py_ssize_t count) except -1
+    cdef int ensure_apart(self, Py_ssize_t count) except -1
     cdef int32_t take(self, int32_t after) except -1
     cdef int retain(self, int32_t block) except -1
     cdef int release(self, int32_t block) except -1

@@ -219,6 +219,13 @@ cdef class BlockPool:
                                  f"{self.available()} of {self.num_blocks} are free", count, self.available())
         return 0
 
+    cdef int ensure_apart(self, Py_ssize_t count) except -1:
+        """`ensure`, with what is needed for good in a first piece of memory by itself, however many come with a prompt: it
+        is the last pieces that `trim` gives back."""
+        if self.grows and self.num_blocks == 0:
+            self.ensure(min(count, self.first_blocks))
+        return self.ensure(count)
+
     cdef int32_t take(self, int32_t after) except -1:
         """A block with one owner, after `ensure`; best the one after block `after`, -1 for a new run."""
         cdef int32_t block = after + 1
@@ -293,8 +300,10 @@ cdef class BlockPool:
     cdef int add_floats(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the places first to last of a block float rows. They may have some; MemoryError leaves it as it was."""
         cdef Py_ssize_t pieces = self.block_size // PIECE, i, begin = block * pieces + first // PIECE
-        cdef Py_ssize_t end = block * pieces + (last + PIECE - 1) // PIECE
-        self.floats.ensure(end - begin)
+        cdef Py_ssize_t end = block * pieces + (last + PIECE - 1) // PIECE, missing = 0
+        for i in range(begin, end):
+            missing += self.float_of[i] < 0
+        self.floats.ensure(missing)
         for i in range(begin, end):
             if self.float_of[i] < 0:
                 self.float_of[i] = self.floats.take(self.float_of[i - 1] if i > begin else -1)
@@ -377,6 +386,16 @@ cdef class BlockPool:
         if self.floats is not None:
             self.floats.trim()
         return 0
+
+    def bytes_for(self, Py_ssize_t blocks):
+        """Bytes of so many blocks in one piece of memory, float rows aside."""
+        cdef Py_ssize_t i
+        return sum([int(self.num_kv_heads) * (_stride(int(self.stores[i].k.bytes) * blocks) + _stride(int(self.stores[i].v.bytes) * blocks))
+                    for i in range(self.num_layers)])
+
+    def float_pool(self):
+        """An empty pool of the float rows of tokens, or None if there are none."""
+        return None if self.floats is None else self.floats.clone()
 
     @property
     def nbytes(self):

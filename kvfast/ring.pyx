@@ -39,6 +39,9 @@ cdef class RingTable(BlockTable):
         self.length += n
         self.evicted = self._evicted_at(self.length)
 
+    cdef int ensure(self, Py_ssize_t count) except -1:
+        return self.pool.ensure_apart(count)
+
     cdef int forget(self) except -1:
         cdef Py_ssize_t i, gone
         self.evicted = self._evicted_at(self.length)

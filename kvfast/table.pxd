@@ -22,6 +22,7 @@ cdef class BlockTable:
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
     cdef int64_t slot(self, Py_ssize_t position) noexcept nogil
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
+    cdef int ensure(self, Py_ssize_t count) except -1
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1

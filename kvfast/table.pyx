@@ -91,16 +91,20 @@ cdef class BlockTable:
                     return False
         return True
 
+    cdef int ensure(self, Py_ssize_t count) except -1:
+        """Make sure that `count` blocks can be taken for new tokens."""
+        return self.pool.ensure(count)
+
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the positions first to last blocks of their own; those shared with others are copied."""
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size
         cdef int32_t block
         cdef void *grown
         cdef Py_ssize_t needed = self.blocks_needed(first, last)
-        self.pool.ensure(needed)
+        self.ensure(needed)
         if self.pool.finishes and needed:  # not when another layer gets the same tokens
             # All at once: large pieces of memory lie in huge pages.
-            self.pool.floats.ensure((last + PIECE - 1) // PIECE - first // PIECE)
+            self.pool.floats.ensure_apart((last + PIECE - 1) // PIECE - first // PIECE)
         if end - self.skipped > self.capacity:
             grown = realloc(self.blocks, max(2 * self.capacity, end - self.skipped) * sizeof(int32_t))
             if grown == NULL:

@@ -411,12 +411,27 @@ def test_float_rows_are_given_back(name):
         )
 
 
-def test_layers_share_the_reserve_of_float_rows(rng):
+@pytest.mark.parametrize("num_tokens", [3000, 3072])
+def test_layers_share_the_reserve_of_float_rows(rng, num_tokens):
     """The first layer's append of a prompt reserves memory for those of all layers."""
     cache = kvfast.KVCache(4, 2, 64, dtype="int4")
-    k, v = rng.standard_normal((2, 3000, 2, 64), np.float32)
+    k, v = rng.standard_normal((2, num_tokens, 2, 64), np.float32)
     sizes = []
     for layer in range(4):
         cache.append(layer, k, v)
         sizes.append(cache.nbytes)
     assert sizes[1:] == sizes[:1] * 3
+
+
+def test_float_rows_of_a_long_prompt_are_given_back(rng):
+    long, short = (kvfast.KVCache(2, 2, 64, 4096, dtype="int4") for _ in range(2))
+    k, v = rng.standard_normal((2, 3072, 2, 64), np.float32)
+    for cache, n in ((long, 3072), (short, 64)):
+        for layer in range(2):
+            cache.append(layer, k[:n], v[:n])
+        cache.advance(n)
+        for _ in range(100):
+            for layer in range(2):
+                cache.append(layer, k[:1], v[:1])
+            cache.advance(1)
+    assert long.nbytes == short.nbytes

@@ -65,6 +65,14 @@ def test_memory_stays_constant_and_prompts_give_theirs_back(rng, dtype):
     for _ in range(500):
         run(1)
     assert ring.nbytes == steady
+    again = kvfast.RingKVCache(2, 2, 64, window=256, num_sink_tokens=4, rollback=32, dtype=dtype)
+    for layer in (0, 1):  # one that starts with a long prompt
+        again.append(layer, k, v)
+    again.advance(4000)
+    ring = again
+    for _ in range(856):
+        run(1)
+    assert ring.nbytes == steady
     assert len(ring) == 4856 and len(ring.positions(0)) == 260
     assert len(ring.block_indices(0)) <= -(-(256 + 32) // 64) + 2
 

@@ -29,6 +29,8 @@ How the package is built, from the bottom up; each room imports only from those 
     capi                    the same for C and Cython, without Python in between (``kvfast.h``)
     compression/            finished keys and values in fewer bits
     fidelity, machine       what a storage format costs on tensors of one's own; what the machine can do at most
+    model_shape, memory, planning
+                            what a model keeps of a token; what the machine has; what a cache will take, told before it is made
     bench/, plotting        how fast it is here (extra ``bench``); files with plots (extra ``plot``)
     llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
 
@@ -71,12 +73,14 @@ from .formats import PRESETS, KVFormat
 from .fused import split_qkv_norm_rope
 from .machine import peak_rate, read_bandwidth
 from .mla_cache import MLAKVCache
+from .model_shape import LayerShape, ModelShape
 from .multi_head import MultiHeadKVCache
 from .multi_head_config import MultiHeadConfig
 from .paged_cache import PagedKVCache
 from .paged_mla_cache import MLASequence, PagedMLAKVCache
 from .paged_sequence import Sequence
 from .plain import attention, merge_states
+from .planning import DtypePlan, MemoryPlan, plan
 from .prompt_cache import PromptCache
 from .quant import dequantize, quantize
 from .ring_cache import RingKVCache
@@ -91,6 +95,7 @@ __all__ = [
     "CompressedKV",
     "CorruptFileError",
     "DimensionMismatchError",
+    "DtypePlan",
     "Fidelity",
     "Hybrid",
     "IncompatibleSnapshotError",
@@ -98,9 +103,12 @@ __all__ = [
     "KVCacheCompressor",
     "KVFormat",
     "KVLayout",
+    "LayerShape",
     "LowRank",
     "MLAKVCache",
     "MLASequence",
+    "MemoryPlan",
+    "ModelShape",
     "MultiHeadConfig",
     "MultiHeadKVCache",
     "NonFiniteInputError",
@@ -128,6 +136,7 @@ __all__ = [
     "load",
     "merge_states",
     "peak_rate",
+    "plan",
     "quantize",
     "read_bandwidth",
     "set_num_threads",

@@ -33,7 +33,7 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
     commands = parser.add_subparsers(metavar="command")
-    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_bench, _add_info):
+    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_plan, _add_bench, _add_info):
         add_command(commands)
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
@@ -160,6 +160,25 @@ def _add_serve_sim(commands):
     parser.set_defaults(run=_run_serve_sim)
 
 
+def _add_plan(commands):
+    parser = commands.add_parser(
+        "plan",
+        help="tell what a model's cache will take on this machine",
+        description="Tell what the cache of a model takes in every format: bytes, what fits into this machine's memory, "
+        "and the tokens per second that reading it allows at most.",
+    )
+    add = parser.add_argument
+    add("model", help="a config.json, its folder, or a GGUF file")
+    add("--context", type=_positive, metavar="N", help="tokens of a sequence (default: the longest of the model)")
+    add("--batch", type=_positive, default=1, metavar="N", help="sequences at once (default: 1)")
+    add("--dtype", metavar="LIST", help="what the caches store, with commas (default: everything they can)")
+    add("--memory", type=_gigabytes, metavar="GB", help="memory for keys and values (default: what is available here)")
+    add("--bandwidth", type=_gigabytes, metavar="GB/S", help="what the machine reads (default: measured)")
+    add("--weights", type=_gigabytes, metavar="GB", help="weights that a token reads (default: those of a GGUF file)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_run_plan)
+
+
 def _add_bench(commands):
     parser = commands.add_parser(
         "bench",
@@ -213,6 +232,12 @@ def _run_serve_sim(args):
     commands.run_serve_sim(args)
 
 
+def _run_plan(args):
+    from kvfast import plan_report
+
+    plan_report.run_plan(args)
+
+
 def _run_bench(args):
     from kvfast.bench import command
 
@@ -232,6 +257,13 @@ def _positive(text):
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
     return value
+
+
+def _gigabytes(text):
+    value = float(text) * 1e9
+    if not 1 <= value < 1 << 60:
+        raise argparse.ArgumentTypeError(f"{text} is no number of gigabytes above 0")
+    return int(value)
 
 
 def _numbers(text):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RingKVCache"]
 
+ROLLBACK = 64
+
 
 class RingKVCache(SequenceCache):
     """Key/value cache of a sliding window: constant memory for endless generation.
@@ -89,7 +91,7 @@ class RingKVCache(SequenceCache):
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, window: int | None | Sequence[int | None],
                  num_sink_tokens: int = 0, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
-                 rollback: int = 64, rope: Literal['cache'] | None = None, rope_theta: float = 10000.0,
+                 rollback: int = ROLLBACK, rope: Literal['cache'] | None = None, rope_theta: float = 10000.0,
                  rotary_dim: int | None = None, rope_frequencies: ArrayLike | None = None,
                  rope_interleaved: bool = False) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
@@ -127,7 +129,7 @@ class RingKVCache(SequenceCache):
             groups.setdefault(one, []).append(layer)
         tables, places = [], [None] * num_layers
         for one, group in groups.items():
-            held = GROW_BLOCKS if one is None else _ring_blocks(one + rollback, num_sink_tokens, block_size)
+            held = GROW_BLOCKS if one is None else ring_blocks(one + rollback, num_sink_tokens, block_size)
             pool = BlockPool(len(group), num_kv_heads, head_dim, block_size, [formats[i] for i in group], held, True)
             table = BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
             tables.append(table)
@@ -222,7 +224,7 @@ def _num_tokens(array):
     return max(1, shape[0]) if shape else 1
 
 
-def _ring_blocks(held, num_sink_tokens, block_size):
+def ring_blocks(held, num_sink_tokens, block_size):
     """Blocks of a ring in steady state, with room for chunks of a prompt: a multiple of 8."""
     blocks = -(-held // block_size) - (-num_sink_tokens // block_size) + 2
     return -(-(blocks + min(blocks // 4, 8)) // 8) * 8

@@ -149,3 +149,7 @@ class GGUFFile:
         if name not in self._tensors:
             raise ModelFileError(f"{self.path}: the tensor {name} is missing")
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def tensor_bytes(self):
+        """Bytes that each tensor takes in the file, by name."""
+        return {name: int(tensor.n_bytes) for name, tensor in self._tensors.items()}

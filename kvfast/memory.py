@@ -1,0 +1,67 @@
+"""How much memory this process may still take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["available_memory"]
+
+
+def available_memory(root="/"):
+    """Bytes of memory that are free, or would be if files' pages in memory were dropped, within the limits of the cgroup.
+
+    Parameters
+    ----------
+    root : path-like
+        Where ``proc`` and ``sys`` are.
+
+    Returns
+    -------
+    int or None
+        None where the system does not tell (it does on Linux, and elsewhere if it knows ``SC_AVPHYS_PAGES``).
+    """
+    root = Path(root)
+    found = [_of_system(root), *_of_cgroups(root)]
+    found = [one for one in found if one is not None]
+    return max(0, min(found)) if found else None
+
+
+def _of_system(root):
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _of_cgroups(root):
+    """What this process's cgroups leave it, and those above them."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            mount, limit, used, reclaimable = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            mount, limit, used = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            reclaimable = "total_inactive_file"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            folder = root / mount / "/".join(parts[:depth])
+            try:
+                free = int(_text(folder / limit)) - int(_text(folder / used))
+            except ValueError:  # no such file, or the word max
+                continue
+            stat = dict(row.split()[:2] for row in _text(folder / "memory.stat").splitlines() if len(row.split()) == 2)
+            yield free + int(stat.get(reclaimable, 0))
+
+
+def _text(path):
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

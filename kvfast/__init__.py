@@ -33,6 +33,7 @@ How the package is built, from the bottom up; each room imports only from those 
                             what a model keeps of a token; what the machine has; what a cache will take, told before it is made
     bench/, plotting        how fast it is here (extra ``bench``); files with plots (extra ``plot``)
     llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
+    transformers/           a cache and an attention for Hugging Face models (extra ``transformers``)
 
 A sequence is a table of blocks of a pool. The caches differ in the pool and the table only: `KVCache` has a pool
 of its own, `RingKVCache` also drops blocks that left the window, the sequences of a `PagedKVCache` share one. A

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from .attend_plan import AttendPlan
-    from .snapshot import Snapshot
 
 __all__ = ["PagedKVCache"]
 

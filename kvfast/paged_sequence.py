@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Self
 
-    from .paged_cache import PagedKVCache
     from .snapshot import Snapshot
     from .table import BlockTable
 

@@ -1,0 +1,27 @@
+"""kvfast in Hugging Face transformers: a cache for ``generate``, and attention straight on its bytes.
+
+    masks -> rows -> cache -> attention
+
+>>> import kvfast.transformers
+>>> from transformers import AutoModelForCausalLM
+>>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="kvfast")     # doctest: +SKIP
+>>> cache = kvfast.transformers.KVFastCache(model.config, dtype="int8")                  # doctest: +SKIP
+>>> model.generate(**inputs, past_key_values=cache)                                      # doctest: +SKIP
+
+Importing it registers the attention function and its masks under the name ``"kvfast"``. Needs the extra packages of
+``pip install "kvfast[transformers]"``; nothing else in kvfast imports it.
+
+A batch is a list of kvfast caches, one for each of its rows: a `kvfast.KVCache`, or a `kvfast.RingKVCache` where layers
+have sliding windows. A row holds its own tokens and no padding; beams share blocks until one of them writes.
+"""
+
+from .versions import check_versions
+
+check_versions()  # before what follows imports them
+
+from .attention import register
+from .cache import KVFastCache
+
+register()
+
+__all__ = ["KVFastCache"]

@@ -1,0 +1,196 @@
+"""The rows of a batch: one kvfast cache each, with the row's own tokens and no padding."""
+
+import numpy as np
+import torch
+
+from ..cache import KVCache
+from ..ring_cache import RingKVCache
+
+EVERYTHING = slice(None)
+
+
+class Rows:
+    """Caches of the rows of a batch, made when the first keys tell how many there are and of what shape.
+
+    Attributes
+    ----------
+    windows : list of int or None
+        Sliding window of each layer.
+    rows : list of KVCache or RingKVCache
+    seen : list of int
+        For each layer the tokens that came, padding included: what transformers counts.
+    """
+
+    def __init__(self, windows, settings, max_seq_len, rollback):
+        self.windows, self._settings, self._max_seq_len, self._rollback = windows, settings, max_seq_len, rollback
+        self.clear()
+
+    def clear(self):
+        """Forget everything, the size of the batch included."""
+        self.rows = []
+        self.seen = [0] * len(self.windows)
+        self._padding = None    # (batch, tokens), False for tokens that are not stored; None where all are
+        self._open = set()      # layers with tokens that are not advanced yet
+        self._expected = set()  # layers whose tokens came, and were not stored yet
+
+    # --- the tokens of a step ---
+
+    def receive(self, layer, key, value, rings):
+        """Count new keys and values of a layer, which are still to be stored; `rings`: sliding layers forget."""
+        if layer in self._expected:
+            raise RuntimeError(
+                f"the tokens of layer {layer} came and were never stored: its attention did not go through kvfast. A model that "
+                f'does not call what attn_implementation="kvfast" names needs attn_implementation="sdpa" or "eager"'
+            )
+        for name, tensor in (("keys", key), ("values", value)):
+            if tensor.requires_grad:
+                raise RuntimeError("KVFastCache has no gradients: call the model under torch.no_grad(), as generate does, "
+                                   "and train without a cache")
+            if tensor.device.type != "cpu":
+                raise ValueError(f"KVFastCache keeps keys and values in the CPU's memory, got {name} on {tensor.device}")
+        if key.shape != value.shape:
+            raise ValueError(f"keys and values must have one shape, got {tuple(key.shape)} and {tuple(value.shape)} for layer {layer}")
+        if self.rows and len(self.rows) != key.shape[0]:
+            raise ValueError(f"this cache holds a batch of {len(self.rows)}, got keys of {key.shape[0]}: reset() it for another batch")
+        if layer in self._open:
+            self._advance()
+        if not self.rows:
+            self.rows = [self._new_row(key.shape[1], key.shape[3], rings) for _ in range(key.shape[0])]
+        self._open.add(layer)
+        self._expected.add(layer)
+        self.seen[layer] += key.shape[2]
+
+    def _new_row(self, num_kv_heads, head_dim, rings):
+        if rings and any(self.windows):
+            return RingKVCache(len(self.windows), num_kv_heads, head_dim, self.windows, rollback=self._rollback, **self._settings)
+        return KVCache(len(self.windows), num_kv_heads, head_dim, self._max_seq_len, **self._settings)
+
+    def parts(self, layer, n, mask):
+        """Which of the `n` new tokens of a layer each row has: slices or indices, None for none.
+
+        `mask` is the LazyMask of the step, or None for a causal one without padding.
+        """
+        before = self.seen[layer] - n
+        if mask is None:
+            return self._new_parts(before, n, None)
+        if (mask.q_offset, mask.q_length) != (before, n):
+            raise RuntimeError(
+                f"layer {layer} holds {before} tokens and got {n} more, and the mask is one for {mask.q_offset} and {mask.q_length}: "
+                f"a step before ended between two layers, or the mask is not this cache's. reset() the cache"
+            )
+        owner, parts = mask.parts
+        if owner is not self:
+            parts = self._new_parts(before, n, mask.padding)
+            mask.parts = self, parts
+        return parts
+
+    def _new_parts(self, before, n, padding):
+        if padding is None and self._padding is None:
+            return [EVERYTHING] * len(self.rows)
+        shape = len(self.rows), before + n
+        if padding is None:
+            padding = np.ones(shape, bool)
+        elif padding.shape != shape:
+            raise ValueError(f"attention_mask must have shape {shape}, the {before} tokens before included, got {padding.shape}")
+        known = np.ones(shape, bool) if self._padding is None else self._padding
+        if not np.array_equal(padding[:, :before], known[:, :before]):
+            raise ValueError("attention_mask differs from what it was when the tokens before came: what was stored stays visible, "
+                             "and padding was not stored")
+        if shape[1] > min(filter(None, self.windows), default=shape[1]):
+            begun = np.logical_or.accumulate(padding, axis=1)
+            if (begun & ~padding).any():
+                raise ValueError("attention_mask has padding behind the first token of a row, which kvfast cannot count in a "
+                                 "sliding window: pad on the left")
+        self._padding = padding
+        return [_part(row) for row in padding[:, before:]]
+
+    def store(self, layer, parts, keys, values):
+        """Append the tokens of `receive`: arrays of shape (batch, heads, n, head_dim)."""
+        self._expected.discard(layer)
+        for row, part, k, v in zip(self.rows, parts, keys, values):
+            if part is not None:
+                row.append(layer, k.transpose(1, 0, 2)[part], v.transpose(1, 0, 2)[part])
+
+    def check_whole(self):
+        """Raise ValueError where a row lacks tokens that another attention would look for."""
+        if self._padding is not None or (self.rows and isinstance(self.rows[0], RingKVCache)):
+            raise ValueError('this cache was filled under attn_implementation="kvfast", without padding and without what has left '
+                             "the sliding windows: go on with that, or reset() it")
+
+    def decoded(self, layer):
+        """Keys and values of a layer, float32 tensors of the shape that transformers' own caches have."""
+        self.check_whole()
+        first = self.rows[0]
+        k, v = (torch.empty(len(self.rows), first.num_kv_heads, self.seen[layer], first.head_dim) for _ in range(2))
+        for row, k_out, v_out in zip(self.rows, k.numpy(), v.numpy()):
+            k_out[...] = row.k(layer).transpose(1, 0, 2)
+            v_out[...] = row.v(layer).transpose(1, 0, 2)
+        return k, v
+
+    # --- between steps ---
+
+    def _advance(self):
+        """Count the tokens that all layers got as complete."""
+        if self._expected or len(set(self.seen)) > 1:
+            return  # not all of them: the next mask will tell
+        for row in self.rows:
+            new = row.layer_length(0) - len(row)
+            if new:
+                row.advance(new)
+        self._open.clear()
+
+    def settled(self):
+        """The rows, between two steps."""
+        self._advance()
+        if self._open:
+            raise RuntimeError(f"the last step did not reach every layer (they have seen {self.seen} tokens): reset() the cache")
+        return self.rows
+
+    def crop(self, count):
+        """Drop the last `count` tokens of every row, padding included."""
+        rows, keep = self.settled(), max(self.seen[0] - count, 0)
+        drops = [self.seen[0] - keep] * len(rows) if self._padding is None else self._padding[:, keep:].sum(1)
+        snapshots = [row.snapshot() for row in rows] if len(rows) > 1 else []
+        try:
+            for row, drop in zip(rows, drops):
+                row.truncate(len(row) - int(drop))
+        except ValueError:
+            for row, snapshot in zip(rows, snapshots):
+                row.restore(snapshot)
+            raise
+        self.seen = [keep] * len(self.seen)
+        if self._padding is not None:
+            self._padding = self._padding[:, :keep]
+
+    def select(self, indices):
+        """Let the batch be the rows of some indices; one that is named twice is shared until it is written."""
+        rows, taken, chosen = self.settled(), set(), []
+        for index in indices:
+            row = rows[index]
+            chosen.append(row._with_buffer(row._buffer.share()) if index in taken else row)
+            taken.add(index)
+        self.rows = chosen
+        if self._padding is not None:
+            self._padding = self._padding[indices]
+
+    def copy(self):
+        """Independent copies."""
+        other = object.__new__(Rows)
+        other.__dict__.update(self.__dict__)
+        other.rows = [row.copy() for row in self.settled()]
+        other.seen, other._open, other._expected = list(self.seen), set(), set()
+        return other
+
+    @property
+    def nbytes(self):
+        """Bytes reserved, what rows share counted once."""
+        pools = {id(table.pool): table.pool for row in self.rows for table in row._buffer.tables}
+        return sum(pool.nbytes for pool in pools.values())
+
+
+def _part(row):
+    """The True entries of a row: a slice where they end it in one piece, else indices; None if there are none."""
+    count = int(row.sum())
+    if count == 0:
+        return None
+    return slice(len(row) - count, None) if row[len(row) - count :].all() else np.flatnonzero(row)

@@ -6,6 +6,8 @@ import pytest
 import kvfast
 from kvfast.bench.measure import Meter, using_threads
 
+collect_ignore = ["bench_transformers.py"]  # a script, of packages that need not be there
+
 
 def pytest_collection_modifyitems(items):
     """A case with one number of threads comes right after the same with another, for they share its caches."""

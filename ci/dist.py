@@ -47,7 +47,7 @@ def check_wheel(path):
     if path.stat().st_size > MAX_BYTES:
         yield f"{path.stat().st_size:,} bytes are more than {MAX_BYTES:,}"
     with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
+        names = [name for name in archive.namelist() if not name.endswith("/")]
     info = {name.partition("/")[2] for name in names if re.match(r"kvfast-[^/]*\.dist-info/", name)}
     yield from (f"{name} is missing in .dist-info" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "entry_points.txt")
                 if name not in info)  # fmt: skip

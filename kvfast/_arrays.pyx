@@ -2,8 +2,7 @@
 """Checks of array arguments, once, at the Python boundary."""
 import numpy as np
 
-from cpython.buffer cimport (Py_buffer, PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release,
-                             PyObject_GetBuffer)
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
 from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active, kv_kernels
 

@@ -22,7 +22,7 @@ from kvfast.span cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
 
 from kvfast import slow_paths
 from kvfast.attend_plan import AttendPlan, PlanItem
-from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+from kvfast.errors import DimensionMismatchError
 
 cdef extern from "<stdlib.h>" nogil:
     void *aligned_alloc(size_t alignment, size_t size)
@@ -320,7 +320,7 @@ cdef class AttendCall:
         return ((parts == 0 or self.call.partials != NULL) and (not self.wide or self.call.wide != NULL)
                 and (self.call.rope_q.data == NULL or self.call.rope != NULL))
 
-    cdef object run(self):
+    cdef object run(self):  # no-cython-lint: of a name that is imported too
         cdef int threads = num_threads_for(self.options.num_threads, <double>self.work)
         # A megabyte or two for each thread: not to be kept by every cache, but by those whose every token needs it.
         cdef Workspace scratch = Workspace() if self.wide and not self.call.store.latent else self.workspace

@@ -5,7 +5,7 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from kvfast._kernels cimport (KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_GAUSS4, KV_INT4, KV_INT8, KV_LANES,
+from kvfast._kernels cimport (KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_GAUSS4, KV_INT4, KV_LANES,
                               KV_NUM_FLOATS, kv_side)
 
 

@@ -139,7 +139,7 @@ cdef void _lloyd(const kv_training *call, const float *points, float *centroids,
     cdef double error, before = INFINITY
     cdef int step, c, i
     book.centroids, book.count, book.dim = centroids, call.count, dim
-    for step in range(MOST_STEPS):
+    for step in range(MOST_STEPS):  # no-cython-lint
         _find(call, points, &book, scratch.codes, scratch.distances)
         error = 0
         memset(members, 0, sizeof(members))

@@ -81,7 +81,7 @@ def peak_rate(kind="int8", num_threads=None):
         operations = 0
         start = time.perf_counter()
         with nogil:
-            for i in prange(threads, schedule="static", num_threads=threads):
+            for i in prange(threads, schedule="static", num_threads=threads):  # no-cython-lint
                 sink = 0
                 operations += kernels.multiply[which](steps, &sink)
         seconds = time.perf_counter() - start

@@ -12,7 +12,7 @@ from kvfast.attend_call cimport AttendCall, imagined_rows, open_call
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.encode cimport check_rows, check_storable, open_pair, write_rows
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
-from kvfast.options cimport Options, check_count, check_layer
+from kvfast.options cimport Options, check_layer
 from kvfast.pool cimport BlockPool
 from kvfast.span cimport floats_from, kv_item
 from kvfast.table cimport BlockTable

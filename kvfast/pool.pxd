@@ -15,7 +15,7 @@ cdef class BlockPool:
     cdef readonly Py_ssize_t head_dim
     cdef readonly object rope_dim      # of latent rows, else None
     cdef readonly int block_size
-    cdef readonly Py_ssize_t num_blocks # of all blocks, `num_gaps` of which do not exist
+    cdef readonly Py_ssize_t num_blocks  # of all blocks, `num_gaps` of which do not exist
     cdef readonly Py_ssize_t num_gaps
     cdef tuple settings                # arguments of this pool
     cdef readonly list formats         # KVFormat of each layer

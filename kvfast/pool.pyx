@@ -248,7 +248,7 @@ cdef class BlockPool:
         cdef Py_ssize_t groups = self.num_blocks // GROUP_BLOCKS, i, j
         if self.num_free < GROUP_BLOCKS:
             return -1
-        for i in range(groups):
+        for i in range(groups):  # no-cython-lint
             if self.group >= groups:
                 self.group = 0
             for j in range(GROUP_BLOCKS):

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# ruff on Python, cython-lint on Cython, clang-format on the C that it understands (see .clang-format), and on all of them
+# what these do not tell of: tabs, blanks at the end of a line, and in C lines of more than 136 columns.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+ruff check .
+cython-lint kvfast
+clang-format --dry-run -Werror kvfast/simd/{codebook.inc,finish.inc,layout.inc,rows.inc,vec_scalar,vec_undef}.h
+if git grep -nIP '\t| +$' -- '*.h' '*.c' '*.py' '*.pyi' '*.pyx' '*.pxd' '*.sh' || git grep -nIP '^.{137}' -- 'kvfast/simd'; then
+    echo "a tab, blanks at the end of a line, or a long line: see above"
+    exit 1
+fi
+for script in .ci/run ci/*.sh; do bash -n "$script"; done

@@ -9,6 +9,7 @@ How the package is built, from the bottom up; each room imports only from those 
     simd/                   C: arithmetic on one row or one tile, once per instruction set
     _kernels, _openmp, _spin, slow_paths
                             the table of kernels and the CPU dispatch; the thread policy; what is told of slow calls
+    interchange             arrays of other libraries, by DLPack and the like
     _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
     span, attention, options, attend_plan, attend_call
                             what a task of attention reads; fused attention over blocks; its arguments; what is told of

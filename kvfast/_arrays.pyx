@@ -8,6 +8,7 @@ from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_MAX_HEAD_DI
 
 from kvfast import slow_paths
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+from kvfast.interchange import as_array
 
 cdef bint _LOGS = slow_paths.LOGS
 
@@ -41,7 +42,7 @@ cdef object _as_buffer(object array, str name):
     """The array as something with a buffer: ml_dtypes' bfloat16 has none of its own."""
     if not isinstance(array, np.ndarray):
         try:
-            array = np.asarray(array)
+            array = as_array(array, name)
         except Exception as error:
             raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, "
                             f"got {type(array).__name__}: {error}") from None

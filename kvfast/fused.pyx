@@ -13,6 +13,7 @@ from kvfast.encode cimport kv_rotary, load_rows
 from kvfast.options cimport check_count
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+from kvfast.interchange import as_array
 
 
 cdef object _finite(object array, str name):
@@ -103,7 +104,7 @@ cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_k
     """Open (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim); num_q_heads None: what is left."""
     cdef Projection self = Projection.__new__(Projection)
     cdef Py_ssize_t heads
-    array = np.asarray(qkv)
+    array = as_array(qkv, "qkv")
     if array.ndim != 2 or not array.shape[0] or array.shape[1] % head_dim or array.shape[1] // head_dim <= 2 * num_kv_heads:
         raise DimensionMismatchError(
             f"qkv must have shape (num_tokens, (num_q_heads + 2 * {num_kv_heads}) * {head_dim}), got {array.shape}")

@@ -4,6 +4,7 @@ import numpy as np
 
 from .errors import DimensionMismatchError
 from .formats import PRESETS, KVFormat, formats_of
+from .interchange import as_array
 from .options import check_size
 from .storage_properties import StorageProperties
 
@@ -19,12 +20,16 @@ def checked_sizes(num_layers, latent_dim, rope_dim, dtype):
     num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
     latent_dim = check_size(latent_dim, "latent_dim", 1, MOST_LATENT_DIM)
     rope_dim = check_size(rope_dim, "rope_dim", 0, MOST_ROPE_DIM)
-    formats = [_PRESETS.get(one, one) for one in formats_of(dtype, None, None, num_layers)]
-    for fmt in formats:
-        if fmt.finishes or fmt.num_float_tokens:
-            raise ValueError(f"{fmt} is a format of keys and values apart: latent rows, which are both, have a scale per token, "
-                             "and no tokens that stay floats")  # fmt: skip
-    return num_layers, latent_dim, rope_dim, formats
+    return num_layers, latent_dim, rope_dim, [latent_format(one) for one in formats_of(dtype, None, None, num_layers)]
+
+
+def latent_format(fmt):
+    """What a format is of latent rows; ValueError if it cannot be."""
+    fmt = _PRESETS.get(fmt, fmt)
+    if fmt.finishes or fmt.num_float_tokens:
+        raise ValueError(f"{fmt} is a format of keys and values apart: latent rows, which are both, have a scale per token, and "
+                         "no tokens that stay floats")  # fmt: skip
+    return fmt
 
 
 class LatentRows(StorageProperties):
@@ -34,7 +39,7 @@ class LatentRows(StorageProperties):
 
     def _row_parts(self, latent):
         """Latents and rotary parts of tokens, (num_tokens, 1, dim); the second None if there are none."""
-        rows = np.asarray(latent)
+        rows = as_array(latent, "latent")
         if rows.ndim != 2 or rows.shape[1] != self.head_dim or len(rows) == 0:
             raise DimensionMismatchError(f"latent must have shape (num_tokens, {self.latent_dim} + {self.rope_dim}) and at least "
                                          f"one token, got {rows.shape}")  # fmt: skip
@@ -42,7 +47,7 @@ class LatentRows(StorageProperties):
 
     def _query_parts(self, q):
         """The same of queries, (num_tokens, num_q_heads, dim)."""
-        rows = np.asarray(q)
+        rows = as_array(q, "q")
         self._check_query_shape(rows.shape)
         return self._parts(rows)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import DimensionMismatchError
+from .interchange import as_array
 from .latent_rows import LatentRows, checked_sizes
 from .options import Options, check_block_size, check_size
 from .pool import BlockPool
@@ -198,7 +199,7 @@ class LatentSequence(LatentRows, StoredSequence):
 
 def _floats(array, name):
     """An array of three dimensions as float32."""
-    array = np.asarray(array)
+    array = as_array(array, name)
     if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
         raise TypeError(f"{name} must be float32, float16 or bfloat16, got {array.dtype}")
     if array.ndim != 3 or array.size == 0:

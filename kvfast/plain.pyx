@@ -12,13 +12,14 @@ from kvfast.blocks cimport init_side, kv_chunk, kv_context, kv_store
 from kvfast.options cimport Options
 
 from kvfast.errors import DimensionMismatchError
+from kvfast.interchange import as_array
 
 cdef int _TILE_SHIFT = <int>((<object>KV_TILE).bit_length() - 1)
 
 
 cdef object _padded(object array):
     """A copy with head_dim filled up to what the kernels read at once."""
-    array = np.asarray(array)
+    array = as_array(array)
     padded = np.zeros(array.shape[:2] + (array.shape[2] + -array.shape[2] % KV_LANES,), array.dtype)
     padded[:, :, :array.shape[2]] = array
     return padded

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from .formats import PRESETS, KVFormat, block_size_of, formats_of
 from .machine import read_bandwidth
 from .memory import available_memory
-from .mla_cache import _latent_format
+from .latent_rows import latent_format
 from .model_shape import ModelShape, read_shape
 from .options import check_size
 from .pool import BlockPool
@@ -190,7 +190,7 @@ def _chosen(dtype, shape):
 
 def _is_refused(name):
     try:
-        _latent_format(KVFormat.of(name))
+        latent_format(KVFormat.of(name))
     except ValueError:
         return True
     return False
@@ -214,7 +214,7 @@ class _Cache:
         if self.rope_dim is not None:
             if any(window is not None for window, _ in layers):
                 raise ValueError("latent rows with a window are not known to kvfast")
-            layers = [(None, _latent_format(form)) for _, form in layers]
+            layers = [(None, latent_format(form)) for _, form in layers]
         self.block_size = block_size_of([form for _, form in layers], None, BLOCK_SIZE)
         by_window = {}
         for window, form in layers:

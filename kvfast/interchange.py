@@ -1,0 +1,100 @@
+"""Arrays of other libraries as NumPy's, without a copy and without importing them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+__all__ = ["as_array"]
+
+_CPU = (1, 3)  # kDLCPU, and kDLCUDAHost: memory of the CPU that a GPU reads too
+_FLOAT, _BFLOAT = 2, 4
+_TYPES = {(_FLOAT, 32): "<f4", (_FLOAT, 16): "<f2", (_BFLOAT, 16): "<u2"}
+
+
+class _DLTensor(ctypes.Structure):
+    """``DLTensor`` of DLPack, with which a ``DLManagedTensor`` begins."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Held:
+    """What a capsule describes, for NumPy; the capsule is not consumed, and frees its memory when it is collected."""
+
+    def __init__(self, capsule, interface):
+        self.capsule = capsule
+        self.__array_interface__ = interface
+
+
+def as_array(array, name="array"):
+    """An array as NumPy sees it.
+
+    Parameters
+    ----------
+    array : array-like
+        An ndarray; anything with a buffer or ``__array__``; or anything with ``__dlpack__`` in the memory of the CPU,
+        bfloat16 included, which NumPy cannot take from there itself.
+    name : str
+        For messages.
+
+    Returns
+    -------
+    ndarray
+        Of the same memory where that can be; bfloat16 that comes by DLPack as its bits, uint16.
+
+    Raises
+    ------
+    TypeError
+        If it is on another device, or cannot be read as an array.
+    """
+    if isinstance(array, np.ndarray):
+        return array
+    if not hasattr(array, "__dlpack__"):
+        return np.asarray(array)
+    _check_device(array, name)
+    try:
+        return np.asarray(array) if hasattr(array, "__array__") else np.from_dlpack(array)
+    except Exception as error:  # noqa: BLE001  (any library's own way to say that NumPy has no such type)
+        return _from_capsule(array, name, error)
+
+
+def _check_device(array, name):
+    device = getattr(array, "__dlpack_device__", lambda: (1, 0))()
+    if int(device[0]) not in _CPU:
+        raise TypeError(f"{name} must be in the memory of the CPU, got one on DLPack device {tuple(map(int, device))}")
+
+
+def _from_capsule(array, name, reason):
+    try:
+        capsule = array.__dlpack__()
+        pointer = _pointer(capsule, b"dltensor")
+    except Exception as error:  # noqa: BLE001
+        raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, got {type(array).__name__}: {error}") from reason
+    tensor = ctypes.cast(pointer, ctypes.POINTER(_DLTensor)).contents
+    kind = _TYPES.get((tensor.code, tensor.bits))
+    if kind is None or tensor.lanes != 1 or tensor.device_type not in _CPU or not 0 <= tensor.ndim <= 32:
+        raise TypeError(f"{name} must be float32, float16 or bfloat16 in the memory of the CPU, got a {type(array).__name__} of "
+                        f"DLPack type {tensor.code} with {tensor.bits} bits: {reason}")  # fmt: skip
+    size = tensor.bits // 8
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    strides = tuple(size * tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
+    if 0 in shape:
+        return np.empty(shape, kind)
+    return np.asarray(_Held(capsule, {"version": 3, "typestr": kind, "shape": shape, "strides": strides,
+                                      "data": (tensor.data + tensor.byte_offset, False)}))  # fmt: skip
+
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)

@@ -28,6 +28,7 @@ How the package is built, from the bottom up; each room imports only from those 
     paged_storage, paged_cache, paged_mla_cache, prompt_cache, multi_head, multi_head_config
                             the classes that users see
     capi                    the same for C and Cython, without Python in between (``kvfast.h``)
+    ggml, llama_cpp_state   ggml's rows; the state of a sequence of llama.cpp (both extra ``llama``)
     compression/            finished keys and values in fewer bits
     fidelity, machine       what a storage format costs on tensors of one's own; what the machine can do at most
     model_shape, memory, planning

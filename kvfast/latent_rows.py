@@ -1,6 +1,5 @@
 """Rows of latents with a rotary part behind them: what all caches of them check and tell."""
 
-import numpy as np
 
 from .errors import DimensionMismatchError
 from .formats import PRESETS, KVFormat, formats_of

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 
 from .formats import PRESETS, KVFormat, block_size_of, formats_of
+from .latent_rows import latent_format
 from .machine import read_bandwidth
 from .memory import available_memory
-from .latent_rows import latent_format
 from .model_shape import ModelShape, read_shape
 from .options import check_size
 from .pool import BlockPool

@@ -62,6 +62,8 @@ def test_python_blocks_run(path, request, tmp_path, monkeypatch):
         request.getfixturevalue("smollm2")
     if "needs: model, transformers -->" in path.read_text("utf-8"):
         pytest.importorskip("transformers", reason="transformers is not installed")
+    if "needs: gguf -->" in path.read_text("utf-8"):
+        pytest.importorskip("gguf")
     if ".save(" in path.read_text("utf-8"):
         pytest.importorskip("safetensors")
         pytest.importorskip("xxhash")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 __all__ = ["available_memory"]
 
@@ -21,14 +20,14 @@ def available_memory(root="/"):
     int or None
         None where the system does not tell (it does on Linux, and elsewhere if it knows ``SC_AVPHYS_PAGES``).
     """
-    root = Path(root)
+    root = os.fspath(root).rstrip("/")
     found = [_of_system(root), *_of_cgroups(root)]
     found = [one for one in found if one is not None]
     return max(0, min(found)) if found else None
 
 
 def _of_system(root):
-    for line in _text(root / "proc/meminfo").splitlines():
+    for line in _text(f"{root}/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     try:
@@ -39,7 +38,7 @@ def _of_system(root):
 
 def _of_cgroups(root):
     """What this process's cgroups leave it, and those above them."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _text(f"{root}/proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
@@ -51,17 +50,18 @@ def _of_cgroups(root):
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
-            folder = root / mount / "/".join(parts[:depth])
+            folder = "/".join([root, mount, *parts[:depth]])
             try:
-                free = int(_text(folder / limit)) - int(_text(folder / used))
+                free = int(_text(f"{folder}/{limit}")) - int(_text(f"{folder}/{used}"))
             except ValueError:  # no such file, or the word max
                 continue
-            stat = dict(row.split()[:2] for row in _text(folder / "memory.stat").splitlines() if len(row.split()) == 2)
+            stat = dict(row.split()[:2] for row in _text(f"{folder}/memory.stat").splitlines() if len(row.split()) == 2)
             yield free + int(stat.get(reclaimable, 0))
 
 
 def _text(path):
     try:
-        return path.read_text()
+        with open(path, encoding="utf-8") as file:
+            return file.read()
     except OSError:
         return ""

@@ -181,7 +181,7 @@ class Sequence(PagedSequence, SequenceCache):
     ...     sequence.append(0, k, v)
     ...     sequence.advance(40)
     ...     pool.num_free_blocks
-    6
+    7
     >>> pool.num_free_blocks
     8
     """

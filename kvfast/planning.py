@@ -153,7 +153,7 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
     >>> llama = dict(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
     >>> ours = kvfast.plan(llama, context=32768, batch=8, memory=16 << 30, bandwidth=20e9)
     >>> ours["int8"].bytes_per_token, ours["int8"].nbytes, ours["int8"].longest_context
-    (17408, 4563402752, 123328)
+    (17408, 4563533824, 123328)
     """
     shape = read_shape(model)
     context = shape.context_length or 4096 if context is None else context

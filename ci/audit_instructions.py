@@ -15,8 +15,6 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
-SIMD = Path(__file__).parents[1] / "kvfast" / "simd"
-
 # What each tier may use beyond SSE2: the target regions of simd/dispatch.c. VEX is AVX, AVX2, FMA and F16C.
 TIERS = {
     "scalar": set(),
@@ -99,13 +97,24 @@ def vector_needs(name, first):
     return "vex"
 
 
+def package():
+    """The folder of the sources, or of the kvfast that is installed: both have the headers."""
+    sources = Path(__file__).parents[1] / "kvfast"
+    if sources.is_dir():
+        return sources
+    import kvfast
+
+    return Path(kvfast.__file__).parent
+
+
 def matrix_functions():
     """Names of the functions in the region of the matrix unit, which have the suffix of the tier beside it."""
-    text = (SIMD / "tier.inc.h").read_text()
+    simd = package() / "simd"
+    text = (simd / "tier.inc.h").read_text()
     region = text[text.index("#ifdef KV_MATRIX"):]
     found = set()
     for header in re.findall(r'#include "(.*)"', region[:region.index("#endif")]):
-        found.update(re.findall(r"\bKV\((\w+)\)\s*\(", (SIMD / header).read_text()))
+        found.update(re.findall(r"\bKV\((\w+)\)\s*\(", (simd / header).read_text()))
     if not found:
         raise SystemExit("no function found in the KV_MATRIX region of simd/tier.inc.h")
     return found

@@ -4,8 +4,6 @@
 Every call first tries what needs no interpreter: tokens into blocks that are there, attention with memory that is there.
 Whatever is not so simple, errors among it, goes the way that Python takes.
 """
-import numpy as np
-
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.math cimport isfinite, pow, sqrt
@@ -14,7 +12,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from kvfast._arrays cimport Rows, find_unstorable, kv_rows
-from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active
+from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active
 from kvfast._openmp cimport take_threads
 from kvfast.attend_call cimport LOGS, AttendCall, overlap
 from kvfast.attention cimport run
@@ -268,7 +266,8 @@ cdef object _unfit(const kvfast_rows *given, str name):
     if not KV_FLOAT32 <= given.dtype <= KV_BFLOAT16:
         return TypeError(f"{name} must be KVFAST_FLOAT32, KVFAST_FLOAT16 or KVFAST_BFLOAT16, got dtype {given.dtype}")
     shape = given.num_tokens, given.num_heads, given.dim
-    if <intptr_t>given.data % _itemsize(given.dtype) or given.token_stride % _itemsize(given.dtype) or given.head_stride % _itemsize(given.dtype):
+    size = _itemsize(given.dtype)
+    if <intptr_t>given.data % size or given.token_stride % size or given.head_stride % size:
         return ValueError(f"{name} must be aligned to its elements")
     return DimensionMismatchError(f"{name} must have the shape (num_tokens, num_heads, dim) that fits the cache, got {shape}")
 

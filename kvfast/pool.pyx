@@ -390,8 +390,10 @@ cdef class BlockPool:
     def bytes_for(self, Py_ssize_t blocks):
         """Bytes of so many blocks in one piece of memory, float rows aside."""
         cdef Py_ssize_t i
-        return sum([int(self.num_kv_heads) * (_stride(int(self.stores[i].k.bytes) * blocks) + _stride(int(self.stores[i].v.bytes) * blocks))
-                    for i in range(self.num_layers)])
+        return int(self.num_kv_heads) * sum([
+            _stride(int(self.stores[i].k.bytes) * blocks) + _stride(int(self.stores[i].v.bytes) * blocks)
+            for i in range(self.num_layers)
+        ])
 
     def float_pool(self):
         """An empty pool of the float rows of tokens, or None if there are none."""

@@ -44,13 +44,17 @@ def table(found):
     from rich.table import Table
 
     with_weights = found.model.weight_bytes_read is not None or found.dtypes[0].tokens_per_second_with_weights is not None
-    rows = Table(title=f"{found.model.name}: {layers_text(found.model.layers)}\n"
-                       f"{_count(found.batch, 'sequence')} of {found.context:,} tokens", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fmt: skip
-    names = ["dtype", "bytes of\na token", "one\nsequence", "all", "fits", "longest\ncontext", "largest\nbatch", "tokens/s"]
+    title = f"{found.model.name}: {layers_text(found.model.layers)}\n{_count(found.batch, 'sequence')} of {found.context:,} tokens"
+    rows = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    names = ["dtype", "bytes a\ntoken", "one\nsequence", "all", "fits", "longest\ncontext", "largest\nbatch", "tokens\nper s"]
+    if found.batch == 1:
+        names.remove("one\nsequence")  # which is all
     for name in [*names, "with\nweights"] if with_weights else names:
-        rows.add_column(name, justify="left" if name == "dtype" else "right", no_wrap=True)
+        # Where the screen is too narrow a number is broken, and never cut.
+        rows.add_column(name, justify="left" if name == "dtype" else "right", overflow="fold")
     for one in found.dtypes:
-        cells = [one.dtype, f"{one.bytes_per_token:,}", size_text(one.bytes_per_sequence), size_text(one.nbytes)]
+        cells = [one.dtype, f"{one.bytes_per_token:,}"]
+        cells += [size_text(one.bytes_per_sequence)] * (found.batch > 1) + [size_text(one.nbytes)]
         cells += [_known(one.fits, lambda fits: "yes" if fits else "no")]
         cells += ["any" if found.memory is not None and one.longest_context is None else _known(one.longest_context, "{:,}".format)]
         cells += [_known(one.largest_batch, "{:,}".format), _rate(one.tokens_per_second)]

@@ -1,11 +1,13 @@
 """Builds the extension modules. Everything else stands in pyproject.toml.
 
 KVFAST_OPENMP=0 builds without OpenMP, KVFAST_OPENMP=1 insists on it; else a probe decides.
+KVFAST_CFLAGS holds flags of one's own, which come last: for the compiler and the linker, as sanitizers need it.
 """
 
 import glob
 import gzip
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -13,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "options", "attend_call", "plain", "encode",
@@ -42,7 +45,7 @@ def openmp_works():
 
 
 def extension(name, openmp):
-    flags = ["-fopenmp"] if openmp and name in PARALLEL else []
+    flags = (["-fopenmp"] if openmp and name in PARALLEL else []) + shlex.split(os.environ.get("KVFAST_CFLAGS", ""))
     sources = [f"kvfast/{name}.pyx"]
     if name == "_kernels":
         sources.append("kvfast/simd/dispatch.c")
@@ -54,6 +57,21 @@ def extension(name, openmp):
         extra_compile_args=COMPILE + flags,
         extra_link_args=flags,
     )
+
+
+class BuildExt(build_ext):
+    """Compiles as many modules at once as there are processors. Cython, which is not made for threads, has its turn before."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
+    def build_extensions(self):
+        from Cython.Build import cythonize
+
+        for module, translated in zip(self.extensions, cythonize(self.extensions, force=self.force, quiet=True), strict=True):
+            module.sources = translated.sources
+        super().build_extensions()
 
 
 class Sdist(sdist):
@@ -82,4 +100,4 @@ class Sdist(sdist):
 
 
 OPENMP = openmp_works()
-setup(ext_modules=[extension(name, OPENMP) for name in MODULES], cmdclass={"sdist": Sdist})
+setup(ext_modules=[extension(name, OPENMP) for name in MODULES], cmdclass={"build_ext": BuildExt, "sdist": Sdist})

@@ -4,10 +4,11 @@
 /* Half a line. */
 typedef uint32_t KV(half_line) __attribute__((vector_size(32)));
 
-/* Codes become levels + 128. */
-static inline __attribute__((always_inline)) void KV(put_levels)(KV(half_line) codes, const int bits, const uint8_t *table,
-                                                                 uint8_t *out)
+/* Codes become levels + 128. Not by value: how a tier without such registers passes them is not one compiler's to say. */
+static inline __attribute__((always_inline)) void KV(put_levels)(const KV(half_line) *given, const int bits,
+                                                                 const uint8_t *table, uint8_t *out)
 {
+    KV(half_line) codes = *given;
     if (!table) {
         codes = codes << (8 - bits) | (uint32_t)(0x01010101 << (7 - bits));
         memcpy(out, &codes, 32);
@@ -56,7 +57,7 @@ static inline __attribute__((always_inline)) void KV(expand_units)(const uint8_t
                     memcpy(&plane, ones, 32);
                     codes |= (plane >> (line + half * 4) & 0x01010101) << shift;
                 }
-                KV(put_levels)(codes, bits, table, out);
+                KV(put_levels)(&codes, bits, table, out);
             }
     }
 }

@@ -37,7 +37,7 @@ static inline void KV(widen_lines)(const char *lines, const int dtype, uint8_t *
             for (int i = 0; i < 2; i++, codes >>= 4) {
                 KV(half_line) nibbles = codes & 0x0F0F0F0F;
                 if (dtype == KV_GAUSS4) {
-                    KV(put_levels)(nibbles, 4, kv_gauss_levels, out + 64 * i + half);
+                    KV(put_levels)(&nibbles, 4, kv_gauss_levels, out + 64 * i + half);
                 } else {
                     nibbles += 0x78787878; /* less the bias of INT4, with that of INT8 */
                     memcpy(out + 64 * i + half, &nibbles, 32);

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -60,18 +61,20 @@ def extension(name, openmp):
 
 
 class BuildExt(build_ext):
-    """Compiles as many modules at once as there are processors. Cython, which is not made for threads, has its turn before."""
+    """Compiles as many modules at once as there are processors."""
+
+    cython_is_at_work = threading.Lock()  # it is not made for threads
 
     def finalize_options(self):
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
 
-    def build_extensions(self):
+    def build_extension(self, module):
         from Cython.Build import cythonize
 
-        for module, translated in zip(self.extensions, cythonize(self.extensions, force=self.force, quiet=True), strict=True):
-            module.sources = translated.sources
-        super().build_extensions()
+        with self.cython_is_at_work:
+            module.sources = cythonize(module, force=self.force, quiet=True)[0].sources
+        super().build_extension(module)
 
 
 class Sdist(sdist):

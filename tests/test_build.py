@@ -1,5 +1,7 @@
 """What setup.py decides, archives of the same bytes, and the audit of the instructions."""
 
+import importlib
+import json
 import os
 import platform
 import runpy
@@ -7,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -19,28 +23,32 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no compi
 needs_audit = pytest.mark.skipif(shutil.which("objdump") is None or platform.machine() != "x86_64", reason="no objdump, or not x86-64")
 
 SETUP = """
-import runpy, setuptools
+import json, runpy, setuptools
+modules = {}
 def setup(ext_modules, **rest):
     for module in ext_modules:
-        print(module.name, "-fopenmp" in module.extra_compile_args, "-fopenmp" in module.extra_link_args)
+        modules[module.name.removeprefix("kvfast.")] = module.extra_compile_args, module.extra_link_args
 setuptools.setup = setup
 parallel = runpy.run_path("setup.py")["PARALLEL"]
-print(*sorted(parallel))
+print(json.dumps([modules, sorted(parallel)]))
 """
 
 
-def decide(**environment):
-    """(modules built with OpenMP, those that have parallel regions) as setup.py sees it, or its complaint."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("KVFAST_OPENMP", "CC")}
+def flags(**environment):
+    """({module: (flags of the compiler, of the linker)}, those that have parallel regions) of setup.py, or its complaint."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("KVFAST_OPENMP", "KVFAST_CFLAGS", "CC")}
     got = subprocess.run([sys.executable, "-c", SETUP], cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=False)
-    if got.returncode:
-        return got.stderr
-    *modules, parallel = got.stdout.splitlines()
-    found = set()
-    for name, compiled, linked in map(str.split, modules):
-        assert compiled == linked
-        found |= {name.removeprefix("kvfast.")} if compiled == "True" else set()
-    return found, set(parallel.split())
+    return got.stderr if got.returncode else json.loads(got.stdout)
+
+
+def decide(**environment):
+    """(modules built with OpenMP, those that have parallel regions), or the complaint."""
+    got = flags(**environment)
+    if isinstance(got, str):
+        return got
+    modules, parallel = got
+    assert all(("-fopenmp" in compiled) == ("-fopenmp" in linked) for compiled, linked in modules.values())
+    return {name for name, (compiled, _) in modules.items() if "-fopenmp" in compiled}, set(parallel)
 
 
 @pytest.fixture
@@ -73,6 +81,13 @@ def test_openmp_by_wish(compiler):
         assert f"KVFAST_OPENMP=1, but this failed: {missing} -fopenmp" in decide(CC=missing, KVFAST_OPENMP="1")
 
 
+def test_flags_of_ones_own_come_last():
+    modules, _ = flags(KVFAST_OPENMP="0", KVFAST_CFLAGS="-O1 '-DNAME=two words'")
+    for compiled, linked in modules.values():
+        assert compiled[-2:] == linked == ["-O1", "-DNAME=two words"] and compiled.index("-O3") < compiled.index("-O1")
+    assert all(compiled[-1] != "-O1" and linked == [] for compiled, linked in flags(KVFAST_OPENMP="0")[0].values())
+
+
 @needs_compiler
 def test_modules_with_parallel_regions_are_listed():
     """One that is not would run serially, and nothing would say so."""
@@ -83,12 +98,40 @@ def test_modules_with_parallel_regions_are_listed():
     assert uses == decide(KVFAST_OPENMP="0")[1]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def setuptools():
     yield pytest.importorskip("setuptools")
     # Where it has put distutils, looking for pip, as other tests do, would warn.
     for name in [name for name in sys.modules if name.partition(".")[0] == "distutils"]:
         del sys.modules[name]
+
+
+def test_modules_are_compiled_at_once_and_translated_one_by_one(monkeypatch, setuptools):
+    cython = pytest.importorskip("Cython.Build")
+    build_ext = importlib.import_module("setuptools.command.build_ext")
+    translating, compiled, two = threading.Lock(), [], threading.Barrier(2)
+
+    def translate(module, **_):
+        assert translating.acquire(blocking=False), "Cython is at work for two modules"
+        time.sleep(0.01)
+        translating.release()
+        return [setuptools.Extension(module.name, [f"{module.name}.c"])]
+
+    def compile(_, module):
+        two.wait(60)
+        compiled.append(module.sources)
+
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(cython, "cythonize", translate)
+    monkeypatch.setattr(build_ext.build_ext, "build_extension", compile)
+    monkeypatch.chdir(ROOT)
+    modules = [setuptools.Extension(name, [f"{name}.pyx"]) for name in "abcd"]
+    command = runpy.run_path("setup.py")["BuildExt"](setuptools.Distribution({"ext_modules": modules}))
+    command.finalize_options()
+    assert command.parallel == os.cpu_count()
+    command.parallel = 2
+    command.build_extensions()
+    assert sorted(compiled) == [[f"{name}.c"] for name in "abcd"]
 
 
 def test_sdist_has_the_same_bytes(tmp_path, monkeypatch, setuptools):

@@ -4,15 +4,16 @@
 # through Archer. As root, installs them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-ci/need.sh /usr/lib/llvm-16/lib/libarcher.so clang-16 libclang-rt-16-dev libomp-16-dev
+ci/need.sh /usr/lib/llvm-16/lib/libarcher.so clang-16 llvm-16 libclang-rt-16-dev libomp-16-dev
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 CC=clang-16 KVFAST_OPENMP=1 KVFAST_CFLAGS="-O1 -g1 -fsanitize=thread" ci/build_copy.sh "$work"
 cd "$work"
-# Python and the OpenMP runtime are not instrumented: their locks count, what they do inside does not.
+# Python and the OpenMP runtime are not instrumented: their locks count, what they do inside does not. Forks are tested.
 export PYTHONPATH=$work OMP_TOOL_LIBRARIES=/usr/lib/llvm-16/lib/libarcher.so KVFAST_NUM_THREADS=4
-export TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1 allocator_may_return_null=1"
-[ $# -gt 0 ] || set -- tests/test_{threads,attention,paged,fused,finished_blocks,mla,ring}.py
+export TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1 allocator_may_return_null=1 die_after_fork=0 \
+external_symbolizer_path=/usr/lib/llvm-16/bin/llvm-symbolizer"
+[ $# -gt 0 ] || set -- tests/test_{threads,paged,finished_blocks,multihead,mla}.py tests/test_compression.py::test_training_is_reproducible
 # Without the shuffling of addresses: the sanitizer's map of the memory has no room for all that Linux may choose.
 LD_PRELOAD=$(clang-16 -print-file-name=libclang_rt.tsan-x86_64.so) \
     setarch -R "$(command -v python)" -m pytest -q -p no:cacheprovider "$@"

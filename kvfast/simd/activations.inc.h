@@ -17,7 +17,7 @@
 #define KV_MAX_ACTIVATION 32639.0f
 #define KV_INVERSE(largest) ((largest) > 0x1p-100f ? KV_MAX_ACTIVATION / (largest) : 0.0f)
 
-#define KV_BIAS(dtype) ((dtype) == KV_INT4 ? 8 : 128)
+#define KV_BIAS(dtype) ((dtype) == KV_INT4 ? 8 : INT8_ZERO)
 #define KV_DEPTHS(dtype) ((dtype) == KV_INT8 ? 4 : 8) /* of a line */
 #define KV_MEANS 1    /* statistics of a key block: means alone, or */
 #define KV_CHANNELS 2 /* with channel scales */

@@ -15,8 +15,8 @@ static inline __attribute__((always_inline)) void KV(fit4)(const float *row, ptr
                                                            float *squares)
 {
     vf inverse[4], product[4], square[4];
-    KV_FOR4(k, count, inverse[k] = vf_set1((gauss ? 1.0f / 16.0f : 1.0f) / scales[k]); product[k] = vf_set1(0.0f);
-            square[k] = product[k];);
+    KV_FOR4(k, 4, inverse[k] = product[k] = square[k] = vf_set1(0.0f););
+    KV_FOR4(k, count, inverse[k] = vf_set1((gauss ? 1.0f / 16.0f : 1.0f) / scales[k]););
     for (ptrdiff_t i = 0; i < n; i += W) {
         const vf x = vf_load(row + i);
         KV_FOR4(k, count,

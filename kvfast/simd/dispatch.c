@@ -19,6 +19,11 @@
 #else
 #define KV_X86 0
 #endif
+#if KV_X86 && defined(__SSE2__)
+#define KV_SSE2 1
+#else
+#define KV_SSE2 0
+#endif
 #ifndef KV_HAVE_AMX
 #define KV_HAVE_AMX 0
 #endif
@@ -26,6 +31,24 @@
 #define KV_HAVE_AVX_VNNI 1
 #else
 #define KV_HAVE_AVX_VNNI 0
+#endif
+
+#if defined(__aarch64__) && defined(__ARM_NEON)
+#define KV_ARM64 1
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+#else
+#define KV_ARM64 0
+#endif
+/* clang declares its intrinsics to regions only from 16 on. */
+#if KV_ARM64 && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD))
+#define KV_HAVE_DOTPROD 1
+#else
+#define KV_HAVE_DOTPROD 0
 #endif
 
 #if defined(__clang__)
@@ -132,83 +155,17 @@ static const float kv_hadamard[4][16] = {
     {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
 };
 
-/* 4 rows of 4 words, `stride` bytes apart, turned: row i becomes word i of 4 runs of 4, `to_stride` bytes apart. */
-static inline void kv_turn_words(const uint8_t *rows, ptrdiff_t stride, uint8_t *to, ptrdiff_t to_stride)
-{
-#if defined(__SSE2__)
-    const __m128i a = _mm_loadu_si128((const __m128i *)rows), b = _mm_loadu_si128((const __m128i *)(rows + stride));
-    const __m128i c = _mm_loadu_si128((const __m128i *)(rows + 2 * stride));
-    const __m128i d = _mm_loadu_si128((const __m128i *)(rows + 3 * stride));
-    const __m128i ab = _mm_unpacklo_epi32(a, b), ab2 = _mm_unpackhi_epi32(a, b);
-    const __m128i cd = _mm_unpacklo_epi32(c, d), cd2 = _mm_unpackhi_epi32(c, d);
-    _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi64(ab, cd));
-    _mm_storeu_si128((__m128i *)(to + to_stride), _mm_unpackhi_epi64(ab, cd));
-    _mm_storeu_si128((__m128i *)(to + 2 * to_stride), _mm_unpacklo_epi64(ab2, cd2));
-    _mm_storeu_si128((__m128i *)(to + 3 * to_stride), _mm_unpackhi_epi64(ab2, cd2));
-#else
-    for (int i = 0; i < 16; i++) memcpy(to + i % 4 * to_stride + i / 4 * 4, rows + i / 4 * stride + i % 4 * 4, 4);
-#endif
-}
-
-/* 4 rows of 16 bytes, turned: one line of 16 words with a byte of each row. */
-static inline void kv_turn_bytes(const uint8_t *rows, ptrdiff_t stride, uint8_t *line)
-{
-#if defined(__SSE2__)
-    const __m128i a = _mm_loadu_si128((const __m128i *)rows), b = _mm_loadu_si128((const __m128i *)(rows + stride));
-    const __m128i c = _mm_loadu_si128((const __m128i *)(rows + 2 * stride));
-    const __m128i d = _mm_loadu_si128((const __m128i *)(rows + 3 * stride));
-    const __m128i ab = _mm_unpacklo_epi8(a, b), ab2 = _mm_unpackhi_epi8(a, b);
-    const __m128i cd = _mm_unpacklo_epi8(c, d), cd2 = _mm_unpackhi_epi8(c, d);
-    _mm_storeu_si128((__m128i *)line, _mm_unpacklo_epi16(ab, cd));
-    _mm_storeu_si128((__m128i *)(line + 16), _mm_unpackhi_epi16(ab, cd));
-    _mm_storeu_si128((__m128i *)(line + 32), _mm_unpacklo_epi16(ab2, cd2));
-    _mm_storeu_si128((__m128i *)(line + 48), _mm_unpackhi_epi16(ab2, cd2));
-#else
-    for (int i = 0; i < 64; i++) line[i] = rows[i % 4 * stride + i / 4];
-#endif
-}
-
-/* 4 x 4 bytes, turned. */
-static inline void kv_turn_dwords(const uint8_t *from, uint8_t *to)
-{
-#if defined(__SSE2__)
-    const __m128i x = _mm_loadu_si128((const __m128i *)from);
-    const __m128i pairs = _mm_unpacklo_epi8(x, _mm_srli_si128(x, 8)); /* dwords 0 and 2, then 1 and 3 */
-    _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi8(pairs, _mm_srli_si128(pairs, 8)));
-#else
-    for (int i = 0; i < 16; i++) to[i] = from[i % 4 * 4 + i / 4];
-#endif
-}
+#include "turn.h"
 
 static void kv_stream_out(const float *row, ptrdiff_t n, float *target)
 {
-#if defined(__SSE2__)
+#if KV_SSE2
     if (n == 0) _mm_sfence(); /* such stores are not ordered otherwise */
     if ((uintptr_t)target % 16 == 0) {
         for (; n >= 4; n -= 4, row += 4, target += 4) _mm_stream_ps(target, _mm_loadu_ps(row));
     }
 #endif
     if (n) memcpy(target, row, (size_t)n * sizeof(float));
-}
-
-/* 16 codes into the words of a line, where `bits` from bit `shift` on are theirs. */
-static inline void kv_put_column(uint8_t *line, const uint8_t *codes, uint32_t bits, int shift)
-{
-#if defined(__SSE2__)
-    const __m128i zero = _mm_setzero_si128(), all = _mm_loadu_si128((const __m128i *)codes);
-    const __m128i low = _mm_unpacklo_epi8(all, zero), high = _mm_unpackhi_epi8(all, zero);
-    const __m128i words[4] = {_mm_unpacklo_epi16(low, zero), _mm_unpackhi_epi16(low, zero),
-                              _mm_unpacklo_epi16(high, zero), _mm_unpackhi_epi16(high, zero)};
-    const __m128i theirs = _mm_set1_epi32((int)(bits << shift)), count = _mm_cvtsi32_si128(shift);
-    for (int i = 0; i < 4; i++) {
-        __m128i *place = (__m128i *)line + i;
-        _mm_storeu_si128(place, _mm_or_si128(_mm_andnot_si128(theirs, _mm_loadu_si128(place)),
-                                             _mm_sll_epi32(words[i], count)));
-    }
-#else
-    kv_word *words = (kv_word *)line;
-    for (int i = 0; i < KV_LANES; i++) words[i] = (words[i] & ~(bits << shift)) | (uint32_t)codes[i] << shift;
-#endif
 }
 
 static inline void kv_put_nibble(uint8_t *byte, int code, int high)
@@ -265,12 +222,34 @@ KV_TARGET_BEGIN("avx2,fma,f16c")
 #include "tier.inc.h"
 KV_TARGET_END
 
-#ifdef __SSE2__
+#if KV_SSE2
 #define KV(name) name##_sse2
 #define KV_ISA "sse2"
 #include "vec_sse2.h"
 #include "tier.inc.h"
 #endif
+#endif
+
+#if KV_HAVE_DOTPROD
+#if defined(__clang__)
+KV_TARGET_BEGIN("dotprod")
+#else
+KV_TARGET_BEGIN("arch=armv8.2-a+dotprod")
+#endif
+#define KV(name) name##_neon_dotprod
+#define KV_ISA "neon_dotprod"
+#define KV_DOTPROD
+#include "vec_neon.h"
+#include "tier.inc.h"
+#undef KV_DOTPROD
+KV_TARGET_END
+#endif
+
+#if KV_ARM64
+#define KV(name) name##_neon
+#define KV_ISA "neon"
+#include "vec_neon.h"
+#include "tier.inc.h"
 #endif
 
 #define KV(name) name##_scalar
@@ -290,9 +269,15 @@ const kv_kernels *const kv_all_kernels[] = {
     &kernels_avx_vnni,
 #endif
     &kernels_avx2,
-#ifdef __SSE2__
+#if KV_SSE2
     &kernels_sse2,
 #endif
+#endif
+#if KV_HAVE_DOTPROD
+    &kernels_neon_dotprod,
+#endif
+#if KV_ARM64
+    &kernels_neon,
 #endif
     &kernels_scalar,
     NULL,
@@ -310,6 +295,24 @@ static int has_avx_vnni(void)
     enum { AVX_VNNI = 1 << 4 };
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI) != 0;
+}
+#endif
+
+#if KV_ARM64
+static int has_dotprod(void)
+{
+#if defined(__linux__)
+    enum { DOT_PRODUCTS = 1 << 20 }; /* HWCAP_ASIMDDP */
+    return (getauxval(AT_HWCAP) & DOT_PRODUCTS) != 0;
+#elif defined(__APPLE__)
+    int present = 0;
+    size_t size = sizeof present;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &present, &size, NULL, 0) == 0 && present;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return 1;
+#else
+    return 0;
+#endif
 }
 #endif
 
@@ -346,6 +349,9 @@ int kv_supported(const kv_kernels *kernels)
     if (kernels == &kernels_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #endif
+#if KV_HAVE_DOTPROD
+    if (kernels == &kernels_neon_dotprod) return has_dotprod();
+#endif
     (void)kernels;
     return 1;
 }
@@ -361,6 +367,9 @@ const kv_cpu_feature *kv_cpu_features(void)
 #if KV_HAVE_AMX
         {"amx_int8", 0}, {"amx_bf16", 0},
 #endif
+#if KV_ARM64
+        {"neon", 1}, {"dotprod", 0},
+#endif
         {NULL, 0}};
 #if KV_X86
     kv_cpu_feature *f = features;
@@ -373,6 +382,9 @@ const kv_cpu_feature *kv_cpu_features(void)
 #endif
 #if KV_HAVE_AMX
     f[0].present = f[1].present = kv_supported(&kernels_amx); /* it takes the system's permission as well */
+#endif
+#if KV_ARM64
+    features[1].present = has_dotprod();
 #endif
     return features;
 }

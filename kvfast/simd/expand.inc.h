@@ -24,6 +24,12 @@ static inline __attribute__((always_inline)) void KV(put_levels)(const KV(half_l
         levels = _mm256_blendv_epi8(low, high, _mm256_slli_epi16(index, 3));
     }
     _mm256_storeu_si256((__m256i *)out, levels);
+#elif KV_ARM64 && W == 4
+    const uint8x16x2_t levels = vld1q_u8_x2(table);
+    uint8x16_t index[2];
+    memcpy(index, &codes, 32);
+    for (int i = 0; i < 2; i++)
+        vst1q_u8(out + 16 * i, bits == 5 ? vqtbl2q_u8(levels, index[i]) : vqtbl1q_u8(levels.val[0], index[i]));
 #else
     uint8_t index[32];
     memcpy(index, &codes, 32);

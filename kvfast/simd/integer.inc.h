@@ -21,7 +21,7 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
             if (dtype == KV_INT8 && W == KV_LANES) { /* each load after the products of the one before: 5 % faster from memory */
                 KV_FOR4(v, vectors,
                     kv_prefetch(ahead + v * 64);
-                    const vwide wide = vcodes_widen(vcodes_load(codes + v * tile_bytes));
+                    const vwide wide = vcodes_widen(vcodes_bytes(vcodes_load(codes + v * tile_bytes)));
                     KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], wide, x + 8 * r);););
             } else {
                 vcodes stored[4];
@@ -33,7 +33,7 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
     KV_FOR4(v, vectors, wide[v] = vcodes_widen(as_bytes(stored[v])););       \
     KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], (x) + 8 * r);););
                 if (dtype == KV_INT8) {
-                    KV_MULTIPLY(, x)
+                    KV_MULTIPLY(vcodes_bytes, x)
                 } else {
                     if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x) }
                     else { KV_MULTIPLY(vcodes_levels, x) }

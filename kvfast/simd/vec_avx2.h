@@ -1,6 +1,7 @@
 /* Vector layer, AVX2 with FMA and F16C and perhaps AVX-VNNI: 8 floats a register. See vec_scalar.h for the names. */
 #define W 8
 #define INT_VECTORS 2   /* 4 rows x 2 = 8 accumulators, beside 4 registers of widened codes */
+#define INT8_ZERO 128
 #define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
@@ -93,6 +94,7 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
    activation: as many instructions, with twice the accumulators. */
 #define vcodes __m256i
 #define vcodes_load(p) _mm256_loadu_si256((const __m256i *)(p))
+#define vcodes_bytes(c) (c)
 #define vcodes_low(c) _mm256_and_si256(c, _mm256_set1_epi8(15))
 #define vcodes_shift(c) _mm256_srli_epi16(c, 4)
 #define vcodes_levels(c) \

@@ -2,6 +2,7 @@
    means. */
 #define W 16
 #define INT_VECTORS 2   /* code vectors per integer panel: 4 rows x 2 parts x 2 = 16 accumulators, 8 without VNNI */
+#define INT8_ZERO 128
 #ifdef KV_VNNI
 #define INT_PRODUCTS 8  /* 4 depths x the two parts of an activation */
 #else
@@ -66,6 +67,7 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
    as in vec_avx2.h. */
 #define vcodes __m512i
 #define vcodes_load(p) _mm512_loadu_si512(p)
+#define vcodes_bytes(c) (c)
 #define vcodes_low(c) _mm512_and_si512(c, _mm512_set1_epi8(15))
 #define vcodes_shift(c) _mm512_srli_epi16(c, 4)
 #define KV_LEVELS _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kv_gauss_levels))

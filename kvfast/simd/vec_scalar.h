@@ -5,15 +5,16 @@
 
      W                      floats per register
      *_VECTORS, *_TOKENS    shape of the panels that fill, but do not spill, the register file
+     INT8_ZERO              what 0 is among the bytes of vcodes_bytes and vcodes_levels
      INT_PRODUCTS           multiplications of vacc_dot in a lane
      vf_*, vi_*             float32 and int32 arithmetic; vf_sign_of(x, s) is |x| with s's sign,
                             vf_zero_below(y, x, limit) is y where x >= limit and 0 elsewhere,
                             vi_exponent(n) is 2^n, vf_lookup8(table, index) the elements of an array of 8
                             floats, vi_count_above(n, a, b) is n + 1 where a > b and n elsewhere
      vf_sum4                the four sums across the lanes of four registers
-     vcodes, vcodes_*       W x 4 bytes of codes; the low nibbles of INT4 as bytes, and the levels of
-                            GAUSS4 that they stand for, + 128; vcodes_shift makes the high nibbles the
-                            low ones, under anything
+     vcodes, vcodes_*       W x 4 bytes of codes; those of INT8, the low nibbles of INT4, and the levels of
+                            GAUSS4 that they stand for, as bytes, INT8 and levels + INT8_ZERO; vcodes_shift
+                            makes the high nibbles the low ones, under anything
      vwide, vcodes_widen    codes in the form that vacc_dot multiplies, shared by all rows
      vacc_dot, vacc_total   W dot products with 16-bit activations in two int32 accumulators, and
                             their total modulo 2^32
@@ -23,6 +24,7 @@
      top_bits               those of 16 uint16, the first as bit 0 */
 #define W 1
 #define INT_VECTORS 1
+#define INT8_ZERO 128
 #define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
@@ -74,6 +76,7 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 
 #define vcodes uint32_t
 #define vcodes_load(p) ((uint32_t)kv_load32(p))
+#define vcodes_bytes(c) (c)
 #define vcodes_low(c) ((c) & 0x0F0F0F0Fu)
 #define vcodes_shift(c) ((c) >> 4)
 static inline vcodes KV(vcodes_levels)(vcodes c)

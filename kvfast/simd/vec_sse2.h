@@ -1,6 +1,7 @@
 /* Vector layer, SSE2, which every x86-64 has: 4 floats a register. See vec_scalar.h for the names. */
 #define W 4
 #define INT_VECTORS 2
+#define INT8_ZERO 128
 #define INT_PRODUCTS 4
 #define FLOAT_VECTORS 2
 #define FLOAT_TOKENS 2
@@ -120,6 +121,7 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 /* Integer dot products, as in vec_avx2.h. */
 #define vcodes __m128i
 #define vcodes_load(p) _mm_loadu_si128((const __m128i *)(p))
+#define vcodes_bytes(c) (c)
 #define vcodes_low(c) _mm_and_si128(c, _mm_set1_epi8(15))
 #define vcodes_shift(c) _mm_srli_epi16(c, 4)
 

@@ -1,6 +1,7 @@
 /* Clears the names of one vec_*.h, so that the next can define them. */
 #undef W
 #undef INT_VECTORS
+#undef INT8_ZERO
 #undef INT_PRODUCTS
 #undef FLOAT_VECTORS
 #undef FLOAT_TOKENS
@@ -43,10 +44,12 @@
 #undef vi_load_int8
 #undef vcodes
 #undef vcodes_load
+#undef vcodes_bytes
 #undef vcodes_low
 #undef vcodes_shift
 #undef vcodes_levels
 #undef KV_LEVELS
+#undef KV_SIGNED
 #undef vwide
 #undef vcodes_widen
 #undef vacc

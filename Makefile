@@ -1,9 +1,10 @@
 # Each layer is one line; `make -k full` runs them all. CI runs the short ones, see .ci/run.
-.PHONY: lint test tiers serial clang sanitize tsan valgrind wheel audit docs fuzz full
+.PHONY: lint test tiers aarch64 serial clang sanitize tsan valgrind wheel audit docs fuzz full
 
 lint:       ; ci/lint.sh
 test:       ; pytest
 tiers:      ; ci/tiers.sh
+aarch64:    ; ci/aarch64.sh full
 serial:     ; ci/serial.sh
 clang:      ; ci/clang.sh
 sanitize:   ; ci/sanitize.sh
@@ -13,4 +14,4 @@ wheel:      ; ci/wheel.sh
 audit:      ; python ci/audit_instructions.py
 docs:       ; pytest tests/test_docs.py
 fuzz:       ; python tests/fuzz_cache_file.py
-full: lint test tiers serial clang sanitize tsan valgrind audit wheel docs fuzz
+full: lint test tiers aarch64 serial clang sanitize tsan valgrind audit wheel docs fuzz

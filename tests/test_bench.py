@@ -198,7 +198,7 @@ def test_the_baseline_of_the_checkout(monkeypatch):
     if not path.exists():
         pytest.skip("not a checkout")
     baseline = Baseline.load(path)
-    assert baseline.tiers and set(baseline.tiers) <= {"amx", "avx512_vbmi", "avx512_vnni", "avx512", "avx_vnni", "avx2", "sse2", "scalar"}
+    assert baseline.tiers and set(baseline.tiers) <= {"amx", "avx512_vbmi", "avx512_vnni", "avx512", "avx_vnni", "avx2", "sse2", "neon_dotprod", "neon", "scalar"}
     for tier in baseline.tiers:
         assert {case for case, _ in baseline.expected(tier)} <= set(STANDARD)
     monkeypatch.chdir(path.parent)

@@ -1,6 +1,7 @@
 """ISA tiers: which there are, and that one build holds them all."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,10 @@ import numpy as np
 import pytest
 
 import kvfast
+
+ARM = platform.machine() in ("aarch64", "arm64")
+# Older processors that qemu knows, and the tier that they can run at best.
+OLDER = {"cortex-a53": "neon"} if ARM else {"Nehalem": "sse2", "Haswell": "avx2"}
 
 SMOKE = """
 import numpy as np, kvfast
@@ -35,6 +40,8 @@ def test_tiers():
     if kvfast.cpu_features().get("avx512vnni"):
         assert "avx512_vnni" in tiers
         assert ("avx512_vbmi" in tiers) == kvfast.cpu_features()["avx512vbmi"]
+    assert ("neon" in tiers) == ARM
+    assert ("neon_dotprod" in tiers) == kvfast.cpu_features().get("dotprod", False)  # gcc and clang 16 know it
     for feature in ("amx_int8", "amx_bf16"):
         assert (tiers[0] == "amx") == kvfast.cpu_features().get(feature, False)
 
@@ -65,15 +72,18 @@ def environment(**more):
 
 
 def emulate(cpu, code, **more):
-    command = ["qemu-x86_64", "-cpu", cpu, str(Path(sys.executable).resolve()), "-W", "ignore", "-c", code]
-    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, check=False)
+    """In a process on another processor. On ARM, ci/aarch64.sh has this one emulated, and its Python heeds QEMU_CPU."""
+    python = [sys.executable] if ARM else ["qemu-x86_64", str(Path(sys.executable).resolve())]
+    return subprocess.run([*python, "-W", "ignore", "-c", code], env=environment(QEMU_CPU=cpu, **more),
+                          capture_output=True, text=True, check=False)  # fmt: skip
 
 
-needs_qemu = pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="qemu-user is not installed")
+needs_qemu = pytest.mark.skipif("QEMU_CPU" not in os.environ if ARM else shutil.which("qemu-x86_64") is None,
+                                reason="no emulation by qemu-user")  # fmt: skip
 
 
 @needs_qemu
-@pytest.mark.parametrize(("cpu", "tier"), [("Nehalem", "sse2"), ("Haswell", "avx2")])
+@pytest.mark.parametrize(("cpu", "tier"), OLDER.items())
 def test_older_cpus(cpu, tier):
     """The same binary on CPUs without the newer instructions: the tier they have, the same results."""
     native = subprocess.run([sys.executable, "-c", SMOKE], env={**environment(), "KVFAST_ISA": tier}, capture_output=True, text=True, check=True)
@@ -83,9 +93,11 @@ def test_older_cpus(cpu, tier):
 
 
 @needs_qemu
-@pytest.mark.parametrize("tier", [tier for tier in kvfast.available_isas() if tier not in ("avx2", "sse2", "scalar")])
+@pytest.mark.parametrize("tier", [tier for tier in kvfast.available_isas() if tier not in (*OLDER.values(), "scalar")])
 def test_refused_by_older_cpus(tier):
     """A tier whose instructions a CPU lacks is not offered by it, and refused where it is asked for."""
-    old = emulate("Haswell", "import kvfast", KVFAST_ISA=tier)
+    *_, newest = OLDER
+    old = emulate(newest, "import kvfast", KVFAST_ISA=tier)
     assert old.returncode == 1
-    assert f"this CPU cannot run the ISA tier '{tier}'; it can run avx2, sse2, scalar" in old.stderr
+    can = "neon, scalar" if ARM else "avx2, sse2, scalar"
+    assert f"this CPU cannot run the ISA tier '{tier}'; it can run {can}" in old.stderr

@@ -19,7 +19,7 @@ def cache(dim=64, dtype="int8", length=64, heads=2, num_threads=1, **settings):
     return one
 """
 # What a machine without AVX-512 VNNI says of itself.
-BEST = kvfast.available_isas()[0].startswith(("avx512_v", "amx"))
+BEST = kvfast.available_isas()[0].startswith(("avx512_v", "amx", "neon_dotprod"))
 
 
 def lines(code, **environment):
@@ -46,7 +46,7 @@ def test_what_costs_nothing_is_not_told():
 
 
 def test_tier():
-    for isa in set(kvfast.available_isas()) & {"avx512", "avx_vnni", "avx2", "sse2", "scalar"} - {kvfast.available_isas()[0]}:
+    for isa in set(kvfast.available_isas()) & {"avx512", "avx_vnni", "avx2", "sse2", "neon", "scalar"} - {kvfast.available_isas()[0]}:
         (told,) = lines("cache()", KVFAST_LOG="1", KVFAST_ISA=isa)
         assert f"the tier {isa} was asked for" in told and kvfast.available_isas()[0] in told
 

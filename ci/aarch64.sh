@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# ci/aarch64.sh [full] [PYTEST ARGUMENTS]: the tests of the kernels on 64-bit ARM. There as they are; on x86-64 a cross build
+# under qemu-aarch64, by an arm64 Python of Debian's in build/aarch64, which nothing else of the system sees. `full`: all of
+# them, on a build as wheels are; else each storage dtype against the reference, and only the kernels are optimised.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+KERNELS=$(echo tests/test_{dispatch,quant,attention,finished_blocks,fused,cache,ring,paged,mla,compression_caches}.py)
+mode=short
+[ "${1:-}" != full ] || { mode=full; shift; }
+
+if [ "$(uname -m)" = aarch64 ] || [ "$(uname -m)" = arm64 ]; then
+    exec python -m pytest -q -p no:cacheprovider ${@:-$KERNELS}
+fi
+
+if ! { command -v aarch64-linux-gnu-gcc && command -v qemu-aarch64; } >/dev/null && [ "$(id -u)" = 0 ]; then
+    { apt-get update && apt-get install -y gcc-aarch64-linux-gnu qemu-user; } >/dev/null
+fi
+work=$PWD/build/aarch64 root=$PWD/build/aarch64/root
+mkdir -p "$work"
+
+if [ ! -d "$root" ]; then # packages of another architecture, and a database of their own
+    mkdir -p "$work"/apt/{lists,archives}/partial "$work/unpacked"
+    : >"$work/apt/status"
+    for command in "update" "install --yes --download-only --no-install-recommends python3 libpython3-dev libstdc++6 libgomp1"; do
+        apt-get -qq -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o Dir::State="$work/apt" -o Dir::Cache="$work/apt" \
+            -o Dir::State::status="$work/apt/status" -o APT::Sandbox::User= -o Debug::NoLocking=1 $command >/dev/null
+    done
+    for package in "$work"/apt/archives/*.deb; do dpkg-deb -x "$package" "$work/unpacked"; done
+    # Python finds its files, and itself for a subprocess, by the name it was called by.
+    cat >"$work/unpacked/usr/bin/python" <<END
+#!/usr/bin/env bash
+exec qemu-aarch64 -L "$root" -0 "$root/usr/bin/python" "$root/usr/bin/python3" "\$@"
+END
+    chmod +x "$work/unpacked/usr/bin/python"
+    mv "$work/unpacked" "$root"
+fi
+python=$root/usr/bin/python version=$(basename "$(readlink "$root/usr/bin/python3")")
+if [ ! -d "$work/site" ]; then
+    python -m pip install --quiet --target "$work/downloaded" --only-binary=:all: --python-version "${version#python}" \
+        --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 \
+        numpy ml_dtypes safetensors xxhash threadpoolctl hypothesis pytest setuptools
+    mv "$work/downloaded" "$work/site"
+fi
+
+# The C files are the same for all processors: Cython writes them here, and is not there for the emulated setup.py.
+mkdir -p "$work/$mode"
+git ls-files -z | xargs -0 cp --parents --update --preserve=timestamps -t "$work/$mode"
+cat >"$work/cc" <<'END'
+#!/usr/bin/env bash
+[[ " $* " == *dispatch.c* || $MODE == full ]] || set -- "${@/#-O3/-O0}"
+exec aarch64-linux-gnu-gcc "$@"
+END
+chmod +x "$work/cc"
+cd "$work/$mode"
+export PYTHONPATH=$PWD:$work/site
+PYTHONPATH='' cythonize -q -j "$(nproc)" "kvfast/*.pyx"
+MODE=$mode CC=$work/cc LDSHARED="aarch64-linux-gnu-gcc -shared" CFLAGS="-I$root/usr/include" \
+    "$python" setup.py -q build_ext --inplace -j "$(nproc)"
+
+export QEMU_CPU=neoverse-n1 OPENBLAS_NUM_THREADS=1
+"$python" -m kvfast info
+[ $# -gt 0 ] || [ $mode = short ] || set -- $KERNELS
+[ $# -gt 0 ] || set -- tests/test_{dispatch,attention}.py -k "dispatch or every_dtype_and_size and not scalar or tiers_agree"
+"$python" -m pytest -q -p no:cacheprovider "$@"

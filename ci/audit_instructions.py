@@ -1,19 +1,24 @@
-"""Prove that one build runs on any x86-64: no newer instruction stands outside the functions of a tier that has it.
+"""Prove that one build runs on any x86-64, or ARMv8.0: no newer instruction stands outside the functions of a tier that has it.
 
     python ci/audit_instructions.py [FILE.so | FILE.whl | DIRECTORY]...     (default: the kvfast that Python imports)
 
 Disassembles with objdump. What an instruction needs is told by its bytes where a prefix or an opcode map tells it
-(VEX, EVEX, and the maps 0F 38 and 0F 3A, where nothing is as old as SSE2), and by its name for the few others. Which
+(VEX, EVEX, and the maps 0F 38 and 0F 3A, where nothing is as old as SSE2), and by its name for the few others, and for ARM. Which
 tier a function belongs to is told by the suffix of its symbol, which stays on the clones that the compiler makes of it.
 """
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections import Counter
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import arm_instructions as arm
 
 # What each tier may use beyond SSE2: the target regions of simd/dispatch.c. VEX is AVX, AVX2, FMA and F16C.
 TIERS = {
@@ -25,6 +30,8 @@ TIERS = {
     "avx512_vnni": {"vex", "evex", "vnni"},
     "avx512_vbmi": {"vex", "evex", "vnni", "vbmi"},
     "amx": {"vex", "evex", "vnni", "vbmi", "amx", "bfloat16"},
+    "neon": set(),
+    "neon_dotprod": {"dotprod"},
 }
 # Ask the processor what it has, and the operating system through XCR0, which is there when CPUID says so.
 ASKS = re.compile(r"(__cpu_indicator_init|get_available_features|kv_cpu_features|kv_supported)(\..*)?")
@@ -56,7 +63,7 @@ OTHERS = re.compile(r"v(aes|pclmul|gf2p8|p2intersect|sm[34]|sha)|v\w+(ph|sh|bf16
                     r"|v4f|vp4dp|vscatterpf|vgatherpf")
 F16C = {"vcvtps2ph", "vcvtph2ps"}
 LABEL = re.compile(r"^[0-9a-f]+ <(.*)>:$")
-LINE = re.compile(r"^\s*[0-9a-f]+:\t((?:[0-9a-f]{2} )+)\s*(?:\t(.*))?$")
+LINE = re.compile(r"^\s*[0-9a-f]+:\t((?:[0-9a-f]{2,8} )+)\s*(?:\t(.*))?$")
 PREFIX_WORDS = re.compile(r"^(?:(?:rep[nz]*|repe|lock|bnd|notrack|data16|addr32|[c-gs]s|rex\S*|\{\w+\})\s+)*")
 
 
@@ -131,7 +138,10 @@ def tier_of(symbol, matrix):
 
 def audit(path, matrix):
     """(counts of instructions by tier and need, list of violations) of a shared object."""
-    text = subprocess.run(["objdump", "-d", "-w", str(path)], capture_output=True, text=True, check=True).stdout
+    with open(path, "rb") as file:
+        is_arm = file.read(20)[18:] == arm.MACHINE
+    objdump = (is_arm and shutil.which("aarch64-linux-gnu-objdump")) or "objdump"
+    text = subprocess.run([objdump, "-d", "-w", str(path)], capture_output=True, text=True, check=True).stdout
     counts, wrong, symbol, tier = Counter(), [], "", None
     for line in text.splitlines():
         if label := LABEL.match(line):
@@ -143,9 +153,12 @@ def audit(path, matrix):
             continue
         words = PREFIX_WORDS.sub("", found[2]).split()
         name = words[0] if words else ""
-        need = needs(bytes.fromhex(found[1]), name)
+        if is_arm:
+            need, may = arm.needs(found[2]), arm.ASKS.fullmatch(symbol)
+        else:
+            need, may = needs(bytes.fromhex(found[1]), name), ASKS.fullmatch(symbol) and name in MAY_ASK
         counts[tier, need] += 1
-        if name == "(bad)" or need and need not in TIERS.get(tier, ()) and not (ASKS.fullmatch(symbol) and name in MAY_ASK):
+        if name == "(bad)" or need and need not in TIERS.get(tier, ()) and not may:
             wrong.append(f"{path.name}: {symbol}: {found[2].strip()} needs {need}")
     if not counts:
         raise SystemExit(f"{path}: objdump shows no instruction")

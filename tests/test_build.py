@@ -20,7 +20,8 @@ import kvfast
 ROOT = Path(__file__).parents[1]
 pytest.importorskip("setuptools")
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
-needs_audit = pytest.mark.skipif(shutil.which("objdump") is None or platform.machine() != "x86_64", reason="no objdump, or not x86-64")
+needs_audit = pytest.mark.skipif(shutil.which("objdump") is None or platform.machine() not in ("x86_64", "aarch64"), reason="no objdump")
+ARM_COMPILER = shutil.which("cc" if platform.machine() == "aarch64" else "aarch64-linux-gnu-gcc")
 
 SETUP = """
 import json, runpy, setuptools
@@ -198,8 +199,43 @@ def test_needs_of_an_instruction(audit, code, name, need):
     assert audit["needs"](bytes.fromhex(code), name) == need
 
 
+@pytest.mark.parametrize(
+    ("text", "need"),
+    [
+        ("ldp\tq1, q0, [x14]", None),
+        ("cnt\tv0.8b, v0.8b", None),
+        ("ldaxr\tw0, [x1]", None),
+        ("stlr\tw0, [x1]", None),
+
+        ("fcvtl\tv0.4s, v0.4h", None),
+        ("fcvt\th0, s0", None),
+        ("sqrdmulh\tv0.8h, v1.8h, v2.8h", None),
+        ("umax\tv0.4s, v1.4s, v2.4s", None),
+        ("sdot\tv7.4s, v1.16b, v5.4b[0]", "dotprod"),
+        ("usdot\tv7.4s, v1.16b, v5.4b[0]", "i8mm"),
+        ("sdot\tz7.s, z1.b, z5.b", "sve"),
+        ("ld1w\t{z0.s}, p0/z, [x0]", "sve"),
+        ("swpal\tw1, w0, [x0]", "lse"),
+        ("ldaddal\tx1, x0, [x0]", "lse"),
+        ("casb\tw1, w0, [x0]", "lse"),
+        ("sqrdmlah\tv0.8h, v1.8h, v2.8h", "rdm"),
+        ("fadd\tv0.8h, v1.8h, v2.8h", "fp16"),
+        ("fmul\th0, h1, h2", "fp16"),
+        ("bfdot\tv0.4s, v1.8h, v2.8h", "bf16"),
+        ("ldapr\tw0, [x1]", "rcpc"),
+        ("crc32b\tw0, w0, w1", "crc"),
+        ("retaa", "pauth"),
+        ("umax\tw0, w1, w2", "later"),
+    ],
+)
+def test_needs_of_an_arm_instruction(audit, text, need):
+    assert audit["arm"].needs(text) == need
+
+
 def test_tiers_of_symbols(audit):
     of = audit["tier_of"]
+    assert of("scores_int8_neon", set()) == "neon"
+    assert of("scores_int8_neon_dotprod.part.0", set()) == "neon_dotprod"
     assert of("encode_k_avx2", {"tile"}) == "avx2"
     assert of("encode_k_avx512_vnni.constprop.0.cold", {"tile"}) == "avx512_vnni"
     assert of("tile_avx512_vbmi.part.0", {"tile"}) == "amx"
@@ -217,6 +253,7 @@ def test_no_instruction_stands_outside_its_tier(audit, capsys):
 
 @needs_audit
 @needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="an attribute of x86-64")
 def test_the_audit_finds_what_is_wrong(audit, tmp_path, capsys):
     """In the functions of every CPU, of another tier, and in a binary whose symbols are gone."""
     source = tmp_path / "leak.c"
@@ -231,3 +268,24 @@ def test_the_audit_finds_what_is_wrong(audit, tmp_path, capsys):
     for wrong in (built("add"), built("add_sse2"), built("sum_avx2", "-s", "-fvisibility=hidden")):
         assert audit["main"]([wrong]), wrong
         assert "needs vex" in capsys.readouterr().err
+
+
+@needs_audit
+@pytest.mark.skipif(ARM_COMPILER is None, reason="no compiler for 64-bit ARM")
+def test_the_audit_finds_what_is_wrong_on_arm(audit, tmp_path, capsys):
+    source = tmp_path / "leak.c"
+    source.write_text(
+        "#include <arm_neon.h>\n"
+        '__attribute__((target("arch=armv8.2-a+dotprod")))\n'
+        "int32x4_t NAME(int32x4_t sum, int8x16_t a, int8x16_t b) { return vdotq_s32(sum, a, b); }"
+    )
+
+    def built(name):
+        library = tmp_path / f"{name}.so"
+        subprocess.run([ARM_COMPILER, "-O3", "-shared", "-fPIC", f"-DNAME={name}", str(source), "-o", str(library)], check=True)
+        return str(library)
+
+    assert not audit["main"]([built("add_neon_dotprod")])
+    for wrong in (built("add"), built("add_neon")):
+        assert audit["main"]([wrong]), wrong
+        assert "needs dotprod" in capsys.readouterr().err

@@ -57,12 +57,17 @@ audit=$PWD/ci/audit_instructions.py
 cd "$work/$mode"
 export PYTHONPATH=$PWD:$work/site
 PYTHONPATH='' cythonize -q -j "$(nproc)" "kvfast/*.pyx"
-MODE=$mode CC=$work/cc LDSHARED="aarch64-linux-gnu-gcc -shared" CFLAGS="-I$root/usr/include" \
+MODE=$mode CC=$work/cc LDSHARED="aarch64-linux-gnu-gcc -shared" CFLAGS="-I$root/usr/include -I$root/usr/include/$version" \
     "$python" setup.py -q build_ext --inplace -j "$(nproc)"
 python "$audit" kvfast/*-aarch64-linux-gnu.so
 
 export QEMU_CPU=neoverse-n1 OPENBLAS_NUM_THREADS=1
 "$python" -m kvfast info
 [ $# -gt 0 ] || [ $mode = short ] || set -- $KERNELS
-[ $# -gt 0 ] || set -- tests/test_{dispatch,attention}.py -k "dispatch or every_dtype_and_size and not scalar or tiers_agree"
+if [ $# = 0 ]; then
+    set -- tests/test_dispatch.py tests/test_attention.py::test_tiers_agree
+    for shape in "64, 127, 1, 3, 9" "17, 65, 65, 2, 6" "80, 128, 5, 1, 16"; do
+        set -- "$@" "tests/test_attention.py::test_every_dtype_and_size[neon"{,_dotprod}"-($shape)]"
+    done
+fi
 "$python" -m pytest -q -p no:cacheprovider "$@"

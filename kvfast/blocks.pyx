@@ -13,7 +13,12 @@ cdef extern from *:
     """
     #if defined(__linux__)
     #include <sys/mman.h>
-    static void kv_advise_huge(void *address, size_t bytes) { (void)madvise(address, bytes, MADV_HUGEPAGE); }
+    #include <unistd.h>
+    /* Where pages have 16 or 64 KiB, as on some ARM systems, a huge one has 32 or 512 MiB: too much for a first write. */
+    static void kv_advise_huge(void *address, size_t bytes)
+    {
+        if (sysconf(_SC_PAGESIZE) == 4096) (void)madvise(address, bytes, MADV_HUGEPAGE);
+    }
     #else
     static void kv_advise_huge(void *address, size_t bytes) { (void)address; (void)bytes; }
     #endif

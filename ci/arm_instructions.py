@@ -8,7 +8,7 @@ MACHINE = b"\xb7\x00"  # in the header of an ELF file
 _LATER = [
     (need, re.compile(pattern))
     for need, pattern in [
-        ("sve", r".*\b(z\d+(\.|\b)|p\d+[./])|(ptrue|pfalse|rdvl|addvl|addpl|cnt[bhwd]|inc[bhwd]|dec[bhwd]|while\w+|smstart|smstop|rdsvl)\b"),
+        ("sve", r".*\b(z\d+(\.|\b)|p\d+[./])|(rdvl|addvl|addpl|(cnt|inc|dec)[bhwd]|while\w+|smstart|smstop|rdsvl)\b"),
         ("i8mm", r"(usdot|sudot|u?smmla|ummla)\b"),
         ("bf16", r"bf(dot|mmla|mlal|cvt)"),
         ("dotprod", r"[us]dot\b"),
@@ -19,8 +19,10 @@ _LATER = [
         ("crc", r"crc32"),
         ("rcpc", r"(ldapu?r|stlur)"),
         ("pauth", r"(reta[ab]|blra[ab]z?|bra[ab]z?|eretaa|eretab|ldra[ab])\b"),
-        ("later", r"(fjcvtzs|fcmla|fcadd|fml[as]l2?|frint(32|64)[xz]|cfinv|rmif|setf(8|16)|[ax]{2}flag|cpyf?[pme]\w*|set[pme]\w*|irg|st2?z?g|ldg"
-                  r"|ld64b|st64b\w*|wf[ei]t)\b|(ctz|cnt|abs|[us]max|[us]min)\s+[wx]\d"),
+        ("later", r"(fjcvtzs|fcmla|fcadd|fml[as]l2?|frint(32|64)[xz]|cfinv|rmif|setf(8|16)|[ax]{2}flag|wf[ei]t|ld64b|st64b\w*)\b"),
+        ("memory tags", r"(irg|st2?z?g|ldg)\b"),
+        ("mops", r"(cpyf?|set)[pme]\w*\b"),
+        ("cssc", r"(ctz|cnt|abs|[us]max|[us]min)\s+[wx]\d"),
         ("an instruction that objdump does not know", r"\.(inst|word)|udf\b"),
     ]
 ]  # fmt: skip

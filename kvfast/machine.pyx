@@ -66,9 +66,9 @@ def peak_rate(kind="int8", num_threads=None):
 
     Notes
     -----
-    Kernels multiply codes by 16-bit numbers. Tiers with AVX-512 VNNI, AMX or NEON's dot products cut those into two parts
-    of 8 bits, so that attention, of which a product counts once, gets to half of this rate at most; the others multiply 16 bits, and that is
-    what is measured there.
+    Kernels multiply codes by 16-bit numbers. Tiers with AVX-512 VNNI, AMX or NEON's dot products cut those into two parts of
+    8 bits, so that attention, of which a product counts once, gets to half of this rate at most; the others multiply 16 bits,
+    and that is what is measured there.
     """
     if kind not in _KINDS:
         raise ValueError(f'kind must be "int8" or "float32", got {kind!r}')

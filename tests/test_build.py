@@ -225,7 +225,9 @@ def test_needs_of_an_instruction(audit, code, name, need):
         ("ldapr\tw0, [x1]", "rcpc"),
         ("crc32b\tw0, w0, w1", "crc"),
         ("retaa", "pauth"),
-        ("umax\tw0, w1, w2", "later"),
+        ("umax\tw0, w1, w2", "cssc"),
+        ("cpyfp\t[x0]!, [x1]!, x2!", "mops"),
+        ("fjcvtzs\tw0, d0", "later"),
     ],
 )
 def test_needs_of_an_arm_instruction(audit, text, need):

@@ -80,7 +80,8 @@ static inline void kv_put_column(uint8_t *line, const uint8_t *codes, uint32_t b
 #elif KV_ARM64
     const uint8x16_t all = vld1q_u8(codes);
     const uint16x8_t low = vmovl_u8(vget_low_u8(all)), high = vmovl_high_u8(all);
-    const uint32x4_t words[4] = {vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)};
+    const uint32x4_t words[4] = {vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low),
+                                 vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)};
     const uint32x4_t theirs = vdupq_n_u32(bits << shift);
     for (int i = 0; i < 4; i++) {
         const uint32x4_t place = vreinterpretq_u32_u8(vld1q_u8(line + 16 * i));

@@ -14,7 +14,7 @@ How the package is built, from the bottom up; each room imports only from those 
     span, attention, options, attend_plan, attend_call
                             what a task of attention reads; fused attention over blocks; its arguments; what is told of
                             a call; a call, cut into tasks
-    plain, codebook         attention on arrays without a cache; on indices into codebooks, and how those are learned
+    plain, codebook, books  attention on arrays without a cache; how codebooks are learned; attention on indices into them
     encode, fused           rows into blocks; split, norm and rotation on the way
     formats, finish         what is stored of a token; blocks that are encoded as a whole
     pool, transfer          blocks, and how many owners each has; copies from pool to pool

@@ -2,7 +2,7 @@
 
 ``active()`` is read once per call, so that a call runs on one tier to its end.
 """
-from libc.stdint cimport int8_t, int32_t, uint8_t, uint32_t
+from libc.stdint cimport int8_t, int32_t, uint8_t, uint16_t, uint32_t
 
 
 # Floats that are at least so many bytes are written past the caches, which they would not fit: without reading what they
@@ -131,6 +131,9 @@ cdef extern from "simd/kernels.h" nogil:
         int subvectors
         int count
         int packed
+        int width
+        const int *bounds
+        const uint16_t *centroids
 
     ctypedef struct kv_kernels:
         const char *isa
@@ -174,11 +177,7 @@ cdef extern from "simd/kernels.h" nogil:
                           Py_ssize_t n) noexcept nogil
         void (*nearest)(const float *points, Py_ssize_t stride, Py_ssize_t n, const kv_book *book, const float *half_norms,
                         uint8_t *codes, float *distances) noexcept nogil
-        void (*tabulate)(const kv_book *book, const float *queries, int lanes, float *table) noexcept nogil
-        void (*lookup)(const kv_codes *codes, Py_ssize_t n, const float *table, int lanes, float *scores) noexcept nogil
-        void (*weigh)(float *scores, Py_ssize_t n, int lanes, float *m, float *l) noexcept nogil
-        void (*scatter)(const kv_codes *codes, Py_ssize_t n, const float *weights, int lanes, float *sums) noexcept nogil
-        void (*combine)(const kv_book *book, const float *sums, int lanes, float *out) noexcept nogil
+        void (*decode_codes)(const kv_codes *codes, Py_ssize_t n, char *rows, Py_ssize_t stride) noexcept nogil
         uint32_t (*stream)(const char *source, Py_ssize_t n) noexcept nogil
         double (*multiply[2])(Py_ssize_t steps, float *sink) noexcept nogil
 

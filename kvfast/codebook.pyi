@@ -17,20 +17,3 @@ def encode(
     centroids: NDArray[np.float32],
     num_threads: int | None = ...,
 ) -> NDArray[np.uint8]: ...
-
-class Books:
-    centroids: NDArray[np.float16]
-    bounds: NDArray[np.int32]
-    codes: NDArray[np.uint8]
-    count: int
-    def __init__(
-        self, centroids: NDArray[np.float16], bounds: NDArray[np.int32], codes: NDArray[np.uint8], count: int
-    ) -> None: ...
-
-def attend(
-    queries: NDArray[np.float32],
-    keys: Books,
-    values: Books,
-    visible: NDArray[np.intp],
-    num_threads: int | None = ...,
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]: ...

@@ -1,27 +1,25 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Product quantisation: codebooks of the subvectors of many vectors, and attention on their codes (Jegou et al., Product
-quantization for nearest neighbor search, 2011).
+"""Product quantisation: how the codebooks of the subvectors of many vectors are learned (Jegou et al., Product quantization
+for nearest neighbor search, 2011).
 
 Vectors of a head are cut into subvectors, each with a codebook of its own. `bounds[head, j]` is where subvector j of a head
 starts; its centroids, (count, dims), start at element ``bounds[head, j] * count`` of the head's.
 """
 import numpy as np
 
-from cython.parallel cimport prange, threadid
+from cython.parallel cimport prange
 from libc.math cimport INFINITY
-from libc.stdint cimport uint8_t, uint16_t, uint64_t
+from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from kvfast._kernels cimport (KV_FLOAT16, KV_ROWS, active, kv_book, kv_codes, kv_kernels)
+from kvfast._kernels cimport active, kv_book, kv_kernels
 from kvfast._openmp cimport num_threads_for
 
 cdef enum:
     # Lloyd's steps end when one improves the error by less than 1 / ENOUGH of it, or after so many.
     MOST_STEPS = 25
     ENOUGH = 500
-    # Tokens of a task of attention: its table and its last step cost as much as some hundred tokens.
-    SPLIT_TOKENS = 2048
 
 
 ctypedef struct kv_training:
@@ -246,166 +244,3 @@ def encode(const float[:, :, ::1] points, Py_ssize_t n, const int[:, ::1] bounds
     cdef uint8_t[:, :, ::1] view = codes
     _run(points, n, bounds, count, centroids, &view[0, 0, 0], 0, num_threads)
     return codes
-
-
-cdef class Books:
-    """One side of attention: the codes of all heads, and their codebooks.
-
-    Parameters
-    ----------
-    centroids : array of shape (heads, dims * count), float16
-    bounds : array of shape (heads, subvectors + 1), int32
-    codes : array of shape (heads, n, stride), uint8
-        All below `count`: one a byte, or two if `count` is at most 16, the first in the low nibble.
-    """
-
-    cdef readonly object centroids, bounds, codes
-    cdef const uint16_t[:, ::1] _centroids
-    cdef const int[:, ::1] _bounds
-    cdef const uint8_t[:, :, ::1] _codes
-    cdef readonly int count
-    cdef int dims, subvectors, widest
-
-    def __init__(self, centroids, bounds, codes, int count):
-        self.centroids, self.bounds, self.codes, self.count = centroids, bounds, codes, count
-        self._centroids, self._bounds, self._codes = centroids.view(np.uint16), bounds, codes
-        self.dims, self.subvectors = centroids.shape[1] // count, bounds.shape[1] - 1
-        self.widest = np.diff(bounds, axis=1).max()
-
-    cdef kv_codes of(self, Py_ssize_t head, Py_ssize_t first) noexcept nogil:
-        cdef kv_codes codes
-        codes.data = &self._codes[head, first, 0]
-        codes.stride, codes.subvectors = self._codes.shape[2], self.subvectors
-        codes.count, codes.packed = self.count, self.count <= 16
-        return codes
-
-    cdef Py_ssize_t centroid_floats(self) noexcept nogil:
-        """Of the widest codebook, in whole cache lines."""
-        return (<Py_ssize_t>self.count * self.widest + 15) // 16 * 16
-
-    cdef Py_ssize_t scratch_floats(self) noexcept nogil:
-        return self.centroid_floats() + (<Py_ssize_t>self.count * self.subvectors + self.dims) * KV_ROWS
-
-
-ctypedef struct kv_lookup_call:
-    const kv_kernels *kernels
-    Py_ssize_t rows            # of a head
-    Py_ssize_t n               # tokens
-    Py_ssize_t splits
-    Py_ssize_t blocks          # of up to KV_ROWS rows
-    Py_ssize_t heads
-    const float *queries       # (heads, rows, dims of a key)
-    const Py_ssize_t *visible  # (rows,) tokens that each row sees
-    float *out                 # (splits, heads, rows, dims of a value): sums of weight x value
-    float *m                   # (splits, heads, rows) largest score
-    float *l                   # (splits, heads, rows) sum of the weights
-    float *scratch             # of each thread
-    Py_ssize_t scratch_floats
-
-
-cdef kv_book _book(const kv_kernels *kernels, Books side, Py_ssize_t head, int j, float *centroids) noexcept nogil:
-    """Codebook j of a head as floats, in `centroids`."""
-    cdef kv_book book
-    cdef int first = side._bounds[head, j]
-    book.centroids, book.count, book.dim = centroids, side.count, side._bounds[head, j + 1] - first
-    kernels.to_float[KV_FLOAT16](&side._centroids[head, <Py_ssize_t>first * side.count], book.count * book.dim, centroids)
-    return book
-
-
-cdef void _lookup_task(const kv_lookup_call *call, Books keys, Books values, Py_ssize_t task, int thread) noexcept nogil:
-    """One (split, head, block of rows)."""
-    cdef Py_ssize_t row0 = task % call.blocks * KV_ROWS, head = task // call.blocks % call.heads
-    cdef Py_ssize_t split = task // call.blocks // call.heads, first = split * SPLIT_TOKENS, t, r, at
-    cdef Py_ssize_t n = min(<Py_ssize_t>SPLIT_TOKENS, call.n - first)
-    cdef int rows = <int>min(<Py_ssize_t>KV_ROWS, call.rows - row0), width = call.kernels.width, i, j
-    cdef int lanes = (rows + width - 1) // width * width
-    cdef float *scores = call.scratch + thread * call.scratch_floats
-    cdef float *centroids = scores + n * lanes
-    cdef float *table
-    cdef float *turned
-    cdef kv_codes codes
-    cdef kv_book book
-    cdef float m[16]
-    cdef float l[16]
-    turned = centroids + keys.centroid_floats()  # (dims, lanes)
-    table = turned + keys.dims * lanes
-    memset(turned, 0, keys.dims * lanes * sizeof(float))
-    for r in range(rows):
-        for i in range(keys.dims):
-            turned[i * lanes + r] = call.queries[(head * call.rows + row0 + r) * keys.dims + i]
-    for j in range(keys.subvectors):
-        book = _book(call.kernels, keys, head, j, centroids)
-        call.kernels.tabulate(&book, turned + keys._bounds[head, j] * lanes, lanes,
-                              table + <Py_ssize_t>j * keys.count * lanes)
-    codes = keys.of(head, first)
-    call.kernels.lookup(&codes, n, table, lanes, scores)
-    for r in range(rows):
-        for t in range(max(call.visible[row0 + r] - first, <Py_ssize_t>0), n):
-            scores[t * lanes + r] = -INFINITY
-    call.kernels.weigh(scores, n, lanes, m, l)
-
-    turned = centroids + values.centroid_floats()
-    table = turned + values.dims * lanes
-    memset(table, 0, <Py_ssize_t>values.subvectors * values.count * lanes * sizeof(float))
-    codes = values.of(head, first)
-    call.kernels.scatter(&codes, n, scores, lanes, table)
-    for j in range(values.subvectors):
-        book = _book(call.kernels, values, head, j, centroids)
-        call.kernels.combine(&book, table + <Py_ssize_t>j * values.count * lanes, lanes,
-                             turned + values._bounds[head, j] * lanes)
-    for r in range(rows):
-        at = (split * call.heads + head) * call.rows + row0 + r
-        call.m[at], call.l[at] = m[r], l[r]
-        for i in range(values.dims):
-            call.out[at * values.dims + i] = turned[i * lanes + r]
-
-
-def attend(const float[:, :, ::1] queries, Books keys, Books values, const Py_ssize_t[::1] visible, num_threads=None):
-    """Attention on codes: scores are sums of table entries, and values are weighted once per centroid.
-
-    Parameters
-    ----------
-    queries : array of shape (heads, rows, dims), float32
-        Times the softmax scale.
-    keys, values : Books
-    visible : array of shape (rows,), intp
-        How many of the first tokens each row sees.
-
-    Returns
-    -------
-    out : ndarray of shape (heads, rows, dims), float32
-    lse : ndarray of shape (heads, rows), float32
-        -inf, and an output of 0, for a row that sees nothing.
-    """
-    cdef kv_lookup_call call
-    cdef Py_ssize_t task, tasks
-    cdef int threads
-    call.kernels = active()
-    call.heads, call.rows, call.n = queries.shape[0], queries.shape[1], keys._codes.shape[1]
-    call.splits = (call.n + SPLIT_TOKENS - 1) // SPLIT_TOKENS
-    call.blocks = (call.rows + KV_ROWS - 1) // KV_ROWS
-    shape = call.splits, call.heads, call.rows
-    parts, tops, sums = np.empty((*shape, values.dims), np.float32), np.empty(shape, np.float32), np.empty(shape, np.float32)
-    cdef float[:, :, :, ::1] out_view = parts
-    cdef float[:, :, ::1] m_view = tops
-    cdef float[:, :, ::1] l_view = sums
-    call.queries, call.visible, call.out = &queries[0, 0, 0], &visible[0], &out_view[0, 0, 0, 0]
-    call.m, call.l = &m_view[0, 0, 0], &l_view[0, 0, 0]
-    tasks = call.splits * call.heads * call.blocks
-    threads = num_threads_for(num_threads, 64.0 * tasks * min(<Py_ssize_t>SPLIT_TOKENS, call.n))
-    call.scratch_floats = min(call.n, <Py_ssize_t>SPLIT_TOKENS) * KV_ROWS
-    call.scratch_floats += max(keys.scratch_floats(), values.scratch_floats())
-    memory = np.empty(threads * call.scratch_floats + 16, np.float32)
-    call.scratch = <float *>((<Py_ssize_t>memory.ctypes.data + 63) // 64 * 64)
-    with nogil:
-        for task in prange(tasks, schedule="dynamic", chunksize=1, num_threads=threads):
-            _lookup_task(&call, keys, values, task, threadid())
-    top = tops.max(0)
-    weights = np.exp(tops - np.where(np.isneginf(top), np.float32(0), top))
-    total, out = np.zeros(shape[1:], np.float32), np.zeros(parts.shape[1:], np.float32)
-    for part, weight, one in zip(parts, weights, sums):  # in order
-        total += weight * one
-        out += weight[..., None] * part
-    out /= np.where(total > 0, total, np.float32(1))[..., None]
-    with np.errstate(divide="ignore"):
-        return out, top + np.log(total)

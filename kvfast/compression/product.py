@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from .. import codebook
+from ..books import Books
+from ..books import attend as attend_codes
 from ..errors import CorruptFileError, NonFiniteInputError
 from .basis import Basis
 from .stores import FLOAT16_MOST, LANES
@@ -52,14 +52,13 @@ class ProductStore:
         heads, group = self.num_heads, q.shape[1] // self.num_heads
         turned, offsets = key_basis.of_queries(q * np.float32(scale), group)
         rows = np.ascontiguousarray(turned.transpose(1, 0, 2, 3)).reshape(heads, len(q) * group, -1)
-        out, lse = codebook.attend(rows, keys, values, np.repeat(visible, group), num_threads)
+        out, lse = attend_codes(rows, keys, values, np.repeat(visible, group), num_threads)
         out = out.reshape(heads, len(q), group, -1).swapaxes(0, 1)
         lse = lse.reshape(heads, len(q), group).swapaxes(0, 1)
         return value_basis.of_outputs(out, group), (lse + offsets).reshape(len(q), -1)
 
     def decode(self):
-        return tuple(basis.vectors(_decoded(unpacked(books.codes, self.subvectors, books.count), books.bounds, books.centroids))
-                     for basis, books in self.sides)  # fmt: skip
+        return tuple(basis.vectors(books.decode()) for basis, books in self.sides)
 
     def settings(self):
         return {"subvectors": self.subvectors, "count": self.sides[0][1].count}
@@ -88,7 +87,7 @@ class ProductStore:
             sound = (bounds[:, 0] == 0).all() and (bounds[:, -1] == dim).all() and (np.diff(bounds, axis=1) > 0).all()
             if not sound or not np.isfinite(centroids).all() or unpacked(codes, subvectors, count).max() >= count:
                 raise CorruptFileError(f"the codebooks of side {side} are none of kvfast")
-            sides.append((basis, codebook.Books(centroids, bounds, codes, count)))
+            sides.append((basis, Books(centroids, bounds, codes, count)))
         return cls(*sides, subvectors)
 
 
@@ -139,7 +138,7 @@ def _learned(x, subvectors, count, seed):
     centroids = codebook.train(some, -(-tokens // step), bounds, count, seed)
     centroids = centroids.astype(np.float16)  # so stored: the nearest are the nearest of these
     codes = codebook.encode(points, tokens, bounds, count, centroids.astype(np.float32))
-    return basis, codebook.Books(centroids, bounds, packed(codes, count), count)
+    return basis, Books(centroids, bounds, packed(codes, count), count)
 
 
 def _padded(points):
@@ -147,17 +146,6 @@ def _padded(points):
     filled = np.zeros((*points.shape[:2], -(-points.shape[2] // LANES) * LANES), np.float32)
     filled[:, :, : points.shape[2]] = points
     return filled
-
-
-def _decoded(codes, bounds, centroids):
-    """Coordinates (heads, tokens, dim) of codes (heads, tokens, subvectors)."""
-    count = centroids.shape[1] // bounds[0, -1]
-    out = np.empty((*codes.shape[:2], bounds[0, -1]), np.float32)
-    for head, starts in enumerate(bounds):
-        for j, (first, last) in enumerate(pairwise(starts)):
-            book = centroids[head, first * count : last * count].reshape(count, -1)
-            out[head, :, first:last] = book[codes[head, :, j]]
-    return out
 
 
 def packed(codes, count):

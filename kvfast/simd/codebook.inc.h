@@ -1,5 +1,4 @@
-/* Codebooks: the nearest centroids of points, and attention on their indices. In what attention reads, `lanes` query
-   rows (a multiple of W, at most KV_ROWS) lie together, so that one code serves all of them with whole vectors. */
+/* Codebooks: the nearest centroids of points, and the rows that codes stand for. */
 
 /* Lanes are points. What is largest is x.c - |c|^2/2. Its running maximum over the centroids is kept, so that the first
    centroid at the maximum is as many centroids on as the running maximum was below it: no comparison keeps an index. */
@@ -26,105 +25,53 @@ static void KV(nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, cons
     }
 }
 
-/* table (count, lanes): the product of each centroid with each row of queries (dim, lanes). */
-static void KV(tabulate)(const kv_book *book, const float *queries, int lanes, float *table)
+/* Rows of float16, (n, dims) `stride` bytes apart: of each token the centroids of its codes. Constant `width` and `count`
+   are those of all subvectors, so that a centroid is copied by one load and one store. */
+static inline __attribute__((always_inline)) void KV(decode_as)(const kv_codes *codes, ptrdiff_t n, char *rows,
+                                                                ptrdiff_t stride, const int width, const int count)
 {
-    for (int c = 0; c < book->count; c++)
-        for (int r = 0; r < lanes; r += W) {
-            vf sum = vf_set1(0.0f);
-            for (int i = 0; i < book->dim; i++)
-                sum = vf_fma(vf_load(queries + i * lanes + r), vf_set1(book->centroids[c * book->dim + i]), sum);
-            vf_store(table + c * lanes + r, sum);
+    const size_t bytes = 2 * (size_t)width;
+    const uint8_t *token = codes->data;
+    const char *books = (const char *)codes->centroids;
+    const ptrdiff_t token_stride = codes->stride; /* which no row overwrites, as the compiler now knows */
+    const int subvectors = codes->subvectors;
+    for (; n > 0; n--, token += token_stride, rows += stride) {
+        const char *book = books;
+        char *at = rows;
+        int j = 0;
+#pragma GCC unroll 4
+        for (; j + 2 <= subvectors; j += 2, at += 2 * bytes, book += 2 * count * bytes) {
+            const size_t both = token[j >> 1], first = count == 16 ? both & 15 : token[j];
+            memcpy(at, book + first * bytes, bytes);
+            memcpy(at + bytes, book + (count + (count == 16 ? both >> 4 : token[j + 1])) * bytes, bytes);
         }
+        if (j < subvectors) memcpy(at, book + (count == 16 ? token[j >> 1] & 15 : token[j]) * bytes, bytes);
+    }
 }
 
-/* Both nibbles of a byte hold codes, the low one the first, where `packed`. */
-static inline int KV(code_at)(const uint8_t *codes, int j, int packed)
+/* The same of books of any number of centroids, and subvectors of different widths. */
+static void KV(decode_any)(const kv_codes *codes, ptrdiff_t n, char *rows, ptrdiff_t stride)
 {
-    return packed ? codes[j >> 1] >> (j & 1) * 4 & 15 : codes[j];
-}
-
-/* scores (n, lanes): the sum over the subvectors of what the table (subvectors, count, lanes) has for their codes. */
-static inline __attribute__((always_inline)) void KV(lookup_as)(
-    const kv_codes *codes, ptrdiff_t n, const float *table, int lanes, float *scores, const int packed)
-{
-    const ptrdiff_t step = (ptrdiff_t)codes->count * lanes;
     for (ptrdiff_t t = 0; t < n; t++) {
         const uint8_t *token = codes->data + t * codes->stride;
-        for (int r = 0; r < lanes; r += W) {
-            vf even = vf_set1(0.0f), odd = even;
-            const float *row = table + r;
-            int j = 0;
-            for (; j + 2 <= codes->subvectors; j += 2, row += 2 * step) {
-                even = vf_add(even, vf_load(row + KV(code_at)(token, j, packed) * lanes));
-                odd = vf_add(odd, vf_load(row + step + KV(code_at)(token, j + 1, packed) * lanes));
-            }
-            if (j < codes->subvectors) even = vf_add(even, vf_load(row + KV(code_at)(token, j, packed) * lanes));
-            vf_store(scores + t * lanes + r, vf_add(even, odd));
+        for (int j = 0; j < codes->subvectors; j++) {
+            const int first = codes->bounds[j], width = codes->bounds[j + 1] - first;
+            const int code = codes->packed ? token[j >> 1] >> (j & 1) * 4 & 15 : token[j];
+            memcpy(rows + t * stride + 2 * first, codes->centroids + first * codes->count + code * width, 2 * (size_t)width);
         }
     }
 }
 
-static void KV(lookup)(const kv_codes *codes, ptrdiff_t n, const float *table, int lanes, float *scores)
+static void KV(decode_codes)(const kv_codes *codes, ptrdiff_t n, char *rows, ptrdiff_t stride)
 {
-    if (codes->packed)
-        KV(lookup_as)(codes, n, table, lanes, scores, 1);
-    else
-        KV(lookup_as)(codes, n, table, lanes, scores, 0);
-}
-
-/* Scores (n, lanes) become exp(score - m), m (lanes,) is the largest of each row and l (lanes,) the sum of its weights; a
-   row that sees nothing, all of whose scores are -inf, gets weights of 0. */
-static void KV(weigh)(float *scores, ptrdiff_t n, int lanes, float *m, float *l)
-{
-    for (int r = 0; r < lanes; r += W) {
-        vf largest = vf_set1(-INFINITY), sum = vf_set1(0.0f);
-        for (ptrdiff_t t = 0; t < n; t++) largest = vf_max(largest, vf_load(scores + t * lanes + r));
-        vf_store(m + r, largest);
-        const vf base = vf_max(largest, vf_set1(-3.4028235e38f));
-        for (ptrdiff_t t = 0; t < n; t++) {
-            const vf weight = KV(exp)(vf_sub(vf_load(scores + t * lanes + r), base));
-            vf_store(scores + t * lanes + r, weight);
-            sum = vf_add(sum, weight);
-        }
-        vf_store(l + r, sum);
+#define KV_OF_WIDTHS(count)                                                  \
+    switch (codes->width) {                                                  \
+    case 2: KV(decode_as)(codes, n, rows, stride, 2, count); return;         \
+    case 4: KV(decode_as)(codes, n, rows, stride, 4, count); return;         \
+    case 8: KV(decode_as)(codes, n, rows, stride, 8, count); return;         \
     }
-}
-
-/* Adds the weights (n, lanes) of the tokens to the sums (subvectors, count, lanes) of their centroids. */
-static inline __attribute__((always_inline)) void KV(scatter_as)(
-    const kv_codes *codes, ptrdiff_t n, const float *weights, int lanes, float *sums, const int packed)
-{
-    const ptrdiff_t step = (ptrdiff_t)codes->count * lanes;
-    for (ptrdiff_t t = 0; t < n; t++) {
-        const uint8_t *token = codes->data + t * codes->stride;
-        for (int r = 0; r < lanes; r += W) {
-            const vf weight = vf_load(weights + t * lanes + r);
-            float *row = sums + r;
-            for (int j = 0; j < codes->subvectors; j++, row += step) {
-                float *sum = row + KV(code_at)(token, j, packed) * lanes;
-                vf_store(sum, vf_add(vf_load(sum), weight));
-            }
-        }
-    }
-}
-
-static void KV(scatter)(const kv_codes *codes, ptrdiff_t n, const float *weights, int lanes, float *sums)
-{
-    if (codes->packed)
-        KV(scatter_as)(codes, n, weights, lanes, sums, 1);
-    else
-        KV(scatter_as)(codes, n, weights, lanes, sums, 0);
-}
-
-/* out (dim, lanes): the centroids weighted by the sums (count, lanes). */
-static void KV(combine)(const kv_book *book, const float *sums, int lanes, float *out)
-{
-    for (int i = 0; i < book->dim; i++)
-        for (int r = 0; r < lanes; r += W) {
-            vf sum = vf_set1(0.0f);
-            for (int c = 0; c < book->count; c++)
-                sum = vf_fma(vf_load(sums + c * lanes + r), vf_set1(book->centroids[c * book->dim + i]), sum);
-            vf_store(out + i * lanes + r, sum);
-        }
+    if (codes->count == 16) KV_OF_WIDTHS(16)
+    if (codes->count == 256) KV_OF_WIDTHS(256)
+#undef KV_OF_WIDTHS
+    KV(decode_any)(codes, n, rows, stride);
 }

@@ -204,12 +204,15 @@ typedef struct {
     int count, dim;
 } kv_book;
 
-/* Codes of tokens, `stride` bytes from token to token: one for each subvector, bytes or (packed) nibbles, all of books of
-   `count` centroids. */
+/* Codes of tokens, `stride` bytes from token to token: one for each subvector, bytes or (packed) nibbles, the first low.
+   Subvector j has the elements bounds[j] to bounds[j + 1], `width` of them if all have as many and else 0; the `count`
+   centroids of its book, float16, start at element count * bounds[j]. */
 typedef struct {
     const uint8_t *data;
     ptrdiff_t stride;
-    int subvectors, count, packed;
+    int subvectors, count, packed, width;
+    const int *bounds;
+    const uint16_t *centroids;
 } kv_codes;
 
 typedef struct {
@@ -278,11 +281,7 @@ typedef struct {
        KV_LANES; of each the first of the nearest centroids, and its half squared distance less half its squared norm. */
     void (*nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, const kv_book *book, const float *half_norms,
                     uint8_t *codes, float *distances);
-    void (*tabulate)(const kv_book *book, const float *queries, int lanes, float *table);
-    void (*lookup)(const kv_codes *codes, ptrdiff_t n, const float *table, int lanes, float *scores);
-    void (*weigh)(float *scores, ptrdiff_t n, int lanes, float *m, float *l);
-    void (*scatter)(const kv_codes *codes, ptrdiff_t n, const float *weights, int lanes, float *sums);
-    void (*combine)(const kv_book *book, const float *sums, int lanes, float *out);
+    void (*decode_codes)(const kv_codes *codes, ptrdiff_t n, char *rows, ptrdiff_t stride);
 
     /* For measuring the machine: read n bytes (a multiple of 256) as the kernels do; multiply and add integers, or
        float32, on registers alone, which returns how many operations that was. */

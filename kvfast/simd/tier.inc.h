@@ -41,11 +41,7 @@
     .accumulate_latent = KV(accumulate_latent),                                                                       \
     .scale_add = KV(scale_add),                                                                                       \
     .nearest = KV(nearest),                                                                                           \
-    .tabulate = KV(tabulate),                                                                                         \
-    .lookup = KV(lookup),                                                                                             \
-    .weigh = KV(weigh),                                                                                               \
-    .scatter = KV(scatter),                                                                                           \
-    .combine = KV(combine),                                                                                           \
+    .decode_codes = KV(decode_codes),                                                                                 \
     .stream = KV(stream),
 
 static const kv_kernels KV(kernels) = {

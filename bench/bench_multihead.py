@@ -13,22 +13,23 @@ import kvfast
 from kvfast.bench.measure import using_threads
 
 DIM = 128
-BITS = [2, 3, 4, (5, 4), 5, 6, 7, 8]
+CASES = [(bits, "gaussian") for bits in (2, 3, 4, (5, 4), 5, 6, 7, 8)] + [(4, "trellis")]
+each_case = pytest.mark.parametrize("bits, codebook", CASES, ids=[f"{bits} {codebook}" for bits, codebook in CASES])
 
 
 @functools.lru_cache(maxsize=1)
-def filled(bits, num_heads, num_tokens):
-    cache = kvfast.MultiHeadKVCache(num_heads, kvfast.MultiHeadConfig(DIM, bits))
+def filled(bits, codebook, num_heads, num_tokens):
+    cache = kvfast.MultiHeadKVCache(num_heads, kvfast.MultiHeadConfig(DIM, bits, codebook=codebook))
     keys, values = np.random.default_rng(0).standard_normal((2, num_tokens, num_heads, DIM)).astype(np.float32)
     for token in range(num_tokens):
         cache.push_token(keys[token], values[token])
     return cache, keys, values
 
 
-@pytest.mark.parametrize("bits", BITS, ids=str)
-def bench_attention_scores(benchmark, bits):
+@each_case
+def bench_attention_scores(benchmark, bits, codebook):
     """One thread, one query for each of 8 heads."""
-    cache, keys, _ = filled(bits, 8, 4096)
+    cache, keys, _ = filled(bits, codebook, 8, 4096)
     q = np.random.default_rng(1).standard_normal((8, DIM)).astype(np.float32)
     exact = np.einsum("hd,thd->ht", q, keys) / DIM**0.5
     got = cache.attention_scores(q)
@@ -39,14 +40,14 @@ def bench_attention_scores(benchmark, bits):
         benchmark.pedantic(cache.attention_scores, args=(q,), rounds=50, warmup_rounds=3)
     seconds = benchmark.stats.stats.median
     benchmark.extra_info.update(
-        isa=kvfast.active_isa(), bits=str(bits), us_per_head=seconds / 8 * 1e6, bandwidth_fraction=key_bytes / seconds / bandwidth
+        isa=kvfast.active_isa(), bits=str(bits), codebook=codebook, us_per_head=seconds / 8 * 1e6, bandwidth_fraction=key_bytes / seconds / bandwidth
     )
 
 
-@pytest.mark.parametrize("bits", BITS, ids=str)
-def bench_attend(benchmark, bits):
+@each_case
+def bench_attend(benchmark, bits, codebook):
     """32 heads and 512 tokens."""
-    cache, keys, values = filled(bits, 32, 512)
+    cache, keys, values = filled(bits, codebook, 32, 512)
     q = np.random.default_rng(1).standard_normal((32, DIM)).astype(np.float32)
     scores = np.einsum("hd,thd->ht", q.astype(np.float64), keys) / DIM**0.5
     weights = np.exp(scores - scores.max(1, keepdims=True))
@@ -56,15 +57,15 @@ def bench_attend(benchmark, bits):
     with using_threads(1):
         benchmark.pedantic(cache.attend, args=(q,), rounds=50, warmup_rounds=3)
     benchmark.extra_info.update(
-        isa=kvfast.active_isa(), bits=str(bits), cosine=float(cosine), bytes_per_vector=cache.bytes_per_token / 64,
+        isa=kvfast.active_isa(), bits=str(bits), codebook=codebook, cosine=float(cosine), bytes_per_vector=cache.bytes_per_token / 64,
         us_per_head=benchmark.stats.stats.median / 32 * 1e6,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("bits", BITS, ids=str)
-def bench_push_token(benchmark, bits):
+@each_case
+def bench_push_token(benchmark, bits, codebook):
     """8 heads."""
-    cache, keys, values = filled(bits, 8, 4096)
+    cache, keys, values = filled(bits, codebook, 8, 4096)
     with using_threads(1):
         benchmark.pedantic(cache.push_token, args=(keys[0], values[0]), rounds=200)
-    benchmark.extra_info.update(bits=str(bits), us_per_vector=benchmark.stats.stats.median / 16 * 1e6)
+    benchmark.extra_info.update(bits=str(bits), codebook=codebook, us_per_vector=benchmark.stats.stats.median / 16 * 1e6)

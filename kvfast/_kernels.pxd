@@ -20,6 +20,7 @@ cdef extern from "simd/kernels.h" nogil:
         KV_INT4
         KV_GAUSS4
         KV_INT2
+        KV_TRELLIS4
         KV_FIRST_PACKED
         KV_NUM_DTYPES
         KV_INTEGERS
@@ -158,13 +159,13 @@ cdef extern from "simd/kernels.h" nogil:
                        Py_ssize_t out_stride) noexcept nogil
         void (*transform)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n,
                           const kv_transform *transform, float *out, Py_ssize_t out_stride) noexcept nogil
-        void (*prepare[11])(const kv_side *side, const float *rows, int num_rows, float scale,
+        void (*prepare[12])(const kv_side *side, const float *rows, int num_rows, float scale,
                            kv_queries *queries) noexcept nogil
-        void (*scores[11])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
+        void (*scores[12])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                           const kv_ahead *ahead, float *scores) noexcept nogil
         void (*softmax)(kv_softmax *state, int num_rows, int count, const int *start, const int *stop,
                         float position, const kv_score_options *options) noexcept nogil
-        void (*accumulate[11])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
+        void (*accumulate[12])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
         void (*accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                                   const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil

@@ -12,11 +12,11 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
-from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_GAUSS4, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS,
+from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS,
                               KV_ROWS, KV_TILE, active, kv_rope_scratch, kv_wide_scratch)
 from kvfast._openmp cimport num_threads_for, threads_for
 from kvfast.attention cimport measure, run
-from kvfast.blocks cimport dtype_name, kv_context, kv_store, parse_dtype
+from kvfast.blocks cimport codes_name, dtype_name, kv_context, kv_store, parse_dtype
 from kvfast.options cimport Options, check_count, check_number, check_per_head
 from kvfast.span cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
 
@@ -366,6 +366,5 @@ cdef class AttendCall:
 cdef tuple _kernels_of(const kv_store *store):
     """Names of the kernels that read a store's keys and values, as in the kernel table."""
     if store.latent:
-        return f"scores_{'gauss4' if store.k.dtype == KV_GAUSS4 else dtype_name(store.k.dtype)}", "accumulate_latent"
-    return tuple([f"{kernel}_{'gauss4' if dtype == KV_GAUSS4 else dtype_name(dtype)}"
-                  for kernel, dtype in (("scores", store.k.dtype), ("accumulate", store.v.dtype))])
+        return f"scores_{codes_name(store.k.dtype)}", "accumulate_latent"
+    return f"scores_{codes_name(store.k.dtype)}", f"accumulate_{codes_name(store.v.dtype)}"

@@ -100,5 +100,6 @@ cdef Arena arena_over(object memory)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
 cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size, object rope_dim) except -1
 cdef int parse_dtype(object dtype) except -1
+cdef str codes_name(int dtype)
 cdef str dtype_name(int dtype)
 cdef float dtype_limit(int dtype) noexcept nogil

@@ -6,7 +6,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from kvfast._kernels cimport (KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_GAUSS4, KV_INT4, KV_LANES,
-                              KV_NUM_FLOATS, kv_side)
+                              KV_NUM_FLOATS, KV_TRELLIS4, kv_side)
 
 
 cdef extern from *:
@@ -26,9 +26,9 @@ cdef extern from *:
     void kv_advise_huge(void *address, size_t bytes) nogil
 
 
-# By number; GAUSS4 is int4 by another codebook.
-_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int4", "int2", "int3", "int5", "int6", "int7")
-_BITS = (32, 16, 16, 8, 4, 4, 2, 3, 5, 6, 7)
+# By number; GAUSS4 and TRELLIS4 are int4 by other codebooks.
+_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int4", "int2", "int3", "int5", "int6", "int7", "int4")
+_BITS = (32, 16, 16, 8, 4, 4, 2, 3, 5, 6, 7, 4)
 _ALIASES = {
     "float32": ("f32", "fp32", "float", "single"),
     "float16": ("f16", "fp16", "half"),
@@ -64,12 +64,19 @@ cdef str dtype_name(int dtype):
     return _NAMES[dtype]
 
 
+cdef str codes_name(int dtype):
+    """The same with the codebook of INT4."""
+    return "gauss4" if dtype == KV_GAUSS4 else "trellis4" if dtype == KV_TRELLIS4 else _NAMES[dtype]
+
+
 cdef float dtype_limit(int dtype) noexcept nogil:
     """Largest magnitude that rounds to a finite value of the dtype."""
     if dtype == KV_FLOAT16:
         return 65504.0
     if dtype == KV_BFLOAT16:
         return 3.3895314e38
+    if dtype == KV_TRELLIS4:  # the largest level may stand for an element that is half of it
+        return 1.6e38
     if dtype >= KV_GAUSS4:  # a bfloat16 scale times a level
         return 3.3e38
     return 3.4028235e38
@@ -107,19 +114,19 @@ cdef Py_ssize_t _whole_lines(Py_ssize_t nbytes) noexcept:
 
 cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size, object rope_dim) except -1:
     """Both sides of a KVFormat; with `rope_dim`, of latent rows and their rotary part, which may be empty."""
-    cdef bint gaussian = fmt.codebook == "gaussian"
+    cdef int best = {"uniform": KV_INT4, "gaussian": KV_GAUSS4, "trellis": KV_TRELLIS4}[fmt.codebook]
     cdef int k = parse_dtype(fmt.k_dtype), v = parse_dtype(fmt.v_dtype)
-    if gaussian and k == KV_INT4 and not fmt.per_channel:
-        k = KV_GAUSS4
-    if gaussian and v == KV_INT4:
-        v = KV_GAUSS4
+    if k == KV_INT4 and not fmt.per_channel:
+        k = best
+    if v == KV_INT4:
+        v = best
     init_side(&store.k, k, head_dim, block_size, fmt.finishes, fmt.per_channel)
     if rope_dim is None:
         init_side(&store.v, v, head_dim, block_size)
     else:  # nothing of float16 takes no bytes, neither for scales
         init_side(&store.v, v if rope_dim else KV_FLOAT16, rope_dim, block_size)
         store.latent = store.v.as_keys = True
-    store.k.gaussian = store.v.gaussian = gaussian
+    store.k.gaussian = store.v.gaussian = best != KV_INT4
     store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
     store.k.clip_search = store.v.clip_search = fmt.clip_search
     store.finishes, store.float_tokens = fmt.finishes, fmt.num_float_tokens

@@ -28,9 +28,10 @@ class MultiHeadConfig:
     rotation : bool
         Turn vectors by a randomised Hadamard transform before they are coded, so that their elements are near to a
         Gaussian and none stands out (QuaRot, arXiv 2404.00456; TurboQuant, arXiv 2504.19874).
-    codebook : {"gaussian", "uniform"}
+    codebook : {"gaussian", "uniform", "trellis"}
         The levels of 2 to 5 bits: those with the least squared error for a Gaussian (Lloyd-Max), or evenly spaced. From 6
-        bits on both are evenly spaced over the vector's own range, which is as good.
+        bits on both are evenly spaced over the vector's own range, which is as good. Of 4 bits there is also a trellis,
+        whose levels depend on the codes before them: it is closer, as small, and takes longer to write and to read.
     num_q_heads : int, optional
         A multiple of the cache's heads; as many as these by default. Query head i reads head
         ``i // (num_q_heads // num_heads)``.
@@ -59,8 +60,10 @@ class MultiHeadConfig:
             check_size(bits, "bits", 2, 8)
         if not isinstance(self.rotation, bool):
             raise TypeError(f"rotation must be a bool, got {self.rotation!r}")
-        if self.codebook not in ("gaussian", "uniform"):
-            raise ValueError(f'codebook must be "gaussian" or "uniform", got {self.codebook!r}')
+        if self.codebook not in ("gaussian", "uniform", "trellis"):
+            raise ValueError(f'codebook must be "gaussian", "uniform" or "trellis", got {self.codebook!r}')
+        if self.codebook == "trellis" and 4 not in np.atleast_1d(self.bits):
+            raise ValueError(f"a trellis is for 4 bits, got {self.bits!r}")
         if self.num_q_heads is not None:
             check_size(self.num_q_heads, "num_q_heads", 1, 1 << 20)
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 1 << 64:

@@ -58,7 +58,7 @@ def notes(head_dim, rotated, work, num_threads, num_tasks, wanted_threads, packe
     """
     found = [_tier(), _rotation(head_dim, rotated), _padding(head_dim), _threads(work, wanted_threads)]
     if packed:
-        found.append(("packed", ("keys or values of 2, 3, 5, 6 or 7 bits are multiplied without the matrix unit: 512 queries "
+        found.append(("packed", ("keys or values of 2, 3, 5, 6 or 7 bits or a trellis are multiplied without the matrix unit: 512 queries "
                                  "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4")))  # fmt: skip
     if num_tasks < num_threads:
         found.append(("tasks", (f"{num_threads} threads have {num_tasks} task{'s' * (num_tasks > 1)} between them: "

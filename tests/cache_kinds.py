@@ -8,7 +8,8 @@ import kvfast
 PLAIN = ["float32", "float16", "bfloat16", "int8-plain", "int4-plain"]
 CENTRED = kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block=32)
 PACKED = kvfast.KVFormat("int5/int3", rotation="kv", codebook="gaussian")
-DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED]
+TRELLIS = kvfast.KVFormat("int4", rotation="kv", codebook="trellis")
+DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED, TRELLIS]
 # Of those, the ones whose blocks may have any size, as no block is encoded as a whole.
 ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).finishes]
 LAYERS, HEADS, DIM = 2, 2, 20

@@ -10,7 +10,7 @@ import kvfast
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cache_kinds import CENTRED, PACKED
+from cache_kinds import CENTRED, PACKED, TRELLIS
 
 
 @pytest.fixture(params=kvfast.available_isas())
@@ -21,7 +21,7 @@ def isa(request):
 
 
 def pytest_make_parametrize_id(config, val, argname):
-    return "centred" if val == CENTRED else "packed" if val == PACKED else None
+    return {CENTRED: "centred", PACKED: "packed", TRELLIS: "trellis"}.get(val) if isinstance(val, kvfast.KVFormat) else None
 
 
 @pytest.fixture

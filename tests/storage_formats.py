@@ -17,6 +17,7 @@ FINISHING = {
     "means, k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, block=32, num_float_tokens=5),
     "means, int4": KVFormat("int4", rotation="k", codebook="gaussian", centring=True, block=128, clip_search=True),
     "channels, packed values": KVFormat("int4/int3", per_channel=True, codebook="gaussian", block=32, num_float_tokens=2),
+    "channels, trellis": KVFormat("int4", rotation="v", per_channel=True, codebook="trellis", num_float_tokens=4),
     "means, float values": KVFormat("int4/float32", centring=True, num_float_tokens=4),
 }
 PLAIN = {
@@ -30,6 +31,8 @@ PLAIN = {
     "int3": KVFormat("int3", rotation="kv", codebook="gaussian"),
     "int5/int2": KVFormat("int5/int2", rotation="v", codebook="gaussian", num_float_tokens=3),
     "int7/int6": KVFormat("int7/int6"),
+    "trellis": KVFormat("int4", rotation="kv", codebook="trellis", clip_search=True),
+    "trellis/int5": KVFormat("int4/int5", rotation="v", codebook="trellis", num_float_tokens=3),
 }
 FORMATS = FINISHING | PLAIN
 MIXED = ["float16", "int8", "int4"]  # of layers in one pool

@@ -144,10 +144,9 @@ def test_kernels(dtype):
     assert plan.isa == kvfast.active_isa()
     form = kvfast.KVFormat.of(dtype)
     assert plan.storage == str(form)
-    gauss = form.codebook == "gaussian"
-    assert plan.kernels[0] == ("scores_gauss4" if gauss and form.k_dtype == "int4" and not form.per_channel
-                               else f"scores_{form.k_dtype}")  # fmt: skip
-    assert plan.kernels[1] == ("accumulate_gauss4" if gauss and form.v_dtype == "int4" else f"accumulate_{form.v_dtype}")
+    codes = {"uniform": "int4", "gaussian": "gauss4", "trellis": "trellis4"}[form.codebook]
+    k, v = (codes if dtype == "int4" else dtype for dtype in (form.k_dtype, form.v_dtype))
+    assert plan.kernels == (f"scores_{form.k_dtype if form.per_channel else k}", f"accumulate_{v}")
     assert bool(plan.float_kernels) == bool(plan.float_tile) == (form.finishes or form.num_float_tokens > 0)
 
 

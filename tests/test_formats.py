@@ -26,6 +26,10 @@ class TestKVFormat:
             ({"dtype": "int8/float32", "rotation": "kv"}, "rotation .* is for integers: .* float32"),
             ({"dtype": "int8", "codebook": "gaussian"}, "Gaussian codebook is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "codebook": "gaussian", "per_channel": True}, "Gaussian codebook is for int4"),
+            ({"dtype": "int8", "codebook": "trellis"}, "trellis is for int4 with a scale per token"),
+            ({"dtype": "int5/int3", "codebook": "trellis"}, "trellis is for int4 with a scale per token"),
+            ({"dtype": "int4/int8", "codebook": "trellis", "per_channel": True}, "trellis is for int4"),
+            ({"dtype": "int4", "codebook": "trellis", "centring": True}, "centring is for .* int4 keys without a trellis"),
             ({"dtype": "int3", "per_channel": True}, "per_channel is for int4 keys, got int3"),
             ({"dtype": "int5/int8", "centring": True}, "centring is for int8 and int4 keys, got int5"),
             ({"dtype": "int8", "clip_search": True}, "clip_search is for int4 with a scale per token"),
@@ -173,6 +177,7 @@ def check(cache, rng, group, n, options):
 # known of it with the best scale for all rows (Max 1960); a scale for each row does better.
 INT8, UNIFORM, CLIPPED, GAUSSIAN, FLOAT16, BFLOAT16 = 0.007, 0.123, 0.112, 0.0975, 2.2e-4, 1.8e-3
 INT2, INT3, INT5, INT6, INT7 = 0.343, 0.186, 0.0465, 0.0265, 0.0133  # of 2 to 5 bits Gaussian
+TRELLIS, SEARCHED_TRELLIS = 0.0725, 0.0705
 ERRORS = {
     "int8": (INT8, INT8),
     "k8v4": (INT8, GAUSSIAN),
@@ -193,6 +198,9 @@ ERRORS = {
     "int5/int2": (INT5, INT2),
     "int7/int6": (INT7, INT6),
     "channels, packed values": (0.077, INT3),
+    "trellis": (SEARCHED_TRELLIS, SEARCHED_TRELLIS),
+    "trellis/int5": (TRELLIS, INT5),
+    "channels, trellis": (0.09, TRELLIS),
 }
 
 
@@ -234,7 +242,7 @@ def test_rotation_hides_an_outlier(isa, rng):
 
 
 @pytest.mark.parametrize("shape", ["gaussian", "heavy tails", "outlier"])
-@pytest.mark.parametrize("codebook", ["uniform", "gaussian"])
+@pytest.mark.parametrize("codebook", ["uniform", "gaussian", "trellis"])
 def test_clip_search_never_costs_precision(isa, rng, codebook, shape):
     k, v = tokens(rng, 200, 96)
     if shape == "heavy tails":

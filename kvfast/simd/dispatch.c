@@ -93,6 +93,7 @@ static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offs
 }
 
 #include "packed.h"
+#include "trellis.h"
 
 static const float kv_ones[KV_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 

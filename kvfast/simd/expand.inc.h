@@ -92,6 +92,86 @@ static void KV(expand)(const kv_side *side, const char *units, int count, const 
     }
 }
 
+/* Indices below 128 become levels of the trellis + 128. */
+static inline __attribute__((always_inline)) void KV(put_trellis)(KV(half_line) indices, uint8_t *out)
+{
+#ifdef KV_VBMI
+    const __m256i index = (__m256i)indices;
+    const __m512i levels = _mm512_permutex2var_epi8(_mm512_loadu_si512(kv_trellis_table), _mm512_castsi256_si512(index),
+                                                    _mm512_loadu_si512(kv_trellis_table + 64));
+    _mm256_storeu_si256((__m256i *)out, _mm512_castsi512_si256(levels));
+#elif W >= 8
+    const __m256i index = (__m256i)indices;
+    __m256i levels[8]; /* by the bits above the low four, which choose between shuffles of 16 levels */
+    for (int i = 0; i < 8; i++)
+        levels[i] = _mm256_shuffle_epi8(
+            _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kv_trellis_table + i)), index);
+    for (int bit = 0; bit < 3; bit++) {
+        const __m256i chosen = _mm256_slli_epi16(index, 3 - bit);
+        for (int i = 0; i < 4 >> bit; i++) levels[i] = _mm256_blendv_epi8(levels[2 * i], levels[2 * i + 1], chosen);
+    }
+    _mm256_storeu_si256((__m256i *)out, levels[0]);
+#else
+    uint8_t index[32];
+    memcpy(index, &indices, 32);
+    for (int i = 0; i < 32; i++) out[i] = kv_trellis_table[index[i]];
+#endif
+}
+
+/* Lines of codes, a byte each, that follow each other in a chain, become lines of levels. There is room for
+   KV_TRELLIS_MEMORY lines before them, for what the chain has before the first: the last ones, a step of the chain
+   further, which for values is a lane, for keys a byte of a lane. */
+static inline __attribute__((always_inline)) void KV(follow_chain)(uint8_t *lines, int count, const int values, uint8_t *out,
+                                                                   ptrdiff_t stride)
+{
+    for (int lag = 1; lag <= KV_TRELLIS_MEMORY; lag++) {
+        const int steps = (lag + count - 1) / count;
+        const uint8_t *from = lines + (steps * count - lag) * 64;
+        uint8_t *before = lines - lag * 64;
+        if (values) {
+            memset(before, 0, (size_t)steps * 4);
+            memcpy(before + steps * 4, from, (size_t)(64 - steps * 4));
+        } else {
+            for (int half = 0; half < 64; half += 32) {
+                KV(half_line) codes;
+                memcpy(&codes, from + half, 32);
+                codes <<= 8 * steps;
+                memcpy(before + half, &codes, 32);
+            }
+        }
+    }
+    for (const uint8_t *line = lines, *end = lines + count * 64; line < end; line += 64, out += stride)
+        for (int half = 0; half < 64; half += 32) {
+            KV(half_line) at[KV_TRELLIS_MEMORY + 1]; /* codes at each lag */
+            for (int lag = 0; lag <= KV_TRELLIS_MEMORY; lag++) memcpy(at + lag, line - lag * 64 + half, 32);
+            KV(put_trellis)(at[0] | KV_TRELLIS_CONTEXT(at, 0x01010101), out + half);
+        }
+}
+
+/* The units of 16 tokens, `stride` bytes apart, become lines of INT8: of values unit after unit `out_stride` bytes apart. */
+static void KV(expand_trellis)(const uint8_t *unit, ptrdiff_t stride, int units, int values, const char *ahead, uint8_t *out,
+                               ptrdiff_t out_stride)
+{
+    KV_ALIGNED uint8_t lines[(KV_TRELLIS_MEMORY + KV_MAX_HEAD_DIM / 4) * 64];
+    uint8_t *chain = lines + KV_TRELLIS_MEMORY * 64;
+    for (int i = 0; i < 2 * units; i++) kv_prefetch(ahead + 64 * i);
+    /* Keys are one chain of lines, values one for each of the four in a unit. */
+    const int chains = values ? 4 : 1, length = values ? units : 4 * units;
+    for (int c = 0; c < chains; c++, out += 64) {
+        for (int i = 0; i < length; i++) {
+            const int line = values ? c : i % 4;
+            for (int half = 0; half < 64; half += 32) {
+                KV(half_line) codes;
+                memcpy(&codes, unit + (values ? i : i / 4) * stride + line / 2 * 64 + half, 32);
+                codes = codes >> line % 2 * 4 & 0x0F0F0F0F;
+                memcpy(chain + i * 64 + half, &codes, 32);
+            }
+        }
+        if (values) KV(follow_chain)(chain, length, 1, out, out_stride);
+        else KV(follow_chain)(chain, length, 0, out, 64);
+    }
+}
+
 /* A tile as a block of INT8 that holds nothing else. */
 typedef struct {
     KV_ALIGNED uint8_t block[KV_TILE * KV_MAX_HEAD_DIM + KV_TILE * sizeof(float)];
@@ -129,7 +209,14 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
         const char *at = tile->base + tile->at[block];
         const int left = tokens - t, room = side->block_size - slot, here = left < room ? left : room;
         const int units = here / KV_UNIT; /* of the V side, a lane tile; the K side has `lanes` units for every 16 tokens */
-        if (values)
+        if (side->dtype == KV_TRELLIS4)
+            for (int unit = 0; unit < units; unit++, read += lanes * unit_bytes) {
+                const ptrdiff_t stride = values ? side->block_size / KV_UNIT * unit_bytes : unit_bytes;
+                const ptrdiff_t from = (slot / KV_UNIT + unit) * (values ? unit_bytes : lanes * unit_bytes);
+                KV(expand_trellis)((const uint8_t *)at + from, stride, lanes, values, kv_prefetch_from(ahead, read),
+                                   expanded->block + (t / KV_UNIT + unit) * (values ? 256 : lanes * 256), tokens * KV_UNIT);
+            }
+        else if (values)
             for (int lane = 0; lane < lanes; lane++, read += units * unit_bytes)
                 KV(expand)(side, at + (lane * (side->block_size / KV_UNIT) + slot / KV_UNIT) * unit_bytes, units,
                            kv_prefetch_from(ahead, read), expanded->block + (lane * (tokens / KV_UNIT) + t / KV_UNIT) * 256);

@@ -30,7 +30,7 @@
    Gaussian (Lloyd, Least squares quantization in PCM, 1982; Max 1960), which rotated rows come near.
 
    INT2, INT3, INT5, INT6 and INT7 have the same lines, and a width that a byte is no multiple of: see packed.h. Their
-   scales are bfloat16, their levels even or the best for a Gaussian.
+   scales are bfloat16, their levels even or the best for a Gaussian. TRELLIS4 is packed, too: see trellis.h.
 
    Latent rows (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434) are keys and values at once. They are stored
    on the K side, and read from there as values, too; what belongs to the scores alone, the rotary part, is on the V
@@ -46,7 +46,7 @@
 
 enum {
     KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_INT4, KV_GAUSS4, KV_INT2, KV_INT3, KV_INT5, KV_INT6, KV_INT7,
-    KV_NUM_DTYPES
+    KV_TRELLIS4, KV_NUM_DTYPES
 };
 enum { KV_NUM_FLOATS = KV_INT8, KV_FIRST_PACKED = KV_INT2 };
 enum { KV_INTEGERS, KV_HALVES }; /* what a matrix unit multiplies */

@@ -1,4 +1,4 @@
-/* Codes of 2, 3, 5, 6 and 7 bits: what they stand for, and where their bits are.
+/* Codes of 2, 3, 5, 6 and 7 bits, and of a trellis: what they stand for, and where their bits are.
 
    The levels are int8, so that INT8's kernels multiply them. Evenly spaced, a code is the top bits of a biased
    byte, and its level the middle of the bytes that begin so. From 6 bits on that is the Gaussian codebook, too: int8
@@ -17,7 +17,7 @@ enum { KV_UNIT = 16 }; /* depths */
 
 static inline int kv_bits_of(int dtype)
 {
-    static const int bits[] = {2, 3, 5, 6, 7};
+    static const int bits[] = {2, 3, 5, 6, 7, 4};
     return bits[dtype - KV_INT2];
 }
 

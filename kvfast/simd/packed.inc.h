@@ -1,4 +1,4 @@
-/* Rows as codes of 2, 3, 5, 6 or 7 bits, and back; see packed.h. */
+/* Rows as codes of 2, 3, 5, 6 or 7 bits or of a trellis, and back; see packed.h. */
 
 /* Which level above 0 is nearest to each t >= 0, and the level. Evenly spaced: t in steps, below `half`. */
 static inline __attribute__((always_inline)) vi KV(nearest_packed)(vf t, const float *magnitudes, int half, float step,
@@ -84,7 +84,8 @@ static void KV(encode_packed)(const kv_side *side, char *block, int slot, const 
 {
     uint8_t codes[KV_MAX_HEAD_DIM];
     const int bits = kv_bits_of(side->dtype);
-    const float scale = KV(code_packed_row)(side, row, codes);
+    const float scale = side->dtype == KV_TRELLIS4 ? KV(code_trellis_row)(side, row, codes, values)
+                                                   : KV(code_packed_row)(side, row, codes);
     ((uint16_t *)(block + side->scales))[slot] = kv_to_bfloat16(scale);
     for (int d = 0; d < side->padded_dim; d++)
         if (values) kv_put_packed((uint8_t *)block, bits, side->block_size, d, slot, codes[d]);
@@ -93,14 +94,16 @@ static void KV(encode_packed)(const kv_side *side, char *block, int slot, const 
 
 static void KV(decode_packed)(const kv_side *side, const char *block, int slot, float *row, int values)
 {
+    uint8_t codes[KV_MAX_HEAD_DIM];
     int8_t levels[KV_MAX_HEAD_DIM];
-    const uint8_t *codes = (const uint8_t *)block, *table = kv_packed_table(side);
+    const uint8_t *stored = (const uint8_t *)block, *table = kv_packed_table(side);
     const int bits = kv_bits_of(side->dtype);
-    for (int d = 0; d < side->head_dim; d++) {
-        const int code = values ? kv_get_packed(codes, bits, side->block_size, d, slot)
-                                : kv_get_packed(codes, bits, side->padded_dim, slot, d);
-        levels[d] = (int8_t)(kv_packed_level(table, bits, code) ^ 0x80);
-    }
+    for (int d = 0; d < side->padded_dim; d++)
+        codes[d] = (uint8_t)(values ? kv_get_packed(stored, bits, side->block_size, d, slot)
+                                    : kv_get_packed(stored, bits, side->padded_dim, slot, d));
+    if (side->dtype == KV_TRELLIS4) KV(decode_trellis_row)(side, codes, values, levels);
+    else
+        for (int d = 0; d < side->head_dim; d++) levels[d] = (int8_t)(kv_packed_level(table, bits, codes[d]) ^ 0x80);
     KV(dequantize)(levels, side->head_dim, kv_from_bfloat16(((const uint16_t *)(block + side->scales))[slot]), row);
 }
 

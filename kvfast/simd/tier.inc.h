@@ -3,6 +3,7 @@
 #include "rows.inc.h"
 #include "rotate.inc.h"
 #include "coding.inc.h"
+#include "trellis.inc.h"
 #include "packed.inc.h"
 #include "layout.inc.h"
 #include "finish.inc.h"
@@ -14,7 +15,7 @@
 #include "codebook.inc.h"
 #include "machine.inc.h"
 
-#define KV_FIVE(name) KV(name), KV(name), KV(name), KV(name), KV(name) /* the widths of packed codes */
+#define KV_SIX(name) KV(name), KV(name), KV(name), KV(name), KV(name), KV(name) /* packed codes */
 #define KV_TABLE \
     .width = W,                                                                                                       \
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
@@ -32,12 +33,12 @@
     .rotate = KV(rotate),                                                                                             \
     .transform = KV(transform),                                                                                       \
     .prepare = {KV(prepare_floating), KV(prepare_floating), KV(prepare_floating), KV(prepare_int8), KV(prepare_int4), \
-                KV(prepare_gauss4), KV_FIVE(prepare_int8)}, \
+                KV(prepare_gauss4), KV_SIX(prepare_int8)}, \
     .scores = {KV(scores_float32), KV(scores_float16), KV(scores_bfloat16), KV(scores_int8), KV(scores_int4),         \
-               KV(scores_gauss4), KV_FIVE(scores_packed)}, \
+               KV(scores_gauss4), KV_SIX(scores_packed)}, \
     .softmax = KV(softmax),                                                                                           \
     .accumulate = {KV(accumulate_float32), KV(accumulate_float16), KV(accumulate_bfloat16), KV(accumulate_int8),      \
-                   KV(accumulate_int4), KV(accumulate_gauss4), KV_FIVE(accumulate_packed)}, \
+                   KV(accumulate_int4), KV(accumulate_gauss4), KV_SIX(accumulate_packed)}, \
     .accumulate_latent = KV(accumulate_latent),                                                                       \
     .scale_add = KV(scale_add),                                                                                       \
     .nearest = KV(nearest),                                                                                           \
@@ -61,7 +62,7 @@ static const kv_kernels kernels_amx = {
     .attend_panels = {KV(attend_integers), KV(attend_halves)}};
 #endif
 #undef KV_TABLE
-#undef KV_FIVE
+#undef KV_SIX
 #undef KV_MAX_ACTIVATION
 #undef KV_BIAS
 #undef KV_DEPTHS

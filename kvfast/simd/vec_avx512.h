@@ -34,6 +34,12 @@
 #define vf_truncate(x) _mm512_cvttps_epi32(x)
 #define vf_bits(x) _mm512_castps_si512(x)
 #define vf_lookup8(table, index) _mm512_permutexvar_ps(index, _mm512_castps256_ps512(_mm256_loadu_ps(table)))
+#define vf_mask_above(a, b) ((uint32_t)_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ))
+#define vf_mix_low(a, b) \
+    _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b)
+#define vf_mix_high(a, b) \
+    _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31), b)
+#define vi_load(p) _mm512_loadu_si512(p)
 #define vi_set1(x) _mm512_set1_epi32(x)
 #define vi_add(a, b) _mm512_add_epi32(a, b)
 #define vi_sub(a, b) _mm512_sub_epi32(a, b)

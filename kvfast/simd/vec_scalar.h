@@ -10,7 +10,9 @@
      vf_*, vi_*             float32 and int32 arithmetic; vf_sign_of(x, s) is |x| with s's sign,
                             vf_zero_below(y, x, limit) is y where x >= limit and 0 elsewhere,
                             vi_exponent(n) is 2^n, vf_lookup8(table, index) the elements of an array of 8
-                            floats, vi_count_above(n, a, b) is n + 1 where a > b and n elsewhere
+                            floats, vi_count_above(n, a, b) is n + 1 where a > b and n elsewhere,
+                            vf_mask_above(a, b) has a bit for each lane where a > b, vf_mix_low and
+                            vf_mix_high are the first and last W of a[0], b[0], a[1], b[1], ...
      vf_sum4                the four sums across the lanes of four registers
      vcodes, vcodes_*       W x 4 bytes of codes; those of INT8, the low nibbles of INT4, and the levels of
                             GAUSS4 that they stand for, as bytes, INT8 and levels + INT8_ZERO; vcodes_shift
@@ -51,6 +53,10 @@
 #define vf_truncate(x) ((int32_t)(x))
 #define vf_bits(x) ((int32_t)kv_float_bits(x))
 #define vf_lookup8(table, index) ((table)[index])
+#define vf_mask_above(a, b) ((uint32_t)((a) > (b)))
+#define vf_mix_low(a, b) (a)
+#define vf_mix_high(a, b) (b)
+#define vi_load(p) (*(const int32_t *)(p))
 #define vi_set1(x) (x)
 #define vi_add(a, b) ((int32_t)((uint32_t)(a) + (uint32_t)(b)))
 #define vi_sub(a, b) ((int32_t)((uint32_t)(a) - (uint32_t)(b)))

@@ -26,6 +26,10 @@
 #undef vf_truncate
 #undef vf_bits
 #undef vf_lookup8
+#undef vf_mask_above
+#undef vf_mix_low
+#undef vf_mix_high
+#undef vi_load
 #undef vi_set1
 #undef vi_add
 #undef vi_sub

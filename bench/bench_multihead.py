@@ -40,8 +40,9 @@ def bench_attention_scores(benchmark, bits, codebook):
         benchmark.pedantic(cache.attention_scores, args=(q,), rounds=50, warmup_rounds=3)
     seconds = benchmark.stats.stats.median
     benchmark.extra_info.update(
-        isa=kvfast.active_isa(), bits=str(bits), codebook=codebook, us_per_head=seconds / 8 * 1e6, bandwidth_fraction=key_bytes / seconds / bandwidth
-    )
+        isa=kvfast.active_isa(), bits=str(bits), codebook=codebook, us_per_head=seconds / 8 * 1e6,
+        bandwidth_fraction=key_bytes / seconds / bandwidth,
+    )  # fmt: skip
 
 
 @each_case

@@ -284,6 +284,20 @@ def test_keys_with_outlier_channels():
     assert cosines["int4-plain"] < 0.9
 
 
+@pytest.mark.parametrize("dim", [1, 3, 16, 128, 512])
+def test_trellis_of_the_largest_elements(isa, rng, dim):
+    """A level may be larger than the element it stands for; what is decoded is finite all the same."""
+    signs = rng.choice([-1.0, 1.0], (100, HEADS, dim))
+    for shares in (1, rng.random(signs.shape), rng.random(signs.shape) < 0.1, np.where(np.arange(dim) % 4, 0.001, 1)):
+        rows = (signs * shares * 1.6e38).astype(np.float32)
+        cache = kvfast.KVCache(1, HEADS, dim, dtype=KVFormat("int4", codebook="trellis", clip_search=True))
+        cache.append(0, rows, rows)
+        for got in (cache.k(0), cache.v(0)):
+            assert np.isfinite(got).all() and np.abs(got).max() < 1.5 * 1.6e38
+    with pytest.raises(kvfast.NonFiniteInputError, match="beyond the range of int4"):
+        cache.append(0, np.full((1, HEADS, dim), 2e38, np.float32), np.ones((1, HEADS, dim), np.float32))
+
+
 def test_size():
     def bits(dtype, dim):
         cache = kvfast.KVCache(2, 4, dim, dtype=dtype)

@@ -4,6 +4,8 @@ A `Rows` is open while a call runs: it holds the buffer, so that its memory cann
 """
 from cpython.buffer cimport Py_buffer
 
+from kvfast._interrupt cimport kv_watch
+
 
 ctypedef struct kv_rows:
     char *data                 # element [0, 0, 0]
@@ -22,5 +24,6 @@ cdef class Rows:
 
 
 cdef Rows open_rows(object array, str name, bint writable=*)
-cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index) noexcept nogil
+cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,
+                                kv_watch *watch) noexcept nogil
 cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1

@@ -4,6 +4,7 @@ import numpy as np
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
+from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active, kv_kernels
 
 from kvfast import slow_paths
@@ -98,12 +99,15 @@ cdef Rows open_rows(object array, str name, bint writable=False):
     return self
 
 
-cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index) noexcept nogil:
+cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,
+                                kv_watch *watch) noexcept nogil:
     """The first row, token * heads + head, with an element that is NaN or beyond the limit, that row and the element; or -1."""
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t i
     cdef const char *source
     for i in range(rows.tokens * rows.heads):
+        if is_stopped(watch):
+            break
         source = rows.data + i // rows.heads * rows.token_stride + i % rows.heads * rows.head_stride
         if rows.dtype == KV_FLOAT32:
             index[0] = kernels.find_unstorable(<const float *>source, rows.dim, limit)
@@ -120,8 +124,11 @@ cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1
     """Refuse NaN, infinity and magnitudes above `limit`, the largest that `limit_of` can store."""
     cdef float row[512]
     cdef Py_ssize_t bad, index
+    cdef kv_watch memory
+    cdef kv_watch *watch = watch_of(&memory, 4.0 * array.rows.tokens * array.rows.heads * array.rows.dim)
     with nogil:
-        bad = find_unstorable(&array.rows, limit, row, &index)
+        bad = find_unstorable(&array.rows, limit, row, &index, watch)
+    check_stopped(watch)
     if bad < 0:
         return 0
     value = row[index]

@@ -18,9 +18,17 @@ cdef extern from *:
     #define KV_HAVE_OPENMP 0
     static int omp_get_max_threads(void) { return 1; }
     #endif
+
+    /* Ends the threads that wait for this thread's next parallel region, which starts others. 0 if it could. */
+    #if defined(_OPENMP) && defined(__GNUC__) && __GNUC__ >= 9 && !defined(__clang__)
+    static int kv_end_team(void) { return omp_pause_resource_all(omp_pause_soft); }
+    #else
+    static int kv_end_team(void) { return -1; }
+    #endif
     """
     int KV_HAVE_OPENMP
     int omp_get_max_threads() nogil
+    int kv_end_team() nogil
 
 
 # A second thread pays when the work it takes over is worth more than waking it, some 10 microseconds.
@@ -30,7 +38,7 @@ cdef double _WORK_PER_THREAD = 192 * 1024
 cdef int _chosen = 0            # set_num_threads or KVFAST_NUM_THREADS, or 0
 cdef int _quota = 0             # CPUs that the cgroup grants where nothing else was said, or 0
 cdef bint _pool_started = False
-cdef bint _orphaned = False     # forked from a process whose OpenMP threads did not come along
+cdef bint _orphaned = False     # forked while OpenMP's threads waited for work: they did not come along
 
 
 def _check(num_threads, str origin):
@@ -141,14 +149,21 @@ cdef int _count(int num_threads, double work) noexcept nogil:
     return max(1, min(num_threads, <int>min(work / _WORK_PER_THREAD, 1024.0)))
 
 
+def _before_fork():
+    # OpenMP's threads are not copied by fork, and the child's next parallel region would wait for them. Parent and child
+    # start new ones when they have work for them, which takes some 100 microseconds.
+    global _pool_started
+    if _pool_started and kv_end_team() == 0:
+        _pool_started = False
+
+
 def _after_fork_in_child():
-    # libgomp's threads are not copied by fork, and its next parallel region would wait for them.
     global _orphaned
     _orphaned = _orphaned or _pool_started
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 if "OMP_NUM_THREADS" not in os.environ:
     _quota = _cgroup_quota()
 if os.environ.get("KVFAST_NUM_THREADS"):

@@ -12,6 +12,7 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast._interrupt cimport check_stopped, kv_watch, watch_of
 from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS,
                               KV_ROWS, KV_TILE, active, kv_rope_scratch, kv_wide_scratch)
 from kvfast._openmp cimport num_threads_for, threads_for
@@ -322,14 +323,17 @@ cdef class AttendCall:
 
     cdef object run(self):  # no-cython-lint: of a name that is imported too
         cdef int threads = num_threads_for(self.options.num_threads, <double>self.work)
+        cdef kv_watch watch
         # A megabyte or two for each thread: not to be kept by every cache, but by those whose every token needs it.
         cdef Workspace scratch = Workspace() if self.wide and not self.call.store.latent else self.workspace
         if not self.prepare(scratch, threads):
             raise _no_memory()
         if LOGS:
             slow_paths.log(self._notes(threads))
+        self.call.watch = watch_of(&watch, <double>self.work)
         with nogil:
             run(&self.call, threads)
+        check_stopped(self.call.watch)
         return (self.out, self.lse) if self.options.return_lse else self.out
 
     cdef object explain(self, str storage):

@@ -10,6 +10,7 @@ from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, expf, logf
 from libc.string cimport memcpy, memset
 
+from kvfast._interrupt cimport is_stopped
 from kvfast._kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
 from kvfast.span cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load, touch,
                           touch_first_floats, touch_sinks)
@@ -48,6 +49,8 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     cdef float m, l
     cdef float *acc
     cdef float *partial
+    if is_stopped(call.watch, 16):
+        return
     index -= item.first_task
     row0 = index % item.row_blocks * item.block_rows
     split = index // item.row_blocks % item.splits
@@ -152,7 +155,7 @@ cdef void _merge(const kv_call *call, Py_ssize_t token) noexcept nogil:
     cdef float acc[512]
     cdef float m, l, weight
     cdef int i
-    if query.parts == 1:
+    if query.parts == 1 or is_stopped(call.watch):
         return
     for q_head in range(call.q.heads):
         partial = _partials_of(call, query, q_head)

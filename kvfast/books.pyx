@@ -7,6 +7,7 @@ from libc.math cimport INFINITY
 from libc.stdint cimport uint8_t, uint16_t
 from libc.string cimport memcpy, memset
 
+from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport (KV_FLOAT16, KV_LANES, KV_ROWS, active, kv_ahead, kv_codes, kv_kernels, kv_score_options,
                               kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile)
 from kvfast._openmp cimport num_threads_for
@@ -76,6 +77,7 @@ ctypedef struct kv_books_call:
     Py_ssize_t heads
     const float *queries       # (heads, rows, dims of a key)
     const Py_ssize_t *visible  # (rows,) tokens that each row sees
+    kv_watch *watch            # or NULL
     float *out                 # (splits, heads, rows, dims of a value): sums of weight x value
     float *m                   # (splits, heads, rows) largest score
     float *l                   # (splits, heads, rows) sum of the weights
@@ -119,6 +121,8 @@ cdef void _attend_task(const kv_books_call *call, Books keys, Books values, Py_s
     cdef Py_ssize_t split = task // call.blocks // call.heads, t = split * SPLIT_TOKENS, at, seen = 0
     cdef Py_ssize_t last = min(t + SPLIT_TOKENS, call.n)
     cdef int rows = <int>min(<Py_ssize_t>KV_ROWS, call.rows - row0), r, count
+    if is_stopped(call.watch, 16):
+        return
     memset(&options, 0, sizeof(options))
     memset(own.rows, 0, rows * k.padded_dim * sizeof(float))
     memset(own.acc, 0, rows * v.padded_dim * sizeof(float))
@@ -165,6 +169,8 @@ def attend(const float[:, :, ::1] queries, Books keys, Books values, const Py_ss
     cdef kv_books_call call
     cdef Py_ssize_t task, tasks
     cdef int threads
+    cdef double work
+    cdef kv_watch watch
     call.kernels = active()
     call.heads, call.rows, call.n = queries.shape[0], queries.shape[1], keys._codes.shape[1]
     call.splits = (call.n + SPLIT_TOKENS - 1) // SPLIT_TOKENS
@@ -178,10 +184,13 @@ def attend(const float[:, :, ::1] queries, Books keys, Books values, const Py_ss
     call.queries, call.visible, call.out = &queries[0, 0, 0], &visible[0], &out_view[0, 0, 0, 0]
     call.m, call.l = &m_view[0, 0, 0], &l_view[0, 0, 0]
     tasks = call.splits * call.heads * call.blocks
-    threads = num_threads_for(num_threads, 64.0 * tasks * min(<Py_ssize_t>SPLIT_TOKENS, call.n))
+    work = 64.0 * tasks * min(<Py_ssize_t>SPLIT_TOKENS, call.n)
+    threads = num_threads_for(num_threads, work)
+    call.watch = watch_of(&watch, work)
     with nogil:
         for task in prange(tasks, schedule="dynamic", chunksize=1, num_threads=threads):
             _attend_task(&call, keys, values, task)
+    check_stopped(call.watch)
     top = tops.max(0)
     weights = np.exp(tops - np.where(np.isneginf(top), np.float32(0), top))
     total, out = np.zeros(shape[1:], np.float32), np.zeros(parts.shape[1:], np.float32)

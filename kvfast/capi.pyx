@@ -130,7 +130,7 @@ cdef class Handle:
         for i in range(n):
             slots[i] = table.slot(first + i)
         # A value that cannot be stored: behind the last token, where nobody reads.
-        if not encode_rows(store, k, v, NULL, slots, True, take_threads(0, work_of(k))):
+        if not encode_rows(store, k, v, NULL, slots, True, take_threads(0, work_of(k)), NULL):
             return False
         table.lengths[layer] += n
         return True
@@ -147,9 +147,9 @@ cdef class Handle:
                 or out.tokens != q.tokens or out.heads != q.heads or out.dim != q.dim or overlap(out, q)
                 or options.sliding_window < 0 or options.num_splits < 0 or not 0 <= options.num_threads <= 1024
                 or not isfinite(options.scale) or not 0 <= options.softcap <= FLOAT_MAX
-                or find_unstorable(q, FLOAT_MAX, row, &i) >= 0):
+                or find_unstorable(q, FLOAT_MAX, row, &i, NULL) >= 0):
             return False
-        if rope_q.dim and (overlap(out, rope_q) or find_unstorable(rope_q, FLOAT_MAX, row, &i) >= 0):
+        if rope_q.dim and (overlap(out, rope_q) or find_unstorable(rope_q, FLOAT_MAX, row, &i, NULL) >= 0):
             return False
         for i in range(q.heads):
             if (options.sinks != NULL and not isfinite(options.sinks[i])

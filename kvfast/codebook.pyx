@@ -13,6 +13,7 @@ from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
+from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport active, kv_book, kv_kernels
 from kvfast._openmp cimport num_threads_for
 
@@ -34,6 +35,7 @@ ctypedef struct kv_training:
     float *centroids           # (heads, dims * count)
     uint8_t *codes             # (heads, n, subvectors), or NULL
     uint64_t seed
+    kv_watch *watch            # or NULL
 
 
 ctypedef struct kv_scratch_of_training:
@@ -108,6 +110,8 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
     book.count, book.dim = 1, dim
     _take(call, points, chosen, dim, centroids)
     for c in range(1, call.count):
+        if is_stopped(call.watch, 16):
+            return
         book.centroids = centroids + (c - 1) * dim
         _find(call, points, &book, scratch.codes, scratch.distances)
         total = 0
@@ -138,6 +142,8 @@ cdef void _lloyd(const kv_training *call, const float *points, float *centroids,
     cdef int step, c, i
     book.centroids, book.count, book.dim = centroids, call.count, dim
     for step in range(MOST_STEPS):  # no-cython-lint
+        if is_stopped(call.watch, 16):
+            return
         _find(call, points, &book, scratch.codes, scratch.distances)
         error = 0
         memset(members, 0, sizeof(members))
@@ -176,7 +182,10 @@ cdef int _train_task(const kv_training *call, Py_ssize_t task) noexcept nogil:
     cdef kv_book book
     cdef uint8_t *target
     cdef uint64_t random = call.seed + <uint64_t>task * <uint64_t>0xD1342543DE82EF95
-    cdef char *memory = <char *>malloc(call.stride * 13 + call.count * dim * 8)
+    cdef char *memory
+    if is_stopped(call.watch, 16):
+        return 0
+    memory = <char *>malloc(call.stride * 13 + call.count * dim * 8)
     if memory == NULL:
         return 1
     scratch.sums = <double *>memory
@@ -202,13 +211,18 @@ cdef object _run(const float[:, :, ::1] points, Py_ssize_t n, const int[:, ::1] 
     cdef kv_training call
     cdef Py_ssize_t task, tasks = points.shape[0] * (bounds.shape[1] - 1)
     cdef int threads, failed = 0
+    cdef double work
+    cdef kv_watch watch
     call.kernels, call.points, call.stride, call.n = active(), &points[0, 0, 0], points.shape[2], n
     call.dims, call.subvectors, call.count = points.shape[1], <int>(bounds.shape[1] - 1), count
     call.bounds, call.centroids, call.codes, call.seed = &bounds[0, 0], &centroids[0, 0], codes, seed
-    threads = num_threads_for(num_threads, <double>points.shape[0] * points.shape[1] * n * count)
+    work = <double>points.shape[0] * points.shape[1] * n * count
+    threads = num_threads_for(num_threads, work)
+    call.watch = watch_of(&watch, work)
     with nogil:
         for task in prange(tasks, schedule="dynamic", chunksize=1, num_threads=threads):
             failed |= _train_task(&call, task)
+    check_stopped(call.watch)
     if failed:
         raise MemoryError("cannot allocate the scratch memory of a codebook")
 

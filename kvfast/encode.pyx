@@ -5,6 +5,7 @@ from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport KV_FLOAT16, KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
@@ -30,6 +31,7 @@ ctypedef struct kv_write:
     Py_ssize_t first_range     # tokens before the first border of blocks
     Py_ssize_t range_tokens    # a multiple of block_size
     int *bad                   # set when a value cannot be stored
+    kv_watch *watch            # or NULL
 
 
 cdef bint is_identity(const kv_rotary *rotary) noexcept nogil:
@@ -109,6 +111,8 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
     cdef int count, block_size = call.store.k.block_size
     memset(&nothing, 0, sizeof(nothing))
     while token < last:
+        if is_stopped(call.watch):
+            return
         slot, count = call.slots[token], 1
         if slot < 0:
             token += 1
@@ -167,16 +171,19 @@ cdef int _check_shape(const kv_store *store, Rows array, str name, Py_ssize_t di
 
 
 cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
-                    bint in_order) except -1:
+                    bint in_order, bint may_stop) except -1:
     """Encode tokens, after `check_rows`, into their slots, -1 for a token to leave out; rotary NULL: as they are.
 
-    A value that cannot be stored raises; slots may then be written in part, so they must be such that
-    nobody reads, or the arrays must have been checked before.
+    A value that cannot be stored raises, and so does a signal handler where it `may_stop`; slots may then be written in
+    part, so they must be such that nobody reads, or the arrays must have been checked before.
     """
     cdef int threads = num_threads_for(None, work_of(&k.rows))
+    cdef kv_watch memory
+    cdef kv_watch *watch = watch_of(&memory, work_of(&k.rows)) if may_stop else NULL
     cdef bint done
     with nogil:
-        done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, threads)
+        done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, threads, watch)
+    check_stopped(watch)
     if not done:
         check_storable(store, k, v)
         raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
@@ -190,7 +197,7 @@ cdef double work_of(const kv_rows *k) noexcept nogil:
 
 
 cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
-                      const int64_t *slots, bint in_order, int threads) noexcept nogil:
+                      const int64_t *slots, bint in_order, int threads, kv_watch *watch) noexcept nogil:
     """`write_rows`; False for a value that cannot be stored."""
     cdef kv_write call
     cdef int bad = 0
@@ -200,7 +207,7 @@ cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v,
     memset(&call.rotary, 0, sizeof(call.rotary))
     if rotary != NULL:
         call.rotary = rotary[0]
-    call.slots, call.in_order, call.bad = slots, in_order, &bad
+    call.slots, call.in_order, call.bad, call.watch = slots, in_order, &bad, watch
     call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
     call.first_range = call.range_tokens - slots[0] % store.k.block_size
     tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1

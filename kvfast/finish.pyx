@@ -6,6 +6,7 @@ from cython.parallel cimport prange, threadid
 from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
+from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport STREAMED_BYTES, KV_FLOAT16, active, kv_kernels, kv_side
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport PIECE, k_block_at, kv_store, piece_of, v_block_at
@@ -98,6 +99,8 @@ cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, c
     cdef Py_ssize_t i, n = positions.shape[0], heads = store.num_kv_heads
     cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
     cdef int threads = num_threads_for(None, <double>n * heads * dim * 8)
+    cdef kv_watch memory
+    cdef kv_watch *watch = watch_of(&memory, <double>n * heads * dim * 8)
     cdef float[:, :, ::1] out
     cdef bint streams = n * heads * dim * <Py_ssize_t>sizeof(float) >= STREAMED_BYTES
     array = np.empty((n, heads, dim), np.float32)
@@ -107,16 +110,19 @@ cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, c
     with nogil:
         if threads == 1:
             for i in range(n):
-                _decode(kernels, store, positions[i], slots[i], coded, values, streams, &out[i, 0, 0])
+                _decode(kernels, store, positions[i], slots[i], coded, values, streams, &out[i, 0, 0],
+                        watch)
             kernels.stream_out(NULL, 0, NULL)
         else:  # at whose end a barrier orders what was streamed
             for i in prange(n, schedule="static", num_threads=threads):
-                _decode(kernels, store, positions[i], slots[i], coded, values, streams, &out[i, 0, 0])
+                _decode(kernels, store, positions[i], slots[i], coded, values, streams, &out[i, 0, 0],
+                        watch)
+    check_stopped(watch)
     return array
 
 
 cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t position, int64_t slot, Py_ssize_t coded,
-                  bint values, bint streams, float *out) noexcept nogil:
+                  bint values, bint streams, float *out, kv_watch *watch) noexcept nogil:
     """A token, from its float rows or its codes."""
     cdef float buffer[512]
     cdef float *row
@@ -124,6 +130,8 @@ cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t p
     cdef int32_t block = <int32_t>(slot // store.k.block_size)
     cdef Py_ssize_t place = slot % store.k.block_size, head
     cdef const kv_side *side = &store.v if values else &store.k
+    if is_stopped(watch):
+        return
     for head in range(store.num_kv_heads):
         row = &buffer[0] if streams else out
         if floats:

@@ -7,6 +7,7 @@ from libc.stdint cimport int64_t
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, kv_rows, open_rows
+from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast._openmp cimport num_threads_for
 from kvfast.encode cimport kv_rotary, load_rows
@@ -124,10 +125,12 @@ cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_k
 
 
 cdef void _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token,
-                           const kv_rotary *rotary, const kv_rows *out) noexcept nogil:
+                           const kv_rotary *rotary, const kv_rows *out, kv_watch *watch) noexcept nogil:
     cdef float row[512]
     cdef Py_ssize_t head
     cdef char *target = out.data + token * out.token_stride
+    if is_stopped(watch):
+        return
     if out.dtype == KV_FLOAT32:
         load_rows(kernels, rows, token, 0, rows.heads, rotary, <float *>target,
                   out.head_stride // <Py_ssize_t>sizeof(float))
@@ -142,7 +145,10 @@ cdef object transform_rows(Rows rows, Transform transform, object out, object nu
     cdef const kv_kernels *kernels = active()
     cdef Rows target
     cdef Py_ssize_t i, n = rows.rows.tokens
-    cdef int threads = num_threads_for(num_threads, <double>n * rows.rows.heads * rows.rows.dim * 8)
+    cdef double work = <double>n * rows.rows.heads * rows.rows.dim * 8
+    cdef int threads = num_threads_for(num_threads, work)
+    cdef kv_watch memory
+    cdef kv_watch *watch = watch_of(&memory, work)
     if out is None:
         out = np.empty((n, rows.rows.heads, rows.rows.dim), np.float32)
     elif not isinstance(out, np.ndarray):
@@ -153,10 +159,11 @@ cdef object transform_rows(Rows rows, Transform transform, object out, object nu
     with nogil:
         if threads == 1:
             for i in range(n):
-                _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows)
+                _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
         else:
             for i in prange(n, schedule="static", num_threads=threads):
-                _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows)
+                _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
+    check_stopped(watch)
     return out
 
 

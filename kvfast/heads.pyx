@@ -11,6 +11,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from kvfast._arrays cimport Rows, kv_rows, open_rows
+from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
 from kvfast._openmp cimport num_threads_for
 from kvfast.attend_call cimport AttendCall, open_call
@@ -67,7 +68,7 @@ cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
 
 
 cdef void _score_head(const kv_kernels *kernels, const kv_store *store, const kv_context *context, const kv_rows *q,
-                      Py_ssize_t head, Py_ssize_t group, float scale, Py_ssize_t begin, float *out) noexcept nogil:
+                      Py_ssize_t head, Py_ssize_t group, float scale, Py_ssize_t begin, float *out, kv_watch *watch) noexcept nogil:
     """Scores of the query heads of one KV head, rows of `out`, from position `begin` on."""
     cdef kv_scratch scratch
     cdef kv_tile tile
@@ -89,6 +90,8 @@ cdef void _score_head(const kv_kernels *kernels, const kv_store *store, const kv
         kernels.prepare[k.dtype](k, scratch.rows, rows, scale, &scratch.queries)
         t = begin
         while t < context.length:
+            if is_stopped(watch):
+                return
             first = t % k.block_size // KV_LANES * KV_LANES
             skip = <int>(t % KV_LANES)
             at[0] = at[1] = k_offset_of(store, block_of(context, t >> store.block_shift), head)
@@ -109,11 +112,13 @@ cdef void _score_head(const kv_kernels *kernels, const kv_store *store, const kv
         row0 += KV_ROWS
 
 
-cdef void _to_weights(float *scores, Py_ssize_t n) noexcept nogil:
+cdef void _to_weights(float *scores, Py_ssize_t n, kv_watch *watch) noexcept nogil:
     """Softmax in place."""
     cdef Py_ssize_t i
     cdef float top = scores[0], total
     cdef double sum_ = 0
+    if is_stopped(watch, 16):
+        return
     for i in range(n):
         top = max(top, scores[i])
     for i in range(n):
@@ -153,30 +158,34 @@ cdef class HeadsBuffer(SequenceBuffer):
         cdef Py_ssize_t group = queries.rows.heads // count, n, i
         cdef float scale = 1.0 / math.sqrt(queries.rows.dim)
         cdef int threads
+        cdef kv_watch memory
+        cdef kv_watch *watch
         cdef float[:, ::1] out
-        table.context(0, &context)
-        n = context.length - table.evicted
-        array = np.empty((queries.rows.heads, n), np.float32)
-        if n == 0:
-            return array
-        out = array
         self._enter()
         try:
+            table.context(0, &context)
+            n = context.length - table.evicted
+            array = np.empty((queries.rows.heads, n), np.float32)
+            if n == 0:
+                return array
+            out = array
             part = heads_of(table.pool, head, count)
             threads = num_threads_for(num_threads, <double>n * count * part.store.k.padded_dim * group)
+            watch = watch_of(&memory, <double>n * count * part.store.k.padded_dim * group)
             with nogil:
                 if threads == 1:
                     for i in range(count):
                         _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale, context.length - n,
-                                    &out[i * group, 0])
+                                    &out[i * group, 0], watch)
                     for i in range(count * group if softmax else 0):
-                        _to_weights(&out[i, 0], n)
+                        _to_weights(&out[i, 0], n, watch)
                 else:
                     for i in prange(count, schedule="dynamic", num_threads=threads):
                         _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale, context.length - n,
-                                    &out[i * group, 0])
+                                    &out[i * group, 0], watch)
                     for i in prange(count * group if softmax else 0, schedule="static", num_threads=threads):
-                        _to_weights(&out[i, 0], n)
+                        _to_weights(&out[i, 0], n, watch)
+            check_stopped(watch)
         finally:
             self._leave()
         return array
@@ -187,9 +196,9 @@ cdef class HeadsBuffer(SequenceBuffer):
         cdef Heads part
         cdef AttendCall call
         cdef kv_context context
-        table.context(0, &context)
         self._enter()
         try:
+            table.context(0, &context)
             part = heads_of(table.pool, head, count)
             call = open_call(&part.store, table.pool.workspace, q, options, 1)
             call.window = context.length - table.evicted
@@ -203,11 +212,12 @@ cdef class HeadsBuffer(SequenceBuffer):
         """Keys or values of `count` KV heads from `head` on, decoded."""
         cdef HeadsTable table = self.tables[0]
         cdef Heads part
-        cdef Py_ssize_t i, n = table.length - table.evicted
-        cdef int64_t[::1] positions = np.arange(table.evicted, table.length)
-        cdef int64_t[::1] slots = np.empty(n, np.int64)
+        cdef Py_ssize_t i, n
+        cdef int64_t[::1] positions, slots
         self._enter()
         try:
+            n = table.length - table.evicted
+            positions, slots = np.arange(table.evicted, table.length), np.empty(n, np.int64)
             for i in range(n):
                 slots[i] = table.slot(positions[i])
             part = heads_of(table.pool, head, count)

@@ -239,7 +239,7 @@ cdef class PagedBuffer:
                     keys = open_rows(transform_rows(keys, transform, None, None), "k")
                     transform = None
                 check_storable(store, keys, values)
-            write_rows(store, keys, values, NULL if transform is None else &transform.c, &slots[0], False)
+            write_rows(store, keys, values, NULL if transform is None else &transform.c, &slots[0], False, not foreign)
             if foreign:
                 self._forget()
                 self.is_external = True

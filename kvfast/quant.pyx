@@ -6,6 +6,7 @@ from cython.parallel cimport prange
 from libc.stdint cimport int8_t, uint8_t
 from libc.stdlib cimport free, malloc
 
+from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport STREAMED_BYTES, KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, active, kv_kernels
 from kvfast._openmp cimport num_threads_for
 
@@ -29,6 +30,7 @@ ctypedef struct kv_codec_call:
     char *codes
     float *scales
     bint streams               # floats are written past the caches
+    kv_watch *watch            # or NULL
 
 
 cdef Py_ssize_t _quantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept nogil:
@@ -45,6 +47,8 @@ cdef Py_ssize_t _quantize_task(const kv_codec_call *call, Py_ssize_t task) noexc
         if scratch == NULL:
             return -2
     for row in range(first, last):
+        if is_stopped(call.watch):
+            break
         values = <const float *>(call.floats + row * call.dim * itemsize)
         if itemsize == 2:
             call.kernels.to_float[call.dtype](values, call.dim, <float *>scratch)
@@ -74,6 +78,8 @@ cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept n
     if floats == NULL:
         return -2
     for row in range(first, last):
+        if is_stopped(call.watch):
+            break
         codes = <int8_t *>(call.codes + row * half)
         if call.bits == 4:
             packed = <const uint8_t *>codes
@@ -120,6 +126,7 @@ def quantize(x, bits=8):
         For NaN or infinity, with its position.
     """
     cdef kv_codec_call call
+    cdef kv_watch watch
     cdef Py_ssize_t task, tasks, bad = -1, found
     cdef int threads
     if bits not in (8, 4):
@@ -141,6 +148,7 @@ def quantize(x, bits=8):
     call.floats, call.codes, call.scales = _address(array), _address(codes), <float *>_address(scales)
     tasks = (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     threads = num_threads_for(None, <double>array.nbytes)
+    call.watch = watch_of(&watch, <double>array.nbytes)
     with nogil:
         if threads == 1:
             for task in range(tasks):
@@ -153,6 +161,7 @@ def quantize(x, bits=8):
             for task in prange(tasks, schedule="static", num_threads=threads):
                 if _quantize_task(&call, task) == -2:
                     call.scales[task * ROWS_PER_TASK] = -2
+    check_stopped(call.watch)
     if threads > 1:
         marked = np.flatnonzero(scales.reshape(-1)[:] < 0)
         bad = marked[0] if len(marked) else -1
@@ -188,6 +197,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
         `out` if given.
     """
     cdef kv_codec_call call
+    cdef kv_watch watch
     cdef Py_ssize_t task, tasks
     cdef int threads, failed = 0
     codes = np.ascontiguousarray(codes)
@@ -222,6 +232,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     call.streams = out.nbytes >= STREAMED_BYTES
     tasks = (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     threads = num_threads_for(None, <double>out.nbytes)
+    call.watch = watch_of(&watch, <double>out.nbytes)
     with nogil:
         if threads == 1:
             for task in range(tasks):
@@ -229,6 +240,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
         else:
             for task in prange(tasks, schedule="static", num_threads=threads):
                 failed |= _dequantize_task(&call, task)
+    check_stopped(call.watch)
     if failed:
         raise MemoryError("cannot allocate the scratch rows of dequantize")
     return out

@@ -2,6 +2,7 @@
 from libc.stdint cimport int32_t
 
 from kvfast._arrays cimport kv_rows
+from kvfast._interrupt cimport kv_watch
 from kvfast._kernels cimport kv_kernels, kv_rope_scratch, kv_score_options, kv_scratch, kv_wide_scratch
 from kvfast.blocks cimport kv_context, kv_store
 
@@ -65,6 +66,7 @@ ctypedef struct kv_call:
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     int wide_kind              # KV_INTEGERS or KV_HALVES: what a matrix unit multiplies
     kv_traffic *traffic        # of `measure`: where to count, else NULL
+    kv_watch *watch            # or NULL
 
 
 # The positions begin to end of a sequence, read from one store tile by tile.

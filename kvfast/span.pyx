@@ -8,6 +8,7 @@ from libc.stdint cimport int32_t
 from libc.string cimport memset
 
 from kvfast._arrays cimport kv_rows
+from kvfast._interrupt cimport is_stopped
 from kvfast._kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
                               kv_panel, kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile)
 from kvfast.blocks cimport (PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at,
@@ -113,6 +114,8 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     for r in range(task.rows, num_panels * KV_ROWS):
         panels[num_panels - 1].start[r % KV_ROWS] = panels[num_panels - 1].stop[r % KV_ROWS] = 0
     while t < range_.end:
+        if is_stopped(task.call.watch):
+            return
         next_t = min((t // KV_TILE + 1) * KV_TILE, range_.end)
         if t == range_.begin:
             _locate(task, store, t, KV_TILE, &keys[now], &values[now])
@@ -164,6 +167,8 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)
     _locate(task, store, t, tile, &keys[0], &values[0])
     while t < end:
+        if is_stopped(task.call.watch):
+            return
         count = <int>min(<Py_ssize_t>tile, end - t)
         keys[now].count = values[now].count = count
         next_keys, next_values = &keys[1 - now], &values[1 - now]

@@ -45,7 +45,7 @@ cdef BlockTable _tail(BlockTable table):
     other = BlockTable(table.pool.exact((rest + table.pool.block_size - 1) // table.pool.block_size))
     other.open(other.pool.num_blocks)
     copy_slots(table.pool.stores, table.blocks + full, other.pool.stores, other.blocks, table.pool.num_layers, rest,
-               table._slots_with_codes() - first)
+               table._slots_with_codes() - first, True)
     return other
 
 

@@ -51,7 +51,7 @@ cdef class BlockTable:
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
     cdef int reserve(self, Py_ssize_t count) except -1
     cdef int open(self, Py_ssize_t count) except -1
-    cdef int fill(self, BlockTable other) except -1
+    cdef int fill(self, BlockTable other, bint may_stop=*) except -1
     cdef dict place(self)
     cdef int set_place(self, Py_ssize_t length, dict place) except -1
     cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1

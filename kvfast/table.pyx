@@ -154,12 +154,12 @@ cdef class BlockTable:
         try:
             if n == 1:
                 slot = self.slot(first)
-                write_rows(store, k, v, rotary, &slot, True)
+                write_rows(store, k, v, rotary, &slot, True, True)
             else:
                 view = np.empty(n, np.int64)
                 for i in range(n):
                     view[i] = self.slot(first + i)
-                write_rows(store, k, v, rotary, &view[0], True)
+                write_rows(store, k, v, rotary, &view[0], True, True)
         except BaseException:
             self.coded = coded  # a block that was cut is still what its codes tell
             raise
@@ -338,11 +338,12 @@ cdef class BlockTable:
         """Blocks of this pool that hold what another table holds."""
         return (other.num_slots() + self.pool.block_size - 1) // self.pool.block_size
 
-    cdef int fill(self, BlockTable other) except -1:
-        """Become the equal of a sequence of another pool of the same layers, with a copy of its tokens."""
+    cdef int fill(self, BlockTable other, bint may_stop=False) except -1:
+        """Become the equal of a sequence of another pool of the same layers, with a copy of its tokens. A table that nobody
+        has yet `may_stop` on the way."""
         self.open(self.blocks_of(other))
         copy_slots(other.pool.stores, other.blocks, self.pool.stores, self.blocks, self.pool.num_layers, other.num_slots(),
-                   other._slots_with_codes())
+                   other._slots_with_codes(), may_stop)
         self.copy_place(other)
         self._keep(other._kept())
         if self.pool.floats is not None:
@@ -377,7 +378,7 @@ cdef class BlockTable:
     cdef BlockTable clone(self, BlockPool pool):
         """A deep copy in another pool."""
         cdef BlockTable other = self.empty(pool)
-        other.fill(self)
+        other.fill(self, True)
         return other
 
     cdef dict place(self):

@@ -4,36 +4,43 @@ from cython.parallel cimport prange
 from libc.stdint cimport int32_t
 from libc.string cimport memcpy, memset
 
+from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport active, kv_kernels, kv_side
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport k_block_at, kv_store, v_block_at
 
 
 cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv_store *target, const int32_t *to_blocks,
-                    Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t encoded) except -1:
+                    Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t encoded, bint may_stop) except -1:
     """Copy the first `num_slots` slots of a list of blocks into another; what is behind them in the last block is zeroed.
 
     Both have the same layers, heads, head_dim and formats. Of layers that finish blocks only `encoded` slots have codes.
+    A signal handler that raises ends it where it `may_stop`.
     """
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t heads = source.num_kv_heads, task, nbytes = 0
     cdef int threads
+    cdef kv_watch memory
+    cdef kv_watch *watch
     for task in range(num_layers):
         nbytes += (source[task].k.bytes + source[task].v.bytes) * heads
-    threads = num_threads_for(None, <double>(nbytes / source.k.block_size) * num_slots)
+    cdef double work = <double>(nbytes / source.k.block_size) * num_slots
+    watch = watch_of(&memory, work) if may_stop else NULL
+    threads = num_threads_for(None, work)
     with nogil:
         if threads == 1:
             for task in range(num_layers * heads * 2):
-                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, encoded, task)
+                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, encoded, task, watch)
         else:
             for task in prange(num_layers * heads * 2, schedule="dynamic", num_threads=threads):
-                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, encoded, task)
+                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, encoded, task, watch)
+    check_stopped(watch)
     return 0
 
 
 cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const int32_t *from_blocks,
                      const kv_store *target, const int32_t *to_blocks, Py_ssize_t num_slots, Py_ssize_t encoded,
-                     Py_ssize_t task) noexcept nogil:
+                     Py_ssize_t task, kv_watch *watch) noexcept nogil:
     """One side of one head of one layer."""
     cdef bint values = task % 2
     cdef Py_ssize_t head = task // 2 % source.num_kv_heads, slot, whole = 0
@@ -48,6 +55,8 @@ cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const in
     if side.block_size == into.block_size:
         whole = num_slots // side.block_size
         for slot in range(whole):
+            if is_stopped(watch):
+                return
             memcpy(_block(target, to_blocks[slot], head, values), _block(source, from_blocks[slot], head, values), side.bytes)
     if num_slots % into.block_size:
         memset(_block(target, to_blocks[num_slots // into.block_size], head, values), 0, into.bytes)
@@ -55,6 +64,8 @@ cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const in
             memcpy(_block(target, to_blocks[whole], head, values) + side.means,
                    _block(source, from_blocks[whole], head, values) + side.means, side.bytes - side.means)
     for slot in range(whole * side.block_size, num_slots):
+        if is_stopped(watch):
+            return
         kernels.copy_token(side, _block(source, from_blocks[slot // side.block_size], head, values),
                            <int>(slot % side.block_size), into,
                            _block(target, to_blocks[slot // into.block_size], head, values),

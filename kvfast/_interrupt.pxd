@@ -1,0 +1,76 @@
+"""Ctrl-C in the middle of a long call.
+
+A call with much to do has a `kv_watch`, and its threads ask `is_stopped` between pieces of its work. Ten times a second the thread that made the call then lets Python's signal handlers run. If one of them raises, all
+threads leave what is left, and `check_stopped` passes the exception on. Calls of little work, and those of `capi` that
+come without an interpreter, have NULL for a watch.
+"""
+from libc.stdint cimport int64_t
+
+
+cdef extern from *:
+    """
+    #include <time.h>
+
+    typedef struct {
+        unsigned long thread;  /* that made the call: the only one to ask Python */
+        int64_t next;          /* nanoseconds at which it does so again */
+        int weight;            /* of the work that it has done since it looked at the clock */
+        int is_stopped;        /* for all threads; with the exception of that thread set */
+    } kv_watch;
+
+    static inline int64_t kv_nanoseconds(void) {
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+
+    static inline void kv_ask(kv_watch *watch) {
+        watch->weight = 0;
+        if (kv_nanoseconds() >= watch->next) {
+            PyGILState_STATE state = PyGILState_Ensure();
+            if (!watch->is_stopped && PyErr_CheckSignals() < 0)
+                __atomic_store_n(&watch->is_stopped, 1, __ATOMIC_RELAXED);
+            PyGILState_Release(state);
+            watch->next = kv_nanoseconds() + 100000000;
+        }
+    }
+
+    static inline int kv_is_stopped(kv_watch *watch, int weight) {
+        if (watch->thread == PyThread_get_thread_ident() && (watch->weight += weight) >= 16)
+            kv_ask(watch);
+        return __atomic_load_n(&watch->is_stopped, __ATOMIC_RELAXED);
+    }
+    """
+    ctypedef struct kv_watch:
+        unsigned long thread
+        int64_t next
+        int weight
+        int is_stopped
+
+    int64_t kv_nanoseconds() noexcept nogil
+    int kv_is_stopped(kv_watch *watch, int weight) noexcept nogil
+    unsigned long PyThread_get_thread_ident() noexcept nogil
+
+
+cdef enum:
+    LEAST_WORK = 32 << 20      # bytes streamed, or as much work: below are milliseconds even for plain C
+
+
+cdef inline kv_watch *watch_of(kv_watch *memory, double work) noexcept nogil:
+    """The watch of a call that starts now, in `memory`; NULL where the work is not worth one."""
+    if work < LEAST_WORK:
+        return NULL
+    memory.thread, memory.weight, memory.is_stopped = PyThread_get_thread_ident(), 0, 0
+    memory.next = kv_nanoseconds() + 20000000
+    return memory
+
+
+cdef inline bint is_stopped(kv_watch *watch, int weight=1) noexcept nogil:
+    """Whether to leave what is left to do; asked before each piece of work, of 100 nanoseconds or more, or, with a weight
+    of 16, of microseconds or more: of those each looks at the clock."""
+    return watch != NULL and kv_is_stopped(watch, weight)
+
+
+cdef inline int check_stopped(const kv_watch *watch) except -1:
+    """Raise what a signal handler has raised."""
+    return -1 if watch != NULL and watch.is_stopped else 0

@@ -38,6 +38,7 @@ cdef double _WORK_PER_THREAD = 192 * 1024
 cdef int _chosen = 0            # set_num_threads or KVFAST_NUM_THREADS, or 0
 cdef int _quota = 0             # CPUs that the cgroup grants where nothing else was said, or 0
 cdef bint _pool_started = False
+cdef bint _team_stays = False
 cdef bint _orphaned = False     # forked while OpenMP's threads waited for work: they did not come along
 
 
@@ -152,14 +153,14 @@ cdef int _count(int num_threads, double work) noexcept nogil:
 def _before_fork():
     # OpenMP's threads are not copied by fork, and the child's next parallel region would wait for them. Parent and child
     # start new ones when they have work for them, which takes some 100 microseconds.
-    global _pool_started
-    if _pool_started and kv_end_team() == 0:
-        _pool_started = False
+    global _team_stays
+    _team_stays = _pool_started and kv_end_team() != 0
 
 
 def _after_fork_in_child():
-    global _orphaned
-    _orphaned = _orphaned or _pool_started
+    global _orphaned, _pool_started
+    _orphaned = _orphaned or _team_stays
+    _pool_started = _orphaned
 
 
 if hasattr(os, "register_at_fork"):

@@ -24,27 +24,31 @@ cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int3
     cdef Py_ssize_t elements = <Py_ssize_t>stores.k.padded_dim * stores.k.block_size
     cdef int threads = num_threads_for(None, <double>tasks * elements * 8)
     cdef float *rows = <float *>malloc(threads * elements * sizeof(float))
+    cdef kv_watch memory
+    cdef kv_watch *watch
     if rows == NULL:
         raise MemoryError(f"cannot allocate {threads * elements * 4:,} bytes to encode blocks")
+    watch = watch_of(&memory, <double>tasks * elements * 8)
     with nogil:
         if threads == 1:
             for i in range(tasks):
                 _finish(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
-                        at_start and i < num_layers * heads, kept, rows)
+                        at_start and i < num_layers * heads, kept, rows, watch)
         else:
             for i in prange(tasks, schedule="dynamic", num_threads=threads):
                 _finish(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
-                        at_start and i < num_layers * heads, kept, rows + threadid() * elements)
+                        at_start and i < num_layers * heads, kept, rows + threadid() * elements, watch)
     free(rows)
+    check_stopped(watch)
     return 0
 
 
 cdef void _finish(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start,
-                  const int16_t *kept, float *rows) noexcept nogil:
+                  const int16_t *kept, float *rows, kv_watch *watch) noexcept nogil:
     """One head of one block."""
     cdef Py_ssize_t dim = store.k.head_dim
     cdef int size = store.k.block_size, good = kept[block]
-    if not store.finishes:
+    if not store.finishes or is_stopped(watch, 16):
         return
     _load(kernels, store, block, head, at_start, False, rows)
     kernels.finish_k(&store.k, k_block_at(store, block, head), rows, dim, good)

@@ -16,6 +16,7 @@ from kvfast._kernels cimport KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_ke
 from kvfast._openmp cimport num_threads_for
 from kvfast.attend_call cimport AttendCall, open_call
 from kvfast.blocks cimport block_of, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.encode cimport open_pair
 from kvfast.finish cimport decode_tokens
 from kvfast.options cimport Options
 from kvfast.pool cimport BlockPool
@@ -141,6 +142,18 @@ cdef class HeadsBuffer(SequenceBuffer):
         self._enter()
         try:
             (<HeadsTable>self.tables[0]).evict(window)
+        finally:
+            self._leave()
+
+    def push(self, k, v):
+        """Append tokens, and count them as complete."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Rows keys, values
+        keys, values = open_pair(k, v, False)
+        self._enter()
+        try:
+            table.append(0, keys, values, NULL)
+            table.advance(keys.rows.tokens)
         finally:
             self._leave()
 

@@ -209,8 +209,7 @@ class MultiHeadKVCache(_Heads):
         """
         k = vectors(keys, "keys", self.num_heads, self.head_dim)[None]
         v = vectors(values, "values", self.num_heads, self.head_dim)[None]
-        self._buffer.append(0, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
-        self._buffer.advance(1)
+        self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def evict_outside_window(self, window: int) -> int:
         """Drop all but the last `window` tokens; the memory of blocks that hold none of these is used again.

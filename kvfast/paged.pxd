@@ -2,12 +2,13 @@
 from kvfast.attend_call cimport AttendCall
 from kvfast.options cimport Options
 from kvfast.pool cimport BlockPool
+from kvfast.prefix cimport PrefixIndex
 from kvfast.table cimport BlockTable
 
 
 cdef class PagedBuffer:
     cdef readonly BlockPool pool
-    cdef readonly object index         # PrefixIndex
+    cdef readonly PrefixIndex index
     cdef readonly bint is_external     # slots come from somebody else's scheduler
     cdef dict given                    # block: (table, index in it) of slots from slot_mapping
 

@@ -14,12 +14,12 @@ from kvfast.encode cimport check_rows, check_storable, open_pair, write_rows
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
 from kvfast.options cimport Options, check_layer
 from kvfast.pool cimport BlockPool
+from kvfast.prefix cimport PrefixIndex
 from kvfast.span cimport floats_from, kv_item
 from kvfast.table cimport BlockTable
 
 from kvfast.errors import DimensionMismatchError
 from kvfast.options import check_block_size
-from kvfast.prefix import PrefixIndex
 
 cdef enum:
     MIN_SHARED_TOKENS = 256    # shorter shared prefixes are read by each sequence for itself
@@ -47,7 +47,7 @@ cdef class PagedBuffer:
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
         self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True, rope_dim)
-        self.index = self.pool.index = PrefixIndex()
+        self.index = self.pool.index = PrefixIndex(self.pool.num_blocks)
         self.given = {}
 
     def new_table(self, list digests):
@@ -79,13 +79,15 @@ cdef class PagedBuffer:
         finally:
             self.pool.leave()
 
-    def release(self, BlockTable table):
+    def release(self, BlockTable table, buffer):
+        """Give a table's blocks back, and close the SequenceBuffer that has it."""
         cdef Py_ssize_t i
         self.pool.enter()
         try:
             for i in range(table.count):
                 self.given.pop(table.blocks[i], None)
             table.release()
+            buffer.close()
         finally:
             self.pool.leave()
 
@@ -131,7 +133,7 @@ cdef class PagedBuffer:
             needed += max(0, end - table.count)
             for i in range(table.length // size, min(end, table.count)):
                 block = table.blocks[i]
-                if block in self.index:
+                if self.index.knows(block):
                     needed += 1
                 elif self.pool.owners[block] > 1:
                     shared[block] = shared.get(block, 0) + 1
@@ -152,16 +154,22 @@ cdef class PagedBuffer:
             self.pool.ensure(self.blocks_needed(tables, counts))
             slots = np.empty(sum(counts), np.int64)
             view = slots
-            for table, count in zip(tables, counts):
-                n = count
-                if n == 0:
-                    continue
-                table.make_writable(table.length, table.length + n)
-                for i in range(table.length, table.length + n):
-                    view[at] = table.slot(i)
-                    at += 1
-                for i in range(table.length // self.pool.block_size, table.count):
-                    self.given[table.blocks[i]] = table, i
+            held = [(<BlockTable>table).count for table in tables]
+            try:
+                for table, count in zip(tables, counts):
+                    n = count
+                    if n == 0:
+                        continue
+                    table.make_writable(table.length, table.length + n)
+                    for i in range(table.length, table.length + n):
+                        view[at] = table.slot(i)
+                        at += 1
+                    for i in range(table.length // self.pool.block_size, table.count):
+                        self.given[table.blocks[i]] = table, i
+            except BaseException:
+                for table, n in zip(tables, held):
+                    table.shrink(n)
+                raise
             return slots
         finally:
             self.pool.leave()

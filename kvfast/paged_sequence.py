@@ -65,12 +65,23 @@ class PagedSequence(StoredSequence):
         """
         if token_ids is not None:
             token_ids = checked_token_ids(token_ids, n)
-        self._buffer.advance(n)
-        if token_ids is None:
+        self._buffer.advance(n, lambda before: self._take_ids(before, token_ids))
+
+    def _take_ids(self, before, token_ids):
+        """What the tokens behind the first `before` are, while no other thread is in the pool.
+
+        A call that was interrupted may have left other ids than there were tokens: they are dropped, and so they are for
+        want of memory, which only keeps blocks from being found.
+        """
+        if token_ids is None or self._token_ids is None or len(self._token_ids) != before:
             self._token_ids = None
-        elif self._token_ids is not None:
+            return
+        try:
+            del self._digests[before // self._pool.block_size :]
             self._token_ids.extend(token_ids.tolist())
             self._make_known()
+        except MemoryError:
+            self._token_ids = None
 
     def _make_known(self):
         """Let `match_prefix` find the blocks that are full since the last time."""
@@ -82,14 +93,16 @@ class PagedSequence(StoredSequence):
                 index.add(self._digests[i], int(blocks[i]))
 
     def truncate(self, n: int) -> None:
-        super().truncate(n)
+        self._buffer.truncate(n, self._cut_ids)
+
+    truncate.__doc__ = StoredSequence.truncate.__doc__
+
+    def _cut_ids(self, n):
         if self._token_ids is not None:
             del self._token_ids[n:]
             del self._digests[n // self._pool.block_size :]
         elif n == 0:
             self._token_ids, self._digests = [], []
-
-    truncate.__doc__ = StoredSequence.truncate.__doc__
 
     def clear(self) -> None:
         """Drop all tokens, and give their blocks back."""
@@ -113,20 +126,33 @@ class PagedSequence(StoredSequence):
     __copy__ = fork
 
     def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
-        if token_ids is None and self._token_ids is not None:
+        if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
             token_ids = np.array(self._token_ids, np.int64)
         return super().snapshot(token_ids, metadata)
 
     snapshot.__doc__ = StoredSequence.snapshot.__doc__
 
     def restore(self, snapshot: Snapshot) -> None:
-        super().restore(snapshot)
-        self._token_ids, self._digests = None if snapshot.seq_len else [], []
-        if snapshot.token_ids is not None:
-            self._token_ids = snapshot.token_ids.tolist()
-            self._make_known()
+        self._check_snapshot(snapshot)
+        known, self._token_ids = self._token_ids, None  # until it is done, however that ends
+        try:
+            self._buffer.restore(snapshot._cache._buffer, lambda: self._restore_ids(snapshot))
+        except Exception:
+            self._token_ids = known
+            raise
 
     restore.__doc__ = StoredSequence.restore.__doc__
+
+    def _restore_ids(self, snapshot):
+        self._digests = []
+        try:
+            if snapshot.token_ids is not None:
+                self._token_ids = snapshot.token_ids.tolist()
+                self._make_known()
+            elif snapshot.seq_len == 0:
+                self._token_ids = []
+        except MemoryError:
+            self._token_ids = None
 
     def _with_buffer(self, buffer):
         cache = object.__new__(self._unpaged)
@@ -141,8 +167,7 @@ class PagedSequence(StoredSequence):
     def free(self) -> None:
         """Give all blocks back. The sequence cannot be used any more; freeing it twice is harmless."""
         if not self._buffer.closed:
-            self._pool._buffer.release(self._table)
-            self._buffer.close()
+            self._pool._buffer.release(self._table, self._buffer)
             self._pool._sequences.discard(self)
 
     def __enter__(self) -> Self:

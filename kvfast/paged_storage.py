@@ -183,7 +183,7 @@ class PagedStorage(StorageProperties):
     @property
     def num_sequences(self) -> int:
         """Sequences that are not freed."""
-        return len(self._sequences)
+        return sum(not sequence._buffer.closed for sequence in self._sequences)
 
     @property
     def usage(self) -> float:

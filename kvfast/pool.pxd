@@ -7,6 +7,7 @@ from libc.stdint cimport int16_t, int32_t, uint8_t
 
 from kvfast.attend_call cimport Workspace
 from kvfast.blocks cimport Arena, kv_store
+from kvfast.prefix cimport PrefixIndex
 
 
 cdef class BlockPool:
@@ -36,7 +37,7 @@ cdef class BlockPool:
     cdef int32_t *prev_free            # entry b + 1 that of block b, -1 for one that is not in it
     cdef Py_ssize_t num_free
     cdef Py_ssize_t group              # where the search for free groups goes on
-    cdef object index                  # PrefixIndex of contents worth keeping, or None
+    cdef PrefixIndex index             # of contents worth keeping, or None
     cdef Workspace workspace
     cdef int busy                      # for `enter` and `leave` alone
     cdef list abandoned                # tables to be released when the pool is next entered
@@ -52,9 +53,10 @@ cdef class BlockPool:
     cdef int retain(self, int32_t block) except -1
     cdef int release(self, int32_t block) except -1
     cdef int give_back(self, int32_t block) except -1
-    cdef bint is_frozen(self, int32_t block) except -1
+    cdef bint is_frozen(self, int32_t block) noexcept
     cdef void copy(self, int32_t source, int32_t target) noexcept
     cdef int copy_block(self, int32_t source, int32_t target) except -1
+    cdef Py_ssize_t floats_needed(self, int32_t block, int32_t source, Py_ssize_t first, Py_ssize_t last) noexcept
     cdef int add_floats(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int drop_floats(self, int32_t block, int first) except -1
     cdef BlockPool clone(self)
@@ -62,6 +64,7 @@ cdef class BlockPool:
     cdef int trim(self) except -1
     cdef int drop_surplus(self) except -1
     cdef int32_t _free_group(self) noexcept
+    cdef void _aim_stores(self) noexcept
     cdef void _insert(self, int32_t block, int32_t behind) noexcept
     cdef void _remove(self, int32_t block) noexcept
     cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=*, object offsets=*) except -1

@@ -11,6 +11,7 @@ from kvfast.attend_call cimport Workspace
 from kvfast.blocks cimport (CHUNK_SHIFT, PIECE, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store,
                             v_block_at)
 from kvfast.options cimport check_count
+from kvfast.prefix cimport PrefixIndex
 
 from kvfast.errors import CacheFullError
 from kvfast.formats import KVFormat
@@ -114,8 +115,11 @@ cdef class BlockPool:
 
     def abandon(self, table):
         """Release a table that Python collects, of this pool or one entered with it: now, or when it is next entered."""
-        self.abandoned.append(table)
-        self.settle()
+        if self.try_enter():
+            table.give_up()
+            self.leave()
+        else:
+            self.abandoned.append(table)
 
     def settle(self):
         """Release what was abandoned while the pool was busy."""
@@ -154,17 +158,24 @@ cdef class BlockPool:
             nbytes = end
         if arena is None:
             arena = Arena(nbytes)
-        self.owners = <int32_t *>_grown(self.owners, total * sizeof(int32_t))
-        self.next_free = <int32_t *>_grown(self.next_free, (total + 1) * sizeof(int32_t))
-        self.prev_free = <int32_t *>_grown(self.prev_free, (total + 1) * sizeof(int32_t))
-        self.chunk_of = <uint8_t *>_grown(self.chunk_of, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
-        if self.floats is not None:
-            self.float_of = <int32_t *>_grown(self.float_of, total * (self.block_size // PIECE) * sizeof(int32_t))
-            self.kept = <int16_t *>_grown(self.kept, total * sizeof(int16_t))
-            for i in range(self.num_blocks * (self.block_size // PIECE), total * (self.block_size // PIECE)):
-                self.float_of[i] = -1
-        self.arenas.append(arena)
-        self.sizes.append(nbytes)
+        try:
+            self.owners = <int32_t *>_grown(self.owners, total * sizeof(int32_t))
+            self.next_free = <int32_t *>_grown(self.next_free, (total + 1) * sizeof(int32_t))
+            self.prev_free = <int32_t *>_grown(self.prev_free, (total + 1) * sizeof(int32_t))
+            self.chunk_of = <uint8_t *>_grown(self.chunk_of, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
+            if self.floats is not None:
+                self.float_of = <int32_t *>_grown(self.float_of, total * (self.block_size // PIECE) * sizeof(int32_t))
+                self.kept = <int16_t *>_grown(self.kept, total * sizeof(int16_t))
+            self.sizes.append(nbytes)
+        finally:
+            self._aim_stores()  # also where only some have grown, and lie elsewhere now
+        try:
+            self.arenas.append(arena)
+        except MemoryError:
+            self.sizes.pop()
+            raise
+        for i in range(self.num_blocks * (self.block_size // PIECE), total * (self.block_size // PIECE) if self.floats is not None else 0):
+            self.float_of[i] = -1
         for i in range(first // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
             self.chunk_of[i] = <uint8_t>count
         for i in range(self.num_layers):
@@ -175,7 +186,6 @@ cdef class BlockPool:
             chunk.k += <intptr_t>arena.data - <intptr_t>store.base
             chunk.v += <intptr_t>arena.data - <intptr_t>store.base
             store.chunk_of = self.chunk_of if count else NULL
-            store.float_of = self.float_of
         if count == 0:
             self.next_free[0] = self.prev_free[0] = 0
         for i in range(self.num_blocks, first):
@@ -187,6 +197,14 @@ cdef class BlockPool:
         self.num_gaps += first - self.num_blocks
         self.num_blocks = total
         return 0
+
+    cdef void _aim_stores(self) noexcept:
+        """Tell the stores where the tables of the pool are."""
+        cdef Py_ssize_t i
+        for i in range(self.num_layers):
+            self.stores[i].float_of = self.float_of
+            if self.stores[i].chunk_of != NULL:
+                self.stores[i].chunk_of = self.chunk_of
 
     cdef void _insert(self, int32_t block, int32_t behind) noexcept:
         """Put a block into the ring of free ones, behind an entry of it."""
@@ -261,9 +279,9 @@ cdef class BlockPool:
 
     cdef int retain(self, int32_t block) except -1:
         """One owner more, the first perhaps, of a block whose contents are known."""
-        self.owners[block] += 1
-        if self.owners[block] == 1:
+        if self.owners[block] == 0:
             self.index.reuse(block)
+        self.owners[block] += 1
         return 0
 
     cdef int release(self, int32_t block) except -1:
@@ -297,21 +315,29 @@ cdef class BlockPool:
                 self.float_of[i] = -1
         return 0
 
+    cdef Py_ssize_t floats_needed(self, int32_t block, int32_t source, Py_ssize_t first, Py_ssize_t last) noexcept:
+        """Pieces that the places first to last of a block have no float rows in, -1 for one that is not taken yet; and those
+        that it is to have because `source` has, or -1."""
+        cdef Py_ssize_t pieces = self.block_size // PIECE, needed = 0, i
+        for i in range(pieces):
+            if (first // PIECE <= i < (last + PIECE - 1) // PIECE
+                    or source >= 0 and self.float_of[source * pieces + i] >= 0):
+                needed += block < 0 or self.float_of[block * pieces + i] < 0
+        return needed
+
     cdef int add_floats(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the places first to last of a block float rows. They may have some; MemoryError leaves it as it was."""
         cdef Py_ssize_t pieces = self.block_size // PIECE, i, begin = block * pieces + first // PIECE
-        cdef Py_ssize_t end = block * pieces + (last + PIECE - 1) // PIECE, missing = 0
-        for i in range(begin, end):
-            missing += self.float_of[i] < 0
-        self.floats.ensure(missing)
+        cdef Py_ssize_t end = block * pieces + (last + PIECE - 1) // PIECE
+        self.floats.ensure(self.floats_needed(block, -1, first, last))
         for i in range(begin, end):
             if self.float_of[i] < 0:
                 self.float_of[i] = self.floats.take(self.float_of[i - 1] if i > begin else -1)
         return 0
 
-    cdef bint is_frozen(self, int32_t block) except -1:
+    cdef bint is_frozen(self, int32_t block) noexcept:
         """Whether a block must be copied before it is written."""
-        return self.owners[block] > 1 or (self.index is not None and block in self.index)
+        return self.owners[block] > 1 or (self.index is not None and self.index.knows(block))
 
     cdef void copy(self, int32_t source, int32_t target) noexcept:
         """Copy a block, with the float rows that it has into those of the target."""

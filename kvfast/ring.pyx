@@ -42,6 +42,9 @@ cdef class RingTable(BlockTable):
     cdef int ensure(self, Py_ssize_t count) except -1:
         return self.pool.ensure_apart(count)
 
+    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
+        return self.skipped + max(<Py_ssize_t>0, self._gone(self._evicted_at(length)))
+
     cdef int forget(self) except -1:
         cdef Py_ssize_t i, gone
         self.evicted = self._evicted_at(self.length)

@@ -17,6 +17,8 @@ cdef class SequenceBuffer:
     cdef int _leave(self) except -1
     cdef BlockPool _pool(self)
     cdef int _drop_surplus(self) except -1
+    cdef int _share_blocks(self, SequenceBuffer other) except -1
+    cdef int _copy_blocks(self, SequenceBuffer other) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
     cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
                           Options options)

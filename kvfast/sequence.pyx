@@ -142,42 +142,52 @@ cdef class SequenceBuffer:
         raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
                          f"got {call.options.num_sink_tokens}")
 
-    def advance(self, n):
-        cdef Py_ssize_t i, count = check_count(n, "n", 1, 1 << 60), length = self.length
+    # What more a sequence knows of its tokens it changes in `then`, before another thread can come in.
+
+    def advance(self, n, then=None):
+        """`then` is called with the length as it was."""
+        cdef Py_ssize_t i, count = check_count(n, "n", 1, 1 << 60), length
         cdef Py_ssize_t layer
         cdef BlockTable table
-        wrong = []
-        for i in range(self.num_layers):
-            table = self._table(i, &layer)
-            if table.lengths[layer] != length + count:
-                wrong.append(f"layer {i} has {table.lengths[layer]}")
-        if wrong:
-            raise ValueError(f"advance({n}) needs {length + count} tokens in every layer, but "
-                             + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
         self._enter()
         try:
+            wrong, length = [], self.length
+            for i in range(self.num_layers):
+                table = self._table(i, &layer)
+                if table.lengths[layer] != length + count:
+                    wrong.append(f"layer {i} has {table.lengths[layer]}")
+            if wrong:
+                raise ValueError(f"advance({n}) needs {length + count} tokens in every layer, but "
+                                 + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
+            for table in self.tables:
+                table.prepare(count)
             for table in self.tables:
                 table.advance(count)
+            if then is not None:
+                then(length)
         finally:
             self._leave()
 
-    def truncate(self, n):
+    def truncate(self, n, then=None):
+        """`then` is called with the new length."""
         cdef BlockTable table
         cdef Py_ssize_t count
         try:
             number = n.__index__()
         except AttributeError:
             raise TypeError(f"n must be an integer, got {n!r}") from None
-        if not 0 <= number <= self.length:
-            raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, got {number}")
-        count = number
         self._enter()
         try:
+            if not 0 <= number <= self.length:
+                raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, got {number}")
+            count = number
             for table in self.tables:
                 table.check_truncate(count)
             for table in self.tables:
                 table.truncate(count)
             self._drop_surplus()
+            if then is not None:
+                then(number)
         finally:
             self._leave()
 
@@ -252,27 +262,42 @@ cdef class SequenceBuffer:
         return SequenceBuffer([tables[table] for table in self.tables],
                               [(tables[table], layer) for table, layer in self.places], self.max_seq_len)
 
-    def restore(self, SequenceBuffer other):
+    def restore(self, SequenceBuffer other, then=None):
         """Become the equal of a buffer with the same settings: by sharing its blocks, or copying those of another pool."""
-        cdef BlockTable table, source
         self._enter()
         try:
             if other._pool() is self._pool():
-                for table, source in zip(self.tables, other.tables):
-                    table.share(source)
-                self._drop_surplus()
-                return
-            other._enter()
-            try:
-                for table, source in zip(self.tables, other.tables):
-                    table.reserve(table.blocks_of(source))
-                for table, source in zip(self.tables, other.tables):
-                    table.fill(source)
-                self._drop_surplus()
-            finally:
-                other._leave()
+                self._share_blocks(other)
+            else:
+                other._enter()
+                try:
+                    self._copy_blocks(other)
+                finally:
+                    other._leave()
+            self._drop_surplus()
+            if then is not None:
+                then()
         finally:
             self._leave()
+
+    # Both first do for all tables what can fail.
+
+    cdef int _share_blocks(self, SequenceBuffer other) except -1:
+        cdef BlockTable table, source
+        for table, source in zip(self.tables, other.tables):
+            table.reserve_list(source.count)
+        for table, source in zip(self.tables, other.tables):
+            table.share(source)
+        return 0
+
+    cdef int _copy_blocks(self, SequenceBuffer other) except -1:
+        cdef BlockTable table, source
+        cdef list pieces = [(<BlockTable>table)._pieces((<BlockTable>table)._longest()) for table in other.tables]
+        for table, source, positions in zip(self.tables, other.tables, pieces):
+            table.reserve(table.blocks_of(source), len(positions))
+        for table, source, positions in zip(self.tables, other.tables, pieces):
+            table.take_over(source, positions, False)
+        return 0
 
     cdef int _drop_surplus(self) except -1:
         cdef BlockTable table

@@ -108,10 +108,13 @@ class StoredSequence(StorageProperties):
         CacheFullError
             If the pool of a `Sequence` has too few blocks.
         """
+        self._check_snapshot(snapshot)
+        self._buffer.restore(snapshot._cache._buffer)
+
+    def _check_snapshot(self, snapshot):
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
         snapshot._check_fits(self)
-        self._buffer.restore(snapshot._cache._buffer)
 
     def save(self, path: str | os.PathLike[str], token_ids: ArrayLike | None = None,
              metadata: Mapping[str, str] | None = None) -> None:

@@ -11,6 +11,7 @@ cdef class BlockTable:
     cdef readonly BlockPool pool
     cdef int32_t *blocks               # (count,) as in kv_context
     cdef Py_ssize_t capacity
+    cdef int32_t *spare                # of `reserve_list`: the next `blocks`, or NULL
     cdef Py_ssize_t count
     cdef Py_ssize_t sink_blocks
     cdef Py_ssize_t skipped            # blocks, see kv_context
@@ -23,6 +24,10 @@ cdef class BlockTable:
     cdef int64_t slot(self, Py_ssize_t position) noexcept nogil
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef int ensure(self, Py_ssize_t count) except -1
+    cdef Py_ssize_t _floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept
+    cdef void shrink(self, Py_ssize_t count) noexcept
+    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil
+    cdef int prepare(self, Py_ssize_t n) except -1
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1
@@ -31,7 +36,7 @@ cdef class BlockTable:
     cdef void count_tokens(self, Py_ssize_t n) noexcept nogil
     cdef int forget(self) except -1
     cdef Py_ssize_t _coded_at(self, Py_ssize_t length) noexcept nogil
-    cdef int _finish(self, Py_ssize_t before) except -1
+    cdef int _drop_coded(self, Py_ssize_t before) except -1
     cdef int _reopen_block(self) except -1
     cdef Py_ssize_t encoded(self) noexcept nogil
     cdef Py_ssize_t _longest(self) noexcept nogil
@@ -39,7 +44,7 @@ cdef class BlockTable:
     cdef Py_ssize_t _slots_with_codes(self) noexcept nogil
     cdef void _keep(self, Py_ssize_t kept) noexcept
     cdef list _pieces(self, Py_ssize_t longest)
-    cdef int _copy_floats(self, BlockTable other) except -1
+    cdef int _copy_floats(self, BlockTable other, list pieces) except -1
     cdef int truncate(self, Py_ssize_t n) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1
     cdef bint is_in_one_piece(self) noexcept
@@ -49,7 +54,11 @@ cdef class BlockTable:
     cdef int copy_place(self, BlockTable other) except -1
     cdef Py_ssize_t num_slots(self) noexcept nogil
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
-    cdef int reserve(self, Py_ssize_t count) except -1
+    cdef int reserve_list(self, Py_ssize_t count) except -1
+    cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1
+    cdef int take_over(self, BlockTable other, list pieces, bint may_stop) except -1
+    cdef int _exchange(self, Py_ssize_t count) except -1
+    cdef void _use_list(self, Py_ssize_t count) noexcept
     cdef int open(self, Py_ssize_t count) except -1
     cdef int fill(self, BlockTable other, bint may_stop=*) except -1
     cdef dict place(self)

@@ -26,6 +26,7 @@ cdef class BlockTable:
 
     def __dealloc__(self):
         free(self.blocks)
+        free(self.spare)
         free(self.lengths)
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil:
@@ -95,22 +96,49 @@ cdef class BlockTable:
         """Make sure that `count` blocks can be taken for new tokens."""
         return self.pool.ensure(count)
 
+    cdef Py_ssize_t _floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept:
+        """Pieces of float rows that `make_writable` takes."""
+        cdef Py_ssize_t needed = 0, size = self.pool.block_size, index, at, begin, end
+        cdef int32_t block
+        for index in range(first // size, (last + size - 1) // size):
+            at = index if index < self.sink_blocks else index - self.skipped
+            block = self.blocks[at] if at < self.count else -1
+            begin = end = 0
+            if self.pool.finishes:
+                begin, end = max(first - index * size, <Py_ssize_t>0), min(last - index * size, size)
+                if self.coded % size and index == self.coded // size:
+                    begin = 0  # see `_reopen_block`
+            elif self.pool.has_sinks and index == 0:
+                end = PIECE
+            if block >= 0 and self.pool.is_frozen(block):
+                needed += self.pool.floats_needed(-1, block, begin, end)
+            else:
+                needed += self.pool.floats_needed(block, -1, begin, end)
+        return needed
+
+    cdef void shrink(self, Py_ssize_t count) noexcept:
+        """Give back the blocks from index `count` on, the last ones first: so that the next to be taken is the first."""
+        while self.count > count:
+            self.count -= 1
+            self.pool.release(self.blocks[self.count])
+
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the positions first to last blocks of their own; those shared with others are copied."""
-        cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size
+        cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
         cdef int32_t block
         cdef void *grown
-        cdef Py_ssize_t needed = self.blocks_needed(first, last)
-        self.ensure(needed)
-        if self.pool.finishes and needed:  # not when another layer gets the same tokens
-            # All at once: large pieces of memory lie in huge pages.
-            self.pool.floats.ensure_apart((last + PIECE - 1) // PIECE - first // PIECE)
+        # First all that can fail. Blocks and float rows come at once, because large pieces of memory lie in huge pages.
         if end - self.skipped > self.capacity:
             grown = realloc(self.blocks, max(2 * self.capacity, end - self.skipped) * sizeof(int32_t))
             if grown == NULL:
                 raise MemoryError("cannot allocate the block table of a sequence")
             self.blocks = <int32_t *>grown
             self.capacity = max(2 * self.capacity, end - self.skipped)
+        self.ensure(self.blocks_needed(first, last))
+        if self.pool.floats is not None:
+            needed = self._floats_needed(first, last)
+            if needed:
+                self.pool.floats.ensure_apart(needed)
         for index in range(first // self.pool.block_size, end):
             at = index if index < self.sink_blocks else index - self.skipped
             if at >= self.count:
@@ -146,33 +174,55 @@ cdef class BlockTable:
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
         """Write tokens behind those of a layer. A value that cannot be stored leaves the table as it was."""
         cdef kv_store *store = self.pool.stores + layer
-        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, coded = self.coded
+        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, coded = self.coded, count = self.count
         cdef int64_t[::1] view
         cdef int64_t slot
         check_rows(store, k, v)
+        if n > 1:
+            view = np.empty(n, np.int64)
         self.make_writable(first, first + n)
         try:
             if n == 1:
                 slot = self.slot(first)
                 write_rows(store, k, v, rotary, &slot, True, True)
             else:
-                view = np.empty(n, np.int64)
                 for i in range(n):
                     view[i] = self.slot(first + i)
                 write_rows(store, k, v, rotary, &view[0], True, True)
         except BaseException:
             self.coded = coded  # a block that was cut is still what its codes tell
+            self.shrink(count)
             raise
         self.lengths[layer] += n
         return 0
 
+    cdef int prepare(self, Py_ssize_t n) except -1:
+        """What of `advance` can fail: encode the blocks that become full. Nobody reads their codes before."""
+        cdef Py_ssize_t size = self.pool.block_size, skipped = self.skipped_at(self.length + n), index
+        cdef Py_ssize_t gone = self.sink_blocks + skipped if skipped else 0
+        cdef int32_t[::1] view
+        if not self.pool.finishes:
+            return 0
+        full = [self.slot(index * size) // size for index in range(self.length // size, (self.length + n) // size)
+                if index >= gone or index < self.sink_blocks]
+        if full:
+            view = np.array(full, np.int32)
+            finish_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
+                          self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.kept)
+        return 0
+
     cdef int advance(self, Py_ssize_t n) except -1:
+        """Count tokens as complete, after `prepare`."""
         cdef Py_ssize_t before = self.length
         self.length += n
         self.forget()
         if self.pool.finishes:
-            self._finish(before)
+            self._drop_coded(before)
         return 0
+
+    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
+        """Blocks that are skipped once a sequence has `length` tokens; see `ring`."""
+        return self.skipped
 
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
         """Whether `advance` encodes no block and gives none back."""
@@ -191,18 +241,11 @@ cdef class BlockTable:
         """First tokens that a sequence of `length` needs no float rows of."""
         return (length - OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > OPEN_TOKENS else 0
 
-    cdef int _finish(self, Py_ssize_t before) except -1:
-        """Encode the blocks that have become full, and give back the float rows that no query reads any more."""
+    cdef int _drop_coded(self, Py_ssize_t before) except -1:
+        """Give back the float rows that no query reads any more."""
         cdef Py_ssize_t size = self.pool.block_size, index, coded
         cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
         cdef int32_t block
-        cdef int32_t[::1] view
-        full = [self.slot(index * size) // size for index in range(before // size, self.length // size)
-                if index >= gone or index < self.sink_blocks]
-        if full:
-            view = np.array(full, np.int32)
-            finish_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
-                          before < size and (gone == 0 or self.sink_blocks > 0), self.pool.kept)
         coded = max(self.coded, self._coded_at(self.length), gone * size)
         for index in range(self.coded // size, coded // size):
             if gone > index >= self.sink_blocks:
@@ -239,10 +282,7 @@ cdef class BlockTable:
         if kept <= self.sink_blocks:
             kept += self.skipped
         kept -= self.skipped
-        for i in range(self.count - 1, kept - 1, -1):  # so that the next to be taken is the first
-            self.pool.release(self.blocks[i])
-        if kept < self.count:
-            self.count = kept
+        self.shrink(kept)
         if kept <= self.sink_blocks:
             self.skipped = 0
         self.length = n
@@ -254,10 +294,8 @@ cdef class BlockTable:
     cdef int adopt(self, list blocks) except -1:
         """Start an empty table with blocks whose contents are known."""
         cdef Py_ssize_t i, count = len(blocks)
-        self.blocks = <int32_t *>calloc(max(count, 1), sizeof(int32_t))
-        if self.blocks == NULL:
-            raise MemoryError("cannot allocate the block table of a sequence")
-        self.capacity = max(count, 1)
+        self.reserve_list(count)
+        self._use_list(count)
         for i in range(count):
             self.blocks[i] = blocks[i]
             self.pool.retain(self.blocks[i])
@@ -290,38 +328,56 @@ cdef class BlockTable:
     cdef int share(self, BlockTable other) except -1:
         """Become the equal of another sequence of this pool, with the same blocks."""
         cdef Py_ssize_t i
-        cdef int32_t *blocks = <int32_t *>calloc(max(other.count, 1), sizeof(int32_t))
-        if blocks == NULL:
-            raise MemoryError("cannot allocate the block table of a sequence")
+        self.reserve_list(other.count)
         for i in range(other.count):
-            blocks[i] = other.blocks[i]
-            self.pool.retain(blocks[i])
+            self.spare[i] = other.blocks[i]
+            self.pool.retain(other.blocks[i])
         self.release()
-        free(self.blocks)
-        self.blocks, self.capacity, self.count = blocks, max(other.count, 1), other.count
+        self._use_list(other.count)
+        self.count = other.count
         self.copy_place(other)
         return 0
 
-    cdef int reserve(self, Py_ssize_t count) except -1:
-        """Make sure that `open` finds its blocks; else CacheFullError or MemoryError, and nothing has changed."""
-        cdef Py_ssize_t i, own = 0
+    cdef int reserve_list(self, Py_ssize_t count) except -1:
+        """Make sure that `share` of a table of `count` blocks finds memory, or so does `adopt`."""
+        cdef void *grown = realloc(self.spare, max(count, 1) * sizeof(int32_t))
+        if grown == NULL:
+            raise MemoryError("cannot allocate the block table of a sequence")
+        self.spare = <int32_t *>grown
+        return 0
+
+    cdef void _use_list(self, Py_ssize_t count) noexcept:
+        """The list that was reserved in the place of an empty table's own."""
+        free(self.blocks)
+        self.blocks, self.capacity, self.spare = self.spare, max(count, 1), NULL
+
+    cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1:
+        """Make sure that all blocks can be exchanged for `count` others with so many pieces of float rows; else CacheFullError
+        or MemoryError, and nothing has changed."""
+        cdef Py_ssize_t i, own = 0, own_pieces = 0
         for i in range(self.count):
-            own += self.pool.owners[self.blocks[i]] == 1
+            if self.pool.owners[self.blocks[i]] == 1:
+                own += 1
+                if pieces:
+                    own_pieces += self.pool.floats_needed(-1, self.blocks[i], 0, 0)
         if self.pool.available() + own < count:
             self.pool.ensure(count - own)
+        if pieces > own_pieces:
+            self.pool.floats.ensure(pieces - own_pieces)
+        self.reserve_list(count)
         return 0
 
     cdef int open(self, Py_ssize_t count) except -1:
         """Exchange all blocks for `count` others."""
+        self.reserve(count, 0)
+        self._exchange(count)
+        return 0
+
+    cdef int _exchange(self, Py_ssize_t count) except -1:
+        """`open`, after `reserve`."""
         cdef Py_ssize_t i
-        cdef int32_t *blocks
-        self.reserve(count)
-        blocks = <int32_t *>calloc(max(count, 1), sizeof(int32_t))
-        if blocks == NULL:
-            raise MemoryError("cannot allocate the block table of a sequence")
         self.release()
-        free(self.blocks)
-        self.blocks, self.capacity = blocks, max(count, 1)
+        self._use_list(count)
         for i in range(count):
             self.blocks[i] = self.pool.take(self.blocks[i - 1] if i else -1)
             self.count += 1
@@ -341,13 +397,20 @@ cdef class BlockTable:
     cdef int fill(self, BlockTable other, bint may_stop=False) except -1:
         """Become the equal of a sequence of another pool of the same layers, with a copy of its tokens. A table that nobody
         has yet `may_stop` on the way."""
-        self.open(self.blocks_of(other))
+        cdef list pieces = other._pieces(other._longest())
+        self.reserve(self.blocks_of(other), len(pieces))
+        self.take_over(other, pieces, may_stop)
+        return 0
+
+    cdef int take_over(self, BlockTable other, list pieces, bint may_stop) except -1:
+        """`fill`, after `reserve`, with the other's `_pieces`."""
+        self._exchange(self.blocks_of(other))
         copy_slots(other.pool.stores, other.blocks, self.pool.stores, self.blocks, self.pool.num_layers, other.num_slots(),
                    other._slots_with_codes(), may_stop)
         self.copy_place(other)
         self._keep(other._kept())
         if self.pool.floats is not None:
-            self._copy_floats(other)
+            self._copy_floats(other, pieces)
         return 0
 
     cdef void _keep(self, Py_ssize_t kept) noexcept:
@@ -363,11 +426,11 @@ cdef class BlockTable:
         begin = self.coded // PIECE * PIECE if self.coded < longest else longest
         return first + list(range(max(begin, PIECE * len(first)), longest, PIECE))
 
-    cdef int _copy_floats(self, BlockTable other) except -1:
+    cdef int _copy_floats(self, BlockTable other, list pieces) except -1:
         """The float rows of a sequence with the same place."""
         cdef Py_ssize_t position, longest = other._longest()
         cdef int64_t slot, source
-        for position in other._pieces(longest):
+        for position in pieces:
             slot, source = self.slot(position), other.slot(position)
             self.pool.add_floats(<int32_t>(slot // self.pool.block_size), slot % self.pool.block_size,
                                  slot % self.pool.block_size + PIECE)
@@ -433,6 +496,10 @@ cdef class BlockTable:
         for i in range(at.shape[0]):
             slots[i] = self.slot(at[i])
         return decode_tokens(self.pool.stores + layer, at, slots, self.coded, values)
+
+    def __del__(self):
+        if self.count:
+            self.pool.abandon(self)
 
     def give_up(self):
         """Release, for a pool that has been entered."""

@@ -1,9 +1,11 @@
+# cython: language_level=3
 """Full blocks found again by the tokens that led to them."""
-
 import os
-from collections import OrderedDict
 
 import numpy as np
+
+from libc.stdint cimport int32_t
+from libc.stdlib cimport free, malloc
 
 
 def checked_token_ids(token_ids, count=None):
@@ -15,29 +17,40 @@ def checked_token_ids(token_ids, count=None):
     return array.astype(np.int64)
 
 
-class PrefixIndex:
-    """Which block holds the keys and values of which prefix.
+cdef class PrefixIndex:
+    """Which of `num_blocks` blocks holds the keys and values of which prefix.
 
     A full block is known by the digest of its tokens and of the digest before it: keyed BLAKE2b with a secret
     of this index, so that no prompt finds a block by collision or by choice. Blocks without an owner stay
     known, the least recently used first in line for other use.
+
+    What a pool does as it takes and gives back blocks allocates nothing, and so cannot fail on the way.
     """
 
-    def __init__(self):
+    def __cinit__(self, Py_ssize_t num_blocks):
         self._secret = os.urandom(32)
         self._block_of = {}
-        self._digest_of = {}
-        self._idle = OrderedDict()
+        self._digest_of = [None] * num_blocks
+        self._next = <int32_t *>malloc((num_blocks + 1) * sizeof(int32_t))
+        self._previous = <int32_t *>malloc((num_blocks + 1) * sizeof(int32_t))
+        if self._next == NULL or self._previous == NULL:
+            raise MemoryError("cannot allocate the index of known prefixes")
+        self._next[0] = self._previous[0] = 0
 
-    def digests(self, token_ids, block_size, salt=b"", known=()):
+    def __dealloc__(self):
+        free(self._next)
+        free(self._previous)
+
+    def digests(self, token_ids, Py_ssize_t block_size, salt=b"", known=()):
         """Digests of the full blocks of `token_ids`; `known` are the first of them."""
         from hashlib import blake2b  # 10 ms, for those who ask for prefixes
 
+        cdef Py_ssize_t start
         tokens = np.ascontiguousarray(token_ids, np.int64)
         digests = list(known)
         last = digests[-1] if digests else blake2b(salt, key=self._secret, person=b"salt").digest()
         for start in range(len(digests) * block_size, len(tokens) - block_size + 1, block_size):
-            last = blake2b(last + tokens[start : start + block_size].tobytes(), key=self._secret).digest()
+            last = blake2b(last + tokens[start:start + block_size].tobytes(), key=self._secret).digest()
             digests.append(last)
         return digests
 
@@ -50,36 +63,39 @@ class PrefixIndex:
             blocks.append(self._block_of[digest])
         return blocks
 
-    def add(self, digest, block):
+    def add(self, digest, int32_t block):
         """Make a full block known, unless its contents are already, in another block."""
-        if digest not in self._block_of and block not in self._digest_of:
+        if digest not in self._block_of and self._digest_of[block] is None:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
-    def __contains__(self, block):
-        return block in self._digest_of
-
     def __len__(self):
-        return len(self._digest_of)
+        return len(self._block_of)
 
-    @property
-    def num_idle(self):
-        """Known blocks without an owner."""
-        return len(self._idle)
+    cdef bint knows(self, int32_t block) noexcept:
+        return self._digest_of[block] is not None
 
-    def keep(self, block):
+    cdef bint keep(self, int32_t block) noexcept:
         """Whether a block that lost its last owner is known, and so stays."""
-        if block not in self._digest_of:
+        cdef int32_t entry = block + 1, newest = self._previous[0]
+        if not self.knows(block):
             return False
-        self._idle[block] = None
+        self._next[newest] = self._previous[0] = entry
+        self._next[entry], self._previous[entry] = 0, newest
+        self.num_idle += 1
         return True
 
-    def reuse(self, block):
-        """A block has an owner again."""
-        self._idle.pop(block, None)
+    cdef void reuse(self, int32_t block) noexcept:
+        """A block that was kept has an owner again."""
+        cdef int32_t entry = block + 1
+        self._next[self._previous[entry]] = self._next[entry]
+        self._previous[self._next[entry]] = self._previous[entry]
+        self.num_idle -= 1
 
-    def evict(self):
+    cdef int32_t evict(self) except -1:
         """Forget the least recently used block without an owner, and return it."""
-        block, _ = self._idle.popitem(last=False)
-        del self._block_of[self._digest_of.pop(block)]
+        cdef int32_t block = self._next[0] - 1
+        del self._block_of[self._digest_of[block]]
+        self._digest_of[block] = None
+        self.reuse(block)
         return block

@@ -1,0 +1,16 @@
+"""Which blocks hold known prefixes."""
+from libc.stdint cimport int32_t
+
+
+cdef class PrefixIndex:
+    cdef bytes _secret
+    cdef dict _block_of                # by the digest
+    cdef list _digest_of               # (num_blocks,) or None for a block that is not known
+    cdef readonly Py_ssize_t num_idle  # known blocks without an owner
+    cdef int32_t *_next                # (num_blocks + 1,) ring of them from the least recently used on; entry 0 is its head,
+    cdef int32_t *_previous            # entry b + 1 that of block b
+
+    cdef bint knows(self, int32_t block) noexcept
+    cdef bint keep(self, int32_t block) noexcept
+    cdef void reuse(self, int32_t block) noexcept
+    cdef int32_t evict(self) except -1

@@ -4,6 +4,7 @@ share read once for all (cascade attention, FlashInfer, arXiv 2501.01005)."""
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, open_rows
@@ -48,7 +49,13 @@ cdef class PagedBuffer:
             raise TypeError("num_blocks must be an integer, got None")
         self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True, rope_dim)
         self.index = self.pool.index = PrefixIndex(self.pool.num_blocks)
-        self.given = {}
+        self.given = [None] * self.pool.num_blocks
+        self.given_at = <int32_t *>malloc(self.pool.num_blocks * sizeof(int32_t))
+        if self.given_at == NULL:
+            raise MemoryError("cannot allocate the slots of a pool")
+
+    def __dealloc__(self):
+        free(self.given_at)
 
     def new_table(self, list digests):
         """A sequence's table that starts with the blocks known by the first of some digests."""
@@ -85,7 +92,7 @@ cdef class PagedBuffer:
         self.pool.enter()
         try:
             for i in range(table.count):
-                self.given.pop(table.blocks[i], None)
+                self.given[table.blocks[i]] = None
             table.release()
             buffer.close()
         finally:
@@ -145,31 +152,30 @@ cdef class PagedBuffer:
     def slot_mapping(self, list tables, list counts):
         """Slots of the next tokens of some sequences, made ready to be written."""
         cdef BlockTable table
-        cdef Py_ssize_t i, at = 0, n
+        cdef Py_ssize_t i, at = 0, n, floats = 0
         cdef int64_t[::1] view
         self.pool.enter()
         try:
             if len({id(table) for table in tables}) != len(tables):
                 raise ValueError("a sequence may appear only once in slot_mapping")
+            # First for all tables what can fail.
             self.pool.ensure(self.blocks_needed(tables, counts))
             slots = np.empty(sum(counts), np.int64)
             view = slots
-            held = [(<BlockTable>table).count for table in tables]
-            try:
-                for table, count in zip(tables, counts):
-                    n = count
-                    if n == 0:
-                        continue
-                    table.make_writable(table.length, table.length + n)
-                    for i in range(table.length, table.length + n):
-                        view[at] = table.slot(i)
-                        at += 1
-                    for i in range(table.length // self.pool.block_size, table.count):
-                        self.given[table.blocks[i]] = table, i
-            except BaseException:
-                for table, n in zip(tables, held):
-                    table.shrink(n)
-                raise
+            pairs = [pair for pair in zip(tables, counts) if pair[1]]
+            for table, n in pairs:
+                table.reserve_blocks(table.length + n)
+                floats += table.floats_needed(table.length, table.length + n)
+            if floats:
+                self.pool.floats.ensure(floats)
+            for table, n in pairs:
+                table.make_writable(table.length, table.length + n)
+                for i in range(table.length, table.length + n):
+                    view[at] = table.slot(i)
+                    at += 1
+                for i in range(table.length // self.pool.block_size, table.count):
+                    self.given[table.blocks[i]] = table
+                    self.given_at[table.blocks[i]] = <int32_t>i
             return slots
         finally:
             self.pool.leave()
@@ -199,7 +205,7 @@ cdef class PagedBuffer:
             if self.pool.owners[block] == 0:
                 foreign.append(array[i:end])
             else:
-                table, index = self.given.get(block, (None, 0))
+                table, index = self.given[block], self.given_at[block]
                 if table is None or not table.has(index, block) or self.pool.is_frozen(block):
                     raise ValueError(f"slot_mapping[{i}] is slot {slot}, in a block of a sequence that slot_mapping() "
                                      f"did not give out for writing, or that is shared since: ask it for slots again")

@@ -36,7 +36,7 @@ class PagedSequence(StoredSequence):
 
     def __init__(self, pool: Any, table: BlockTable, token_ids: Any = (), digests: Any = (), salt: bytes = b"") -> None:
         self._pool, self._table = pool, table
-        self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(pool.num_layers)])
+        self._buffer = SequenceBuffer([table], list(zip([table] * pool.num_layers, range(pool.num_layers))))
         # None once tokens came without their ids: what follows them cannot be known by its tokens.
         self._token_ids = list(token_ids)
         self._digests, self._salt = list(digests), salt

@@ -100,7 +100,7 @@ def _threads(work, wanted):
     if lost <= 1:
         return None
     if has_openmp():
-        return "fork", (f"this process was forked from one that had used OpenMP, whose threads did not come along: 1 thread "
+        return "fork", (f"this process was forked from one that had used OpenMP, whose threads this runtime could not end before: 1 thread "
                         f"in the place of {lost}; fork before the first call, or start processes by spawn")  # fmt: skip
     return "openmp", f"this build has no OpenMP: 1 thread in the place of {lost}"
 

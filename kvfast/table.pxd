@@ -24,7 +24,8 @@ cdef class BlockTable:
     cdef int64_t slot(self, Py_ssize_t position) noexcept nogil
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef int ensure(self, Py_ssize_t count) except -1
-    cdef Py_ssize_t _floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept
+    cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept
+    cdef int reserve_blocks(self, Py_ssize_t last) except -1
     cdef void shrink(self, Py_ssize_t count) noexcept
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil
     cdef int prepare(self, Py_ssize_t n) except -1

@@ -96,10 +96,12 @@ cdef class BlockTable:
         """Make sure that `count` blocks can be taken for new tokens."""
         return self.pool.ensure(count)
 
-    cdef Py_ssize_t _floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept:
+    cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept:
         """Pieces of float rows that `make_writable` takes."""
         cdef Py_ssize_t needed = 0, size = self.pool.block_size, index, at, begin, end
         cdef int32_t block
+        if self.pool.floats is None:
+            return 0
         for index in range(first // size, (last + size - 1) // size):
             at = index if index < self.sink_blocks else index - self.skipped
             block = self.blocks[at] if at < self.count else -1
@@ -116,6 +118,18 @@ cdef class BlockTable:
                 needed += self.pool.floats_needed(block, -1, begin, end)
         return needed
 
+    cdef int reserve_blocks(self, Py_ssize_t last) except -1:
+        """Make sure that the list of blocks has room for those up to position `last`."""
+        cdef Py_ssize_t count = (last + self.pool.block_size - 1) // self.pool.block_size - self.skipped
+        cdef void *grown
+        if count > self.capacity:
+            grown = realloc(self.blocks, max(2 * self.capacity, count) * sizeof(int32_t))
+            if grown == NULL:
+                raise MemoryError("cannot allocate the block table of a sequence")
+            self.blocks = <int32_t *>grown
+            self.capacity = max(2 * self.capacity, count)
+        return 0
+
     cdef void shrink(self, Py_ssize_t count) noexcept:
         """Give back the blocks from index `count` on, the last ones first: so that the next to be taken is the first."""
         while self.count > count:
@@ -126,19 +140,12 @@ cdef class BlockTable:
         """Give the positions first to last blocks of their own; those shared with others are copied."""
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
         cdef int32_t block
-        cdef void *grown
         # First all that can fail. Blocks and float rows come at once, because large pieces of memory lie in huge pages.
-        if end - self.skipped > self.capacity:
-            grown = realloc(self.blocks, max(2 * self.capacity, end - self.skipped) * sizeof(int32_t))
-            if grown == NULL:
-                raise MemoryError("cannot allocate the block table of a sequence")
-            self.blocks = <int32_t *>grown
-            self.capacity = max(2 * self.capacity, end - self.skipped)
+        self.reserve_blocks(last)
         self.ensure(self.blocks_needed(first, last))
-        if self.pool.floats is not None:
-            needed = self._floats_needed(first, last)
-            if needed:
-                self.pool.floats.ensure_apart(needed)
+        needed = self.floats_needed(first, last)
+        if needed:
+            self.pool.floats.ensure_apart(needed)
         for index in range(first // self.pool.block_size, end):
             at = index if index < self.sink_blocks else index - self.skipped
             if at >= self.count:

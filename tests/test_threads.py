@@ -1,6 +1,5 @@
 """Threads: the same bits for every number, and no corruption."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -199,27 +198,91 @@ def test_every_method_of_a_pool_is_refused_while_another_thread_is_in(rng):
     assert pool.num_free_blocks == free and len(other) == 0
 
 
-def test_a_found_prefix_is_not_taken_away_before_it_has_an_owner(rng, monkeypatch):
+class MeetingDigest(bytes):
+    """A digest that makes another call while it is looked up."""
+
+    calls, outcomes = {}, {}
+
+    def __hash__(self):
+        meanwhile = Meanwhile(self.calls)
+        meanwhile.__index__()
+        self.outcomes.update(meanwhile.outcomes)
+        return super().__hash__()
+
+
+def test_a_found_prefix_is_not_taken_away_before_it_has_an_owner(rng):
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=4, block_size=64, dtype="int8")
     with pool.new_sequence() as sequence:
         sequence.append(0, *kv(rng, 64))
         sequence.advance(64, range(64))
-        stored = sequence.k(0)
-    other, index = pool.new_sequence(), pool._buffer.index
-    find = index.find
+    other = pool.new_sequence()
+    MeetingDigest.calls["append"] = lambda: other.append(0, *kv(rng, 256))  # as many as the pool has
+    found = pool._buffer.new_table([MeetingDigest(one) for one in pool._buffer.index.digests(range(64), 64)])
+    assert found.length == 64 and pool.num_free_blocks == 3
+    assert "another thread" in MeetingDigest.outcomes["append"]
+    found.give_up()
 
-    def find_and_be_interrupted(digests):
-        blocks = find(digests)
-        taking = Meanwhile({"append": lambda: other.append(0, *kv(rng, 256))})  # as many as the pool has
-        taking.__index__()
-        outcomes.update(taking.outcomes)
-        return blocks
 
-    outcomes = {}
-    monkeypatch.setattr(index, "find", find_and_be_interrupted)
-    found = pool.match_prefix(range(65))
-    assert len(found) == 64 and np.array_equal(found.k(0), stored)
-    assert "another thread" in outcomes["append"]
+class MeetingIds:
+    """Token ids that make calls of another thread while the sequence takes them."""
+
+    def __init__(self, ids, meanwhile):
+        self.ids, self.meanwhile = ids, meanwhile
+
+    def tolist(self):
+        self.meanwhile.__index__()
+        return self.ids
+
+
+def test_what_a_sequence_knows_of_its_tokens_changes_with_them(rng):
+    """Another thread finds either both done, or none."""
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=16, block_size=64, dtype="int8")
+    sequence = pool.new_sequence()
+    sequence.append(0, *kv(rng, 64))
+    calls = {
+        "append": lambda: sequence.append(0, *kv(rng, 1)),
+        "advance": lambda: sequence.advance(1, [7]),
+        "truncate": lambda: sequence.truncate(3),
+        "fork": sequence.fork,
+        "free": sequence.free,
+        "match": lambda: pool.match_prefix(range(65)),
+    }
+    meanwhile = Meanwhile(calls)
+    sequence._buffer.advance(64, lambda before: sequence._take_ids(before, MeetingIds(list(range(64)), meanwhile)))
+    assert {name for name, outcome in meanwhile.outcomes.items() if "another thread" not in outcome} == set()
+    assert meanwhile.outcomes.keys() == calls.keys() and len(sequence) == 64
+    with pool.match_prefix(range(65)) as found:
+        assert np.array_equal(found.k(0), sequence.k(0))
+
+
+@pytest.mark.parametrize("left", ["advance", "truncate", "restore"])
+def test_ids_that_an_interrupted_call_left_behind_are_not_believed(rng, monkeypatch, left):
+    """Whoever asks for a prefix never gets the keys and values of other tokens."""
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=16, block_size=32, dtype="int8")
+    sequence, other = pool.new_sequence(), pool.new_sequence()
+    for one, ids in ((sequence, range(64)), (other, range(100, 164))):
+        one.append(0, *kv(rng, 64))
+        one.advance(64, ids)
+    snapshot = other.snapshot()
+    # Ctrl-C came when the tokens had changed, and what is known of them had not.
+    if left == "advance":
+        sequence.append(0, *kv(rng, 32))
+        sequence._buffer.advance(32)
+    elif left == "truncate":
+        sequence._buffer.truncate(32)
+    else:
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(type(sequence), "_restore_ids", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sequence.restore(snapshot)
+    assert sequence.snapshot().token_ids is None
+    sequence.append(0, *kv(rng, 64))
+    sequence.advance(64, range(1000, 1064))
+    assert len(pool.match_prefix([*range(64), *range(1000, 1064), 0])) == 64
+    with pool.match_prefix([*range(100, 164), 0]) as found:
+        assert np.array_equal(found.k(0), other.k(0))
 
 
 def test_threads_with_sequences_of_one_pool(rng):
@@ -254,6 +317,81 @@ def test_threads_with_sequences_of_one_pool(rng):
         alone.advance(200)
         assert len(sequence) == 200 and np.array_equal(sequence.k(0), alone.k(0))
         assert np.array_equal(sequence.attend(0, q), alone.attend(0, q))
+
+
+def insistently(call, *arguments):
+    """Until no other thread is in."""
+    while True:
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            assert "another thread" in str(error)
+
+
+def test_many_threads_on_distinct_caches():
+    """Each does all that one does alone, and has the same bytes in the end."""
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        cache = one_sequence(("contiguous", "ring", "paged")[seed % 3])
+        for _ in range(15):
+            for layer in range(2):
+                cache.append(layer, *kv(rng, 20))
+            cache.advance(20)
+            cache.attend(0, rng.standard_normal((1, 4, 32), np.float32), num_threads=2)
+            copied = cache.copy()
+            if not seed % 3 == 1:
+                cache.truncate(len(cache) - 7)
+            results[seed] = copied.k(0).tobytes() + cache.v(1).tobytes()
+
+    results = {}
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(12)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    together = dict(results)
+    for seed in range(12):
+        work(seed)
+    assert len(together) == 12 and together == results
+
+
+def test_many_threads_on_one_cache(rng):
+    """They append one token each at a time, and go back, when they are let in: none is lost, none is torn."""
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=64, dtype="float32")
+    sequence, wanted, stop = pool.new_sequence(), 400, threading.Event()
+
+    def write(number):
+        for i in range(wanted // 4):
+            insistently(sequence.append, 0, *np.full((2, 1, 2, 32), 1 + number * 1000 + i, np.float32))
+
+    def read():
+        q = np.ones((1, 4, 32), np.float32)
+        while not stop.is_set():
+            if sequence.layer_length(0):
+                insistently(sequence.attend, 0, q)
+                rows = insistently(sequence.k, 0)
+                torn.append(bool(np.any(rows != rows[:, :1, :1])))
+            insistently(insistently(sequence.fork).free)
+
+    torn = []
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for worker in readers + writers:
+        worker.start()
+    for worker in writers:
+        worker.join()
+    stop.set()
+    for worker in readers:
+        worker.join()
+    sequence.advance(wanted)
+    stored = sequence.k(0)[:, 0, 0]
+    assert sorted(stored.tolist()) == sorted(1.0 + number * 1000 + i for number in range(4) for i in range(wanted // 4))
+    for number in range(4):  # each thread's own in their order
+        own = stored[(stored - 1) // 1000 == number]
+        assert np.all(np.diff(own) == 1)
+    assert torn and not any(torn)
+    sequence.free()
+    assert pool.num_free_blocks == 64
 
 
 SECOND_RUNTIME = """
@@ -298,24 +436,6 @@ def test_second_openmp_runtime(tmp_path, when, gnu_openmp):
                          capture_output=True, text=True, check=False)  # fmt: skip
     assert got.returncode == 0, got.stderr
     assert any(path.endswith("libgomp-another.so.1") for path in got.stdout.split())
-
-
-def _attend_in_child(cache, q, queue):
-    queue.put(cache.attend(0, q, num_threads=2))
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_fork_after_a_parallel_call(rng):
-    cache = filled(rng, "int8")
-    q = rng.standard_normal((1, 8, 64)).astype(np.float32)
-    expected = cache.attend(0, q, num_threads=2)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_attend_in_child, args=(cache, q, queue))
-    child.start()
-    assert np.array_equal(queue.get(timeout=60), expected)
-    child.join(60)
 
 
 def test_policy():

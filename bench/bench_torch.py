@@ -1,0 +1,70 @@
+"""Attention beside PyTorch, which brings an OpenMP runtime of its own: alone, and between matrix products as in a model.
+
+    python bench/bench_torch.py                # wants two cores, PyTorch, and nobody else on the machine
+    python bench/bench_torch.py --first torch  # imported before kvfast, which then uses the same runtime
+
+Rounds of both kinds alternate; each product is the one of a token with a weight matrix that no cache holds. Of the products
+the time is told as well: alone, and between two calls of `attend`.
+"""
+
+import argparse
+import importlib
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+HEADS, DIM, QUERY_HEADS = 8, 128, 32
+
+
+def timed(call):
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", choices=["kvfast", "torch"], default="kvfast", help="what is imported first")
+    parser.add_argument("--dtype", default="int8")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    for name in sorted(["kvfast", "torch"], key=lambda name: name != given.first):
+        importlib.import_module(name)
+    import torch
+
+    import kvfast
+
+    torch.set_num_threads(given.threads)
+    kvfast.set_num_threads(given.threads)
+    with open("/proc/self/maps") as maps:
+        runtimes = sorted({line.split()[-1] for line in maps if "gomp" in line or "libomp" in line})
+    rng = np.random.default_rng(0)
+    cache = kvfast.KVCache(8, HEADS, DIM, dtype=given.dtype)
+    for layer in range(8):
+        cache.append(layer, *rng.standard_normal((2, given.context, HEADS, DIM), np.float32))
+    cache.advance(given.context)
+    q = rng.standard_normal((1, QUERY_HEADS, DIM), np.float32)
+    weights, x = [torch.randn(4096, 4096) for _ in range(4)], torch.randn(1, 4096)
+
+    found = {"attend before torch has worked": [], "attend alone": [], "attend between products": [], "product alone": [], "product between attends": []}
+    for i in range(given.rounds * given.calls):
+        found["attend before torch has worked"].append(timed(lambda: cache.attend(i % 8, q)))
+    for _ in range(given.rounds):
+        for i in range(given.calls):
+            found["attend alone"].append(timed(lambda: cache.attend(i % 8, q)))
+        for i in range(given.calls):
+            found["product alone"].append(timed(lambda: x @ weights[i % 4]))
+        for i in range(given.calls):
+            found["attend between products"].append(timed(lambda: cache.attend(i % 8, q)))
+            found["product between attends"].append(timed(lambda: x @ weights[i % 4]))
+    print(f"{given.first} first, {given.threads} threads, {given.dtype}, {given.context} tokens; {len(runtimes)} runtimes")
+    for name, seconds in found.items():
+        print(f"{name:30} {median(seconds) * 1e6:8.0f} us, 90 % below {sorted(seconds)[len(seconds) * 9 // 10] * 1e6:8.0f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -283,20 +283,22 @@ cdef class SequenceBuffer:
     # Both first do for all tables what can fail.
 
     cdef int _share_blocks(self, SequenceBuffer other) except -1:
-        cdef BlockTable table, source
-        for table, source in zip(self.tables, other.tables):
-            table.reserve_list(source.count)
-        for table, source in zip(self.tables, other.tables):
-            table.share(source)
+        cdef Py_ssize_t i
+        for i in range(len(self.tables)):
+            (<BlockTable>self.tables[i]).reserve_list((<BlockTable>other.tables[i]).count)
+        for i in range(len(self.tables)):
+            (<BlockTable>self.tables[i]).share(other.tables[i])
         return 0
 
     cdef int _copy_blocks(self, SequenceBuffer other) except -1:
-        cdef BlockTable table, source
+        cdef Py_ssize_t i
+        cdef BlockTable table
         cdef list pieces = [(<BlockTable>table)._pieces((<BlockTable>table)._longest()) for table in other.tables]
-        for table, source, positions in zip(self.tables, other.tables, pieces):
-            table.reserve(table.blocks_of(source), len(positions))
-        for table, source, positions in zip(self.tables, other.tables, pieces):
-            table.take_over(source, positions, False)
+        for i in range(len(self.tables)):
+            table = self.tables[i]
+            table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
+        for i in range(len(self.tables)):
+            (<BlockTable>self.tables[i]).take_over(other.tables[i], pieces[i], False)
         return 0
 
     cdef int _drop_surplus(self) except -1:

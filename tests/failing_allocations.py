@@ -59,7 +59,7 @@ class Objects:
             pass
         finally:
             self.stop()
-        self.successes = self.successes + 1 if done else 0
+        self.successes = self.successes + 1 if done and skipped else int(done)
         self.was_last = self.successes == ENOUGH
         return done
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kvfast
-from cache_kinds import same
 from kvfast import codebook
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals of POSIX")
@@ -118,7 +117,6 @@ def test_advance_over_a_long_prompt(rng):
     with kvfast.use_isa(kvfast.available_isas()[0]):
         for one in (cache, other):
             one.advance(1 << 14)
-        assert same(cache.snapshot().truncated(400).to_cache(), other.snapshot().truncated(400).to_cache())
         assert cache.snapshot() == other.snapshot()
 
 

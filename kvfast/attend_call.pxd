@@ -21,6 +21,7 @@ cdef class AttendCall:
     cdef object kept           # arrays that the items look into
     cdef Py_ssize_t window, num_splits, work, context
     cdef bint wide
+    cdef int bad               # whether the output is not finite
     cdef bint packed           # codes that the matrix unit does not take, where it would work
 
     cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil

@@ -17,13 +17,13 @@ from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_HALVES, KV_INTEGER
                               KV_ROWS, KV_TILE, active, kv_rope_scratch, kv_wide_scratch)
 from kvfast._openmp cimport num_threads_for, threads_for
 from kvfast.attention cimport measure, run
-from kvfast.blocks cimport codes_name, dtype_name, kv_context, kv_store, parse_dtype
+from kvfast.blocks cimport codes_name, dtype_limit, dtype_name, kv_context, kv_store, parse_dtype
 from kvfast.options cimport Options, check_count, check_number, check_per_head
 from kvfast.span cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
 
 from kvfast import slow_paths
 from kvfast.attend_plan import AttendPlan, PlanItem
-from kvfast.errors import DimensionMismatchError
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef extern from "<stdlib.h>" nogil:
     void *aligned_alloc(size_t alignment, size_t size)
@@ -173,6 +173,7 @@ cdef class AttendCall:
         # One item for each context, those of shared prefixes, and as many as `add` can make.
         cdef Py_ssize_t items = 2 * contexts + min(self.call.q.tokens, contexts * <Py_ssize_t>FEW_QUERIES)
         self.call.kernels, self.call.store = active(), store
+        self.bad, self.call.bad = 0, &self.bad
         self.call.group = <int>(self.call.q.heads // store.num_kv_heads)
         self.call.tile = choose_tile(store)
         if store.floats != NULL:
@@ -334,6 +335,9 @@ cdef class AttendCall:
         with nogil:
             run(&self.call, threads)
         check_stopped(self.call.watch)
+        if self.bad:
+            raise NonFiniteInputError(f"q, keys and values are too large together: a score is beyond float32, or an output beyond "
+                                      f"{dtype_name(self.call.out.dtype)} (+-{dtype_limit(self.call.out.dtype):g})")
         return (self.out, self.lse) if self.options.return_lse else self.out
 
     cdef object explain(self, str storage):

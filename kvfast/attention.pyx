@@ -12,6 +12,7 @@ from libc.string cimport memcpy, memset
 
 from kvfast._interrupt cimport is_stopped
 from kvfast._kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
+from kvfast.blocks cimport dtype_limit
 from kvfast.span cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load, touch,
                           touch_first_floats, touch_sinks)
 
@@ -141,6 +142,9 @@ cdef void _finish(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, floa
     call.kernels.scale_add(acc, scale, acc, 0.0, call.out.dim)
     if v.rotated:
         call.kernels.rotate(acc, v.head_dim, 1, v.head_dim, acc, v.head_dim)
+    # Every query sees a token, its own. Scores beyond float32 leave weights that are NaN, or none; see exp in simd/rows.inc.h.
+    if not l > 0 or call.kernels.find_unstorable(acc, call.out.dim, dtype_limit(call.out.dtype)) >= 0:
+        call.bad[0] = 1
     call.kernels.from_float[call.out.dtype](acc, call.out.dim, target)
     if call.lse != NULL:
         call.lse[token * call.q.heads + q_head] = top + logf(l)
@@ -165,7 +169,7 @@ cdef void _merge(const kv_call *call, Py_ssize_t token) noexcept nogil:
         memset(acc, 0, padded * sizeof(float))
         for i in range(query.parts):
             part = partial + i * (padded + 2)
-            if part[1] > 0:
+            if part[1] != 0:  # also for NaN
                 weight = expf(part[0] - m)
                 l += part[1] * weight
                 call.kernels.scale_add(acc, 1.0, part + 2, weight, padded)

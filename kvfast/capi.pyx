@@ -179,7 +179,7 @@ cdef class Handle:
         if not self.call.prepare(self.call.workspace, threads):
             return False
         run(&self.call.call, threads)
-        return True
+        return not self.call.bad
 
     cdef bint quick_advance(self, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i, length = (<BlockTable>self.tables[0]).length

@@ -6,10 +6,11 @@ from cython.parallel cimport prange
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
-from kvfast._arrays cimport Rows, kv_rows, open_rows
+from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
 from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast._openmp cimport num_threads_for
+from kvfast.blocks cimport dtype_limit, dtype_name
 from kvfast.encode cimport kv_rotary, load_rows
 from kvfast.options cimport check_count
 
@@ -124,27 +125,33 @@ cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_k
     return self
 
 
-cdef void _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token,
+cdef bint _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token,
                            const kv_rotary *rotary, const kv_rows *out, kv_watch *watch) noexcept nogil:
+    """Whether all that was written is finite."""
     cdef float row[512]
     cdef Py_ssize_t head
     cdef char *target = out.data + token * out.token_stride
+    cdef bint good = True
     if is_stopped(watch):
-        return
+        return True
     if out.dtype == KV_FLOAT32:
         load_rows(kernels, rows, token, 0, rows.heads, rotary, <float *>target,
                   out.head_stride // <Py_ssize_t>sizeof(float))
-        return
     for head in range(rows.heads):
+        if out.dtype == KV_FLOAT32:
+            good &= kernels.find_unstorable(<float *>(target + head * out.head_stride), rows.dim, dtype_limit(KV_FLOAT32)) < 0
+            continue
         load_rows(kernels, rows, token, head, 1, rotary, row, rows.dim)
+        good &= kernels.find_unstorable(row, rows.dim, dtype_limit(out.dtype)) < 0
         kernels.from_float[out.dtype](row, rows.dim, target + head * out.head_stride)
+    return good
 
 
 cdef object transform_rows(Rows rows, Transform transform, object out, object num_threads):
     """Rows of Q or K, normalised and rotated, as a new array or into `out`."""
     cdef const kv_kernels *kernels = active()
     cdef Rows target
-    cdef Py_ssize_t i, n = rows.rows.tokens
+    cdef Py_ssize_t i, n = rows.rows.tokens, bad = 0
     cdef double work = <double>n * rows.rows.heads * rows.rows.dim * 8
     cdef int threads = num_threads_for(num_threads, work)
     cdef kv_watch memory
@@ -159,11 +166,15 @@ cdef object transform_rows(Rows rows, Transform transform, object out, object nu
     with nogil:
         if threads == 1:
             for i in range(n):
-                _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
+                bad += not _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
         else:
             for i in prange(n, schedule="static", num_threads=threads):
-                _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
+                bad += not _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
     check_stopped(watch)
+    if bad:
+        check_finite(rows, "the projection", dtype_limit(KV_FLOAT32), "float32")
+        raise NonFiniteInputError(f"queries or keys are beyond the range of {dtype_name(target.rows.dtype)} "
+                                  f"(+-{dtype_limit(target.rows.dtype):g}) once they are normalised and rotated")
     return out
 
 

@@ -12,10 +12,11 @@ from libc.string cimport memcpy, memset
 
 from kvfast._arrays cimport Rows, kv_rows, open_rows
 from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast._kernels cimport KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
+from kvfast._kernels cimport (KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_kernels, kv_scratch, kv_side,
+                              kv_tile)
 from kvfast._openmp cimport num_threads_for
 from kvfast.attend_call cimport AttendCall, open_call
-from kvfast.blocks cimport block_of, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.blocks cimport block_of, dtype_limit, k_offset_of, kv_chunk, kv_context, kv_store
 from kvfast.encode cimport open_pair
 from kvfast.finish cimport decode_tokens
 from kvfast.options cimport Options
@@ -23,6 +24,8 @@ from kvfast.pool cimport BlockPool
 from kvfast.ring cimport RingTable
 from kvfast.sequence cimport SequenceBuffer
 from kvfast.table cimport BlockTable
+
+from kvfast.errors import NonFiniteInputError
 
 cdef Py_ssize_t NO_WINDOW = <Py_ssize_t>1 << 60
 
@@ -68,9 +71,10 @@ cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
     return self
 
 
-cdef void _score_head(const kv_kernels *kernels, const kv_store *store, const kv_context *context, const kv_rows *q,
+cdef bint _score_head(const kv_kernels *kernels, const kv_store *store, const kv_context *context, const kv_rows *q,
                       Py_ssize_t head, Py_ssize_t group, float scale, Py_ssize_t begin, float *out, kv_watch *watch) noexcept nogil:
-    """Scores of the query heads of one KV head, rows of `out`, from position `begin` on."""
+    """Scores of the query heads of one KV head, rows of `out`, from position `begin` on; whether all are finite."""
+    cdef bint good = True
     cdef kv_scratch scratch
     cdef kv_tile tile
     cdef kv_ahead ahead
@@ -92,7 +96,7 @@ cdef void _score_head(const kv_kernels *kernels, const kv_store *store, const kv
         t = begin
         while t < context.length:
             if is_stopped(watch):
-                return
+                return good
             first = t % k.block_size // KV_LANES * KV_LANES
             skip = <int>(t % KV_LANES)
             at[0] = at[1] = k_offset_of(store, block_of(context, t >> store.block_shift), head)
@@ -107,10 +111,12 @@ cdef void _score_head(const kv_kernels *kernels, const kv_store *store, const kv
             ahead.after = ahead.next
             kernels.scores[k.dtype](k, &scratch.queries, rows, &tile, &ahead, scratch.softmax.weights)
             for r in range(rows):
-                memcpy(out + (row0 + r) * tokens + t - begin, scratch.softmax.weights + r * KV_TILE + skip,
-                       (tile.count - skip) * sizeof(float))
+                row = scratch.softmax.weights + r * KV_TILE + skip
+                good &= kernels.find_unstorable(row, tile.count - skip, dtype_limit(KV_FLOAT32)) < 0
+                memcpy(out + (row0 + r) * tokens + t - begin, row, (tile.count - skip) * sizeof(float))
             t += tile.count - skip
         row0 += KV_ROWS
+    return good
 
 
 cdef void _to_weights(float *scores, Py_ssize_t n, kv_watch *watch) noexcept nogil:
@@ -168,7 +174,7 @@ cdef class HeadsBuffer(SequenceBuffer):
         cdef Heads part
         cdef kv_context context
         cdef const kv_kernels *kernels = active()
-        cdef Py_ssize_t group = queries.rows.heads // count, n, i
+        cdef Py_ssize_t group = queries.rows.heads // count, n, i, bad = 0
         cdef float scale = 1.0 / math.sqrt(queries.rows.dim)
         cdef int threads
         cdef kv_watch memory
@@ -188,19 +194,21 @@ cdef class HeadsBuffer(SequenceBuffer):
             with nogil:
                 if threads == 1:
                     for i in range(count):
-                        _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale, context.length - n,
-                                    &out[i * group, 0], watch)
+                        bad += not _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale,
+                                               context.length - n, &out[i * group, 0], watch)
                     for i in range(count * group if softmax else 0):
                         _to_weights(&out[i, 0], n, watch)
                 else:
                     for i in prange(count, schedule="dynamic", num_threads=threads):
-                        _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale, context.length - n,
-                                    &out[i * group, 0], watch)
+                        bad += not _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale,
+                                               context.length - n, &out[i * group, 0], watch)
                     for i in prange(count * group if softmax else 0, schedule="static", num_threads=threads):
                         _to_weights(&out[i, 0], n, watch)
             check_stopped(watch)
         finally:
             self._leave()
+        if bad:
+            raise NonFiniteInputError("queries and keys are too large together: a score is beyond float32")
         return array
 
     def attend_heads(self, q, Py_ssize_t head, Py_ssize_t count, Options options):

@@ -12,6 +12,7 @@ from .prefix import checked_token_ids
 from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache
 from .stored_sequence import StoredSequence
+from .table import BlockTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from .snapshot import Snapshot
-    from .table import BlockTable
 
 __all__ = ["Sequence"]
 
@@ -35,6 +35,9 @@ class PagedSequence(StoredSequence):
     _unpaged = None  # the cache that has the same tokens to itself
 
     def __init__(self, pool: Any, table: BlockTable, token_ids: Any = (), digests: Any = (), salt: bytes = b"") -> None:
+        # A pool makes its sequences itself: what else comes here is no pool, and must not be taken for one.
+        if getattr(type(pool), "_sequence", None) is not type(self) or not isinstance(table, BlockTable) or table.pool is not pool._buffer.pool:
+            raise TypeError(f"a {type(self).__name__} is made by its pool: see new_sequence(), match_prefix() and fork()")
         self._pool, self._table = pool, table
         self._buffer = SequenceBuffer([table], list(zip([table] * pool.num_layers, range(pool.num_layers))))
         # None once tokens came without their ids: what follows them cannot be known by its tokens.

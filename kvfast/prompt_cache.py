@@ -16,6 +16,7 @@ from .errors import CorruptFileError, IncompatibleSnapshotError
 from .options import check_size
 from .prefix import checked_token_ids
 from .snapshot import Snapshot
+from .stored_sequence import StoredSequence
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -78,7 +79,7 @@ class PromptCache:
         bool
             False if the cache is empty or alone larger than `max_bytes`; it is then not kept.
         """
-        snapshot = cache.snapshot(token_ids, {"model": model})
+        snapshot = _checked_cache(cache).snapshot(token_ids, {"model": model})
         if not len(snapshot) or self.max_bytes is not None and len(snapshot) * cache.bytes_per_token > self.max_bytes:
             return False
         token_ids = snapshot.token_ids
@@ -113,7 +114,7 @@ class PromptCache:
         int
             Tokens that the cache now holds; 0 if nothing was found.
         """
-        if len(cache):
+        if len(_checked_cache(cache)):
             raise ValueError(f"the cache must be empty, it holds {len(cache)} tokens")
         token_ids = checked_token_ids(token_ids)
         most = len(token_ids) - 1 if cache.max_seq_len is None else min(len(token_ids) - 1, cache.max_seq_len)
@@ -210,6 +211,12 @@ class PromptCache:
             if name != newest:
                 self._remove(name)
                 total -= status.st_size
+
+
+def _checked_cache(cache):
+    if not isinstance(cache, StoredSequence):
+        raise TypeError(f"cache must be a KVCache, RingKVCache, MLAKVCache or Sequence, got {type(cache).__name__}")
+    return cache
 
 
 def _key(cache, model):

@@ -65,6 +65,7 @@ ctypedef struct kv_call:
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     int wide_kind              # KV_INTEGERS or KV_HALVES: what a matrix unit multiplies
+    int *bad                   # set when a row of the output is not finite
     kv_traffic *traffic        # of `measure`: where to count, else NULL
     kv_watch *watch            # or NULL
 

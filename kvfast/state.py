@@ -1,6 +1,7 @@
 """What a cache is outside the process: a header that describes it, and the bytes of its blocks."""
 
 import json
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -215,9 +216,16 @@ def to_arrays(cache, token_ids, metadata):
     return arrays | {name: array.copy() for name, array in arrays_of(cache).items()}
 
 
+def checked_arrays(arrays):
+    """A mapping of names to arrays, as a new dict."""
+    if not isinstance(arrays, Mapping):
+        raise TypeError(f"a state is a mapping of names to arrays, got {type(arrays).__name__}")
+    return {name: np.asarray(array) for name, array in arrays.items()}
+
+
 def from_arrays(arrays):
     """`Snapshot.from_state_dict`: the arguments of a Snapshot."""
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    arrays = checked_arrays(arrays)
     token_ids = arrays.pop("token_ids", None)
     header = arrays.pop("header", None)
     if header is None:

@@ -13,6 +13,7 @@ from .. import cache_file
 from ..errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
 from ..options import check_size
 from ..plain import merge_states
+from ..state import checked_arrays
 from ..storage_properties import size_text
 from .methods import method_from_dict, method_to_dict
 from .product import ProductStore
@@ -243,7 +244,7 @@ class CompressedKV:
         CorruptFileError, IncompatibleSnapshotError
             If that cannot be.
         """
-        arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        arrays = checked_arrays(arrays)
         header = arrays.pop("header", np.empty(0, np.uint8))
         return cls._open(header.tobytes().decode(errors="replace"), _Arrays(arrays))
 

@@ -131,7 +131,8 @@ static inline void KV(transform_row)(const float *row, ptrdiff_t n, const kv_tra
     const ptrdiff_t pairs = t->cos ? t->pairs : 0;
     if (t->norm) {
         const float mean = KV(sum_squares)(row, n) / (float)n;
-        KV(scale_row)(row, n, 1.0f / __builtin_sqrtf(mean + t->eps), t->norm, out);
+        /* A mean square beyond float32 must not make the row 0: NaN is found where rows are stored. */
+        KV(scale_row)(row, n, mean < INFINITY ? 1.0f / __builtin_sqrtf(mean + t->eps) : NAN, t->norm, out);
         row = out;
     } else if (row != out) {
         memcpy(out + 2 * pairs, row + 2 * pairs, (size_t)(n - 2 * pairs) * sizeof(float));
@@ -169,11 +170,11 @@ static void KV(transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_row
     }
 }
 
-/* exp(x) for x <= 88, exactly 0 below -87: 2^n x 2^r, |r| <= 1/2, with the polynomial of degree 5 that
+/* exp(x) for x <= 88, exactly 0 below -87, NaN for NaN, so that no score is lost: 2^n x 2^r, |r| <= 1/2, with the polynomial of degree 5 that
    interpolates 2^r in the Chebyshev nodes (relative error 1e-7). */
 static inline vf KV(exp)(vf x)
 {
-    vf t = vf_mul(vf_max(x, vf_set1(-87.0f)), vf_set1(1.44269504f));
+    vf t = vf_mul(vf_max(vf_set1(-87.0f), x), vf_set1(1.44269504f));
     vi n = vf_round(t);
     vf r = vf_sub(t, vi_to_float(n));
     vf y = vf_set1(0.00133908633f);
@@ -232,6 +233,7 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
         if (m == -INFINITY) {
             memset(weights, 0, (size_t)padded * sizeof(float));
             state->rescale[r] = 1.0f;
+            if (to[r] > from[r]) state->l[r] = NAN; /* all that it sees is beyond float32 */
             continue;
         }
         const vf base = vf_set1(m);

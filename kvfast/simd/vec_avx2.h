@@ -20,7 +20,7 @@
 #define vf_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define vf_abs(x) _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x)
 #define vf_sign_of(x, s) _mm256_or_ps(x, _mm256_and_ps(_mm256_set1_ps(-0.0f), s))
-#define vf_zero_below(y, x, limit) _mm256_and_ps(_mm256_cmp_ps(x, vf_set1(limit), _CMP_GE_OQ), y)
+#define vf_zero_below(y, x, limit) _mm256_and_ps(_mm256_cmp_ps(x, vf_set1(limit), _CMP_NLT_UQ), y)
 #define vf_round(x) _mm256_cvtps_epi32(x)
 #define vf_truncate(x) _mm256_cvttps_epi32(x)
 #define vf_bits(x) _mm256_castps_si256(x)

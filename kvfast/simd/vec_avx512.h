@@ -27,7 +27,7 @@
 #define vf_sign_of(x, s) \
     _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(x), _mm512_castps_si512(s), \
                                                   _mm512_set1_epi32((int)0x80000000), 0xD8))
-#define vf_zero_below(y, x, limit) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, vf_set1(limit), _CMP_GE_OQ), y)
+#define vf_zero_below(y, x, limit) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, vf_set1(limit), _CMP_NLT_UQ), y)
 #define vf_hmax(x) _mm512_reduce_max_ps(x)
 #define vf_hsum(x) _mm512_reduce_add_ps(x)
 #define vf_round(x) _mm512_cvtps_epi32(x)

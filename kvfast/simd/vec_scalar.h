@@ -8,7 +8,8 @@
      INT8_ZERO              what 0 is among the bytes of vcodes_bytes and vcodes_levels
      INT_PRODUCTS           multiplications of vacc_dot in a lane
      vf_*, vi_*             float32 and int32 arithmetic; vf_sign_of(x, s) is |x| with s's sign,
-                            vf_zero_below(y, x, limit) is y where x >= limit and 0 elsewhere,
+                            vf_zero_below(y, x, limit) is 0 where x < limit and y elsewhere, also for NaN;
+                            of vf_max(a, b) NaN in b stays,
                             vi_exponent(n) is 2^n, vf_lookup8(table, index) the elements of an array of 8
                             floats, vi_count_above(n, a, b) is n + 1 where a > b and n elsewhere,
                             vf_mask_above(a, b) has a bit for each lane where a > b, vf_mix_low and
@@ -45,11 +46,12 @@
 #define vf_fma(a, b, c) ((a) * (b) + (c))
 #define vf_abs(x) __builtin_fabsf(x)
 #define vf_sign_of(x, s) __builtin_copysignf(x, s)
-#define vf_zero_below(y, x, limit) ((x) >= (limit) ? (y) : 0.0f)
+#define vf_zero_below(y, x, limit) ((x) < (limit) ? 0.0f : (y))
 #define vf_hmax(x) (x)
 #define vf_hsum(x) (x)
-/* Adding 1.5 x 2^23 rounds to the nearest even integer, as the vector units do; |x| < 2^22. */
-#define vf_round(x) ((int32_t)(((x) + 12582912.0f) - 12582912.0f))
+/* Adding 1.5 x 2^23 rounds to the nearest even integer, as the vector units do, and leaves it in the low bits; |x| < 2^22. NaN
+   gives any integer, as with them. */
+#define vf_round(x) ((int32_t)(kv_float_bits((x) + 12582912.0f) - 0x4B400000u))
 #define vf_truncate(x) ((int32_t)(x))
 #define vf_bits(x) ((int32_t)kv_float_bits(x))
 #define vf_lookup8(table, index) ((table)[index])

@@ -20,7 +20,7 @@
 #define vf_fma(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
 #define vf_abs(x) _mm_andnot_ps(_mm_set1_ps(-0.0f), x)
 #define vf_sign_of(x, s) _mm_or_ps(x, _mm_and_ps(_mm_set1_ps(-0.0f), s))
-#define vf_zero_below(y, x, limit) _mm_and_ps(_mm_cmpge_ps(x, vf_set1(limit)), y)
+#define vf_zero_below(y, x, limit) _mm_and_ps(_mm_cmpnlt_ps(x, vf_set1(limit)), y)
 #define vf_round(x) _mm_cvtps_epi32(x)
 #define vf_truncate(x) _mm_cvttps_epi32(x)
 #define vf_bits(x) _mm_castps_si128(x)

@@ -1,10 +1,10 @@
 /* The scores of 16 query rows and KV_TILE tokens become weights, as activations of the matrix unit. */
 
-/* 2^x for -126 <= x <= 0, and 0 below: interpolates 2^r, r = x - floor(x), in the Chebyshev nodes of 0 to 1
+/* 2^x for -126 <= x <= 0, 0 below, and NaN for NaN: interpolates 2^r, r = x - floor(x), in the Chebyshev nodes of 0 to 1
    (relative error 3.5e-6, a fifth of the activations' rounding). */
 static inline vf KV(exp2_of_scores)(vf x)
 {
-    const __mmask16 normal = _mm512_cmp_ps_mask(x, vf_set1(-126.0f), _CMP_GE_OQ); /* false for NaN, of -inf x 0 */
+    const __mmask16 normal = _mm512_cmp_ps_mask(x, vf_set1(-126.0f), _CMP_NLT_UQ);
     const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
     vf y = vf_set1(0.0136703094f);
     y = vf_fma(y, r, vf_set1(0.0517449975f));
@@ -93,7 +93,8 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     vf_store(panel->m, now);
     vf_store(correction->rescale, keep);
     correction->changed = (uint16_t)~same;
-    vf_store(factor, vf_mul(unit, vf_set1(log2e)));
+    /* Not 0, as of a row of zeros: -inf x 0 would be NaN. */
+    vf_store(factor, vf_max(vf_mul(unit, vf_set1(log2e)), vf_set1(0x1p-126f)));
     vf_store(base, halves ? from : _mm512_maskz_mov_ps(~blind, largest));
     for (int r = 0; r < KV_ROWS; r++) {
         float *row = scores + r * KV_TILE;

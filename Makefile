@@ -13,5 +13,5 @@ valgrind:   ; ci/valgrind.sh
 wheel:      ; ci/wheel.sh
 audit:      ; python ci/audit_instructions.py
 docs:       ; pytest tests/test_docs.py
-fuzz:       ; python tests/fuzz_cache_file.py
+fuzz:       ; python tests/fuzz_cache_file.py && python tests/fuzz_api.py
 full: lint test tiers aarch64 serial clang sanitize tsan valgrind audit wheel docs fuzz

@@ -20,6 +20,7 @@ from kvfast.attention cimport measure, run
 from kvfast.blocks cimport codes_name, dtype_limit, dtype_name, kv_context, kv_store, parse_dtype
 from kvfast.options cimport Options, check_count, check_number, check_per_head
 from kvfast.span cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
+from kvfast.wipe cimport kv_wipe
 
 from kvfast import slow_paths
 from kvfast.attend_plan import AttendPlan, PlanItem
@@ -59,11 +60,16 @@ cdef class Workspace:
     def __dealloc__(self):
         cdef int i
         for i in range(5):
-            free(self.data[i])
+            self.drop(i)
+
+    cdef void drop(self, int which) noexcept nogil:
+        if self.secure:
+            kv_wipe(self.data[which], self.sizes[which])
+        free(self.data[which])
 
     cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil:
         if size > self.sizes[which] or self.data[which] == NULL:
-            free(self.data[which])
+            self.drop(which)
             self.sizes[which] = 0
             self.data[which] = aligned_alloc(64, (size + 63) // 64 * 64)
             if self.data[which] != NULL:
@@ -327,6 +333,7 @@ cdef class AttendCall:
         cdef kv_watch watch
         # A megabyte or two for each thread: not to be kept by every cache, but by those whose every token needs it.
         cdef Workspace scratch = Workspace() if self.wide and not self.call.store.latent else self.workspace
+        scratch.secure = self.workspace.secure
         if not self.prepare(scratch, threads):
             raise _no_memory()
         if LOGS:

@@ -15,6 +15,7 @@ from kvfast._kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, k
 from kvfast.blocks cimport dtype_limit
 from kvfast.span cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load, touch,
                           touch_first_floats, touch_sinks)
+from kvfast.wipe cimport kv_wipe
 
 cdef enum:
     # Fewer partial results than this are merged sooner than a second team of threads starts.
@@ -123,6 +124,8 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
             partial[0] = m
             partial[1] = l
             call.kernels.from_float[KV_FLOAT32](acc, padded, partial + 2)
+    if call.store.secure:  # what stays on the stack of a thread
+        kv_wipe(&task.scratch, sizeof(task.scratch))
 
 
 cdef inline float *_partials_of(const kv_call *call, const kv_query *query, Py_ssize_t q_head) noexcept nogil:
@@ -174,6 +177,8 @@ cdef void _merge(const kv_call *call, Py_ssize_t token) noexcept nogil:
                 l += part[1] * weight
                 call.kernels.scale_add(acc, 1.0, part + 2, weight, padded)
         _finish(call, token, q_head, acc, m, l)
+    if call.store.secure:
+        kv_wipe(acc, sizeof(acc))
 
 
 cdef void run(const kv_call *call, int threads) noexcept nogil:

@@ -38,6 +38,7 @@ ctypedef struct kv_store:
     char *base
     kv_chunk *chunks
     const uint8_t *chunk_of    # NULL: all in the first
+    bint secure                # memory is wiped before it is given back
     bint latent                # rows are keys and values at once, on the K side; on the V side is their rotary part
     bint finishes              # blocks are encoded as a whole
     int float_tokens
@@ -94,6 +95,7 @@ cdef class Arena:
     cdef unsigned char[::1] _foreign
     cdef char *data
     cdef readonly Py_ssize_t nbytes
+    cdef bint secure
 
 
 cdef Arena arena_over(object memory)

@@ -7,6 +7,7 @@ from libc.string cimport memset
 
 from kvfast._kernels cimport (KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_GAUSS4, KV_INT4, KV_LANES,
                               KV_NUM_FLOATS, KV_TRELLIS4, kv_side)
+from kvfast.wipe cimport kv_wipe_pages
 
 
 cdef extern from *:
@@ -137,16 +138,16 @@ cdef class Arena:
     """Zeroed memory for blocks, aligned to cache lines, in huge pages where that pays.
 
     Pages become real when they are first written. The arena lives as long as its cache or any array
-    that looks into it.
+    that looks into it, and is wiped then if it is `secure`.
     """
 
-    def __cinit__(self, size):
+    def __cinit__(self, size, bint secure=False):
         cdef Py_ssize_t align
         if size is None:
             return
         if size > <size_t>-1 // 4:
             raise MemoryError(f"a cache of {size:,} bytes is beyond the address space")
-        self.nbytes = size
+        self.nbytes, self.secure = size, secure
         # 2 MiB is a huge page; smaller arenas would only waste memory on it.
         align = 1 << 21 if self.nbytes >= 1 << 23 else 64
         self._raw = calloc(self.nbytes + align, 1)
@@ -157,6 +158,8 @@ cdef class Arena:
             kv_advise_huge(self.data, self.nbytes)
 
     def __dealloc__(self):
+        if self.secure and self._raw != NULL:
+            kv_wipe_pages(self.data, self.nbytes)
         free(self._raw)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):

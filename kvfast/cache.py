@@ -37,6 +37,10 @@ class KVCache(SequenceCache):
     block_size : int, optional
         Tokens that are stored, shared with snapshots and copied together: 16, 32, 64, 128 or 256. By default 64, or
         what the format asks for.
+    secure : bool
+        Overwrite what is no longer needed before its memory serves anybody else: freed, dropped, truncated and evicted
+        tokens, and the memory that calls work in. Costs
+        a write of what is given back.
 
     Raises
     ------
@@ -73,7 +77,8 @@ class KVCache(SequenceCache):
     __slots__ = ()
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int | None = None,
-                 dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None, block_size: int | None = None) -> None:
+                 dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None, block_size: int | None = None,
+                 secure: bool = False) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
@@ -81,7 +86,8 @@ class KVCache(SequenceCache):
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
             num_blocks = -(-max_seq_len // block_size)
-        pool = BlockPool(num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, max_seq_len is None)
+        pool = BlockPool(num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, max_seq_len is None,
+                         secure=secure)
         table = BlockTable(pool)
         self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
 

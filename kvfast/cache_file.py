@@ -79,7 +79,7 @@ def write_tensors(tensors, header, path):
     path = os.path.realpath(os.fsdecode(path))
     # In a folder of its own, because the library has temporary files as well.
     part = f"{path}.{os.urandom(16).hex()}.part"
-    os.mkdir(part)
+    os.mkdir(part, 0o700)  # fails for whatever is there already, a link included; nobody else can put anything into it
     _drop_pages(path)
     try:
         new = os.path.join(part, "cache")

@@ -9,6 +9,7 @@ from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport KV_FLOAT16, KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
+from kvfast.wipe cimport kv_wipe
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
@@ -59,9 +60,8 @@ cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t t
 
 
 cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary *rotary, bint values,
-                      Py_ssize_t token, int count, Py_ssize_t head) noexcept nogil:
-    """`count` tokens with slots that follow each other in one block."""
-    cdef float buffer[RUN * 512]
+                      Py_ssize_t token, int count, Py_ssize_t head, float *buffer) noexcept nogil:
+    """`count` tokens with slots that follow each other in one block; the buffer is for RUN rows."""
     cdef const float *source = buffer
     cdef Py_ssize_t stride = rows.dim
     cdef const kv_side *side = &call.store.v if values else &call.store.k
@@ -105,6 +105,7 @@ cdef float _limit(const kv_store *store, bint values) noexcept nogil:
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
                         Py_ssize_t last_head) noexcept nogil:
+    cdef float buffer[RUN * 512]
     cdef kv_rotary nothing
     cdef Py_ssize_t token = first, head
     cdef int64_t slot
@@ -121,9 +122,11 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
                and (slot + count) % (block_size if call.store.floats == NULL else PIECE)):
             count += 1
         for head in range(first_head, last_head):
-            _encode_run(call, &call.k, &call.rotary, False, token, count, head)
-            _encode_run(call, &call.v, &nothing, True, token, count, head)
+            _encode_run(call, &call.k, &call.rotary, False, token, count, head, buffer)
+            _encode_run(call, &call.v, &nothing, True, token, count, head, buffer)
         token += count
+    if call.store.secure:
+        kv_wipe(buffer, sizeof(buffer))
 
 
 cdef void _write_task(const kv_write *call, Py_ssize_t task) noexcept nogil:

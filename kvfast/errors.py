@@ -19,7 +19,8 @@ class DimensionMismatchError(ValueError):
 
 
 class NonFiniteInputError(ValueError):
-    """An array holds NaN, infinity, or a value beyond the range of its storage dtype."""
+    """An array holds NaN, infinity, or a value beyond the range of its storage dtype; or what is computed of numbers that are
+    finite is beyond the range of float32, or of the dtype of ``out``."""
 
 
 class IncompatibleSnapshotError(ValueError):

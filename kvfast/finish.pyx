@@ -10,6 +10,7 @@ from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport STREAMED_BYTES, KV_FLOAT16, active, kv_kernels, kv_side
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport PIECE, k_block_at, kv_store, piece_of, v_block_at
+from kvfast.wipe cimport kv_wipe
 
 
 cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
@@ -38,6 +39,8 @@ cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int3
             for i in prange(tasks, schedule="dynamic", num_threads=threads):
                 _finish(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
                         at_start and i < num_layers * heads, kept, rows + threadid() * elements, watch)
+    if stores.secure:
+        kv_wipe(rows, threads * elements * sizeof(float))
     free(rows)
     check_stopped(watch)
     return 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import DimensionMismatchError
+from .errors import DimensionMismatchError, NonFiniteInputError
 from .interchange import as_array
 from .latent_rows import LatentRows, checked_sizes
 from .options import Options, check_block_size, check_size
@@ -114,14 +114,17 @@ class LatentSequence(LatentRows, StoredSequence):
 
         Raises
         ------
-        DimensionMismatchError, TypeError, IndexError
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
         """
         up_k, up_v = _floats(up_k, "up_k"), _floats(up_v, "up_v")
         for name, array in (("up_k", up_k), ("up_v", up_v)):
             if array.shape[:2] != (self.latent_dim, up_k.shape[1]):
                 raise DimensionMismatchError(f"{name} must have shape ({self.latent_dim}, {up_k.shape[1]}, dim), got {array.shape}")
         latent, rope = self._decoded(layer)
-        k, v = (np.tensordot(latent[:, 0], up, 1) for up in (up_k, up_v))
+        with np.errstate(over="ignore", invalid="ignore"):  # which is found below
+            k, v = (np.tensordot(latent[:, 0], up, 1) for up in (up_k, up_v))
+        if not (np.isfinite(k).all() and np.isfinite(v).all()):
+            raise NonFiniteInputError("latents and up-projections are not finite, or too large together: keys or values are beyond float32")
         return np.concatenate((k, np.broadcast_to(rope, (*k.shape[:2], self.rope_dim))), axis=2), v
 
     def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
@@ -229,6 +232,8 @@ class MLAKVCache(LatentSequence):
         first tokens as floats are refused.
     block_size : int, optional
         As in `KVCache`; 64 by default.
+    secure : bool
+        As in `KVCache`.
 
     Raises
     ------
@@ -256,14 +261,15 @@ class MLAKVCache(LatentSequence):
     __slots__ = ()
 
     def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, max_seq_len: int | None = None,
-                 dtype: Any = "int8", block_size: int | None = None) -> None:
+                 dtype: Any = "int8", block_size: int | None = None, secure: bool = False) -> None:
         num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
         block_size = check_block_size(BLOCK_SIZE if block_size is None else block_size)
         num_blocks = GROW_BLOCKS
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
             num_blocks = -(-max_seq_len // block_size)
-        pool = BlockPool(num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim)
+        pool = BlockPool(num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim,
+                         secure=secure)
         table = BlockTable(pool)
         self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
 

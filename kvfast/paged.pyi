@@ -27,6 +27,7 @@ class PagedBuffer:
         block_size: int,
         formats: list[KVFormat],
         rope_dim: int | None = ...,
+        secure: bool = ...,
     ) -> None: ...
     @property
     def num_free(self) -> int: ...

@@ -43,11 +43,11 @@ cdef object _integers(object values, str name, object dtype, int ndim):
 
 
 cdef class PagedBuffer:
-    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None):
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False):
         size = check_block_size(block_size)
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
-        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True, rope_dim)
+        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True, rope_dim, secure)
         self.index = self.pool.index = PrefixIndex(self.pool.num_blocks)
         self.given = [None] * self.pool.num_blocks
         self.given_at = <int32_t *>malloc(self.pool.num_blocks * sizeof(int32_t))

@@ -31,6 +31,8 @@ class PagedKVCache(PagedStorage):
         Tokens of a block: 16, 32, 64, 128 or 256; by default 32, or what the format asks for.
     dtype, k_dtype, v_dtype
         As in `KVCache`.
+    secure : bool
+        As in `KVCache`: no block comes to another sequence, or back to the system, with what was in it.
 
     Notes
     -----
@@ -57,11 +59,12 @@ class PagedKVCache(PagedStorage):
     _sequence = Sequence
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int,
-                 block_size: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None) -> None:
+                 block_size: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
+                 secure: bool = False) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
-        super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats)
+        super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, secure=secure)
 
     def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> None:
         """Store tokens of several sequences.

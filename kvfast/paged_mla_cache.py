@@ -50,7 +50,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         Blocks of the pool. A block spans all layers.
     block_size : int, optional
         Tokens of a block: 16, 32, 64, 128 or 256; by default 32.
-    dtype
+    dtype, secure
         As in `MLAKVCache`.
 
     Raises
@@ -77,9 +77,10 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
     _sequence = MLASequence
 
     def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, num_blocks: int, block_size: int | None = None,
-                 dtype: Any = "int8") -> None:
+                 dtype: Any = "int8", secure: bool = False) -> None:
         num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
-        super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim)
+        super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim,
+                         secure)
 
     def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike) -> None:
         """Store rows of several sequences.

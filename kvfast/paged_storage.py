@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -29,8 +29,8 @@ class PagedStorage(StorageProperties):
 
     _sequence = PagedSequence  # what its sequences are
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None):
-        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim)
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False):
+        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure)
         self._sequences = weakref.WeakSet()
 
     def new_sequence(self) -> Any:
@@ -198,6 +198,9 @@ class PagedStorage(StorageProperties):
     @property
     def _storage(self):
         return self._buffer.pool
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled; save its sequences to files that are safe to load")
 
     def __repr__(self) -> str:
         return (

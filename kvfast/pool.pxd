@@ -26,6 +26,8 @@ cdef class BlockPool:
     cdef int32_t *float_of             # as in kv_store
     cdef int16_t *kept                 # (num_blocks,) first tokens of a block with float rows whose codes are good, too
     cdef Py_ssize_t first_blocks
+    cdef readonly bint secure          # see `wipe_block`
+    cdef char *zeros                   # of a secure pool, a block of the largest side
     cdef bint grows
     cdef bint is_shared
     cdef kv_store *stores              # (num_layers,)
@@ -58,6 +60,8 @@ cdef class BlockPool:
     cdef int copy_block(self, int32_t source, int32_t target) except -1
     cdef Py_ssize_t floats_needed(self, int32_t block, int32_t source, Py_ssize_t first, Py_ssize_t last) noexcept
     cdef int add_floats(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef void wipe_block(self, int32_t block) noexcept
+    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
     cdef int drop_floats(self, int32_t block, int first) except -1
     cdef BlockPool clone(self)
     cdef BlockPool exact(self, Py_ssize_t num_blocks)

@@ -15,6 +15,7 @@ class BlockPool:
     block_size: int
     num_blocks: int
     num_gaps: int
+    secure: bool
     formats: list[KVFormat | None]
     def __new__(
         cls,
@@ -27,6 +28,7 @@ class BlockPool:
         grows: bool = ...,
         is_shared: bool = ...,
         rope_dim: int | None = ...,
+        secure: bool = ...,
     ) -> Self: ...
     def bytes_for(self, blocks: int) -> int: ...
     def float_pool(self) -> BlockPool | None: ...

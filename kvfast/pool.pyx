@@ -6,12 +6,13 @@ from libc.stdint cimport int16_t, int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
-from kvfast._kernels cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM
+from kvfast._kernels cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM, active, kv_kernels
 from kvfast.attend_call cimport Workspace
 from kvfast.blocks cimport (CHUNK_SHIFT, PIECE, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store,
                             v_block_at)
 from kvfast.options cimport check_count
 from kvfast.prefix cimport PrefixIndex
+from kvfast.wipe cimport kv_wipe
 
 from kvfast.errors import CacheFullError
 from kvfast.formats import KVFormat
@@ -46,39 +47,45 @@ cdef class BlockPool:
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
-                  bint is_shared=False, rope_dim=None):
+                  bint is_shared=False, rope_dim=None, bint secure=False):
         """`formats`: a KVFormat for each layer, or None for one that needs no bytes. With `rope_dim`, of latent rows of
-        `head_dim` and their rotary part."""
-        cdef Py_ssize_t i
+        `head_dim` and their rotary part. A `secure` pool wipes what is given back."""
+        cdef Py_ssize_t i, largest = 1
         cdef kv_store *store
         self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
         self.num_kv_heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
         self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
         self.block_size = block_size
         self.formats = formats
-        self.settings = num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, grows, is_shared, rope_dim
+        self.settings = num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, grows, is_shared, rope_dim, secure
         if rope_dim is not None:
             self.rope_dim = check_count(rope_dim, "rope_dim", 0, KV_MAX_ROPE_DIM)
-        self.grows, self.is_shared = grows, is_shared
+        self.grows, self.is_shared, self.secure = grows, is_shared, secure
         self.stores = <kv_store *>calloc(self.num_layers, sizeof(kv_store))
         if self.stores == NULL:
             raise MemoryError("cannot allocate the layers of a cache")
         for i in range(self.num_layers):
             store = self.stores + i
-            store.num_kv_heads = <int>self.num_kv_heads
+            store.num_kv_heads, store.secure = <int>self.num_kv_heads, secure
             store.block_shift = <int>((<object>block_size).bit_length() - 1)
             if formats[i] is not None:
                 init_sides(store, formats[i], <int>self.head_dim, block_size, self.rope_dim)
                 self.finishes |= store.finishes
                 self.has_sinks |= store.float_tokens > 0
+                largest = max(largest, store.k.bytes, store.v.bytes)
+        if secure:
+            self.zeros = <char *>calloc(largest, 1)
+            if self.zeros == NULL:
+                raise MemoryError("cannot allocate a block of a cache")
         if self.finishes or self.has_sinks:
             of_floats = [KVFormat("float16") if one is not None and (one.finishes or one.num_float_tokens) else None for one in formats]
-            self.floats = BlockPool(num_layers, num_kv_heads, head_dim, PIECE, of_floats, FIRST_PIECES, True)
+            self.floats = BlockPool(num_layers, num_kv_heads, head_dim, PIECE, of_floats, FIRST_PIECES, True, secure=secure)
             for i in range(self.num_layers):
                 if of_floats[i] is not None:
                     self.stores[i].floats = self.floats.stores + i
         self.arenas, self.sizes, self.abandoned = [], [], []
         self.workspace = Workspace()
+        self.workspace.secure = secure
         self.first_blocks = check_count(num_blocks, "num_blocks", 1, 1 << 40)
         if not grows:
             self._add_chunk(self.first_blocks)
@@ -93,6 +100,7 @@ cdef class BlockPool:
         free(self.owners)
         free(self.next_free)
         free(self.prev_free)
+        free(self.zeros)
         free(self.float_of)
         free(self.kept)
 
@@ -157,7 +165,7 @@ cdef class BlockPool:
                 (chunk.k, chunk.k_head_stride), (chunk.v, chunk.v_head_stride) = offsets[i]
             nbytes = end
         if arena is None:
-            arena = Arena(nbytes)
+            arena = Arena(nbytes, self.secure)
         try:
             self.owners = <int32_t *>_grown(self.owners, total * sizeof(int32_t))
             self.next_free = <int32_t *>_grown(self.next_free, (total + 1) * sizeof(int32_t))
@@ -249,6 +257,8 @@ cdef class BlockPool:
         cdef int32_t block = after + 1
         if self.num_free == 0:
             block = self.index.evict()
+            if self.secure:
+                self.wipe_block(block)
         else:
             if not self.is_shared or block == 0 or block >= self.num_blocks or self.prev_free[block + 1] < 0:
                 block = self._free_group() if self.is_shared else -1
@@ -297,6 +307,8 @@ cdef class BlockPool:
     cdef int give_back(self, int32_t block) except -1:
         """Put a block without owners among the free ones."""
         cdef int32_t behind = 0
+        if self.secure:
+            self.wipe_block(block)
         if not self.is_shared:
             while self.next_free[behind] != 0 and self.next_free[behind] <= block:
                 behind = self.next_free[behind]
@@ -305,6 +317,32 @@ cdef class BlockPool:
         if self.floats is not None:
             self.drop_floats(block, 0)
         return 0
+
+    cdef void wipe_block(self, int32_t block) noexcept:
+        """Overwrite all that a block holds, its float rows aside: they are blocks of a secure pool."""
+        cdef Py_ssize_t i, h
+        cdef kv_store *store
+        for i in range(self.num_layers):
+            store = self.stores + i
+            for h in range(self.num_kv_heads):
+                kv_wipe(k_block_at(store, block, h), store.k.bytes)
+                kv_wipe(v_block_at(store, block, h), store.v.bytes)
+
+    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
+        """Overwrite a layer's tokens of a block from place `first` on, and their float rows."""
+        cdef kv_store *store = self.stores + layer
+        cdef const kv_kernels *kernels = active()
+        cdef Py_ssize_t place, h
+        cdef int32_t piece = -1
+        for place in range(first, self.block_size):
+            if self.floats is not None and store.floats != NULL:
+                piece = self.float_of[block * (self.block_size // PIECE) + place // PIECE]
+            for h in range(self.num_kv_heads):
+                kernels.copy_token(&store.k, self.zeros, 0, &store.k, k_block_at(store, block, h), <int>place, False)
+                kernels.copy_token(&store.v, self.zeros, 0, &store.v, v_block_at(store, block, h), <int>place, True)
+                if piece >= 0:
+                    kv_wipe(k_block_at(store.floats, piece, h) + place % PIECE * store.floats.k.row_stride, store.floats.k.row_stride)
+                    kv_wipe(v_block_at(store.floats, piece, h) + place % PIECE * store.floats.v.row_stride, store.floats.v.row_stride)
 
     cdef int drop_floats(self, int32_t block, int first) except -1:
         """Give back the pieces of a block from its piece `first` on."""
@@ -372,7 +410,7 @@ cdef class BlockPool:
 
     cdef BlockPool exact(self, Py_ssize_t num_blocks):
         """An empty pool of the same layers with so many blocks."""
-        return BlockPool(*self.settings[:5], max(num_blocks, 1), rope_dim=self.rope_dim)
+        return BlockPool(*self.settings[:5], max(num_blocks, 1), rope_dim=self.rope_dim, secure=self.secure)
 
     def map(self, memory, Py_ssize_t num_blocks, offsets):
         """Let the first blocks of an empty pool be bytes of `memory`, see `_add_chunk`."""

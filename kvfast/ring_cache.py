@@ -57,6 +57,8 @@ class RingKVCache(SequenceCache):
         For ``rope="cache"``: base of the angles, dimensions that turn (all of head_dim by default), radians per
         position for each pair instead of `rope_theta`, and whether dimension 2i turns with 2i + 1 instead of
         i with i + rotary_dim // 2.
+    secure : bool
+        As in `KVCache`.
 
     Raises
     ------
@@ -93,7 +95,7 @@ class RingKVCache(SequenceCache):
                  num_sink_tokens: int = 0, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
                  rollback: int = ROLLBACK, rope: Literal['cache'] | None = None, rope_theta: float = 10000.0,
                  rotary_dim: int | None = None, rope_frequencies: ArrayLike | None = None,
-                 rope_interleaved: bool = False) -> None:
+                 rope_interleaved: bool = False, secure: bool = False) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         head_dim = check_size(head_dim, "head_dim", 1, 512)
         windows = list(window) if isinstance(window, (list, tuple)) else [window] * num_layers
@@ -130,7 +132,8 @@ class RingKVCache(SequenceCache):
         tables, places = [], [None] * num_layers
         for one, group in groups.items():
             held = GROW_BLOCKS if one is None else ring_blocks(one + rollback, num_sink_tokens, block_size)
-            pool = BlockPool(len(group), num_kv_heads, head_dim, block_size, [formats[i] for i in group], held, True)
+            pool = BlockPool(len(group), num_kv_heads, head_dim, block_size, [formats[i] for i in group], held, True,
+                             secure=secure)
             table = BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
             tables.append(table)
             for place, layer in enumerate(group):

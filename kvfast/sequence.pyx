@@ -359,6 +359,10 @@ cdef class SequenceBuffer:
         return (<BlockTable>self.tables[0]).pool.rope_dim
 
     @property
+    def secure(self):
+        return bool((<BlockTable>self.tables[0]).pool.secure)
+
+    @property
     def block_size(self):
         return (<BlockTable>self.tables[0]).pool.block_size
 

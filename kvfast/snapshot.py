@@ -144,7 +144,7 @@ class Snapshot(StorageProperties):
         return cache
 
     def _empty_cache(self, max_seq_len):
-        settings = self._cache._settings()
+        settings = self._cache._settings() | {"secure": self.secure}
         return KINDS[settings.pop("kind")]._from_settings(settings, self.block_size, max_seq_len)
 
     def truncated(self, n: int) -> Snapshot:

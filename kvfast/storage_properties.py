@@ -47,6 +47,11 @@ class StorageProperties:
         return self._storage.block_size
 
     @property
+    def secure(self) -> bool:
+        """Whether memory is overwritten before it is given back."""
+        return self._storage.secure
+
+    @property
     def bytes_per_element(self) -> float:
         """Bytes that one number of a key or value takes, scales and padding included."""
         return self.bytes_per_token / (2 * self.num_layers * self.entry_size)

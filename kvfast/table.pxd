@@ -47,6 +47,7 @@ cdef class BlockTable:
     cdef list _pieces(self, Py_ssize_t longest)
     cdef int _copy_floats(self, BlockTable other, list pieces) except -1
     cdef int truncate(self, Py_ssize_t n) except -1
+    cdef int _wipe_behind(self, Py_ssize_t index) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1
     cdef bint is_in_one_piece(self) noexcept
     cdef BlockTable clone(self, BlockPool pool)

@@ -156,6 +156,8 @@ cdef class BlockTable:
                 self.pool.copy_block(self.blocks[at], block)
                 self.pool.release(self.blocks[at])
                 self.blocks[at] = block
+                if self.pool.secure:
+                    self._wipe_behind(index)
             if self.pool.finishes:
                 self.pool.add_floats(self.blocks[at], max(first - index * size, <Py_ssize_t>0), min(last - index * size, size))
                 self.pool.kept[self.blocks[at]] = min(self.pool.kept[self.blocks[at]], max(first - index * size, <Py_ssize_t>0))
@@ -296,6 +298,17 @@ cdef class BlockTable:
         self.coded = min(self.coded, n)
         for i in range(self.pool.num_layers):
             self.lengths[i] = min(self.lengths[i], n)
+        if self.pool.secure and n % self.pool.block_size:
+            self._wipe_behind(n // self.pool.block_size)
+        return 0
+
+    cdef int _wipe_behind(self, Py_ssize_t index) except -1:
+        """Overwrite what a block of a secure pool holds behind the tokens of each layer, unless others read it."""
+        cdef Py_ssize_t at = index if index < self.sink_blocks else index - self.skipped, i, size = self.pool.block_size
+        if at >= self.count or self.pool.is_frozen(self.blocks[at]):
+            return 0
+        for i in range(self.pool.num_layers):
+            self.pool.wipe_places(self.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)))
         return 0
 
     cdef int adopt(self, list blocks) except -1:

@@ -44,6 +44,7 @@ CALLS = 300  # of an episode
 SECONDS = 120  # for an episode
 MOST_BYTES = 8 << 30  # of address space: what is asked for beyond it is refused by the system
 MOST_OF_A_KIND = 4
+MOST_STREAMS = 64  # layers times heads of a cache that stays
 ALLOWED = (ValueError, TypeError, IndexError, BufferError, OverflowError, MemoryError, kvfast.CacheFullError)
 WITH_FILES = {"path", "folder", "model"}  # parameters that also may raise what the system says of files
 # What these return may be infinite by their definition: a product with any scale, the log-sum-exp of nothing, no bound.
@@ -83,7 +84,10 @@ class World:
             self.add(one)
 
     def add(self, one):
-        """Let an object be called, in the place of another if there are enough of its kind."""
+        """Let an object be called, in the place of another if there are enough of its kind. One with 65,536 layers is a
+        good answer to a bad question, but hours of work for the calls that follow."""
+        if getattr(one, "num_layers", 1) * getattr(one, "num_kv_heads", getattr(one, "num_heads", 1)) > MOST_STREAMS:
+            return
         alike = [i for i, other in enumerate(self.objects) if type(other) is type(one)]
         if len(alike) >= MOST_OF_A_KIND:
             self.objects[self.rng.choice(alike)] = one

@@ -213,7 +213,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     call.bits = 8 if codes.dtype == np.int8 else 4
     call.width = codes.shape[-1]
     if head_dim is None:
-        head_dim = out.shape[-1] if out is not None and out.ndim else call.width * (2 if call.bits == 4 else 1)
+        head_dim = out.shape[-1] if isinstance(out, np.ndarray) and out.ndim else call.width * (2 if call.bits == 4 else 1)
     if (head_dim != call.width) if call.bits == 8 else ((head_dim + 1) // 2 != call.width):
         raise DimensionMismatchError(f"{call.width} bytes of INT{call.bits} codes per row do not hold "
                                      f"head_dim {head_dim}")

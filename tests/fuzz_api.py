@@ -32,7 +32,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cache_kinds import DTYPES, HEADS, DIM, LAYERS, RINGS, fill, make
+from cache_kinds import DIM, DTYPES, HEADS, LAYERS, RINGS, fill, make
 from fuzz_recipes import FORMATS, PROTOCOL, RECORDS, Call, parameters, public_names, recipe_of
 from hostile_values import Misfit, hostile, is_finite
 
@@ -50,7 +50,19 @@ WITH_FILES = {"path", "folder", "model"}  # parameters that also may raise what 
 # What these return may be infinite by their definition: a product with any scale, the log-sum-exp of nothing, no bound.
 INFINITE = {"dequantize", "merge_states", "plan"}
 SLOW = {"read_bandwidth", "peak_rate", "fidelity", "choose_format", "plan", "show_config", "config"}
-OFTEN = {"append", "advance", "attend", "truncate", "write", "append_batch", "attend_batch", "slot_mapping", "restore", "snapshot", "fork"}
+OFTEN = {
+    "append",
+    "advance",
+    "attend",
+    "truncate",
+    "write",
+    "append_batch",
+    "attend_batch",
+    "slot_mapping",
+    "restore",
+    "snapshot",
+    "fork",
+}
 WRITING = OFTEN - {"attend", "attend_batch"} | {
     "write_batch", "clear", "free", "append_kv", "push_token", "evict_outside_window", "decompress_to_cache",
     "decompress_to_mla_cache", "decompress_to_paged_cache", "decompress_to_ring_cache", "copy", "match_prefix", "deepcopy",
@@ -76,7 +88,9 @@ class World:
         mla = kvfast.MLAKVCache(LAYERS, 20, rng.choice([0, 8]), dtype=rng.choice(["int8", "float32"]))
         heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(20, rng.choice([4, 8, (3, 5)])))
         k, v = self.numbers.standard_normal((2, 2, 40, 20), np.float32)
-        compressor = kvfast.KVCacheCompressor(rng.choice([kvfast.Hybrid(), kvfast.Quantize(), kvfast.LowRank(4), kvfast.VectorQuantization(4)]))
+        compressor = kvfast.KVCacheCompressor(
+            rng.choice([kvfast.Hybrid(), kvfast.Quantize(), kvfast.LowRank(4), kvfast.VectorQuantization(4)])
+        )
         compressed = compressor.compress_kv_3d(k, v)
         for one in (pool, pool.new_sequence(), mla_pool, mla_pool.new_sequence(), mla, heads, heads.head(0), compressor, compressed,
                     heads.config, kvfast.PrefixKVCache([compressed] * 2), self.objects[0].snapshot(), kvfast.KVFormat("int8"),
@@ -177,7 +191,7 @@ def perform(world, name, function, owner, outcomes, log):
                 result = function(**given)
             else:
                 result = function(target, **given)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         allowed = (*ALLOWED, OSError) if WITH_FILES & given.keys() else ALLOWED
         if kind == "protocol":
             allowed = (*allowed, AttributeError)  # not every object can do all
@@ -192,7 +206,13 @@ def perform(world, name, function, owner, outcomes, log):
     outcomes["returned"] += 1
     world.returned[name] += 1
     parts = result if isinstance(result, tuple) else (result,)
-    if name not in INFINITE and kind not in RECORDS and name not in RECORDS and is_finite(list(given.values())) and not is_finite(parts):
+    if (
+        name not in INFINITE
+        and kind not in RECORDS
+        and name not in RECORDS
+        and is_finite(list(given.values()))
+        and not is_finite(parts)
+    ):
         raise Broken("not finite, of finite arguments")
     for one in parts:
         if type(one).__name__ in KINDS and name not in RECORDS:
@@ -200,12 +220,27 @@ def perform(world, name, function, owner, outcomes, log):
 
 
 def state_of(one):
-    return isinstance(one, StoredSequence | PagedStorage | kvfast.Snapshot | kvfast.CompressedKV | kvfast.MultiHeadKVCache | kvfast.PrefixKVCache)
+    return isinstance(
+        one,
+        StoredSequence
+        | PagedStorage
+        | kvfast.Snapshot
+        | kvfast.CompressedKV
+        | kvfast.MultiHeadKVCache
+        | kvfast.PrefixKVCache,
+    )
 
 
 NAMES = public_names()
 NAMES |= {f"protocol.{name}": (function, None) for name, function in PROTOCOL.items()}
-KINDS = {owner for _, owner in NAMES.values() if owner} | {"Hybrid", "LowRank", "Quantize", "VectorQuantization", "KVFormat", "MultiHeadConfig"}
+KINDS = {owner for _, owner in NAMES.values() if owner} | {
+    "Hybrid",
+    "LowRank",
+    "Quantize",
+    "VectorQuantization",
+    "KVFormat",
+    "MultiHeadConfig",
+}
 
 
 def weight(name):
@@ -228,8 +263,11 @@ def episode(seed, number, calls=CALLS):
                     owner = type(rng.choice(world.objects)).__name__
                 try:
                     perform(world, name, function, owner, outcomes, log)
-                except Exception as error:  # noqa: BLE001
-                    told = "\n".join(f"  {one}({', '.join(f'{key}={short(value)}' for key, value in given.items())})" for one, given in log)
+                except Exception as error:
+                    told = "\n".join(
+                        f"  {one}({', '.join(f'{key}={short(value)}' for key, value in given.items())})"
+                        for one, given in log
+                    )
                     raise Broken(f"episode {number} of seed {seed}:\n{told}\n{error}") from error
         finally:
             os.chdir(home)
@@ -266,7 +304,7 @@ def run_process(calls, seed):
     with tempfile.TemporaryFile() as progress:
         try:
             outcomes = fuzz(calls, seed, progress.fileno())
-        except BaseException:
+        except Broken:
             traceback.print_exc()
             sys.exit(1)
     for name, count in outcomes.items():
@@ -289,7 +327,11 @@ def main():
         return
     start, share = time.perf_counter(), -(-options.calls // options.processes)
     children = [
-        subprocess.Popen([sys.executable, __file__, "--child", "--calls", str(share), "--seed", str(options.seed + i)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, __file__, "--child", "--calls", str(share), "--seed", str(options.seed + i)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for i in range(options.processes)
     ]
     outcomes = collections.Counter()

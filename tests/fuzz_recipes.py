@@ -4,7 +4,9 @@ A parameter is looked up as ``Class.method.parameter``, ``method.parameter`` and
 a recipe is found by `parameters_without_recipe`.
 """
 
+import copy
 import inspect
+import pickle
 
 import numpy as np
 from cache_kinds import DTYPES
@@ -19,9 +21,9 @@ RECORDS = {
 }  # fmt: skip
 # What every object answers to.
 PROTOCOL = {
-    "repr": repr, "len": len, "bool": bool, "hash": hash, "copy": lambda one: one.__copy__(), "equal": lambda one: one == one,
-    "deepcopy": lambda one: __import__("copy").deepcopy(one), "pickle": lambda one: __import__("pickle").dumps(one),
-    "iterate": lambda one: next(iter(one), None),
+    "repr": repr, "len": len, "bool": bool, "hash": hash, "copy": copy.copy, "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "equal": lambda one: one == copy.copy(one), "iterate": lambda one: next(iter(one), None),
 }  # fmt: skip
 FORMATS = [*DTYPES, "int8/int4", "float16/int8"]
 
@@ -182,60 +184,88 @@ def none_or(*values):
 CACHES = "KVCache", "RingKVCache", "Sequence", "MLAKVCache", "MLASequence"
 RECIPES = {
     # sizes
-    "num_layers": small(1, 2, 3), "num_kv_heads": lambda c: c.heads if c.target is None else c.pick(1, 2), "num_heads": small(1, 2, 3),
-    "head_dim": small(1, 15, 16, 20, 20, 20, 64, 512), "latent_dim": small(1, 20, 32, 512), "rope_dim": small(0, 8, 128),
-    "max_seq_len": none_or(1, 64, 300), "block_size": none_or(16, 32, 64), "num_blocks": small(1, 3, 20), "batch": none_or(1, 2),
+    "num_layers": small(1, 2, 3), "num_kv_heads": lambda c: c.heads if c.target is None else c.pick(1, 2),
+    "num_heads": small(1, 2, 3),
+    "head_dim": small(1, 15, 16, 20, 20, 20, 64, 512), "latent_dim": small(1, 20, 32, 512),
+    "rope_dim": small(0, 8, 128),
+    "max_seq_len": none_or(1, 64, 300), "block_size": none_or(16, 32, 64), "num_blocks": small(1, 3, 20),
+    "batch": none_or(1, 2),
     "seq_len": small(1, 40), "window": small(1, 30, 100, [30, None], [16, 40]), "rollback": small(0, 10, 64),
     "num_sink_tokens": small(0, 1, 5), "rotary_dim": none_or(16, 20), "num_q_heads": lambda c: c.heads * c.group,
     # formats
     "dtype": fmt, "k_dtype": none_or("int8", "int4", "float32"), "v_dtype": none_or("int8", "int4", "float16"),
-    "bits": lambda c: c.pick(c.bits, 4, 8, 2, (3, 5)), "quantize.bits": lambda c: c.bits, "Quantize.bits": small(8, 4, "k8v4", None),
-    "rotation": small("", "k", "kv"), "MultiHeadConfig.rotation": small(True, False), "codebook": small("uniform", "gaussian"),
-    "centring": small(True, False), "per_channel": small(True, False), "block": none_or(32, 64), "num_float_tokens": small(0, 16),
-    "clip_search": small(True, False), "value": fmt, "formats": lambda c: [fmt(c), fmt(c)], "explain.dtype": small("float32", "float16"),
+    "bits": lambda c: c.pick(c.bits, 4, 8, 2, (3, 5)), "quantize.bits": lambda c: c.bits,
+    "Quantize.bits": small(8, 4, "k8v4", None),
+    "rotation": small("", "k", "kv"), "MultiHeadConfig.rotation": small(True, False),
+    "codebook": small("uniform", "gaussian"),
+    "centring": small(True, False), "per_channel": small(True, False), "block": none_or(32, 64),
+    "num_float_tokens": small(0, 16),
+    "clip_search": small(True, False), "value": fmt, "formats": lambda c: [fmt(c), fmt(c)],
+    "explain.dtype": small("float32", "float16"),
     "explain_batch.dtype": small("float32", "bfloat16"), "LowRank.dtype": small("float16", "int8"), "plan.dtype": fmt,
     # rope
-    "rope": none_or("cache"), "rope_theta": small(10000.0, 1.5), "rope_frequencies": lambda c: None, "rope_interleaved": small(True, False),
-    "cos": lambda c: c.floats(400, 8), "sin": lambda c: c.floats(400, 8), "positions": lambda c: c.integers(400, c.tokens),
-    "q_norm": lambda c: c.floats(c.dim), "k_norm": lambda c: c.floats(c.dim), "eps": small(1e-6, 0.0), "interleaved": small(True, False),
+    "rope": none_or("cache"), "rope_theta": small(10000.0, 1.5), "rope_frequencies": lambda c: None,
+    "rope_interleaved": small(True, False),
+    "cos": lambda c: c.floats(400, 8), "sin": lambda c: c.floats(400, 8),
+    "positions": lambda c: c.integers(400, c.tokens),
+    "q_norm": lambda c: c.floats(c.dim), "k_norm": lambda c: c.floats(c.dim), "eps": small(1e-6, 0.0),
+    "interleaved": small(True, False),
     # tokens
-    "layer": Call.layer, "k": lambda c: c.floats(c.tokens, c.heads, c.dim), "v": lambda c: c.floats(c.tokens, c.heads, c.dim),
-    "q": Call.queries, "attention.q": lambda c: c.floats(1, 2 * c.group, 20), "latent": lambda c: c.floats(c.tokens, c.dim),
+    "layer": Call.layer, "k": lambda c: c.floats(c.tokens, c.heads, c.dim),
+    "v": lambda c: c.floats(c.tokens, c.heads, c.dim),
+    "q": Call.queries, "attention.q": lambda c: c.floats(1, 2 * c.group, 20),
+    "latent": lambda c: c.floats(c.tokens, c.dim),
     "MLAKVCache.append_kv.k": lambda c: np.repeat(c.floats(c.tokens, 1, 9 + c.target.rope_dim), 2, 1),
     "MLASequence.append_kv.k": lambda c: np.repeat(c.floats(c.tokens, 1, 9 + c.target.rope_dim), 2, 1),
     "append_kv.v": lambda c: c.floats(c.tokens, 2, 5), "down_k": lambda c: c.floats(2, 9, c.latent),
-    "down_v": lambda c: c.floats(2, 5, c.latent), "up_k": lambda c: c.floats(c.latent, 2, 9), "up_v": lambda c: c.floats(c.latent, 2, 5),
+    "down_v": lambda c: c.floats(2, 5, c.latent), "up_k": lambda c: c.floats(c.latent, 2, 9),
+    "up_v": lambda c: c.floats(c.latent, 2, 5),
     "qkv": lambda c: c.floats(c.tokens, (c.heads * c.group + 2 * c.heads) * c.dim), "x": lambda c: c.floats(3, 2, 20),
-    "split_qkv_norm_rope.head_dim": lambda c: 20, "keys": lambda c: c.floats(c.heads, c.dim), "values": lambda c: c.floats(c.heads, c.dim),
-    "from_arrays.keys": lambda c: [c.floats(c.tokens, 2 * 20)] * 2, "from_arrays.values": lambda c: [c.floats(c.tokens, 2 * 20)] * 2,
+    "split_qkv_norm_rope.head_dim": lambda c: 20, "keys": lambda c: c.floats(c.heads, c.dim),
+    "values": lambda c: c.floats(c.heads, c.dim),
+    "from_arrays.keys": lambda c: [c.floats(c.tokens, 2 * 20)] * 2,
+    "from_arrays.values": lambda c: [c.floats(c.tokens, 2 * 20)] * 2,
     "from_arrays.num_kv_heads": small(1, 2, 4), "compress_kv.k": lambda c: c.floats(2, 2, c.tokens, 20),
     "compress_kv.v": lambda c: c.floats(2, 2, c.tokens, 20), "compress_kv_3d.k": lambda c: c.floats(2, c.tokens, 20),
     "compress_kv_3d.v": lambda c: c.floats(2, c.tokens, 20), "codes": Call.codes, "scales": lambda c: c.floats(3, 2),
     "dequantize.head_dim": none_or(20, 19), "dequantize.out": lambda c: np.zeros((3, 2, 20), np.float32),
     "n": lambda c: c.tokens if c.rng.random() < 0.6 else c.rng.randrange(200), "num_tokens": lambda c: c.tokens,
     "queries": lambda c: c.floats(c.target.num_q_heads, c.dim), "token_ids": lambda c: c.integers(3, c.tokens),
-    "snapshot.token_ids": lambda c: c.integers(3, len(c.target)), "save.token_ids": lambda c: c.integers(3, len(c.target)),
-    "PromptCache.save.token_ids": lambda c: c.integers(3, c.tokens), "metadata": lambda c: {"model": "m"}, "salt": small(b"", b"a"),
-    "out_a": lambda c: np.ones((3, 4, 20), np.float32), "out_b": lambda c: c.floats(3, 4, 20), "lse_a": lambda c: c.floats(3, 4),
+    "snapshot.token_ids": lambda c: c.integers(3, len(c.target)),
+    "save.token_ids": lambda c: c.integers(3, len(c.target)),
+    "PromptCache.save.token_ids": lambda c: c.integers(3, c.tokens), "metadata": lambda c: {"model": "m"},
+    "salt": small(b"", b"a"),
+    "out_a": lambda c: np.ones((3, 4, 20), np.float32), "out_b": lambda c: c.floats(3, 4, 20),
+    "lse_a": lambda c: c.floats(3, 4),
     "lse_b": lambda c: c.floats(3, 4), "i": small(0, 1), "start": small(0), "stop": small(2),
     # attention
     "out": Call.out, "scale": small(0.1, -1.0), "causal": small(True, False), "softcap": small(30.0, 0.5),
-    "sliding_window": small(1, 16, 100), "sinks": lambda c: c.floats(c.heads * c.group), "alibi_slopes": lambda c: c.floats(c.heads * c.group),
-    "return_lse": small(True, False), "softmax": small(True, False), "num_splits": small(0, 1, 3, 1000), "num_threads": small(1, 2, None),
-    "cascade": small(True, False), "q_shape": lambda c: c.pick(1, (1, c.heads * c.group, c.dim), c.floats(1, c.heads, c.dim)),
-    "sequences": lambda c: c.batch, "block_table": lambda c: c.target.block_table(c.batch), "seq_lens": lambda c: c.target.seq_lens(c.batch),
+    "sliding_window": small(1, 16, 100), "sinks": lambda c: c.floats(c.heads * c.group),
+    "alibi_slopes": lambda c: c.floats(c.heads * c.group),
+    "return_lse": small(True, False), "softmax": small(True, False), "num_splits": small(0, 1, 3, 1000),
+    "num_threads": small(1, 2, None),
+    "cascade": small(True, False),
+    "q_shape": lambda c: c.pick(1, (1, c.heads * c.group, c.dim), c.floats(1, c.heads, c.dim)),
+    "sequences": lambda c: c.batch, "block_table": lambda c: c.target.block_table(c.batch),
+    "seq_lens": lambda c: c.target.seq_lens(c.batch),
     "cu_seqlens_q": lambda c: np.arange(len(c.batch) + 1), "slot_mapping": Call.slots, "index": small(0, 1),
     # whole caches
-    "cache": lambda c: c.any(*CACHES, "PagedKVCache"), "snapshot": lambda c: c.any("Snapshot"), "sequence": lambda c: c.any("Sequence", "MLASequence"),
+    "cache": lambda c: c.any(*CACHES, "PagedKVCache"), "snapshot": lambda c: c.any("Snapshot"),
+    "sequence": lambda c: c.any("Sequence", "MLASequence"),
     "compress_cache.cache": lambda c: c.any("KVCache"), "compress_ring_cache.cache": lambda c: c.any("RingKVCache"),
-    "compressed": lambda c: c.any("CompressedKV"), "compressor": lambda c: c.any("KVCacheCompressor"), "arrays": Call.state,
+    "compressed": lambda c: c.any("CompressedKV"), "compressor": lambda c: c.any("KVCacheCompressor"),
+    "arrays": Call.state,
     "layers": lambda c: [c.any("CompressedKV")] * 2, "config": lambda c: c.any("MultiHeadConfig"),
-    "method": lambda c: c.any("LowRank", "VectorQuantization", "Hybrid", "Quantize"), "rank": none_or(1, 4, 16), "energy": none_or(0.9, 1.0),
+    "method": lambda c: c.any("LowRank", "VectorQuantization", "Hybrid", "Quantize"), "rank": none_or(1, 4, 16),
+    "energy": none_or(0.9, 1.0),
     "codebook_size": small(1, 4, 256), "num_subvectors": none_or(1, 4), "seed": small(0, 7), "quant_bits": small(8, 4),
-    "path": Call.path, "mmap": small(True, False), "folder": Call.path, "max_bytes": none_or(0, 10**6), "model": small("", "m"),
+    "path": Call.path, "mmap": small(True, False), "folder": Call.path, "max_bytes": none_or(0, 10**6),
+    "model": small("", "m"),
     # the machine and the plan
-    "plan.model": Call.config, "context": none_or(1, 4096), "memory": none_or(1 << 30), "bandwidth": lambda c: 1e10, "weight_bytes": none_or(10**9),
-    "plan.batch": small(1, 3), "name": lambda c: c.rng.choice(kvfast.available_isas()), "nbytes": small(1, 100_000), "kind": small("int8", "float32"),
+    "plan.model": Call.config, "context": none_or(1, 4096), "memory": none_or(1 << 30), "bandwidth": lambda c: 1e10,
+    "weight_bytes": none_or(10**9),
+    "plan.batch": small(1, 3), "name": lambda c: c.rng.choice(kvfast.available_isas()), "nbytes": small(1, 100_000),
+    "kind": small("int8", "float32"),
     "max_error": small(0.02, 1.0), "metric": small("output_error", "kl"),
     "fidelity.q": lambda c: c.floats(3, 4, 20), "choose_format.q": lambda c: c.floats(3, 4, 20),
 }  # fmt: skip

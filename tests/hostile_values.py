@@ -85,7 +85,15 @@ def twisted(rng, values):
     if way == 11:
         return values.swapaxes(0, -1) if values.ndim else values
     if way == 12:
-        return rng.choice([values[None], values[..., None], values[:0] if values.ndim else values, values.reshape(-1), values[..., :0] if values.ndim else values])
+        return rng.choice(
+            [
+                values[None],
+                values[..., None],
+                values[:0] if values.ndim else values,
+                values.reshape(-1),
+                values[..., :0] if values.ndim else values,
+            ]
+        )
     if way == 13 and values.ndim:
         return np.concatenate([values, values], axis=rng.randrange(values.ndim))
     if values.dtype.kind == "f" and values.size:
@@ -99,7 +107,9 @@ def twisted(rng, values):
         return other
     if values.dtype.kind in "iu" and values.size:
         other = values.astype(np.int64)
-        other.flat[rng.randrange(other.size)] = rng.choice([-2, -1, 0, 1, 31, 32, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 62, -(1 << 63)])
+        other.flat[rng.randrange(other.size)] = rng.choice(
+            [-2, -1, 0, 1, 31, 32, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 62, -(1 << 63)]
+        )
         return other
     return values
 

@@ -14,7 +14,7 @@ def test_every_public_name_has_a_recipe():
     assert fuzz_recipes.parameters_without_recipe() == []
     names = fuzz_recipes.public_names()
     assert {name for name in kvfast.__all__ if callable(getattr(kvfast, name))} <= names.keys()
-    for name, one in vars(kvfast.KVCache).items():
+    for name in vars(kvfast.KVCache):
         assert name.startswith("_") or f"KVCache.{name}" in names
     assert names["KVCache.append"][1] == "KVCache" and names["KVCache.from_state_dict"][1] is None
 

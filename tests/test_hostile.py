@@ -240,6 +240,13 @@ def test_a_sequence_is_made_by_its_pool():
                 kind(*arguments)
 
 
+def test_dequantize_writes_to_arrays():
+    codes, scales = kvfast.quantize(np.ones((2, 16), np.float32))
+    for wrong in (3, [[0.0] * 16] * 2, kvfast.KVCache(1, 1, 16)):
+        with pytest.raises(TypeError, match="out must be"):
+            kvfast.dequantize(codes, scales, wrong)
+
+
 def test_a_state_is_a_mapping():
     for kind in (kvfast.KVCache, kvfast.Snapshot, kvfast.CompressedKV):
         for wrong in (None, 3, [1, 2], np.zeros(3)):

@@ -48,7 +48,20 @@ def test_prefix_hashes_are_keyed_by_pool():
 def test_prompts_that_other_hashes_confuse_are_apart():
     """Numbers that Python hashes alike, that are alike in fewer bits, or whose bytes are those of other prompts."""
     base = [1 << 40] * 16
-    alike = [-1, -2, 0, 1, (1 << 61) - 1, (1 << 61), (1 << 32) + 1, 1 << 32, (1 << 63) - 1, -(1 << 63), 256, 1 << 8 << 8]
+    alike = [
+        -1,
+        -2,
+        0,
+        1,
+        (1 << 61) - 1,
+        (1 << 61),
+        (1 << 32) + 1,
+        1 << 32,
+        (1 << 63) - 1,
+        -(1 << 63),
+        256,
+        1 << 8 << 8,
+    ]
     pool = None
     for token in alike:
         pool, _ = stored_prefix([token, *base, 5], pool=pool)
@@ -99,7 +112,17 @@ def test_no_cache_can_be_pickled():
     compressed = kvfast.KVCacheCompressor(kvfast.Quantize(8)).compress_kv_3d(rows, rows)
     latent = kvfast.MLAKVCache(1, 16, 8)
     prefix = kvfast.PrefixKVCache([compressed])
-    for one in (cache, cache.snapshot(), pool, pool.new_sequence(), heads, compressed, latent, prefix, kvfast.PagedMLAKVCache(1, 16, 8, 4)):
+    for one in (
+        cache,
+        cache.snapshot(),
+        pool,
+        pool.new_sequence(),
+        heads,
+        compressed,
+        latent,
+        prefix,
+        kvfast.PagedMLAKVCache(1, 16, 8, 4),
+    ):
         with pytest.raises(TypeError, match="pickle"):
             pickle.dumps(one)
 
@@ -270,7 +293,9 @@ def test_secure_changes_no_result(rng):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/mem")
-@pytest.mark.parametrize("kind, dtype", [("sequence", "float32"), ("growing", "open"), ("ring", "float16"), ("latent", "float32")])
+@pytest.mark.parametrize(
+    "kind, dtype", [("sequence", "float32"), ("growing", "open"), ("ring", "float16"), ("latent", "float32")]
+)
 def test_nothing_stays_in_the_memory_of_the_process(kind, dtype):
     """Neither in blocks nor where calls work, the stacks of threads included; without secure it does."""
     found = {}

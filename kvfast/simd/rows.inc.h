@@ -170,8 +170,8 @@ static void KV(transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_row
     }
 }
 
-/* exp(x) for x <= 88, exactly 0 below -87, NaN for NaN, so that no score is lost: 2^n x 2^r, |r| <= 1/2, with the polynomial of degree 5 that
-   interpolates 2^r in the Chebyshev nodes (relative error 1e-7). */
+/* exp(x) for x <= 88, exactly 0 below -87, and NaN for NaN, so that no score is lost: 2^n x 2^r, |r| <= 1/2, with the
+   polynomial of degree 5 that interpolates 2^r in the Chebyshev nodes (relative error 1e-7). */
 static inline vf KV(exp)(vf x)
 {
     vf t = vf_mul(vf_max(vf_set1(-87.0f), x), vf_set1(1.44269504f));

@@ -203,6 +203,7 @@ RECIPES = {
     "clip_search": small(True, False), "value": fmt, "formats": lambda c: [fmt(c), fmt(c)],
     "explain.dtype": small("float32", "float16"),
     "explain_batch.dtype": small("float32", "bfloat16"), "LowRank.dtype": small("float16", "int8"), "plan.dtype": fmt,
+    "secure": small(False, True),
     # rope
     "rope": none_or("cache"), "rope_theta": small(10000.0, 1.5), "rope_frequencies": lambda c: None,
     "rope_interleaved": small(True, False),

@@ -29,8 +29,8 @@ def test_a_new_name_without_a_recipe_is_told(monkeypatch):
 
 
 def test_a_short_run():
-    outcomes = fuzz_api.fuzz(3000, 20)
-    assert outcomes["returned"] > 1000 and outcomes["TypeError"] > 100 and outcomes["ValueError"] > 100
+    outcomes = fuzz_api.fuzz(1800, 20)
+    assert outcomes["returned"] > 600 and outcomes["TypeError"] > 100 and outcomes["ValueError"] > 100
 
 
 @pytest.mark.parametrize("break_it", ["error", "state", "finite"])
@@ -39,7 +39,7 @@ def test_what_no_call_may_do_is_found(monkeypatch, break_it):
     append, attend = kvfast.KVCache.append, kvfast.KVCache.attend
 
     def broken_append(self, layer, k, v):
-        if break_it == "error":
+        if break_it == "error" and getattr(k, "dtype", None) != np.float32:
             raise KeyError("not an error of kvfast")
         if break_it == "state" and self.layer_length(0) and isinstance(layer, int) and layer == 0:
             append(self, 0, self.k(0)[:1].copy(), self.v(0)[:1].copy())

@@ -122,7 +122,7 @@ def state(one):
         if one._buffer.closed:
             return "freed"
         shown = [np.array(side).tobytes() for layer in range(one.num_layers) for side in one._decoded(layer)]
-        return len(one), one.context_lens.tolist(), shown, state(one.snapshot())
+        return len(one), one.context_lens.tolist(), shown, one._buffer.places_of_tables()
     if isinstance(one, kvfast.Snapshot | kvfast.CompressedKV):
         return {name: array.tobytes() for name, array in one.state_dict().items()}
     if isinstance(one, PagedStorage):
@@ -180,7 +180,7 @@ def perform(world, name, function, owner, outcomes, log):
             given = {one: world.hostile(None) for one, optional in parameters(function).items() if not optional}
     log.append((name, given))
     involved = [one for one in (target, *given.values()) if state_of(one)]
-    watched = involved if method in WRITING or rng.random() < 0.05 else []
+    watched = involved if method in WRITING or rng.random() < 0.02 else []
     before = [state(one) for one in watched]
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"), contextlib.redirect_stdout(None):

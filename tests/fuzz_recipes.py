@@ -5,6 +5,7 @@ a recipe is found by `parameters_without_recipe`.
 """
 
 import copy
+import functools
 import inspect
 import pickle
 
@@ -48,6 +49,7 @@ def public_names():
     return names
 
 
+@functools.lru_cache(maxsize=None)
 def parameters(function):
     """{name: whether it may be left out} of a function that is called on an object, or without."""
     try:

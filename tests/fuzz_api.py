@@ -17,6 +17,7 @@ import argparse
 import collections
 import contextlib
 import faulthandler
+import json
 import os
 import random
 import resource
@@ -24,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from pathlib import Path
 
@@ -284,71 +284,79 @@ def short(value):
     return repr(value)[:200]
 
 
-def fuzz(calls, seed, progress=None):
-    """Episodes until so many calls were made."""
-    outcomes, number = collections.Counter(), 0
-    while outcomes.total() < calls:
+def fuzz(calls, seed, seconds=float("inf"), progress=None):
+    """Episodes until so many calls were made, or so much time has passed; `progress` is called before and after each."""
+    outcomes, number, start = collections.Counter(), 0, time.perf_counter()
+    while outcomes.total() < calls and time.perf_counter() - start < seconds:
         if progress is not None:
-            faulthandler.dump_traceback_later(SECONDS, exit=True)
-            os.pwrite(progress, b"%12d" % number, 0)
+            progress(number, outcomes)
         outcomes += episode(seed, number)
         number += 1
-    faulthandler.cancel_dump_traceback_later()
+    if progress is not None:
+        progress(number, outcomes)
     return outcomes
 
 
-def run_process(calls, seed):
-    """In a process of its own: limits, and a word of where it was if it dies."""
+def run_process(path, calls, seed, seconds):
+    """In a process of its own, with limits; it leaves in a file how far it came, also if it dies."""
+
+    def progress(number, outcomes):
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        path.write_text(json.dumps([number, outcomes]))
+
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     faulthandler.enable()
-    with tempfile.TemporaryFile() as progress:
-        try:
-            outcomes = fuzz(calls, seed, progress.fileno())
-        except Broken:
-            traceback.print_exc()
-            sys.exit(1)
-    for name, count in outcomes.items():
-        print(name, count)
+    fuzz(calls, seed, seconds, progress)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def run_processes(options, folder):
+    """Whether all came to their end."""
+    start, share, outcomes, good = (
+        time.perf_counter(),
+        -(-options.calls // options.processes),
+        collections.Counter(),
+        True,
+    )
+    children = []
+    for i in range(options.processes):
+        path, seed = Path(folder, str(i)), options.seed + i
+        arguments = ["--child", path, "--calls", share, "--seed", seed, "--seconds", options.seconds]
+        children.append((path, seed, subprocess.Popen([sys.executable, __file__, *map(str, arguments)])))
+    for path, seed, child in children:
+        code = child.wait()
+        number, counts = json.loads(path.read_text())
+        outcomes.update(counts)
+        if code:
+            good = False
+            print(f"the process with seed {seed} ended with {code}: --seed {seed} --episode {number}", file=sys.stderr)
+    seconds = time.perf_counter() - start
+    print(
+        f"{outcomes.total():,} calls of {len(NAMES)} names in {options.processes} processes, seeds from {options.seed}, "
+        f"{seconds:.0f} s, {outcomes.total() / seconds:,.0f} a second"
+    )
+    print("; ".join(f"{name} {count:,}" for name, count in outcomes.most_common()))
+    return good
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=1_000_000)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="end after so long, however many calls that is"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the first process; the others have those behind it")
     parser.add_argument("--episode", type=int, help="run this one alone")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.episode is not None:
         print(dict(episode(options.seed, options.episode)))
-        return
-    if options.child:
-        run_process(options.calls, options.seed)
-        return
-    start, share = time.perf_counter(), -(-options.calls // options.processes)
-    children = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--child", "--calls", str(share), "--seed", str(options.seed + i)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(options.processes)
-    ]
-    outcomes = collections.Counter()
-    failed = 0
-    for i, child in enumerate(children):
-        output, _ = child.communicate()
-        failed += child.returncode != 0
-        if child.returncode:
-            print(f"the process with seed {options.seed + i} ended with {child.returncode}", file=sys.stderr)
-        for line in output.splitlines():
-            name, count = line.rsplit(" ", 1)
-            outcomes[name] += int(count)
-    seconds = time.perf_counter() - start
-    print(f"{outcomes.total():,} calls of {len(NAMES)} names in {options.processes} processes, seeds from {options.seed}, "
-          f"{seconds:.0f} s, {outcomes.total() / seconds:,.0f} a second")  # fmt: skip
-    print("; ".join(f"{name} {count:,}" for name, count in outcomes.most_common()))
-    sys.exit(bool(failed))
+    elif options.child:
+        run_process(options.child, options.calls, options.seed, options.seconds)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.exit(not run_processes(options, folder))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def public_names():
     return names
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parameters(function):
     """{name: whether it may be left out} of a function that is called on an object, or without."""
     try:

@@ -11,7 +11,7 @@ from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport dtype_limit, dtype_name
-from kvfast.encode cimport kv_rotary, load_rows
+from kvfast.encode cimport is_identity, kv_rotary, load_rows
 from kvfast.options cimport check_count
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -127,7 +127,7 @@ cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_k
 
 cdef bint _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token,
                            const kv_rotary *rotary, const kv_rows *out, kv_watch *watch) noexcept nogil:
-    """Whether all that was written is finite."""
+    """Whether all that was computed is finite."""
     cdef float row[512]
     cdef Py_ssize_t head
     cdef char *target = out.data + token * out.token_stride
@@ -137,10 +137,14 @@ cdef bint _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ss
     if out.dtype == KV_FLOAT32:
         load_rows(kernels, rows, token, 0, rows.heads, rotary, <float *>target,
                   out.head_stride // <Py_ssize_t>sizeof(float))
-    for head in range(rows.heads):
-        if out.dtype == KV_FLOAT32:
+        if is_identity(rotary):
+            return True
+        if out.head_stride == rows.dim * <Py_ssize_t>sizeof(float):  # all heads at once
+            return kernels.find_unstorable(<float *>target, rows.heads * rows.dim, dtype_limit(KV_FLOAT32)) < 0
+        for head in range(rows.heads):
             good &= kernels.find_unstorable(<float *>(target + head * out.head_stride), rows.dim, dtype_limit(KV_FLOAT32)) < 0
-            continue
+        return good
+    for head in range(rows.heads):
         load_rows(kernels, rows, token, head, 1, rotary, row, rows.dim)
         good &= kernels.find_unstorable(row, rows.dim, dtype_limit(out.dtype)) < 0
         kernels.from_float[out.dtype](row, rows.dim, target + head * out.head_stride)
@@ -208,7 +212,7 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     Raises
     ------
     DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
-        If shapes or positions do not fit, or a table or weight is not finite.
+        If shapes or positions do not fit, or a weight, or what comes of the norm and the rotation, is not finite.
     """
     num_q_heads = check_count(num_q_heads, "num_q_heads", 1, 1 << 20)
     cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)

@@ -180,7 +180,7 @@ cdef class PagedBuffer:
         finally:
             self.pool.leave()
 
-    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n):
+    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n, Py_ssize_t num_sequences):
         """The slots as int64, and how many tokens each table gets. Slots of sequences must be their next."""
         cdef int64_t[::1] slots
         cdef Py_ssize_t i = 0, end, size = self.pool.block_size, expected
@@ -217,7 +217,8 @@ cdef class PagedBuffer:
             i = end
         if foreign:
             self._check_plain()
-            if self.num_owned:
+            # Also one that has no blocks yet: it would take those of the other scheduler.
+            if self.num_owned or num_sequences:
                 raise ValueError(f"slot_mapping holds {foreign[0][0]}, a slot that no sequence has; while a pool has "
                                  f"sequences, slots must come from slot_mapping()")
             unique = np.unique(np.concatenate(foreign))
@@ -225,28 +226,28 @@ cdef class PagedBuffer:
                 raise ValueError("slot_mapping must not hold a slot twice")
         return array, gains, bool(foreign)
 
-    def append_batch(self, layer, k, v, slot_mapping):
+    def append_batch(self, layer, k, v, slot_mapping, num_sequences):
         cdef Rows keys, values
         keys, values = open_pair(k, v, self.pool.rope_dim is not None)
-        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None)
+        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, num_sequences, None)
 
-    def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
+    def write_batch(self, layer, qkv, slot_mapping, num_sequences, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
         cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim)
         of_q.fit(parts.whole.rows.tokens, 0)
         of_k.fit(parts.whole.rows.tokens, 0)
         number = check_layer(layer, self.pool.num_layers)
         q = transform_rows(parts.q, of_q, out, num_threads)
-        self._write(number, parts.k, parts.v, slot_mapping, of_k)
+        self._write(number, parts.k, parts.v, slot_mapping, num_sequences, of_k)
         return q
 
-    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform):
+    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Py_ssize_t num_sequences, Transform transform):
         cdef kv_store *store = self.pool.stores + layer
         cdef int64_t[::1] slots
         cdef BlockTable table
         self.pool.enter()
         try:
             check_rows(store, keys, values)
-            slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
+            slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens, num_sequences)
             if foreign:
                 # Other people's slots have no length that hides what a refused call has written.
                 if transform is not None:

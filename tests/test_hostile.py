@@ -240,6 +240,19 @@ def test_a_sequence_is_made_by_its_pool():
                 kind(*arguments)
 
 
+def test_a_sequence_without_blocks_takes_none_of_another_scheduler():
+    """Slots of a scheduler were taken where a sequence had no block yet, and its next tokens overwrote them."""
+    pool = kvfast.PagedKVCache(1, 1, 16, num_blocks=4, dtype="float32")
+    sequence, row = pool.new_sequence(), np.ones((1, 1, 16), np.float32)
+    with pytest.raises(ValueError, match="while a pool has sequences"):
+        pool.append_batch(0, row, row, [0])
+    sequence.append(0, 2 * row, row)
+    sequence.free()
+    pool.append_batch(0, row, row, [0])
+    with pytest.raises(ValueError, match="another scheduler"):
+        pool.new_sequence()
+
+
 def test_dequantize_writes_to_arrays():
     codes, scales = kvfast.quantize(np.ones((2, 16), np.float32))
     for wrong in (3, [[0.0] * 16] * 2, kvfast.KVCache(1, 1, 16)):

@@ -227,6 +227,15 @@ def test_scores_of_heads_beyond_float32_are_refused(isa):
     assert np.isfinite(heads.attention_scores(rows / np.float32(1e30))).all()
 
 
+def test_projections_beyond_float32_are_refused():
+    cache = kvfast.MLAKVCache(1, 16, 0, dtype="float32")
+    cache.append(0, np.full((1, 16), 3e38, np.float32))
+    up = np.ones((16, 2, 4), np.float32)
+    with pytest.raises(kvfast.NonFiniteInputError, match="beyond float32"):
+        cache.get_kv(0, up, up)
+    assert np.isfinite(cache.get_kv(0, up / 1000, up / 1000)[0]).all()
+
+
 # What `fuzz_api` once found.
 
 

@@ -55,7 +55,7 @@ cdef class Heads:
 cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
     """The KV heads first ... of a pool's only layer."""
     cdef Heads self = Heads.__new__(Heads)
-    cdef Py_ssize_t i, chunks = len(pool.arenas)
+    cdef Py_ssize_t i, chunks = pool.num_chunks
     cdef kv_chunk *chunk
     self.store = pool.stores[0]
     self.store.num_kv_heads = <int>count

@@ -32,8 +32,9 @@ cdef class BlockPool:
     cdef bint is_shared
     cdef kv_store *stores              # (num_layers,)
     cdef uint8_t *chunk_of             # as in kv_store
-    cdef list arenas                   # of Arena, one per chunk
-    cdef list sizes                    # bytes of the chunks
+    cdef list arenas                   # of Arena, one per chunk, and perhaps None behind them
+    cdef list sizes                    # bytes of the chunks, or 0
+    cdef Py_ssize_t num_chunks
     cdef int32_t *owners               # (num_blocks,) number of owners
     cdef int32_t *next_free            # (num_blocks + 1,) ring of free blocks; entry 0 is its head,
     cdef int32_t *prev_free            # entry b + 1 that of block b, -1 for one that is not in it

@@ -113,7 +113,11 @@ cdef class BlockPool:
     cdef int enter(self) except -1:
         if not self.try_enter():
             raise RuntimeError("this cache is in use by another thread; a cache serves one thread at a time")
-        self._release_abandoned()
+        try:
+            self._release_abandoned()
+        except BaseException:
+            self.leave()
+            raise
         return 0
 
     cdef int _release_abandoned(self) except -1:
@@ -124,16 +128,20 @@ cdef class BlockPool:
     def abandon(self, table):
         """Release a table that Python collects, of this pool or one entered with it: now, or when it is next entered."""
         if self.try_enter():
-            table.give_up()
-            self.leave()
+            try:
+                table.give_up()
+            finally:
+                self.leave()
         else:
             self.abandoned.append(table)
 
     def settle(self):
         """Release what was abandoned while the pool was busy."""
         if self.try_enter():
-            self._release_abandoned()
-            self.leave()
+            try:
+                self._release_abandoned()
+            finally:
+                self.leave()
 
     cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=None, object offsets=None) except -1:
         """More blocks, at the end. Nothing has changed if it fails.
@@ -141,7 +149,7 @@ cdef class BlockPool:
         With an arena, its bytes are the blocks: `offsets` has for each layer and side where the first head's stream
         starts, and how far the next is from it.
         """
-        cdef Py_ssize_t i, count = len(self.arenas), first, total
+        cdef Py_ssize_t i, count = self.num_chunks, first, total
         cdef kv_store *store
         cdef kv_chunk *chunk
         first = (self.num_blocks + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS
@@ -174,14 +182,14 @@ cdef class BlockPool:
             if self.floats is not None:
                 self.float_of = <int32_t *>_grown(self.float_of, total * (self.block_size // PIECE) * sizeof(int32_t))
                 self.kept = <int16_t *>_grown(self.kept, total * sizeof(int16_t))
-            self.sizes.append(nbytes)
+            if len(self.sizes) == count:
+                self.sizes.append(0)
+            if len(self.arenas) == count:
+                self.arenas.append(None)
         finally:
             self._aim_stores()  # also where only some have grown, and lie elsewhere now
-        try:
-            self.arenas.append(arena)
-        except MemoryError:
-            self.sizes.pop()
-            raise
+        self.arenas[count], self.sizes[count] = arena, nbytes
+        self.num_chunks += 1
         for i in range(self.num_blocks * (self.block_size // PIECE), total * (self.block_size // PIECE) if self.floats is not None else 0):
             self.float_of[i] = -1
         for i in range(first // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
@@ -431,16 +439,16 @@ cdef class BlockPool:
     cdef int trim(self) except -1:
         """Give back the last chunks of a pool that has grown while no block of theirs is in use."""
         cdef Py_ssize_t i, first
-        while len(self.arenas) > 1:
-            first = self.stores[0].chunks[len(self.arenas) - 1].first
+        while self.num_chunks > 1:
+            first = self.stores[0].chunks[self.num_chunks - 1].first
             for i in range(first, self.num_blocks):
                 if self.owners[i]:
                     return 0
             for i in range(first, self.num_blocks):
                 self._remove(<int32_t>i)
             self.num_blocks = first
-            self.arenas.pop()
-            self.sizes.pop()
+            self.num_chunks -= 1
+            self.arenas[self.num_chunks], self.sizes[self.num_chunks] = None, 0  # to make a list shorter may take memory
         return 0
 
     cdef int drop_surplus(self) except -1:

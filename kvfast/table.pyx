@@ -517,10 +517,6 @@ cdef class BlockTable:
             slots[i] = self.slot(at[i])
         return decode_tokens(self.pool.stores + layer, at, slots, self.coded, values)
 
-    def __del__(self):
-        if self.count:
-            self.pool.abandon(self)
-
     def give_up(self):
         """Release, for a pool that has been entered."""
         self.release()

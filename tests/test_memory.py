@@ -30,8 +30,8 @@ def test_every_allocation_of_the_modules(tmp_path):
     shim = tmp_path / "failing_malloc.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, HERE / "failing_malloc.c", "-ldl"], check=True)
     failed = failing("memory", LD_PRELOAD=str(shim), KVFAST_NUM_THREADS="1")
-    assert failed["append, growing, int4"] >= 3 and failed["attend_batch, pool, int4"] >= 3 and failed["codecs"] >= 2
-    assert len(failed) > 100 and sum(failed.values()) > 1000
+    assert failed["append, growing, int4"] >= 3 and failed["attend_batch, pool, int4"] >= 2 and failed["codecs"] >= 2
+    assert len(failed) > 100 and sum(failed.values()) > 500
 
 
 def test_every_object():

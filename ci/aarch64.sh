@@ -33,6 +33,7 @@ exec qemu-aarch64 -L "$root" -0 "$root/usr/bin/python" "$root/usr/bin/python3" "
 END
     chmod +x "$work/unpacked/usr/bin/python"
     mv "$work/unpacked" "$root"
+    rm -r "$work/apt"
 fi
 python=$root/usr/bin/python version=$(basename "$(readlink "$root/usr/bin/python3")")
 if [ ! -d "$work/site" ]; then

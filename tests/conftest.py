@@ -1,5 +1,6 @@
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import kvfast
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cache_kinds import CENTRED, PACKED, TRELLIS
+
+# A shell's background jobs ignore Ctrl-C, and so would those that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=kvfast.available_isas())

@@ -35,14 +35,16 @@ def test_every_allocation_of_the_modules(tmp_path):
 
 
 def test_every_object():
-    """What Python asks for itself, in the operations of one sequence."""
+    """What Python asks for itself. (Of a ring that rotates, NumPy itself loses the error of some; a sequence of a pool can lose
+    blocks to one that was never made.)"""
     if not hasattr(pytest.importorskip("_testcapi"), "set_nomemory"):
         pytest.skip("needs CPython's own tests")
-    names = ["append, growing, int4", "append_one, sequence, int4", "advance, ring of two windows, int4", "attend, growing, int4",
-             "copy, growing, int4", "truncate, growing, int4", "snapshot, growing, int4", "restore, growing, int4",
-             "restore_foreign, sequence, int4", "keys, growing, int4", "slots, pool, int4"]  # fmt: skip
+    kinds = ["growing", "sequence", "ring with sinks", "ring of two windows"]
+    operations = ["append", "append_one", "advance", "attend", "prefill", "copy", "truncate", "snapshot", "restore", "restore_foreign",
+                  "keys", "state"]  # fmt: skip
+    names = [f"{operation}, {kind}, int4" for kind in kinds for operation in operations] + ["write", "explain", "slots, pool, int4"]
     failed = failing("objects", *names, KVFAST_NUM_THREADS="1")
-    assert failed.keys() == set(names) and sum(failed.values()) > 500
+    assert failed.keys() == set(names) and sum(failed.values()) > 5000
 
 
 def resident():

@@ -9,6 +9,7 @@ the time is told as well: alone, and between two calls of `attend`.
 
 import argparse
 import importlib
+from collections import defaultdict
 from statistics import median
 from time import perf_counter
 
@@ -50,17 +51,21 @@ def main():
     q = rng.standard_normal((1, QUERY_HEADS, DIM), np.float32)
     weights, x = [torch.randn(4096, 4096) for _ in range(4)], torch.randn(1, 4096)
 
-    found = {"attend before torch has worked": [], "attend alone": [], "attend between products": [], "product alone": [], "product between attends": []}
-    for i in range(given.rounds * given.calls):
-        found["attend before torch has worked"].append(timed(lambda: cache.attend(i % 8, q)))
+    def attend(i):
+        return timed(lambda: cache.attend(i % 8, q))
+
+    def multiply(i):
+        return timed(lambda: x @ weights[i % 4])
+
+    found, calls = defaultdict(list), range(given.calls)
     for _ in range(given.rounds):
-        for i in range(given.calls):
-            found["attend alone"].append(timed(lambda: cache.attend(i % 8, q)))
-        for i in range(given.calls):
-            found["product alone"].append(timed(lambda: x @ weights[i % 4]))
-        for i in range(given.calls):
-            found["attend between products"].append(timed(lambda: cache.attend(i % 8, q)))
-            found["product between attends"].append(timed(lambda: x @ weights[i % 4]))
+        found["attend before torch has worked"] += [attend(i) for i in calls]
+    for _ in range(given.rounds):
+        found["attend alone"] += [attend(i) for i in calls]
+        found["product alone"] += [multiply(i) for i in calls]
+        for i in calls:
+            found["attend between products"].append(attend(i))
+            found["product between attends"].append(multiply(i))
     print(f"{given.first} first, {given.threads} threads, {given.dtype}, {given.context} tokens; {len(runtimes)} runtimes")
     for name, seconds in found.items():
         print(f"{name:30} {median(seconds) * 1e6:8.0f} us, 90 % below {sorted(seconds)[len(seconds) * 9 // 10] * 1e6:8.0f} us")

@@ -1,8 +1,9 @@
 """Ctrl-C in the middle of a long call.
 
-A call with much to do has a `kv_watch`, and its threads ask `is_stopped` between pieces of its work. Ten times a second the thread that made the call then lets Python's signal handlers run. If one of them raises, all
-threads leave what is left, and `check_stopped` passes the exception on. Calls of little work, and those of `capi` that
-come without an interpreter, have NULL for a watch.
+A call with much to do has a `kv_watch`, and its threads ask `is_stopped` between pieces of its work. Ten times a second the
+thread that made the call then lets Python's signal handlers run. If one of them raises, all threads leave what is left, and
+`check_stopped` passes the exception on. Calls of little work, and those of `capi` that come without an interpreter, have NULL
+for a watch.
 """
 from libc.stdint cimport int64_t
 

@@ -11,7 +11,6 @@ from kvfast.attend_call cimport Workspace
 from kvfast.blocks cimport (CHUNK_SHIFT, PIECE, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store,
                             v_block_at)
 from kvfast.options cimport check_count
-from kvfast.prefix cimport PrefixIndex
 from kvfast.wipe cimport kv_wipe
 
 from kvfast.errors import CacheFullError
@@ -190,8 +189,9 @@ cdef class BlockPool:
             self._aim_stores()  # also where only some have grown, and lie elsewhere now
         self.arenas[count], self.sizes[count] = arena, nbytes
         self.num_chunks += 1
-        for i in range(self.num_blocks * (self.block_size // PIECE), total * (self.block_size // PIECE) if self.floats is not None else 0):
-            self.float_of[i] = -1
+        if self.floats is not None:
+            for i in range(self.num_blocks * (self.block_size // PIECE), total * (self.block_size // PIECE)):
+                self.float_of[i] = -1
         for i in range(first // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
             self.chunk_of[i] = <uint8_t>count
         for i in range(self.num_layers):

@@ -12,10 +12,10 @@ import sys
 import tempfile
 
 import numpy as np
+from cache_kinds import DIM, HEADS, LAYERS, QUERIES, fill, make, tokens
 
 import kvfast
 from kvfast import compression
-from cache_kinds import DIM, HEADS, LAYERS, QUERIES, fill, make, tokens
 
 FORMATS = ("int4", "int8-plain", "float32", kvfast.KVFormat("int8", num_float_tokens=4))
 ENOUGH = 25  # successes in a row: no allocation of the operation was left to fail

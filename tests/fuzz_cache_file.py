@@ -255,9 +255,8 @@ def check(data, goods, is_signed, mmap, path):
     equal = any(is_same(snapshot, good) for good in goods)
     if not (equal or is_signed or mmap):
         raise AssertionError("wrong data was accepted")
-    with np.errstate(all="ignore"):
-        with contextlib.suppress(kvfast.NonFiniteInputError):  # of scales that nobody wrote
-            use(kvfast.load(path, mmap=mmap))
+    with np.errstate(all="ignore"), contextlib.suppress(kvfast.NonFiniteInputError):  # of scales that nobody wrote
+        use(kvfast.load(path, mmap=mmap))
     return "equal" if equal else "other"
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_kinds import KINDS, fill, make
 
 import kvfast
-from cache_kinds import KINDS, fill, make
 
 HERE = Path(__file__).parent
 

@@ -64,11 +64,11 @@ static void KV(decode_any)(const kv_codes *codes, ptrdiff_t n, char *rows, ptrdi
 
 static void KV(decode_codes)(const kv_codes *codes, ptrdiff_t n, char *rows, ptrdiff_t stride)
 {
-#define KV_OF_WIDTHS(count)                                                  \
-    switch (codes->width) {                                                  \
-    case 2: KV(decode_as)(codes, n, rows, stride, 2, count); return;         \
-    case 4: KV(decode_as)(codes, n, rows, stride, 4, count); return;         \
-    case 8: KV(decode_as)(codes, n, rows, stride, 8, count); return;         \
+#define KV_OF_WIDTHS(count)                                          \
+    switch (codes->width) {                                          \
+    case 2: KV(decode_as)(codes, n, rows, stride, 2, count); return; \
+    case 4: KV(decode_as)(codes, n, rows, stride, 4, count); return; \
+    case 8: KV(decode_as)(codes, n, rows, stride, 8, count); return; \
     }
     if (codes->count == 16) KV_OF_WIDTHS(16)
     if (codes->count == 256) KV_OF_WIDTHS(256)

@@ -116,12 +116,20 @@ class World:
         return self.rng.choice(self.objects) if self.rng.random() < 0.05 else hostile(self.rng, fitting)
 
 
+def decoded(cache, layer):
+    """The rows of a layer; or why it has none: the largest floats may be too large once they are rotated back."""
+    try:
+        return [np.array(side).tobytes() for side in cache._decoded(layer)]
+    except kvfast.NonFiniteInputError as error:
+        return str(error)
+
+
 def state(one):
     """Lengths and stored bytes of a cache, to be compared."""
     if isinstance(one, StoredSequence):
         if one._buffer.closed:
             return "freed"
-        shown = [np.array(side).tobytes() for layer in range(one.num_layers) for side in one._decoded(layer)]
+        shown = [decoded(one, layer) for layer in range(one.num_layers)]
         return len(one), one.context_lens.tolist(), shown, one._buffer.places_of_tables()
     if isinstance(one, kvfast.Snapshot | kvfast.CompressedKV):
         return {name: array.tobytes() for name, array in one.state_dict().items()}

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
+from process_tasks import CACHES, attend, filled, queries
 
 import kvfast
 
@@ -17,21 +18,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 SECONDS = 60  # for a child, that takes one
-
-CACHES = {}  # of the parent, for the children that are forked
-
-
-def filled(seed, dtype="int4", tokens=3000):
-    rng = np.random.default_rng(seed)
-    cache = kvfast.KVCache(1, 4, 64, dtype=dtype)
-    cache.append(0, *rng.standard_normal((2, tokens, 4, 64), np.float32))
-    cache.advance(tokens)
-    return cache
-
-
-def queries(seed=0):
-    return np.random.default_rng(seed).standard_normal((8, 16, 64), np.float32)
-
 
 def num_threads_of(cache):
     """Threads of OpenMP that exist beside Python's, once a call has had two."""
@@ -139,12 +125,6 @@ def test_a_child_has_a_cache_of_its_own():
     in_child = fork(go_on)
     assert len(cache) == 3000 and cache.k(0).tobytes() == before
     assert go_on() == in_child
-
-
-def attend(i, seed=0):
-    """In a child: attention on a cache that the parent has made, or where it is not there on one like it."""
-    cache = CACHES[i] if i in CACHES else filled(i)
-    return cache.attend(0, queries(seed), num_threads=2)
 
 
 @pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())

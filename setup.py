@@ -6,6 +6,7 @@ KVFAST_CFLAGS holds flags of one's own, which come last: for the compiler and th
 
 import glob
 import gzip
+import importlib.util
 import os
 import shlex
 import subprocess
@@ -72,10 +73,11 @@ class BuildExt(build_ext):
         self.parallel = self.parallel or os.cpu_count()
 
     def build_extension(self, module):
-        from Cython.Build import cythonize
+        if importlib.util.find_spec("Cython"):  # else setuptools takes the C files, if they are there
+            from Cython.Build import cythonize
 
-        with self.cython_is_at_work:
-            module.sources = cythonize(module, force=self.force, quiet=True)[0].sources
+            with self.cython_is_at_work:
+                module.sources = cythonize(module, force=self.force, quiet=True)[0].sources
         super().build_extension(module)
 
 

@@ -129,7 +129,7 @@ def quantize(x, bits=8):
     cdef kv_watch watch
     cdef Py_ssize_t task, tasks, bad = -1, found
     cdef int threads
-    if bits not in (8, 4):
+    if not isinstance(bits, (int, np.integer)) or bits not in (8, 4):
         raise ValueError(f"bits must be 8 or 4, got {bits!r}")
     array = np.asarray(x)
     if array.dtype.name not in _SOURCES or not array.dtype.isnative:

@@ -262,6 +262,11 @@ def test_a_sequence_without_blocks_takes_none_of_another_scheduler():
         pool.new_sequence()
 
 
+def test_bits_are_a_number():
+    with pytest.raises(ValueError, match="bits must be 8 or 4, got masked"):
+        kvfast.quantize(np.ones((2, 8), np.float32), np.ma.masked)
+
+
 def test_dequantize_writes_to_arrays():
     codes, scales = kvfast.quantize(np.ones((2, 16), np.float32))
     for wrong in (3, [[0.0] * 16] * 2, kvfast.KVCache(1, 1, 16)):

@@ -93,15 +93,15 @@ static void KV(expand)(const kv_side *side, const char *units, int count, const 
 }
 
 /* Indices below 128 become levels of the trellis + 128. */
-static inline __attribute__((always_inline)) void KV(put_trellis)(KV(half_line) indices, uint8_t *out)
+static inline __attribute__((always_inline)) void KV(put_trellis)(const KV(half_line) *indices, uint8_t *out)
 {
 #ifdef KV_VBMI
-    const __m256i index = (__m256i)indices;
+    const __m256i index = _mm256_loadu_si256((const __m256i *)indices);
     const __m512i levels = _mm512_permutex2var_epi8(_mm512_loadu_si512(kv_trellis_table), _mm512_castsi256_si512(index),
                                                     _mm512_loadu_si512(kv_trellis_table + 64));
     _mm256_storeu_si256((__m256i *)out, _mm512_castsi512_si256(levels));
 #elif W >= 8
-    const __m256i index = (__m256i)indices;
+    const __m256i index = _mm256_loadu_si256((const __m256i *)indices);
     __m256i levels[8]; /* by the bits above the low four, which choose between shuffles of 16 levels */
     for (int i = 0; i < 8; i++)
         levels[i] = _mm256_shuffle_epi8(
@@ -113,7 +113,7 @@ static inline __attribute__((always_inline)) void KV(put_trellis)(KV(half_line) 
     _mm256_storeu_si256((__m256i *)out, levels[0]);
 #else
     uint8_t index[32];
-    memcpy(index, &indices, 32);
+    memcpy(index, indices, 32);
     for (int i = 0; i < 32; i++) out[i] = kv_trellis_table[index[i]];
 #endif
 }
@@ -144,7 +144,8 @@ static inline __attribute__((always_inline)) void KV(follow_chain)(uint8_t *line
         for (int half = 0; half < 64; half += 32) {
             KV(half_line) at[KV_TRELLIS_MEMORY + 1]; /* codes at each lag */
             for (int lag = 0; lag <= KV_TRELLIS_MEMORY; lag++) memcpy(at + lag, line - lag * 64 + half, 32);
-            KV(put_trellis)(at[0] | KV_TRELLIS_CONTEXT(at, 0x01010101), out + half);
+            at[0] |= KV_TRELLIS_CONTEXT(at, 0x01010101);
+            KV(put_trellis)(at, out + half);
         }
 }
 

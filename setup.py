@@ -106,5 +106,8 @@ class Sdist(sdist):
         return str(path)
 
 
+if "SOURCE_DATE_EPOCH" in os.environ:
+    os.umask(0o022)  # wheels hold the modes of files, too
+
 OPENMP = openmp_works()
 setup(ext_modules=[extension(name, OPENMP) for name in MODULES], cmdclass={"build_ext": BuildExt, "sdist": Sdist})

@@ -5,10 +5,10 @@ cdef extern from *:
     """
     #include <string.h>
     /* Called through a pointer that may be another next time: no compiler can leave it out as a store that nobody reads. */
-    static void *(*const volatile kv_fill)(void *, int, size_t) = memset;
-    static inline void kv_wipe(void *data, size_t size) { if (size) kv_fill(data, 0, size); }
+    __attribute__((unused)) static void *(*const volatile kv_fill)(void *, int, size_t) = memset;
+    __attribute__((unused)) static inline void kv_wipe(void *data, size_t size) { if (size) kv_fill(data, 0, size); }
     /* The same of memory whose pages may never have been touched: reading makes none of them real, writing would. */
-    static inline void kv_wipe_pages(char *data, size_t size)
+    __attribute__((unused)) static inline void kv_wipe_pages(char *data, size_t size)
     {
         for (size_t at = 0; at < size; at += 4096) {
             const size_t count = size - at < 4096 ? size - at : 4096;

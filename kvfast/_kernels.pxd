@@ -138,7 +138,6 @@ cdef extern from "simd/kernels.h" nogil:
 
     ctypedef struct kv_kernels:
         const char *isa
-        int width
         void (*to_float[3])(const void *source, Py_ssize_t n, float *row) noexcept nogil
         void (*from_float[3])(const float *row, Py_ssize_t n, void *target) noexcept nogil
         Py_ssize_t (*find_unstorable)(const float *row, Py_ssize_t n, float limit) noexcept nogil

@@ -217,7 +217,6 @@ typedef struct {
 
 typedef struct {
     const char *isa;
-    int width;             /* floats of a vector register */
 
     /* Codec: rows of n floats. */
     void (*to_float[KV_NUM_FLOATS])(const void *source, ptrdiff_t n, float *row);

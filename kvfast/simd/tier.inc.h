@@ -17,7 +17,6 @@
 
 #define KV_SIX(name) KV(name), KV(name), KV(name), KV(name), KV(name), KV(name) /* packed codes */
 #define KV_TABLE \
-    .width = W,                                                                                                       \
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
     .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},                                            \
     .find_unstorable = KV(find_unstorable),                                                                           \

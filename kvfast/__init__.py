@@ -17,11 +17,14 @@ How the package is built, from the bottom up; each room imports only from those 
     plain, codebook, books  attention on arrays without a cache; how codebooks are learned; attention on indices into them
     encode, fused           rows into blocks; split, norm and rotation on the way
     formats, finish         what is stored of a token; blocks that are encoded as a whole
-    pool, transfer          blocks, and how many owners each has; copies from pool to pool
+    block_memory, float_rows, prefix, pool
+                            memory of blocks, and how many owners each has; float rows of tokens beside it; blocks known by
+                            their tokens; the pool that has all three
+    transfer                copies from pool to pool
     table, ring             which block holds which position of a sequence; one that forgets
     sequence, streams       all layers of one sequence; their bytes as files know them
     heads, paged            some heads of one layer; batches of many in one pool
-    prefix, rope            blocks known by their tokens; tables of angles
+    rope                    tables of angles
     state, cache_file       a cache as plain arrays; as a file (extra ``files``)
     snapshot                a cache at one point in time
     storage_properties, latent_rows, stored_sequence, sequence_cache, cache, mla_cache, ring_cache, paged_sequence,

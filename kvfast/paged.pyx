@@ -167,7 +167,7 @@ cdef class PagedBuffer:
                 table.reserve_blocks(table.length + n)
                 floats += table.floats_needed(table.length, table.length + n)
             if floats:
-                self.pool.floats.ensure(floats)
+                self.pool.floats.pieces.ensure(floats)
             for table, n in pairs:
                 table.make_writable(table.length, table.length + n)
                 for i in range(table.length, table.length + n):

@@ -3,6 +3,7 @@
 from libc.stdint cimport int32_t, int64_t
 
 from kvfast.blocks cimport CHUNK_SHIFT, PIECE, kv_store
+from kvfast.float_rows cimport FloatRows
 from kvfast.pool cimport BlockPool
 from kvfast.sequence cimport SequenceBuffer
 from kvfast.table cimport BlockTable
@@ -56,16 +57,16 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     """
     cdef Py_ssize_t position, head, longest = table._longest()
     cdef Py_ssize_t first, last, row_bytes
-    cdef BlockPool floats = table.pool.floats
+    cdef FloatRows floats = table.pool.floats
     cdef kv_store *store = table.pool.stores + layer
     result = []
     if store.floats == NULL:
         return result
     for position in table._pieces(longest):
-        for head in range(floats.num_kv_heads):
-            piece = floats.stream(layer, table.pool.float_of[table.slot(position) // PIECE], 1, head, values)[0]
+        for head in range(floats.pieces.num_kv_heads):
+            piece = floats.pieces.stream(layer, floats.float_of[table.slot(position) // PIECE], 1, head, values)[0]
             if copies:
-                piece, row_bytes = piece.copy(), floats.stores[layer].k.row_stride
+                piece, row_bytes = piece.copy(), store.floats.k.row_stride
                 first = max(store.float_tokens - position, <Py_ssize_t>0)
                 last = max(table.coded - position, <Py_ssize_t>0) if store.finishes else PIECE
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0
@@ -96,7 +97,7 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict place) except -1
     table._keep(place.get("kept_tokens", 0))
     for position in table._pieces(length):
         slot = table.slot(position)
-        pool.add_floats(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + PIECE)
+        pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + PIECE)
     return 0
 
 

@@ -9,7 +9,7 @@ from libc.string cimport memcpy
 from kvfast._arrays cimport Rows
 from kvfast.blocks cimport PIECE, kv_context, kv_store
 from kvfast.encode cimport check_rows, kv_rotary, write_rows
-from kvfast.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks, restore_floats
+from kvfast.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks
 from kvfast.options cimport check_count
 from kvfast.pool cimport BlockPool
 from kvfast.transfer cimport copy_piece, copy_slots
@@ -56,7 +56,7 @@ cdef class BlockTable:
             return 0
         if self.count == 0:
             return self.kept
-        return min(self.pool.kept[self.slot(self.coded) // self.pool.block_size], longest - self.coded)
+        return min(self.pool.floats.kept[self.slot(self.coded) // self.pool.block_size], longest - self.coded)
 
     cdef Py_ssize_t _slots_with_codes(self) noexcept nogil:
         """Of the blocks in use, where blocks are finished."""
@@ -73,23 +73,17 @@ cdef class BlockTable:
 
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
         """Whether `make_writable` has nothing to do."""
-        cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index, place
+        cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
         cdef int32_t block
         # What a pool knows by its tokens only Python can tell.
         if end > self.count + self.skipped or self.pool.index is not None or self.pool.finishes and self.coded % size:
             return False
         for index in range(first // size, end):
             block = self.blocks[index if index < self.sink_blocks else index - self.skipped]
-            place = max(first - index * size, <Py_ssize_t>0)
-            if self.pool.owners[block] > 1 or self.pool.finishes and self.pool.kept[block] > place:
+            if self.pool.owners[block] > 1:
                 return False
-            if not self.pool.finishes:
-                if self.pool.has_sinks and index == 0 and self.pool.float_of[block * (size // PIECE)] < 0:
-                    return False
-                continue
-            for place in range(place // PIECE, (min(last - index * size, size) + PIECE - 1) // PIECE):
-                if self.pool.float_of[block * (size // PIECE) + place] < 0:
-                    return False
+            if self.pool.floats is not None and not self.pool.floats.is_open(block, index, first - index * size, last - index * size):
+                return False
         return True
 
     cdef int ensure(self, Py_ssize_t count) except -1:
@@ -98,24 +92,18 @@ cdef class BlockTable:
 
     cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept:
         """Pieces of float rows that `make_writable` takes."""
-        cdef Py_ssize_t needed = 0, size = self.pool.block_size, index, at, begin, end
-        cdef int32_t block
+        cdef Py_ssize_t needed = 0, size = self.pool.block_size, index, at, begin
+        cdef int32_t block, source
         if self.pool.floats is None:
             return 0
         for index in range(first // size, (last + size - 1) // size):
             at = index if index < self.sink_blocks else index - self.skipped
-            block = self.blocks[at] if at < self.count else -1
-            begin = end = 0
-            if self.pool.finishes:
-                begin, end = max(first - index * size, <Py_ssize_t>0), min(last - index * size, size)
-                if self.coded % size and index == self.coded // size:
-                    begin = 0  # see `_reopen_block`
-            elif self.pool.has_sinks and index == 0:
-                end = PIECE
+            block, source, begin = self.blocks[at] if at < self.count else -1, -1, first - index * size
             if block >= 0 and self.pool.is_frozen(block):
-                needed += self.pool.floats_needed(-1, block, begin, end)
-            else:
-                needed += self.pool.floats_needed(block, -1, begin, end)
+                block, source = -1, block
+            if self.coded % size and index == self.coded // size:
+                begin = 0  # see `_reopen_block`
+            needed += self.pool.floats.needed(block, source, index, begin, last - index * size)
         return needed
 
     cdef int reserve_blocks(self, Py_ssize_t last) except -1:
@@ -145,7 +133,7 @@ cdef class BlockTable:
         self.ensure(self.blocks_needed(first, last))
         needed = self.floats_needed(first, last)
         if needed:
-            self.pool.floats.ensure_apart(needed)
+            self.pool.floats.pieces.ensure_apart(needed)
         for index in range(first // self.pool.block_size, end):
             at = index if index < self.sink_blocks else index - self.skipped
             if at >= self.count:
@@ -158,26 +146,17 @@ cdef class BlockTable:
                 self.blocks[at] = block
                 if self.pool.secure:
                     self._wipe_behind(index)
-            if self.pool.finishes:
-                self.pool.add_floats(self.blocks[at], max(first - index * size, <Py_ssize_t>0), min(last - index * size, size))
-                self.pool.kept[self.blocks[at]] = min(self.pool.kept[self.blocks[at]], max(first - index * size, <Py_ssize_t>0))
-            elif self.pool.has_sinks and index == 0:
-                self.pool.add_floats(self.blocks[at], 0, PIECE)
+            if self.pool.floats is not None:
+                self.pool.floats.open(self.blocks[at], index, first - index * size, last - index * size)
         if self.pool.finishes and self.coded % size:
             self._reopen_block()
         return 0
 
     cdef int _reopen_block(self) except -1:
-        """Give the tokens of a finished block that was cut float rows again, as its codes tell them, for others to follow.
-
-        The codes stay: with the same tokens, the block will be what it was.
-        """
-        cdef Py_ssize_t first = self.coded // self.pool.block_size * self.pool.block_size
-        cdef int32_t block = <int32_t>(self.slot(first) // self.pool.block_size)
-        self.pool.add_floats(block, 0, self.coded - first)
-        restore_floats(self.pool.stores, self.pool.num_layers, block, first == 0, self.coded - first)
-        self.pool.kept[block] = self.coded - first
-        self.coded = first
+        """Give the tokens of a finished block that was cut float rows again, for others to follow."""
+        cdef Py_ssize_t size = self.pool.block_size, index = self.coded // size
+        self.pool.floats.restore(<int32_t>(self.slot(index * size) // size), index, self.coded % size)
+        self.coded = index * size
         return 0
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
@@ -217,7 +196,7 @@ cdef class BlockTable:
         if full:
             view = np.array(full, np.int32)
             finish_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
-                          self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.kept)
+                          self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.floats.kept)
         return 0
 
     cdef int advance(self, Py_ssize_t n) except -1:
@@ -262,11 +241,11 @@ cdef class BlockTable:
             block = <int32_t>(self.slot(index * size) // size)
             # A fork or a snapshot may still read them; they go with the block then.
             if self.pool.owners[block] == 1:
-                self.pool.drop_floats(block, 1 if index == 0 and self.pool.has_sinks else 0)
+                self.pool.floats.drop(block, 1 if index == 0 and self.pool.has_sinks else 0)
         if coded > self.coded:
             self.coded = coded
             if self.length - before <= OPEN_TOKENS:  # no prompt, whose next part needs as much
-                self.pool.floats.trim()
+                self.pool.floats.pieces.trim()
         return 0
 
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
@@ -379,11 +358,11 @@ cdef class BlockTable:
             if self.pool.owners[self.blocks[i]] == 1:
                 own += 1
                 if pieces:
-                    own_pieces += self.pool.floats_needed(-1, self.blocks[i], 0, 0)
+                    own_pieces += self.pool.floats.count(self.blocks[i])
         if self.pool.available() + own < count:
             self.pool.ensure(count - own)
         if pieces > own_pieces:
-            self.pool.floats.ensure(pieces - own_pieces)
+            self.pool.floats.pieces.ensure(pieces - own_pieces)
         self.reserve_list(count)
         return 0
 
@@ -436,7 +415,7 @@ cdef class BlockTable:
     cdef void _keep(self, Py_ssize_t kept) noexcept:
         """Take over `_kept`."""
         if kept:
-            self.pool.kept[self.slot(self.coded) // self.pool.block_size] = <int16_t>kept
+            self.pool.floats.kept[self.slot(self.coded) // self.pool.block_size] = <int16_t>kept
 
     cdef list _pieces(self, Py_ssize_t longest):
         """First positions of the pieces of float rows that a sequence of `longest` tokens reads, or will."""
@@ -452,10 +431,10 @@ cdef class BlockTable:
         cdef int64_t slot, source
         for position in pieces:
             slot, source = self.slot(position), other.slot(position)
-            self.pool.add_floats(<int32_t>(slot // self.pool.block_size), slot % self.pool.block_size,
+            self.pool.floats.add(<int32_t>(slot // self.pool.block_size), slot % self.pool.block_size,
                                  slot % self.pool.block_size + PIECE)
-            copy_piece(other.pool.floats.stores, other.pool.float_of[source // PIECE], self.pool.floats.stores,
-                       self.pool.float_of[slot // PIECE], self.pool.num_layers, min(longest - position, PIECE))
+            copy_piece(other.pool.floats.pieces.stores, other.pool.floats.float_of[source // PIECE], self.pool.floats.pieces.stores,
+                       self.pool.floats.float_of[slot // PIECE], self.pool.num_layers, min(longest - position, PIECE))
         return 0
 
     cdef BlockTable clone(self, BlockPool pool):

@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "options", "attend_call", "plain", "encode",
-           "finish", "codebook", "books", "fused", "prefix", "block_memory", "float_rows", "pool", "transfer", "table", "ring",
+           "finish", "codebook", "books", "fused", "prefix", "block_memory", "float_rows", "pool", "table", "transfer", "ring",
            "sequence", "streams", "heads", "paged", "machine", "capi"]
 PARALLEL = {"_openmp", "quant", "attention", "codebook", "books", "encode", "finish", "fused", "transfer", "heads", "machine"}
 

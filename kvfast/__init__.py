@@ -20,8 +20,7 @@ How the package is built, from the bottom up; each room imports only from those 
     block_memory, float_rows, prefix, pool
                             memory of blocks, and how many owners each has; float rows of tokens beside it; blocks known by
                             their tokens; the pool that has all three
-    transfer                copies from pool to pool
-    table, ring             which block holds which position of a sequence; one that forgets
+    table, ring, transfer   which block holds which position of a sequence; one that forgets; copies from pool to pool
     sequence, streams       all layers of one sequence; their bytes as files know them
     heads, paged            some heads of one layer; batches of many in one pool
     rope                    tables of angles

@@ -12,6 +12,7 @@ from kvfast.options cimport Options, check_count, check_layer
 from kvfast.pool cimport BlockPool
 from kvfast.ring cimport RingTable
 from kvfast.table cimport BlockTable
+from kvfast.transfer cimport clone_table, copy_table
 
 from kvfast.errors import CacheFullError
 
@@ -238,7 +239,7 @@ cdef class SequenceBuffer:
         self._enter()
         try:
             for table in self.tables:
-                copies[table] = table.clone(table.pool.clone())
+                copies[table] = clone_table(table, table.pool.clone())
             return self._like(copies)
         finally:
             self._leave()
@@ -298,7 +299,7 @@ cdef class SequenceBuffer:
             table = self.tables[i]
             table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
         for i in range(len(self.tables)):
-            (<BlockTable>self.tables[i]).take_over(other.tables[i], pieces[i], False)
+            copy_table(other.tables[i], self.tables[i], pieces[i], False)
         return 0
 
     cdef int _drop_surplus(self) except -1:

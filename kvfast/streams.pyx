@@ -7,7 +7,7 @@ from kvfast.float_rows cimport FloatRows
 from kvfast.pool cimport BlockPool
 from kvfast.sequence cimport SequenceBuffer
 from kvfast.table cimport BlockTable
-from kvfast.transfer cimport copy_slots
+from kvfast.transfer cimport clone_table, copy_slots
 
 
 cdef Py_ssize_t _full_blocks(BlockTable table) noexcept:
@@ -33,7 +33,7 @@ cdef BlockTable _straight(BlockTable table):
     for i in range(1, _full_blocks(table)):
         if (table.blocks[i] != table.blocks[0] + i
                 or pool.chunk_of[table.blocks[i] >> CHUNK_SHIFT] != pool.chunk_of[table.blocks[0] >> CHUNK_SHIFT]):
-            return table.clone(pool.exact(table.count))
+            return clone_table(table, pool.exact(table.count))
     return table
 
 

@@ -45,12 +45,10 @@ cdef class BlockTable:
     cdef Py_ssize_t _slots_with_codes(self) noexcept nogil
     cdef void _keep(self, Py_ssize_t kept) noexcept
     cdef list _pieces(self, Py_ssize_t longest)
-    cdef int _copy_floats(self, BlockTable other, list pieces) except -1
     cdef int truncate(self, Py_ssize_t n) except -1
     cdef int _wipe_behind(self, Py_ssize_t index) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1
     cdef bint is_in_one_piece(self) noexcept
-    cdef BlockTable clone(self, BlockPool pool)
     cdef dict _check_coded(self, Py_ssize_t length, dict place)
     cdef BlockTable empty(self, BlockPool pool)
     cdef int copy_place(self, BlockTable other) except -1
@@ -58,11 +56,9 @@ cdef class BlockTable:
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
     cdef int reserve_list(self, Py_ssize_t count) except -1
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1
-    cdef int take_over(self, BlockTable other, list pieces, bint may_stop) except -1
     cdef int _exchange(self, Py_ssize_t count) except -1
     cdef void _use_list(self, Py_ssize_t count) noexcept
     cdef int open(self, Py_ssize_t count) except -1
-    cdef int fill(self, BlockTable other, bint may_stop=*) except -1
     cdef dict place(self)
     cdef int set_place(self, Py_ssize_t length, dict place) except -1
     cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1

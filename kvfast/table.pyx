@@ -12,7 +12,6 @@ from kvfast.encode cimport check_rows, kv_rotary, write_rows
 from kvfast.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks
 from kvfast.options cimport check_count
 from kvfast.pool cimport BlockPool
-from kvfast.transfer cimport copy_piece, copy_slots
 
 
 cdef class BlockTable:
@@ -393,25 +392,6 @@ cdef class BlockTable:
         """Blocks of this pool that hold what another table holds."""
         return (other.num_slots() + self.pool.block_size - 1) // self.pool.block_size
 
-    cdef int fill(self, BlockTable other, bint may_stop=False) except -1:
-        """Become the equal of a sequence of another pool of the same layers, with a copy of its tokens. A table that nobody
-        has yet `may_stop` on the way."""
-        cdef list pieces = other._pieces(other._longest())
-        self.reserve(self.blocks_of(other), len(pieces))
-        self.take_over(other, pieces, may_stop)
-        return 0
-
-    cdef int take_over(self, BlockTable other, list pieces, bint may_stop) except -1:
-        """`fill`, after `reserve`, with the other's `_pieces`."""
-        self._exchange(self.blocks_of(other))
-        copy_slots(other.pool.stores, other.blocks, self.pool.stores, self.blocks, self.pool.num_layers, other.num_slots(),
-                   other._slots_with_codes(), may_stop)
-        self.copy_place(other)
-        self._keep(other._kept())
-        if self.pool.floats is not None:
-            self._copy_floats(other, pieces)
-        return 0
-
     cdef void _keep(self, Py_ssize_t kept) noexcept:
         """Take over `_kept`."""
         if kept:
@@ -424,24 +404,6 @@ cdef class BlockTable:
             return first
         begin = self.coded // PIECE * PIECE if self.coded < longest else longest
         return first + list(range(max(begin, PIECE * len(first)), longest, PIECE))
-
-    cdef int _copy_floats(self, BlockTable other, list pieces) except -1:
-        """The float rows of a sequence with the same place."""
-        cdef Py_ssize_t position, longest = other._longest()
-        cdef int64_t slot, source
-        for position in pieces:
-            slot, source = self.slot(position), other.slot(position)
-            self.pool.floats.add(<int32_t>(slot // self.pool.block_size), slot % self.pool.block_size,
-                                 slot % self.pool.block_size + PIECE)
-            copy_piece(other.pool.floats.pieces.stores, other.pool.floats.float_of[source // PIECE], self.pool.floats.pieces.stores,
-                       self.pool.floats.float_of[slot // PIECE], self.pool.num_layers, min(longest - position, PIECE))
-        return 0
-
-    cdef BlockTable clone(self, BlockPool pool):
-        """A deep copy in another pool."""
-        cdef BlockTable other = self.empty(pool)
-        other.fill(self, True)
-        return other
 
     cdef dict place(self):
         """What a file tells of a table besides its blocks, for `set_place`."""

@@ -1,13 +1,51 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Copies of what a sequence stores: the bytes stay as they are, also where the blocks have another size."""
 from cython.parallel cimport prange
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport active, kv_kernels, kv_side
 from kvfast._openmp cimport num_threads_for
-from kvfast.blocks cimport k_block_at, kv_store, v_block_at
+from kvfast.blocks cimport PIECE, k_block_at, kv_store, v_block_at
+from kvfast.pool cimport BlockPool
+from kvfast.table cimport BlockTable
+
+
+cdef BlockTable clone_table(BlockTable table, BlockPool pool):
+    """A deep copy in another pool of the same layers. As nobody has it yet, a signal handler that raises may end it on
+    the way."""
+    cdef BlockTable other = table.empty(pool)
+    cdef list pieces = table._pieces(table._longest())
+    other.reserve(other.blocks_of(table), len(pieces))
+    copy_table(table, other, pieces, True)
+    return other
+
+
+cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_stop) except -1:
+    """Let a table become the equal of one of another pool, with a copy of its tokens: after `reserve`, with the source's
+    `_pieces`."""
+    target._exchange(target.blocks_of(source))
+    copy_slots(source.pool.stores, source.blocks, target.pool.stores, target.blocks, target.pool.num_layers, source.num_slots(),
+               source._slots_with_codes(), may_stop)
+    target.copy_place(source)
+    target._keep(source._kept())
+    if target.pool.floats is not None:
+        _copy_floats(source, target, pieces)
+    return 0
+
+
+cdef int _copy_floats(BlockTable source, BlockTable target, list pieces) except -1:
+    """The float rows of a sequence with the same place."""
+    cdef Py_ssize_t position, longest = source._longest(), size = target.pool.block_size
+    cdef int64_t slot
+    for position in pieces:
+        slot = target.slot(position)
+        target.pool.floats.add(<int32_t>(slot // size), slot % size, slot % size + PIECE)
+        _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // PIECE],
+                    target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // PIECE], target.pool.num_layers,
+                    min(longest - position, PIECE))
+    return 0
 
 
 cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv_store *target, const int32_t *to_blocks,
@@ -72,8 +110,8 @@ cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const in
                            <int>(slot % into.block_size), values)
 
 
-cdef int copy_piece(const kv_store *source, int32_t from_piece, const kv_store *target, int32_t to_piece,
-                    Py_ssize_t num_layers, Py_ssize_t count) except -1:
+cdef int _copy_piece(const kv_store *source, int32_t from_piece, const kv_store *target, int32_t to_piece,
+                     Py_ssize_t num_layers, Py_ssize_t count) except -1:
     """Copy the first `count` tokens of a block of float rows into another of the same size, and zero the others."""
     cdef Py_ssize_t layer, head, used
     cdef const kv_side *side

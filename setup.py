@@ -21,8 +21,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
 MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "options", "attend_call", "plain", "encode",
-           "finish", "codebook", "books", "fused", "prefix", "block_memory", "float_rows", "pool", "table", "transfer", "ring",
-           "sequence", "streams", "heads", "paged", "machine", "capi"]
+           "finish", "codebook", "books", "fused", "prefix", "block_memory", "float_rows", "pool", "block_map", "table",
+           "transfer", "ring", "sequence", "streams", "heads", "paged", "machine", "capi"]
 PARALLEL = {"_openmp", "quant", "attention", "codebook", "books", "encode", "finish", "fused", "transfer", "heads", "machine"}
 
 # No -ffast-math: the softmax needs its infinities. No -march: one binary runs on any CPU. A product and a sum are rounded at

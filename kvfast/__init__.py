@@ -20,7 +20,9 @@ How the package is built, from the bottom up; each room imports only from those 
     block_memory, float_rows, prefix, pool
                             memory of blocks, and how many owners each has; float rows of tokens beside it; blocks known by
                             their tokens; the pool that has all three
-    table, ring, transfer   which block holds which position of a sequence; one that forgets; copies from pool to pool
+    block_map, table, ring, transfer
+                            which block holds which position of a sequence; its tokens; one that forgets; copies from pool to
+                            pool
     sequence, streams       all layers of one sequence; their bytes as files know them
     heads, paged            some heads of one layer; batches of many in one pool
     rope                    tables of angles

@@ -1,36 +1,23 @@
-"""The map from a sequence's positions to blocks."""
-from libc.stdint cimport int32_t, int64_t
-
+"""The tokens of a sequence."""
 from kvfast._arrays cimport Rows
+from kvfast.block_map cimport BlockMap
 from kvfast.blocks cimport kv_context
 from kvfast.encode cimport kv_rotary
 from kvfast.pool cimport BlockPool
 
 
-cdef class BlockTable:
-    cdef readonly BlockPool pool
-    cdef int32_t *blocks               # (count,) as in kv_context
-    cdef Py_ssize_t capacity
-    cdef int32_t *spare                # of `reserve_list`: the next `blocks`, or NULL
-    cdef Py_ssize_t count
-    cdef Py_ssize_t sink_blocks
-    cdef Py_ssize_t skipped            # blocks, see kv_context
+cdef class BlockTable(BlockMap):
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
     cdef Py_ssize_t coded              # first tokens without float rows, where blocks are finished; see kv_context
     cdef Py_ssize_t kept               # of a table without blocks, see `streams`: what it will keep
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
-    cdef int64_t slot(self, Py_ssize_t position) noexcept nogil
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
-    cdef int ensure(self, Py_ssize_t count) except -1
     cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept
-    cdef int reserve_blocks(self, Py_ssize_t last) except -1
-    cdef void shrink(self, Py_ssize_t count) noexcept
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil
     cdef int prepare(self, Py_ssize_t n) except -1
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
-    cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1
     cdef int advance(self, Py_ssize_t n) except -1
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil
@@ -48,16 +35,13 @@ cdef class BlockTable:
     cdef int truncate(self, Py_ssize_t n) except -1
     cdef int _wipe_behind(self, Py_ssize_t index) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1
-    cdef bint is_in_one_piece(self) noexcept
     cdef dict _check_coded(self, Py_ssize_t length, dict place)
     cdef BlockTable empty(self, BlockPool pool)
     cdef int copy_place(self, BlockTable other) except -1
     cdef Py_ssize_t num_slots(self) noexcept nogil
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
-    cdef int reserve_list(self, Py_ssize_t count) except -1
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1
     cdef int _exchange(self, Py_ssize_t count) except -1
-    cdef void _use_list(self, Py_ssize_t count) noexcept
     cdef int open(self, Py_ssize_t count) except -1
     cdef dict place(self)
     cdef int set_place(self, Py_ssize_t length, dict place) except -1
@@ -65,8 +49,6 @@ cdef class BlockTable:
     cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil
     cdef bint holds(self, Py_ssize_t position) noexcept nogil
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil
-    cdef int adopt(self, list blocks) except -1
-    cdef bint has(self, Py_ssize_t index, int32_t block) noexcept
     cdef int share(self, BlockTable other) except -1
     cdef int release(self) except -1
     cdef object rows(self, Py_ssize_t layer, object positions, bint values)

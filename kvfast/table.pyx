@@ -1,12 +1,13 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Block tables: position p of a sequence is place p % block_size of the block at index p // block_size."""
+"""Block tables: which tokens of a sequence each layer has, and in which state, in the blocks that a map tells."""
 import numpy as np
 
 from libc.stdint cimport int16_t, int32_t, int64_t
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from kvfast._arrays cimport Rows
+from kvfast.block_map cimport BlockMap, entry_of
 from kvfast.blocks cimport PIECE, kv_context, kv_store
 from kvfast.encode cimport check_rows, kv_rotary, write_rows
 from kvfast.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks
@@ -14,18 +15,15 @@ from kvfast.options cimport check_count
 from kvfast.pool cimport BlockPool
 
 
-cdef class BlockTable:
-    """The blocks of one sequence in a pool. It never forgets; see `ring.RingTable` for one that does."""
+cdef class BlockTable(BlockMap):
+    """The tokens of one sequence. It never forgets; see `ring.RingTable` for one that does."""
 
     def __cinit__(self, BlockPool pool, *args):
-        self.pool = pool
         self.lengths = <Py_ssize_t *>calloc(pool.num_layers, sizeof(Py_ssize_t))
         if self.lengths == NULL:
             raise MemoryError("cannot allocate the lengths of a sequence")
 
     def __dealloc__(self):
-        free(self.blocks)
-        free(self.spare)
         free(self.lengths)
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil:
@@ -38,12 +36,6 @@ cdef class BlockTable:
     cdef Py_ssize_t encoded(self) noexcept nogil:
         """Tokens whose blocks are encoded, where blocks are finished."""
         return max(self.coded, self.length // self.pool.block_size * self.pool.block_size)
-
-    cdef int64_t slot(self, Py_ssize_t position) noexcept nogil:
-        cdef Py_ssize_t index = position // self.pool.block_size
-        if index >= self.sink_blocks:
-            index -= self.skipped
-        return <int64_t>self.blocks[index] * self.pool.block_size + position % self.pool.block_size
 
     cdef Py_ssize_t _longest(self) noexcept nogil:
         return self.num_slots() + self.skipped * self.pool.block_size
@@ -61,15 +53,6 @@ cdef class BlockTable:
         """Of the blocks in use, where blocks are finished."""
         return max(self.encoded(), self.coded + self._kept()) - self.skipped * self.pool.block_size
 
-    cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1:
-        """Blocks to take before the positions first to last can be written."""
-        cdef Py_ssize_t end = self.count + self.skipped, i
-        cdef Py_ssize_t needed = max(<Py_ssize_t>0, (last + self.pool.block_size - 1) // self.pool.block_size - end)
-        for i in range(first // self.pool.block_size, min(end, (last + self.pool.block_size - 1) // self.pool.block_size)):
-            if self.pool.is_frozen(self.blocks[i if i < self.sink_blocks else i - self.skipped]):
-                needed += 1
-        return needed
-
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
         """Whether `make_writable` has nothing to do."""
         cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
@@ -78,16 +61,12 @@ cdef class BlockTable:
         if end > self.count + self.skipped or self.pool.index is not None or self.pool.finishes and self.coded % size:
             return False
         for index in range(first // size, end):
-            block = self.blocks[index if index < self.sink_blocks else index - self.skipped]
+            block = self.blocks[entry_of(self, index)]
             if self.pool.owners[block] > 1:
                 return False
             if self.pool.floats is not None and not self.pool.floats.is_open(block, index, first - index * size, last - index * size):
                 return False
         return True
-
-    cdef int ensure(self, Py_ssize_t count) except -1:
-        """Make sure that `count` blocks can be taken for new tokens."""
-        return self.pool.ensure(count)
 
     cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept:
         """Pieces of float rows that `make_writable` takes."""
@@ -96,32 +75,16 @@ cdef class BlockTable:
         if self.pool.floats is None:
             return 0
         for index in range(first // size, (last + size - 1) // size):
-            at = index if index < self.sink_blocks else index - self.skipped
-            block, source, begin = self.blocks[at] if at < self.count else -1, -1, first - index * size
+            at = entry_of(self, index)
+            block = self.blocks[at] if at < self.count else -1
+            source = -1
             if block >= 0 and self.pool.is_frozen(block):
                 block, source = -1, block
+            begin = first - index * size
             if self.coded % size and index == self.coded // size:
                 begin = 0  # see `_reopen_block`
             needed += self.pool.floats.needed(block, source, index, begin, last - index * size)
         return needed
-
-    cdef int reserve_blocks(self, Py_ssize_t last) except -1:
-        """Make sure that the list of blocks has room for those up to position `last`."""
-        cdef Py_ssize_t count = (last + self.pool.block_size - 1) // self.pool.block_size - self.skipped
-        cdef void *grown
-        if count > self.capacity:
-            grown = realloc(self.blocks, max(2 * self.capacity, count) * sizeof(int32_t))
-            if grown == NULL:
-                raise MemoryError("cannot allocate the block table of a sequence")
-            self.blocks = <int32_t *>grown
-            self.capacity = max(2 * self.capacity, count)
-        return 0
-
-    cdef void shrink(self, Py_ssize_t count) noexcept:
-        """Give back the blocks from index `count` on, the last ones first: so that the next to be taken is the first."""
-        while self.count > count:
-            self.count -= 1
-            self.pool.release(self.blocks[self.count])
 
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the positions first to last blocks of their own; those shared with others are copied."""
@@ -134,7 +97,7 @@ cdef class BlockTable:
         if needed:
             self.pool.floats.pieces.ensure_apart(needed)
         for index in range(first // self.pool.block_size, end):
-            at = index if index < self.sink_blocks else index - self.skipped
+            at = entry_of(self, index)
             if at >= self.count:
                 self.blocks[at] = self.pool.take(self.blocks[at - 1] if at else -1)
                 self.count += 1
@@ -282,36 +245,12 @@ cdef class BlockTable:
 
     cdef int _wipe_behind(self, Py_ssize_t index) except -1:
         """Overwrite what a block of a secure pool holds behind the tokens of each layer, unless others read it."""
-        cdef Py_ssize_t at = index if index < self.sink_blocks else index - self.skipped, i, size = self.pool.block_size
+        cdef Py_ssize_t at = entry_of(self, index), i, size = self.pool.block_size
         if at >= self.count or self.pool.is_frozen(self.blocks[at]):
             return 0
         for i in range(self.pool.num_layers):
             self.pool.wipe_places(self.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)))
         return 0
-
-    cdef int adopt(self, list blocks) except -1:
-        """Start an empty table with blocks whose contents are known."""
-        cdef Py_ssize_t i, count = len(blocks)
-        self.reserve_list(count)
-        self._use_list(count)
-        for i in range(count):
-            self.blocks[i] = blocks[i]
-            self.pool.retain(self.blocks[i])
-            self.count += 1
-        return 0
-
-    cdef bint has(self, Py_ssize_t index, int32_t block) noexcept:
-        return index < self.count and self.blocks[index] == block
-
-    cdef bint is_in_one_piece(self) noexcept:
-        """Whether block i of the pool's first chunk is the table's entry i, so that the tokens lie one after the other."""
-        cdef Py_ssize_t i
-        if self.count > self.pool.first_blocks:
-            return False
-        for i in range(self.count):
-            if self.blocks[i] != i:
-                return False
-        return True
 
     cdef BlockTable empty(self, BlockPool pool):
         """A table of the same kind for another pool."""
@@ -335,19 +274,6 @@ cdef class BlockTable:
         self.count = other.count
         self.copy_place(other)
         return 0
-
-    cdef int reserve_list(self, Py_ssize_t count) except -1:
-        """Make sure that `share` of a table of `count` blocks finds memory, or so does `adopt`."""
-        cdef void *grown = realloc(self.spare, max(count, 1) * sizeof(int32_t))
-        if grown == NULL:
-            raise MemoryError("cannot allocate the block table of a sequence")
-        self.spare = <int32_t *>grown
-        return 0
-
-    cdef void _use_list(self, Py_ssize_t count) noexcept:
-        """The list that was reserved in the place of an empty table's own."""
-        free(self.blocks)
-        self.blocks, self.capacity, self.spare = self.spare, max(count, 1), NULL
 
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1:
         """Make sure that all blocks can be exchanged for `count` others with so many pieces of float rows; else CacheFullError
@@ -373,12 +299,8 @@ cdef class BlockTable:
 
     cdef int _exchange(self, Py_ssize_t count) except -1:
         """`open`, after `reserve`."""
-        cdef Py_ssize_t i
         self.release()
-        self._use_list(count)
-        for i in range(count):
-            self.blocks[i] = self.pool.take(self.blocks[i - 1] if i else -1)
-            self.count += 1
+        self.take_blocks(count)
         return 0
 
     cdef Py_ssize_t num_slots(self) noexcept nogil:
@@ -462,7 +384,3 @@ cdef class BlockTable:
         """Release, for a pool that has been entered."""
         self.release()
         self.pool.drop_surplus()
-
-    def block_ids(self):
-        """The blocks in the order of their tokens."""
-        return np.array([self.blocks[i] for i in range(self.count)], np.int32)

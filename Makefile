@@ -1,5 +1,5 @@
 # Each layer is one line; `make -k full` runs them all. CI runs the short ones, see .ci/run.
-.PHONY: lint test tiers aarch64 serial clang sanitize tsan valgrind wheel audit docs fuzz full
+.PHONY: lint test tiers aarch64 serial clang sanitize tsan freethreading valgrind wheel audit docs fuzz full
 
 lint:       ; ci/lint.sh
 test:       ; pytest
@@ -9,9 +9,10 @@ serial:     ; ci/serial.sh
 clang:      ; ci/clang.sh
 sanitize:   ; ci/sanitize.sh
 tsan:       ; ci/tsan.sh
+freethreading: ; ci/free_threading.sh
 valgrind:   ; ci/valgrind.sh
 wheel:      ; ci/wheel.sh
 audit:      ; python ci/audit_instructions.py
 docs:       ; pytest tests/test_docs.py
 fuzz:       ; python tests/fuzz_cache_file.py && python tests/fuzz_api.py
-full: lint test tiers aarch64 serial clang sanitize tsan valgrind audit wheel docs fuzz
+full: lint test tiers aarch64 serial clang sanitize tsan freethreading valgrind audit wheel docs fuzz

@@ -30,6 +30,10 @@ PARALLEL = {"_openmp", "quant", "attention", "codebook", "books", "encode", "fin
 COMPILE = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 
 
+# See `BlockPool.enter` for what takes the place of the GIL.
+DIRECTIVES = {"freethreading_compatible": True}
+
+
 def openmp_works():
     """Whether the compiler builds and links a program with -fopenmp."""
     wish = os.environ.get("KVFAST_OPENMP")
@@ -77,7 +81,7 @@ class BuildExt(build_ext):
             from Cython.Build import cythonize
 
             with self.cython_is_at_work:
-                module.sources = cythonize(module, force=self.force, quiet=True)[0].sources
+                module.sources = cythonize(module, force=self.force, quiet=True, compiler_directives=DIRECTIVES)[0].sources
         super().build_extension(module)
 
 

@@ -25,10 +25,14 @@ cdef extern from *:
     #else
     static int kv_end_team(void) { return -1; }
     #endif
+
+    /* Whether the threads of the one that forks stay. */
+    static _Thread_local int kv_team_stays;
     """
     int KV_HAVE_OPENMP
     int omp_get_max_threads() nogil
     int kv_end_team() nogil
+    int kv_team_stays
 
 
 # A second thread pays when the work it takes over is worth more than waking it, some 10 microseconds.
@@ -38,7 +42,6 @@ cdef double _WORK_PER_THREAD = 192 * 1024
 cdef int _chosen = 0            # set_num_threads or KVFAST_NUM_THREADS, or 0
 cdef int _quota = 0             # CPUs that the cgroup grants where nothing else was said, or 0
 cdef bint _pool_started = False
-cdef bint _team_stays = False
 cdef bint _orphaned = False     # forked while OpenMP's threads waited for work: they did not come along
 
 
@@ -97,10 +100,11 @@ def get_num_threads():
 
 
 cdef int _default() noexcept nogil:
+    cdef int chosen = _chosen  # another thread may set it meanwhile
     if not KV_HAVE_OPENMP:
         return 1
-    if _chosen:
-        return _chosen
+    if chosen:
+        return chosen
     return min(omp_get_max_threads(), _quota) if _quota else omp_get_max_threads()
 
 
@@ -153,13 +157,13 @@ cdef int _count(int num_threads, double work) noexcept nogil:
 def _before_fork():
     # OpenMP's threads are not copied by fork, and the child's next parallel region would wait for them. Parent and child
     # start new ones when they have work for them, which takes some 100 microseconds.
-    global _team_stays
-    _team_stays = _pool_started and kv_end_team() != 0
+    global kv_team_stays
+    kv_team_stays = _pool_started and kv_end_team() != 0
 
 
 def _after_fork_in_child():
     global _orphaned, _pool_started
-    _orphaned = _orphaned or _team_stays
+    _orphaned = _orphaned or kv_team_stays
     _pool_started = _orphaned
 
 

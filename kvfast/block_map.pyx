@@ -1,5 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The map from positions to blocks: position p is place p % block_size of the block at index p // block_size."""
+cimport cython
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
@@ -40,11 +41,12 @@ cdef class BlockMap:
         cdef Py_ssize_t count = (last + self.pool.block_size - 1) // self.pool.block_size - self.skipped
         cdef void *grown
         if count > self.capacity:
-            grown = realloc(self.blocks, max(2 * self.capacity, count) * sizeof(int32_t))
-            if grown == NULL:
-                raise MemoryError("cannot allocate the block table of a sequence")
-            self.blocks = <int32_t *>grown
-            self.capacity = max(2 * self.capacity, count)
+            with cython.critical_section(self.pool):
+                grown = realloc(self.blocks, max(2 * self.capacity, count) * sizeof(int32_t))
+                if grown == NULL:
+                    raise MemoryError("cannot allocate the block table of a sequence")
+                self.blocks = <int32_t *>grown
+                self.capacity = max(2 * self.capacity, count)
         return 0
 
     cdef void shrink(self, Py_ssize_t count) noexcept:
@@ -63,8 +65,9 @@ cdef class BlockMap:
 
     cdef void _use_list(self, Py_ssize_t count) noexcept:
         """The list that was reserved in the place of an empty map's own."""
-        free(self.blocks)
-        self.blocks, self.capacity, self.spare = self.spare, max(count, 1), NULL
+        with cython.critical_section(self.pool):
+            free(self.blocks)
+            self.blocks, self.capacity, self.spare = self.spare, max(count, 1), NULL
 
     cdef int adopt(self, list blocks) except -1:
         """Give an empty map blocks whose contents are known."""
@@ -101,4 +104,5 @@ cdef class BlockMap:
 
     def block_ids(self):
         """The blocks in the order of their tokens."""
-        return np.array([self.blocks[i] for i in range(self.count)], np.int32)
+        with cython.critical_section(self.pool):
+            return np.array([self.blocks[i] for i in range(self.count)], np.int32)

@@ -94,9 +94,9 @@ cdef class Handle:
 
     cdef bint try_enter(self) noexcept nogil:
         """Whether nobody else is in the cache, and nothing is left to be tidied up. The inverse is `leave`."""
-        if self.buffer.closed or not (<BlockTable>self.tables[0]).pool.try_enter():
+        if not (<BlockTable>self.tables[0]).pool.try_enter():
             return False
-        if PyList_GET_SIZE(<void *>(<BlockTable>self.tables[0]).pool.abandoned) == 0:
+        if not (<BlockTable>self.tables[0]).closed and PyList_GET_SIZE(<void *>(<BlockTable>self.tables[0]).pool.abandoned) == 0:
             return True
         self.leave()
         return False

@@ -6,6 +6,7 @@ from kvfast.encode cimport kv_rotary
 cdef class Transform:
     cdef kv_rotary c
     cdef object arrays                 # that c points into
+    cdef Py_ssize_t made_for           # position in a layer, or -1
     cdef Py_ssize_t needs              # tokens that the positions are for, or -1: any
     cdef Py_ssize_t table_rows
 

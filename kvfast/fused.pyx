@@ -30,12 +30,13 @@ cdef class Transform:
     another, which saves checking it twice."""
 
     def __init__(self, Py_ssize_t head_dim, norm=None, eps=1e-6, cos=None, sin=None, positions=None,
-                 bint interleaved=False, str name="norm", Transform rotation=None):
+                 bint interleaved=False, str name="norm", Transform rotation=None, Py_ssize_t made_for=-1):
+        """`made_for`: where in the layer the tokens must begin, as the rotation was chosen by it; -1: anywhere."""
         cdef const float[::1] norm_view
         cdef const float[:, ::1] cos_view, sin_view
         cdef const int64_t[::1] positions_view
         memset(&self.c, 0, sizeof(self.c))
-        self.needs = -1
+        self.needs, self.made_for = -1, made_for
         self.c.row.interleaved = interleaved
         if rotation is not None:
             self.c, self.needs, self.table_rows = rotation.c, rotation.needs, rotation.table_rows
@@ -72,7 +73,7 @@ cdef class Transform:
             if positions.ndim != 1 or positions.dtype.kind not in "iu":
                 raise DimensionMismatchError(f"positions must be integers of shape (num_tokens,), got "
                                              f"{positions.dtype} of shape {positions.shape}")
-            positions = np.ascontiguousarray(positions, np.int64)
+            positions = np.array(positions, np.int64)  # a copy: what is checked must not change before it is used
             self.needs = positions.shape[0]
             if self.needs:
                 if positions.min() < 0 or positions.max() >= self.table_rows:
@@ -83,7 +84,9 @@ cdef class Transform:
         self.arrays = norm, cos, sin, positions, rotation
 
     cdef int fit(self, Py_ssize_t num_tokens, Py_ssize_t first) except -1:
-        """Check the tables for `num_tokens` tokens, the first at position `first` where none were given."""
+        """Check the tables for `num_tokens` tokens that begin at position `first`, whose rows they are where none were given."""
+        if self.made_for >= 0 and self.made_for != first:
+            raise RuntimeError(f"another thread has changed the layer: it held {self.made_for} tokens, and holds {first} now")
         if self.needs >= 0 and self.needs != num_tokens:
             raise DimensionMismatchError(f"positions must have shape ({num_tokens},), one per token, got "
                                          f"({self.needs},)")

@@ -5,6 +5,7 @@ from kvfast.ring cimport RingTable
 
 cdef class HeadsTable(RingTable):
     cdef int evict(self, Py_ssize_t window) except -1
+    cdef Py_ssize_t num_held(self) noexcept nogil
 
 
 # Some KV heads of a store, as a store.

@@ -37,8 +37,13 @@ cdef class HeadsTable(RingTable):
         self.window, self.rollback = NO_WINDOW, 0
 
     cdef int evict(self, Py_ssize_t window) except -1:
+        if window == 0:
+            return self.truncate(0)
         self.evicted = max(self.evicted, self.length - window)
         return RingTable.forget(self)
+
+    cdef Py_ssize_t num_held(self) noexcept nogil:
+        return self.length - self.evicted
 
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
         return min(self.evicted, length)
@@ -140,14 +145,18 @@ cdef class HeadsBuffer(SequenceBuffer):
     """One layer; of what it holds, positions below `start` are gone."""
 
     @property
-    def start(self):
-        return (<HeadsTable>self.tables[0]).evicted
+    def num_held(self):
+        return max(<Py_ssize_t>0, (<HeadsTable>self.tables[0]).num_held())
 
     def evict(self, Py_ssize_t window):
-        """Keep the last `window` tokens, at least 1."""
+        """Keep the last `window` tokens; returns how many were dropped."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Py_ssize_t before
         self._enter()
         try:
-            (<HeadsTable>self.tables[0]).evict(window)
+            before = table.num_held()
+            table.evict(window)
+            return before - table.num_held()
         finally:
             self._leave()
 
@@ -220,6 +229,8 @@ cdef class HeadsBuffer(SequenceBuffer):
         self._enter()
         try:
             table.context(0, &context)
+            if context.length == table.evicted:
+                raise ValueError("the cache holds no tokens to attend to")
             part = heads_of(table.pool, head, count)
             call = open_call(&part.store, table.pool.workspace, q, options, 1)
             call.window = context.length - table.evicted

@@ -10,9 +10,10 @@
 
    Compile with the folder of `kvfast.get_include()` on the include path; nothing is to be linked.
 
-   All functions but open can be called with the GIL or without it, from any thread. What a step of decoding needs takes
-   it only where memory is to be had or given back, or a block is full: about once in 16 tokens; so do append to a
-   sequence of a PagedKVCache, and calls that fail. Long calls do not keep it, but a caller that has it keeps it.
+   All functions but open can be called with the GIL or without it, from any thread; a Python that has none means by it an
+   attached thread state. What a step of decoding needs takes it only where memory is to be had or given back, or a block is
+   full: about once in 16 tokens; so do append to a sequence of a PagedKVCache, and calls that fail. Long calls do not keep
+   it, but a caller that has it keeps it.
    A cache serves one thread at a time, those that call it from Python included: another gets KVFAST_BUSY.
 
    Results are the same bits as from Python. A call that fails leaves the cache as it was. */

@@ -188,7 +188,7 @@ class LatentSequence(LatentRows, StoredSequence):
         return self._buffer.explain(layer, shape, None, dtype, options)
 
     def _decoded(self, layer):
-        return self._buffer.rows(layer, False), self._buffer.rows(layer, True)
+        return self._buffer.rows(layer, False)[0], self._buffer.rows(layer, True)[0]
 
     def _settings(self):
         return {

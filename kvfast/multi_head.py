@@ -69,8 +69,6 @@ class _Heads:
             If no token is held.
         """
         q = self._queries(queries)
-        if not len(self):
-            raise ValueError("the cache holds no tokens to attend to")
         out = self._cache._buffer.attend_heads(q, self._first, self._count, Options(num_threads=num_threads))
         return self._signed(out, q.shape[1])[0]
 
@@ -219,12 +217,7 @@ class MultiHeadKVCache(_Heads):
         int
             How many were dropped.
         """
-        window, before = check_size(window, "window", 0, 1 << 60), len(self)
-        if window == 0:
-            self.clear()
-        else:
-            self._buffer.evict(window)
-        return before - len(self)
+        return self._buffer.evict(check_size(window, "window", 0, 1 << 60))
 
     def head(self, i: int) -> HeadView:
         """One head: its `attention_scores`, `attend`, `decode_keys` and so on, as the cache is at the time of the call.
@@ -265,7 +258,7 @@ class MultiHeadKVCache(_Heads):
         raise TypeError("a MultiHeadKVCache cannot be pickled")
 
     def __len__(self) -> int:
-        return self._buffer.length - self._buffer.start
+        return self._buffer.num_held
 
     @property
     def nbytes(self) -> int:

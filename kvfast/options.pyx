@@ -12,7 +12,7 @@ cdef class Options:
                  sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None):
         self.out, self.scale, self.causal, self.softcap = out, scale, causal, softcap
         self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
-        self.num_sink_tokens = -1  # not given
+        self.num_sink_tokens = self.made_for = -1  # not given
         if num_sink_tokens is not None:
             self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0, 1 << 60)
         self.return_lse, self.num_splits, self.num_threads = return_lse, num_splits, num_threads

@@ -16,7 +16,7 @@ cdef class PagedBuffer:
     cdef int32_t *given_at             # and the block's index in it
 
     cdef int _check_plain(self) except -1
-    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n, Py_ssize_t num_sequences)
+    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
     cdef AttendCall _plan(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
                           object cu_seqlens_q, Options options, bint cascade)
     cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,

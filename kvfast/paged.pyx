@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Batches over the sequences of a pool (PagedAttention, arXiv 2309.06180), with keys that several of them
 share read once for all (cascade attention, FlashInfer, arXiv 2501.01005)."""
+cimport cython
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
@@ -39,7 +40,22 @@ cdef object _integers(object values, str name, object dtype, int ndim):
     if array.ndim != ndim or array.dtype.kind not in "iu":
         raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
                                      f"{array.dtype} of shape {array.shape}")
-    return np.ascontiguousarray(array, dtype)
+    return np.array(array, dtype, order="C")  # a copy: what is checked must not change before it is used
+
+
+cdef int _check_all_open(list tables) except -1:
+    cdef BlockTable table
+    for table in tables:
+        table.check_open()
+    return 0
+
+
+cdef bint _rises(const int32_t[::1] values) noexcept:
+    cdef Py_ssize_t i
+    for i in range(1, values.shape[0]):
+        if values[i] < values[i - 1]:
+            return False
+    return True
 
 
 cdef class PagedBuffer:
@@ -57,15 +73,14 @@ cdef class PagedBuffer:
     def __dealloc__(self):
         free(self.given_at)
 
-    def new_table(self, list digests):
-        """A sequence's table that starts with the blocks known by the first of some digests."""
-        cdef BlockTable table = BlockTable(self.pool)
+    def start(self, BlockTable table, digests):
+        """Make an empty table that of a sequence, which starts with the blocks known by the first of some digests."""
         cdef Py_ssize_t i, length
-        if self.is_external:
-            raise ValueError("the blocks of this pool are in the hands of another scheduler (append_batch was given "
-                             "slots that no sequence has); clear() the pool before making sequences")
         self.pool.enter()
         try:
+            if self.is_external:
+                raise ValueError("the blocks of this pool are in the hands of another scheduler (append_batch was given "
+                                 "slots that no sequence has); clear() the pool before making sequences")
             # Looked up where no other thread can put a block that is found to other use.
             blocks = self.index.find(digests)
             table.adopt(blocks)
@@ -73,28 +88,29 @@ cdef class PagedBuffer:
             table.length = table.coded = length
             for i in range(self.pool.num_layers):
                 table.lengths[i] = length
-            return table
+            table.is_counted = True
+            self.pool.num_sequences += 1
         finally:
             self.pool.leave()
 
-    def fork(self, BlockTable table):
-        cdef BlockTable other = BlockTable(self.pool)
+    def fork(self, BlockTable table, BlockTable other, then):
+        """Let the empty table of a sequence have the blocks of another's. `then` is called before another thread can come in."""
         self.pool.enter()
         try:
+            table.check_open()
             other.share(table)
-            return other
+            then()
         finally:
             self.pool.leave()
 
-    def release(self, BlockTable table, buffer):
-        """Give a table's blocks back, and close the SequenceBuffer that has it."""
+    def free(self, BlockTable table):
+        """Give the blocks of a sequence back."""
         cdef Py_ssize_t i
         self.pool.enter()
         try:
             for i in range(table.count):
                 self.given[table.blocks[i]] = None
-            table.release()
-            buffer.close()
+            table.close()
         finally:
             self.pool.leave()
 
@@ -120,12 +136,18 @@ cdef class PagedBuffer:
         return self.pool.available()
 
     @property
+    def num_sequences(self):
+        self.pool.settle()
+        return self.pool.num_sequences
+
+    @property
     def num_owned(self):
         return self.pool.num_blocks - self.pool.available()
 
     def owners(self):
         """Number of owners of each block."""
-        return np.array([self.pool.owners[i] for i in range(self.pool.num_blocks)], np.int32)
+        with cython.critical_section(self.pool):
+            return np.array([self.pool.owners[i] for i in range(self.pool.num_blocks)], np.int32)
 
     def blocks_needed(self, list tables, list counts):
         """Blocks to take before each table can be written `counts` tokens behind its complete ones."""
@@ -133,20 +155,21 @@ cdef class PagedBuffer:
         cdef Py_ssize_t needed = 0, i, end, size = self.pool.block_size
         cdef int32_t block
         shared = {}
-        for table, count in zip(tables, counts):
-            if count == 0:
-                continue
-            end = (table.length + <Py_ssize_t>count + size - 1) // size
-            needed += max(0, end - table.count)
-            for i in range(table.length // size, min(end, table.count)):
-                block = table.blocks[i]
-                if self.index.knows(block):
-                    needed += 1
-                elif self.pool.owners[block] > 1:
-                    shared[block] = shared.get(block, 0) + 1
-        # The last of a block's owners to write need not copy it.
-        for number, writers in shared.items():
-            needed += writers if writers < self.pool.owners[<int32_t>number] else writers - 1
+        with cython.critical_section(self.pool):
+            for table, count in zip(tables, counts):
+                if count == 0:
+                    continue
+                end = (table.length + <Py_ssize_t>count + size - 1) // size
+                needed += max(0, end - table.count)
+                for i in range(table.length // size, min(end, table.count)):
+                    block = table.blocks[i]
+                    if self.index.knows(block):
+                        needed += 1
+                    elif self.pool.owners[block] > 1:
+                        shared[block] = shared.get(block, 0) + 1
+            # The last of a block's owners to write need not copy it.
+            for number, writers in shared.items():
+                needed += writers if writers < self.pool.owners[<int32_t>number] else writers - 1
         return needed
 
     def slot_mapping(self, list tables, list counts):
@@ -158,6 +181,7 @@ cdef class PagedBuffer:
         try:
             if len({id(table) for table in tables}) != len(tables):
                 raise ValueError("a sequence may appear only once in slot_mapping")
+            _check_all_open(tables)
             # First for all tables what can fail.
             self.pool.ensure(self.blocks_needed(tables, counts))
             slots = np.empty(sum(counts), np.int64)
@@ -180,7 +204,7 @@ cdef class PagedBuffer:
         finally:
             self.pool.leave()
 
-    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n, Py_ssize_t num_sequences):
+    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n):
         """The slots as int64, and how many tokens each table gets. Slots of sequences must be their next."""
         cdef int64_t[::1] slots
         cdef Py_ssize_t i = 0, end, size = self.pool.block_size, expected
@@ -218,7 +242,7 @@ cdef class PagedBuffer:
         if foreign:
             self._check_plain()
             # Also one that has no blocks yet: it would take those of the other scheduler.
-            if self.num_owned or num_sequences:
+            if self.num_owned or self.pool.num_sequences:
                 raise ValueError(f"slot_mapping holds {foreign[0][0]}, a slot that no sequence has; while a pool has "
                                  f"sequences, slots must come from slot_mapping()")
             unique = np.unique(np.concatenate(foreign))
@@ -226,28 +250,31 @@ cdef class PagedBuffer:
                 raise ValueError("slot_mapping must not hold a slot twice")
         return array, gains, bool(foreign)
 
-    def append_batch(self, layer, k, v, slot_mapping, num_sequences):
+    def append_batch(self, layer, k, v, slot_mapping):
         cdef Rows keys, values
         keys, values = open_pair(k, v, self.pool.rope_dim is not None)
-        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, num_sequences, None)
+        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None)
 
-    def write_batch(self, layer, qkv, slot_mapping, num_sequences, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
+    def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
         cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim)
         of_q.fit(parts.whole.rows.tokens, 0)
         of_k.fit(parts.whole.rows.tokens, 0)
         number = check_layer(layer, self.pool.num_layers)
         q = transform_rows(parts.q, of_q, out, num_threads)
-        self._write(number, parts.k, parts.v, slot_mapping, num_sequences, of_k)
+        self._write(number, parts.k, parts.v, slot_mapping, of_k)
         return q
 
-    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Py_ssize_t num_sequences, Transform transform):
+    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform):
         cdef kv_store *store = self.pool.stores + layer
-        cdef int64_t[::1] slots
+        cdef int64_t[::1] slots, counts
+        cdef list tables
         cdef BlockTable table
+        cdef Py_ssize_t i
         self.pool.enter()
         try:
             check_rows(store, keys, values)
-            slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens, num_sequences)
+            slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
+            tables, counts = list(gains), np.array(list(gains.values()), np.int64)  # now: nothing must fail behind the write
             if foreign:
                 # Other people's slots have no length that hides what a refused call has written.
                 if transform is not None:
@@ -258,8 +285,9 @@ cdef class PagedBuffer:
             if foreign:
                 self._forget()
                 self.is_external = True
-            for table, count in gains.items():
-                table.lengths[layer] += count
+            for i in range(counts.shape[0]):
+                table = tables[i]
+                table.lengths[layer] += counts[i]
         finally:
             self.pool.leave()
 
@@ -293,6 +321,8 @@ cdef class PagedBuffer:
         cdef BlockTable table
         cdef const int32_t[:, ::1] plain
         cdef const int32_t[::1] lens, starts
+        if tables is not None:
+            _check_all_open(tables)
         count = len(tables) if tables is not None else len(seq_lens)
         if count == 0:
             raise ValueError("a batch must hold at least one sequence")
@@ -302,8 +332,7 @@ cdef class PagedBuffer:
         if cu_seqlens_q is None:
             cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
         starts = cu_seqlens_q = _integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
-        if (starts.shape[0] != count + 1 or starts[0] != 0 or starts[count] != call.call.q.tokens
-                or np.any(np.diff(cu_seqlens_q) < 0)):
+        if starts.shape[0] != count + 1 or starts[0] != 0 or starts[count] != call.call.q.tokens or not _rises(starts):
             raise DimensionMismatchError(
                 f"cu_seqlens_q must rise from 0 to the {call.call.q.tokens} tokens of q in {count + 1} entries, got "
                 f"{np.array2string(cu_seqlens_q, threshold=8)}; without it q must hold one token per sequence")

@@ -84,7 +84,7 @@ class PagedKVCache(PagedStorage):
         ValueError
             For slots out of range, given twice, or not the next of their sequence.
         """
-        self._buffer.append_batch(layer, k, v, slot_mapping, self.num_sequences)
+        self._buffer.append_batch(layer, k, v, slot_mapping)
 
     def write_batch(self, layer: int, qkv: ArrayLike, slot_mapping: ArrayLike, *, num_q_heads: int | None = None,
                     cos: ArrayLike | None = None, sin: ArrayLike | None = None, positions: ArrayLike | None = None,
@@ -108,7 +108,7 @@ class PagedKVCache(PagedStorage):
         """
         of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
         of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
-        return self._buffer.write_batch(layer, qkv, slot_mapping, self.num_sequences, num_q_heads, of_q, of_k, out, num_threads)
+        return self._buffer.write_batch(layer, qkv, slot_mapping, num_q_heads, of_q, of_k, out, num_threads)
 
     def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
                      seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,

@@ -100,7 +100,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         ValueError
             For slots out of range, given twice, or not the next of their sequence.
         """
-        self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping, self.num_sequences)
+        self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping)
 
     def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
                      seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,

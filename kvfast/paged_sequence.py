@@ -11,6 +11,7 @@ from .options import check_size
 from .prefix import checked_token_ids
 from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache
+from .snapshot import Snapshot
 from .stored_sequence import StoredSequence
 from .table import BlockTable
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
     from typing_extensions import Self
-
-    from .snapshot import Snapshot
 
 __all__ = ["Sequence"]
 
@@ -34,17 +33,20 @@ class PagedSequence(StoredSequence):
 
     _unpaged = None  # the cache that has the same tokens to itself
 
-    def __init__(self, pool: Any, table: BlockTable, token_ids: Any = (), digests: Any = (), salt: bytes = b"") -> None:
+    def __init__(self, pool: Any, token_ids: Any = (), digests: Any = (), salt: bytes = b"") -> None:
+        """`digests`: of the full blocks of `token_ids`; those that the pool has are what the sequence starts with."""
         # A pool makes its sequences itself: what else comes here is no pool, and must not be taken for one.
-        if getattr(type(pool), "_sequence", None) is not type(self) or not isinstance(table, BlockTable) or table.pool is not pool._buffer.pool:
+        if getattr(type(pool), "_sequence", None) is not type(self):
             raise TypeError(f"a {type(self).__name__} is made by its pool: see new_sequence(), match_prefix() and fork()")
-        self._pool, self._table = pool, table
-        self._buffer = SequenceBuffer([table], list(zip([table] * pool.num_layers, range(pool.num_layers))))
+        self._pool, self._table = pool, BlockTable(pool._buffer.pool)
+        # Whatever fails below, this one gives back what the table has by then.
+        self._buffer = SequenceBuffer([self._table], [(self._table, layer) for layer in range(pool.num_layers)])
+        pool._buffer.start(self._table, digests)
+        found = self._table.length
         # None once tokens came without their ids: what follows them cannot be known by its tokens.
-        self._token_ids = list(token_ids)
-        self._digests, self._salt = list(digests), salt
-        self.num_cached_tokens = len(self._token_ids)  # tokens that match_prefix found
-        pool._sequences.add(self)
+        self._token_ids = [int(one) for one in token_ids[:found]]
+        self._digests, self._salt = list(digests[: found // pool.block_size]), salt
+        self.num_cached_tokens = found  # tokens that match_prefix found
 
     @property
     def pool(self) -> Any:
@@ -102,8 +104,8 @@ class PagedSequence(StoredSequence):
 
     def _cut_ids(self, n):
         if self._token_ids is not None:
+            del self._digests[n // self._pool.block_size :]  # first: should the other fail, none is wrong
             del self._token_ids[n:]
-            del self._digests[n // self._pool.block_size :]
         elif n == 0:
             self._token_ids, self._digests = [], []
 
@@ -119,32 +121,36 @@ class PagedSequence(StoredSequence):
         Sequence, or what this is
         """
         self._check_open()
-        other = type(self)(self._pool, self._pool._buffer.fork(self._table), self._token_ids or (), self._digests, self._salt)
-        if self._token_ids is None:
-            other._token_ids = None
-        other.num_cached_tokens = self.num_cached_tokens
+        other = type(self)(self._pool)
+        self._pool._buffer.fork(self._table, other._table, lambda: other._know_as(self))
         return other
+
+    def _know_as(self, other):
+        self._token_ids = None if other._token_ids is None else other._token_ids.copy()
+        self._digests, self._salt, self.num_cached_tokens = other._digests.copy(), other._salt, other.num_cached_tokens
 
     copy = fork
     __copy__ = fork
 
     def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
-        if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
-            token_ids = np.array(self._token_ids, np.int64)
-        return super().snapshot(token_ids, metadata)
+        known = [token_ids]
+
+        def take_ids():
+            if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
+                known[0] = np.array(self._token_ids, np.int64)
+
+        return Snapshot(self._with_buffer(self._buffer.share(take_ids)), known[0], metadata)
 
     snapshot.__doc__ = StoredSequence.snapshot.__doc__
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check_snapshot(snapshot)
-        known, self._token_ids = self._token_ids, None  # until it is done, however that ends
-        try:
-            self._buffer.restore(snapshot._cache._buffer, lambda: self._restore_ids(snapshot))
-        except Exception:
-            self._token_ids = known
-            raise
+        self._buffer.restore(snapshot._cache._buffer, self._forget_ids, lambda: self._restore_ids(snapshot))
 
     restore.__doc__ = StoredSequence.restore.__doc__
+
+    def _forget_ids(self):
+        self._token_ids = None
 
     def _restore_ids(self, snapshot):
         self._digests = []
@@ -170,8 +176,7 @@ class PagedSequence(StoredSequence):
     def free(self) -> None:
         """Give all blocks back. The sequence cannot be used any more; freeing it twice is harmless."""
         if not self._buffer.closed:
-            self._pool._buffer.release(self._table, self._buffer)
-            self._pool._sequences.discard(self)
+            self._pool._buffer.free(self._table)
 
     def __enter__(self) -> Self:
         self._check_open()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -31,7 +30,6 @@ class PagedStorage(StorageProperties):
 
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False):
         self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure)
-        self._sequences = weakref.WeakSet()
 
     def new_sequence(self) -> Any:
         """An empty sequence.
@@ -40,7 +38,7 @@ class PagedStorage(StorageProperties):
         -------
         Sequence, or MLASequence of latent rows
         """
-        return self._sequence(self, self._buffer.new_table([]))
+        return self._sequence(self)
 
     def restore(self, snapshot: Snapshot) -> Any:
         """A new sequence with the tokens of a snapshot, of a sequence of this pool or of another cache.
@@ -86,9 +84,7 @@ class PagedStorage(StorageProperties):
         if not isinstance(salt, bytes) or len(salt) > 64:
             raise TypeError(f"salt must be at most 64 bytes, got {salt!r}")
         digests = self._buffer.index.digests(token_ids[:-1], self.block_size, salt)
-        table = self._buffer.new_table(digests)
-        found = table.length
-        return self._sequence(self, table, token_ids[:found].tolist(), digests[: found // self.block_size], salt)
+        return self._sequence(self, token_ids, digests, salt)
 
     def block_table(self, sequences: Any) -> NDArray[np.int32]:
         """Blocks of some sequences.
@@ -183,7 +179,7 @@ class PagedStorage(StorageProperties):
     @property
     def num_sequences(self) -> int:
         """Sequences that are not freed."""
-        return sum(not sequence._buffer.closed for sequence in self._sequences)
+        return self._buffer.num_sequences
 
     @property
     def usage(self) -> float:

@@ -1,6 +1,7 @@
 """The blocks that caches share, or have for themselves.
 
-A pool and what lies in it serve one thread at a time, from `enter` to `leave`; not all of these need have the GIL.
+A pool and what lies in it serve one thread at a time, from `enter` to `leave`; not all of these need have the GIL. What only
+tells of it need not enter: it holds a critical section of the pool, and so does who moves the lists of a pool or sequence.
 """
 from libc.stdint cimport int32_t
 
@@ -14,14 +15,17 @@ cdef class BlockPool(BlockMemory):
     cdef bint finishes                 # some layers encode blocks as a whole
     cdef bint has_sinks                # some keep the first tokens of a sequence as floats
     cdef FloatRows floats              # of tokens, or None
+    cdef readonly Py_ssize_t num_sequences  # where it is shared
     cdef PrefixIndex index             # of contents worth keeping, or None
     cdef Workspace workspace
     cdef int busy                      # for `enter` and `leave` alone
+    cdef unsigned long tidier          # thread that tidies up, or has
     cdef list abandoned                # tables to be released when the pool is next entered
 
     cdef bint try_enter(self) noexcept nogil
     cdef int enter(self) except -1
     cdef void leave(self) noexcept nogil
+    cdef bint _start_tidying(self) noexcept
     cdef int _release_abandoned(self) except -1
     cdef int retain(self, int32_t block) except -1
     cdef bint is_frozen(self, int32_t block) noexcept

@@ -1,5 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Where caches take their blocks from: memory, the float rows beside it, what is known, and whose turn it is."""
+cimport cython
+
 from libc.stdint cimport int32_t
 
 from kvfast.attend_call cimport Workspace
@@ -9,9 +11,25 @@ from kvfast.float_rows cimport float_rows_of
 
 cdef extern from *:
     """
-    static int kv_exchange(int *flag, int value) { return __atomic_exchange_n(flag, value, __ATOMIC_ACQ_REL); }
+    #include <sched.h>
+
+    /* Takes what is 0; else tells what it is. */
+    static int kv_take(int *flag, int value) {
+        int found = 0;
+        __atomic_compare_exchange_n(flag, &found, value, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+        return found;
+    }
+    static void kv_drop(int *flag) { __atomic_store_n(flag, 0, __ATOMIC_RELEASE); }
     """
-    int kv_exchange(int *flag, int value) nogil
+    int kv_take(int *flag, int value) nogil
+    void kv_drop(int *flag) nogil
+    int sched_yield() nogil
+    unsigned long PyThread_get_thread_ident() nogil
+
+
+cdef enum:
+    IN_A_CALL = 1              # another thread is refused
+    TIDYING = 2                # another thread waits: nobody asked for what is being done, and it is short
 
 
 cdef class BlockPool(BlockMemory):
@@ -34,13 +52,19 @@ cdef class BlockPool(BlockMemory):
             self._add_chunk(self.first_blocks)
 
     cdef bint try_enter(self) noexcept nogil:
-        return not kv_exchange(&self.busy, 1)
+        return kv_take(&self.busy, IN_A_CALL) == 0
 
     cdef void leave(self) noexcept nogil:
-        kv_exchange(&self.busy, 0)
+        kv_drop(&self.busy)
 
     cdef int enter(self) except -1:
-        if not self.try_enter():
+        cdef int holder = kv_take(&self.busy, IN_A_CALL)
+        # A finalizer of what is being tidied up may come here on the same thread, which then waits for nobody.
+        while holder == TIDYING and self.tidier != PyThread_get_thread_ident():
+            with nogil:
+                sched_yield()
+            holder = kv_take(&self.busy, IN_A_CALL)
+        if holder:
             raise RuntimeError("this cache is in use by another thread; a cache serves one thread at a time")
         try:
             self._release_abandoned()
@@ -49,6 +73,12 @@ cdef class BlockPool(BlockMemory):
             raise
         return 0
 
+    cdef bint _start_tidying(self) noexcept:
+        if kv_take(&self.busy, TIDYING):
+            return False
+        self.tidier = PyThread_get_thread_ident()
+        return True
+
     cdef int _release_abandoned(self) except -1:
         while self.abandoned:
             self.abandoned.pop().give_up()
@@ -56,7 +86,7 @@ cdef class BlockPool(BlockMemory):
 
     def abandon(self, table):
         """Release a table that Python collects, of this pool or one entered with it: now, or when it is next entered."""
-        if self.try_enter():
+        if self._start_tidying():
             try:
                 table.give_up()
             finally:
@@ -66,16 +96,17 @@ cdef class BlockPool(BlockMemory):
 
     def settle(self):
         """Release what was abandoned while the pool was busy."""
-        if self.try_enter():
+        if self.abandoned and self._start_tidying():
             try:
                 self._release_abandoned()
             finally:
                 self.leave()
 
     cdef int _grow_tables(self, Py_ssize_t total) except -1:
-        BlockMemory._grow_tables(self, total)
-        if self.floats is not None:
-            self.floats.grow(self.num_blocks, total)
+        with cython.critical_section(self):
+            BlockMemory._grow_tables(self, total)
+            if self.floats is not None:
+                self.floats.grow(self.num_blocks, total)
         return 0
 
     cdef Py_ssize_t available(self) except -1:
@@ -165,11 +196,14 @@ cdef class BlockPool(BlockMemory):
         cdef int32_t block
         if self.floats is None:
             return len(blocks) * self.block_bytes
-        for block in blocks:
-            count += self.floats.count(block)
+        with cython.critical_section(self):
+            for block in blocks:
+                count += self.floats.count(block)
         return len(blocks) * self.block_bytes + count * self.floats.pieces.block_bytes
 
     @property
     def nbytes_used(self):
         """Bytes of the blocks that have owners."""
-        return self.bytes_of_blocks([i for i in range(self.num_blocks) if self.owners[i]])
+        with cython.critical_section(self):
+            owned = [i for i in range(self.num_blocks) if self.owners[i]]
+        return self.bytes_of_blocks(owned)

@@ -162,14 +162,15 @@ class PromptCache:
             if not name.startswith(key):
                 continue
             try:
-                if name not in self._token_ids:
-                    self._token_ids[name] = cache_file.read_token_ids(self.folder / name)
+                known = self._token_ids.get(name)
+                if known is None:
+                    known = self._token_ids[name] = cache_file.read_token_ids(self.folder / name)
             except FileNotFoundError:
                 continue
             except (CorruptFileError, IncompatibleSnapshotError):
                 self._remove(name)
                 continue
-            matches.append((_common(self._token_ids[name], token_ids), name))
+            matches.append((_common(known, token_ids), name))
         return sorted(matches, reverse=True)
 
     def _entries(self):

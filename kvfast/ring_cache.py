@@ -143,14 +143,15 @@ class RingKVCache(SequenceCache):
     def _transform(self, layer, array, norm, eps):
         if self._rope is None:
             return None
-        num_tokens = _num_tokens(array)
-        cos, sin = self._rope(self.layer_length(layer), num_tokens)
-        return Transform(self.head_dim, norm, eps, cos, sin, np.arange(num_tokens), self._interleaved, "k_norm")
+        num_tokens, length = _num_tokens(array), self.layer_length(layer)
+        cos, sin = self._rope(length, num_tokens)
+        return Transform(self.head_dim, norm, eps, cos, sin, np.arange(num_tokens), self._interleaved, "k_norm", made_for=length)
 
     def _rotated(self, layer, q, options):
         if self._rope is None:
             return q, None
         n, length = _num_tokens(q), self.layer_length(layer)
+        options.made_for = length
         first = max(0, length - n)
         at_window = rotated(q, *self._rope(first, n), self._interleaved)
         window, num_sink_tokens = options.window_or(self._windows[layer]), options.sinks_or(self._num_sink_tokens)
@@ -159,10 +160,10 @@ class RingKVCache(SequenceCache):
         # The last place of a cache that holds the sinks and the window before the query.
         return at_window, rotated(q, *self._rope(first, n, num_sink_tokens + window - 1), self._interleaved)
 
-    def _unrotated(self, layer, k):
+    def _unrotated(self, k, positions):
         if self._rope is None or not len(k):
             return k
-        cos, sin = self._rope.at(self._buffer.positions(layer))
+        cos, sin = self._rope.at(positions)
         return rotated(k, cos, -sin, self._interleaved)
 
     def _settings(self):

@@ -30,12 +30,13 @@ class RotaryTables:
         cos, sin : ndarrays of shape (count, rotary_dim // 2), float32
         """
         key = first, count, most
-        if key not in self._recent:
+        tables = self._recent.get(key)
+        if tables is None:
             if len(self._recent) > 8:
-                self._recent.clear()
+                self._recent.clear()  # by another thread, too, which must not find its own gone
             positions = np.arange(first, first + count)
-            self._recent[key] = self.at(positions if most is None else np.minimum(positions, most))
-        return self._recent[key]
+            tables = self._recent[key] = self.at(positions if most is None else np.minimum(positions, most))
+        return tables
 
     def at(self, positions):
         """Tables of any positions, as of a call."""

@@ -10,15 +10,15 @@ cdef class SequenceBuffer:
     cdef list places                   # of (table, layer in it) for each layer
     cdef readonly Py_ssize_t num_layers
     cdef Py_ssize_t most               # tokens, or -1: any number
-    cdef readonly bint closed
 
     cdef BlockTable _table(self, object index, Py_ssize_t *layer)
+    cdef int _check_open(self) except -1
     cdef int _enter(self) except -1
     cdef int _leave(self) except -1
     cdef BlockPool _pool(self)
     cdef int _drop_surplus(self) except -1
-    cdef int _share_blocks(self, SequenceBuffer other) except -1
-    cdef int _copy_blocks(self, SequenceBuffer other) except -1
+    cdef int _share_blocks(self, SequenceBuffer other, begin) except -1
+    cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
     cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
                           Options options)

@@ -32,19 +32,25 @@ cdef class SequenceBuffer:
         self.most = -1 if value is None else value
 
     cdef BlockTable _table(self, object index, Py_ssize_t *layer):
-        if self.closed:
-            raise ValueError("this sequence has been freed")
+        self._check_open()
         table, layer[0] = self.places[check_layer(index, self.num_layers)]
         return table
 
-    def close(self):
-        """Refuse further use."""
-        self.closed = True
+    @property
+    def closed(self):
+        """Whether the blocks were given back for good."""
+        return bool((<BlockTable>self.tables[0]).closed)
+
+    cdef int _check_open(self) except -1:
+        return (<BlockTable>self.tables[0]).check_open()
 
     cdef int _enter(self) except -1:
-        if self.closed:
-            raise ValueError("this sequence has been freed")
         self._pool().enter()
+        try:
+            self._check_open()  # not before: another thread may be about to close it
+        except BaseException:
+            self._pool().leave()
+            raise
         return 0
 
     cdef int _leave(self) except -1:
@@ -66,7 +72,7 @@ cdef class SequenceBuffer:
         try:
             self._check_room(index, table.lengths[layer], keys.rows.tokens)
             if transform is not None:
-                transform.fit(keys.rows.tokens, 0)
+                transform.fit(keys.rows.tokens, table.lengths[layer])
             table.append(layer, keys, values, NULL if transform is None else &transform.c)
         finally:
             self._leave()
@@ -113,6 +119,9 @@ cdef class SequenceBuffer:
         cdef AttendCall call
         cdef kv_context context
         table.context(layer, &context)
+        if options.made_for >= 0 and options.made_for != context.length:
+            raise RuntimeError(f"another thread has changed layer {index}: it held {options.made_for} tokens, and holds "
+                               f"{context.length} now")
         if context.length == 0:
             raise ValueError(f"layer {index} holds no tokens to attend to")
         call = open_call(&table.pool.stores[layer], table.pool.workspace, q, options, 1)
@@ -143,10 +152,10 @@ cdef class SequenceBuffer:
         raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
                          f"got {call.options.num_sink_tokens}")
 
-    # What more a sequence knows of its tokens it changes in `then`, before another thread can come in.
+    # What more a sequence knows of its tokens it changes in `begin`: no other thread is in then, and nothing fails behind it.
 
-    def advance(self, n, then=None):
-        """`then` is called with the length as it was."""
+    def advance(self, n, begin=None):
+        """`begin` is called with the length as it was."""
         cdef Py_ssize_t i, count = check_count(n, "n", 1, 1 << 60), length
         cdef Py_ssize_t layer
         cdef BlockTable table
@@ -162,15 +171,15 @@ cdef class SequenceBuffer:
                                  + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
             for table in self.tables:
                 table.prepare(count)
+            if begin is not None:
+                begin(length)
             for table in self.tables:
                 table.advance(count)
-            if then is not None:
-                then(length)
         finally:
             self._leave()
 
-    def truncate(self, n, then=None):
-        """`then` is called with the new length."""
+    def truncate(self, n, begin=None):
+        """`begin` is called with the new length."""
         cdef BlockTable table
         cdef Py_ssize_t count
         try:
@@ -184,11 +193,11 @@ cdef class SequenceBuffer:
             count = number
             for table in self.tables:
                 table.check_truncate(count)
+            if begin is not None:
+                begin(number)
             for table in self.tables:
                 table.truncate(count)
             self._drop_surplus()
-            if then is not None:
-                then(number)
         finally:
             self._leave()
 
@@ -213,22 +222,23 @@ cdef class SequenceBuffer:
         return np.concatenate((np.arange(min(oldest, (<RingTable>table).num_sink_tokens)), window))
 
     def rows(self, index, bint values):
-        """Keys or values of a layer as float32: a view where they are stored so in one piece, else decoded."""
+        """Keys or values of a layer as float32, and their positions: a view where they are stored so in one piece, else decoded."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         cdef BlockPool pool = table.pool
         cdef kv_store *store = pool.stores + layer
-        cdef Py_ssize_t length = table.lengths[layer]
         cdef kv_side *side = &store.v if values else &store.k
-        if side.dtype == KV_FLOAT32 and not store.latent and not pool.grows and not pool.is_shared and table.is_in_one_piece():
-            view = np.ndarray((length, pool.num_kv_heads, pool.head_dim), np.float32, buffer=memoryview(pool.arenas[0]).toreadonly(),
-                              offset=store.chunks.v if values else store.chunks.k,
-                              strides=(side.row_stride, store.chunks.v_head_stride if values
-                                       else store.chunks.k_head_stride, 4))
-            return view
         self._enter()
         try:
-            return table.rows(layer, self.positions(index), values)
+            if (side.dtype == KV_FLOAT32 and not store.latent and not pool.grows and not pool.is_shared
+                    and table.is_in_one_piece()):
+                return np.ndarray((table.lengths[layer], pool.num_kv_heads, pool.head_dim), np.float32,
+                                  buffer=memoryview(pool.arenas[0]).toreadonly(),
+                                  offset=store.chunks.v if values else store.chunks.k,
+                                  strides=(side.row_stride, store.chunks.v_head_stride if values
+                                           else store.chunks.k_head_stride, 4)), np.arange(table.lengths[layer])
+            positions = self.positions(index)
+            return table.rows(layer, positions, values), positions
         finally:
             self._leave()
 
@@ -244,7 +254,7 @@ cdef class SequenceBuffer:
         finally:
             self._leave()
 
-    def share(self):
+    def share(self, then=None):
         """The complete tokens, as they are now, in the same blocks."""
         cdef BlockTable table, other
         shared = {}
@@ -254,6 +264,8 @@ cdef class SequenceBuffer:
                 shared[table] = other = table.empty(table.pool)
                 other.share(table)
                 other.truncate(other.length)
+            if then is not None:
+                then()
             return self._like(shared)
         finally:
             self._leave()
@@ -263,16 +275,17 @@ cdef class SequenceBuffer:
         return SequenceBuffer([tables[table] for table in self.tables],
                               [(tables[table], layer) for table, layer in self.places], self.max_seq_len)
 
-    def restore(self, SequenceBuffer other, then=None):
-        """Become the equal of a buffer with the same settings: by sharing its blocks, or copying those of another pool."""
+    def restore(self, SequenceBuffer other, begin=None, then=None):
+        """Become the equal of a buffer with the same settings: by sharing its blocks, or copying those of another pool.
+        `begin` is called when nothing but a signal can keep the tokens from changing, `then` when they have changed."""
         self._enter()
         try:
             if other._pool() is self._pool():
-                self._share_blocks(other)
+                self._share_blocks(other, begin)
             else:
                 other._enter()
                 try:
-                    self._copy_blocks(other)
+                    self._copy_blocks(other, begin)
                 finally:
                     other._leave()
             self._drop_surplus()
@@ -283,21 +296,25 @@ cdef class SequenceBuffer:
 
     # Both first do for all tables what can fail.
 
-    cdef int _share_blocks(self, SequenceBuffer other) except -1:
+    cdef int _share_blocks(self, SequenceBuffer other, begin) except -1:
         cdef Py_ssize_t i
         for i in range(len(self.tables)):
             (<BlockTable>self.tables[i]).reserve_list((<BlockTable>other.tables[i]).count)
+        if begin is not None:
+            begin()
         for i in range(len(self.tables)):
             (<BlockTable>self.tables[i]).share(other.tables[i])
         return 0
 
-    cdef int _copy_blocks(self, SequenceBuffer other) except -1:
+    cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1:
         cdef Py_ssize_t i
         cdef BlockTable table
         cdef list pieces = [(<BlockTable>table)._pieces((<BlockTable>table)._longest()) for table in other.tables]
         for i in range(len(self.tables)):
             table = self.tables[i]
             table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
+        if begin is not None:
+            begin()
         for i in range(len(self.tables)):
             copy_table(other.tables[i], self.tables[i], pieces[i], False)
         return 0
@@ -313,7 +330,11 @@ cdef class SequenceBuffer:
 
     def places_of_tables(self):
         """For `streams.reopen`."""
-        return [(<BlockTable>table).place() for table in self.tables]
+        self._enter()
+        try:
+            return [(<BlockTable>table).place() for table in self.tables]
+        finally:
+            self._leave()
 
     @property
     def nbytes_alone(self):
@@ -326,7 +347,7 @@ cdef class SequenceBuffer:
 
     def __del__(self):
         cdef BlockTable table
-        if not self.closed:
+        if self.tables is not None and not self.closed:
             for table in self.tables:
                 self._pool().abandon(table)
 

@@ -29,7 +29,7 @@ class SequenceCache(StoredSequence):
         """Queries for the window, and for the sinks where they differ."""
         return q, None
 
-    def _unrotated(self, layer, k):
+    def _unrotated(self, k, positions):
         """Keys as they were given."""
         return k
 
@@ -194,11 +194,11 @@ class SequenceCache(StoredSequence):
             A read-only view for float32 storage with `max_seq_len`; else a decoded copy. A view shows what
             is stored now: truncating and appending again changes it.
         """
-        return self._unrotated(layer, self._buffer.rows(layer, False))
+        return self._unrotated(*self._buffer.rows(layer, False))
 
     def v(self, layer: int) -> NDArray[np.float32]:
         """Values of a layer; see `k`."""
-        return self._buffer.rows(layer, True)
+        return self._buffer.rows(layer, True)[0]
 
     def _decoded(self, layer):
         return self.k(layer), self.v(layer)

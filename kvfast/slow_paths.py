@@ -5,6 +5,7 @@ of float32, rotation with ``interleaved``, blocks of 16 tokens. Times are of a X
 """
 
 import os
+import threading
 
 from ._kernels import active_isa, available_isas, cpu_features
 from ._openmp import has_openmp, lost_threads
@@ -33,6 +34,7 @@ _GATHERED = {
 }  # fmt: skip
 
 _told: set[str] = set()
+_lock = threading.Lock()
 
 
 def notes(head_dim, rotated, work, num_threads, num_tasks, wanted_threads, packed=False):
@@ -115,9 +117,12 @@ def log_gathered(name):
 def log(found):
     """Log the notes whose kind has not been logged before."""
     for kind, text in found:
-        if kind not in _told:
+        with _lock:
+            is_new = kind not in _told
             _told.add(kind)
-            _logger().warning(text)
+            logger = _logger()
+        if is_new:
+            logger.warning(text)
 
 
 def _logger():

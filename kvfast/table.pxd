@@ -10,6 +10,8 @@ cdef class BlockTable(BlockMap):
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
     cdef Py_ssize_t coded              # first tokens without float rows, where blocks are finished; see kv_context
+    cdef readonly bint closed          # its blocks were given back for good
+    cdef bint is_counted               # among the sequences of its pool
     cdef Py_ssize_t kept               # of a table without blocks, see `streams`: what it will keep
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
@@ -51,4 +53,6 @@ cdef class BlockTable(BlockMap):
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil
     cdef int share(self, BlockTable other) except -1
     cdef int release(self) except -1
+    cdef int close(self) except -1
+    cdef int check_open(self) except -1
     cdef object rows(self, Py_ssize_t layer, object positions, bint values)

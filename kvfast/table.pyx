@@ -1,5 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Block tables: which tokens of a sequence each layer has, and in which state, in the blocks that a map tells."""
+cimport cython
 import numpy as np
 
 from libc.stdint cimport int16_t, int32_t, int64_t
@@ -363,7 +364,8 @@ cdef class BlockTable(BlockMap):
     def nbytes_alone(self):
         """Bytes that this table keeps from being freed: its own, and blocks without another owner."""
         cdef Py_ssize_t i
-        alone = [self.blocks[i] for i in range(self.count) if self.pool.owners[self.blocks[i]] == 1]
+        with cython.critical_section(self.pool):
+            alone = [self.blocks[i] for i in range(self.count) if self.pool.owners[self.blocks[i]] == 1]
         return self.pool.bytes_of_blocks(alone) + self.capacity * sizeof(int32_t) + self.pool.num_layers * sizeof(Py_ssize_t)
 
     cdef int release(self) except -1:
@@ -380,7 +382,19 @@ cdef class BlockTable(BlockMap):
             slots[i] = self.slot(at[i])
         return decode_tokens(self.pool.stores + layer, at, slots, self.coded, values)
 
-    def give_up(self):
-        """Release, for a pool that has been entered."""
+    cdef int close(self) except -1:
+        """Give all blocks back, for good."""
         self.release()
+        self.pool.num_sequences -= self.is_counted
+        self.is_counted, self.closed = False, True
+        return 0
+
+    cdef int check_open(self) except -1:
+        if self.closed:
+            raise ValueError("this sequence has been freed")
+        return 0
+
+    def give_up(self):
+        """Close, for a pool that has been entered."""
+        self.close()
         self.pool.drop_surplus()

@@ -41,6 +41,11 @@ class Memory:
             self.was_last = self.shim.failing_malloc_disarm() <= skipped
 
 
+# What NumPy's ufuncs and CPython's locks make of a failed allocation, instead of a MemoryError.
+MISNAMED = ("error return without exception set", "without setting an exception", "NULL object passed", "can't allocate lock",
+            "can't start new thread")  # fmt: skip
+
+
 class Objects:
     """Allocations of Python."""
 
@@ -57,6 +62,9 @@ class Objects:
             done = True
         except MemoryError:
             pass
+        except (SystemError, RuntimeError) as error:
+            if not any(text in str(error) for text in MISNAMED):
+                raise
         finally:
             self.stop()
         self.successes = self.successes + 1 if done and skipped else int(done)

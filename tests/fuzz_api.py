@@ -37,6 +37,7 @@ from fuzz_recipes import FORMATS, PROTOCOL, RECORDS, Call, parameters, public_na
 from hostile_values import Misfit, hostile, is_finite
 
 import kvfast
+from kvfast.paged_sequence import PagedSequence
 from kvfast.paged_storage import PagedStorage
 from kvfast.stored_sequence import StoredSequence
 
@@ -134,10 +135,9 @@ def state(one):
     if isinstance(one, kvfast.Snapshot | kvfast.CompressedKV):
         return {name: array.tobytes() for name, array in one.state_dict().items()}
     if isinstance(one, PagedStorage):
-        owned = [state(sequence) for sequence in sorted(one._sequences, key=id)]
         pool = one._buffer.pool
         if not one._buffer.is_external:
-            return owned
+            return one.num_sequences, one._buffer.num_owned
         return [pool.stream(layer, 0, pool.num_blocks, head, side).tobytes() for layer in range(pool.num_layers)
                 for head in range(pool.num_kv_heads) for side in (False, True)]  # fmt: skip
     if isinstance(one, kvfast.MultiHeadKVCache):
@@ -188,6 +188,7 @@ def perform(world, name, function, owner, outcomes, log):
             given = {one: world.hostile(None) for one, optional in parameters(function).items() if not optional}
     log.append((name, given))
     involved = [one for one in (target, *given.values()) if state_of(one)]
+    involved += [one for one in world.objects if isinstance(one, PagedSequence) and one.pool in involved]
     watched = involved if method in WRITING or rng.random() < 0.02 else []
     before = [state(one) for one in watched]
     try:

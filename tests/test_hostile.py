@@ -241,12 +241,12 @@ def test_projections_beyond_float32_are_refused():
 
 def test_a_sequence_is_made_by_its_pool():
     """Another object in the place of its table was read as one."""
-    pool, other = kvfast.PagedKVCache(1, 1, 16, 4), kvfast.PagedKVCache(1, 1, 16, 4)
-    foreign = other._buffer.new_table([])
-    for arguments in ((pool, None), (pool, object()), (None, None), (3, foreign), (pool, foreign)):
-        for kind in (kvfast.Sequence, kvfast.MLASequence):
+    pools = {kvfast.Sequence: kvfast.PagedKVCache(1, 1, 16, 4), kvfast.MLASequence: kvfast.PagedMLAKVCache(1, 16, 4, num_blocks=4)}
+    for kind, own in pools.items():
+        others = [pool for pool in pools.values() if pool is not own]
+        for wrong in (None, 3, object(), own._buffer, own.new_sequence(), *others):
             with pytest.raises(TypeError, match="made by its pool"):
-                kind(*arguments)
+                kind(wrong)
 
 
 def test_a_sequence_without_blocks_takes_none_of_another_scheduler():

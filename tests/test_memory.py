@@ -35,14 +35,20 @@ def test_every_allocation_of_the_modules(tmp_path):
 
 
 def test_every_object():
-    """What Python asks for itself. (Of a ring that rotates, NumPy itself loses the error of some; a sequence of a pool can lose
-    blocks to one that was never made.)"""
+    """What Python asks for itself. (Of files it is not tried: safetensors panics. Nor of `advance` with token ids, where it may
+    cost what is known of a prefix, and nothing else.)"""
     if not hasattr(pytest.importorskip("_testcapi"), "set_nomemory"):
         pytest.skip("needs CPython's own tests")
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        pytest.skip("without a GIL, CPython 3.13 damages its heap where (lambda *a: a)(1, *array) finds no memory")
     kinds = ["growing", "sequence", "ring with sinks", "ring of two windows"]
     operations = ["append", "append_one", "advance", "attend", "prefill", "copy", "truncate", "snapshot", "restore", "restore_foreign",
                   "keys", "state"]  # fmt: skip
-    names = [f"{operation}, {kind}, int4" for kind in kinds for operation in operations] + ["write", "explain", "slots, pool, int4"]
+    names = [f"{operation}, {kind}, int4" for kind in kinds for operation in operations]
+    names += [f"{operation}, ring that rotates, int4" for operation in ("append_one", "attend")]
+    operations = ["new_sequence", "fork", "match", "restore_into_pool", "append_shared", "slots", "append_batch", "attend_batch", "truncate_known"]
+    names += [f"{operation}, pool, int4" for operation in operations]
+    names += ["write", "explain", "append_latent", "attend_latent", "push", "scores", "codecs", "attention", "make_cache"]
     failed = failing("objects", *names, KVFAST_NUM_THREADS="1")
     assert failed.keys() == set(names) and sum(failed.values()) > 5000
 

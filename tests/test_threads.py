@@ -4,11 +4,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import kvfast
+import kvfast.compression
+from kvfast.rope import RotaryTables
 
 
 @pytest.fixture(autouse=True)
@@ -217,10 +221,9 @@ def test_a_found_prefix_is_not_taken_away_before_it_has_an_owner(rng):
         sequence.advance(64, range(64))
     other = pool.new_sequence()
     MeetingDigest.calls["append"] = lambda: other.append(0, *kv(rng, 256))  # as many as the pool has
-    found = pool._buffer.new_table([MeetingDigest(one) for one in pool._buffer.index.digests(range(64), 64)])
-    assert found.length == 64 and pool.num_free_blocks == 3
+    found = kvfast.Sequence(pool, range(64), [MeetingDigest(one) for one in pool._buffer.index.digests(range(64), 64)])
+    assert len(found) == 64 and pool.num_free_blocks == 3
     assert "another thread" in MeetingDigest.outcomes["append"]
-    found.give_up()
 
 
 class MeetingIds:
@@ -392,6 +395,207 @@ def test_many_threads_on_one_cache(rng):
     assert torn and not any(torn)
     sequence.free()
     assert pool.num_free_blocks == 64
+
+
+def together(*works):
+    """Let all run at once; the error of one is that of the test."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        for future in [pool.submit(work) for work in works]:
+            future.result()
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "ring", "paged"])
+def test_a_cache_can_be_looked_at_while_it_is_used(rng, kind):
+    """By another thread, whose questions get no call of the first refused."""
+    cache, stop, seen = one_sequence(kind), threading.Event(), []
+    tokens, deadline = kv(rng, 100), time.monotonic() + 60
+
+    def use():
+        turn = 0
+        try:
+            while turn < 60 or len(seen) < 20 and time.monotonic() < deadline:
+                turn += 1
+                for layer in range(2):
+                    cache.append(layer, *tokens)
+                cache.advance(100)
+                cache.attend(0, np.ones((1, 4, 32), np.float32))
+                if turn % 3 == 0:
+                    cache.clear()
+            cache.clear()
+        finally:
+            stop.set()
+
+    def look():
+        while True:
+            blocks = cache.block_indices(1)
+            assert blocks.size == 0 or blocks.min() >= 0
+            seen.append((cache.nbytes_used, cache.nbytes, cache.bytes_per_token, repr(cache), cache.context_lens.sum(), cache.capacity()))
+            if kind == "paged":
+                pool = cache.pool
+                seen.append((pool.num_free_blocks, pool.num_sequences, repr(pool), cache.can_append(10), pool._buffer.owners().max()))
+            if stop.is_set():
+                return
+
+    together(use, look, look)
+    assert len(seen) >= 20 and cache.nbytes_used == 0
+
+
+def test_what_a_thread_drops_gets_no_call_of_another_refused(rng):
+    """Sequences that are collected give their blocks back as soon as nobody is in the pool."""
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=200, dtype="int8")
+    sequence = pool.new_sequence()
+    sequence.append(0, *kv(rng, 60))
+    sequence.advance(60)
+    dropped = [[sequence.fork() for _ in range(50)] for _ in range(3)]
+
+    def drop(those):
+        while those:
+            those.pop()
+
+    def use():
+        for token in np.ones((300, 2, 1, 2, 32), np.float32):
+            sequence.append(0, *token)
+            sequence.advance(1)
+
+    together(use, *[lambda those=those: drop(those) for those in dropped])
+    assert len(sequence) == 360 and pool.num_sequences == 1
+    sequence.free()
+    assert pool.num_free_blocks == 200
+
+
+def test_threads_serve_requests_from_one_pool():
+    """They share a prompt's blocks, fork, free and forget sequences; each answer is what a cache alone would give."""
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=100, dtype="int4")
+    rng = np.random.default_rng(0)
+    prompt, ids = kv(rng, 96), np.arange(97)
+    q = rng.standard_normal((1, 4, 32), np.float32)
+
+    def alone(own):
+        cache = kvfast.KVCache(1, 2, 32, block_size=pool.block_size)
+        for rows in (prompt, own):
+            cache.append(0, *rows)
+            cache.advance(rows.shape[1])
+        return cache.attend(0, q).tobytes()
+
+    def serve(number):
+        own = kv(np.random.default_rng(number), 40)
+        expected = alone(own)
+        for turn in range(25):
+            sequence = insistently(pool.match_prefix, ids)
+            if len(sequence) < 96:
+                insistently(sequence.append, 0, *prompt[:, len(sequence):])
+                insistently(sequence.advance, 96 - len(sequence), ids[len(sequence) : 96])
+            branch = insistently(sequence.fork)
+            insistently(branch.append, 0, *own)
+            insistently(branch.advance, 40)
+            answers.append(insistently(branch.attend, 0, q).tobytes() == expected)
+            if turn % 2:
+                insistently(sequence.free)
+            del sequence, branch
+
+    answers = []
+    together(*[lambda number=number: serve(number) for number in range(1, 5)])
+    assert len(answers) == 100 and all(answers)
+    assert pool.num_sequences == 0 and pool.num_free_blocks == 100
+
+
+class Writing:
+    """A number of threads that writes into an array once the call that asks for it has checked that."""
+
+    def __init__(self, array, value):
+        self.array, self.value = array, value
+
+    def __index__(self):
+        self.array[...] = self.value
+        return 1
+
+
+def test_arrays_that_were_checked_are_not_read_again(rng):
+    """A scheduler that fills in the next step's while a call reads this one's."""
+    pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=8, block_size=32, dtype="int8")
+    k, v = kv(rng, 96)
+    pool.append_batch(0, k, v, np.arange(96))
+    q = rng.standard_normal((2, 4, 32), np.float32)
+    arguments = {"block_table": np.array([[0, 1, 2]], np.int32), "seq_lens": np.array([96], np.int32),
+                 "cu_seqlens_q": np.array([0, 2], np.int32)}  # fmt: skip
+    expected = pool.attend_batch(0, q, **arguments)
+    for name, array in arguments.items():
+        mine = arguments | {name: array.copy()}
+        assert np.array_equal(pool.attend_batch(0, q, **mine, num_threads=Writing(mine[name], 2**30)), expected), name
+    angles, positions = rng.standard_normal((2, 8, 16), np.float32), np.array([3, 4])
+    rows = rng.standard_normal((2, 8 * 32), np.float32)
+    parts = [kvfast.split_qkv_norm_rope(rows, 4, 2, 32, cos=angles[0], sin=angles[1], positions=one, num_threads=threads)
+             for one, threads in ((positions.copy(), 1), (positions, Writing(positions, 2**40)))]  # fmt: skip
+    assert all(np.array_equal(one, other) for one, other in zip(*parts, strict=True)) and positions[0] == 2**40
+
+
+def test_compressed_tokens_share_no_memory_with_their_state(rng):
+    """A book's bounds say where on the stack its rows go: nobody else may write to them."""
+    compressor = kvfast.compression.KVCacheCompressor(kvfast.compression.VectorQuantization(codebook_size=16))
+    x = rng.standard_normal((2, 60, 32), np.float32)
+    compressed = compressor.compress_kv_3d(x, x)
+    state, expected = compressed.state_dict(), compressed.attend(x.swapaxes(0, 1))
+    again = kvfast.CompressedKV.from_state_dict(state)
+    for array in state.values():
+        if array.flags.writeable:
+            array[...] = 0
+    for one in (compressed, again):
+        assert np.array_equal(one.attend(x.swapaxes(0, 1)), expected)
+
+
+def test_heads_without_tokens_are_refused_inside_the_lock():
+    """Another thread may clear the cache between the call and the lock: a division by its length ended the process."""
+    cache = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=32))
+    for call in (cache.attend, cache.head(1).attend):
+        queries = 2 if call == cache.attend else 1
+        with pytest.raises(ValueError, match="no tokens"):
+            call(np.ones((queries, 32)))
+
+
+class CountedBetween:
+    """An array of keys, queries or a projection that has other tokens appended as its shape is asked for."""
+
+    def __init__(self, array, meanwhile):
+        self.array, self.meanwhile = array, meanwhile
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    def __array__(self, *arguments, **options):
+        self.meanwhile()
+        return np.array(self.array)
+
+
+@pytest.mark.parametrize("method", ["append", "write", "attend"])
+def test_positions_are_those_that_the_rotation_was_made_for(rng, method):
+    """A ring that turns queries and keys itself stores none that were turned for another place."""
+    ring = kvfast.RingKVCache(1, 2, 32, window=64, rope="cache")
+    ring.append(0, *kv(rng, 3))
+    rows = {"append": kv(rng, 1), "write": np.ones((1, 1, 8 * 32), np.float32), "attend": np.ones((1, 1, 4, 32), np.float32)}[method]
+    hooked = CountedBetween(rows[0], lambda: ring._buffer.append(0, *kv(rng, 1)))
+    with pytest.raises(RuntimeError, match="held 3 tokens, and holds 4"):
+        getattr(ring, method)(0, hooked, *rows[1:])
+    assert ring.layer_length(0) == 4
+
+
+def test_tables_of_rotation_are_there_for_every_thread():
+    tables = RotaryTables(8)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        together(*[lambda turn=turn: [tables(turn * i, 1) for i in range(3000)] for turn in (1, 7, 13)])
+    finally:
+        sys.setswitchinterval(interval)
+    assert np.array_equal(tables(5, 2)[0], tables.at([5, 6])[0])
+
+
+@pytest.mark.skipif(getattr(sys, "_is_gil_enabled", lambda: True)(), reason="this Python has a GIL")
+def test_kvfast_needs_no_gil():
+    code = "import sys, kvfast, kvfast.compression; print(sys._is_gil_enabled())"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
+    got = subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert got.stdout == "False\n"
 
 
 SECOND_RUNTIME = """

@@ -233,7 +233,7 @@ class CompressedKV:
         dict of str to ndarray
             ``"header"``: JSON in uint8; the others by their places, for example ``"0.store.k.codes"``.
         """
-        return {"header": np.frombuffer(self._header().encode(), np.uint8)} | self._arrays()
+        return {"header": np.frombuffer(self._header().encode(), np.uint8)} | {name: one.copy() for name, one in self._arrays().items()}
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -346,7 +346,8 @@ class _Arrays:
         if name not in self._left:
             raise CorruptFileError(f"{name} is missing")
         self._left.remove(name)
-        array, dtype = np.ascontiguousarray(self._all[name]), np.dtype(dtype)
+        # A copy: what is checked must not change before it is used, nor the caller's with it.
+        array, dtype = np.array(self._all[name], order="C"), np.dtype(dtype)
         if array.dtype == np.uint8 and dtype != np.uint8 and array.shape == (math.prod(shape) * dtype.itemsize,):
             array = array.view(dtype).reshape(shape)
         if array.dtype != dtype or array.shape != tuple(shape):

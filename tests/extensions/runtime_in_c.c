@@ -176,7 +176,11 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "runtime_in_c", .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit_runtime_in_c(void) {
-    if ((kvfast = kvfast_import()) == NULL)
+    PyObject *self;
+    if ((kvfast = kvfast_import()) == NULL || (self = PyModule_Create(&module)) == NULL)
         return NULL;
-    return PyModule_Create(&module);
+#ifdef Py_GIL_DISABLED
+    PyUnstable_Module_SetGIL(self, Py_MOD_GIL_NOT_USED);
+#endif
+    return self;
 }

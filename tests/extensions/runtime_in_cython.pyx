@@ -1,4 +1,4 @@
-# cython: language_level=3
+# cython: language_level=3, freethreading_compatible=True
 """A runtime in Cython: a step of decoding without the GIL, and a kernel of kvfast by itself."""
 from libc.string cimport memset
 

@@ -44,7 +44,7 @@ class PagedSequence(StoredSequence):
         pool._buffer.start(self._table, digests)
         found = self._table.length
         # None once tokens came without their ids: what follows them cannot be known by its tokens.
-        self._token_ids = [int(one) for one in token_ids[:found]]
+        self._token_ids = np.asarray(token_ids[:found], np.int64).tolist()
         self._digests, self._salt = list(digests[: found // pool.block_size]), salt
         self.num_cached_tokens = found  # tokens that match_prefix found
 

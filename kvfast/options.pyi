@@ -3,6 +3,7 @@ from typing import Any
 from numpy.typing import ArrayLike, NDArray
 
 class Options:
+    made_for: int
     def __init__(
         self,
         out: NDArray[Any] | None = ...,

@@ -10,7 +10,7 @@ cdef class BlockTable(BlockMap):
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
     cdef Py_ssize_t coded              # first tokens without float rows, where blocks are finished; see kv_context
-    cdef readonly bint closed          # its blocks were given back for good
+    cdef bint closed                   # its blocks were given back for good
     cdef bint is_counted               # among the sequences of its pool
     cdef Py_ssize_t kept               # of a table without blocks, see `streams`: what it will keep
 

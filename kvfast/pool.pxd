@@ -19,13 +19,14 @@ cdef class BlockPool(BlockMemory):
     cdef PrefixIndex index             # of contents worth keeping, or None
     cdef Workspace workspace
     cdef int busy                      # for `enter` and `leave` alone
-    cdef unsigned long tidier          # thread that tidies up, or has
+    cdef unsigned long tidier          # thread that tidies up, or 0
     cdef list abandoned                # tables to be released when the pool is next entered
 
     cdef bint try_enter(self) noexcept nogil
     cdef int enter(self) except -1
     cdef void leave(self) noexcept nogil
     cdef bint _start_tidying(self) noexcept
+    cdef void _stop_tidying(self) noexcept
     cdef int _release_abandoned(self) except -1
     cdef int retain(self, int32_t block) except -1
     cdef bint is_frozen(self, int32_t block) noexcept

@@ -79,6 +79,10 @@ cdef class BlockPool(BlockMemory):
         self.tidier = PyThread_get_thread_ident()
         return True
 
+    cdef void _stop_tidying(self) noexcept:
+        self.tidier = 0  # or this thread would take another's tidying for its own
+        self.leave()
+
     cdef int _release_abandoned(self) except -1:
         while self.abandoned:
             self.abandoned.pop().give_up()
@@ -90,7 +94,7 @@ cdef class BlockPool(BlockMemory):
             try:
                 table.give_up()
             finally:
-                self.leave()
+                self._stop_tidying()
         else:
             self.abandoned.append(table)
 
@@ -100,7 +104,7 @@ cdef class BlockPool(BlockMemory):
             try:
                 self._release_abandoned()
             finally:
-                self.leave()
+                self._stop_tidying()
 
     cdef int _grow_tables(self, Py_ssize_t total) except -1:
         with cython.critical_section(self):

@@ -58,6 +58,7 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
     cdef const kv_context *context = &task.item.context
     cdef const kv_store *blocks = task.call.store
     cdef int shift = store.block_shift, coarser = blocks.block_shift - shift, i
+    cdef bint floats = store != blocks   # whose pieces are as long as the shortest blocks
     cdef Py_ssize_t index = position >> shift, last = (context.length - 1) >> shift, at
     cdef int32_t block, piece
     k.base = v.base = store.base
@@ -67,7 +68,7 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
         if at >= context.sink_blocks:
             at = max(at, context.sink_blocks + context.skipped)
         block = block_of(context, at)
-        if coarser:
+        if floats:
             piece = piece_of(blocks, block, min(index + i, last) * PIECE & (blocks.k.block_size - 1))
             block = max(piece, 0)
         k.at[i] = k_offset_of(store, block, task.head)

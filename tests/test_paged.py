@@ -78,6 +78,26 @@ def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, bloc
         assert np.array_equal(sequences[i].k(0), cache.k(0)) and np.array_equal(sequences[i].v(0), cache.v(0))
 
 
+@pytest.mark.parametrize("secure", [False, True])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+def test_float_tokens_are_those_of_the_sequence(isa, rng, block_size, secure):
+    """Each sequence holds a constant of its own, which no other's rows give."""
+    form = kvfast.KVFormat("int8", num_float_tokens=4)
+    pool = new_pool(64, block_size=block_size, dtype=form, secure=secure)
+    q = queries(rng, 1)
+    sequences = {}
+    for constant in [100, *range(1000, 1006)]:
+        sequences[constant] = sequence = pool.new_sequence()
+        k = tokens(rng, 2 * block_size + 3)[0]
+        sequence.append(0, k, np.full_like(k, constant))
+        sequence.advance(len(k))
+    for constant, sequence in sequences.items():
+        assert np.allclose(sequence.attend(0, q), constant, rtol=1e-3)
+        fork = sequence.fork()
+        fork.truncate(3)
+        assert np.allclose(fork.attend(0, q), constant, rtol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_prefixes_are_read_once(isa, rng, dtype):
     """Two levels of sharing: a system prompt, and a question that some have in common."""

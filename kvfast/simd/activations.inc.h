@@ -1,8 +1,7 @@
 /* Attention on INT8, INT4 and GAUSS4 codes by integer dot products.
 
    The activations (q for the scores, softmax weight x V scale for the values) are 16-bit integers in
-   -32639..32639 with one float scale per row: their rounding, 1.5e-5 of the row's largest, vanishes
-   against that of the stored codes. VNNI multiplies them as 256 x high + low bytes, the others as one
+   -32639..32639 with one float scale per row: their rounding is at most 1.5e-5 of the row's largest. VNNI multiplies them as 256 x high + low bytes, the others as one
    int16; both give the same integer.
 
    The sums are exact. With codes, or levels of GAUSS4, c = stored - bias in -127..127 and depth n <= 512,
@@ -11,33 +10,76 @@
    taken off after the sum.
 
    What belongs to a channel of a key block, instead of a token, goes to the queries, once for each block
-   and row: sum q (c s + m) = sum (q s) c + sum q m. The channel scales s are 15-bit fractions of a unit,
-   so that q s is one rounding 16-bit product of the activations of q, in range as these are; what it is
-   multiplied by is at most 15. */
+   and row: sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s).
+
+   Scores: the rounding of a row's n activations, 0.29 of a unit each (the standard deviation of a uniform distribution),
+   adds up over a token's codes to
+
+       error = 0.29 sqrt(n) |c| unit,    unit = largest |q| / 32639 x softmax scale x scale of the token,
+
+   with |c| the root mean square of its codes. Where that is beyond KV_LEAST_ERROR, as of large scores, or where one
+   channel is louder than the others and so makes the unit large, what the rounding left is multiplied as well, as
+   activations of its own (refine), and the error is 2^-16 of that. It is the row and the token, or block, that decide,
+   so that a query has the same bits with others and alone.
+
+   Weights: many small ones beside a large one would be lost one by one. What the rounding leaves of a weight is added to the
+   next of its lane, of 16, so that sums of weights are right to half a unit for each lane. */
 #define KV_MAX_ACTIVATION 32639.0f
-#define KV_INVERSE(largest) ((largest) > 0x1p-100f ? KV_MAX_ACTIVATION / (largest) : 0.0f)
+#define KV_MAX_WEIGHT 32638.0f /* with what is added at most KV_MAX_ACTIVATION */
+#define KV_INVERSE_OF(most, largest) ((largest) > 0x1p-100f ? (most) / (largest) : 0.0f)
+#define KV_INVERSE(largest) KV_INVERSE_OF(KV_MAX_ACTIVATION, largest)
 
 #define KV_BIAS(dtype) ((dtype) == KV_INT4 ? 8 : INT8_ZERO)
 #define KV_DEPTHS(dtype) ((dtype) == KV_INT8 ? 4 : 8) /* of a line */
 #define KV_MEANS 1    /* statistics of a key block: means alone, or */
 #define KV_CHANNELS 2 /* with channel scales */
 
-/* Cuts up to KV_PANEL rows of n floats, times their inverse scales, into the activations that dot_panel
-   reads, or with `words` scale_words; sums[r] is that of row r. */
+/* Largest error of a score by the rounding of activations, as above, that is left as it is: an output of few tokens
+   deviates by about thrice as much. */
+#define KV_LEAST_ERROR 2e-4f
+/* Root mean square of codes, less their bias: of int8 those of a Gaussian row, 127 / 3, and some more. */
+#define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 48.0f)
+
+/* What makes a row's unit the standard error of its scores. */
+static inline float KV(error_of_unit)(const kv_side *side, int dtype)
+{
+    return 0.29f * __builtin_sqrtf((float)side->padded_dim) * KV_CODE_SIZE(dtype);
+}
+
+/* Cuts up to KV_PANEL rows of n floats, times their inverse scales, into the activations that dot_panel reads; sums[r] is
+   that of row r. With `carry` what the rounding leaves is added to the next of the lane, the 16th float from it. */
 static inline __attribute__((always_inline)) void KV(put_activations)(
     const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse, int8_t *x, int32_t *sums,
-    const int words)
+    const int carry)
 {
     vi sum[KV_PANEL], value[KV_PANEL];
+    vf left[KV_LANES / W][KV_PANEL];
+    for (int lane = 0; lane < KV_LANES / W; lane++) KV_FOR4(r, KV_PANEL, left[lane][r] = vf_set1(0.0f););
     KV_FOR4(r, KV_PANEL, sum[r] = value[r] = vi_set1(0););
-    for (ptrdiff_t i = 0; i < n; i += W) {
-        KV_FOR4(r, num_rows,
-            value[r] = vf_round(vf_mul(vf_load(rows + r * stride + i), vf_set1(inverse[r])));
-            sum[r] = vi_add(sum[r], value[r]););
-        if (words) KV(put_words)(x, i, value[0], value[1], value[2], value[3]);
-        else put_parts(x, i, value[0], value[1], value[2], value[3]);
-    }
-    KV_FOR4(r, num_rows, sums[r] = vi_hsum(sum[r]););
+    for (ptrdiff_t i = 0; i < n; i += KV_LANES)
+        for (int lane = 0; lane < KV_LANES / W; lane++) {
+            KV_FOR4(r, num_rows,
+                vf exact = vf_mul(vf_load(rows + r * stride + i + lane * W), vf_set1(inverse[r]));
+                if (carry) exact = vf_add(exact, left[lane][r]);
+                value[r] = vf_round(exact);
+                if (carry) left[lane][r] = vf_sub(exact, vi_to_float(value[r]));
+                sum[r] = vi_add(sum[r], value[r]););
+            put_parts(x, i + lane * W, value[0], value[1], value[2], value[3]);
+        }
+    float total[KV_PANEL]; /* exact: at most 512 * 32639 < 2^24 */
+    KV(vf_sum4)(vi_to_float(sum[0]), vi_to_float(sum[1]), vi_to_float(sum[2]), vi_to_float(sum[3]), total);
+    KV_FOR4(r, num_rows, sums[r] = (int32_t)total[r];);
+}
+
+/* Rows become what their rounding leaves, times 65278: at most KV_MAX_ACTIVATION. */
+static inline void KV(leave_rounding)(const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse,
+                                      float *left)
+{
+    for (int r = 0; r < num_rows; r++, rows += stride, left += n)
+        for (ptrdiff_t i = 0; i < n; i += W) {
+            const vf exact = vf_mul(vf_load(rows + i), vf_set1(inverse[r]));
+            vf_store(left + i, vf_mul(vf_sub(exact, vi_to_float(vf_round(exact))), vf_set1(2.0f * KV_MAX_ACTIVATION)));
+        }
 }
 
 static inline __attribute__((always_inline)) void KV(prepare_integer)(
@@ -46,30 +88,36 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
     const ptrdiff_t n = side->padded_dim;
     queries->rows = rows;
     queries->factor = factor;
+    if (side->channels) return; /* fold does it, block by block */
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int panel_rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
-        float inverse[KV_PANEL];
-        for (int r = 0; r < panel_rows; r++) {
-            float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(rows + (row + r) * n, n));
-            inverse[r] = KV_INVERSE(largest);
-            queries->scale[row + r] = largest / KV_MAX_ACTIVATION * factor;
+        for (int r = row; r < row + panel_rows; r++) {
+            float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(rows + r * n, n));
+            queries->inverse[r] = KV_INVERSE(largest);
+            queries->scale[r] = largest / KV_MAX_ACTIVATION * factor;
         }
-        int8_t *parts = queries->parts + row * n * 2;
-        if (side->channels) /* fold does the rest, block by block */
-            KV(put_activations)(rows + row * n, n, panel_rows, n, inverse, parts, queries->sum + row, 1);
-        else
-            KV(put_activations)(rows + row * n, n, panel_rows, n, inverse, parts, queries->sum + row, 0);
+        KV(put_activations)(rows + row * n, n, panel_rows, n, queries->inverse + row, queries->parts + row * n * 2,
+                            queries->sum + row, 0);
         for (int r = 0; r < panel_rows; r++) queries->sum[row + r] *= bias;
     }
 }
 
-/* What a block's statistics make of a panel of queries: with channel scales its activations and their
-   scales, and what every token's score is shifted by. */
+/* What a block's statistics make of a panel of queries: what every token's score is shifted by, and with channel scales the
+   rows times these, as activations. */
 typedef struct {
-    KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
-    float scale[KV_PANEL];
     float shift[KV_PANEL];
+    float scale[KV_PANEL];
+    float inverse[KV_PANEL];
+    int32_t sum[KV_PANEL]; /* as in kv_queries */
+    KV_ALIGNED float rows[KV_PANEL * KV_MAX_HEAD_DIM];
+    KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
 } KV(folded);
+
+/* Scales of W channels of a key block, of which `unit` is the 2^-16th part of the block's unit. */
+static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit)
+{
+    return vf_mul(vi_to_float(vi_and(vf_bits(vf_load_bfloat16(scales)), vi_set1(0x7FFF0000))), unit);
+}
 
 static inline __attribute__((always_inline)) void KV(fold_rows)(
     const kv_side *side, const char *block, const kv_queries *queries, int row, const int num_rows,
@@ -78,17 +126,30 @@ static inline __attribute__((always_inline)) void KV(fold_rows)(
     const uint16_t *means = (const uint16_t *)(block + side->means), *scales = (const uint16_t *)(block + side->channels);
     const ptrdiff_t n = side->padded_dim;
     const float *rows = queries->rows + row * n;
+    vf shift[KV_PANEL], largest[KV_PANEL];
+    KV_FOR4(r, KV_PANEL, shift[r] = largest[r] = vf_set1(0.0f););
     if (side->channels) {
-        const float unit = KV(unit_of)(scales);
-        KV(scale_words)(folded->parts, queries->parts + row * n * 2, scales, n);
-        for (int r = 0; r < num_rows; r++) folded->scale[r] = queries->scale[row + r] * unit * 0x1p15f;
-    }
-    vf shift[KV_PANEL];
-    KV_FOR4(r, KV_PANEL, shift[r] = vf_set1(0.0f););
-    for (ptrdiff_t i = 0; i < n; i += W) {
-        const vf mean = vf_load_float16(means + i);
-        KV_FOR4(r, num_rows, shift[r] = vf_fma(vf_load(rows + r * n + i), mean, shift[r]););
-    }
+        const vf unit = vf_set1(KV(unit_of)(scales) * 0x1p-16f), bias = vf_set1((float)KV_BIAS(KV_INT4));
+        for (ptrdiff_t i = 0; i < n; i += W) {
+            const vf scale = KV(load_channel_scales)(scales + i, unit);
+            const vf mean = vf_fma(scale, bias, vf_load_float16(means + i));
+            KV_FOR4(r, num_rows,
+                const vf x = vf_load(rows + r * n + i), product = vf_mul(x, scale);
+                shift[r] = vf_fma(x, mean, shift[r]);
+                largest[r] = vf_max(largest[r], vf_abs(product));
+                vf_store(folded->rows + r * n + i, product););
+        }
+        KV_FOR4(r, num_rows,
+            const float peak = vf_hmax(largest[r]);
+            folded->inverse[r] = KV_INVERSE(peak);
+            folded->scale[r] = peak * (queries->factor * (1.0f / KV_MAX_ACTIVATION)););
+        KV(put_activations)(folded->rows, n, num_rows, n, folded->inverse, folded->parts, folded->sum, 0);
+        for (int r = 0; r < num_rows; r++) folded->sum[r] *= KV_BIAS(KV_INT4);
+    } else
+        for (ptrdiff_t i = 0; i < n; i += W) {
+            const vf mean = vf_load_float16(means + i);
+            KV_FOR4(r, num_rows, shift[r] = vf_fma(vf_load(rows + r * n + i), mean, shift[r]););
+        }
     KV(vf_sum4)(shift[0], shift[1], shift[2], shift[3], folded->shift);
     for (int r = 0; r < num_rows; r++) folded->shift[r] *= queries->factor;
 }

@@ -61,26 +61,92 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
     default: if (vectors > 1) { panel(4, INT_VECTORS) } else { panel(4, 1) }       \
     }
 
+/* Adds to the scores of a panel what the rounding of its activations left out, where that counts, see activations.inc.h: of
+   the tokens lane to stop of a tile, from a slot of the first of `block` on. `rows` are those that were rounded, of
+   `inverse` and `unit`. */
+static inline __attribute__((always_inline)) void KV(refine)(
+    const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows, const kv_tile *tile,
+    const ptrdiff_t *block, int slot, int lane, int stop, float *scores, const int dtype, const int channels)
+{
+    const ptrdiff_t n = side->padded_dim;
+    const int lines = side->padded_dim / KV_DEPTHS(dtype);
+    const ptrdiff_t tile_bytes = (ptrdiff_t)lines * 64;
+    const float error = KV(error_of_unit)(side, dtype), ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
+    KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
+    KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
+    int32_t sums[KV_PANEL];
+    memset(left + num_rows * n, 0, (size_t)((KV_PANEL - num_rows) * n) * sizeof(float));
+    KV(leave_rounding)(rows, n, num_rows, n, inverse, left);
+    KV(put_activations)(left, n, KV_PANEL, n, ones, parts, sums, 0);
+    while (lane < stop) {
+        const char *token_scales = tile->base + *block + side->scales;
+        const char *codes = tile->base + slot / KV_LANES * tile_bytes + slot % KV_LANES * 4;
+        const int room = stop - lane < side->block_size - slot ? stop - lane : side->block_size - slot;
+        const int vectors = INT_VECTORS * W <= room ? INT_VECTORS : 1;
+        vi out[KV_PANEL][4];
+        if (vectors > 1)
+            KV(dot_panel)(codes, block, tile_bytes, lines, 0, 0, dtype, parts, KV_PANEL, INT_VECTORS, (const char *)parts, out);
+        else KV(dot_panel)(codes, block, tile_bytes, lines, 0, 0, dtype, parts, KV_PANEL, 1, (const char *)parts, out);
+        for (int r = 0; r < num_rows; r++)
+            for (int v = 0; v < vectors; v++) {
+                float *score = scores + r * KV_TILE + lane + v * W;
+                const float limit = KV_LEAST_ERROR / (error * __builtin_fabsf(unit[r])); /* of a token's scale */
+                const vf scale = vf_set1(unit[r] * (0.5f / KV_MAX_ACTIVATION));
+                const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
+                const vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(KV_BIAS(dtype) * sums[r])));
+                vf_store(score, vf_add(vf_load(score), vf_zero_below(vf_mul(dot, vf_mul(scale, token)), token, limit)));
+            }
+        lane += vectors * W;
+        slot += vectors * W;
+        if (slot == side->block_size) slot = 0, block++;
+    }
+}
+
+typedef void KV(refiner)(const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows,
+                         const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores);
+
+/* Largest scale of a tile's tokens, or more: of all in the last 16, too. */
+static inline float KV(largest_scale)(const kv_side *side, const kv_tile *tile, const int dtype)
+{
+    vf largest = vf_set1(0.0f);
+    const ptrdiff_t *block = tile->at;
+    for (int t = 0, slot = tile->first; t < tile->count; t += W) {
+        largest = vf_max(largest, KV(load_scales)(tile->base + *block + side->scales, slot, dtype));
+        slot += W;
+        if (slot == side->block_size) slot = 0, block++;
+    }
+    return vf_hmax(largest);
+}
+
 static inline __attribute__((always_inline)) void KV(scores_integer)(
     const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
-    float *scores, const int dtype, const int statistics)
+    float *scores, const int dtype, const int statistics, KV(refiner) *refine)
 {
     const int lines = side->padded_dim / KV_DEPTHS(dtype);
     const int channels = statistics == KV_CHANNELS;
     const ptrdiff_t tile_bytes = (ptrdiff_t)lines * 64;
     const int lanes = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         KV(folded) folded;
         const int8_t *x = channels ? folded.parts : queries->parts + row * (side->padded_dim * 2);
         const float *scales = channels ? folded.scale : queries->scale + row;
+        const int32_t *sums = channels ? folded.sum : queries->sum + row;
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         const ptrdiff_t *block = tile->at;
+        const ptrdiff_t *first_block = block;
         int slot = tile->first;
+        int counts = 0, first = 0, first_slot = slot; /* whether what the rounding leaves out does, from `first` on */
         for (int lane = 0; lane < lanes;) {
             const ptrdiff_t at = slot / KV_LANES * tile_bytes + slot % KV_LANES * 4;
             const char *token_scales = tile->base + *block + side->scales;
             if (statistics && (lane == 0 || slot == 0))
                 KV(fold)(side, tile->base + *block, queries, row, rows, &folded);
+            if (lane == 0 || (channels && slot == 0)) {
+                counts = 0;
+                for (int r = 0; r < rows; r++) counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
+                first_block = block, first = lane, first_slot = slot;
+            }
             const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * tile_bytes);
             const int left = lanes - lane < side->block_size - slot ? lanes - lane : side->block_size - slot;
             const int vectors = INT_VECTORS * W <= left ? INT_VECTORS : 1;
@@ -89,8 +155,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     KV(dot_panel)(tile->base + at, block, tile_bytes, lines, 0, 0, dtype, x, R, V, fetch, out);        \
     for (int r = 0; r < R; r++)                                                                        \
         for (int v = 0; v < V; v++) {                                                                  \
-            vi bias = vi_set1(channels ? 0 : queries->sum[row + r]);                                   \
-            vf dot = vi_to_float(vi_sub(out[r][v], bias)), scale = vf_set1(scales[r]);                 \
+            vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(sums[r]))), scale = vf_set1(scales[r]);     \
             if (!channels) scale = vf_mul(scale, KV(load_scales)(token_scales, slot + v * W, dtype));  \
             vf_store(scores + (row + r) * KV_TILE + lane + v * W,                                      \
                      statistics ? vf_fma(dot, scale, vf_set1(folded.shift[r])) : vf_mul(dot, scale));  \
@@ -98,6 +163,10 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             KV_EACH_PANEL(rows, vectors, KV_PANEL_SCORES)
             lane += vectors * W;
             slot += vectors * W;
+            if (counts && (lane == lanes || (channels && slot == side->block_size)))
+                refine(side, channels ? folded.rows : queries->rows + row * side->padded_dim,
+                       channels ? folded.inverse : queries->inverse + row, scales, rows, tile, first_block, first_slot, first,
+                       lane, scores + row * KV_TILE);
             if (slot == side->block_size) slot = 0, block++;
         }
     }
@@ -134,10 +203,10 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
                 largest = vf_max(largest, weight);
             }
             float peak = vf_hmax(largest);
-            inverse[r] = KV_INVERSE(peak);
-            scales[row + r] = peak / KV_MAX_ACTIVATION;
+            inverse[r] = KV_INVERSE_OF(KV_MAX_WEIGHT, peak);
+            scales[row + r] = peak / KV_MAX_WEIGHT;
         }
-        KV(put_activations)(folded, KV_TILE, rows, tokens, inverse, parts + row * (KV_TILE * 2), sums + row, 0);
+        KV(put_activations)(folded, KV_TILE, rows, tokens, inverse, parts + row * (KV_TILE * 2), sums + row, 1);
         for (int r = 0; r < rows; r++) sums[row + r] *= KV_BIAS(dtype);
     }
     for (int row = 0; row < num_rows; row += KV_PANEL) {
@@ -164,21 +233,31 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     kv_prefetch_end(ahead);
 }
 
+#define KV_REFINER(name, dtype, channels)                                                              \
+    static __attribute__((noinline)) void KV(refine_##name)(                                           \
+        const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows, \
+        const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores)      \
+    {                                                                                                  \
+        KV(refine)(side, rows, inverse, unit, num_rows, tile, block, slot, lane, stop, scores, dtype, channels); \
+    }
+KV_REFINER(channels, KV_INT4, 1)
+
 #define KV_INTEGER_KERNELS(name, dtype)                                                               \
     static void KV(prepare_##name)(const kv_side *side, const float *rows, int num_rows, float factor, \
                                    kv_queries *queries)                                               \
     {                                                                                                 \
         KV(prepare_integer)(side, rows, num_rows, factor, queries, KV_BIAS(dtype));                   \
     }                                                                                                 \
+    KV_REFINER(name, dtype, 0)                                                                        \
     static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,       \
                                   const kv_tile *tile, const kv_ahead *ahead, float *scores)          \
     {                                                                                                 \
         if (dtype == KV_INT4 && side->channels)                                                       \
-            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_CHANNELS);     \
+            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_CHANNELS, KV(refine_channels)); \
         else if (side->means)                                                                         \
-            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_MEANS);        \
+            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_MEANS, KV(refine_##name)); \
         else                                                                                          \
-            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, 0);               \
+            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, 0, KV(refine_##name)); \
     }                                                                                                 \
     static void KV(accumulate_##name)(const kv_side *side, const float *weights, int num_rows,        \
                                       const kv_tile *tile, const kv_ahead *ahead,                     \
@@ -194,6 +273,7 @@ KV_INTEGER_KERNELS(int4, KV_INT4)
 KV_INTEGER_KERNELS(gauss4, KV_GAUSS4)
 
 #undef KV_INTEGER_KERNELS
+#undef KV_REFINER
 #undef KV_PANEL_SCORES
 #undef KV_PANEL_VALUES
 #undef KV_EACH_PANEL

@@ -92,6 +92,7 @@ typedef struct {
     const float *rows;     /* (rows, padded_dim) as given to prepare, 0 in the padding; they must stay */
     float factor;          /* the softmax scale */
     float scale[KV_ROWS];  /* of the integers, softmax scale included */
+    float inverse[KV_ROWS]; /* what the rows were multiplied with to be these */
     int32_t sum[KV_ROWS];  /* of the integers, times the code bias */
 } kv_queries;
 
@@ -145,12 +146,16 @@ typedef struct {
     int rows;
     int start[KV_ROWS], stop[KV_ROWS];            /* the tokens of the tile that each row sees */
     kv_score_options options;                     /* of its rows */
-    float scale[KV_ROWS];                         /* of the scores; of integers the softmax scale included */
+    float unit[KV_ROWS], inverse[KV_ROWS];        /* of the integers: how much 1 is, and what rows were multiplied with */
+    float rope_unit[KV_ROWS], rope_inverse[KV_ROWS];
     KV_ALIGNED float m[KV_ROWS];
     KV_ALIGNED float l[KV_ROWS];
-    KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 4]; /* (high and low, depth/64 or of halves /32, rows, 64) */
-    KV_ALIGNED int8_t rope[KV_ROWS * KV_MAX_ROPE_DIM * 4];  /* the same of the rotary part of latent rows, with their scale */
-    KV_ALIGNED float turned[KV_ROWS * KV_MAX_HEAD_DIM];     /* (padded_dim, rows) the same, for keys with means */
+    KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];      /* (rows, padded_dim) as given, x softmax scale */
+    KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
+    KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];   /* the same as integers, (high and low, depth/64, rows, 64) */
+    KV_ALIGNED int8_t rope[KV_ROWS * KV_MAX_ROPE_DIM * 2];    /* and of the rotary part of latent rows */
+    KV_ALIGNED int8_t halves[KV_ROWS * KV_MAX_HEAD_DIM * 4];  /* in bfloat16, (high and low, depth/32, rows, 64) */
+    KV_ALIGNED int8_t rope_halves[KV_ROWS * KV_MAX_ROPE_DIM * 4];
     /* (padded_dim/16, KV_ROWS, 16) sum of weight x value: lane tiles, as rows a multiple of a page apart would be stored
        and loaded at addresses that a processor takes for the same */
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
@@ -159,16 +164,19 @@ typedef struct {
 /* Keys and values of a tile, KV_TILE tokens, as operands of the matrix unit, see operands.inc.h and
    products_bfloat16.inc.h. */
 typedef struct {
-    int dim, key_parts, value_parts;
-    int rope_dim, rope_parts;  /* of the rotary part of latent rows, or 0 */
-    int num_means, means_of[KV_TILE / KV_LANES];
+    int dim, key_halves, value_parts;   /* parts of the keys in bfloat16, or 0: they are codes */
+    int rope_dim, rope_halves;          /* of the rotary part of latent rows, or 0 */
+    int num_blocks, has_channels;       /* with means, and with channel scales */
+    int block_of[KV_TILE / KV_LANES];
+    float error, rope_error;            /* see error_of_unit */
     KV_ALIGNED int8_t keys[KV_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t values[KV_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t rope[KV_TILE * KV_MAX_ROPE_DIM * 4];
     KV_ALIGNED float key_scales[KV_TILE];
     KV_ALIGNED float rope_scales[KV_TILE];
     KV_ALIGNED float value_scales[KV_TILE];
-    KV_ALIGNED float means[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];
+    KV_ALIGNED float means[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];    /* (blocks, KV_MAX_HEAD_DIM) of key blocks */
+    KV_ALIGNED float channels[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];
 } kv_operands;
 
 /* What one task of attention works in where a matrix unit works; too large for a stack. */

@@ -2,8 +2,8 @@
    tokens, which are laid out once as its operands for all panels that read them. The softmax is corrected once for
    every KV_TILE tokens.
 
-   Caches with codes, and the float rows that stand beside codes, are multiplied as integers, products_int8.inc.h;
-   those of float16 and bfloat16 alone, `halves`, in bfloat16, products_bfloat16.inc.h. */
+   Codes, and values of float rows that stand beside codes, are multiplied as integers, products_int8.inc.h; keys of these
+   rows, and all of caches of float16 and bfloat16 alone, `halves`, in bfloat16, products_bfloat16.inc.h. */
 
 static void KV(configure_tiles)(void)
 {
@@ -47,7 +47,7 @@ enum { PREFETCHES = 3 }; /* of a panel */
 static inline __attribute__((always_inline)) void KV(attend_panel)(
     const kv_operands *operands, kv_panel *panel, float position, KV(following) *next, const int halves)
 {
-    KV(lane_sums) sums[4];
+    KV(lane_sums) sums[2];
     KV(correction) correction;
     KV_ALIGNED float scores[KV_ROWS * KV_TILE];
     KV_ALIGNED int8_t x[2 * TOKEN_HALVES * TILE_BYTES];
@@ -62,10 +62,13 @@ static inline __attribute__((always_inline)) void KV(attend_panel)(
     if (begin >= end) return;
     begin = begin / TILE_DEPTH * TILE_DEPTH;
     end = (end + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH;
-    KV_SETTLE(panel->parts);
-    if (halves) KV(score_halves)(operands, panel, begin, end, scores);
-    else KV(score_tokens)(operands, panel, begin, end, sums, scores);
-    if (!halves && operands->rope_dim) KV(add_rope_scores)(operands, panel, begin, end, sums, scores);
+    KV_SETTLE(panel->halves);
+    if (halves || operands->key_halves) KV(score_halves)(operands, panel, begin, end, scores, 0);
+    else KV(score_tokens)(operands, panel, begin, end, scores);
+    if (!halves && operands->rope_dim) {
+        if (!operands->rope_halves) KV(add_rope_scores)(operands, panel, begin, end, scores);
+        else if (!operands->key_halves) KV(score_halves)(operands, panel, begin, end, scores, 1);
+    }
     KV(prefetch_part)(next);
     KV(weigh_tokens)(operands, panel, position, begin, end, scores, x, &correction, halves);
     KV_SETTLE(x);
@@ -87,14 +90,29 @@ static inline __attribute__((always_inline)) void KV(attend_all)(
     _tile_release();
 }
 
+/* The keys of a tile, and of latent rows their rotary part. */
+static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
+                              kv_operands *operands)
+{
+    const int has_rope = v->as_keys && v->padded_dim;
+    operands->dim = k->padded_dim;
+    operands->rope_dim = has_rope ? v->padded_dim : 0;
+    operands->num_blocks = operands->key_halves = operands->rope_halves = 0;
+    operands->has_channels = k->channels != 0;
+    operands->error = KV(error_of_unit)(k, k->dtype);
+    operands->rope_error = KV(error_of_unit)(v, v->dtype);
+    if (k->dtype < KV_NUM_FLOATS) operands->key_halves = KV(load_key_halves)(k, keys, operands->keys);
+    else KV(load_key_lanes)(k, keys, operands->keys, operands->key_scales);
+    if (k->means) KV(load_statistics)(k, keys, operands);
+    if (has_rope && v->dtype < KV_NUM_FLOATS) operands->rope_halves = KV(load_key_halves)(v, values, operands->rope);
+    else if (has_rope) KV(load_key_lanes)(v, values, operands->rope, operands->rope_scales);
+}
+
 static void KV(attend_integers)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
                                 const kv_tile *next_keys, const kv_tile *next_values, float position,
                                 kv_operands *operands, kv_panel *panels, int num_panels)
 {
-    operands->dim = k->padded_dim;
-    operands->rope_dim = 0;
-    KV(load_keys)(k, keys, operands);
-    if (v->as_keys) KV(load_rope)(v, values, operands);
+    KV(load_all_keys)(k, v, keys, values, operands);
     if (v->as_keys && k->dtype >= KV_NUM_FLOATS) KV(turn_keys)(keys, operands);
     else KV(load_values)(v->as_keys ? k : v, v->as_keys ? keys : values, operands);
     KV(attend_all)(k, v, next_keys, next_values, position, operands, panels, num_panels, 0);
@@ -104,10 +122,7 @@ static void KV(attend_halves)(const kv_side *k, const kv_side *v, const kv_tile 
                               const kv_tile *next_keys, const kv_tile *next_values, float position,
                               kv_operands *operands, kv_panel *panels, int num_panels)
 {
-    operands->dim = k->padded_dim;
-    operands->rope_dim = v->as_keys ? v->padded_dim : 0;
-    operands->key_parts = KV(load_key_halves)(k, keys, operands->keys);
-    if (operands->rope_dim) operands->rope_parts = KV(load_key_halves)(v, values, operands->rope);
+    KV(load_all_keys)(k, v, keys, values, operands);
     KV(load_value_halves)(v->as_keys ? k : v, v->as_keys ? keys : values, operands);
     KV(attend_all)(k, v, next_keys, next_values, position, operands, panels, num_panels, 1);
 }

@@ -1,5 +1,5 @@
 /* Keys and values of up to KV_TILE tokens as operands of the matrix unit: lane tiles of 16 lanes by 64 depths,
-   in int8, of one or two parts; see products_int8.inc.h. */
+   in int8, of values in one or two parts; see products_int8.inc.h. */
 
 enum {
     TILE_DEPTH = 64,
@@ -37,6 +37,17 @@ static inline void KV(put_halves)(vf a, vf b, int8_t *high, int8_t *low)
     const vi b_low = vi_add(vf_bits(vf_sub(b, _mm512_castsi512_ps(b_high))), half);
     _mm512_store_si512(high, _mm512_or_si512(_mm512_srli_epi32(a_high, 16), b_high));
     _mm512_store_si512(low, _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(a_low, 16), b_low));
+}
+
+/* Row r of a panel times a factor, (2, tiles, rows, 64). */
+static inline void KV(halve_query)(const float *row, int n, vf factor, int r, int8_t *parts)
+{
+    const int tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH;
+    int8_t *at = parts + r * 64;
+    for (int d = 0; d < n; d += HALVES_DEPTH, at += TILE_BYTES) {
+        const vf b = d + W < n ? vf_load(row + d + W) : vf_set1(0.0f);
+        KV(put_halves)(vf_mul(vf_load(row + d), factor), vf_mul(b, factor), at, at + tiles * TILE_BYTES);
+    }
 }
 
 /* 16 lines of 16 dwords, turned: dword l of line r becomes dword r of line l. */
@@ -111,46 +122,12 @@ static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t
     else for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_GAUSS4, out);
 }
 
-/* Codes times the channel scales, 15-bit fractions, of 4 channels: code x scale / 16, at most 30 720. */
-static inline void KV(put_scaled_codes)(vcodes codes, const uint16_t *scales, int8_t *high, int8_t *low)
-{
-    const vi scale = _mm512_set1_epi64(kv_load64(scales) & 0x7FFF7FFF7FFF7FFF), zero = vi_set1(0);
-    const vi half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
-    const vi a = _mm512_mulhrs_epi16(_mm512_slli_epi16(_mm512_unpacklo_epi8(codes, zero), 11), scale);
-    const vi b = _mm512_mulhrs_epi16(_mm512_slli_epi16(_mm512_unpackhi_epi8(codes, zero), 11), scale);
-    _mm512_store_si512(high, _mm512_packs_epi16(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8),
-                                                _mm512_srai_epi16(_mm512_add_epi16(b, half), 8)));
-    _mm512_store_si512(low, _mm512_packus_epi16(vi_and(a, byte), vi_and(b, byte)));
-}
-
-/* Keys of 16 tokens: (parts, padded_dim / 64, 16 lines, 64). */
-static inline void KV(load_key_lane)(const kv_side *side, const char *block, int slot, int tiles, int8_t *out,
-                                     float *scales)
+/* Keys of 16 tokens that are stored as codes: (padded_dim / 64, 16 lines, 64). */
+static inline void KV(load_key_lane)(const kv_side *side, const char *block, int slot, int8_t *out, float *scales)
 {
     const int lines = side->padded_dim / KV_DEPTHS(side->dtype);
-    const char *codes = block + slot / KV_LANES * (ptrdiff_t)lines * 64;
-    if (side->dtype < KV_NUM_FLOATS) {
-        KV_ALIGNED int8_t rows[2][KV_MAX_HEAD_DIM / TILE_DEPTH][TILE_BYTES];
-        for (int t = 0; t < KV_LANES; t++)
-            scales[t] = 256.0f * KV(cut_row)(side, block + (slot + t) * side->row_stride, tiles, rows[0][0] + 64 * t,
-                                             rows[1][0] + 64 * t, TILE_BYTES);
-        for (int part = 0; part < 2; part++)
-            for (int tile = 0; tile < tiles; tile++, out += TILE_BYTES) KV(turn_lines)(rows[part][tile], out);
-        return;
-    }
-    if (side->channels) {
-        const uint16_t *channels = (const uint16_t *)(block + side->channels);
-        int8_t *low = out + tiles * TILE_BYTES;
-        for (int line = 0; line < lines; line++, codes += 64, out += 128, low += 128) {
-            const vcodes stored = vcodes_load(codes);
-            KV(put_scaled_codes)(vcodes_low(stored), channels + 8 * line, out, low);
-            KV(put_scaled_codes)(vcodes_low(vcodes_shift(stored)), channels + 8 * line + 4, out + 64, low + 64);
-        }
-        vf_store(scales, vf_set1(256.0f * 16.0f * KV(unit_of)(channels)));
-        return;
-    }
-    KV(put_lines)(codes, lines, side->dtype, out);
-    vf_store(scales, KV(load_scales)(block + side->scales, slot, side->dtype));
+    KV(put_lines)(block + slot / KV_LANES * (ptrdiff_t)lines * 64, lines, side->dtype, out);
+    vf_store(scales, side->channels ? vf_set1(1.0f) : KV(load_scales)(block + side->scales, slot, side->dtype));
 }
 
 /* Values of 64 tokens that are stored as floats: token rows of bytes, 4 interleaved in each line. */
@@ -180,46 +157,45 @@ static inline void KV(load_value_rows)(const kv_side *side, const char *row, int
         }
 }
 
-/* The rotary part of latent rows: keys without statistics. */
-static void KV(load_rope)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+/* Key lanes of a tile, one after the other; the scales of those that are missing are 0. */
+static void KV(load_key_lanes)(const kv_side *side, const kv_tile *tile, int8_t *out, float *scales)
 {
     const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
     const ptrdiff_t *block = tile->at;
-    int8_t *out = operands->rope;
-    operands->rope_dim = side->padded_dim;
-    operands->rope_parts = side->dtype < KV_NUM_FLOATS ? 2 : 1;
-    if (side->padded_dim == 0) return;
-    for (int t = 0, slot = tile->first; t < tile->count; t += KV_LANES) {
-        KV(load_key_lane)(side, tile->base + *block, slot, tiles, out, operands->rope_scales + t);
-        out += operands->rope_parts * tiles * TILE_BYTES;
+    for (int t = 0, slot = tile->first; t < tile->count; t += KV_LANES, out += tiles * TILE_BYTES) {
+        KV(load_key_lane)(side, tile->base + *block, slot, out, scales + t);
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
+    for (int t = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES; t < KV_TILE; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
 }
 
-static void KV(load_keys)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+/* What belongs to the channels of the tile's blocks. A score is sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s). */
+static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
-    const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
     const ptrdiff_t *block = tile->at;
-    int8_t *out = operands->keys;
-    operands->key_parts = side->dtype < KV_NUM_FLOATS || side->channels ? 2 : 1;
-    operands->num_means = 0;
-    for (int t = 0, slot = tile->first; t < tile->count; t += KV_LANES) {
-        const char *at = tile->base + *block;
-        if (side->means && (t == 0 || slot == 0)) {
-            const uint16_t *means = (const uint16_t *)(at + side->means);
-            for (int i = 0; i < side->padded_dim; i += W)
-                vf_store(operands->means + operands->num_means * KV_MAX_HEAD_DIM + i, vf_load_float16(means + i));
-            operands->num_means++;
+    int i = -1;
+    for (int t = 0, slot = tile->first; t < KV_TILE; t += KV_LANES) {
+        if (t < tile->count && (t == 0 || slot == 0)) {
+            const uint16_t *means = (const uint16_t *)(tile->base + *block + side->means);
+            const uint16_t *scales = (const uint16_t *)(tile->base + *block + side->channels);
+            const vf unit = vf_set1(side->channels ? KV(unit_of)(scales) * 0x1p-16f : 0.0f);
+            i++;
+            for (int c = 0; c < side->padded_dim; c += W) {
+                vf mean = vf_load_float16(means + c);
+                if (side->channels) {
+                    const vf scale = KV(load_channel_scales)(scales + c, unit);
+                    mean = vf_fma(scale, vf_set1((float)KV_BIAS(KV_INT4)), mean);
+                    vf_store(operands->channels + i * KV_MAX_HEAD_DIM + c, scale);
+                }
+                vf_store(operands->means + i * KV_MAX_HEAD_DIM + c, mean);
+            }
         }
-        KV(load_key_lane)(side, at, slot, tiles, out, operands->key_scales + t);
-        out += operands->key_parts * tiles * TILE_BYTES;
-        operands->means_of[t / KV_LANES] = operands->num_means - 1;
+        operands->block_of[t / KV_LANES] = i;
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
-    for (int lane = (tile->count + KV_LANES - 1) / KV_LANES; lane < KV_TILE / KV_LANES; lane++)
-        operands->means_of[lane] = 0;
+    operands->num_blocks = i + 1;
 }
 
 /* Values that are the keys just loaded, codes of one part. */

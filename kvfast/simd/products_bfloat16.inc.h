@@ -78,26 +78,14 @@ static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_o
         }
 }
 
-/* Row r of a panel times a factor, (2, tiles, rows, 64). */
-static inline void KV(halve_query)(const float *row, int n, vf factor, int r, int8_t *parts)
-{
-    const int tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH;
-    int8_t *at = parts + r * 64;
-    for (int d = 0; d < n; d += HALVES_DEPTH, at += TILE_BYTES) {
-        const vf b = d + W < n ? vf_load(row + d + W) : vf_set1(0.0f);
-        KV(put_halves)(vf_mul(vf_load(row + d), factor), vf_mul(b, factor), at, at + tiles * TILE_BYTES);
-    }
-}
-
 /* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. */
 static void KV(prepare_halves)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                                float factor, kv_panel *panel)
 {
     const int n = side->padded_dim, m = rope ? rope->padded_dim : 0;
     for (int r = 0; r < KV_ROWS; r++, rows += n, rope_rows += m) {
-        panel->scale[r] = 1.0f;
-        KV(halve_query)(rows, n, vf_set1(factor), r, panel->parts);
-        if (m) KV(halve_query)(rope_rows, m, vf_set1(factor), r, panel->rope);
+        KV(halve_query)(rows, n, vf_set1(factor), r, panel->halves);
+        if (m) KV(halve_query)(rope_rows, m, vf_set1(factor), r, panel->rope_halves);
     }
 }
 
@@ -136,22 +124,30 @@ static inline void KV(multiply_halves)(const int8_t *operand, ptrdiff_t stride, 
 #undef FIRST
 #undef SECOND
 
-/* Scores of the tokens begin to end. */
-static void KV(score_halves)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
+/* Scores of the tokens begin to end, or with `adds` what the rotary part adds to those of codes. */
+static void KV(score_halves)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores, int adds)
 {
-    const int tiles = (operands->dim + HALVES_DEPTH - 1) / HALVES_DEPTH, parts = operands->key_parts;
+    const int tiles = (operands->dim + HALVES_DEPTH - 1) / HALVES_DEPTH, parts = operands->key_halves;
     const ptrdiff_t part = tiles * TILE_BYTES, stride = parts * part;
-    const int rope_tiles = (operands->rope_dim + HALVES_DEPTH - 1) / HALVES_DEPTH, rope_parts = operands->rope_parts;
+    const int rope_tiles = (operands->rope_dim + HALVES_DEPTH - 1) / HALVES_DEPTH, rope_parts = operands->rope_halves;
     const ptrdiff_t rope_part = rope_tiles * TILE_BYTES, rope_stride = rope_parts * rope_part;
+    KV_SETTLE(scores);
     for (int t = begin; t < end; t += 4 * KV_LANES) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        KV(multiply_halves)(operands->keys + t / KV_LANES * stride, stride, part, parts, 4, panel->parts, part, tiles);
-        if (operands->rope_dim)
+        if (adds) {
+            _tile_loadd(0, scores + t, KV_TILE * 4);
+            _tile_loadd(1, scores + t + KV_LANES, KV_TILE * 4);
+            _tile_loadd(2, scores + t + 2 * KV_LANES, KV_TILE * 4);
+            _tile_loadd(3, scores + t + 3 * KV_LANES, KV_TILE * 4);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            KV(multiply_halves)(operands->keys + t / KV_LANES * stride, stride, part, parts, 4, panel->halves, part, tiles);
+        }
+        if (rope_parts)
             KV(multiply_halves)(operands->rope + t / KV_LANES * rope_stride, rope_stride, rope_part, rope_parts, 4,
-                                panel->rope, rope_part, rope_tiles);
+                                panel->rope_halves, rope_part, rope_tiles);
         _tile_stored(0, scores + t, KV_TILE * 4);
         _tile_stored(1, scores + t + KV_LANES, KV_TILE * 4);
         _tile_stored(2, scores + t + 2 * KV_LANES, KV_TILE * 4);

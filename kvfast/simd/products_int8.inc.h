@@ -2,13 +2,16 @@
    values of KV_TILE tokens, operands.inc.h, are
 
      of 1 part    codes less their bias: the activations' high and low parts are multiplied with them
-     of 2 parts   16-bit integers 256 x high + low, of rows that are stored as floats and of keys with channel
-                  scales: high x high, high x low and low x high; the low parts' product, 2^-16 of the whole, is
-                  left out
+     of 2 parts   16-bit integers 256 x high + low, of values that are stored as floats: high x high, high x low and
+                  low x high; the low parts' product, 2^-16 of the whole, is left out
 
    The sums over these tokens stay integers: of 1 part exact as in activations.inc.h; of 2 parts, in units of 256,
-       |sum k x| / 256 <= 512 * 32639 * 32639 / 256 = 2 130 618 000 < 2^31, and what is left out is
-   at most 64 * 512. */
+       |sum v x| / 256 <= 128 * 32639 * 32639 / 256 = 532 654 500 < 2^31, and what is left out is
+   at most 64 * 128.
+
+   Keys that are stored as floats are multiplied in bfloat16, products_bfloat16.inc.h: one channel that is louder than the
+   others would leave these few bits in an integer. Queries are rounded as in activations.inc.h, and what the rounding left
+   out is multiplied as well where it counts. */
 
 /* Tile registers, which the intrinsics want as literals. The CPU renames them: products of one lane tile start
    while the sums of the one before are stored. */
@@ -20,8 +23,8 @@
 #define X_HIGH_1 6
 #define X_LOW_1 7
 
-/* Row r of a panel times `inverse` as integers, (2, tiles, rows, 64), and where they are wanted as (n, rows) floats. */
-static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int8_t *parts, float *turned)
+/* Row r of a panel times `inverse` as integers, (2, tiles, rows, 64). */
+static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int8_t *parts)
 {
     const int tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH;
     for (int i = 0; i < tiles; i++) {
@@ -29,32 +32,34 @@ static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int
         for (int j = 0; j < 4; j++) {
             const int at = i * TILE_DEPTH + j * W;
             x[j] = at < n ? vf_round(vf_mul(vf_load(row + at), inverse)) : vi_set1(0);
-            if (turned && at < n) {
-                float column[W];
-                vf_store(column, vi_to_float(x[j]));
-                for (int c = 0; c < W; c++) turned[(at + c) * KV_ROWS + r] = column[c];
-            }
         }
         KV(put_bytes)(x[0], x[1], x[2], x[3], parts + i * TILE_BYTES + r * TILE_DEPTH,
                       parts + (tiles + i) * TILE_BYTES + r * TILE_DEPTH);
     }
 }
 
-/* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. The rotary part has the scale of the whole row, so
-   that the products of both are in one unit. */
+/* 16 query rows times the softmax scale; as integers, with their units; and in bfloat16. */
+static void KV(prepare_rows)(const float *rows, int n, float factor, float *scaled, float *unit, float *inverse,
+                             int8_t *parts, int8_t *halves)
+{
+    for (int r = 0; r < KV_ROWS; r++, rows += n, scaled += n) {
+        KV(scale_row)(rows, n, factor, NULL, scaled);
+        const float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(scaled, n));
+        inverse[r] = KV_INVERSE(largest);
+        unit[r] = largest / KV_MAX_ACTIVATION;
+        KV(cut_query)(scaled, n, vf_set1(inverse[r]), r, parts);
+        KV(halve_query)(scaled, n, vf_set1(1.0f), r, halves);
+    }
+}
+
+/* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. */
 static void KV(prepare_panel)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                               float factor, kv_panel *panel)
 {
-    const int n = side->padded_dim, m = rope ? rope->padded_dim : 0;
-    for (int r = 0; r < KV_ROWS; r++, rows += n, rope_rows += m) {
-        const int32_t one = KV(max_magnitude_bits)(rows, n), other = m ? KV(max_magnitude_bits)(rope_rows, m) : 0;
-        const float largest = kv_bits_float((uint32_t)(one > other ? one : other));
-        /* A scale is not negative, so that the greatest product is the greatest score. */
-        const vf inverse = vf_set1(factor < 0 ? -KV_INVERSE(largest) : KV_INVERSE(largest));
-        panel->scale[r] = largest / KV_MAX_ACTIVATION * __builtin_fabsf(factor);
-        KV(cut_query)(rows, n, inverse, r, panel->parts, side->means ? panel->turned : NULL);
-        if (m) KV(cut_query)(rope_rows, m, inverse, r, panel->rope, NULL);
-    }
+    KV(prepare_rows)(rows, side->padded_dim, factor, panel->queries, panel->unit, panel->inverse, panel->parts, panel->halves);
+    if (rope)
+        KV(prepare_rows)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_unit, panel->rope_inverse,
+                         panel->rope, panel->rope_halves);
 }
 
 /* Sums of a lane tile, 16 rows x 16 lanes. */
@@ -99,11 +104,10 @@ static inline __attribute__((always_inline)) void KV(multiply)(const int8_t *cod
 }
 #undef MULTIPLY_TILE
 
-/* The same of two lane tiles, `stride` bytes apart, of many tiles of depth: with four sums under way no instruction
-   waits for the one before it, and activations are loaded once for both. */
+/* The same of two lane tiles of one part, `stride` bytes apart, of many tiles of depth: with four sums under way no
+   instruction waits for the one before it, and activations are loaded once for both. */
 static inline __attribute__((always_inline)) void KV(multiply_pair)(
-    const int8_t *codes, ptrdiff_t stride, ptrdiff_t part, int parts, const int8_t *x, ptrdiff_t x_part, int tiles,
-    KV(lane_sums) *sums)
+    const int8_t *codes, ptrdiff_t stride, const int8_t *x, ptrdiff_t x_part, int tiles, KV(lane_sums) *sums)
 {
     _tile_zero(0);
     _tile_zero(1);
@@ -118,12 +122,6 @@ static inline __attribute__((always_inline)) void KV(multiply_pair)(
         _tile_loadd(5, x + x_part, TILE_DEPTH);
         _tile_dpbssd(1, 5, 6);
         _tile_dpbssd(3, 5, 7);
-        if (parts == 2) {
-            _tile_loadd(6, codes + part, 64);
-            _tile_dpbssd(1, 4, 6);
-            _tile_loadd(7, codes + part + stride, 64);
-            _tile_dpbssd(3, 4, 7);
-        }
     }
     _tile_stored(0, sums[0].high, 64);
     _tile_stored(1, sums[0].low, 64);
@@ -137,75 +135,146 @@ static inline vf KV(total)(const KV(lane_sums) *sums, int row)
                               _mm512_load_si512(sums->low + row * KV_LANES)));
 }
 
-/* Sums of a lane tile, 16 tokens, become scores in units of the rows' scales; with `shift` of each block's means. */
-static inline void KV(put_scores)(const kv_operands *operands, const KV(lane_sums) *done, int lane, const float *shift,
-                                  float *scores)
+/* What becomes of sums of keys and activations. */
+typedef struct {
+    const int8_t *keys;        /* lane tiles */
+    const int8_t *x;           /* (2, tiles, rows, 64) */
+    int dim;
+    const float *scales;       /* of the tokens */
+    const float *unit;         /* of each row of x */
+    const float *shift;        /* of each row, or NULL */
+    const float *limit;        /* NULL: they are the scores; else they are added where a token's scale is as great as that
+                                  of the row */
+} KV(key_products);
+
+/* Sums of a lane tile, 16 tokens, become scores. */
+static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_products) *p, const KV(lane_sums) *done, int lane,
+                                                                 float *scores, const int shifts, const int adds)
 {
-    const vf scale = vf_load(operands->key_scales + lane * KV_LANES);
-    const float *row_shift = shift + operands->means_of[lane] * KV_ROWS;
+    const vf scale = vf_load(p->scales + lane * KV_LANES);
     float *row = scores + lane * KV_LANES;
-    if (operands->num_means)
-        for (int r = 0; r < KV_ROWS; r++, row += KV_TILE)
-            vf_store(row, vf_fma(KV(total)(done, r), scale, vf_set1(row_shift[r])));
-    else
-        for (int r = 0; r < KV_ROWS; r++, row += KV_TILE) vf_store(row, vf_mul(KV(total)(done, r), scale));
+    for (int r = 0; r < KV_ROWS; r++, row += KV_TILE) {
+        const vf total = KV(total)(done, r), factor = vf_mul(scale, vf_set1(p->unit[r]));
+        if (adds) vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_mul(total, factor), scale, p->limit[r])));
+        else if (shifts) vf_store(row, vf_fma(total, factor, vf_set1(p->shift[r])));
+        else vf_store(row, vf_mul(total, factor));
+    }
 }
 
-/* Scores of the tokens begin to end. While the products of a lane tile, or of two, are under way, the sums of those
-   before become scores. */
-static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel, int begin, int end,
-                             KV(lane_sums) sums[4], float *scores)
+/* Lanes first to last. While the products of a lane tile, or of two, are under way, the sums of those before become
+   scores. Of more than two tiles of depth there are even numbers of lanes. */
+static inline __attribute__((always_inline)) void KV(score_lanes)(const KV(key_products) *p, int first, int last, float *scores,
+                                                                  const int shifts, const int adds)
 {
-    KV_ALIGNED float shift[KV_TILE / KV_LANES * KV_ROWS]; /* (blocks, KV_ROWS) means times queries */
-    const int tiles = (operands->dim + TILE_DEPTH - 1) / TILE_DEPTH;
-    const ptrdiff_t part = tiles * TILE_BYTES;
-    for (int i = 0; i < operands->num_means; i++) {
-        vf sum = vf_set1(0.0f), other = sum;
-        const float *means = operands->means + i * KV_MAX_HEAD_DIM;
-        for (int c = 0; c < operands->dim; c += 2) {
-            sum = vf_fma(vf_set1(means[c]), vf_load(panel->turned + c * KV_ROWS), sum);
-            other = vf_fma(vf_set1(means[c + 1]), vf_load(panel->turned + (c + 1) * KV_ROWS), other);
-        }
-        vf_store(shift + i * KV_ROWS, vf_add(sum, other));
-    }
-    const ptrdiff_t stride = operands->key_parts * part;
-    const int first = begin / KV_LANES, last = end / KV_LANES;
+    KV(lane_sums) sums[4];
+    const int tiles = (p->dim + TILE_DEPTH - 1) / TILE_DEPTH;
+    const ptrdiff_t stride = tiles * TILE_BYTES;
+    KV_SETTLE(p->x);
     if (tiles > 2) {
         for (int lane = first; lane <= last; lane += 2) {
-            if (lane < last)
-                KV(multiply_pair)(operands->keys + lane * stride, stride, part, operands->key_parts, panel->parts, part,
-                                  tiles, sums + (lane & 2));
+            if (lane < last) KV(multiply_pair)(p->keys + lane * stride, stride, p->x, stride, tiles, sums + (lane & 2));
             if (lane == first) continue;
-            KV(put_scores)(operands, sums + ((lane - 2) & 2), lane - 2, shift, scores);
-            KV(put_scores)(operands, sums + ((lane - 2) & 2) + 1, lane - 1, shift, scores);
+            KV(put_scores)(p, sums + ((lane - 2) & 2), lane - 2, scores, shifts, adds);
+            KV(put_scores)(p, sums + ((lane - 2) & 2) + 1, lane - 1, scores, shifts, adds);
         }
         return;
     }
-    KV(hold)(panel->parts, part, tiles);
+    KV(hold)(p->x, stride, tiles);
     for (int lane = first; lane <= last; lane++) {
-        if (lane < last)
-            KV(multiply)(operands->keys + lane * stride, part, operands->key_parts, tiles, sums + (lane & 1));
-        if (lane > first) KV(put_scores)(operands, sums + ((lane - 1) & 1), lane - 1, shift, scores);
+        if (lane < last) KV(multiply)(p->keys + lane * stride, stride, 1, tiles, sums + (lane & 1));
+        if (lane > first) KV(put_scores)(p, sums + ((lane - 1) & 1), lane - 1, scores, shifts, adds);
     }
 }
 
-/* Adds the products of the rotary part of latent rows, whose sums are integers of their own, to the scores. */
-static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *panel, int begin, int end,
-                                KV(lane_sums) sums[2], float *scores)
+/* Adds what the rounding of the rows, times `inverse`, left out of the scores, where that counts: see activations.inc.h. */
+static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *rounded, const float *rows, const float *inverse,
+                                                       float error, int first, int last, float *scores)
 {
-    const int tiles = (operands->rope_dim + TILE_DEPTH - 1) / TILE_DEPTH; /* 1 or 2: held */
-    const ptrdiff_t part = tiles * TILE_BYTES;
-    KV(hold)(panel->rope, part, tiles);
-    for (int lane = begin / KV_LANES; lane <= end / KV_LANES; lane++) {
-        if (lane < end / KV_LANES)
-            KV(multiply)(operands->rope + lane * operands->rope_parts * part, part, operands->rope_parts, tiles,
-                         sums + (lane & 1));
-        if (lane == begin / KV_LANES) continue;
-        const KV(lane_sums) *done = sums + ((lane - 1) & 1);
-        const vf scale = vf_load(operands->rope_scales + (lane - 1) * KV_LANES);
-        float *row = scores + (lane - 1) * KV_LANES;
-        for (int r = 0; r < KV_ROWS; r++, row += KV_TILE) vf_store(row, vf_fma(KV(total)(done, r), scale, vf_load(row)));
+    KV_ALIGNED int8_t x[KV_ROWS * KV_MAX_HEAD_DIM * 2];
+    float left[KV_MAX_HEAD_DIM], unit[KV_ROWS], limit[KV_ROWS];
+    KV(key_products) p = *rounded;
+    for (int r = 0; r < KV_ROWS; r++) {
+        KV(leave_rounding)(rows + r * p.dim, 0, 1, p.dim, inverse + r, left);
+        KV(cut_query)(left, p.dim, vf_set1(1.0f), r, x);
+        unit[r] = p.unit[r] * (0.5f / KV_MAX_ACTIVATION);
+        limit[r] = KV_LEAST_ERROR / (error * p.unit[r]);
     }
+    p.x = x, p.unit = unit, p.limit = limit;
+    KV(score_lanes)(&p, first, last, scores, 0, 1);
+}
+
+/* Scores of some lanes, from rows that are cut as p tells. */
+static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_products) *p, const float *rows, const float *inverse,
+                                                                 float error, int first, int last, float *scores,
+                                                                 const int shifts, const int adds)
+{
+    vf scale = vf_set1(0.0f);
+    for (int lane = first; lane < last; lane++) scale = vf_max(scale, vf_load(p->scales + lane * KV_LANES));
+    KV(score_lanes)(p, first, last, scores, shifts, adds);
+    if (vf_hmax(vf_load(p->unit)) * vf_hmax(scale) * error * 1.001f >= KV_LEAST_ERROR)
+        KV(refine_lanes)(p, rows, inverse, error, first, last, scores);
+}
+
+/* What a key block's statistics make of a panel's rows. */
+typedef struct {
+    KV_ALIGNED float shift[KV_ROWS], unit[KV_ROWS], inverse[KV_ROWS];
+    KV_ALIGNED float rows[KV_ROWS * KV_MAX_HEAD_DIM];
+    KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];
+} KV(folded_panel);
+
+static void KV(fold_panel)(const kv_operands *operands, const kv_panel *panel, int block, KV(folded_panel) *folded)
+{
+    KV_ALIGNED float sums[KV_ROWS * W], most[KV_ROWS * W];
+    const float *means = operands->means + block * KV_MAX_HEAD_DIM, *scales = operands->channels + block * KV_MAX_HEAD_DIM;
+    const int n = operands->dim;
+    for (int r = 0; r < KV_ROWS; r++) {
+        const float *row = panel->queries + r * n;
+        float *product = folded->rows + r * n;
+        vf sum = vf_set1(0.0f), largest = sum;
+        for (int c = 0; c < n; c += W) {
+            const vf x = vf_load(row + c);
+            sum = vf_fma(x, vf_load(means + c), sum);
+            if (!operands->has_channels) continue;
+            const vf scaled = vf_mul(x, vf_load(scales + c));
+            largest = vf_max(largest, vf_abs(scaled));
+            vf_store(product + c, scaled);
+        }
+        vf_store(sums + r * W, sum);
+        vf_store(most + r * W, largest);
+    }
+    vf_store(folded->shift, KV(reduce_rows)(sums, 0));
+    if (!operands->has_channels) return;
+    const vf top = KV(reduce_rows)(most, 1);
+    vf_store(folded->unit, vf_mul(top, vf_set1(1.0f / KV_MAX_ACTIVATION)));
+    vf_store(folded->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_ACTIVATION), top), top, 0x1p-100f));
+    for (int r = 0; r < KV_ROWS; r++)
+        KV(cut_query)(folded->rows + r * n, n, vf_set1(folded->inverse[r]), r, folded->parts);
+}
+
+/* Scores of the tokens begin to end, whose keys are codes. */
+static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
+{
+    const int first = begin / KV_LANES, last = end / KV_LANES;
+    KV(key_products) p = {operands->keys, panel->parts, operands->dim, operands->key_scales, panel->unit, NULL, NULL};
+    KV(folded_panel) folded;
+    if (operands->num_blocks == 0)
+        KV(score_rows)(&p, panel->queries, panel->inverse, operands->error, first, last, scores, 0, 0);
+    for (int lane = first, stop; operands->num_blocks && lane < last; lane = stop) {
+        for (stop = lane + 1; stop < last && operands->block_of[stop] == operands->block_of[lane];) stop++;
+        KV(fold_panel)(operands, panel, operands->block_of[lane], &folded);
+        p.shift = folded.shift;
+        if (operands->has_channels) p.x = folded.parts, p.unit = folded.unit;
+        KV(score_rows)(&p, operands->has_channels ? folded.rows : panel->queries,
+                       operands->has_channels ? folded.inverse : panel->inverse, operands->error, lane, stop, scores, 1, 0);
+    }
+}
+
+/* Adds the products of the rotary part of latent rows, codes, to the scores. */
+static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
+{
+    KV_ALIGNED float all[KV_ROWS] = {0.0f};
+    const KV(key_products) p = {operands->rope, panel->rope, operands->rope_dim, operands->rope_scales, panel->rope_unit, NULL, all};
+    KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, operands->rope_error, begin / KV_LANES, end / KV_LANES, scores, 0, 1);
 }
 
 /* Adds weights times values to the panel's sums. */

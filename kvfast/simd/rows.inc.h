@@ -186,10 +186,21 @@ static inline vf KV(exp)(vf x)
     return vf_zero_below(vf_mul(y, vi_exponent(n)), x, -87.0f);
 }
 
+/* Below 5/8 the polynomial of Cephes (tanhf, S. Moshier), as 1 - exp(-2x) would keep few digits of a small x: relative error
+   3e-7. */
 static inline vf KV(tanh)(vf x)
 {
-    vf e = KV(exp)(vf_mul(vf_abs(x), vf_set1(-2.0f)));
-    return vf_sign_of(vf_div(vf_sub(vf_set1(1.0f), e), vf_add(vf_set1(1.0f), e)), x);
+    const vf size = vf_abs(x), small = vf_min(vf_set1(0.625f), size), square = vf_mul(small, small);
+    const vf e = KV(exp)(vf_mul(size, vf_set1(-2.0f)));
+    const vf large = vf_div(vf_sub(vf_set1(1.0f), e), vf_add(vf_set1(1.0f), e));
+    vf y = vf_set1(-5.70498872745e-3f);
+    y = vf_fma(y, square, vf_set1(2.06390887954e-2f));
+    y = vf_fma(y, square, vf_set1(-5.37397155531e-2f));
+    y = vf_fma(y, square, vf_set1(1.33314422036e-1f));
+    y = vf_fma(y, square, vf_set1(-3.33332819422e-1f));
+    y = vf_fma(vf_mul(y, square), small, small);
+    y = vf_sub(y, vf_zero_below(y, size, 0.625f));
+    return vf_sign_of(vf_add(y, vf_zero_below(large, size, 0.625f)), x);
 }
 
 static float KV(exp1)(float x)
@@ -204,9 +215,9 @@ static inline void KV(bend_scores)(float *scores, int begin, int end, int from, 
                                    const kv_score_options *options)
 {
     if (options->softcap > 0) {
-        const vf cap = vf_set1(options->softcap), inverse = vf_set1(1.0f / options->softcap);
+        const vf cap = vf_set1(options->softcap); /* whose inverse may have few digits */
         for (int t = begin; t < end; t += W)
-            vf_store(scores + t, vf_mul(cap, KV(tanh)(vf_mul(vf_load(scores + t), inverse))));
+            vf_store(scores + t, vf_mul(cap, KV(tanh)(vf_div(vf_load(scores + t), cap))));
     }
     if (options->slopes)
         for (int t = from; t < to; t++)

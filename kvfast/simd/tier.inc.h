@@ -63,6 +63,10 @@ static const kv_kernels kernels_amx = {
 #undef KV_TABLE
 #undef KV_SIX
 #undef KV_MAX_ACTIVATION
+#undef KV_MAX_WEIGHT
+#undef KV_INVERSE_OF
+#undef KV_LEAST_ERROR
+#undef KV_CODE_SIZE
 #undef KV_BIAS
 #undef KV_DEPTHS
 #undef KV_INVERSE

@@ -128,23 +128,13 @@ static inline vi KV(order_words)(vi words)
     return _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8);
 }
 
-static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
     vi r01 = KV(order_words)(_mm256_packs_epi32(r0, r1)), r23 = KV(order_words)(_mm256_packs_epi32(r2, r3));
     _mm256_storeu_si256((__m256i *)(x + index * 8), _mm256_permute2x128_si256(r01, r23, 0x20));
     _mm256_storeu_si256((__m256i *)(x + index * 8 + 32), _mm256_permute2x128_si256(r01, r23, 0x31));
 }
-#define put_parts KV(put_words)
-
-static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
-{
-    for (ptrdiff_t i = 0; i < n; i += 4) {
-        const __m256i four = KV(order_words)(_mm256_set1_epi64x(kv_load64(scales + i)));
-        const __m256i scale = _mm256_and_si256(four, _mm256_set1_epi16(0x7FFF));
-        _mm256_storeu_si256((__m256i *)(x + 8 * i),
-                            _mm256_mulhrs_epi16(_mm256_loadu_si256((const __m256i *)(words + 8 * i)), scale));
-    }
-}
+#define put_parts KV(put_parts)
 
 static inline uint32_t KV(top_bits)(const uint16_t *p)
 {

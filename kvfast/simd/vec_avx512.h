@@ -132,14 +132,6 @@ static inline vi KV(part_words)(vi words)
 }
 #endif
 
-static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
-{
-    vi words[2];
-    KV(arrange_words)(r0, r1, r2, r3, words);
-    _mm512_storeu_si512(x + index * 8, words[0]);
-    _mm512_storeu_si512(x + index * 8 + 64, words[1]);
-}
-
 static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
     vi words[2];
@@ -148,15 +140,6 @@ static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2
     _mm512_storeu_si512(x + index * 8 + 64, KV(part_words)(words[1]));
 }
 #define put_parts KV(put_parts)
-
-static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
-{
-    for (ptrdiff_t i = 0; i < n; i += 8) {
-        vi scale = _mm512_mask_set1_epi64(_mm512_set1_epi64(kv_load64(scales + i)), 0xF0, kv_load64(scales + i + 4));
-        scale = _mm512_and_si512(scale, _mm512_set1_epi16(0x7FFF));
-        _mm512_storeu_si512(x + 8 * i, KV(part_words)(_mm512_mulhrs_epi16(_mm512_loadu_si512(words + 8 * i), scale)));
-    }
-}
 
 static inline uint32_t KV(top_bits)(const uint16_t *p)
 {

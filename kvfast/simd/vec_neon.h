@@ -135,28 +135,12 @@ static inline void KV(store_parts)(int8_t *x, int16x8_t words)
 #endif
 }
 
-static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
-{
-    vst1q_s8(x + index * 8, vreinterpretq_s8_s16(vcombine_s16(vmovn_s32(r0), vmovn_s32(r1))));
-    vst1q_s8(x + index * 8 + 16, vreinterpretq_s8_s16(vcombine_s16(vmovn_s32(r2), vmovn_s32(r3))));
-}
-
 static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
     KV(store_parts)(x + index * 8, vcombine_s16(vmovn_s32(r0), vmovn_s32(r1)));
     KV(store_parts)(x + index * 8 + 16, vcombine_s16(vmovn_s32(r2), vmovn_s32(r3)));
 }
 #define put_parts KV(put_parts)
-
-static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
-{
-    for (ptrdiff_t i = 0; i < n; i += 4) {
-        const int16x4_t four = vreinterpret_s16_u16(vand_u16(vld1_u16(scales + i), vdup_n_u16(0x7FFF)));
-        const int16x8_t scale = vcombine_s16(four, four);
-        for (ptrdiff_t at = 8 * i; at < 8 * i + 32; at += 16)
-            KV(store_parts)(x + at, vqrdmulhq_s16(vreinterpretq_s16_s8(vld1q_s8(words + at)), scale));
-    }
-}
 
 static inline uint32_t KV(top_bits)(const uint16_t *p)
 {

@@ -22,8 +22,7 @@
      vacc_dot, vacc_total   W dot products with 16-bit activations in two int32 accumulators, and
                             their total modulo 2^32
      put_parts              stores W activations (-32639..32639) of KV_PANEL rows as vacc_dot reads
-                            them: for each 4 depths, 8 bytes of every row; put_words as int16
-     scale_words            n depths of put_words, times the channel scales / 2^15, as put_parts stores them
+                            them: for each 4 depths, 8 bytes of every row
      top_bits               those of 16 uint16, the first as bit 0 */
 #define W 1
 #define INT_VECTORS 1
@@ -108,22 +107,12 @@ static inline uint32_t KV(vacc_dot)(uint32_t codes, const int8_t *x)
 #define vacc_dot(a, b, codes, x) ((a) = vi_add(a, KV(vacc_dot)(codes, x)))
 #define vacc_total(a, b) vi_add(a, b)
 
-static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
     const int16_t parts[KV_PANEL] = {(int16_t)r0, (int16_t)r1, (int16_t)r2, (int16_t)r3};
     for (int r = 0; r < KV_PANEL; r++) memcpy(x + index / 4 * 32 + r * 8 + index % 4 * 2, parts + r, 2);
 }
-#define put_parts KV(put_words)
-
-static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
-{
-    for (ptrdiff_t i = 0; i < n * KV_PANEL; i++) {
-        int16_t word;
-        memcpy(&word, words + 2 * i, 2);
-        word = (int16_t)((word * (scales[i / (4 * KV_PANEL) * 4 + i % 4] & 0x7FFF) + 0x4000) >> 15);
-        memcpy(x + 2 * i, &word, 2);
-    }
-}
+#define put_parts KV(put_parts)
 
 static inline uint32_t KV(top_bits)(const uint16_t *p)
 {

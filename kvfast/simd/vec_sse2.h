@@ -161,31 +161,12 @@ static inline vi KV(order_words)(vi words)
     return _mm_shufflehi_epi16(_mm_shufflelo_epi16(words, 0xD8), 0xD8);
 }
 
-static inline void KV(put_words)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
+static inline void KV(put_parts)(int8_t *x, ptrdiff_t index, vi r0, vi r1, vi r2, vi r3)
 {
     _mm_storeu_si128((__m128i *)(x + index * 8), KV(order_words)(_mm_packs_epi32(r0, r1)));
     _mm_storeu_si128((__m128i *)(x + index * 8 + 16), KV(order_words)(_mm_packs_epi32(r2, r3)));
 }
-#define put_parts KV(put_words)
-
-/* Of a product, bits 15 to 30, rounded: of its high half shifted left and of the low half's upper two bits. */
-static inline __m128i KV(mul_fraction)(__m128i a, __m128i b)
-{
-    const __m128i low = _mm_srli_epi16(_mm_mullo_epi16(a, b), 14);
-    return _mm_add_epi16(_mm_slli_epi16(_mm_mulhi_epi16(a, b), 1),
-                         _mm_srli_epi16(_mm_add_epi16(low, _mm_set1_epi16(1)), 1));
-}
-
-static inline void KV(scale_words)(int8_t *x, const int8_t *words, const uint16_t *scales, ptrdiff_t n)
-{
-    for (ptrdiff_t i = 0; i < n; i += 4) {
-        const __m128i four = KV(order_words)(_mm_set1_epi64x(kv_load64(scales + i)));
-        const __m128i scale = _mm_and_si128(four, _mm_set1_epi16(0x7FFF));
-        for (ptrdiff_t at = 8 * i; at < 8 * i + 32; at += 16)
-            _mm_storeu_si128((__m128i *)(x + at),
-                             KV(mul_fraction)(_mm_loadu_si128((const __m128i *)(words + at)), scale));
-    }
-}
+#define put_parts KV(put_parts)
 
 static inline uint32_t KV(top_bits)(const uint16_t *p)
 {

@@ -31,17 +31,13 @@ static inline __attribute__((always_inline)) vf KV(reduce_rows)(const float *row
 #undef JOIN
 }
 
-/* Softcap, ALiBi and what a row may not see; false where its scores are natural ones then. */
-static inline int KV(bend_row)(const kv_panel *panel, int r, float position, int begin, int end, float *scores)
+/* Softcap, ALiBi and what a row may not see. */
+static inline void KV(bend_row)(const kv_panel *panel, int r, float position, int begin, int end, float *scores)
 {
     const int from = panel->start[r], to = panel->stop[r];
     const int bent = panel->options.softcap > 0 || panel->options.slopes;
     const vi lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    if (bent) {
-        const vf scale = vf_set1(panel->scale[r]);
-        for (int t = begin; t < end; t += W) vf_store(scores + t, vf_mul(vf_load(scores + t), scale));
-        KV(bend_scores)(scores, begin, end, from, to, r, position, &panel->options);
-    }
+    if (bent) KV(bend_scores)(scores, begin, end, from, to, r, position, &panel->options);
     if (from > begin || to < end)
         for (int t = begin; t < end; t += W) {
             const vi at = vi_add(vi_set1(t), lanes);
@@ -49,7 +45,6 @@ static inline int KV(bend_row)(const kv_panel *panel, int r, float position, int
             const __mmask16 behind = _mm512_cmpge_epi32_mask(at, vi_set1(to));
             vf_store(scores + t, _mm512_mask_mov_ps(vf_load(scores + t), before | behind, vf_set1(-INFINITY)));
         }
-    return !bent;
 }
 
 /* What a tile does to the sums of those before it. */
@@ -68,13 +63,12 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const kv_operands *operands, kv_panel *panel, float position, int begin, int end, float *scores, int8_t *x,
     KV(correction) *correction, const int halves)
 {
-    KV_ALIGNED float most[KV_ROWS * W], sums[KV_ROWS * W], factor[KV_ROWS], base[KV_ROWS], inverse[KV_ROWS];
-    const float log2e = 1.44269504f;
+    KV_ALIGNED float most[KV_ROWS * W], sums[KV_ROWS * W], base[KV_ROWS], inverse[KV_ROWS];
+    const vf log2e = vf_set1(1.44269504f);
     const vf none = vf_set1(-INFINITY), one = vf_set1(1.0f);
-    int natural = 1;
     for (int r = 0; r < KV_ROWS; r++) {
         float *row = scores + r * KV_TILE;
-        natural &= KV(bend_row)(panel, r, position, begin, end, row);
+        KV(bend_row)(panel, r, position, begin, end, row);
         vf a = none, b = none;
         for (int t = begin; t < end; t += 4 * W) {
             a = vf_max(a, vf_max(vf_load(row + t), vf_load(row + t + W)));
@@ -82,9 +76,8 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
         }
         vf_store(most + r * W, vf_max(a, b));
     }
-    const vf largest = KV(reduce_rows)(most, 1), unit = natural ? vf_load(panel->scale) : one;
-    const __mmask16 blind = _mm512_cmp_ps_mask(largest, none, _CMP_EQ_OQ);
-    const vf here = _mm512_mask_mov_ps(vf_mul(largest, unit), blind, none);
+    const vf here = KV(reduce_rows)(most, 1);
+    const __mmask16 blind = _mm512_cmp_ps_mask(here, none, _CMP_EQ_OQ);
     const vf before = vf_load(panel->m), now = vf_max(before, here);
     const __mmask16 same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
     const vf from = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, none, _CMP_NEQ_OQ), now);
@@ -93,9 +86,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     vf_store(panel->m, now);
     vf_store(correction->rescale, keep);
     correction->changed = (uint16_t)~same;
-    /* Not 0, as of a row of zeros: -inf x 0 would be NaN. */
-    vf_store(factor, vf_max(vf_mul(unit, vf_set1(log2e)), vf_set1(0x1p-126f)));
-    vf_store(base, halves ? from : _mm512_maskz_mov_ps(~blind, largest));
+    vf_store(base, halves ? from : _mm512_maskz_mov_ps(~blind, here));
     for (int r = 0; r < KV_ROWS; r++) {
         float *row = scores + r * KV_TILE;
         int8_t *at = x + begin * (KV_ROWS * 2) + r * 64;
@@ -103,7 +94,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
         for (int t = begin; t < end; t += 2 * W, at += TILE_BYTES) {
             for (int i = 0; i < 2; i++) {
                 const vf below = vf_sub(vf_load(row + t + i * W), vf_set1(base[r]));
-                weight[i] = KV(exp2_of_scores)(vf_mul(below, vf_set1(halves ? log2e : factor[r])));
+                weight[i] = KV(exp2_of_scores)(vf_mul(below, log2e));
                 total = vf_add(total, weight[i]);
                 if (halves) continue;
                 const vf scaled = vf_mul(weight[i], vf_load(operands->value_scales + t + i * W));
@@ -122,15 +113,24 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     }
     const vf add = KV(exp)(vf_sub(here, from)), top = KV(reduce_rows)(most, 1);
     vf_store(panel->l, vf_fma(l, keep, vf_mul(sum, add)));
-    vf_store(correction->unit, vf_mul(vf_mul(top, vf_set1(1.0f / KV_MAX_ACTIVATION)), add));
-    vf_store(inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_ACTIVATION), top), top, 0x1p-100f));
-    for (int t = begin; t < end; t += TILE_DEPTH)
-        for (int r = 0; r < KV_ROWS; r++) {
-            const float *row = scores + r * KV_TILE + t;
-            const vf scale = vf_set1(inverse[r]);
-            int8_t *at = x + t / TILE_DEPTH * TILE_BYTES + r * TILE_DEPTH;
-            KV(put_bytes)(vf_round(vf_mul(vf_load(row), scale)), vf_round(vf_mul(vf_load(row + W), scale)),
-                          vf_round(vf_mul(vf_load(row + 2 * W), scale)), vf_round(vf_mul(vf_load(row + 3 * W), scale)),
-                          at, at + TOKEN_TILES * TILE_BYTES);
+    vf_store(correction->unit, vf_mul(vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)), add));
+    vf_store(inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_WEIGHT), top), top, 0x1p-100f));
+    /* What a weight's rounding leaves goes to the next, see activations.inc.h: four rows at once wait less for each other. */
+    for (int r = 0; r < KV_ROWS; r += 4) {
+        vf left[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
+        for (int t = begin; t < end; t += TILE_DEPTH) {
+            vi weights[4][4];
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 4; j++) {
+                    const vf weight = vf_load(scores + (r + j) * KV_TILE + t + i * W);
+                    const vf exact = vf_add(vf_mul(weight, vf_set1(inverse[r + j])), left[j]);
+                    weights[j][i] = vf_round(exact);
+                    left[j] = vf_sub(exact, vi_to_float(weights[j][i]));
+                }
+            for (int j = 0; j < 4; j++) {
+                int8_t *at = x + t / TILE_DEPTH * TILE_BYTES + (r + j) * TILE_DEPTH;
+                KV(put_bytes)(weights[j][0], weights[j][1], weights[j][2], weights[j][3], at, at + TOKEN_TILES * TILE_BYTES);
+            }
         }
+    }
 }

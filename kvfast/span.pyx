@@ -257,10 +257,16 @@ cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noe
 
 
 cdef void touch_first_floats(const kv_task *task) noexcept nogil:
-    """Prefetch the float rows at the start of the sequence."""
+    """Prefetch the float rows at the start of the sequence, where they are still there."""
     cdef const kv_store *store = task.call.store
-    cdef int32_t piece = max(piece_of(store, block_of(&task.item.context, 0), 0), 0)
+    cdef const kv_context *context = &task.item.context
+    cdef int32_t piece
     cdef Py_ssize_t i
+    if context.skipped and not context.sink_blocks:
+        return
+    piece = piece_of(store, block_of(context, 0), 0)
+    if piece < 0:
+        return
     for i in range(0, store.float_tokens * store.floats.k.row_stride, 64):
         kv_touch(k_block_at(store.floats, piece, task.head) + i)
         kv_touch(v_block_at(store.floats, piece, task.head) + i)
@@ -341,6 +347,7 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
     cdef const kv_store *store = call.store
     cdef kv_range ranges[3]   # codes, the newest tokens, the first tokens, which were prefetched long before
     cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
+    cdef bint sees_first = False
     cdef Py_ssize_t from_floats[256]
     cdef Py_ssize_t lower[256]
     cdef Py_ssize_t upper[256]
@@ -352,12 +359,15 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
         return
     for r in range(task.rows):
         from_floats[r] = floats_from(store, &task.item.context, call.queries[task.tokens[r]].position)
-        some_floats = min(some_floats, from_floats[r])
+        if max(starts[r], first, from_floats[r]) < stops[r]:
+            some_floats = min(some_floats, from_floats[r])
+        sees_first = sees_first or starts[r] < min(stops[r], first)
         all_codes = max(all_codes, from_floats[r])
-    # Where no row reads float rows there may be none: a cache that went back into a block that had lost them. Their
-    # tiles begin at their multiples, wherever a window does: what is before `begin` is masked.
+    # Where no row reads float rows there may be none: a cache that went back into a block that had lost them, or a ring
+    # whose window has left the start. Their tiles begin at their multiples, wherever a window does: what is before `begin`
+    # is masked.
     ranges[0].end = min(all_codes, end)
-    ranges[2] = kv_range(store.floats, call.float_tile, begin, min(first, end))
+    ranges[2] = kv_range(store.floats, call.float_tile, begin, min(first, end) if sees_first else begin)
     ranges[1] = kv_range(store.floats, call.float_tile, end, end)
     if some_floats < end:
         ranges[1].begin = max(begin, some_floats) // call.float_tile * call.float_tile

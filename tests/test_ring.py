@@ -206,3 +206,25 @@ def test_bad_input(rng):
     with pytest.raises(ValueError, match="the ring has dropped"):
         ring.attend(0, np.ones((200, 2, 64), np.float32))
     assert ring.attend(0, q).shape == q.shape
+
+
+@pytest.mark.parametrize("way", ["snapshot", "state", "file"])
+def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path, way):
+    """Those of the first tokens went with their block; another pool has none at all."""
+    form = kvfast.KVFormat("int4/int6", num_float_tokens=15)
+    ring = kvfast.RingKVCache(1, 3, 15, window=16, rollback=1, dtype=form)
+    k, v = rng.standard_normal((2, 82, 3, 15), np.float32)
+    for first, last in [(0, 65), (65, 81)]:
+        ring.append(0, k[first:last], v[first:last])
+        ring.advance(last - first)
+    if way == "snapshot":
+        other = ring.snapshot().to_cache()
+    elif way == "state":
+        other = kvfast.RingKVCache.from_state_dict(ring.state_dict())
+    else:
+        ring.save(tmp_path / "ring.kv")
+        other = kvfast.load(tmp_path / "ring.kv")
+    q = rng.standard_normal((1, 6, 15), np.float32)
+    for one in (ring, other):
+        one.append(0, k[81:], v[81:])
+    assert np.array_equal(ring.attend(0, q), other.attend(0, q))

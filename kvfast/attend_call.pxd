@@ -6,11 +6,13 @@ from kvfast.span cimport kv_call, kv_item, kv_query
 
 
 cdef class Workspace:
-    """Memory of one cache for its calls; grows, never shrinks."""
+    """Memory of one cache for its calls, one at a time; grows, never shrinks."""
+    cdef int lent              # for `lend` alone
     cdef void *data[5]
     cdef bint secure           # wiped before it is given back
     cdef Py_ssize_t sizes[5]
     cdef void drop(self, int which) noexcept nogil
+    cdef Workspace lend(self)
     cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil  # NULL: cannot be had
 
 

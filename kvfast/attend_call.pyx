@@ -4,6 +4,7 @@
 Splits follow from an item's own lengths alone, so that a sequence gives the same bits by itself and in a
 batch, for every number of threads.
 """
+cimport cython
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from libc.stdlib cimport free
 from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast._flags cimport kv_drop, kv_take
 from kvfast._interrupt cimport check_stopped, kv_watch, watch_of
 from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS,
                               KV_ROWS, KV_TILE, active, kv_rope_scratch, kv_wide_scratch)
@@ -67,6 +69,15 @@ cdef class Workspace:
             kv_wipe(self.data[which], self.sizes[which])
         free(self.data[which])
 
+    cdef Workspace lend(self):
+        """This one, until its `lent` is dropped; or another, while a call of another thread has it."""
+        cdef Workspace other
+        if kv_take(&self.lent, 1) == 0:
+            return self
+        other = Workspace()
+        other.secure = self.secure
+        return other
+
     cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil:
         if size > self.sizes[which] or self.data[which] == NULL:
             self.drop(which)
@@ -100,7 +111,7 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     cdef float[:, ::1] lse_view
     cdef float[::1] view
     memset(&self.call, 0, sizeof(self.call))
-    self.options, self.workspace = options, workspace
+    self.options, self.workspace = options, workspace.lend()
     self.q = open_rows(q, "q")
     self.call.q = self.q.rows
     if self.call.q.dim != store.k.head_dim:
@@ -173,7 +184,12 @@ cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_sto
     return self
 
 
+@cython.no_gc_clear  # `workspace` is there until the end
 cdef class AttendCall:
+    def __dealloc__(self):
+        if self.workspace is not None:
+            kv_drop(&self.workspace.lent)
+
     cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil:
         """What follows from the store and from q, which fits it; False for want of memory."""
         # One item for each context, those of shared prefixes, and as many as `add` can make.

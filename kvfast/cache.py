@@ -58,8 +58,8 @@ class KVCache(SequenceCache):
     advanced and their block is full, and queries read them so for 16 tokens more. Going back further than that,
     with `truncate`, leaves tokens that only have their codes.
 
-    Thread safety: distinct caches may be used from distinct threads; a second thread that enters a cache in
-    use gets a RuntimeError.
+    Thread safety: distinct caches may be used from distinct threads, and one cache by any number that only read it
+    (`attend`, `k`, `v`, `copy`). Who changes it must be alone, and the thread that comes second gets a RuntimeError.
 
     Examples
     --------

@@ -12,9 +12,10 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from kvfast._arrays cimport Rows, find_unstorable, kv_rows
+from kvfast._flags cimport kv_drop, kv_take
 from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active
 from kvfast._openmp cimport take_threads
-from kvfast.attend_call cimport LOGS, AttendCall, overlap
+from kvfast.attend_call cimport LOGS, AttendCall, Workspace, overlap
 from kvfast.attention cimport run
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.encode cimport encode_rows, work_of
@@ -62,7 +63,8 @@ cdef class Handle:
     """What a kvfast_cache points to."""
     cdef object cache
     cdef SequenceBuffer buffer
-    cdef AttendCall call
+    cdef AttendCall call       # of the one thread that is in `quick_attend`
+    cdef int busy              # whether one is
     cdef void **tables         # (num_layers,) BlockTable of each layer, owned by the buffer
     cdef Py_ssize_t *layers    # and the layer's number in it
     cdef bint is_paged         # a Sequence, which knows more of its tokens than the buffer does
@@ -85,7 +87,8 @@ cdef class Handle:
         for i, (table, layer) in enumerate(self.buffer.places):
             self.tables[i], self.layers[i] = <void *>table, layer
         self.call = AttendCall.__new__(AttendCall)
-        self.call.options, self.call.workspace = Options(), self.buffer._pool().workspace
+        self.call.options, self.call.workspace = Options(), Workspace()
+        self.call.workspace.secure = self.buffer._pool().secure
         self.latent = (<BlockTable>self.tables[0]).pool.stores.latent
 
     def __dealloc__(self):
@@ -96,13 +99,32 @@ cdef class Handle:
         """Whether nobody else is in the cache, and nothing is left to be tidied up. The inverse is `leave`."""
         if not (<BlockTable>self.tables[0]).pool.try_enter():
             return False
-        if not (<BlockTable>self.tables[0]).closed and PyList_GET_SIZE(<void *>(<BlockTable>self.tables[0]).pool.abandoned) == 0:
+        if self.is_tidy():
             return True
         self.leave()
         return False
 
+    cdef bint is_tidy(self) noexcept nogil:
+        return (not (<BlockTable>self.tables[0]).closed
+                and PyList_GET_SIZE(<void *>(<BlockTable>self.tables[0]).pool.abandoned) == 0)
+
     cdef void leave(self) noexcept nogil:
         (<BlockTable>self.tables[0]).pool.leave()
+
+    cdef bint try_enter_reading(self) noexcept nogil:
+        """The same for a call that only reads, by the one thread that may work in this handle's memory."""
+        if kv_take(&self.busy, 1):
+            return False
+        if (<BlockTable>self.tables[0]).pool.try_enter_reading():
+            if self.is_tidy():
+                return True
+            (<BlockTable>self.tables[0]).pool.leave_reading()
+        kv_drop(&self.busy)
+        return False
+
+    cdef void leave_reading(self) noexcept nogil:
+        (<BlockTable>self.tables[0]).pool.leave_reading()
+        kv_drop(&self.busy)
 
     cdef bint split(self, const kvfast_rows *given, kv_rows *rows, kv_rows *rope) noexcept nogil:
         """The rows, and of latent ones their rotary part; False if they cannot be."""
@@ -341,10 +363,10 @@ cdef int attend(kvfast_cache *cache, int layer, const kvfast_rows *q, const kvfa
         memset(&defaults, 0, sizeof(defaults))
         options = &defaults
     if (0 <= layer < (<Handle>cache).buffer.num_layers and (<Handle>cache).split(q, &queries, &rope)
-            and _convert(out, &target) and (<Handle>cache).try_enter()):
+            and _convert(out, &target) and (<Handle>cache).try_enter_reading()):
         done = (<Handle>cache).quick_attend(<BlockTable>(<Handle>cache).tables[layer], (<Handle>cache).layers[layer], &queries,
                                             &rope, options, &target)
-        (<Handle>cache).leave()
+        (<Handle>cache).leave_reading()
     return KVFAST_OK if done else (<Handle>cache).python_attend(layer, q, options, out)
 
 

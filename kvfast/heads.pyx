@@ -189,7 +189,7 @@ cdef class HeadsBuffer(SequenceBuffer):
         cdef kv_watch memory
         cdef kv_watch *watch
         cdef float[:, ::1] out
-        self._enter()
+        self._enter_reading()
         try:
             table.context(0, &context)
             n = context.length - table.evicted
@@ -215,7 +215,7 @@ cdef class HeadsBuffer(SequenceBuffer):
                         _to_weights(&out[i, 0], n, watch)
             check_stopped(watch)
         finally:
-            self._leave()
+            self._leave_reading()
         if bad:
             raise NonFiniteInputError("queries and keys are too large together: a score is beyond float32")
         return array
@@ -226,7 +226,7 @@ cdef class HeadsBuffer(SequenceBuffer):
         cdef Heads part
         cdef AttendCall call
         cdef kv_context context
-        self._enter()
+        self._enter_reading()
         try:
             table.context(0, &context)
             if context.length == table.evicted:
@@ -238,7 +238,7 @@ cdef class HeadsBuffer(SequenceBuffer):
             call.add(&context, 0, 1, 0, 0)
             return call.run()
         finally:
-            self._leave()
+            self._leave_reading()
 
     def rows_of(self, Py_ssize_t head, Py_ssize_t count, bint values):
         """Keys or values of `count` KV heads from `head` on, decoded."""
@@ -246,7 +246,7 @@ cdef class HeadsBuffer(SequenceBuffer):
         cdef Heads part
         cdef Py_ssize_t i, n
         cdef int64_t[::1] positions, slots
-        self._enter()
+        self._enter_reading()
         try:
             n = table.length - table.evicted
             positions, slots = np.arange(table.evicted, table.length), np.empty(n, np.int64)
@@ -255,4 +255,4 @@ cdef class HeadsBuffer(SequenceBuffer):
             part = heads_of(table.pool, head, count)
             return decode_tokens(&part.store, positions, slots, table.length, values)
         finally:
-            self._leave()
+            self._leave_reading()

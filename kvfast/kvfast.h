@@ -14,7 +14,8 @@
    attached thread state. What a step of decoding needs takes it only where memory is to be had or given back, or a block is
    full: about once in 16 tokens; so do append to a sequence of a PagedKVCache, and calls that fail. Long calls do not keep
    it, but a caller that has it keeps it.
-   A cache serves one thread at a time, those that call it from Python included: another gets KVFAST_BUSY.
+   Threads that only read a cache (attend) go together; one that changes it must be alone. Another gets KVFAST_BUSY. Those
+   that call it from Python count, too.
 
    Results are the same bits as from Python. A call that fails leaves the cache as it was. */
 #ifndef KVFAST_H

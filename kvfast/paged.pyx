@@ -295,23 +295,23 @@ cdef class PagedBuffer:
                      rope_q=None):
         """Attention of a ragged batch: over sequences' `tables`, or over plain tables of blocks."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
-        self.pool.enter()
+        self.pool.enter_reading()
         try:
             return self._plan(number, q, rope_q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
         finally:
-            self.pool.leave()
+            self.pool.leave_reading()
 
     def explain_batch(self, layer, q, num_q_heads, dtype, list tables, block_table, seq_lens, cu_seqlens_q, Options options,
                       bint cascade):
         """The AttendPlan of `attend_batch` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.stores[number])
-        self.pool.enter()
+        self.pool.enter_reading()
         try:
             return self._plan(number, rows, None, tables, block_table, seq_lens, cu_seqlens_q, options,
                               cascade).explain(str(self.pool.formats[number]))
         finally:
-            self.pool.leave()
+            self.pool.leave_reading()
 
     cdef AttendCall _plan(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
                           object cu_seqlens_q, Options options, bint cascade):

@@ -43,7 +43,7 @@ class PagedKVCache(PagedStorage):
     A scheduler that keeps its own tables uses `append_batch`, `write_batch` and `attend_batch` with its own
     slots and block tables, and no sequences; in one pool it is one or the other.
 
-    The pool and its sequences serve one thread at a time.
+    Threads that only read a pool and its sequences go together; one that changes them must be alone.
 
     Examples
     --------

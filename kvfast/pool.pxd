@@ -1,7 +1,8 @@
 """The blocks that caches share, or have for themselves.
 
-A pool and what lies in it serve one thread at a time, from `enter` to `leave`; not all of these need have the GIL. What only
-tells of it need not enter: it holds a critical section of the pool, and so does who moves the lists of a pool or sequence.
+Whoever changes a pool and what lies in it is alone there, from `enter` to `leave`; those who read go together, from
+`enter_reading` to `leave_reading`. Not all of these need have the GIL. What only tells of a pool need not enter: it holds a
+critical section of it, and so does who moves the lists of a pool or sequence.
 """
 from libc.stdint cimport int32_t
 
@@ -18,13 +19,17 @@ cdef class BlockPool(BlockMemory):
     cdef readonly Py_ssize_t num_sequences  # where it is shared
     cdef PrefixIndex index             # of contents worth keeping, or None
     cdef Workspace workspace
-    cdef int busy                      # for `enter` and `leave` alone
+    cdef int busy                      # for those who enter and leave alone
     cdef unsigned long tidier          # thread that tidies up, or 0
     cdef list abandoned                # tables to be released when the pool is next entered
 
     cdef bint try_enter(self) noexcept nogil
     cdef int enter(self) except -1
     cdef void leave(self) noexcept nogil
+    cdef bint try_enter_reading(self) noexcept nogil
+    cdef int enter_reading(self) except -1
+    cdef void leave_reading(self) noexcept nogil
+    cdef bint _waits_for(self, int holder) noexcept
     cdef bint _start_tidying(self) noexcept
     cdef void _stop_tidying(self) noexcept
     cdef int _release_abandoned(self) except -1

@@ -4,6 +4,7 @@ cimport cython
 
 from libc.stdint cimport int32_t
 
+from kvfast._flags cimport kv_drop, kv_share, kv_take, kv_unshare
 from kvfast.attend_call cimport Workspace
 from kvfast.block_memory cimport BlockMemory
 from kvfast.float_rows cimport float_rows_of
@@ -12,24 +13,14 @@ from kvfast.float_rows cimport float_rows_of
 cdef extern from *:
     """
     #include <sched.h>
-
-    /* Takes what is 0; else tells what it is. */
-    static int kv_take(int *flag, int value) {
-        int found = 0;
-        __atomic_compare_exchange_n(flag, &found, value, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
-        return found;
-    }
-    static void kv_drop(int *flag) { __atomic_store_n(flag, 0, __ATOMIC_RELEASE); }
     """
-    int kv_take(int *flag, int value) nogil
-    void kv_drop(int *flag) nogil
     int sched_yield() nogil
     unsigned long PyThread_get_thread_ident() nogil
 
 
 cdef enum:
-    IN_A_CALL = 1              # another thread is refused
-    TIDYING = 2                # another thread waits: nobody asked for what is being done, and it is short
+    IN_A_CALL = -1             # another thread is refused; above 0 so many threads read, and only who writes is
+    TIDYING = -2               # another thread waits: nobody asked for what is being done, and it is short
 
 
 cdef class BlockPool(BlockMemory):
@@ -57,15 +48,38 @@ cdef class BlockPool(BlockMemory):
     cdef void leave(self) noexcept nogil:
         kv_drop(&self.busy)
 
+    cdef bint try_enter_reading(self) noexcept nogil:
+        return kv_share(&self.busy) == 0
+
+    cdef void leave_reading(self) noexcept nogil:
+        kv_unshare(&self.busy)
+
+    cdef bint _waits_for(self, int holder) noexcept:
+        """Wait a moment for who tidies up. A finalizer of what is being tidied up may come here on the same thread, which
+        then waits for nobody."""
+        if holder != TIDYING or self.tidier == PyThread_get_thread_ident():
+            return False
+        with nogil:
+            sched_yield()
+        return True
+
+    cdef int enter_reading(self) except -1:
+        """For a call that only reads, as other threads may at the same time."""
+        cdef int holder
+        self.settle()
+        holder = kv_share(&self.busy)
+        while self._waits_for(holder):
+            holder = kv_share(&self.busy)
+        if holder:
+            raise RuntimeError("this cache is in use by another thread, which changes it; threads that only read go together")
+        return 0
+
     cdef int enter(self) except -1:
         cdef int holder = kv_take(&self.busy, IN_A_CALL)
-        # A finalizer of what is being tidied up may come here on the same thread, which then waits for nobody.
-        while holder == TIDYING and self.tidier != PyThread_get_thread_ident():
-            with nogil:
-                sched_yield()
+        while self._waits_for(holder):
             holder = kv_take(&self.busy, IN_A_CALL)
         if holder:
-            raise RuntimeError("this cache is in use by another thread; a cache serves one thread at a time")
+            raise RuntimeError("this cache is in use by another thread; one that changes it must be alone")
         try:
             self._release_abandoned()
         except BaseException:

@@ -15,6 +15,8 @@ cdef class SequenceBuffer:
     cdef int _check_open(self) except -1
     cdef int _enter(self) except -1
     cdef int _leave(self) except -1
+    cdef int _enter_reading(self) except -1
+    cdef int _leave_reading(self) except -1
     cdef BlockPool _pool(self)
     cdef int _drop_surplus(self) except -1
     cdef int _share_blocks(self, SequenceBuffer other, begin) except -1

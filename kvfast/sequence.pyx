@@ -57,6 +57,19 @@ cdef class SequenceBuffer:
         self._pool().leave()
         return 0
 
+    cdef int _enter_reading(self) except -1:
+        self._pool().enter_reading()
+        try:
+            self._check_open()
+        except BaseException:
+            self._pool().leave_reading()
+            raise
+        return 0
+
+    cdef int _leave_reading(self) except -1:
+        self._pool().leave_reading()
+        return 0
+
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
         if self.most >= 0 and held + n > self.most:
             room = self.most - held
@@ -97,22 +110,22 @@ cdef class SequenceBuffer:
     def attend(self, index, q, sink_q, Options options, rope_q=None):
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        self._enter()
+        self._enter_reading()
         try:
             return self._plan(index, table, layer, q, sink_q, rope_q, options).run()
         finally:
-            self._leave()
+            self._leave_reading()
 
     def explain(self, index, q, num_q_heads, dtype, Options options):
         """The AttendPlan of `attend` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.stores[layer])
-        self._enter()
+        self._enter_reading()
         try:
             return self._plan(index, table, layer, rows, None, None, options).explain(str(table.pool.formats[layer]))
         finally:
-            self._leave()
+            self._leave_reading()
 
     cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
                           Options options):
@@ -228,7 +241,7 @@ cdef class SequenceBuffer:
         cdef BlockPool pool = table.pool
         cdef kv_store *store = pool.stores + layer
         cdef kv_side *side = &store.v if values else &store.k
-        self._enter()
+        self._enter_reading()
         try:
             if (side.dtype == KV_FLOAT32 and not store.latent and not pool.grows and not pool.is_shared
                     and table.is_in_one_piece()):
@@ -240,19 +253,19 @@ cdef class SequenceBuffer:
             positions = self.positions(index)
             return table.rows(layer, positions, values), positions
         finally:
-            self._leave()
+            self._leave_reading()
 
     def copy(self):
         """An independent deep copy with pools of its own."""
         cdef BlockTable table
         copies = {}
-        self._enter()
+        self._enter_reading()
         try:
             for table in self.tables:
                 copies[table] = clone_table(table, table.pool.clone())
             return self._like(copies)
         finally:
-            self._leave()
+            self._leave_reading()
 
     def share(self, then=None):
         """The complete tokens, as they are now, in the same blocks."""
@@ -283,11 +296,11 @@ cdef class SequenceBuffer:
             if other._pool() is self._pool():
                 self._share_blocks(other, begin)
             else:
-                other._enter()
+                other._enter_reading()
                 try:
                     self._copy_blocks(other, begin)
                 finally:
-                    other._leave()
+                    other._leave_reading()
             self._drop_surplus()
             if then is not None:
                 then()

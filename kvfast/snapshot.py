@@ -29,7 +29,7 @@ class Snapshot(StorageProperties):
 
     Shares the blocks of its cache: what is taken is a table of them, and a block is copied only when the cache
     writes to it. It lives on when the cache is gone, and can be restored any number of times, into its cache or
-    into another with the same settings, where it is copied. A snapshot and its cache serve one thread at a time.
+    into another with the same settings, where it is copied. A snapshot and its cache are one to threads: see `KVCache`.
 
     Examples
     --------

@@ -158,11 +158,11 @@ def streams(SequenceBuffer buffer):
 def arrays(SequenceBuffer buffer):
     """The bytes of all tokens, as `streams`: views where they lie in a row, as long as the buffer lives, else copies.
     Behind the last token there are zeros."""
-    buffer._enter()
+    buffer._enter_reading()
     try:
         return _streams(buffer, {table: (_straight(table), _tail(table), 0) for table in buffer.tables}, True)
     finally:
-        buffer._leave()
+        buffer._leave_reading()
 
 
 cdef list _streams(SequenceBuffer buffer, dict sources, bint copies):

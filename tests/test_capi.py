@@ -170,17 +170,19 @@ def test_a_freed_sequence_and_a_cache_in_use(runtimes, rng):
 
 def test_a_cache_in_use_says_so(runtimes, rng):
     cache, k = kvfast.KVCache(1, 2, 64, 8192, "float32"), rng.standard_normal((8192, 2, 64), dtype=np.float32)
-    cache.append(0, k, k)
+    cache.append(0, k[:8000], k[:8000])
+    cache.advance(8000)
     seen, stop = set(), threading.Event()
 
-    def attend():
+    def change():
         while not stop.is_set():
             try:
-                cache.attend(0, k[:64], num_threads=1)
+                cache.append(0, k[8000:], k[8000:])
+                cache.truncate(8000)
             except RuntimeError as error:
                 seen.add(str(error))
 
-    thread = threading.Thread(target=attend)
+    thread = threading.Thread(target=change)
     thread.start()
     try:
         while not seen:
@@ -188,8 +190,31 @@ def test_a_cache_in_use_says_so(runtimes, rng):
     finally:
         stop.set()
         thread.join()
-    assert seen <= {BUSY, "this cache is in use by another thread; a cache serves one thread at a time"}
+    assert seen <= {BUSY, "this cache is in use by another thread; one that changes it must be alone"}
     assert runtimes[0].nanoseconds(cache, 2, 64, 1)[0] == OK
+
+
+def test_reading_goes_with_reading(runtimes, rng):
+    cache, k = kvfast.KVCache(1, 2, 64, 2048, "float32"), rng.standard_normal((2048, 2, 64), dtype=np.float32)
+    cache.append(0, k, k)
+    expected, wrong, stop = cache.attend(0, k[:64], num_threads=1), [], threading.Event()
+
+    def attend():
+        while not stop.is_set():
+            try:
+                if not np.array_equal(cache.attend(0, k[:64], num_threads=1), expected):
+                    wrong.append("other numbers")
+            except RuntimeError as error:
+                wrong.append(str(error))
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    try:
+        seen = {runtimes[0].nanoseconds(cache, 2, 64, 1)[0] for _ in range(200)}
+    finally:
+        stop.set()
+        thread.join()
+    assert seen == {OK} and wrong == []
 
 
 def test_cython_runs_as_python(runtimes, rng):

@@ -170,11 +170,12 @@ def test_handlers_run_and_the_call_goes_on(rng):
     cache = kvfast.KVCache(1, HEADS, DIM, dtype="int8")
     cache.append(0, *rng.standard_normal((2, 1024, HEADS, DIM), np.float32))
     q = long_rows(rng, 512, 4 * HEADS)
-    expected, seen = cache.attend(0, q), []
+    expected, alone, seen = cache.attend(0, q), cache.attend(0, q[-1:]), []
 
     def handler(*_):
         with pytest.raises(RuntimeError, match="in use"):  # by the call that it interrupts
-            cache.attend(0, q[:1])
+            cache.truncate(0)
+        assert np.array_equal(cache.attend(0, q[-1:]), alone)  # reading goes with reading
         seen.append(time.perf_counter())
 
     before = signal.signal(signal.SIGALRM, handler)

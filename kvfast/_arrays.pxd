@@ -5,6 +5,7 @@ A `Rows` is open while a call runs: it holds the buffer, so that its memory cann
 from cpython.buffer cimport Py_buffer
 
 from kvfast._interrupt cimport kv_watch
+from kvfast._kernels cimport KV_FLOAT32
 
 
 ctypedef struct kv_rows:
@@ -21,6 +22,11 @@ cdef class Rows:
     cdef kv_rows rows
     cdef Py_buffer buffer
     cdef bint is_open
+
+
+cdef inline Py_ssize_t width_of(const kv_rows *rows) noexcept nogil:
+    """Bytes of a row."""
+    return rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
 
 
 cdef Rows open_rows(object array, str name, bint writable=*)

@@ -2,16 +2,18 @@
 """Checks of array arguments, once, at the Python boundary."""
 import numpy as np
 
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
 from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active, kv_kernels
 
 from kvfast import slow_paths
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-from kvfast.interchange import as_array
+from kvfast.interchange import as_floats
 
 cdef bint _LOGS = slow_paths.LOGS
+
+_DTYPES = {"f": KV_FLOAT32, "e": KV_FLOAT16, "H": KV_BFLOAT16}  # uint16: the bits of bfloat16
 
 
 cdef class Rows:
@@ -22,37 +24,13 @@ cdef class Rows:
             PyBuffer_Release(&self.buffer)
 
 
-cdef int _dtype_of(const char *format):
-    """Storage dtype of a buffer format, or -1. uint16 is the bits of bfloat16."""
-    if format == NULL:
-        return -1
-    if format[0] in b"@=<" and format[0] != 0:
-        format += 1
-    if format[0] == 0 or format[1] != 0:
-        return -1
-    if format[0] == c"f":
-        return KV_FLOAT32
-    if format[0] == c"e":
-        return KV_FLOAT16
-    if format[0] == c"H":
-        return KV_BFLOAT16
-    return -1
-
-
-cdef object _as_buffer(object array, str name):
-    """The array as something with a buffer: ml_dtypes' bfloat16 has none of its own."""
-    if not isinstance(array, np.ndarray):
-        try:
-            array = as_array(array, name)
-        except Exception as error:
-            raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, "
-                            f"got {type(array).__name__}: {error}") from None
-    if array.dtype.name == "bfloat16":
-        array = array.view(np.uint16)
-    if array.dtype.kind not in "fu" or not array.dtype.isnative:
-        raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), "
-                        f"got {array.dtype}")
-    return array
+cdef bint _rows_overlap(const kv_rows *rows) noexcept nogil:
+    """Whether two rows have memory in common, or could: in slices of an array one axis lies within a step of the other."""
+    cdef Py_ssize_t near = max(rows.head_stride, -rows.head_stride), inner = rows.heads
+    cdef Py_ssize_t far = max(rows.token_stride, -rows.token_stride), outer = rows.tokens
+    if near > far:
+        near, inner, far, outer = far, outer, near, inner
+    return inner > 1 and near < width_of(rows) or outer > 1 and far < (inner - 1) * near + width_of(rows)
 
 
 cdef Rows open_rows(object array, str name, bint writable=False):
@@ -60,18 +38,15 @@ cdef Rows open_rows(object array, str name, bint writable=False):
     if type(array) is Rows:
         return array
     cdef Rows self = Rows.__new__(Rows)
-    cdef int flags = PyBUF_STRIDES | PyBUF_FORMAT | (PyBUF_WRITABLE if writable else 0)
+    cdef int flags = PyBUF_STRIDES | (PyBUF_WRITABLE if writable else 0)
     cdef int itemsize
-    if type(array) is not np.ndarray or array.dtype.char not in "feH":
-        array = _as_buffer(array, name)
+    if type(array) is not np.ndarray or array.dtype.char not in _DTYPES or not array.dtype.isnative:
+        array = as_floats(array, name)
     if writable and not array.flags.writeable:
         raise ValueError(f"{name} must be writable, got a read-only array")
     PyObject_GetBuffer(array, &self.buffer, flags)
     self.is_open = True
-    self.rows.dtype = _dtype_of(self.buffer.format)
-    if self.rows.dtype < 0:
-        raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), "
-                        f"got {array.dtype}")
+    self.rows.dtype = _DTYPES[array.dtype.char]
     if self.buffer.ndim != 3:
         raise DimensionMismatchError(f"{name} must have 3 dimensions (num_tokens, num_heads, head_dim), "
                                      f"got shape {array.shape}")
@@ -80,7 +55,7 @@ cdef Rows open_rows(object array, str name, bint writable=False):
             or <Py_ssize_t>self.buffer.buf % itemsize or self.buffer.strides[0] % itemsize
             or self.buffer.strides[1] % itemsize):
         if writable:
-            raise ValueError(f"the last axis of {name} must be contiguous, got strides {array.strides}")
+            raise ValueError(f"{name} must be aligned, and its last axis contiguous, got strides {array.strides}")
         if _LOGS:
             slow_paths.log_gathered(name)
         return open_rows(np.array(array, order="C"), name)
@@ -96,7 +71,14 @@ cdef Rows open_rows(object array, str name, bint writable=False):
     if self.rows.dim > KV_MAX_HEAD_DIM:
         raise DimensionMismatchError(f"head_dim of {name} must be at most {KV_MAX_HEAD_DIM}, "
                                      f"got shape {array.shape}")
+    if writable and _rows_overlap(&self.rows):
+        raise ValueError(f"the rows of {name} must not overlap each other, got shape {array.shape} with strides {array.strides}")
     return self
+
+
+def check_writable(array, str name):
+    """Refuse what `open_rows` refuses to write to."""
+    open_rows(array, name, True)
 
 
 cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,

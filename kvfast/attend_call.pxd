@@ -47,5 +47,6 @@ cdef class AttendCall:
 
 cdef bint LOGS                 # whether calls tell of slow paths
 cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil
+cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts)
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store)

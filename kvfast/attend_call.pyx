@@ -12,7 +12,7 @@ import numpy as np
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows, width_of
 from kvfast._flags cimport kv_drop, kv_take
 from kvfast._interrupt cimport check_stopped, kv_watch, watch_of
 from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS,
@@ -101,7 +101,14 @@ cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil:
 cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept nogil:
     cdef Py_ssize_t tokens = (rows.tokens - 1) * rows.token_stride, heads = (rows.heads - 1) * rows.head_stride
     low[0] += min(tokens, 0) + min(heads, 0)
-    high[0] += max(tokens, 0) + max(heads, 0) + rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
+    high[0] += max(tokens, 0) + max(heads, 0) + width_of(rows)
+
+
+cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1:
+    """Refuse an `out` that is written while what shares its memory is still read."""
+    if overlap(out, given):
+        raise ValueError(f"out must not share memory with {name}")
+    return 0
 
 
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts):
@@ -109,7 +116,7 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     be explained for q."""
     cdef AttendCall self = AttendCall.__new__(AttendCall)
     cdef float[:, ::1] lse_view
-    cdef float[::1] view
+    cdef const float[::1] view
     memset(&self.call, 0, sizeof(self.call))
     self.options, self.workspace = options, workspace.lend()
     self.q = open_rows(q, "q")
@@ -150,8 +157,9 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
         raise DimensionMismatchError(
             f"out must have the shape of q, ({self.call.q.tokens}, {self.call.q.heads}, {self.call.q.dim}), "
             f"got ({self.call.out.tokens}, {self.call.out.heads}, {self.call.out.dim})")
-    if overlap(&self.call.out, &self.call.q):
-        raise ValueError("out must not share memory with q")
+    check_apart(&self.call.out, &self.call.q, "q")
+    if type(options.out) is np.ndarray and (np.may_share_memory(self.out, self.sinks) or np.may_share_memory(self.out, self.slopes)):
+        raise ValueError("out must not share memory with sinks or alibi_slopes")
     if options.return_lse:
         self.lse = lse_view = np.empty((self.call.q.tokens, self.call.q.heads), np.float32)
         self.call.lse = &lse_view[0, 0]
@@ -209,8 +217,8 @@ cdef class AttendCall:
         self.rope_q = open_rows(rope_q, "q")
         check_finite(self.rope_q, "the rotary part of q", 3.4028235e38, "float32")
         self.call.rope_q = self.rope_q.rows
-        if self.call.q.data != NULL and overlap(&self.call.out, &self.call.rope_q):
-            raise ValueError("out must not share memory with q")
+        if self.call.q.data != NULL:
+            check_apart(&self.call.out, &self.call.rope_q, "q")
         return 0
 
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:

@@ -11,6 +11,7 @@ import numpy as np
 from .cache import KVCache
 from .errors import DimensionMismatchError, NonFiniteInputError
 from .formats import PRESETS
+from .interchange import aligned, as_float32, as_floats
 from .plain import attention
 
 __all__ = ["FORMATS", "Fidelity", "choose_format", "fidelity"]
@@ -205,7 +206,7 @@ class _Layer:
     """The checked tensors of one layer, and an empty cache for each format."""
 
     def __init__(self, q, k, v, formats, scale, causal):
-        arrays = [np.asarray(array) for array in (q, k, v)]
+        arrays = [as_floats(array, name) for name, array in zip("qkv", (q, k, v))]
         for name, array in zip("qkv", arrays):
             if array.ndim != 3 or 0 in array.shape:
                 raise DimensionMismatchError(f"{name} must have shape (num_tokens, num_heads, head_dim) and hold at "
@@ -213,7 +214,8 @@ class _Layer:
         num_tokens, *heads = arrays[1].shape
         self.caches = [(format, KVCache(1, *heads, num_tokens, dtype=format)) for format in formats]
         attention(*arrays, scale=scale, causal=causal)  # for its checks
-        self.q, self.k, self.v = (_as_float32(array) for array in arrays)
+        # In one piece, as NumPy sums in another order otherwise.
+        self.q, self.k, self.v = (aligned(as_float32(array, name)) for name, array in zip("qkv", arrays))
         self.scale, self.causal = scale, causal
         self._exact_output = None
 
@@ -291,15 +293,6 @@ def _listed(formats):
     if not formats:
         raise ValueError("formats must hold at least one storage format, got none")
     return formats
-
-
-def _as_float32(array):
-    """The same numbers; the dtype is known to be good."""
-    if array.dtype.name == "bfloat16":
-        array = array.view(np.uint16)
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32, copy=False)
 
 
 def _softmax(scores):

@@ -11,15 +11,15 @@ from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport dtype_limit, dtype_name
-from kvfast.encode cimport is_identity, kv_rotary, load_rows
+from kvfast.encode cimport kv_rotary, load_rows
 from kvfast.options cimport check_count
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-from kvfast.interchange import as_array
+from kvfast.interchange import as_array, as_numbers
 
 
 cdef object _finite(object array, str name):
-    array = np.ascontiguousarray(array, np.float32)
+    array = as_numbers(array, name)
     if not np.isfinite(array).all():
         raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
     return array
@@ -54,7 +54,7 @@ cdef class Transform:
         if positions is not None and cos is None:
             raise ValueError("positions are rows of cos and sin, which are missing")
         if cos is not None:
-            cos, sin = np.ascontiguousarray(cos, np.float32), np.ascontiguousarray(sin, np.float32)
+            cos, sin = as_numbers(cos, "cos"), as_numbers(sin, "sin")
             if cos.ndim != 2 or cos.shape != sin.shape:
                 raise DimensionMismatchError(f"cos and sin must have one shape (positions, rotary_dim // 2), got "
                                              f"{cos.shape} and {sin.shape}")
@@ -140,8 +140,6 @@ cdef bint _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ss
     if out.dtype == KV_FLOAT32:
         load_rows(kernels, rows, token, 0, rows.heads, rotary, <float *>target,
                   out.head_stride // <Py_ssize_t>sizeof(float))
-        if is_identity(rotary):
-            return True
         if out.head_stride == rows.dim * <Py_ssize_t>sizeof(float):  # all heads at once
             return kernels.find_unstorable(<float *>target, rows.heads * rows.dim, dtype_limit(KV_FLOAT32)) < 0
         for head in range(rows.heads):
@@ -152,6 +150,13 @@ cdef bint _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ss
         good &= kernels.find_unstorable(row, rows.dim, dtype_limit(out.dtype)) < 0
         kernels.from_float[out.dtype](row, rows.dim, target + head * out.head_stride)
     return good
+
+
+cdef object write_queries(Projection parts, Transform transform, object out, object num_threads):
+    """The queries of a projection, normalised and rotated, as a new array or into `out`, which must be apart from all that is read."""
+    if out is not None and any([np.may_share_memory(out, array) for array in (parts.array, *transform.arrays)]):
+        raise ValueError("out must not share memory with qkv, or with what normalises and rotates it")
+    return transform_rows(parts.q, transform, out, num_threads)
 
 
 cdef object transform_rows(Rows rows, Transform transform, object out, object num_threads):

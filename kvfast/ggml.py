@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .errors import CorruptFileError, DimensionMismatchError
+from .interchange import aligned, as_float32
 
 __all__ = ["TYPES", "export_layer", "from_ggml", "import_layer", "row_bytes", "to_ggml"]
 
@@ -30,7 +31,7 @@ def to_ggml(rows, kind):
 
     Parameters
     ----------
-    rows : array of shape (num_tokens, num_kv_heads, head_dim), float32
+    rows : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
     kind : {"f32", "f16", "bf16", "q8_0", "q4_0"}
 
     Returns
@@ -44,11 +45,11 @@ def to_ggml(rows, kind):
     ModuleNotFoundError
         Without the packages of ``kvfast[llama]``.
     """
-    rows = np.asarray(rows, np.float32)
+    rows = as_float32(rows, "rows")
     if rows.ndim != 3 or rows.size == 0:
         raise DimensionMismatchError(f"rows must have shape (num_tokens, num_kv_heads, head_dim), none of them 0, got {rows.shape}")
     size = row_bytes(kind, rows[0].size)
-    flat = np.ascontiguousarray(rows.reshape(len(rows), -1))
+    flat = aligned(rows.reshape(len(rows), -1))
     return _gguf().quants.quantize(flat, _type(kind)).view(np.uint8).reshape(len(rows), size)
 
 

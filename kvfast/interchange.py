@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-__all__ = ["as_array"]
+__all__ = ["aligned", "as_array", "as_float32", "as_floats", "as_numbers"]
 
 _CPU = (1, 3)  # kDLCPU, and kDLCUDAHost: memory of the CPU that a GPU reads too
 _FLOAT, _BFLOAT = 2, 4
@@ -68,6 +68,46 @@ def as_array(array, name="array"):
         return np.asarray(array) if hasattr(array, "__array__") else np.from_dlpack(array)
     except Exception as error:  # noqa: BLE001  (any library's own way to say that NumPy has no such type)
         return _from_capsule(array, name, error)
+
+
+def as_floats(array, name):
+    """float32 or float16 as NumPy sees them, or the bits of bfloat16 in uint16; of the same memory where that can be.
+
+    Raises
+    ------
+    TypeError
+        For anything else: float64 and bytes in another order would be copies that nobody asked for.
+    """
+    if not isinstance(array, np.ndarray):
+        try:
+            array = as_array(array, name)
+        except Exception as error:  # noqa: BLE001  (any library's own way to say that this is no array)
+            raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, got {type(array).__name__}: {error}") from None
+    if array.dtype.name == "bfloat16" and array.dtype.isnative:
+        array = array.view(np.uint16)
+    if array.dtype.char not in "feH" or not array.dtype.isnative:
+        raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), got {array.dtype}")
+    return array
+
+
+def as_float32(array, name):
+    """The numbers of `as_floats` as float32: a copy, unless they are."""
+    array = as_floats(array, name)
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def aligned(array, dtype=None):
+    """A C-contiguous ndarray whose elements lie at their alignment, for pointers and typed views; a copy if need be."""
+    array = np.ascontiguousarray(array, dtype)
+    return array if array.flags.aligned else array.copy()
+
+
+def as_numbers(array, name):
+    """Any numbers, as of a weight or a table, as float32 for pointers and typed views; uint16 are the bits of bfloat16."""
+    array = as_array(array, name)
+    return aligned(as_float32(array, name) if array.dtype == np.uint16 else array, np.float32)
 
 
 def _check_device(array, name):

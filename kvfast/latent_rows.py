@@ -51,7 +51,9 @@ class LatentRows(StorageProperties):
         return self._parts(rows)
 
     def _latent_shape(self, q_shape, num_q_heads):
-        """Of queries that are told by their shape or their number, the shape without the rotary part."""
+        """Of queries, or what tells of them, their shape or their number, the same without the rotary part."""
+        if getattr(q_shape, "ndim", 0):
+            return self._query_parts(q_shape)[0]
         shape = q_shape if isinstance(q_shape, (tuple, list)) else (q_shape, num_q_heads, self.head_dim)
         self._check_query_shape(shape)
         return *shape[:2], self.latent_dim

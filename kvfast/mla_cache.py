@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import DimensionMismatchError, NonFiniteInputError
-from .interchange import as_array
+from .interchange import as_float32, as_floats
 from .latent_rows import LatentRows, checked_sizes
 from .options import Options, check_block_size, check_size
 from .pool import BlockPool
@@ -62,7 +62,7 @@ class LatentSequence(LatentRows, StoredSequence):
         v : array of shape (num_tokens, num_heads, v_dim)
         down_k : array of shape (num_heads, k_dim, latent_dim)
         down_v : array of shape (num_heads, v_dim, latent_dim)
-            All float32, float16 or bfloat16 (ml_dtypes).
+            All float32, float16 or bfloat16.
 
         Raises
         ------
@@ -169,13 +169,13 @@ class LatentSequence(LatentRows, StoredSequence):
 
         Parameters
         ----------
-        q_shape : tuple of int or int
-            Shape of q, (num_tokens, num_q_heads, latent_dim + rope_dim), or the number of its tokens.
+        q_shape : tuple of int, array or int
+            Shape of q, (num_tokens, num_q_heads, latent_dim + rope_dim); or q itself; or the number of its tokens.
         layer : int
         num_q_heads : int
             With a number of tokens.
         dtype : str or dtype
-            Of q.
+            Of q, where `q_shape` is no array.
         causal, num_splits, num_threads
             As in `attend`.
 
@@ -202,12 +202,10 @@ class LatentSequence(LatentRows, StoredSequence):
 
 def _floats(array, name):
     """An array of three dimensions as float32."""
-    array = as_array(array, name)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
-        raise TypeError(f"{name} must be float32, float16 or bfloat16, got {array.dtype}")
+    array = as_floats(array, name)
     if array.ndim != 3 or array.size == 0:
         raise DimensionMismatchError(f"{name} must have 3 dimensions, none of them 0, got shape {array.shape}")
-    return array.astype(np.float32, copy=False)
+    return as_float32(array, name)
 
 
 class MLAKVCache(LatentSequence):

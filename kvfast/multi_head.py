@@ -33,7 +33,7 @@ class _Heads:
         Parameters
         ----------
         queries : num_q_heads vectors of head_dim
-            An array of float32, float64, float16 or bfloat16 (ml_dtypes, or its bits in uint16), or a list of vectors.
+            An array of float32, float16 or bfloat16 (ml_dtypes, or its bits in uint16), or a list of arrays or of lists of numbers.
         softmax : bool
             Return the weights of attention instead: of each query they sum to 1.
         num_threads : int, optional
@@ -153,9 +153,9 @@ class MultiHeadKVCache(_Heads):
     --------
     >>> import kvfast, numpy as np
     >>> cache = kvfast.MultiHeadKVCache(8, kvfast.MultiHeadConfig(head_dim=128, bits=4, num_q_heads=32))
-    >>> for keys, values in np.random.default_rng(0).standard_normal((640, 2, 8, 128)):
+    >>> for keys, values in np.random.default_rng(0).standard_normal((640, 2, 8, 128), np.float32):
     ...     cache.push_token(keys, values)
-    >>> queries = np.ones((32, 128))
+    >>> queries = np.ones((32, 128), np.float32)
     >>> cache.attention_scores(queries).shape, cache.attend(queries).shape
     ((32, 640), (32, 128))
     >>> round(cache.compression_ratio, 2)

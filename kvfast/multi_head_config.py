@@ -9,6 +9,7 @@ import numpy as np
 
 from .errors import DimensionMismatchError, NonFiniteInputError
 from .formats import KVFormat
+from .interchange import as_float32
 from .options import check_size
 
 # Sums of 512 elements that are turned stay finite, and so do their scales.
@@ -91,9 +92,9 @@ def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
     if num != count:
         raise DimensionMismatchError(f"{name} must be {count} vectors, one per head, got {num}")
     if isinstance(given, (list, tuple)):
-        rows = [_floats(row, name, f"[{i}]", dim) for i, row in enumerate(given)]
+        rows = [_floats(row, f"{name}[{i}]", dim) for i, row in enumerate(given)]
     else:
-        rows = _floats(given, name, "", count, dim)
+        rows = _floats(given, name, count, dim)
     with np.errstate(over="ignore"):  # which is found below
         array = np.array(rows, np.float32)
     largest = np.abs(array).max()
@@ -105,18 +106,15 @@ def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
     return array
 
 
-def _floats(given, name, where, *shape):
+def _floats(given, name, *shape):
     try:
-        array = np.asarray(given)
+        array = np.asarray(given) if isinstance(given, (list, tuple)) else as_float32(given, name)
     except ValueError as error:
-        raise DimensionMismatchError(f"{name}{where} must have shape {shape}: {error}") from None
+        raise DimensionMismatchError(f"{name} must have shape {shape}: {error}") from None
     if array.shape != shape:
-        raise DimensionMismatchError(f"{name}{where} must have shape {shape}, got {array.shape}")
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    if array.dtype.kind != "f" and array.dtype.name != "bfloat16" and not (array.dtype.kind == "i" and where):
-        raise TypeError(f"{name}{where} must be float32, float64, float16 or bfloat16 (ml_dtypes, or its bits as uint16), "
-                        f"got {array.dtype}")  # fmt: skip
+        raise DimensionMismatchError(f"{name} must have shape {shape}, got {array.shape}")
+    if array.dtype.kind not in "fi":
+        raise TypeError(f"{name} must be float32, float16, bfloat16 or numbers, got {array.dtype}")
     return array
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+from kvfast.interchange import as_numbers
 
 
 cdef class Options:
@@ -72,7 +73,7 @@ def check_block_size(value):
 
 
 cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
-    array = np.ascontiguousarray(values, dtype=np.float32)
+    array = as_numbers(values, name)
     if array.shape != (num_q_heads,):
         raise DimensionMismatchError(f"{name} must have shape ({num_q_heads},), one per query head, "
                                      f"got {array.shape}")

@@ -13,7 +13,7 @@ from kvfast._kernels cimport KV_ROWS, KV_TILE
 from kvfast.attend_call cimport AttendCall, imagined_rows, open_call
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.encode cimport check_rows, check_storable, open_pair, write_rows
-from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
+from kvfast.fused cimport Projection, Transform, open_projection, transform_rows, write_queries
 from kvfast.options cimport Options, check_layer
 from kvfast.pool cimport BlockPool
 from kvfast.prefix cimport PrefixIndex
@@ -260,7 +260,8 @@ cdef class PagedBuffer:
         of_q.fit(parts.whole.rows.tokens, 0)
         of_k.fit(parts.whole.rows.tokens, 0)
         number = check_layer(layer, self.pool.num_layers)
-        q = transform_rows(parts.q, of_q, out, num_threads)
+        slot_mapping = _integers(slot_mapping, "slot_mapping", np.int64, 1)  # a copy, as the queries may be written over it
+        q = write_queries(parts, of_q, out, num_threads)
         self._write(number, parts.k, parts.v, slot_mapping, of_k)
         return q
 

@@ -5,16 +5,22 @@ import numpy as np
 from libc.stdint cimport intptr_t
 from libc.string cimport memset
 
-from kvfast._arrays cimport Rows, check_finite, open_rows
+from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows, width_of
 from kvfast._kernels cimport KV_LANES, KV_TILE
-from kvfast.attend_call cimport AttendCall, Workspace, open_call
+from kvfast.attend_call cimport AttendCall, Workspace, check_apart, open_call
 from kvfast.blocks cimport init_side, kv_chunk, kv_context, kv_store
 from kvfast.options cimport Options
 
 from kvfast.errors import DimensionMismatchError
-from kvfast.interchange import as_array
+from kvfast.interchange import aligned, as_array, as_float32
 
 cdef int _TILE_SHIFT = <int>((<object>KV_TILE).bit_length() - 1)
+cdef Py_ssize_t _MOST_STEP = 1 << 20  # what is prefetched, some rows with all that lies between them, is worth it below
+
+
+cdef bint _is_like_a_block(const kv_rows *rows) noexcept nogil:
+    """Whether the kernels can read the rows where they lie: each behind the one before, as in a block."""
+    return rows.dim % KV_LANES == 0 and width_of(rows) <= rows.token_stride <= _MOST_STEP
 
 
 cdef object _padded(object array):
@@ -34,7 +40,8 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
         Queries of the last `num_tokens` tokens of the context.
     k, v : arrays of shape (context, num_kv_heads, head_dim), float32, float16 or bfloat16
-        Keys and values; read where they lie when head_dim is a multiple of 16.
+        Keys and values; read where they lie when head_dim is a multiple of 16 and the tokens lie one behind the other, at
+        most 1 MiB apart, and copied before otherwise.
     out, scale, causal, ... num_threads
         As in `kvfast.KVCache.attend`.
 
@@ -48,6 +55,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     cdef kv_context context
     cdef AttendCall call
     cdef kv_chunk chunk
+    cdef Rows given_keys = keys, given_values = values
     cdef Py_ssize_t head_dim = keys.rows.dim
     if (keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads
             or keys.rows.dim != values.rows.dim):
@@ -56,8 +64,9 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
             f"({values.rows.tokens}, {values.rows.heads}, {values.rows.dim})")
     check_finite(keys, "k", 3.4028235e38, "float32")
     check_finite(values, "v", 3.4028235e38, "float32")
-    if head_dim % KV_LANES:
+    if not _is_like_a_block(&keys.rows):
         keys = open_rows(_padded(k), "k")
+    if not _is_like_a_block(&values.rows):
         values = open_rows(_padded(v), "v")
     memset(&store, 0, sizeof(store))
     memset(&context, 0, sizeof(context))
@@ -75,6 +84,8 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     call = open_call(&store, Workspace(), q,
                      Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
                              return_lse, num_splits, num_threads), 1)
+    check_apart(&call.call.out, &given_keys.rows, "k")
+    check_apart(&call.call.out, &given_values.rows, "v")
     if call.call.q.tokens > context.length:
         raise ValueError(f"q holds {call.call.q.tokens} tokens, but k and v only {context.length}")
     call.ask(&context, 0, call.call.q.tokens)
@@ -87,7 +98,7 @@ def merge_states(out_a, lse_a, out_b, lse_b):
 
     Parameters
     ----------
-    out_a, out_b : arrays of shape (num_tokens, num_q_heads, head_dim)
+    out_a, out_b : arrays of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
         Outputs of `attend` or `attention` over each set.
     lse_a, lse_b : arrays of shape (num_tokens, num_q_heads)
         Their log-sum-exps; -inf for a set that holds no key.
@@ -97,8 +108,9 @@ def merge_states(out_a, lse_a, out_b, lse_b):
     out : ndarray of shape (num_tokens, num_q_heads, head_dim), float32
     lse : ndarray of shape (num_tokens, num_q_heads), float32
     """
-    out_a, out_b = np.asarray(out_a, np.float32), np.asarray(out_b, np.float32)
-    lse_a, lse_b = np.asarray(lse_a, np.float32), np.asarray(lse_b, np.float32)
+    # In one piece, as NumPy rounds differently otherwise.
+    out_a, lse_a, out_b, lse_b = [aligned(as_float32(one, name)) for name, one in (
+        ("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))]
     if out_a.ndim != 3 or out_a.shape != out_b.shape:
         raise DimensionMismatchError("out_a and out_b must have one shape (num_tokens, num_q_heads, head_dim), "
                                      f"got {out_a.shape} and {out_b.shape}")

@@ -48,7 +48,7 @@ cdef class PrefixIndex:
         from hashlib import blake2b  # 10 ms, for those who ask for prefixes
 
         cdef Py_ssize_t start
-        tokens = np.ascontiguousarray(token_ids, np.int64)
+        tokens = np.asarray(token_ids, np.int64)
         digests = list(known)
         last = digests[-1] if digests else blake2b(salt, key=self._secret, person=b"salt").digest()
         for start in range(len(digests) * block_size, len(tokens) - block_size + 1, block_size):

@@ -11,12 +11,12 @@ from kvfast._kernels cimport STREAMED_BYTES, KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32
 from kvfast._openmp cimport num_threads_for
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+from kvfast.interchange import aligned, as_float32, as_floats
 
 cdef enum:
     ROWS_PER_TASK = 256
 
-_SOURCES = {"float32": (KV_FLOAT32, np.float32), "float16": (KV_FLOAT16, np.float16),
-            "bfloat16": (KV_BFLOAT16, np.uint16), "uint16": (KV_BFLOAT16, np.uint16)}
+_DTYPES = {"f": KV_FLOAT32, "e": KV_FLOAT16, "H": KV_BFLOAT16}
 
 
 ctypedef struct kv_codec_call:
@@ -131,13 +131,11 @@ def quantize(x, bits=8):
     cdef int threads
     if not isinstance(bits, (int, np.integer)) or bits not in (8, 4):
         raise ValueError(f"bits must be 8 or 4, got {bits!r}")
-    array = np.asarray(x)
-    if array.dtype.name not in _SOURCES or not array.dtype.isnative:
-        raise TypeError(f"x must be float32, float16 or bfloat16, got {array.dtype}")
-    call.dtype, raw = _SOURCES[array.dtype.name]
+    array = as_floats(x, "x")
+    call.dtype = _DTYPES[array.dtype.char]
     if array.ndim == 0 or array.size == 0:
         raise DimensionMismatchError(f"x must have shape (..., head_dim) and hold something, got {array.shape}")
-    array = np.ascontiguousarray(array).view(raw)
+    array = aligned(array)
     call.kernels = active()
     call.bits = bits
     call.dim = array.shape[-1]
@@ -170,9 +168,7 @@ def quantize(x, bits=8):
     if bad == -2:
         raise MemoryError("cannot allocate the scratch rows of quantize")
     if bad >= 0:
-        rows = np.asarray(x).reshape(-1, call.dim)
-        row = (rows[bad].astype(np.float32) if call.dtype != KV_BFLOAT16
-               else (rows[bad].view(np.uint16).astype(np.uint32) << 16).view(np.float32))
+        row = as_float32(array.reshape(-1, call.dim)[bad], "x")
         column = int(np.flatnonzero(~np.isfinite(row))[0])
         position = [int(i) for i in np.unravel_index(bad, scales.shape)] + [column]
         raise NonFiniteInputError(f"x must be finite, got {row[column]} at {position}")
@@ -200,8 +196,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     cdef kv_watch watch
     cdef Py_ssize_t task, tasks
     cdef int threads, failed = 0
-    codes = np.ascontiguousarray(codes)
-    scales = np.ascontiguousarray(scales)
+    codes, scales = aligned(codes), aligned(scales)
     if codes.dtype != np.int8 and codes.dtype != np.uint8:
         raise TypeError(f"codes must be int8 (INT8) or uint8 (packed INT4), got {codes.dtype}")
     if scales.dtype != np.float32:
@@ -226,8 +221,8 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
         raise TypeError(f"out must be a float32 ndarray, got {getattr(out, 'dtype', type(out).__name__)}")
     elif out.shape != shape:
         raise DimensionMismatchError(f"out must have shape {shape}, got {out.shape}")
-    elif not out.flags.c_contiguous or not out.flags.writeable or np.may_share_memory(out, codes):
-        raise ValueError("out must be C-contiguous, writable, and apart from codes")
+    elif not out.flags.carray or np.may_share_memory(out, codes) or np.may_share_memory(out, scales):
+        raise ValueError("out must be C-contiguous, aligned, writable, and apart from codes and scales")
     call.floats, call.codes, call.scales = _address(out), _address(codes), <float *>_address(scales)
     call.streams = out.nbytes >= STREAMED_BYTES
     tasks = (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK

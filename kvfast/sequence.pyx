@@ -7,7 +7,7 @@ from kvfast._kernels cimport KV_FLOAT32, kv_side
 from kvfast.attend_call cimport AttendCall, imagined_rows, open_call
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.encode cimport open_pair
-from kvfast.fused cimport Projection, Transform, open_projection, transform_rows
+from kvfast.fused cimport Projection, Transform, open_projection, write_queries
 from kvfast.options cimport Options, check_count, check_layer
 from kvfast.pool cimport BlockPool
 from kvfast.ring cimport RingTable
@@ -101,7 +101,7 @@ cdef class SequenceBuffer:
             self._check_room(index, first, parts.whole.rows.tokens)
             of_q.fit(parts.whole.rows.tokens, first)
             of_k.fit(parts.whole.rows.tokens, first)
-            q = transform_rows(parts.q, of_q, out, num_threads)
+            q = write_queries(parts, of_q, out, num_threads)
             table.append(layer, parts.k, parts.v, &of_k.c)
             return q
         finally:

@@ -9,6 +9,7 @@ import numpy as np
 from . import cache_file
 from .errors import DimensionMismatchError, IncompatibleSnapshotError
 from .formats import KVFormat
+from .interchange import as_floats
 from .options import check_size
 from .prefix import checked_token_ids
 from .state import KINDS, arrays_of, from_arrays, to_arrays
@@ -114,7 +115,7 @@ class Snapshot(StorageProperties):
         ------
         DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
         """
-        keys, values = [np.asarray(array) for array in keys], [np.asarray(array) for array in values]
+        keys, values = ([as_floats(array, name) for array in side] for name, side in (("keys", keys), ("values", values)))
         if not keys or len(keys) != len(values):
             raise DimensionMismatchError(f"keys and values must hold one array per layer, got {len(keys)} and {len(values)}")
         shape, num_kv_heads = keys[0].shape, check_size(num_kv_heads, "num_kv_heads", 1, 1 << 16)

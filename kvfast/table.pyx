@@ -15,6 +15,8 @@ from kvfast.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks
 from kvfast.options cimport check_count
 from kvfast.pool cimport BlockPool
 
+from kvfast.interchange import aligned
+
 
 cdef class BlockTable(BlockMap):
     """The tokens of one sequence. It never forgets; see `ring.RingTable` for one that does."""
@@ -375,7 +377,7 @@ cdef class BlockTable(BlockMap):
 
     cdef object rows(self, Py_ssize_t layer, object positions, bint values):
         """Keys or values at some positions, decoded to float32."""
-        cdef const int64_t[::1] at = np.ascontiguousarray(positions, np.int64)
+        cdef const int64_t[::1] at = aligned(positions, np.int64)
         cdef int64_t[::1] slots = np.empty(at.shape[0], np.int64)
         cdef Py_ssize_t i
         for i in range(at.shape[0]):

@@ -284,7 +284,7 @@ def attend_latent(self):
 class ManyHeads:
     def __init__(self):
         self.cache = kvfast.MultiHeadKVCache(3, kvfast.MultiHeadConfig(head_dim=DIM, bits=5, num_q_heads=6))
-        for row in np.random.default_rng(4).standard_normal((64, 2, 3, DIM)):
+        for row in np.random.default_rng(4).standard_normal((64, 2, 3, DIM), np.float32):
             self.cache.push_token(*row)
 
     def seen(self):
@@ -292,11 +292,11 @@ class ManyHeads:
 
 
 def push(self):
-    self.cache.push_token(*np.ones((2, 3, DIM)))
+    self.cache.push_token(*np.ones((2, 3, DIM), np.float32))
 
 
 def scores(self):
-    return self.cache.attention_scores(np.ones((6, DIM)), softmax=True), self.cache.head(1).attend(np.ones((2, DIM)))
+    return self.cache.attention_scores(np.ones((6, DIM), np.float32), softmax=True), self.cache.head(1).attend(np.ones((2, DIM), np.float32))
 
 
 def evict(self):

@@ -117,3 +117,18 @@ def test_bad_input(rng):
     with pytest.raises(kvfast.NonFiniteInputError, match=r"v must be finite, got nan at \[1, 1, 63\]"):
         cache.write(0, qkv)
     assert cache.layer_length(0) == 0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_not_finite_where_nothing_is_rotated(rng, value):
+    """Of queries, keys and values alike: what is only split must be finite too."""
+    for part, head in (("queries", 1), ("keys", HEADS), ("values", HEADS + KV_HEADS + 1)):
+        qkv = rng.standard_normal((3, (HEADS + 2 * KV_HEADS) * 64)).astype(np.float32)
+        qkv[2, 64 * head + 5] = value
+        for source in (qkv, qkv.astype(np.float16)):
+            with pytest.raises(kvfast.NonFiniteInputError):
+                kvfast.split_qkv_norm_rope(source, HEADS, KV_HEADS, 64)
+            cache = kvfast.KVCache(1, KV_HEADS, 64)
+            with pytest.raises(kvfast.NonFiniteInputError):
+                cache.write(0, source)
+            assert cache.layer_length(0) == 0, part

@@ -610,7 +610,7 @@ def test_heads_without_tokens_are_refused_inside_the_lock():
     for call in (cache.attend, cache.head(1).attend):
         queries = 2 if call == cache.attend else 1
         with pytest.raises(ValueError, match="no tokens"):
-            call(np.ones((queries, 32)))
+            call(np.ones((queries, 32), np.float32))
 
 
 class CountedBetween:

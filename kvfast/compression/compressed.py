@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from .. import cache_file
+from .._arrays import check_writable
 from ..errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
+from ..interchange import as_float32, as_floats
 from ..options import check_size
 from ..plain import merge_states
 from ..state import checked_arrays
@@ -363,16 +365,10 @@ class _Arrays:
 
 def checked(array, name, rank, shape):
     """float32 of an array of so many dimensions, all of which hold something and are finite."""
-    array = np.asarray(array)
-    if array.dtype.name == "bfloat16":
-        array = array.view(np.uint16)
-    if array.dtype.char not in "feH" or not array.dtype.isnative:
-        raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), got {array.dtype}")
+    array = as_floats(array, name)
     if array.ndim != rank or 0 in array.shape:
         raise DimensionMismatchError(f"{name} must have shape {shape} and hold at least one of each, got shape {array.shape}")
-    if array.dtype == np.uint16:
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    array = array.astype(np.float32, copy=False)
+    array = as_float32(array, name)
     if not np.isfinite(array).all():
         where = np.argwhere(~np.isfinite(array))[0].tolist()
         raise NonFiniteInputError(f"{name} must be finite, got {array[tuple(where)]} at {where}")
@@ -385,6 +381,7 @@ def check_out(out, shape):
         raise TypeError(f"out must be a writable array of float32, float16 or bfloat16, got {getattr(out, 'dtype', type(out))}")
     if out.shape != tuple(shape):
         raise DimensionMismatchError(f"out must have shape {tuple(shape)}, got {out.shape}")
+    check_writable(out, "out")
 
 
 def _checked_queries(q, layout):

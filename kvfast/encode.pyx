@@ -6,7 +6,7 @@ from libc.string cimport memset
 
 from kvfast._arrays cimport Rows, check_finite, kv_rows, open_rows
 from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast._kernels cimport KV_FLOAT16, KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
+from kvfast._kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
 from kvfast.wipe cimport kv_wipe
@@ -99,7 +99,7 @@ cdef float _limit(const kv_store *store, bint values) noexcept nogil:
     """Largest magnitude of an element that can be stored, turned or not."""
     cdef const kv_side *side = &store.v if values else &store.k
     if store.floats != NULL:
-        return dtype_limit(KV_FLOAT16)
+        return dtype_limit(store.floats.v.dtype if values else store.floats.k.dtype)
     return ROTATED_LIMIT if side.rotated else dtype_limit(side.dtype)
 
 
@@ -161,8 +161,8 @@ cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
 cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1:
     """Check that no element is NaN or too large."""
     names = ("the latent part", "the rotary part") if store.latent else ("k", "v")
-    check_finite(k, names[0], _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else KV_FLOAT16))
-    check_finite(v, names[1], _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else KV_FLOAT16))
+    check_finite(k, names[0], _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else store.floats.k.dtype))
+    check_finite(v, names[1], _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else store.floats.v.dtype))
     return 0
 
 

@@ -7,7 +7,7 @@ from libc.stdint cimport int16_t, int32_t, int64_t
 from libc.stdlib cimport free, malloc
 
 from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast._kernels cimport STREAMED_BYTES, KV_FLOAT16, active, kv_kernels, kv_side
+from kvfast._kernels cimport STREAMED_BYTES, active, kv_kernels, kv_side
 from kvfast._openmp cimport num_threads_for
 from kvfast.blocks cimport PIECE, k_block_at, kv_store, piece_of, v_block_at
 from kvfast.wipe cimport kv_wipe
@@ -65,8 +65,13 @@ cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block,
     stands in for them, so that what is unlike all others in them does not widen the statistics."""
     cdef Py_ssize_t place, first = store.float_tokens if at_start else 0
     for place in range(store.k.block_size):
-        kernels.to_float[KV_FLOAT16](_row(store, block, max(place, first), head, values), store.k.head_dim,
-                                     rows + place * store.k.head_dim)
+        kernels.to_float[_dtype(store, values)](_row(store, block, max(place, first), head, values), store.k.head_dim,
+                                                rows + place * store.k.head_dim)
+
+
+cdef inline int _dtype(const kv_store *store, bint values) noexcept nogil:
+    """Of the float rows."""
+    return store.floats.v.dtype if values else store.floats.k.dtype
 
 
 cdef inline char *_row(const kv_store *store, int32_t block, Py_ssize_t place, Py_ssize_t head, bint values) noexcept nogil:
@@ -92,9 +97,9 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
         for head in range(store.num_kv_heads):
             for place in range(store.float_tokens if at_start else 0, count):
                 kernels.decode_k(&store.k, k_block_at(store, block, head), <int>place, row)
-                kernels.from_float[KV_FLOAT16](row, store.k.head_dim, _row(store, block, place, head, False))
+                kernels.from_float[_dtype(store, False)](row, store.k.head_dim, _row(store, block, place, head, False))
                 kernels.decode_v(&store.v, v_block_at(store, block, head), <int>place, row)
-                kernels.from_float[KV_FLOAT16](row, store.k.head_dim, _row(store, block, place, head, True))
+                kernels.from_float[_dtype(store, True)](row, store.k.head_dim, _row(store, block, place, head, True))
     return 0
 
 
@@ -142,7 +147,7 @@ cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t p
     for head in range(store.num_kv_heads):
         row = &buffer[0] if streams else out
         if floats:
-            kernels.to_float[KV_FLOAT16](_row(store, block, place, head, values), side.head_dim, row)
+            kernels.to_float[_dtype(store, values)](_row(store, block, place, head, values), side.head_dim, row)
         elif values:
             kernels.decode_v(side, v_block_at(store, block, head), <int>place, row)
         else:

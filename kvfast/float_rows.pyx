@@ -7,7 +7,7 @@ from kvfast.block_memory cimport BlockMemory, grown
 from kvfast.blocks cimport PIECE
 from kvfast.finish cimport restore_floats
 
-from kvfast.formats import KVFormat
+from kvfast.formats import floats_of
 
 cdef enum:
     FIRST_PIECES = 8           # what one sequence has, between prompts
@@ -136,7 +136,7 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     """Those of a new memory of blocks that is to have them, or None if no layer needs any."""
     cdef FloatRows self
     cdef Py_ssize_t i
-    formats = [KVFormat("float16") if one is not None and (one.finishes or one.num_float_tokens) else None for one in blocks.formats]
+    formats = [None if one is None else floats_of(one) for one in blocks.formats]
     if formats.count(None) == len(formats):
         return None
     self = FloatRows.__new__(FloatRows)

@@ -47,7 +47,7 @@ class KVFormat:
         Tokens that share means or channel scales: 32, 64, 128 or 256, the `block_size` of the cache. With `centring`
         or `per_channel` only, where the tokens of a block stay float16 until it is full.
     num_float_tokens : int
-        The first tokens of a sequence, up to 16, stay float16 for ever: much attention goes to them, whatever they
+        The integers of the first tokens of a sequence, up to 16, stay float16 for ever: much attention goes to them, whatever they
         say (attention sinks, StreamingLLM, arXiv 2309.17453).
     clip_search : bool
         Choose each token's INT4 scale for the least squared error, also where that clips the largest elements.
@@ -208,6 +208,13 @@ def formats_of(dtype, k_dtype, v_dtype, num_layers):
     keys = [f.k_dtype for f in formats] if k_dtype is None else _per_layer(k_dtype, num_layers, "k_dtype")
     values = [f.v_dtype for f in formats] if v_dtype is None else _per_layer(v_dtype, num_layers, "v_dtype")
     return [KVFormat(f"{canonical_dtype(k)}/{canonical_dtype(v)}") for k, v in zip(keys, values)]
+
+
+def floats_of(fmt):
+    """The format of a layer's tokens while they are floats, None if they never are: a side that is a float stays what it is."""
+    if not fmt.finishes and not fmt.num_float_tokens:
+        return None
+    return KVFormat("/".join("float16" if one in _INTEGERS + _PACKED else one for one in (fmt.k_dtype, fmt.v_dtype)))
 
 
 def block_size_of(formats, block_size, default):

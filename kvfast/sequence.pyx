@@ -243,7 +243,7 @@ cdef class SequenceBuffer:
         cdef kv_side *side = &store.v if values else &store.k
         self._enter_reading()
         try:
-            if (side.dtype == KV_FLOAT32 and not store.latent and not pool.grows and not pool.is_shared
+            if (side.dtype == KV_FLOAT32 and not store.latent and not store.finishes and not pool.grows and not pool.is_shared
                     and table.is_in_one_piece()):
                 return np.ndarray((table.lengths[layer], pool.num_kv_heads, pool.head_dim), np.float32,
                                   buffer=memoryview(pool.arenas[0]).toreadonly(),

@@ -66,7 +66,7 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
         for head in range(floats.pieces.num_kv_heads):
             piece = floats.pieces.stream(layer, floats.float_of[table.slot(position) // PIECE], 1, head, values)[0]
             if copies:
-                piece, row_bytes = piece.copy(), store.floats.k.row_stride
+                piece, row_bytes = piece.copy(), store.floats.v.row_stride if values else store.floats.k.row_stride
                 first = max(store.float_tokens - position, <Py_ssize_t>0)
                 last = max(table.coded - position, <Py_ssize_t>0) if store.finishes else PIECE
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0

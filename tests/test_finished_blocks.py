@@ -402,7 +402,8 @@ def test_float_rows_are_given_back(name):
             size = len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size
             rest.append((cache._buffer.nbytes_used - size) / cache.block_size)
         layers = cache.num_layers
-        most = 2 * layers * HEADS * 32 * 2 * (1 + 16 / cache.block_size * 2 + 16 / cache.block_size)
+        # Values that are float32 stay so.
+        most = (6 if name == "means, float values" else 4) * layers * HEADS * 32 * (1 + 16 / cache.block_size * 2 + 16 / cache.block_size)
         assert max(rest) <= most and min(rest) < 0.75 * most
         cache.truncate(500)
         stream.feed(cache, 990, 1)

@@ -98,7 +98,12 @@ cdef class Arena:
     cdef bint secure
 
 
+cdef class ArenaView:
+    cdef Arena arena
+
+
 cdef Arena arena_over(object memory)
+cdef ArenaView view_of(Arena arena)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
 cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size, object rope_dim) except -1
 cdef int parse_dtype(object dtype) except -1

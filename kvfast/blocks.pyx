@@ -166,6 +166,20 @@ cdef class Arena:
         PyBuffer_FillInfo(buffer, self, self.data, self.nbytes, 0, flags)
 
 
+cdef class ArenaView:
+    """The memory of an arena, for reading: an array over it cannot be unlocked, as it can over a memoryview, whose arena
+    NumPy finds."""
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.arena.data, self.arena.nbytes, 1, flags)
+
+
+cdef ArenaView view_of(Arena arena):
+    cdef ArenaView self = ArenaView.__new__(ArenaView)
+    self.arena = arena
+    return self
+
+
 cdef Arena arena_over(object memory):
     """An arena that is another's writable memory, a mapped file for example."""
     cdef Arena arena = Arena(None)

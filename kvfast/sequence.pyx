@@ -5,7 +5,7 @@ import numpy as np
 from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_FLOAT32, kv_side
 from kvfast.attend_call cimport AttendCall, imagined_rows, open_call
-from kvfast.blocks cimport kv_context, kv_store
+from kvfast.blocks cimport kv_context, kv_store, view_of
 from kvfast.encode cimport open_pair
 from kvfast.fused cimport Projection, Transform, open_projection, write_queries
 from kvfast.options cimport Options, check_count, check_layer
@@ -246,7 +246,7 @@ cdef class SequenceBuffer:
             if (side.dtype == KV_FLOAT32 and not store.latent and not store.finishes and not pool.grows and not pool.is_shared
                     and table.is_in_one_piece()):
                 return np.ndarray((table.lengths[layer], pool.num_kv_heads, pool.head_dim), np.float32,
-                                  buffer=memoryview(pool.arenas[0]).toreadonly(),
+                                  buffer=view_of(pool.arenas[0]),
                                   offset=store.chunks.v if values else store.chunks.k,
                                   strides=(side.row_stride, store.chunks.v_head_stride if values
                                            else store.chunks.k_head_stride, 4)), np.arange(table.lengths[layer])

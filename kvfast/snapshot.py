@@ -54,8 +54,8 @@ class Snapshot(StorageProperties):
         self._cache = cache
         self._token_ids = None
         if token_ids is not None:
-            self._token_ids = checked_token_ids(token_ids, len(cache))
-            self._token_ids.flags.writeable = False
+            ids = checked_token_ids(token_ids, len(cache))
+            self._token_ids = np.ndarray(ids.shape, ids.dtype, ids.tobytes())  # which cannot be made writable
         self._metadata = _checked_metadata(metadata)
 
     @property

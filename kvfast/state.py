@@ -212,7 +212,7 @@ def to_arrays(cache, token_ids, metadata):
     """`Snapshot.state_dict`."""
     arrays = {"header": np.frombuffer(header_of(cache, metadata).encode(), np.uint8)}
     if token_ids is not None:
-        arrays["token_ids"] = token_ids
+        arrays["token_ids"] = token_ids.copy()
     return arrays | {name: array.copy() for name, array in arrays_of(cache).items()}
 
 

@@ -18,7 +18,7 @@ from kvfast.llama.compression import evaluate_compressed, parse_methods
 from kvfast.llama.evaluation import FORMATS
 from kvfast.llama.peers import LlamaCpp, parse_cache_types
 from kvfast.llama.prompts import chat_prompts
-from kvfast.llama.report import as_rows, compression_table, float_bytes, plot_scores, score_table
+from kvfast.llama.report import as_rows, compression_table, memory_text, plot_scores, score_table
 from kvfast.plotting import check_plot
 
 
@@ -54,7 +54,7 @@ def run_generate(args):
         if session:
             session.save([*history, *prompt, *clock.tokens])
 
-    stored = cache.bytes_per_token
+    taken = memory_text(cache)  # before it is used again
     print("\n")
     if history:
         print(f"session  {len(history):,} tokens of {args.session}")
@@ -67,8 +67,7 @@ def run_generate(args):
         cache.restore(start)
         sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
         _compare(clock, llama.generate(model, prompt, cache, sampler=sampler, **options))
-    print(f"cache    {cache.dtype}: {stored:,} bytes per token; a float32 cache takes", end=" ")
-    print(f"{float_bytes(model.cache_shape, 4) / stored:.2f}x as much, float16 {float_bytes(model.cache_shape, 2) / stored:.2f}x")
+    print("cache   ", taken)
 
 
 def _open_text(args, model, tokenizer, storage):

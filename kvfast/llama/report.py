@@ -38,6 +38,25 @@ def float_bytes(cache_shape, itemsize):
     return 2 * num_layers * num_kv_heads * head_dim * itemsize
 
 
+def memory_text(cache):
+    """What the tokens of a cache take, with blocks that are not full and tokens that are floats, beside the bare floats of them.
+
+    Parameters
+    ----------
+    cache : kvfast.KVCache
+
+    Returns
+    -------
+    str
+    """
+    tokens, nbytes = len(cache), cache.nbytes_used
+    if not tokens:
+        return f"{cache.dtype}: no tokens"
+    plain = tokens * float_bytes((cache.num_layers, cache.num_kv_heads, cache.head_dim), 4)
+    return (f"{cache.dtype}: {tokens:,} tokens take {nbytes:,} bytes, {nbytes / tokens:,.0f} each; "
+            f"as bare float32 they take {plain / nbytes:.2f}x as much, as float16 {plain / 2 / nbytes:.2f}x")  # fmt: skip
+
+
 def score_table(scores, cache_shape):
     """The scores as a table, below those of each runtime's float32 cache.
 

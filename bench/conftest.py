@@ -9,6 +9,12 @@ from kvfast.bench.measure import Meter, using_threads
 collect_ignore = ["bench_transformers.py"]  # a script, of packages that need not be there
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(machine_info):
+    """Saved runs tell the processor without its frequency at that time, by which no machine would be itself again."""
+    machine_info["cpu"] = {key: machine_info["cpu"].get(key) for key in ("brand_raw", "arch", "count")}
+
+
 def pytest_collection_modifyitems(items):
     """A case with one number of threads comes right after the same with another, for they share its caches."""
     places = {}

@@ -433,3 +433,42 @@ def test_import_needs_no_more_than_numpy():
 
 def test_models_are_known_by_name():
     assert all(MODELS[name].name == name for name in MODELS)
+
+
+# --- regressions by pytest-benchmark -----------------------------------------------------------
+
+BENCH = "import time\n\n\ndef bench_sleep(benchmark):\n    benchmark.pedantic(time.sleep, (0.001,), rounds=3)\n"
+
+
+def test_saved_runs_are_compared(tmp_path):
+    """Also with none, and with one of another machine; and what has become slower can be made to fail."""
+    pytest.importorskip("pytest_benchmark")
+    (tmp_path / "bench_tiny.py").write_text(BENCH)
+    (tmp_path / "conftest.py").write_text((CHECKOUT / "bench" / "conftest.py").read_text())
+    saved = tmp_path / "saved"
+
+    def run(*options):
+        command = [sys.executable, "-m", "pytest", "-c", CHECKOUT / "pyproject.toml", "--rootdir", tmp_path, "bench_tiny.py",
+                   f"--benchmark-storage={saved}", "-p", "no:cacheprovider", *options]  # fmt: skip
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return result.returncode, result.stdout + result.stderr
+
+    code, text = run("--benchmark-compare")
+    assert code == 0 and "No benchmark files" in text and "INTERNALERROR" not in text
+    assert run("--benchmark-save=before")[0] == 0
+    code, text = run("--benchmark-compare")
+    assert code == 0 and "machine_info is different" not in text and "0001_before" in text
+    (path,) = saved.rglob("0001_before.json")
+    document = json.loads(path.read_text())
+    assert document["machine_info"]["cpu"].keys() == {"brand_raw", "arch", "count"}
+    document["machine_info"]["node"] = "elsewhere"
+    path.write_text(json.dumps(document))
+    code, text = run("--benchmark-compare")
+    assert code == 0 and "machine_info is different" in text and "elsewhere" in text
+    (one,) = document["benchmarks"]
+    for name in ("min", "max", "mean", "median"):
+        one["stats"][name] /= 10
+    path.write_text(json.dumps(document))
+    assert run("--benchmark-compare=0001")[0] == 0
+    code, text = run("--benchmark-compare=0001", "--benchmark-compare-fail=min:200%")
+    assert code != 0 and "Performance has regressed" in text

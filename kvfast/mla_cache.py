@@ -196,7 +196,7 @@ class LatentSequence(LatentRows, StoredSequence):
             "num_layers": self.num_layers,
             "latent_dim": self.latent_dim,
             "rope_dim": self.rope_dim,
-            "dtype": [one.to_dict() for one in self._buffer.formats],
+            "dtype": self._buffer.formats,
         }
 
 

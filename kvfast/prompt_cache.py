@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -16,6 +15,7 @@ from .errors import CorruptFileError, IncompatibleSnapshotError
 from .options import check_size
 from .prefix import checked_token_ids
 from .snapshot import Snapshot
+from .state import json_of
 from .stored_sequence import StoredSequence
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _key(cache, model):
     """What must be the same for an entry to be of use."""
     if not isinstance(model, str):
         raise TypeError(f"model must be a str, got {model!r}")
-    settings = json.dumps([model, cache._settings()])
+    settings = json_of([model, cache._settings()])
     return _digest(settings.encode())
 
 

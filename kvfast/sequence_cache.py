@@ -204,11 +204,11 @@ class SequenceCache(StoredSequence):
         return self.k(layer), self.v(layer)
 
     def _shape_settings(self, kind):
-        """What must be the same for the bytes of one cache to be good in another."""
+        """What must be the same for the bytes of one cache to be good in another; see `state.json_of` for files."""
         return {
             "kind": kind,
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "dtype": [one.to_dict() for one in self._buffer.formats],
+            "dtype": self._buffer.formats,
         }

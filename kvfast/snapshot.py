@@ -8,7 +8,6 @@ import numpy as np
 
 from . import cache_file
 from .errors import DimensionMismatchError, IncompatibleSnapshotError
-from .formats import KVFormat
 from .interchange import as_floats
 from .options import check_size
 from .prefix import checked_token_ids
@@ -245,7 +244,7 @@ class Snapshot(StorageProperties):
 def _shown(name, value):
     """A setting as messages tell it: formats by their names, and once what all layers have."""
     if name == "dtype":
-        value = [str(KVFormat.of(one)) for one in value]
+        value = [str(one) for one in value]
     return same_or_tuple(value) if isinstance(value, list) else value
 
 

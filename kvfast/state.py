@@ -7,6 +7,7 @@ import numpy as np
 
 from . import streams
 from .errors import CorruptFileError, IncompatibleSnapshotError
+from .formats import KVFormat
 from .options import check_size
 from .prefix import checked_token_ids
 
@@ -17,6 +18,11 @@ VERSION = 3
 MOST_TOKENS = 1 << 40
 
 _FIELDS = {"version", "settings", "block_size", "max_seq_len", "seq_len", "tables", "metadata"}
+
+
+def json_of(value, **options):
+    """JSON of settings, formats included."""
+    return json.dumps(value, default=KVFormat.to_dict, **options)
 
 
 def header_of(cache, metadata):
@@ -36,7 +42,7 @@ def header_of(cache, metadata):
         "tables": cache._buffer.places_of_tables(),
         "metadata": metadata,
     }
-    return json.dumps(fields, separators=(",", ":"))
+    return json_of(fields, separators=(",", ":"))
 
 
 def named(layers, num_kv_heads):
@@ -99,7 +105,7 @@ class Opening:
             layout = streams.layout(self.cache._buffer, self.seq_len, self.tables)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
-        if json.dumps(self.cache._settings(), sort_keys=True) != given:
+        if json_of(self.cache._settings(), sort_keys=True) != given:
             raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
         if max_seq_len is not None and self.cache._settings()["kind"] not in SIZED:
             raise ValueError(f"a {type(self.cache).__name__} has no max_seq_len, got {max_seq_len}")

@@ -28,7 +28,7 @@ How the package is built, from the bottom up; each room imports only from those 
     rope                    tables of angles
     state, cache_file       a cache as plain arrays; as a file (extra ``files``)
     snapshot                a cache at one point in time
-    storage_properties, latent_rows, stored_sequence, sequence_cache, cache, mla_cache, ring_cache, paged_sequence,
+    layer_groups, storage_properties, latent_rows, stored_sequence, sequence_cache, cache, mla_cache, ring_cache, paged_sequence,
     paged_storage, paged_cache, paged_mla_cache, prompt_cache, multi_head, multi_head_config
                             the classes that users see
     capi                    the same for C and Cython, without Python in between (``kvfast.h``)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .formats import block_size_of, formats_of
+from .layer_groups import buffer_of, per_layer
 from .options import check_block_size, check_size
 from .pool import BlockPool
-from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache
 from .state import KINDS
 from .storage_properties import size_text
 from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from .table import BlockTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["KVCache"]
 
@@ -22,9 +25,9 @@ class KVCache(SequenceCache):
 
     Parameters
     ----------
-    num_layers, num_kv_heads : int
-    head_dim : int
-        1 to 512; a multiple of 16 is stored without padding.
+    num_layers : int
+    num_kv_heads, head_dim : int, or a list with one per layer
+        head_dim is 1 to 512; a multiple of 16 is stored without padding.
     max_seq_len : int, optional
         Most tokens; all memory is then reserved at once and appending allocates nothing. Without it the
         cache grows by blocks and never copies what it holds.
@@ -76,7 +79,7 @@ class KVCache(SequenceCache):
 
     __slots__ = ()
 
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, max_seq_len: int | None = None,
+    def __init__(self, num_layers: int, num_kv_heads: int | Sequence[int], head_dim: int | Sequence[int], max_seq_len: int | None = None,
                  dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None, block_size: int | None = None,
                  secure: bool = False) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
@@ -86,10 +89,13 @@ class KVCache(SequenceCache):
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
             num_blocks = -(-max_seq_len // block_size)
-        pool = BlockPool(num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, max_seq_len is None,
-                         secure=secure)
-        table = BlockTable(pool)
-        self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
+
+        def new_table(shape, layers):
+            return BlockTable(BlockPool(len(layers), *shape, block_size, [formats[i] for i in layers], num_blocks,
+                                        max_seq_len is None, secure=secure))
+
+        shapes = zip(per_layer(num_kv_heads, "num_kv_heads", num_layers), per_layer(head_dim, "head_dim", num_layers))
+        self._buffer = buffer_of(list(shapes), new_table, max_seq_len)
 
     def _settings(self):
         return self._shape_settings("full")

@@ -107,7 +107,7 @@ def import_layer(cache, layer, k, v, k_type="q8_0", v_type=None):
     k_type, v_type : str
         As in `export_layer`.
     """
-    heads, dim = cache.num_kv_heads, cache.head_dim
+    heads, dim = cache._buffer.shape(layer)
     cache.append(layer, from_ggml(k, k_type, heads, dim), from_ggml(v, v_type or k_type, heads, dim))
 
 

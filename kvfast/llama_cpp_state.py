@@ -24,6 +24,7 @@ import numpy as np
 
 from .errors import CorruptFileError, IncompatibleSnapshotError
 from .ggml import TYPES, _type, from_ggml, row_bytes, to_ggml
+from .storage_properties import each
 
 __all__ = ["LlamaCppState", "read_state", "write_state"]
 
@@ -80,7 +81,7 @@ class LlamaCppState:
         if len(cache) or cache.num_layers != len(self.k):
             raise IncompatibleSnapshotError(f"the state has {len(self.k)} layers and needs an empty cache of as many, got one of "
                                             f"{cache.num_layers} with {len(cache)} tokens")  # fmt: skip
-        heads, dim = cache.num_kv_heads, cache.head_dim
+        heads, dim = _one_shape(cache)
         _check_rope(rope_dims, dim)
         for layer, (k_type, v_type) in enumerate(zip(self.k_types, self.v_types)):
             try:
@@ -240,7 +241,7 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
     ValueError
         If the cache is empty or has dropped tokens, or for parts that exclude each other.
     """
-    count, heads, dim = len(cache), cache.num_kv_heads, cache.head_dim
+    count, (heads, dim) = len(cache), _one_shape(cache)
     v_type = v_type or k_type
     _check_rope(rope_dims, dim)
     if transposed and v_type[0] == "q":
@@ -273,6 +274,14 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
                 parts.append(struct.pack("<Q", blocks.shape[1]))
             parts.append(blocks.tobytes())
     return b"".join(parts)
+
+
+def _one_shape(cache):
+    """KV heads and head_dim of all layers; ValueError where layers differ."""
+    heads, dim = cache.num_kv_heads, cache.head_dim
+    if tuple in (type(heads), type(dim)):
+        raise ValueError(f"a state of llama.cpp has layers of one shape, and this cache has {each(heads)} heads of {each(dim)}")
+    return heads, dim
 
 
 def _check_rope(rope_dims, dim):

@@ -15,7 +15,10 @@ MOST_JSON_BYTES = 16 << 20
 _ALL_SLIDE = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")
 _EACH_NTH_IS_FULL = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "gpt-oss": 2, "cohere2": 4}
 # What Gemma 3's published files leave out, because transformers has it as defaults.
-_DEFAULTS = {"gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}}
+_DEFAULTS = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "gemma4_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
+}
 
 # Names of the same thing; the first is the one that is missed.
 _NAMES = {
@@ -199,7 +202,12 @@ def _shape(config, **weights):
                              f"{heads} heads")  # fmt: skip
         # The last layers of some models read what an earlier one keeps.
         own = number - config.count("num_kv_shared_layers", 0, least=0)
-        layers = [LayerShape(n, dim, window) for n, window in zip(kv_heads[:own], windows) if n and window != 0]
+        shapes = _shapes(config, kv_heads, dim, windows)
+        values = config.count("v_head_dim", dim)
+        if values != dim:
+            notes.append(f"keys of {dim} and values of {values} elements are kept at the width of the wider")
+        layers = [LayerShape(n, max(k, values if values != dim else 0), window)
+                  for (n, k), window in zip(shapes[:own], windows) if n and window != 0]
     without = number - len(layers)
     if not layers:
         raise ValueError(f"{config.source}: no layer of this {config.name} keeps keys and values of its own")
@@ -208,6 +216,28 @@ def _shape(config, **weights):
     context = config.get("max_position_embeddings")
     context = None if context is None else config.count("max_position_embeddings")
     return ModelShape(config.name, tuple(layers), context, notes=tuple(notes), **weights)
+
+
+def _shapes(config, kv_heads, dim, windows):
+    """KV heads and head_dim of each layer, where layers with and without a window, or each by itself, may differ."""
+    ours = config.get("per_layer_config")
+    ours = {} if ours is None else ours
+    if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):
+        raise ValueError(f"{config.source}: per_layer_config should map layers to their keys, got {ours!r:.80}")
+    shapes = []
+    for layer, (heads, window) in enumerate(zip(kv_heads, windows)):
+        if window:
+            # MiMo V2 keeps twice the heads where there is a window, and says so by its name alone.
+            heads = config.count("swa_num_key_value_heads", 2 * heads if config.name == "mimo_v2_flash" else heads)
+            shape = heads, config.count("swa_head_dim", dim)
+        elif config.get("global_head_dim") is not None and not ours:  # Gemma 4
+            own = config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None
+            shape = config.count("num_global_key_value_heads") if own else heads, config.count("global_head_dim")
+        else:
+            shape = heads, dim
+        one = _Config(ours.get(str(layer), ours.get(layer, {})), f"{config.source}: per_layer_config of layer {layer}")
+        shapes.append((one.count("num_key_value_heads", shape[0], least=0) if shape[0] else 0, one.count("head_dim", shape[1])))
+    return shapes
 
 
 def _windows(config, number, notes):
@@ -247,7 +277,9 @@ def _window_of(kind, window, config, notes):
     if kind in ("full_attention", "attention"):
         return None
     if kind == "chunked_attention":
-        note = "layers with chunked attention are taken to keep everything"
+        if config.get("attention_chunk_size") is not None:
+            return config.count("attention_chunk_size")
+        note = "chunked attention without attention_chunk_size is taken to keep everything"
         if note not in notes:
             notes.append(note)
         return None

@@ -35,7 +35,7 @@ class DtypePlan:
     dtype : str
         Name of the format, or ``"mixed"`` where layers differ.
     cache : str
-        The class that holds a sequence; two, with a plus, if layers differ in their heads.
+        The class that holds a sequence; two, with a plus, if some layers have latent rows.
     bytes_per_token : int
         Over all layers, as the `bytes_per_token` of the cache.
     bytes_per_sequence : int
@@ -197,45 +197,45 @@ def _is_refused(name):
 
 
 def _caches(shape, dtype):
-    """A `_Cache` for the layers of each shape that one cache can hold."""
+    """A `_Cache` for the layers that one cache can hold: all, or all with latent rows of one shape."""
     formats = formats_of(dtype, None, None, len(shape.layers))
     groups = {}
     for layer, form in zip(shape.layers, formats):
-        key = layer.num_kv_heads, layer.head_dim, layer.rope_dim
-        groups.setdefault(key, []).append((layer.window, form))
-    return [_Cache(key, layers) for key, layers in groups.items()]
+        key = None if layer.rope_dim is None else (layer.head_dim, layer.rope_dim)
+        groups.setdefault(key, []).append(((layer.window, layer.num_kv_heads, layer.head_dim), form))
+    return [_Cache(None if key is None else key[1], layers) for key, layers in groups.items()]
 
 
 class _Cache:
-    """One cache of a sequence, as pools without memory: one for the layers of each window, as the caches have them."""
+    """One cache of a sequence, as pools without memory: one for the layers of each window and shape, as the caches have them."""
 
-    def __init__(self, key, layers):
-        num_kv_heads, head_dim, self.rope_dim = key
-        if self.rope_dim is not None:
-            if any(window is not None for window, _ in layers):
+    def __init__(self, rope_dim, layers):
+        self.rope_dim = rope_dim
+        if rope_dim is not None:
+            if any(window is not None for (window, *_), _ in layers):
                 raise ValueError("latent rows with a window are not known to kvfast")
-            layers = [(None, latent_format(form)) for _, form in layers]
+            layers = [(kind, latent_format(form)) for kind, form in layers]
         self.block_size = block_size_of([form for _, form in layers], None, BLOCK_SIZE)
-        by_window = {}
-        for window, form in layers:
-            by_window.setdefault(window, []).append(form)
+        by_kind = {}
+        for kind, form in layers:
+            by_kind.setdefault(kind, []).append(form)
 
-        def pool(forms):
-            return BlockPool(len(forms), num_kv_heads, head_dim, self.block_size, forms, 1, True, rope_dim=self.rope_dim)
+        def pool(kind, forms):
+            return BlockPool(len(forms), *kind[1:], self.block_size, forms, 1, True, rope_dim=rope_dim)
 
-        self.pools = {window: pool(forms) for window, forms in by_window.items()}
+        self.pools = [(kind[0], pool(kind, forms)) for kind, forms in by_kind.items()]
         # Layers that read the same for a token: how many, their window, their format, and one of them.
-        self.kinds = [(count, *kind, pool([kind[1]])) for kind, count in Counter(layers).items()]
-        self.bytes_per_token = sum(pool.block_bytes for pool in self.pools.values()) // self.block_size
+        self.kinds = [(count, kind[0], form, pool(kind, [form])) for (kind, form), count in Counter(layers).items()]
+        self.bytes_per_token = sum(pool.block_bytes for _, pool in self.pools) // self.block_size
 
     def name(self, context):
         if self.rope_dim is not None:
             return "MLAKVCache"
-        return "RingKVCache" if any(window is not None and window < context for window in self.pools) else "KVCache"
+        return "RingKVCache" if any(window is not None and window < context for window, _ in self.pools) else "KVCache"
 
     def nbytes(self, context):
         total = 0
-        for window, pool in self.pools.items():
+        for window, pool in self.pools:
             blocks = -(-context // self.block_size)
             if window is not None and window < context:
                 blocks = ring_blocks(window + ROLLBACK, 0, self.block_size)

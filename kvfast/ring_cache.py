@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .errors import DimensionMismatchError
 from .formats import block_size_of, formats_of
 from .fused import Transform, rotated
+from .layer_groups import buffer_of, per_layer
 from .options import check_size
 from .pool import BlockPool
 from .ring import RingTable
 from .rope import RotaryTables
-from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache
 from .state import KINDS
 from .storage_properties import same_or_tuple, size_text
@@ -91,17 +90,15 @@ class RingKVCache(SequenceCache):
 
     __slots__ = ("_interleaved", "_num_sink_tokens", "_rollback", "_rope", "_windows")
 
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, window: int | None | Sequence[int | None],
-                 num_sink_tokens: int = 0, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
+    def __init__(self, num_layers: int, num_kv_heads: int | Sequence[int], head_dim: int | Sequence[int],
+                 window: int | None | Sequence[int | None], num_sink_tokens: int = 0, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
                  rollback: int = ROLLBACK, rope: Literal['cache'] | None = None, rope_theta: float = 10000.0,
                  rotary_dim: int | None = None, rope_frequencies: ArrayLike | None = None,
                  rope_interleaved: bool = False, secure: bool = False) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
-        head_dim = check_size(head_dim, "head_dim", 1, 512)
-        windows = list(window) if isinstance(window, (list, tuple)) else [window] * num_layers
-        if len(windows) != num_layers:
-            raise DimensionMismatchError(f"window must be one number or a list of {num_layers}, one per layer, "
-                                         f"got {len(windows)}")
+        heads, dims = per_layer(num_kv_heads, "num_kv_heads", num_layers), per_layer(head_dim, "head_dim", num_layers)
+        dims = [check_size(one, "head_dim", 1, 512) for one in dims]
+        windows = per_layer(window, "window", num_layers)
         windows = [one if one is None else check_size(one, "window", 1, 1 << 40) for one in windows]
         local = [one for one in windows if one is not None]
         if not local:
@@ -114,6 +111,9 @@ class RingKVCache(SequenceCache):
             raise ValueError(f'rope must be None or "cache", got {rope!r}')
         self._rope = None
         if rope:
+            head_dim = dims[0]
+            if dims != [head_dim] * num_layers:
+                raise ValueError(f'rope="cache" turns all layers alike, and needs one head_dim for all of them, got {dims}')
             rotary_dim = head_dim if rotary_dim is None else check_size(rotary_dim, "rotary_dim", 2, head_dim)
             if rope_frequencies is None and rotary_dim % 2:
                 raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
@@ -126,26 +126,21 @@ class RingKVCache(SequenceCache):
 
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, None, BLOCK_SIZE)
-        groups = {}
-        for layer, one in enumerate(windows):
-            groups.setdefault(one, []).append(layer)
-        tables, places = [], [None] * num_layers
-        for one, group in groups.items():
+
+        def new_table(kind, layers):
+            one, *shape = kind
             held = GROW_BLOCKS if one is None else ring_blocks(one + rollback, num_sink_tokens, block_size)
-            pool = BlockPool(len(group), num_kv_heads, head_dim, block_size, [formats[i] for i in group], held, True,
-                             secure=secure)
-            table = BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
-            tables.append(table)
-            for place, layer in enumerate(group):
-                places[layer] = table, place
-        self._buffer = SequenceBuffer(tables, places)
+            pool = BlockPool(len(layers), *shape, block_size, [formats[i] for i in layers], held, True, secure=secure)
+            return BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
+
+        self._buffer = buffer_of(list(zip(windows, heads, dims)), new_table)
 
     def _transform(self, layer, array, norm, eps):
         if self._rope is None:
             return None
         num_tokens, length = _num_tokens(array), self.layer_length(layer)
         cos, sin = self._rope(length, num_tokens)
-        return Transform(self.head_dim, norm, eps, cos, sin, np.arange(num_tokens), self._interleaved, "k_norm", made_for=length)
+        return Transform(self._head_dim(layer), norm, eps, cos, sin, np.arange(num_tokens), self._interleaved, "k_norm", made_for=length)
 
     def _rotated(self, layer, q, options):
         if self._rope is None:

@@ -6,7 +6,7 @@ from kvfast.table cimport BlockTable
 
 
 cdef class SequenceBuffer:
-    cdef readonly list tables          # of BlockTable: one for each group of layers with one window
+    cdef readonly list tables          # of BlockTable: one for each group of layers with one window and one shape
     cdef list places                   # of (table, layer in it) for each layer
     cdef readonly Py_ssize_t num_layers
     cdef Py_ssize_t most               # tokens, or -1: any number

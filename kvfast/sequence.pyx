@@ -381,13 +381,27 @@ cdef class SequenceBuffer:
         cdef BlockPool pool = self._table(index, &layer).pool
         return (pool.num_blocks - pool.num_gaps) * pool.block_size
 
+    def shape(self, index):
+        """KV heads and head_dim of a layer."""
+        cdef Py_ssize_t layer
+        cdef BlockPool pool = self._table(index, &layer).pool
+        return pool.num_kv_heads, pool.head_dim
+
+    def _of_layers(self, Py_ssize_t which):
+        """A part of `shape`: a number, or a tuple of one per layer where layers differ."""
+        cdef BlockPool pool
+        if len({((<BlockTable>table).pool.num_kv_heads, (<BlockTable>table).pool.head_dim)[which] for table in self.tables}) == 1:
+            pool = self._pool()
+            return (pool.num_kv_heads, pool.head_dim)[which]
+        return tuple([self.shape(i)[which] for i in range(self.num_layers)])
+
     @property
     def num_kv_heads(self):
-        return (<BlockTable>self.tables[0]).pool.num_kv_heads
+        return self._of_layers(0)
 
     @property
     def head_dim(self):
-        return (<BlockTable>self.tables[0]).pool.head_dim
+        return self._of_layers(1)
 
     @property
     def rope_dim(self):

@@ -88,10 +88,11 @@ class SequenceCache(StoredSequence):
         ------
         DimensionMismatchError, TypeError, IndexError, ValueError, NonFiniteInputError, CacheFullError
         """
-        of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
+        head_dim = self._head_dim(layer)
+        of_q = Transform(head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
         of_k = self._transform(layer, qkv, k_norm, eps)
         if of_k is None:
-            of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
+            of_k = Transform(head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         elif cos is not None or sin is not None:
             raise ValueError('a cache with rope="cache" turns queries and keys itself: leave out cos and sin')
         return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
@@ -199,6 +200,9 @@ class SequenceCache(StoredSequence):
     def v(self, layer: int) -> NDArray[np.float32]:
         """Values of a layer; see `k`."""
         return self._buffer.rows(layer, True)[0]
+
+    def _head_dim(self, layer):
+        return self._buffer.shape(layer)[1]
 
     def _decoded(self, layer):
         return self.k(layer), self.v(layer)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import islice
 
 import numpy as np
 
@@ -45,7 +46,7 @@ def header_of(cache, metadata):
     return json_of(fields, separators=(",", ":"))
 
 
-def named(layers, num_kv_heads):
+def named(layers):
     """Names for what `streams.streams` and `streams.arrays` return, one after the other.
 
     Yields
@@ -55,10 +56,10 @@ def named(layers, num_kv_heads):
         the blocks behind them, block after block and head after head; ``layers.0.k.floats``: so the pieces of float
         rows. Numbers have as many digits as the largest, so that names sort as the heads do.
     """
-    layer_digits, head_digits = len(str(len(layers) - 1)), len(str(num_kv_heads - 1))
+    layer_digits = len(str(len(layers) - 1))
     for layer, pair in enumerate(layers):
         for side, (heads, tails, floats) in zip("kv", pair):
-            start = f"layers.{layer:0{layer_digits}}.{side}."
+            start, head_digits = f"layers.{layer:0{layer_digits}}.{side}.", len(str(len(heads) - 1))
             for head, array in enumerate(heads):
                 yield f"{start}{head:0{head_digits}}", array
             if len(tails):
@@ -69,7 +70,7 @@ def named(layers, num_kv_heads):
 
 def arrays_of(cache):
     """The stored bytes of a cache by their names."""
-    found = named(streams.arrays(cache._buffer), cache.num_kv_heads)
+    found = named(streams.arrays(cache._buffer))
     return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
 
 
@@ -115,19 +116,20 @@ class Opening:
 
     def _checked_streams(self, layout, shapes):
         """Names of the arrays of full blocks; all arrays have the right shapes."""
-        heads = self.cache.num_kv_heads
-        count = sum(heads + (tails > 0) + (pieces > 0) for pair in layout for _, tails, _, pieces, _ in pair)
+        numbers = self._heads()
+        count = sum(heads + (tails > 0) + (pieces > 0) for heads, pair in zip(numbers, layout) for _, tails, _, pieces, _ in pair)
         if len(shapes) != count:
+            heads = "/".join(map(str, dict.fromkeys(numbers)))
             raise CorruptFileError(f"{len(layout)} layers of {heads} heads have {count} arrays, got {len(shapes)}")
         expected = [
             [
                 ([(full, nbytes)] * heads, [(tails * heads, nbytes)] * (tails > 0), [(pieces * heads, rest)] * (pieces > 0))
                 for full, tails, nbytes, pieces, rest in pair
             ]
-            for pair in layout
+            for heads, pair in zip(numbers, layout)
         ]
         whole = []
-        for name, shape in named(expected, heads):
+        for name, shape in named(expected):
             if isinstance(shape, list):
                 (shape,) = shape
             else:
@@ -137,6 +139,10 @@ class Opening:
             if shapes[name] != shape:
                 raise CorruptFileError(f"{name} must have shape {shape}, got {shapes[name]}")
         return whole
+
+    def _heads(self):
+        """KV heads of each layer."""
+        return [self.cache._buffer.shape(layer)[0] for layer in range(self.cache.num_layers)]
 
     def take(self):
         """Give the cache its blocks.
@@ -149,7 +155,7 @@ class Opening:
         if self._reserve is not None:
             self.cache = type(self.cache)._from_settings(*self._reserve)
         streams.reopen(self.cache._buffer, self.seq_len, self.tables)
-        for name, array in named(streams.streams(self.cache._buffer), self.cache.num_kv_heads):
+        for name, array in named(streams.streams(self.cache._buffer)):
             yield name, [array] if isinstance(array, np.ndarray) else array
 
     def take_mapped(self, memory, offsets):
@@ -166,16 +172,17 @@ class Opening:
         iterable of (str, list of arrays)
             As of `take`, for the blocks that are not full.
         """
-        buffer, heads = self.cache._buffer, self.cache.num_kv_heads
-        starts = np.array([offsets[name] for name in self._streams], np.int64).reshape(-1, heads)
-        strides = np.diff(starts, axis=1) if heads > 1 else np.zeros((len(starts), 1), np.int64)
-        if np.any(starts % 64) or np.any(strides != strides[:, :1]):
-            raise CorruptFileError("the blocks do not lie as kvfast has written them, and cannot be mapped (did something "
-                                   "else write the file?); load it without mmap")
-        sides = [(int(start), int(stride)) for start, stride in zip(starts[:, 0], strides[:, 0])]
+        buffer, names, sides = self.cache._buffer, iter(self._streams), []
+        for heads in np.repeat(self._heads(), 2).tolist():  # keys and values
+            starts = np.array([offsets[name] for name in islice(names, heads)], np.int64)
+            strides = np.diff(starts) if heads > 1 else np.zeros(1, np.int64)
+            if np.any(starts % 64) or np.any(strides != strides[0]):
+                raise CorruptFileError("the blocks do not lie as kvfast has written them, and cannot be mapped (did something "
+                                       "else write the file?); load it without mmap")
+            sides.append((int(starts[0]), int(strides[0])))
         reserve = 0 if self._reserve is None else self._reserve[-1]
         streams.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
-        for name, array in named(streams.streams(buffer), heads):
+        for name, array in named(streams.streams(buffer)):
             if not isinstance(array, np.ndarray):
                 yield name, array
 

@@ -19,6 +19,11 @@ def same_or_tuple(values: list[Any]) -> Any:
     return values[0] if len(set(values)) == 1 else tuple(values)
 
 
+def each(values: Any) -> str:
+    """The values of `same_or_tuple` for reading, each once."""
+    return "/".join(map(str, dict.fromkeys(values))) if isinstance(values, tuple) else str(values)
+
+
 class StorageProperties:
     """What a cache tells of its storage: of ``_storage``, a buffer or a pool."""
 
@@ -29,17 +34,23 @@ class StorageProperties:
         return self._storage.num_layers
 
     @property
-    def num_kv_heads(self) -> int:
+    def num_kv_heads(self) -> int | tuple[int, ...]:
+        """A number, or a tuple of one per layer where layers differ."""
         return self._storage.num_kv_heads
 
     @property
-    def head_dim(self) -> int:
+    def head_dim(self) -> int | tuple[int, ...]:
+        """A number, or a tuple of one per layer where layers differ."""
         return self._storage.head_dim
 
     @property
-    def entry_size(self) -> int:
-        """Elements of one token's keys in one layer: num_kv_heads * head_dim."""
-        return self._storage.num_kv_heads * self._storage.head_dim
+    def entry_size(self) -> int | tuple[int, ...]:
+        """Elements of one token's keys in one layer: num_kv_heads * head_dim; a tuple of one per layer where layers differ."""
+        return same_or_tuple(self._entry_sizes())
+
+    def _entry_sizes(self):
+        heads, dims = (one if isinstance(one, tuple) else (one,) * self.num_layers for one in (self.num_kv_heads, self.head_dim))
+        return [number * dim for number, dim in zip(heads, dims)]
 
     @property
     def block_size(self) -> int:
@@ -54,7 +65,7 @@ class StorageProperties:
     @property
     def bytes_per_element(self) -> float:
         """Bytes that one number of a key or value takes, scales and padding included."""
-        return self.bytes_per_token / (2 * self.num_layers * self.entry_size)
+        return self.bytes_per_token / (2 * sum(self._entry_sizes()))
 
     @property
     def nbytes(self) -> int:
@@ -98,4 +109,4 @@ class StorageProperties:
         return self.dtype if isinstance(self.dtype, str) else "mixed"
 
     def _shape(self):
-        return f"{self.dtype_name}, {self.num_layers} layers x {self.num_kv_heads} heads x {self.head_dim}"
+        return f"{self.dtype_name}, {self.num_layers} layers x {each(self.num_kv_heads)} heads x {each(self.head_dim)}"

@@ -1,0 +1,35 @@
+"""Layers that are stored alike share pools and block tables; those of one cache may differ."""
+
+from .errors import DimensionMismatchError
+from .sequence import SequenceBuffer
+
+
+def per_layer(value, name, num_layers):
+    """One value for each layer, from one for all or from a list."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_layers
+    if len(values) != num_layers:
+        raise DimensionMismatchError(f"{name} must be one number or a list of {num_layers}, one per layer, got {len(values)}")
+    return values
+
+
+def buffer_of(kinds, new_table, max_seq_len=None):
+    """A buffer whose layers of one kind share a table.
+
+    Parameters
+    ----------
+    kinds : list
+        What is the same for the layers of a table, hashable, one for each layer.
+    new_table : callable
+        Makes the BlockTable of a kind, given it and the indices of its layers.
+    max_seq_len : int, optional
+    """
+    groups = {}
+    for layer, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(layer)
+    tables, places = [], [None] * len(kinds)
+    for kind, layers in groups.items():
+        table = new_table(kind, layers)
+        tables.append(table)
+        for place, layer in enumerate(layers):
+            places[layer] = table, place
+    return SequenceBuffer(tables, places, max_seq_len)

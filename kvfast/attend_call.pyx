@@ -224,12 +224,14 @@ cdef class AttendCall:
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
         """The queries first_query ... are the last of a context: which positions each sees."""
         cdef kv_query *query
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, chunk = self.options.attention_chunk_size
         for i in range(num_queries):
             query = self.call.queries + first_query + i
             query.position = context.length - num_queries + i
             query.stop = query.position + 1 if self.options.causal else context.length
             query.start = max(<Py_ssize_t>0, query.position + 1 - self.window) if self.window else 0
+            if chunk:
+                query.start = max(query.start, query.position // chunk * chunk)
             query.sink_stop = min(max(self.options.num_sink_tokens, 0), query.start)
             query.parts = 0
         self.context += context.length

@@ -4,6 +4,8 @@ from numpy.typing import ArrayLike, NDArray
 
 class Options:
     made_for: int
+    @property
+    def attention_chunk_size(self) -> int: ...
     def __init__(
         self,
         out: NDArray[Any] | None = ...,
@@ -17,6 +19,7 @@ class Options:
         return_lse: bool = ...,
         num_splits: int = ...,
         num_threads: int | None = ...,
+        attention_chunk_size: int | None = ...,
     ) -> None: ...
     def window_or(self, window: int | None) -> int | None: ...
     def sinks_or(self, num_sink_tokens: int) -> int: ...

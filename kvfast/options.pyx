@@ -10,13 +10,18 @@ from kvfast.interchange import as_numbers
 
 cdef class Options:
     def __init__(self, out=None, scale=None, bint causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
-                 sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None):
+                 sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None):
         self.out, self.scale, self.causal, self.softcap = out, scale, causal, softcap
         self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
         self.num_sink_tokens = self.made_for = -1  # not given
         if num_sink_tokens is not None:
             self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0, 1 << 60)
         self.return_lse, self.num_splits, self.num_threads = return_lse, num_splits, num_threads
+        self.attention_chunk_size = 0  # none
+        if attention_chunk_size is not None:
+            self.attention_chunk_size = check_count(attention_chunk_size, "attention_chunk_size", 1, 1 << 60)
+            if not causal:
+                raise ValueError("attention_chunk_size is for causal attention")
 
     def window_or(self, window):
         """The sliding window of the call, or else `window`."""

@@ -362,7 +362,7 @@ cdef class PagedBuffer:
         begins, parts, kept = [0] * count, [0] * count, []
         if call.call.store.latent and call.call.group % KV_ROWS == 0:
             cascade = False  # whole passes for each query: reading together would save bytes, of which there are few, alone
-        if cascade and call.window == 0 and count > 1:
+        if cascade and call.window == 0 and call.options.attention_chunk_size == 0 and count > 1:
             self._share(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, begins,
                         parts, kept)
         for i in range(count):

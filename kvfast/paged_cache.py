@@ -116,7 +116,7 @@ class PagedKVCache(PagedStorage):
                      softcap: float | None = None, sliding_window: int | None = None,
                      num_sink_tokens: int | None = None, sinks: ArrayLike | None = None,
                      alibi_slopes: ArrayLike | None = None, return_lse: bool = False, num_splits: int = 0,
-                     num_threads: int | None = None) -> Any:
+                     num_threads: int | None = None, attention_chunk_size: int | None = None) -> Any:
         """Attention of a ragged batch, prompts and single tokens mixed.
 
         Parameters
@@ -133,8 +133,9 @@ class PagedKVCache(PagedStorage):
             Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; one each by default.
         cascade : bool
             Read blocks that several sequences share once for all of them (from 256 shared tokens on, and not
-            with a sliding window). The result differs by rounding.
-        out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, num_threads
+            with a sliding window or chunks). The result differs by rounding.
+        out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, \
+        num_threads, attention_chunk_size
             As in `KVCache.attend`.
 
         Returns
@@ -148,7 +149,7 @@ class PagedKVCache(PagedStorage):
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
         options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
-                          num_splits, num_threads)
+                          num_splits, num_threads, attention_chunk_size)
         return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
                                          cascade)
 
@@ -157,7 +158,7 @@ class PagedKVCache(PagedStorage):
                       cu_seqlens_q: ArrayLike | None = None, cascade: bool = True, num_q_heads: int | None = None,
                       dtype: Any = "float32", causal: bool = True, sliding_window: int | None = None,
                       num_sink_tokens: int | None = None, num_splits: int = 0,
-                      num_threads: int | None = None) -> AttendPlan:
+                      num_threads: int | None = None, attention_chunk_size: int | None = None) -> AttendPlan:
         """What `attend_batch` would do now; see `KVCache.explain`.
 
         Parameters
@@ -165,7 +166,7 @@ class PagedKVCache(PagedStorage):
         q_shape, layer, num_q_heads, dtype
             As in `KVCache.explain`.
         sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, sliding_window, num_sink_tokens, num_splits, \
-        num_threads
+        num_threads, attention_chunk_size
             As in `attend_batch`.
 
         Returns
@@ -173,6 +174,6 @@ class PagedKVCache(PagedStorage):
         AttendPlan
         """
         options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
-                          num_threads)
+                          num_threads, attention_chunk_size)
         return self._buffer.explain_batch(layer, q_shape, num_q_heads, dtype,
                                           *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options, cascade)

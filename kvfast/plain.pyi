@@ -20,6 +20,7 @@ def attention(
     return_lse: Literal[False] = ...,
     num_splits: int = ...,
     num_threads: int | None = ...,
+    attention_chunk_size: int | None = ...,
 ) -> NDArray[Any]: ...
 @overload
 def attention(
@@ -38,6 +39,7 @@ def attention(
     return_lse: Literal[True],
     num_splits: int = ...,
     num_threads: int | None = ...,
+    attention_chunk_size: int | None = ...,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
 def merge_states(
     out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike

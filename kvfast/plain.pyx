@@ -32,7 +32,7 @@ cdef object _padded(object array):
 
 
 def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
-              sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None):
+              sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None):
     """Fused attention on plain arrays, without a cache.
 
     Parameters
@@ -42,7 +42,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     k, v : arrays of shape (context, num_kv_heads, head_dim), float32, float16 or bfloat16
         Keys and values; read where they lie when head_dim is a multiple of 16 and the tokens lie one behind the other, at
         most 1 MiB apart, and copied before otherwise.
-    out, scale, causal, ... num_threads
+    out, scale, causal, ... attention_chunk_size
         As in `kvfast.KVCache.attend`.
 
     Returns
@@ -83,7 +83,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     context.length = keys.rows.tokens
     call = open_call(&store, Workspace(), q,
                      Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
-                             return_lse, num_splits, num_threads), 1)
+                             return_lse, num_splits, num_threads, attention_chunk_size), 1)
     check_apart(&call.call.out, &given_keys.rows, "k")
     check_apart(&call.call.out, &given_values.rows, "v")
     if call.call.q.tokens > context.length:

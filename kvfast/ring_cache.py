@@ -145,6 +145,8 @@ class RingKVCache(SequenceCache):
     def _rotated(self, layer, q, options):
         if self._rope is None:
             return q, None
+        if options.attention_chunk_size:
+            raise ValueError('attention_chunk_size is not known to rope="cache", whose windows move with the queries')
         n, length = _num_tokens(q), self.layer_length(layer)
         options.made_for = length
         first = max(0, length - n)

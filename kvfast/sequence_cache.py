@@ -101,7 +101,7 @@ class SequenceCache(StoredSequence):
                causal: bool = True, softcap: float | None = None, sliding_window: int | None = None,
                num_sink_tokens: int | None = None, sinks: ArrayLike | None = None,
                alibi_slopes: ArrayLike | None = None, return_lse: bool = False, num_splits: int = 0,
-               num_threads: int | None = None) -> Any:
+               num_threads: int | None = None, attention_chunk_size: int | None = None) -> Any:
         """Attention of the last tokens to all that a layer holds, computed on the stored bytes.
 
         Parameters
@@ -121,7 +121,7 @@ class SequenceCache(StoredSequence):
         sliding_window : int, optional
             A query at position p sees no key before ``p - sliding_window + 1``, but for the sinks.
         num_sink_tokens : int, optional
-            With a sliding window: the first so many tokens stay visible (StreamingLLM, arXiv 2309.17453).
+            With a sliding window or chunks: the first so many tokens stay visible (StreamingLLM, arXiv 2309.17453).
         sinks : array of shape (num_q_heads,), optional
             Logits that join the softmax's denominator only.
         alibi_slopes : array of shape (num_q_heads,), optional
@@ -132,6 +132,8 @@ class SequenceCache(StoredSequence):
             Parts that the context is cut into; 0 lets kvfast choose, from the lengths alone.
         num_threads : int, optional
             Most threads of this call. The result is the same bits for every number.
+        attention_chunk_size : int, optional
+            Positions are cut into chunks of so many, and a query sees no key of the chunks before its own, but for the sinks.
 
         Returns
         -------
@@ -143,12 +145,13 @@ class SequenceCache(StoredSequence):
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
         options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
-                          num_splits, num_threads)
+                          num_splits, num_threads, attention_chunk_size)
         return self._buffer.attend(layer, *self._rotated(layer, q, options), options)
 
     def explain(self, q_shape: Any = 1, layer: int = 0, *, num_q_heads: int | None = None, dtype: Any = "float32",
                 causal: bool = True, sliding_window: int | None = None, num_sink_tokens: int | None = None,
-                num_splits: int = 0, num_threads: int | None = None) -> AttendPlan:
+                num_splits: int = 0, num_threads: int | None = None,
+                attention_chunk_size: int | None = None) -> AttendPlan:
         """What `attend` would do now: its kernels, tasks, threads, the bytes it would read, and slow paths it would take.
 
         Parameters
@@ -160,7 +163,7 @@ class SequenceCache(StoredSequence):
             With a number of tokens; one for each KV head by default.
         dtype : str or dtype
             Of q, where `q_shape` is no array.
-        causal, sliding_window, num_sink_tokens, num_splits, num_threads
+        causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size
             As in `attend`.
 
         Returns
@@ -183,7 +186,7 @@ class SequenceCache(StoredSequence):
         (('scores_int8', 'accumulate_int8'), 8, 8650752)
         """
         options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
-                          num_threads)
+                          num_threads, attention_chunk_size)
         return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:

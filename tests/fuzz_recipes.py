@@ -243,7 +243,7 @@ RECIPES = {
     "lse_b": lambda c: c.floats(3, 4), "i": small(0, 1), "start": small(0), "stop": small(2),
     # attention
     "out": Call.out, "scale": small(0.1, -1.0), "causal": small(True, False), "softcap": small(30.0, 0.5),
-    "sliding_window": small(1, 16, 100), "sinks": lambda c: c.floats(c.heads * c.group),
+    "sliding_window": small(1, 16, 100), "attention_chunk_size": small(1, 16, 100), "sinks": lambda c: c.floats(c.heads * c.group),
     "alibi_slopes": lambda c: c.floats(c.heads * c.group),
     "return_lse": small(True, False), "softmax": small(True, False), "num_splits": small(0, 1, 3, 1000),
     "num_threads": small(1, 2, None),

@@ -6,7 +6,8 @@ import kvfast
 
 
 def attention(
-    q, k, v, *, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=0, sinks=None, alibi_slopes=None
+    q, k, v, *, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=0, sinks=None, alibi_slopes=None,
+    attention_chunk_size=None,
 ):
     """Attention of the last tokens: q (n, Hq, D), k and v (L, Hkv, D) -> out (n, Hq, D), lse (n, Hq)."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
@@ -21,6 +22,8 @@ def attention(
         hidden |= key > at
     if sliding_window:
         hidden |= (key <= at - sliding_window) & (key >= num_sink_tokens)
+    if attention_chunk_size:
+        hidden |= (key < at // attention_chunk_size * attention_chunk_size) & (key >= num_sink_tokens)
     out, lse = np.zeros(q.shape), np.zeros((n, num_q_heads))
     for h in range(num_q_heads):
         score = scale * q[:, h] @ k[:, h // group].T

@@ -61,6 +61,8 @@ def test_every_dtype_and_size(isa, rng, shape):
         {"softcap": 2.0},
         {"sliding_window": 1},
         {"sliding_window": 20},
+        {"attention_chunk_size": 7},
+        {"attention_chunk_size": 32, "softcap": 5.0},
         {"sliding_window": 100, "causal": False},
         {"sinks": True},
         {"alibi_slopes": True},

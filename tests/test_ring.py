@@ -228,3 +228,43 @@ def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path,
     for one in (ring, other):
         one.append(0, k[81:], v[81:])
     assert np.array_equal(ring.attend(0, q), other.attend(0, q))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_chunks(dtype):
+    """A ring whose window is a chunk keeps all that attention to chunks sees; prompts come in pieces across their edges."""
+    ring, whole = kvfast.RingKVCache(1, 2, 32, window=48, dtype=dtype, num_sink_tokens=2), kvfast.KVCache(1, 2, 32, dtype=dtype)
+    rng = np.random.default_rng(0)
+    for n in (1, 46, 1, 1, 60, 100, 3):
+        k, v, q = rng.standard_normal((3, n, 2, 32)).astype(np.float32)
+        for cache in (ring, whole):
+            cache.append(0, k, v)
+        for sinks in (0, 2):
+            found = ring.attend(0, q, attention_chunk_size=48, num_sink_tokens=sinks)
+            expected, _ = attention(q, whole.k(0), whole.v(0), attention_chunk_size=48, num_sink_tokens=sinks)
+            assert relative_error(found, expected) < (1e-5 if dtype == "float32" else 2e-2)
+            assert relative_error(whole.attend(0, q, attention_chunk_size=48, num_sink_tokens=sinks), expected) < 2e-2
+        for cache in (ring, whole):
+            cache.advance(n)
+    assert whole.explain(1, attention_chunk_size=48).items[0].begin == 128  # the tile with position 192, where the chunk begins
+    with pytest.raises(ValueError, match="attention_chunk_size is for causal attention"):
+        ring.attend(0, q, attention_chunk_size=48, causal=False)
+    with pytest.raises(ValueError, match="attention_chunk_size must be"):
+        whole.attend(0, q, attention_chunk_size=0)
+    turned = kvfast.RingKVCache(1, 2, 32, window=48, rope="cache")
+    turned.append(0, k, v)
+    with pytest.raises(ValueError, match="attention_chunk_size is not known"):
+        turned.attend(0, q, attention_chunk_size=48)
+
+
+def test_batches_keep_to_chunks():
+    pool = kvfast.PagedKVCache(1, 2, 32, 64, dtype="float32")
+    k, v, q = np.random.default_rng(0).standard_normal((3, 400, 2, 32)).astype(np.float32)
+    first = pool.new_sequence()
+    first.append(0, k, v)
+    first.advance(400)
+    sequences = [first, first.fork()]
+    found = pool.attend_batch(0, q[:2], sequences, attention_chunk_size=300)
+    expected, _ = attention(q[:1], k, v, attention_chunk_size=300)
+    assert relative_error(found[:1], expected) < 1e-5
+    assert relative_error(kvfast.attention(q[:1], k, v, attention_chunk_size=300), expected) < 1e-5

@@ -158,7 +158,39 @@ def peers():
     return tables(load("peers"))
 
 
-TABLES = {function.__name__: function for function in (memory, accuracy, compression, decode, speed, prefill, precision, peers)}
+def architectures():
+    """What came of each architecture of transformers, those of one outcome together."""
+    kept = json.loads((ROOT / "tests" / "architectures.json").read_text(encoding="utf-8"))
+    outcomes = {}
+    for name, found in kept["architectures"].items():
+        text = found.get("kvfast", found.get("not tried"))
+        outcome = next((outcome for start, outcome in _OUTCOMES.items() if text.startswith(start)), None) or f"refused: {_reason(text)}"
+        if text.startswith("refused") and found["eager"].startswith("same"):
+            outcome += ' (with "sdpa" or "eager" and the same cache: the same tokens)'
+        outcomes.setdefault(outcome, []).append(name)
+    order = sorted(outcomes, key=lambda one: (one.startswith("not"), one.startswith("refused"), -len(outcomes[one]), one))
+    rows = [[outcome, str(len(outcomes[outcome])), ", ".join(outcomes[outcome])] for outcome in order]
+    return _table([f"transformers {kept['transformers']}", "", "`model_type`"], rows)
+
+
+# By what the results begin with; of two that fit, the longer stands first.
+_OUTCOMES = {
+    "same, decoded": "the same tokens, all of the cache decoded at each step: these models ask for no attention by its name",
+    "same": "the same tokens, attended to on the stored bytes",
+    "unused": "not tried: keeps its tokens elsewhere, whatever cache it is given",
+    "transformers cannot": "not tried: takes no `DynamicCache` either",
+    "a small": "not tried: large in its smallest configuration",
+    "cannot be built": "not tried: no small configuration was found that builds",
+}
+
+
+def _reason(text):
+    """The text of an error, as it is for all that are refused alike."""
+    text = re.split(": use |, and under ", text.split(": ", 2)[2])[0]
+    return re.sub(r"layer \d+( of \w+)?", "a layer", re.sub(r"\w+Attention", "its attention", text))
+
+
+TABLES = {function.__name__: function for function in (memory, accuracy, compression, decode, speed, prefill, precision, peers, architectures)}
 
 
 def main():

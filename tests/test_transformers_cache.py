@@ -213,7 +213,7 @@ def test_other_masks_are_refused(llama):
         {"allow_is_causal_skip": False},
     ):
         mask = lazy_mask(**sizes, **others)
-        assert not mask.is_causal
+        assert mask.is_causal == (mask.chunk == 8)  # which layers without chunks refuse
         llama.set_attn_implementation("kvfast")
         key, value = KVFastCache(llama.config).update(torch.zeros(1, 2, 6, 16), torch.zeros(1, 2, 6, 16), 0)
         with pytest.raises(ValueError, match="asks for more in LlamaAttention"):
@@ -277,10 +277,12 @@ def test_attention_that_is_not_kvfasts_is_noticed(llama):
 def test_models_that_are_not_known_are_refused(llama):
     with pytest.raises(ValueError, match="t5 has an encoder"):
         KVFastCache(transformers.T5Config())
-    with pytest.raises(ValueError, match="has linear_attention"):
-        KVFastCache(transformers.Qwen3NextConfig())
+    with pytest.raises(ValueError, match="does not know what layer 0 of deepseek_v32 keeps, which is indexed_attention.*DynamicCache"):
+        KVFastCache(transformers.DeepseekV32Config())
+    with pytest.raises(ValueError, match="no layer of mamba has keys and values"):
+        KVFastCache(transformers.MambaConfig())
     with pytest.raises(ValueError, match="one shape"):
-        KVFastCache(llama.config).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 8), 0)
+        KVFastCache(llama.config).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 3, 16), 0)
     with pytest.raises(ValueError, match="int9"):
         KVFastCache(llama.config, "int9")
 

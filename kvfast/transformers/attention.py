@@ -1,16 +1,19 @@
 """The attention function: stores the new keys and values, and attends on what is stored."""
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .masks import LazyMask, lazy_mask
-from .rows import EVERYTHING
+from .received import Received
+from .rows import EVERYTHING, widened
 
 NAME = "kvfast"
 
-# What changes an attention in ways that kvfast does not know.
-_UNKNOWN = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask", "block_indices", "indices", "cache")
+# What comes with a call and does not change it; whatever else there is, does.
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "num_items_in_batch", "return_dict", "output_router_logits",
+             "output_hidden_states"}
 
 
 def register():
@@ -43,46 +46,66 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     Raises
     ------
     ValueError
-        For what kvfast cannot compute: masks that are more than causal, a window and padding; biases; dropout.
+        For what kvfast cannot compute: masks that are more than causal, a window or chunks, and padding; biases; dropout.
     """
-    place = getattr(key, "kvfast_place", None)
-    if place is None:
+    if not isinstance(key, Received) and not isinstance(value, Received):
         return _without_cache(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, is_causal, others)
-    rows, layer = place
-    window = rows.windows[layer]
-    _check(module, query, attention_mask, window, dropout, is_causal, others)
+    rows, layer = _place(module, key, value)
+    window, chunk = rows.windows[layer], rows.chunks[layer]
+    _check(module, query, attention_mask, window, chunk, dropout, is_causal, others)
     parts = rows.parts(layer, query.shape[2], attention_mask)
-    rows.store(layer, parts, as_numpy(key), as_numpy(value))
+    if rows.awaits(layer):  # not where another layer reads what this one stored, or the same one a second time
+        if query.shape[2] != key.tensor.shape[2]:
+            raise ValueError(f"{type(module).__name__} brings {key.tensor.shape[2]} keys and {query.shape[2]} queries")
+        rows.store(layer, parts, as_numpy(key.tensor), as_numpy(value.tensor))
 
-    batch, num_q_heads, n, head_dim = query.shape
-    output = torch.empty((batch, n, num_q_heads, head_dim), dtype=query.dtype)
+    batch, num_q_heads, n, k_width = query.shape
+    v_width = rows.widths[layer][1]
+    output = torch.empty((batch, n, num_q_heads, v_width), dtype=query.dtype)
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
-    num_threads = torch.get_num_threads()
+    options = {"scale": k_width**-0.5 if scaling is None else scaling, "softcap": softcap, "sliding_window": window, "sinks": sinks,
+               "num_threads": torch.get_num_threads(), "attention_chunk_size": chunk}
     for row, part, q, out in zip(rows.rows, parts, as_numpy(query), as_numpy(output)):
         if part is not EVERYTHING:
             out[...] = 0  # of padding, which nobody reads, but which must be finite
         if part is None:
             continue
-        target = out[part]
-        row.attend(layer, q.transpose(1, 0, 2)[part], out=target, scale=scaling, softcap=softcap, sliding_window=window,
-                   sinks=sinks, num_threads=num_threads)
-        if not isinstance(part, slice):
-            out[part] = target
+        q = widened(q.transpose(1, 0, 2)[part], max(k_width, v_width))
+        if isinstance(part, slice) and v_width == q.shape[2]:
+            row.attend(layer, q, out=out[part], **options)
+        else:
+            out[part] = row.attend(layer, q, out=np.empty(q.shape, out.dtype), **options)[..., :v_width]
     return output, None
 
 
-def _check(module, query, mask, window, dropout, is_causal, others):
+def _place(module, key, value):
+    """Rows and layer that keys and values were received for, and are still the newest of."""
+    if not (isinstance(key, Received) and isinstance(value, Received) and (key.rows, key.layer, key.end)
+            == (value.rows, value.layer, value.end)):
+        raise ValueError(f"{type(module).__name__} attends to keys and values that no KVFastCache returned together")
+    if key.rows.seen[key.layer] != key.end:
+        raise RuntimeError(f"{type(module).__name__} attends to keys of layer {key.layer} from a step before")
+    return key.rows, key.layer
+
+
+def _check(module, query, mask, window, chunk, dropout, is_causal, others):
     """Refuse what kvfast would not compute as the model means it."""
+    if chunk:
+        window = None
     if query.requires_grad:
         raise RuntimeError("KVFastCache has no gradients: call the model under torch.no_grad(), as generate does")
+    if others.get("use_cache") is False:
+        raise ValueError("use_cache=False lets generate give a cache every token again at each step: leave it out")
     if mask is not None and not isinstance(mask, LazyMask):
         raise ValueError(f"kvfast cannot apply a mask of its own making, got one of shape {tuple(mask.shape)}: give generate the 2D "
                          f'attention_mask of padding, or use attn_implementation="sdpa"')
-    if mask is not None and (not mask.is_causal or mask.window != window):
-        raise ValueError("kvfast knows causal masks with a sliding window and padding, and this model asks for more in "
+    if mask is not None and not (mask.is_causal and (mask.window, mask.chunk) == (window, chunk)):
+        raise ValueError("kvfast knows causal masks with a sliding window or chunks and padding, and this model asks for more in "
                          f'{type(module).__name__}: use attn_implementation="sdpa"')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
+    asked = others.get("sliding_window")
+    unknown = [name for name, given in others.items()
+               if name not in _HARMLESS and given is not None and given is not False and (name != "sliding_window" or asked not in (window, chunk))]
     if not causal or dropout or unknown:
         what = "bidirectional attention" if not causal else f"dropout of {dropout}" if dropout else ", ".join(unknown)
         raise ValueError(f'{type(module).__name__} asks for {what}, which kvfast does not compute: use attn_implementation="sdpa"')

@@ -2,17 +2,15 @@
 
 import copy
 
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from ..formats import formats_of
 from ..options import check_size
 from ..storage_properties import size_text
-from .attention import NAME, as_numpy
+from .layers import KINDS, check_croppable, new_layer, select_states
 from .rows import Rows
 
 __all__ = ["KVFastCache"]
-
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class KVFastCache(Cache):
@@ -36,13 +34,19 @@ class KVFastCache(Cache):
     Raises
     ------
     ValueError
-        For models with other layers than full and sliding attention, encoder-decoders among them, and as `kvfast.KVCache`.
+        For models with layers that are not known, encoder-decoders among them, and as `kvfast.KVCache`.
 
     Notes
     -----
     Each row of the batch is a cache of its own (`rows`), which holds no padding. Beams share blocks: `reorder_cache` copies
     none, and a beam copies the block that it writes to. Where the model makes no new tokens for a while, a row can be kept
     with ``cache.rows[0].save(path)``.
+
+    Layers may differ in their KV heads, their head_dim, and in what they see: everything, a sliding window, or chunks. Layers
+    with a linear attention, a convolution or another state keep it in transformers' own tensors, which `rows` and `nbytes`
+    leave out; a layer that reads another's keys and values keeps nothing.
+
+    Where keys and values have different widths, the narrower are stored with zeros behind them, which takes their memory.
 
     Threads are those of ``torch.get_num_threads()``. A cache serves one thread at a time.
 
@@ -59,11 +63,26 @@ class KVFastCache(Cache):
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"KVFastCache is for models with a decoder only, and {config.model_type} has an encoder")
         config = config.get_text_config(decoder=True)
+        if getattr(config, "use_cache", True) is False:
+            raise ValueError(f"the configuration of this {config.model_type} has use_cache=False, with which generate gives a cache every "
+                             f"token again at each step: set model.config.use_cache = model.generation_config.use_cache = True before")
+        if getattr(config, "cross_attention_layers", None):
+            raise ValueError(f"KVFastCache keeps the keys and values of a model's own tokens, and layer {config.cross_attention_layers[0]} of "
+                             f"{config.model_type} attends to others: use transformers' DynamicCache(config=model.config)")
         layer_types, options = get_layer_types_and_kwargs(config)
-        unknown = sorted(set(layer_types) - set(_LAYER_TYPES))
-        if unknown:
-            raise ValueError(f"KVFastCache knows layers of {' and '.join(_LAYER_TYPES)}, and {config.model_type} has {', '.join(unknown)}")
-        windows = [one.get("sliding_window") for one in options]
+        for index, name in enumerate(layer_types):
+            if name not in KINDS:
+                raise ValueError(f"KVFastCache does not know what layer {index} of {config.model_type} keeps, which is {name}: use "
+                                 f"transformers' DynamicCache(config=model.config)")
+        kinds = [KINDS[name] for name in layer_types]
+        stored = [index for index, kind in enumerate(kinds) if kind.has_rows]
+        if not stored:
+            raise ValueError(f"no layer of {config.model_type} has keys and values, of which a KVFastCache is made: use transformers' "
+                             f"DynamicCache(config=model.config)")
+        windows = [options[index].get("sliding_window") for index in stored]
+        chunks = [window if layer_types[index] == "chunked_attention" else None for index, window in zip(stored, windows)]
+        told = [tuple(getattr(config.per_layer_config[index], name, None) for name in ("num_key_value_heads", "head_dim"))
+                for index in stored]
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
             if any(windows):
@@ -71,8 +90,13 @@ class KVFastCache(Cache):
         formats_of(dtype, k_dtype, v_dtype, len(windows))  # refuses now what it would refuse at the first token
         rollback = check_size(rollback, "rollback", 0, 1 << 40)
         self._config, self._dtype, self._max_seq_len = config, dtype, max_seq_len
-        self._rows = Rows(windows, {"dtype": dtype, "k_dtype": k_dtype, "v_dtype": v_dtype}, max_seq_len, rollback)
-        super().__init__(layers=[_Layer(config, self._rows, index, max_seq_len) for index in range(len(windows))])
+        self._rows = Rows(windows, chunks, told, {"dtype": dtype, "k_dtype": k_dtype, "v_dtype": v_dtype}, max_seq_len, rollback)
+        places = {index: place for place, index in enumerate(stored)}
+        self._kinds = [(kind, places.get(index), options[index].get("number_of_states", 1)) for index, kind in enumerate(kinds)]
+        super().__init__(layers=self._new_layers())
+
+    def _new_layers(self):
+        return [new_layer(*kind, (self._config, self._rows), self._max_seq_len) for kind in self._kinds]
 
     @property
     def rows(self):
@@ -97,6 +121,7 @@ class KVFastCache(Cache):
     def reset(self):
         """Forget everything, the size of the batch included."""
         self._rows.clear()
+        self.layers = self._new_layers()
 
     def crop(self, tokens_to_remove):
         """Drop the last tokens of every row.
@@ -109,12 +134,18 @@ class KVFastCache(Cache):
         Raises
         ------
         ValueError
-            For a positive number, or where a sliding window has dropped what it would need; the cache is as it was.
+            For a positive number, or where a sliding window has dropped what it would need, or a layer keeps a state that
+            cannot go back; the cache is as it was.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}")
-        if tokens_to_remove and self._rows.rows:
-            self._rows.crop(-tokens_to_remove)
+        if self._rows.rows:
+            if tokens_to_remove:
+                check_croppable(self.layers)
+                self._rows.crop(-tokens_to_remove)
+            for layer in self.layers:
+                if getattr(layer, "record_past", False):
+                    layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx):
         """Let row i be what row ``beam_idx[i]`` was."""
@@ -123,16 +154,20 @@ class KVFastCache(Cache):
     def batch_select_indices(self, indices):
         """Keep the rows of some indices, in their order."""
         if self._rows.rows:
-            self._rows.select(indices.tolist())
+            self._select(indices.tolist())
 
     def batch_repeat_interleave(self, repeats):
         """Let each row be there `repeats` times."""
-        self._rows.select([i for i in range(len(self._rows.rows)) for _ in range(repeats)])
+        self._select([i for i in range(len(self._rows.rows)) for _ in range(repeats)])
+
+    def _select(self, indices):
+        self._rows.select(indices)
+        select_states(self.layers, indices)
 
     def __deepcopy__(self, memo):
         other = copy.copy(self)
         other._rows = self._rows.copy()
-        other.layers = [_Layer(self._config, other._rows, index, self._max_seq_len) for index in range(len(self.layers))]
+        other.layers = copy.deepcopy(self.layers, {id(self._rows): other._rows, id(self._config): self._config})
         return other
 
     def __repr__(self):
@@ -140,74 +175,3 @@ class KVFastCache(Cache):
         name = self._dtype if isinstance(self._dtype, str) else rows.rows[0].dtype_name if rows.rows else "not yet used"
         return (f"KVFastCache({name}, {len(self.layers)} layers, batch of {len(rows.rows)}, {rows.seen[0]} tokens, "
                 f"{size_text(self.nbytes)})")
-
-
-class _Layer(CacheLayerMixin):
-    """One layer, as transformers asks for it; everything is in the rows."""
-
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, config, rows, index, max_seq_len):
-        self._config, self._rows, self._index, self._max_seq_len = config, rows, index, max_seq_len
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Take new keys and values. Under ``"kvfast"`` they are stored by the attention function, which knows the mask."""
-        rows, layer = self._rows, self._index
-        direct = self._config._attn_implementation == NAME
-        if not direct:
-            rows.check_whole()
-        rows.receive(layer, key_states, value_states, direct)
-        if direct:
-            key_states = key_states.view_as(key_states)
-            key_states.kvfast_place = rows, layer
-            return key_states, value_states
-        rows.store(layer, rows.parts(layer, key_states.shape[2], None), as_numpy(key_states), as_numpy(value_states))
-        return tuple(tensor.to(key_states.dtype) for tensor in rows.decoded(layer))
-
-    def get_mask_sizes(self, query_length):
-        return self._rows.seen[self._index] + query_length, 0
-
-    def get_seq_length(self):
-        return self._rows.seen[self._index]
-
-    def get_max_length(self):
-        return self._rows.windows[self._index] or self._max_seq_len or -1
-
-    def lazy_initialization(self, key_states, value_states):
-        """Nothing: the rows are made by the first tokens."""
-
-    @property
-    def keys(self):
-        """Keys decoded to float32, of shape (batch, num_kv_heads, tokens, head_dim); None before the first."""
-        return self._rows.decoded(self._index)[0] if self._rows.rows else None
-
-    @property
-    def values(self):
-        """Values, as `keys`."""
-        return self._rows.decoded(self._index)[1] if self._rows.rows else None
-
-    @property
-    def is_initialized(self):
-        return self._rows.seen[self._index] > 0
-
-    @property
-    def is_sliding(self):
-        return self._rows.windows[self._index] is not None
-
-    @property
-    def batch_size(self):
-        return len(self._rows.rows) or -1
-
-    def offload(self):
-        """Nothing: the rows are in the CPU's memory."""
-
-    def prefetch(self):
-        """Nothing, as `offload`."""
-
-    def reset(self):
-        raise NotImplementedError("a layer of a KVFastCache cannot be reset alone: reset() the cache")
-
-    def reorder_cache(self, beam_idx):
-        raise NotImplementedError("a layer of a KVFastCache cannot be reordered alone: reorder_cache() of the cache")

@@ -1,4 +1,7 @@
-"""The rows of a batch: one kvfast cache each, with the row's own tokens and no padding."""
+"""The rows of a batch: one kvfast cache each, with the row's own tokens and no padding.
+
+Layers are here those with keys and values of their own, counted from 0.
+"""
 
 import numpy as np
 import torch
@@ -15,19 +18,31 @@ class Rows:
     Attributes
     ----------
     windows : list of int or None
-        Sliding window of each layer.
+        Tokens that each layer keeps: of its sliding window, or of a chunk.
+    chunks : list of int or None
+        Size of the chunks that a layer's attention keeps to.
+    widths : list of (int, int)
+        head_dim of each layer's keys and values, once it is known. The narrower of the two is stored with zeros behind it.
     rows : list of KVCache or RingKVCache
     seen : list of int
         For each layer the tokens that came, padding included: what transformers counts.
     """
 
-    def __init__(self, windows, settings, max_seq_len, rollback):
-        self.windows, self._settings, self._max_seq_len, self._rollback = windows, settings, max_seq_len, rollback
+    def __init__(self, windows, chunks, told, settings, max_seq_len, rollback):
+        """`told`: of each layer its KV heads and head_dim, as far as the configuration says; only how they differ counts."""
+        self.windows, self.chunks, self.widths = windows, chunks, [None] * len(windows)
+        self._settings, self._max_seq_len, self._rollback = settings, max_seq_len, rollback
+        # Layers of one kind have one shape, which the first of them tells.
+        self._told, self._kinds = told, list(zip(windows, chunks, told))
+        self._shapes, self._unseen = None, set(self._kinds)
+        self._stored = []       # what layers got while not all shapes are known, to be stored again
         self.clear()
 
     def clear(self):
         """Forget everything, the size of the batch included."""
         self.rows = []
+        if self._unseen:  # a first step broke off
+            self._shapes, self._unseen, self._stored = None, set(self._kinds), []
         self.seen = [0] * len(self.windows)
         self._padding = None    # (batch, tokens), False for tokens that are not stored; None where all are
         self._open = set()      # layers with tokens that are not advanced yet
@@ -48,22 +63,44 @@ class Rows:
                                    "and train without a cache")
             if tensor.device.type != "cpu":
                 raise ValueError(f"KVFastCache keeps keys and values in the CPU's memory, got {name} on {tensor.device}")
-        if key.shape != value.shape:
-            raise ValueError(f"keys and values must have one shape, got {tuple(key.shape)} and {tuple(value.shape)} for layer {layer}")
+        if key.shape[:3] != value.shape[:3]:
+            raise ValueError(f"keys and values must have one shape but for their head_dim, got {tuple(key.shape)} and "
+                             f"{tuple(value.shape)} for layer {layer}")
         if self.rows and len(self.rows) != key.shape[0]:
             raise ValueError(f"this cache holds a batch of {len(self.rows)}, got keys of {key.shape[0]}: reset() it for another batch")
         if layer in self._open:
             self._advance()
-        if not self.rows:
-            self.rows = [self._new_row(key.shape[1], key.shape[3], rings) for _ in range(key.shape[0])]
+        self._fit(layer, (key.shape[1], max(key.shape[3], value.shape[3])), key.shape[0], rings)
+        self.widths[layer] = key.shape[3], value.shape[3]
         self._open.add(layer)
         self._expected.add(layer)
         self.seen[layer] += key.shape[2]
 
-    def _new_row(self, num_kv_heads, head_dim, rings):
+    def _fit(self, layer, shape, batch, rings):
+        """Have rows, in which a layer has this shape: KV heads and head_dim."""
+        if self._shapes is None:
+            self._shapes = [tuple(mine if one == first else one for one, first, mine in zip(told, self._told[layer], shape))
+                            for told in self._told]
+        kind = self._kinds[layer]
+        if self._shapes[layer] != shape:
+            if kind not in self._unseen:
+                raise ValueError(f"layer {layer} has {shape[0]} KV heads of {shape[1]}, and layers of its kind before it have "
+                                 f"{self._shapes[layer][0]} of {self._shapes[layer][1]}: use transformers' DynamicCache(config=model.config)")
+            self._shapes = [shape if other == kind else one for one, other in zip(self._shapes, self._kinds)]
+            self.rows, rings = [], rings and (not self.rows or isinstance(self.rows[0], RingKVCache))
+        self._unseen.discard(kind)
+        if not self.rows:
+            self.rows = [self._new_row(rings) for _ in range(batch)]
+            for stored in self._stored:
+                self._append(*stored)
+        if not self._unseen:
+            self._stored = []
+
+    def _new_row(self, rings):
+        shapes = [list(sizes) for sizes in zip(*self._shapes)]
         if rings and any(self.windows):
-            return RingKVCache(len(self.windows), num_kv_heads, head_dim, self.windows, rollback=self._rollback, **self._settings)
-        return KVCache(len(self.windows), num_kv_heads, head_dim, self._max_seq_len, **self._settings)
+            return RingKVCache(len(self.windows), *shapes, self.windows, rollback=self._rollback, **self._settings)
+        return KVCache(len(self.windows), *shapes, self._max_seq_len, **self._settings)
 
     def parts(self, layer, n, mask):
         """Which of the `n` new tokens of a layer each row has: slices or indices, None for none.
@@ -73,6 +110,9 @@ class Rows:
         before = self.seen[layer] - n
         if mask is None:
             return self._new_parts(before, n, None)
+        if mask.width not in (None, before + n):
+            raise ValueError(f"attention_mask tells of {mask.width} tokens, and with this step the cache has got {before + n}: was it "
+                             f"filled before, or does generate give it every token again, as with use_cache=False?")
         if (mask.q_offset, mask.q_length) != (before, n):
             raise RuntimeError(
                 f"layer {layer} holds {before} tokens and got {n} more, and the mask is one for {mask.q_offset} and {mask.q_length}: "
@@ -107,9 +147,19 @@ class Rows:
     def store(self, layer, parts, keys, values):
         """Append the tokens of `receive`: arrays of shape (batch, heads, n, head_dim)."""
         self._expected.discard(layer)
+        if self._unseen:
+            self._stored.append((layer, parts, keys, values))
+        self._append(layer, parts, keys, values)
+
+    def _append(self, layer, parts, keys, values):
+        keys, values = (widened(rows, self._shapes[layer][1]) for rows in (keys, values))
         for row, part, k, v in zip(self.rows, parts, keys, values):
             if part is not None:
                 row.append(layer, k.transpose(1, 0, 2)[part], v.transpose(1, 0, 2)[part])
+
+    def awaits(self, layer):
+        """Whether new tokens of a layer are still to be stored."""
+        return layer in self._expected
 
     def check_whole(self):
         """Raise ValueError where a row lacks tokens that another attention would look for."""
@@ -117,14 +167,18 @@ class Rows:
             raise ValueError('this cache was filled under attn_implementation="kvfast", without padding and without what has left '
                              "the sliding windows: go on with that, or reset() it")
 
+    def first_seen(self, layer, length):
+        """The first token that the last one of `length` sees at most: what a layer of transformers' own would show."""
+        window = self.windows[layer]
+        return 0 if window is None else max(0, length - window)
+
     def decoded(self, layer):
         """Keys and values of a layer, float32 tensors of the shape that transformers' own caches have."""
         self.check_whole()
-        first = self.rows[0]
-        k, v = (torch.empty(len(self.rows), first.num_kv_heads, self.seen[layer], first.head_dim) for _ in range(2))
+        k, v = (torch.empty(len(self.rows), self._shapes[layer][0], self.seen[layer], width) for width in self.widths[layer])
         for row, k_out, v_out in zip(self.rows, k.numpy(), v.numpy()):
-            k_out[...] = row.k(layer).transpose(1, 0, 2)
-            v_out[...] = row.v(layer).transpose(1, 0, 2)
+            k_out[...] = row.k(layer).transpose(1, 0, 2)[..., : k_out.shape[2]]
+            v_out[...] = row.v(layer).transpose(1, 0, 2)[..., : v_out.shape[2]]
         return k, v
 
     # --- between steps ---
@@ -179,6 +233,7 @@ class Rows:
         other.__dict__.update(self.__dict__)
         other.rows = [row.copy() for row in self.settled()]
         other.seen, other._open, other._expected = list(self.seen), set(), set()
+        other.widths, other._unseen, other._stored = list(self.widths), set(self._unseen), []
         return other
 
     @property
@@ -186,6 +241,15 @@ class Rows:
         """Bytes reserved, what rows share counted once."""
         pools = {id(table.pool): table.pool for row in self.rows for table in row._buffer.tables}
         return sum(pool.nbytes for pool in pools.values())
+
+
+def widened(rows, width):
+    """An array, or a copy of it with zeros behind its last dimension."""
+    if rows.shape[-1] == width:
+        return rows
+    wide = np.zeros((*rows.shape[:-1], width), rows.dtype)
+    wide[..., : rows.shape[-1]] = rows
+    return wide
 
 
 def _part(row):

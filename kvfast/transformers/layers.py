@@ -1,0 +1,133 @@
+"""Layers of a cache, as transformers asks for them."""
+
+from typing import NamedTuple
+
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
+
+from .attention import NAME, as_numpy
+from .received import Received
+
+
+class StoredLayer(CacheLayerMixin):
+    """A layer with keys and values, as transformers asks for it; everything is in the rows."""
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, config, rows, index, max_seq_len):
+        self._config, self._rows, self._index, self._max_seq_len = config, rows, index, max_seq_len
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Take new keys and values. Under ``"kvfast"`` they are stored by the attention function, which knows the mask."""
+        rows, layer = self._rows, self._index
+        direct = self._config._attn_implementation == NAME
+        if not direct:
+            rows.check_whole()
+        rows.receive(layer, key_states, value_states, direct)
+        if direct:
+            return tuple(Received.of(tensor, rows, layer, rows.seen[layer]) for tensor in (key_states, value_states))
+        rows.store(layer, rows.parts(layer, key_states.shape[2], None), as_numpy(key_states), as_numpy(value_states))
+        first = rows.first_seen(layer, rows.seen[layer] - key_states.shape[2] + 1)
+        return tuple(tensor[:, :, first:].to(key_states.dtype) for tensor in rows.decoded(layer))
+
+    def get_mask_sizes(self, query_length):
+        seen = self._rows.seen[self._index]
+        first = 0 if self._config._attn_implementation == NAME else self._rows.first_seen(self._index, seen + 1)
+        return seen + query_length - first, first
+
+    def get_seq_length(self):
+        return self._rows.seen[self._index]
+
+    def get_max_length(self):
+        return self._rows.windows[self._index] or self._max_seq_len or -1
+
+    def lazy_initialization(self, key_states, value_states):
+        """Nothing: the rows are made by the first tokens."""
+
+    @property
+    def keys(self):
+        """Keys decoded to float32, of shape (batch, num_kv_heads, tokens, head_dim); None before the first."""
+        return self._rows.decoded(self._index)[0] if self.is_initialized else None
+
+    @property
+    def values(self):
+        """Values, as `keys`."""
+        return self._rows.decoded(self._index)[1] if self.is_initialized else None
+
+    @property
+    def is_initialized(self):
+        return self._rows.seen[self._index] > 0
+
+    @property
+    def is_sliding(self):
+        return self._rows.windows[self._index] is not None
+
+    @property
+    def batch_size(self):
+        return len(self._rows.rows) or -1
+
+    def offload(self):
+        """Nothing: the rows are in the CPU's memory."""
+
+    def prefetch(self):
+        """Nothing, as `offload`."""
+
+    def reset(self):
+        raise NotImplementedError("a layer of a KVFastCache cannot be reset alone: reset() the cache")
+
+
+class HybridLayer(LinearAttentionLayer, StoredLayer):
+    """A layer with keys and values beside a state."""
+
+    is_compileable = False
+
+    def __init__(self, config, rows, index, max_seq_len, number_of_states=1):
+        StoredLayer.__init__(self, config, rows, index, max_seq_len)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+
+class Kind(NamedTuple):
+    """What a KVFastCache keeps of a layer, by the layer's type in the model's configuration."""
+
+    has_rows: bool
+    has_state: bool
+
+
+KINDS = {
+    "full_attention": Kind(True, False),
+    "sliding_attention": Kind(True, False),
+    "chunked_attention": Kind(True, False),
+    "linear_attention": Kind(False, True),
+    "conv": Kind(False, True),
+    "hybrid": Kind(True, True),
+    "hybrid_sliding": Kind(True, True),
+    "dummy": Kind(False, False),  # reads what another layer keeps, or nothing
+}
+
+
+def new_layer(kind, index, number_of_states, of, max_seq_len):
+    """A layer of a kind; `index` is its place among those with rows, `of` the configuration and the rows."""
+    if kind.has_rows:
+        return HybridLayer(*of, index, max_seq_len, number_of_states) if kind.has_state else StoredLayer(*of, index, max_seq_len)
+    return LinearAttentionLayer(number_of_states) if kind.has_state else DummyLayer()
+
+
+def check_croppable(layers):
+    """Raise ValueError where a state cannot go back."""
+    for index, layer in enumerate(layers):
+        if isinstance(layer, LinearAttentionLayer) and not (layer.is_croppable and layer.record_past):
+            raise ValueError(f"layer {index} keeps a state of all tokens that came, which cannot go back: a KVFastCache with such layers "
+                             f"can be cropped only where they are convolutions alone, after activate_past_recording()")
+
+
+def select_states(layers, indices):
+    """Let the states of a batch be those of some of its rows."""
+    for layer in layers:
+        if isinstance(layer, LinearAttentionLayer):
+            for states in (layer.conv_states, layer.recurrent_states):
+                states.update({i: state[indices] for i, state in states.items() if state is not None})
+
+
+    def reorder_cache(self, beam_idx):
+        raise NotImplementedError("a layer of a KVFastCache cannot be reordered alone: reorder_cache() of the cache")

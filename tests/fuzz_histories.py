@@ -1,0 +1,495 @@
+"""Random caches and what is done to them, for `fuzz_caches`; each keeps what was given beside what the cache tells of it."""
+
+import contextlib
+import os
+import tempfile
+
+import ml_dtypes
+import numpy as np
+from fuzz_oracle import OPEN_TOKENS, Finding, Side, check_output, contract, exact_attention, from_storage
+
+import kvfast
+from kvfast import KVFormat
+
+DIMS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80]
+LARGE_DIMS = [96, 100, 112, 128, 192, 255, 256, 320, 511, 512]
+STEPS = [1, 1, 1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 64, 65, 100]
+LARGE_STEPS = [128, 200, 257, 700]
+BLOCKS = [16, 32, 64, 128]
+NAMES = ["int4", "k8v4", "int8", "int8-plain", "int4-plain", "float32", "float16", "bfloat16", "int2", "int3", "int5", "int6", "int7"]
+FLAVOURS = ["plain", "plain", "loud", "loud", "peaked", "constant", "zeros", "denormal", "tiny", "large"]
+FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+def one_of(rng, values):
+    return values[rng.integers(len(values))]
+
+
+def often(rng, share):
+    return rng.random() < share
+
+
+def random_dim(rng):
+    return int(one_of(rng, LARGE_DIMS if often(rng, 0.05) else DIMS))
+
+
+def random_format(rng, latent=False):
+    """A preset, a storage dtype or two, or a KVFormat of random parts."""
+    if often(rng, 0.4):
+        return KVFormat.of(one_of(rng, NAMES))
+    for _ in range(1000):
+        k, v = one_of(rng, NAMES[4:]), one_of(rng, NAMES[4:])
+        k, v = ("int8" if often(rng, 0.3) else one.removesuffix("-plain") for one in (k, v))
+        parts = {"rotation": one_of(rng, ["", "k", "v", "kv"]), "codebook": one_of(rng, ["uniform", "uniform", "gaussian", "trellis"]),
+                 "clip_search": often(rng, 0.2)}  # fmt: skip
+        if not latent:
+            finishing = int(rng.integers(4))
+            parts |= {"centring": finishing == 1, "per_channel": finishing == 2}
+            parts["num_float_tokens"] = int(one_of(rng, [0, 0, 1, 3, 4, 5, 15, 16]))
+        with contextlib.suppress(ValueError):
+            return KVFormat(f"{k}/{v}", **parts)
+    raise RuntimeError("no format was good")
+
+
+def random_formats(rng, layers, latent=False):
+    """A format for each layer; those that finish have blocks of one size."""
+    first, block = random_format(rng, latent), int(one_of(rng, [32, 32, 64, 64, 128, 256]))
+    formats = [first if often(rng, 0.6) else random_format(rng, latent) for _ in range(layers)]
+    if latent:  # what the preset is of rows that are keys and values at once
+        return [KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True) if one.finishes else one for one in formats]
+    return [KVFormat(**(one.to_dict() | {"block": block})) if one.finishes else one for one in formats]
+
+
+def told(form):
+    """A format without what makes no difference in kind."""
+    parts = [form.dtype, *(name for name in ("per_channel", "centring") if getattr(form, name))]
+    return " ".join(parts + ["float tokens"] * bool(form.num_float_tokens))
+
+
+class Rows:
+    """Where keys, values and queries of one sequence come from."""
+
+    def __init__(self, rng, formats, layers, heads, k_dim, v_dim):
+        self.rng, self.layers, self.heads, self.dims = rng, layers, heads, (k_dim, v_dim)
+        self.flavour = one_of(rng, FLAVOURS)
+        half = any(one.finishes or one.num_float_tokens or "float16" in one.dtype for one in formats)
+        self.size = {"tiny": 1e-18, "large": 3e3 if half else 1e12, "denormal": 1e-41}.get(self.flavour, float(one_of(rng, [1, 1, 1, 0.1, 8])))
+        self.loud = float(one_of(rng, [1.5, 3, 5, 10, 20, 40]))
+        self.channel = int(rng.integers(k_dim))
+        self.constant = float(rng.integers(1, 2000))
+        self.hot = rng.standard_normal(k_dim).astype(np.float32)
+        self.of_hot = float(one_of(rng, [0, 1e-3, 1]))
+
+    def take(self, n):
+        """Keys and values of n tokens: a list with a pair of (n, heads, dim) for each layer."""
+        return [self._layer(n) for _ in range(self.layers)]
+
+    def _layer(self, n):
+        k, v = (self.rng.standard_normal((n, self.heads, dim), np.float32) for dim in self.dims)
+        if self.flavour == "loud":
+            k[:, :, self.channel] *= self.loud
+            if often(self.rng, 0.3):
+                k[:, :, self.channel] += 2 * self.loud
+        elif self.flavour == "constant":
+            k[...], v[...] = k * 0.01 + 1, self.constant
+        elif self.flavour == "zeros":
+            k *= self.rng.random((n, self.heads, 1)) < 0.5
+            v *= self.rng.random((n, self.heads, 1)) < 0.5
+        elif self.flavour == "peaked" and n:
+            for at in self.rng.integers(n, size=1 + n // 100):
+                k[at] = self.hot * (10 / max(np.linalg.norm(self.hot), 1))
+                v[at] *= self.of_hot
+        if self.flavour != "constant":
+            k, v = k * np.float32(self.size), v * np.float32(self.size)
+        return k, v
+
+    def queries(self, n, num_q_heads):
+        size = np.float32(1 / np.clip(self.size, 1e-18, 1e18)) * np.float32(one_of(self.rng, [1, 1, 0.3, 3]))
+        q = self.rng.standard_normal((n, num_q_heads, self.dims[0]), np.float32)
+        if self.flavour == "peaked" and often(self.rng, 0.7):
+            q = self.hot + 0.2 * q
+        return (q * size).astype(np.float32)
+
+
+def as_given(rng, rows, log=None):
+    """The same rows in one of the dtypes and layouts that a caller may have, and what they are then."""
+    way = int(rng.integers(12))
+    if way == 0 and np.abs(rows).max(initial=0) < 6e4:
+        rows = rows.astype(np.float16)
+    elif way == 1:
+        rows = rows.astype(ml_dtypes.bfloat16)
+    given = rows
+    if way == 2:
+        given = np.ascontiguousarray(rows[::-1])[::-1]
+    elif way == 3 and rows.ndim == 3:
+        given = np.ascontiguousarray(rows.swapaxes(0, 1)).swapaxes(0, 1)
+    elif way == 4:
+        given = np.asfortranarray(rows)
+    elif way == 5 and rows.ndim == 3:
+        given = np.concatenate([rows, rows], axis=2)[:, :, : rows.shape[2]]
+    elif way == 6:
+        given = rows.copy()
+        given.flags.writeable = False
+    return given, np.asarray(rows, np.float32)
+
+
+class Track:
+    """What one sequence was given, and what follows of its rows from what was done to it."""
+
+    def __init__(self, formats, heads, dims, block_size):
+        self.formats, self.block_size = formats, block_size
+        self.sides = [[Side(one, False), Side(one, True)] for one in formats]
+        self.rows = [[np.empty((0, heads, dim), np.float32) for dim in dims] for _ in formats]
+        self.length = self.longest = 0  # complete tokens; the most that there were
+        self.coded = 0  # tokens that are read from their codes alone
+        self.lossy = 0  # tokens whose floats have been given back once: what they are is what their codes are
+        self.spans = [{} for _ in formats]  # by block: the least and largest key of each channel that was ever in it
+        self.seen = [[None, None] for _ in formats]  # rows as they were first decoded, where they must stay so
+
+    def copy(self):
+        other = object.__new__(Track)
+        other.__dict__.update(self.__dict__)
+        other.rows, other.seen = [list(one) for one in self.rows], [list(one) for one in self.seen]
+        other.spans = [dict(one) for one in self.spans]
+        return other
+
+    def layer_length(self, layer):
+        return len(self.rows[layer][0])
+
+    def append(self, layer, k, v):
+        first = self.layer_length(layer)
+        self.rows[layer] = [np.concatenate(pair) for pair in zip(self.rows[layer], (k, v))]
+        if self.formats[layer].finishes:
+            rows = self.sides[layer][0].turned(k.astype(np.float64))
+            for block in range(first // self.block_size, (first + len(k) - 1) // self.block_size + 1):
+                part = rows[max(block * self.block_size - first, 0) : (block + 1) * self.block_size - first]
+                low, high = part.min(0), part.max(0)
+                if block in self.spans[layer]:
+                    low, high = np.minimum(low, self.spans[layer][block][0]), np.maximum(high, self.spans[layer][block][1])
+                self.spans[layer][block] = low, high
+        if self.coded % self.block_size:
+            self.coded -= self.coded % self.block_size
+
+    def advance(self, n):
+        self.length += n
+        self.longest = max(self.longest, self.length)
+        self.coded = max(self.coded, self._coded_at(self.length))
+        self.lossy = max(self.lossy, self.coded)
+
+    def _coded_at(self, length):
+        return max(length - OPEN_TOKENS, 0) // self.block_size * self.block_size
+
+    def truncate(self, n):
+        self.length, self.coded, self.lossy = n, min(self.coded, n), min(self.lossy, n)
+        if n == 0:
+            self.longest = 0
+            self.spans = [{} for _ in self.formats]
+        self.rows = [[side[:n] for side in pair] for pair in self.rows]
+        self.seen = [[one if one is None else one[:n] for one in pair] for pair in self.seen]
+
+    def spans_of(self, layer, positions):
+        """The range of each channel over the block of each position, (tokens, heads, dim); 0 where there are no blocks."""
+        if not self.formats[layer].finishes or not len(positions):
+            return np.zeros(1)
+        blocks, inverse = np.unique(positions // self.block_size, return_inverse=True)
+        return np.stack([self.spans[layer][int(one)][1] - self.spans[layer][int(one)][0] for one in blocks])[inverse]
+
+    def check(self, layer, values, got, positions, where):
+        """Hold rows of a layer to what was given, and to what they were; returns how far each may be from what was given."""
+        side = self.sides[layer][values]
+        given = self.rows[layer][values][positions]
+        spans = self.spans_of(layer, positions) if side.per_channel or side.centred else np.zeros(1)
+        errors = side.check(got, given, positions, spans, self.lossy, f"{'values' if values else 'keys'} of {where}")
+        self._check_seen(layer, values, got, positions, where)
+        return errors
+
+    def _check_seen(self, layer, values, got, positions, where):
+        side, seen = self.sides[layer][values], self.seen[layer][values]
+        length = self.layer_length(layer)
+        if seen is None:
+            seen = np.full((0, *got.shape[1:]), np.nan, np.float32)
+        if len(seen) < length:
+            seen = np.concatenate([seen, np.full((length - len(seen), *got.shape[1:]), np.nan, np.float32)])
+        before = seen[positions]
+        known = ~np.isnan(before[:, 0, 0])
+        if known.any():
+            moved = np.abs(got[known] - before[known])
+            # Where blocks are finished, tokens that are written to again are float16 rows of their codes meanwhile.
+            most = 2.0**-9 * np.linalg.norm(before[known], axis=-1, keepdims=True) + 2.0**-20 if side.finishes else 0.0
+            if (moved > most).any():
+                at = int(np.argmax((moved > most).any((1, 2))))
+                raise Finding(f"kept tokens changed | {'values' if values else 'keys'} of {where}",
+                              f"token {positions[known][at]} by {moved[at].max():.3g}")  # fmt: skip
+        stays = positions < (self.coded if self.formats[layer].finishes else length)
+        new = stays & ~known
+        seen[positions[new]] = got[new]
+        self.seen[layer][values] = seen
+
+
+class Held:
+    """A sequence in some cache, what it was given, and where its rows come from."""
+
+    def __init__(self, cache, track, source, prompt=None):
+        self.cache, self.track, self.source, self.prompt = cache, track, source, prompt
+        self.is_known = prompt is not None  # so far all its tokens came with their ids
+
+
+class World:
+    """Caches of one kind. A subclass says what they are, and what may be done to them; this does it."""
+
+    num_sink_tokens, windows = 0, None
+
+    def __init__(self, case):
+        self.case, self.rng = case, case.rng
+
+    # What latent rows do differently.
+
+    def write(self, held, layer, k, v):
+        rng, cache = self.rng, held.cache
+        if often(rng, 0.08):
+            heads = self.heads * int(rng.integers(1, 5))
+            q = held.source.queries(len(k), heads)
+            qkv = np.concatenate([one.reshape(len(k), -1) for one in (q, k, v)], axis=1)
+            got = cache.write(layer, qkv)
+            if not np.array_equal(got, q):
+                raise Finding(f"queries of write | {self.name}")
+            return k, v
+        (k, kept_k), (v, kept_v) = as_given(rng, k), as_given(rng, v)
+        cache.append(layer, k, v)
+        return kept_k, kept_v
+
+    def decoded(self, cache, layer):
+        return cache.k(layer), cache.v(layer)
+
+    def where(self, layer):
+        return f"{self.name} {told(self.formats[layer])}"
+
+    def positions(self, held, layer):
+        return np.arange(held.track.layer_length(layer))
+
+    def check(self, held, layer):
+        """The rows of a layer, which are held to what was given, and how far they may be from it."""
+        self.case.calls += 2
+        rows, positions = self.decoded(held.cache, layer), self.positions(held, layer)
+        errors = [held.track.check(layer, values, one, positions, self.where(layer)) for values, one in enumerate(rows)]
+        return rows, errors, positions
+
+    def check_all(self, held):
+        self.case.note("check")
+        if len(held.cache) != held.track.length:
+            raise Finding(f"length | {self.name}", f"{len(held.cache)} for {held.track.length}")
+        for layer in range(len(self.formats)):
+            if held.cache.layer_length(layer) != held.track.layer_length(layer):
+                raise Finding(f"layer_length | {self.name}")
+            if held.track.layer_length(layer):
+                self.check(held, layer)
+
+    def options(self, num_q_heads, window=None):
+        """Random options of attend, with the out that was asked for."""
+        rng, options = self.rng, {}
+        if often(rng, 0.3):
+            options["scale"] = float(one_of(rng, [0.01, 0.05, 0.2, 0.5])) * (1 if often(rng, 0.95) else -1)
+        if often(rng, 0.25):
+            options["softcap"] = float(one_of(rng, [0.5, 2, 15, 30, 50, 300, 1e3, 1e4, 1e5]))
+        if often(rng, 0.1):
+            options["causal"] = False
+        if self.takes_windows:
+            if often(rng, 0.2):
+                options["sliding_window"] = int(rng.integers(1, window or 100) if (window or 100) > 1 else 1)
+                if often(rng, 0.5):
+                    most = self.num_sink_tokens if window else 20
+                    options["num_sink_tokens"] = int(rng.integers(most + 1))
+            if often(rng, 0.15):
+                options["sinks"] = (rng.standard_normal(num_q_heads) * one_of(rng, [1, 5])).astype(np.float32)
+            if often(rng, 0.15):
+                options["alibi_slopes"] = np.float32(2.0) ** -rng.uniform(0, 8, num_q_heads).astype(np.float32)
+        if often(rng, 0.3):
+            options["return_lse"] = True
+        if often(rng, 0.2):
+            options["num_splits"] = int(rng.integers(1, 9))
+        if often(rng, 0.2):
+            options["num_threads"] = int(rng.integers(1, 4))
+        return options
+
+    takes_windows = True
+
+    def random_heads(self):
+        group = int(one_of(self.rng, [1, 1, 2, 3, 4, 8, 16] if often(self.rng, 0.9) else [5, 7, 17, 32]))
+        return self.heads * group
+
+    def queries_of(self, held, layer, most=None):
+        """How many queries may be asked for."""
+        rng, length = self.rng, held.track.layer_length(layer)
+        n = int(one_of(rng, [1, 1, 1, 1, 2, 3, 4, 8, 15, 16, 17, 33])) if often(rng, 0.97) else int(rng.integers(1, 129))
+        return min(n, length, most or length)
+
+    def attend(self, held, layer=None):
+        rng, track = self.rng, held.track
+        layers = [one for one in range(len(self.formats)) if track.layer_length(one)]
+        if not layers:
+            return
+        layer = int(one_of(rng, layers)) if layer is None else layer
+        window = self.windows[layer] if self.windows else None
+        n, num_q_heads = self.queries_of(held, layer), self.random_heads()
+        q, exact_q = as_given(rng, held.source.queries(n, num_q_heads))
+        options = self.options(num_q_heads, window)
+        out, out_dtype = self.random_out((n, num_q_heads, self.out_dim))
+        self.case.note("attend", layer, n, num_q_heads, out_dtype, options)
+        try:
+            got = held.cache.attend(layer, q, out=out, **options)
+        except kvfast.NonFiniteInputError:
+            self.explain_refusal(held, layer, exact_q, options, out_dtype)
+            return
+        except ValueError as error:
+            if window and "dropped" in str(error) and n > self.rollback:  # earlier queries need what is gone
+                return
+            raise
+        self.verify(held, layer, exact_q, got, options, out_dtype)
+
+    @property
+    def out_dim(self):
+        return self.dims[1]
+
+    def random_out(self, shape):
+        name = str(one_of(self.rng, ["", "", "", "", "float32", "float16", "bfloat16"]))
+        if not name:
+            return None, "float32"
+        return np.empty(shape, ml_dtypes.bfloat16 if name == "bfloat16" else name), name
+
+    def explain_refusal(self, held, layer, q, options, out_dtype):
+        """Finite numbers are refused only where scores, sums or outputs go beyond their floats."""
+        k, v = held.track.rows[layer]
+        most = np.abs(q).max() * np.abs(k).max(initial=0) * k.shape[2] * max(abs(options.get("scale") or 1), 1)
+        if most < 1e37 and np.abs(v).max(initial=0) < (6e4 if out_dtype == "float16" else 1e37):
+            raise Finding(f"refused although finite | {self.where(layer)}", f"scores up to {most:.3g}")
+
+    def verify(self, held, layer, q, got, options, out_dtype="float32"):
+        """Hold an output to exact attention over the stored rows, and over what was given."""
+        self.case.calls += 1
+        track, length, n = held.track, held.track.layer_length(layer), len(q)
+        out, lse = got if options.get("return_lse") else (got, None)
+        (k, v), errors, positions = self.check(held, layer)
+        at = np.arange(length - n, length)
+        exact_options = {name: value for name, value in options.items() if name not in ("return_lse", "num_splits", "num_threads")}
+        if self.windows and self.windows[layer]:
+            exact_options.setdefault("sliding_window", self.windows[layer])
+            exact_options.setdefault("num_sink_tokens", self.num_sink_tokens)
+        limit = contract(track.sides[layer])
+        suffix = f"{self.where(layer)}, {held.source.flavour}{', softcap' if options.get('softcap', 0) > 1000 else ''}"
+        if self.shows_all(positions, at[0], exact_options) and self.reads_what_is_shown(track, layer, at):
+            exact = exact_attention(q, *self.sides_of(k, v), positions, at, **exact_options)
+            check_output(out, lse, exact, limit, f"attend is not attention over k() and v() | {suffix}", out_dtype=out_dtype)
+        if len(positions) < length and not self.shows_all(positions, at[0], exact_options):
+            positions = np.arange(length)
+            errors = [np.broadcast_to(one.max(0), (length, one.shape[1])) * 1.5 for one in errors]
+        given_k, given_v = (one[positions] for one in track.rows[layer])
+        exact = exact_attention(q, *self.sides_of(given_k, given_v), positions, at, **exact_options)
+        scale = options.get("scale") or self.default_scale
+        more, factor = from_storage(exact, q, *self.errors_of(*errors), scale)
+        more = more + (factor - 1) * (limit * np.maximum(1, exact.largest / 16) * exact.values + np.linalg.norm(exact.out, axis=-1))
+        if factor.max(initial=1) < 100:
+            check_output(out, None, exact, limit, f"attend is not attention over what was given | {suffix}", more, out_dtype)
+
+    @property
+    def default_scale(self):
+        return self.dims[0] ** -0.5
+
+    def sides_of(self, k, v):
+        """Keys and values that attention sees."""
+        return k, v
+
+    def errors_of(self, k, v):
+        return k, v
+
+    def shows_all(self, positions, first, options):
+        """Whether the rows shown are all that queries from `first` on see."""
+        if len(positions) == 0 or positions[-1] + 1 == len(positions):
+            return True
+        window = options.get("sliding_window")
+        shown_from = positions[-1] - np.argmin(np.append(np.diff(positions)[::-1] == 1, False))
+        sinks = options.get("num_sink_tokens") or 0
+        return window is not None and first - window + 1 >= shown_from and np.isin(np.arange(sinks), positions).all()
+
+    def reads_what_is_shown(self, track, layer, at):
+        """Whether all queries read floats and codes where k() and v() do: those that look back from tokens that are not
+        complete may read codes of tokens that still have their floats."""
+        if not track.formats[layer].finishes:
+            return True
+        size = track.block_size
+        codes = np.maximum(at - OPEN_TOKENS, 0) // size * size
+        encoded = max(track.coded, track.length // size * size)
+        return bool((np.maximum(track.coded, np.minimum(codes, encoded)) == track.coded).all())
+
+    # What is done to one sequence.
+
+    def grow(self, held, n=None):
+        """Append to all layers, in parts, with attention in between, and advance."""
+        rng = self.rng
+        n = int(one_of(rng, LARGE_STEPS if often(rng, 0.01) else STEPS)) if n is None else n
+        n = min(n, self.room(held))
+        if n <= 0:
+            return
+        self.case.note("append", n)
+        rows, ids = self.next_rows(held, n)
+        for layer, (k, v) in enumerate(rows):
+            cut = int(rng.integers(n + 1)) if often(rng, 0.2) else 0
+            for part in (slice(0, cut), slice(cut, n)):
+                if part.stop > part.start:
+                    self.case.calls += 1
+                    held.track.append(layer, *self.write(held, layer, k[part], v[part]))
+                    if often(rng, 0.25):
+                        self.attend(held, layer)
+        if often(rng, 0.05):  # they are never complete
+            self.case.note("forget")
+            held.cache.truncate(held.track.length)
+            held.track.truncate(held.track.length)
+            return
+        self.case.calls += 1
+        held.cache.advance(n, **ids)
+        held.track.advance(n)
+
+    def next_rows(self, held, n):
+        return held.source.take(n), {}
+
+    def room(self, held):
+        return 1 << 30
+
+    def back(self, held):
+        """Truncate, mostly by a little."""
+        rng, length = self.rng, held.track.length
+        n = int(rng.integers(max(length - 40, 0), length + 1)) if often(rng, 0.7) else int(rng.integers(length + 1))
+        self.case.note("truncate", n)
+        self.case.calls += 1
+        try:
+            held.cache.truncate(n)
+        except ValueError as error:
+            if self.windows and "go back" in str(error) and n < held.track.longest - self.rollback:
+                return
+            raise
+        held.track.truncate(n)
+        if often(rng, 0.5):
+            self.check_all(held)
+
+    def edit(self, held):
+        """Regenerate the last few tokens, again and again."""
+        if held.track.length < 2:
+            return
+        for _ in range(int(self.rng.integers(2, 7))):
+            self.back(held)
+            self.grow(held, int(self.rng.integers(1, 70)))
+
+    def through_bytes(self, held):
+        """The same cache, by way of plain arrays or a file."""
+        self.case.calls += 2
+        complete = held.track.copy()
+        complete.truncate(complete.length) if complete.length else complete.truncate(0)
+        complete.longest = held.track.longest
+        if often(self.rng, 0.5):
+            self.case.note("state_dict")
+            cache = self.plain_class.from_state_dict(held.cache.state_dict())
+        else:
+            self.case.note("save")
+            with tempfile.NamedTemporaryFile(dir=FOLDER) as file:
+                held.cache.save(file.name)
+                cache = kvfast.load(file.name, mmap=often(self.rng, 0.5))
+        return Held(cache, complete, held.source)

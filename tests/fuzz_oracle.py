@@ -1,0 +1,249 @@
+"""What `fuzz_caches` holds caches to: bounds of what is stored, and exact attention, in float64 and from the inputs alone.
+
+The bounds are those that docs/concepts/precision.md and formats.md promise, worked out for each format; none of them is
+taken from what the code gives.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import kvfast
+
+INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
+NOTHING = 1e-28  # queries and values below may count as nothing
+OPEN_TOKENS = 16  # for so many tokens more the tokens of a full block stay floats
+HALF = 2.0**-11  # float16 rounds by so much of a number, bfloat16 by so much:
+BRAIN = 2.0**-8 / 2
+# Of packed and Gaussian codes, half of the widest gap between levels, relative to the largest element. Their scale is the one
+# of least squared error among several of which one clips nothing, so this bounds the root mean square of a row.
+GAPS = {("int4", "uniform"): 0.5 / 7, ("int4", "gaussian"): 15.5 / 127, ("int4", "trellis"): 0.25, ("int2", "gaussian"): 42 / 120,
+        ("int3", "gaussian"): 23 / 122, ("int5", "gaussian"): 10.5 / 119}  # fmt: skip
+
+
+class Finding(AssertionError):
+    """What kvfast must not do; `signature` is the same for what probably has the same cause."""
+
+    def __init__(self, signature, told=""):
+        super().__init__(f"{signature}: {told}" if told else signature)
+        self.signature = signature
+
+
+@functools.cache
+def rotation(dim):
+    """The orthogonal, symmetric matrix that rows of a rotated side are turned by: Hadamard's in Hartley's."""
+    size = dim & -dim
+    turn = np.ones((1, 1))
+    while len(turn) < size:
+        turn = np.block([[turn, turn], [turn, -turn]])
+    angles = 2 * np.pi * np.outer(np.arange(dim // size), np.arange(dim // size)) / (dim // size)
+    return np.kron(np.cos(angles) + np.sin(angles), turn) / np.sqrt(dim)
+
+
+def rounded(rows, dtype):
+    """float32 of what a float dtype keeps of rows."""
+    rows = np.asarray(rows, np.float32)
+    if dtype == "float32":
+        return rows
+    if dtype == "float16":
+        return rows.astype(np.float16).astype(np.float32)
+    bits = rows.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+class Side:
+    """How keys or values are stored: what a KVFormat says of one of them."""
+
+    def __init__(self, form, values):
+        self.dtype = form.v_dtype if values else form.k_dtype
+        self.rotated = "v" in form.rotation if values else "k" in form.rotation
+        self.is_float = self.dtype not in INTEGERS
+        self.per_channel, self.centred = form.per_channel and not values, form.centring and not values
+        self.finishes, self.num_float_tokens = form.finishes, form.num_float_tokens
+        codebook = form.codebook if self.dtype in ("int2", "int3", "int4", "int5") else "uniform"
+        if codebook == "trellis" and self.dtype != "int4":
+            codebook = "gaussian"
+        self.codebook = codebook
+        # Whether a row's scale clips nothing, so that each of its elements is within half a step.
+        self.by_element = self.dtype == "int8" or self.dtype == "int4" and codebook == "uniform" and not form.clip_search
+        if self.dtype == "int8":
+            self.gap = 0.5 / 127
+        elif not self.is_float:
+            self.gap = GAPS.get((self.dtype, codebook), 0.5 ** int(self.dtype[3:])) + (0 if self.by_element else 2.0**-8)
+
+    def turned(self, rows):
+        return rows @ rotation(rows.shape[-1]) if self.rotated else rows
+
+    def code_bounds(self, rows, spans):
+        """How far from rows, which are turned, their codes may be, each element; `spans`: the range of each of their channels
+        over the blocks that they are in, where these have statistics."""
+        if self.is_float:  # by its float rows
+            return np.abs(rows) * HALF + 2.0**-24 if self.finishes else np.zeros_like(rows)
+        if rows.shape[-1] == 0:
+            return np.zeros_like(rows)
+        slack = 2e-6 * np.linalg.norm(rows, axis=-1, keepdims=True) + 1e-36
+        if self.per_channel:
+            # Up to 1.25 of 15 steps outside of the codes; float16 offsets, and scales in 32,767ths of the largest.
+            largest = np.abs(rows) + spans
+            return spans * (1.27 / 15) + spans.max(-1, keepdims=True) / 32767 + 2 * HALF * largest + 2.0**-23 + slack
+        size = np.abs(rows).max(-1, keepdims=True)
+        if self.centred:
+            size = np.minimum(spans.max(-1, keepdims=True), 2 * size + spans.max(-1, keepdims=True))
+            slack = slack + HALF * (np.abs(rows).max(-1, keepdims=True) + size) + 2.0**-23
+        elif self.finishes:
+            slack = slack + HALF * size + 2.0**-23
+        return np.broadcast_to(size * self.gap * 1.002 + slack, rows.shape)
+
+    def check(self, got, given, positions, spans, lossy, where):
+        """Hold decoded rows to what was given: (tokens, heads, dim). Tokens from `lossy` on have their floats yet.
+
+        Returns how far each row may be from what was given, whether floats or codes are read: (tokens, heads).
+        """
+        if got.shape != given.shape:
+            raise Finding(f"shape of rows | {where}", f"{got.shape}, of {given.shape} given")
+        if not np.isfinite(got).all():
+            raise Finding(f"rows that are not finite | {where}")
+        if self.is_float and (not self.finishes or self.dtype == "float32"):
+            expected = rounded(given, self.dtype)
+            bad = (got != expected).any((1, 2))
+            if bad.any():
+                at = int(np.argmax(bad))
+                raise Finding(f"{self.dtype} rows are not what was given | {where}",
+                              f"token {positions[at]}: {_worst(got[at], expected[at])}")  # fmt: skip
+            return np.linalg.norm(expected.astype(np.float64) - given, axis=-1)
+        rows, error = self.turned(given.astype(np.float64)), np.abs(self.turned(got.astype(np.float64) - given))
+        floats = positions < self.num_float_tokens
+        if self.finishes:
+            floats = floats | (positions >= lossy)
+        tolerance = np.abs(rows) * (HALF * 1.001) + 2.0**-24 + 2e-6 * np.linalg.norm(rows, axis=-1, keepdims=True)
+        if self.is_float:
+            tolerance = tolerance + np.abs(rounded(given, self.dtype) - given)
+        bad = floats & (error > tolerance).any((1, 2))
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise Finding(f"float token is not what was given | {where}", f"token {positions[at]}: {_worst(got[at], given[at])}")
+        bounds = np.broadcast_to(self.code_bounds(rows, spans), rows.shape)
+        if self.by_element or self.per_channel or self.is_float:
+            bad = ~floats & (error > bounds).any((1, 2))
+            norms = np.linalg.norm(bounds, axis=-1)
+        else:
+            norms = np.linalg.norm(bounds, axis=-1)
+            bad = ~floats & (np.linalg.norm(error, axis=-1) > norms).any(1)
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise Finding(f"code is not within its step | {where}",
+                          f"token {positions[at]}: error {error[at].max():.3g} in {_worst(got[at], given[at])}, "
+                          f"bound {bounds[at].max():.3g}")  # fmt: skip
+        return np.maximum(norms, np.linalg.norm(tolerance, axis=-1))
+
+
+def _worst(got, given):
+    at = np.unravel_index(np.argmax(np.abs(got.astype(np.float64) - given)), got.shape)
+    return f"element {tuple(map(int, at))} is {got[at]:.7g}, given {given[at]:.7g}"
+
+
+class Exact(NamedTuple):
+    """Attention in float64, and what its bounds are relative to."""
+
+    out: Any  # (queries, query heads, dim)
+    lse: Any  # (queries, query heads)
+    values: Any  # (queries, query heads): mean norm of the values that are summed up
+    spread: Any  # the same of how far they are from the output
+    largest: Any  # largest score, by itself
+
+
+def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=None, sliding_window=None,
+                    num_sink_tokens=0, sinks=None, alibi_slopes=None):  # fmt: skip
+    """Attention of queries at the positions `at` to keys at `positions`; otherwise as `reference.attention`."""
+    q, k, v = (one.astype(np.float64) for one in (q, k, v))
+    n, num_q_heads, dim = q.shape
+    length, heads = k.shape[:2]
+    group = num_q_heads // heads
+    scale = dim**-0.5 if scale is None else scale
+    q = q.reshape(n, heads, group, dim).transpose(1, 2, 0, 3)
+    score = scale * (q @ k.transpose(1, 2, 0)[:, None])  # (heads, group, queries, keys)
+    size = np.abs(score)
+    if softcap:
+        score = softcap * np.tanh(score / softcap)
+        size = np.abs(score)
+    distance = positions[None] - at[:, None]
+    if alibi_slopes is not None:
+        slope = np.asarray(alibi_slopes, np.float64).reshape(heads, group, 1, 1)
+        score = score + slope * distance
+        size = size + np.abs(slope * distance)
+    hidden = np.zeros((n, length), bool)
+    if causal:
+        hidden |= distance > 0
+    if sliding_window:
+        hidden |= (distance <= -sliding_window) & (positions >= (num_sink_tokens or 0))
+    score[..., hidden] = -np.inf
+    size[..., hidden] = 0
+    top, largest = score.max(-1), size.max(-1)
+    if sinks is not None:
+        logit = np.asarray(sinks, np.float64).reshape(heads, group, 1)
+        top, largest = np.maximum(top, logit), np.maximum(largest, np.abs(logit))
+    weight = np.exp(score - top[..., None])
+    total = weight.sum(-1)
+    if sinks is not None:
+        total = total + np.exp(logit - top)
+    weight /= total[..., None]
+    v = v.transpose(1, 0, 2)[:, None]
+    out = weight @ v
+    norms = np.linalg.norm(v, axis=-1)  # (heads, 1, keys)
+    values = (weight * norms[:, :, None]).sum(-1)
+    square = (out**2).sum(-1)
+    spread = (weight * norms[:, :, None] ** 2).sum(-1) + (weight.sum(-1) - 2) * square
+    lse = top + np.log(total)
+    back = (out.transpose(2, 0, 1, 3).reshape(n, num_q_heads, -1),
+            *(one.transpose(2, 0, 1).reshape(n, num_q_heads) for one in (lse, values, np.sqrt(np.maximum(spread, 0)), largest)))  # fmt: skip
+    return Exact(*back)
+
+
+def contract(sides):
+    """The relative error that `attend` may add."""
+    return 1e-5 if all(side.dtype == "float32" for side in sides) else 1e-3
+
+
+def allowed(exact, limit, out_dtype="float32"):
+    """How far an output may be from exact attention over the stored rows, and its log-sum-exp: (queries, query heads)."""
+    norm = np.linalg.norm(exact.out, axis=-1)
+    relative = limit * np.maximum(1, exact.largest / 16)
+    rounding = {"float32": 1e-7, "float16": HALF, "bfloat16": BRAIN}[out_dtype]
+    least = 2.0**-24 * np.sqrt(exact.out.shape[-1]) if out_dtype == "float16" else 0
+    return (relative * np.maximum(norm, exact.values) + rounding * norm + NOTHING * np.sqrt(exact.out.shape[-1]) + least,
+            relative + 1e-6 * np.abs(exact.lse))  # fmt: skip
+
+
+def check_output(out, lse, exact, limit, where, more=0.0, out_dtype="float32"):
+    """Hold an output to exact attention; `more` is what may come of the errors of keys and values: (queries, query heads)."""
+    out = out.astype(np.float64)
+    if not np.isfinite(out).all() or lse is not None and not np.isfinite(lse).all():
+        raise Finding(f"output is not finite | {where}")
+    tolerance, of_lse = allowed(exact, limit, out_dtype)
+    error = np.linalg.norm(out - exact.out, axis=-1)
+    if (error > tolerance + more).any():
+        at = np.unravel_index(np.argmax(error / (tolerance + more)), error.shape)
+        relative = error[at] / max(np.linalg.norm(exact.out[at]), exact.values[at], 1e-300)
+        raise Finding(where, f"query {int(at[0])}, head {int(at[1])}: relative error {relative:.2e} where "
+                             f"{(tolerance + more)[at] / max(np.linalg.norm(exact.out[at]), exact.values[at], 1e-300):.1e} is allowed; "
+                             f"largest score {exact.largest[at]:.3g}, got {out[at][:3]} for {exact.out[at][:3]}")  # fmt: skip
+    if lse is not None and np.ndim(more) == 0:
+        error = np.abs(lse - exact.lse)
+        if (error > of_lse).any():
+            at = np.unravel_index(np.argmax(error / of_lse), error.shape)
+            raise Finding(f"lse, {where}", f"{lse[at]} for {exact.lse[at]}, largest score {exact.largest[at]:.3g}")
+
+
+def from_storage(exact, q, k_errors, v_errors, scale):
+    """How far an output may be from attention to the inputs where keys and values are as far from theirs."""
+    group = q.shape[1] // k_errors.shape[1]
+    of_k = np.repeat(k_errors.max(0, initial=0), group)
+    of_v = np.repeat(v_errors.max(0, initial=0), group)
+    moved = np.abs(scale) * np.linalg.norm(q.astype(np.float64), axis=-1) * of_k  # of scores: (queries, query heads)
+    factor = np.exp(np.minimum(2 * moved, 700))
+    return (factor - 1) * exact.spread + factor * of_v, factor
+
+
+def available_tiers():
+    return kvfast.available_isas()

@@ -18,6 +18,7 @@ import collections
 import faulthandler
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ class Case:
     """One random history; what it did is in `log`."""
 
     def __init__(self, seed, number, loud=False):
-        self.rng, self.loud = np.random.default_rng([seed, number]), loud
+        self.rng, self.number, self.loud = np.random.default_rng([seed, number]), number, loud
         self.calls, self.log = 0, []
 
     def note(self, *did):
@@ -68,11 +69,11 @@ def run_case(seed, number, loud=False):
     try:
         case.run()
     except Finding as finding:
-        return case, (finding.signature, f"{case.tier}: {finding}")
+        return case, (finding.signature, f"{case.tier}, {case.log[1:2]}: {finding}")
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         told = f"{type(error).__name__} in {Path(at.filename).name}, {at.name}: {error}"
-        return case, (f"{type(error).__name__} in {at.name}, line {at.lineno} | {case.log[0][1]}", f"{case.tier}: {told}")
+        return case, (f"{type(error).__name__} in {at.name}, line {at.lineno} | {case.log[0][1]}", f"{case.tier}, {case.log[1:2]}: {told}")
     return case, None
 
 
@@ -89,8 +90,9 @@ class Report:
         self.worlds[case.log[0][1]] += 1
 
     def find(self, signature, number, told, seconds, count=1):
-        first = self.findings.setdefault(signature, [number, told, 0, seconds])
-        first[2] += count
+        known = self.findings.get(signature, (number, told, 0, seconds))
+        first = known if known[0] <= number else (number, told, 0, min(seconds, known[3]))
+        self.findings[signature] = (*first[:2], known[2] + count, first[3])
 
     def merge(self, fields):
         self.cases, self.calls = self.cases + fields["cases"], self.calls + fields["calls"]
@@ -148,7 +150,7 @@ def run(options):
             path = Path(folder, f"{i}.{first}")
             arguments = {"seed": options.seed, "cases": options.cases, "processes": options.processes, "first": first, "child": path,
                          "seconds": max(options.seconds - (time.perf_counter() - start), 0)}  # fmt: skip
-            command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in arguments.items())]
+            command = [sys.executable, sys.argv[0], *(f"--{name}={value}" for name, value in arguments.items())]
             # A process that hangs inside of a call is ended by its own timer; the text says where.
             errors = open(f"{path}.errors", "w+")  # noqa: SIM115
             waiting.append((i, first, path, errors, time.perf_counter(), subprocess.Popen(command, stderr=errors)))
@@ -165,10 +167,12 @@ def run(options):
                 report.merge(json.loads(path.read_text()))
             if code == 0:
                 continue
-            number = int(Path(f"{path}.now").read_text() or first) if Path(f"{path}.now").exists() else first
-            end = "hang" if "Timeout" in text else f"end with {code}"
-            frame = next((line.strip() for line in text.splitlines() if "File" in line and "fuzz_" in line), "")
-            report.find(f"{end} | {frame}", number, text.strip()[-300:], time.perf_counter() - start)
+            now = Path(f"{path}.now")
+            number = int(now.read_text() or first) if now.exists() else first
+            end = "never came to its end" if "Timeout" in text else f"ended with {code}"
+            frames = re.findall(r'File "[^"]*?([^/"]+)", line (\d+) in (\w+)', text) + [("", 0, "")]
+            report.find(f"{end} | {' '.join(map(str, frames[0]))}", number, text.strip().partition("\n\n")[0][-400:],
+                        time.perf_counter() - start)  # fmt: skip
             begin(i, number + options.processes)
     print(report.told(options.seed, time.perf_counter() - start))
     return not report.findings

@@ -2,7 +2,7 @@
 
 import numpy as np
 from fuzz_histories import (
-    BLOCKS, DIMS, Held, Rows, Track, World, as_given, often, one_of, random_dim, random_format, random_formats, told,
+    BLOCKS, DIMS, Held, Rows, Track, World, as_given, fitting, often, one_of, random_dim, random_format, random_formats, told,
 )  # fmt: skip
 from fuzz_oracle import Finding, Side, allowed, check_output, contract, exact_attention
 
@@ -153,7 +153,7 @@ class LatentWorld(SingleWorld):
         return LatentRows(self.rng, self.formats, len(self.formats), 1, *self.dims)
 
     def write(self, held, layer, k, v):
-        rows, kept = as_given(self.rng, np.concatenate([k[:, 0], v[:, 0]], axis=1))
+        rows, kept = as_given(self.rng, np.concatenate([k[:, 0], v[:, 0]], axis=1), held.prompt is None)
         held.cache.append(layer, rows)
         return kept[:, None, : self.dims[0]], kept[:, None, self.dims[0] :]
 
@@ -185,10 +185,9 @@ class LatentWorld(SingleWorld):
 
 
 class LatentRows(Rows):
-    def queries(self, n, num_q_heads):
-        q = super().queries(n, num_q_heads)
-        more = self.rng.standard_normal((n, num_q_heads, self.dims[1]), np.float32)
-        return np.concatenate([q, more / np.float32(np.clip(self.size, 1e-18, 1e18))], axis=2).astype(np.float32)
+    def queries(self, n, num_q_heads, rows):
+        rope = self.rng.standard_normal((n, num_q_heads, self.dims[1]), np.float32) * fitting(rows[1])
+        return np.concatenate([super().queries(n, num_q_heads, rows), rope], axis=2)
 
 
 class PoolWorld(SingleWorld):
@@ -333,14 +332,14 @@ class PoolWorld(SingleWorld):
 
     def append_batch(self, layer, k, v, slots):
         self.case.calls += 1
-        (k, kept_k), (v, kept_v) = as_given(self.rng, k), as_given(self.rng, v)
+        (k, kept_k), (v, kept_v) = (as_given(self.rng, one, not self.prompts) for one in (k, v))
         self.pool.append_batch(layer, k, v, slots)
         return kept_k, kept_v
 
     def attend_batch(self, some, layer):
         rng, num_q_heads = self.rng, self.random_heads()
         counts = [1 if often(rng, 0.6) else self.queries_of(held, layer, 20) for held in some]
-        queries = [held.source.queries(n, num_q_heads) for held, n in zip(some, counts)]
+        queries = [held.source.queries(n, num_q_heads, held.track.rows[layer]) for held, n in zip(some, counts)]
         q, exact_q = as_given(rng, np.concatenate(queries))
         bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         options = self.options(num_q_heads)
@@ -374,7 +373,7 @@ class LatentPoolWorld(PoolWorld, LatentWorld):
         return self.pool_class(len(self.formats), *self.dims, dtype=self.formats, **self.settings)
 
     def append_batch(self, layer, k, v, slots):
-        rows, kept = as_given(self.rng, np.concatenate([k[:, 0], v[:, 0]], axis=1))
+        rows, kept = as_given(self.rng, np.concatenate([k[:, 0], v[:, 0]], axis=1), not self.prompts)
         self.pool.append_batch(layer, rows, slots)
         return kept[:, None, : self.dims[0]], kept[:, None, self.dims[0] :]
 
@@ -439,7 +438,7 @@ class SchedulerWorld(PoolWorld):
 
     def attend_tables(self, some, layer):
         rng, num_q_heads = self.rng, self.random_heads()
-        q, exact_q = as_given(rng, np.concatenate([held.source.queries(1, num_q_heads) for held in some]))
+        q, exact_q = as_given(rng, np.concatenate([held.source.queries(1, num_q_heads, held.track.rows[layer]) for held in some]))
         tables = [self.tables[id(held)] for held in some]
         table = np.full((len(some), max(map(len, tables))), -1, np.int32)
         for row, one in zip(table, tables):
@@ -507,9 +506,9 @@ class HeadsWorld(World):
             rows, positions = [cache.decode_keys(), cache.decode_values()], np.arange(len(kept[0])) + 16
             for side, got, given in zip(sides, rows, kept):
                 side.check(got * signs, given * signs, positions, np.zeros(1), 1 << 60, where)
-            q = source.queries(1, config.num_q_heads)
+            q = source.queries(1, config.num_q_heads, kept)
             exact = exact_attention(q, *rows, positions, positions[-1:], causal=False)
-            check_output(cache.attend(q[0])[None], None, exact, 1e-3, f"attend is not attention over decoded rows | {where}, {source.flavour}")
+            check_output(cache.attend(q[0])[None], None, exact, 1e-3, f"attend is not attention over decoded rows | {where}")
             weights = cache.attention_scores(q[0], softmax=True)
             if not np.allclose(weights.sum(1), 1, atol=1e-4):
                 raise Finding(f"weights do not sum up to 1 | {where}")
@@ -535,7 +534,7 @@ class PlainWorld(World):
         strides = str(one_of(rng, ["broadcast tokens", "broadcast heads", "backwards"])) if often(rng, 0.05) else ""
         num_q_heads = self.random_heads()
         n = min(int(one_of(rng, [1, 2, 5, 16, 40])), length)
-        q, exact_q = as_given(rng, source.queries(n, num_q_heads))
+        q, exact_q = as_given(rng, source.queries(n, num_q_heads, (k, v)))
         options = self.options(num_q_heads)
         out, out_dtype = self.random_out((n, num_q_heads, dim))
         self.case.note("attention", length, n, num_q_heads, strides, options)
@@ -562,7 +561,7 @@ class PlainWorld(World):
             options.pop(name, None)
         exact = exact_attention(exact_q, kept_k, kept_v, np.arange(length), np.arange(length - n, length), **options)
         limit = 1e-5 if k.dtype == v.dtype == np.float32 else 1e-3
-        check_output(out, lse, exact, limit, f"attention | {k.dtype}/{v.dtype}, {source.flavour}{', softcap' if options.get('softcap', 0) > 1000 else ''}",
+        check_output(out, lse, exact, limit, f"attention | {k.dtype}/{v.dtype}{', softcap' if options.get('softcap', 0) >= 300 else ''}",
                      out_dtype=out_dtype)  # fmt: skip
 
 
@@ -595,11 +594,11 @@ class CompressedWorld(World):
                 if not abs(error - told_error) <= 1e-3 * error + 1e-5 and np.linalg.norm(given):
                     raise Finding(f"reconstruction_error | {where}", f"{told_error} for {error}")
             queries = int(rng.integers(1, min(n, 6)))
-            q = source.queries(queries, heads * int(one_of(rng, [1, 2, 3])))
+            q = source.queries(queries, heads * int(one_of(rng, [1, 2, 3])), pair)
             causal = often(rng, 0.7)
             exact = exact_attention(q, *decoded, np.arange(n), np.arange(n - queries, n), causal=causal)
             self.case.calls += 3
-            check_output(*one.attend(q, causal=causal, return_lse=True), exact, 1e-3, f"attend is not attention over decode() | {where}, {source.flavour}")
+            check_output(*one.attend(q, causal=causal, return_lse=True), exact, 1e-3, f"attend is not attention over decode() | {where}")
         self.prefix(layers, source, form, heads, dim, n)
 
     def prefix(self, layers, source, form, heads, dim, n):
@@ -610,14 +609,14 @@ class CompressedWorld(World):
             for layer, pair in enumerate(source.take(count)):
                 cache.append(layer, *pair)
             layer, queries = int(rng.integers(2)), int(rng.integers(1, min(count, 8) + 1))
-            q = source.queries(queries, heads * int(one_of(rng, [1, 2])))
+            q = source.queries(queries, heads * int(one_of(rng, [1, 2])), pair)
             k, v = cache.k(layer), cache.v(layer)
             length = cache.layer_length(layer)
             exact = exact_attention(q, k, v, np.arange(length), np.arange(length - queries, length))
             self.case.calls += 5
             before = length - n - count
             if not form.finishes or before // form.block * form.block == max(before - 16, 0) // form.block * form.block and length - n < form.block:
-                check_output(*cache.attend(layer, q, return_lse=True), exact, 1e-3, f"attend is not attention over k() and v() | {where}, {source.flavour}")
+                check_output(*cache.attend(layer, q, return_lse=True), exact, 1e-3, f"attend is not attention over k() and v() | {where}")
             cache.advance(count)
             if often(rng, 0.3):
                 cache.truncate(n + int(rng.integers(len(cache) - n + 1)))

@@ -1,0 +1,103 @@
+"""A short run of `fuzz_caches`, what it found before, and that it can find something."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fuzz_caches
+import fuzz_worlds
+import numpy as np
+import pytest
+import reference
+from fuzz_oracle import exact_attention
+
+import kvfast
+
+# Cases that once found something, each as (seed, case).
+FOUND = {}
+
+
+def findings(seed, cases):
+    return [found for number in cases for _, found in [fuzz_caches.run_case(seed, number)] if found]
+
+
+def test_a_short_run():
+    assert findings(0, range(150)) == []
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_before(name):
+    assert findings(FOUND[name][0], [FOUND[name][1]]) == []
+
+
+def test_a_case_is_always_the_same():
+    one, other = fuzz_caches.run_case(5, 7)[0], fuzz_caches.run_case(5, 7)[0]
+    assert str(one.log) == str(other.log) and len(one.log) > 3
+
+
+def test_exact_attention_is_that_of_the_reference(rng):
+    q, k, v = (rng.standard_normal((n, heads, 5)) for n, heads in ((4, 6), (9, 2), (9, 2)))
+    for options in ({}, {"softcap": 2.0, "scale": 0.7}, {"sliding_window": 3, "num_sink_tokens": 2, "causal": False},
+                    {"sinks": rng.standard_normal(6), "alibi_slopes": rng.random(6)}):  # fmt: skip
+        out, lse = reference.attention(q, k, v, **options)
+        exact = exact_attention(q, k, v, np.arange(9), np.arange(5, 9), **options)
+        assert np.allclose(exact.out, out, rtol=1e-12) and np.allclose(exact.lse, lse, rtol=1e-12)
+
+
+@pytest.mark.parametrize("broken", ["attend", "k", "both", "truncate"])
+def test_what_no_cache_may_do_is_found(monkeypatch, broken):
+    """The fuzzer itself can fail: on an output that is a little wrong, on rows, and on both that are wrong alike."""
+    attend, k, v, truncate = (getattr(kvfast.KVCache, name) for name in ("attend", "k", "v", "truncate"))
+    replaced = {
+        "attend": {"attend": lambda self, layer, q, **options: _times(attend(self, layer, q, **options), 1.02)},
+        "k": {"k": lambda self, layer: np.roll(k(self, layer), 1, axis=0)},
+        "both": {"v": lambda self, layer: 2 * v(self, layer),
+                 "attend": lambda self, layer, q, **options: _times(attend(self, layer, q, **options), 2)},
+        "truncate": {"truncate": lambda self, n: truncate(self, max(n - 1, 0))},
+    }[broken]  # fmt: skip
+    for name, function in replaced.items():
+        monkeypatch.setattr(kvfast.KVCache, name, function)
+    monkeypatch.setattr(fuzz_caches, "WORLDS", {fuzz_worlds.SingleWorld: 1})
+    told = {"attend": "attend is not", "k": "keys of KVCache", "both": "values of KVCache", "truncate": "length"}[broken]
+    assert any(told in signature for signature, _ in findings(1, range(20)))
+
+
+def _times(result, factor):
+    out = result[0] if isinstance(result, tuple) else result
+    out *= np.asarray(factor, out.dtype)
+    return result
+
+
+def test_crashes_and_hangs_are_found(tmp_path):
+    script = tmp_path / "fuzz_itself.py"
+    script.write_text(
+        f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(fuzz_caches.__file__).parent)!r})
+import fuzz_caches
+
+class Bad:
+    def __init__(self, case):
+        self.case = case
+
+    def run(self):
+        if self.case.number == 3:
+            os.abort()
+        if self.case.number == 8:
+            time.sleep(60)
+        if self.case.number % 5 == 1:
+            raise fuzz_caches.Finding("one and the same", "each time")
+
+fuzz_caches.WORLDS = {{Bad: 1}}
+fuzz_caches.SECONDS = 2
+fuzz_caches.main()
+"""
+    )
+    command = [sys.executable, script, "--cases", "40", "--processes", "2", "--seed", "4"]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 1, child.stderr
+    assert re.search(r"ended with -6 .*\n(.*\n)*?.*--seed 4 --case 3\n", child.stdout), child.stdout
+    assert re.search(r"never came to its end .*\n(.*\n)*?.*--seed 4 --case 8\n", child.stdout), child.stdout
+    assert re.search(r"one and the same\n.*\n +8 times, .*--seed 4 --case 1\n", child.stdout), child.stdout
+    assert "38 cases" in child.stdout and "3 findings" in child.stdout

@@ -70,7 +70,7 @@ def run_case(seed, number, loud=False):
         case.run()
     except Finding as finding:
         return case, (finding.signature, f"{case.tier}, {case.log[1:2]}: {finding}")
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
         at = traceback.extract_tb(error.__traceback__)[-1]
         told = f"{type(error).__name__} in {Path(at.filename).name}, {at.name}: {error}"
         return case, (f"{type(error).__name__} in {at.name}, line {at.lineno} | {case.log[0][1]}", f"{case.tier}, {case.log[1:2]}: {told}")
@@ -153,12 +153,12 @@ def run(options):
             command = [sys.executable, sys.argv[0], *(f"--{name}={value}" for name, value in arguments.items())]
             # A process that hangs inside of a call is ended by its own timer; the text says where.
             errors = open(f"{path}.errors", "w+")  # noqa: SIM115
-            waiting.append((i, first, path, errors, time.perf_counter(), subprocess.Popen(command, stderr=errors)))
+            waiting.append((i, first, path, errors, subprocess.Popen(command, stderr=errors)))
 
         for i in range(options.processes):
             begin(i, i)
         while waiting:
-            i, first, path, errors, began, child = waiting.pop(0)
+            i, first, path, errors, child = waiting.pop(0)
             code = child.wait()
             errors.seek(0)
             text = errors.read()

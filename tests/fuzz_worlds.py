@@ -2,9 +2,22 @@
 
 import numpy as np
 from fuzz_histories import (
-    BLOCKS, DIMS, Held, Rows, Track, World, as_given, fitting, often, one_of, random_dim, random_format, random_formats, told,
+    BLOCKS,
+    DIMS,
+    Held,
+    Rows,
+    Track,
+    World,
+    as_given,
+    fitting,
+    often,
+    one_of,
+    random_dim,
+    random_format,
+    random_formats,
+    told,
 )  # fmt: skip
-from fuzz_oracle import Finding, Side, allowed, check_output, contract, exact_attention
+from fuzz_oracle import Finding, Side, allowed, check_output, exact_attention
 
 import kvfast
 from kvfast.multi_head_config import signs_of
@@ -422,7 +435,7 @@ class SchedulerWorld(PoolWorld):
             if any(-1 in one for one in slots):
                 return
             padding = int(rng.integers(3))
-            slots = np.array(sum(slots, []) + [-1] * padding, np.int64)
+            slots = np.array([one for some_slots in slots for one in some_slots] + [-1] * padding, np.int64)
             new = [held.source.take(n) for held, n in zip(some, counts)]
             self.case.note("append_batch", counts)
             for layer in range(len(self.formats)):

@@ -6,7 +6,7 @@ import tempfile
 
 import ml_dtypes
 import numpy as np
-from fuzz_oracle import OPEN_TOKENS, Finding, Side, check_output, contract, exact_attention, from_storage
+from fuzz_oracle import OPEN_TOKENS, Finding, Side, check_output, contract, exact_attention, from_storage, norms
 
 import kvfast
 from kvfast import KVFormat
@@ -408,7 +408,7 @@ class World:
         exact = exact_attention(q, *self.sides_of(given_k, given_v), positions, at, **exact_options)
         scale = options.get("scale") or self.default_scale
         more, factor = from_storage(exact, q, *self.errors_of(*errors), scale)
-        more = more + (factor - 1) * (limit * np.maximum(1, exact.largest / 16) * exact.values + np.linalg.norm(exact.out, axis=-1))
+        more = more + (factor - 1) * (limit * np.maximum(1, exact.largest / 16) * exact.norm + norms(exact.out))
         if factor.max(initial=1) < 100:
             check_output(out, None, exact, limit, f"attend is not attention over what was given | {suffix}", more, out_dtype)
 

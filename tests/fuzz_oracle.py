@@ -148,9 +148,8 @@ class Exact(NamedTuple):
 
     out: Any  # (queries, query heads, dim)
     lse: Any  # (queries, query heads)
-    values: Any  # (queries, query heads): mean norm of the values that are summed up
+    norm: Any  # (queries, query heads): what an error of the output is relative to
     spread: Any  # the same of how far they are from the output
-    most: Any  # the largest norm of a value, by itself
     largest: Any  # largest score, by itself
 
 
@@ -192,13 +191,16 @@ def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=
     v = v.transpose(1, 0, 2)[:, None]
     out = weight @ v
     sizes = norms(v)  # (heads, 1, keys)
-    values = (weight * sizes[:, :, None]).sum(-1)
     square = (out**2).sum(-1)
     spread = (weight * sizes[:, :, None] ** 2).sum(-1) + (weight.sum(-1) - 2) * square
     lse = top + np.log(total)
-    most = np.broadcast_to(sizes.max(-1)[..., None], values.shape)
+    # The norm of the output; where values nearly cancel, more than they would if they had nothing to do with each other,
+    # their mean norm. What weighs less than a ten-thousandth of all, beside values near 0, need not be as precise.
+    weighted, norm = weight * sizes[:, :, None], np.sqrt(square)
+    norm = np.where(norm < 0.5 * norms(weighted), weighted.sum(-1), norm)
+    norm = np.maximum(norm, 1e-4 * sizes.max(-1)[..., None])
     back = (out.transpose(2, 0, 1, 3).reshape(n, num_q_heads, -1),
-            *(one.transpose(2, 0, 1).reshape(n, num_q_heads) for one in (lse, values, np.sqrt(np.maximum(spread, 0)), most, largest)))  # fmt: skip
+            *(one.transpose(2, 0, 1).reshape(n, num_q_heads) for one in (lse, norm, np.sqrt(np.maximum(spread, 0)), largest)))  # fmt: skip
     return Exact(*back)
 
 
@@ -209,12 +211,10 @@ def contract(sides):
 
 def allowed(exact, limit, out_dtype="float32"):
     """How far an output may be from exact attention over the stored rows, and its log-sum-exp: (queries, query heads)."""
-    norm = norms(exact.out)
     relative = limit * np.maximum(1, exact.largest / 16)
     rounding = {"float32": 1e-7, "float16": HALF, "bfloat16": BRAIN}[out_dtype]
     least = 2.0**-24 * np.sqrt(exact.out.shape[-1]) if out_dtype == "float16" else 0
-    # What weighs less than a ten-thousandth of all, where all the rest is of values near 0, need not be as precise.
-    return (relative * np.maximum(np.maximum(norm, exact.values), 1e-4 * exact.most) + rounding * norm + NOTHING * np.sqrt(exact.out.shape[-1]) + least,
+    return (relative * exact.norm + rounding * norms(exact.out) + NOTHING * np.sqrt(exact.out.shape[-1]) + least,
             relative + 1e-6 * np.abs(exact.lse))  # fmt: skip
 
 
@@ -227,9 +227,8 @@ def check_output(out, lse, exact, limit, where, more=0.0, out_dtype="float32"):
     error = norms(out - exact.out)
     if (error > tolerance + more).any():
         at = np.unravel_index(np.argmax(error / (tolerance + more)), error.shape)
-        relative = error[at] / max(np.linalg.norm(exact.out[at]), exact.values[at], 1e-300)
-        raise Finding(where, f"query {int(at[0])}, head {int(at[1])}: relative error {relative:.2e} where "
-                             f"{(tolerance + more)[at] / max(np.linalg.norm(exact.out[at]), exact.values[at], 1e-300):.1e} is allowed; "
+        raise Finding(where, f"query {int(at[0])}, head {int(at[1])}: relative error {error[at] / exact.norm[at]:.2e} where "
+                             f"{(tolerance + more)[at] / exact.norm[at]:.1e} is allowed; "
                              f"largest score {exact.largest[at]:.3g}, got {out[at][:3]} for {exact.out[at][:3]}")  # fmt: skip
     if lse is not None and np.ndim(more) == 0:
         error = np.abs(lse - exact.lse)

@@ -103,7 +103,11 @@ class SingleWorld(World):
         self.case.note("restore", track.length)
         self.case.calls += 1
         if often(self.rng, 0.3):
-            self.keep(Held(snapshot.to_cache(), track.copy(), source))
+            track = track.copy()
+            if often(self.rng, 0.5) and not self.windows:
+                track.truncate(int(self.rng.integers(track.length + 1)))
+                snapshot = snapshot.truncated(track.length)
+            self.keep(Held(snapshot.to_cache(), track, source))
             return
         held.cache.restore(snapshot)
         held.track, held.source = track.copy(), source
@@ -297,7 +301,7 @@ class PoolWorld(SingleWorld):
                 others = self.source().take(len(ids) - n)
                 rows = [tuple(np.concatenate([a[:n], b]) for a, b in zip(*pair)) for pair in zip(rows, others)]
         else:
-            n = int(rng.integers(20, 200))
+            n = int(rng.integers(20, 200) if often(rng, 0.9) else rng.integers(260, 500))  # from 256 on they are read together
             ids, rows = rng.integers(1 << 40, size=n), self.source().take(n)
         self.prompts = [*self.prompts[-3:], (ids, rows)]
         cache, track = self.pool.match_prefix(ids), self.track()

@@ -94,12 +94,13 @@ class Report:
         first = known if known[0] <= number else (number, told, 0, min(seconds, known[3]))
         self.findings[signature] = (*first[:2], known[2] + count, first[3])
 
-    def merge(self, fields):
+    def merge(self, fields, later):
+        """What another process found, which began so many seconds later."""
         self.cases, self.calls = self.cases + fields["cases"], self.calls + fields["calls"]
         self.tiers.update(fields["tiers"])
         self.worlds.update(fields["worlds"])
         for signature, (number, told, count, seconds) in fields["findings"].items():
-            self.find(signature, number, told, seconds, count)
+            self.find(signature, number, told, seconds + later, count)
 
     def told(self, seed, seconds):
         lines = [f"{signature}\n    {told}\n    {count} times, first after {at:.0f} s: "
@@ -153,18 +154,18 @@ def run(options):
             command = [sys.executable, sys.argv[0], *(f"--{name}={value}" for name, value in arguments.items())]
             # A process that hangs inside of a call is ended by its own timer; the text says where.
             errors = open(f"{path}.errors", "w+")  # noqa: SIM115
-            waiting.append((i, first, path, errors, subprocess.Popen(command, stderr=errors)))
+            waiting.append((i, first, path, errors, time.perf_counter() - start, subprocess.Popen(command, stderr=errors)))
 
         for i in range(options.processes):
             begin(i, i)
         while waiting:
-            i, first, path, errors, child = waiting.pop(0)
+            i, first, path, errors, later, child = waiting.pop(0)
             code = child.wait()
             errors.seek(0)
             text = errors.read()
             errors.close()
             if path.exists():
-                report.merge(json.loads(path.read_text()))
+                report.merge(json.loads(path.read_text()), later)
             if code == 0:
                 continue
             now = Path(f"{path}.now")

@@ -227,7 +227,7 @@ def check_output(out, lse, exact, limit, where, more=0.0, out_dtype="float32"):
         raise Finding(where, f"query {int(at[0])}, head {int(at[1])}: relative error {error[at] / exact.norm[at]:.2e} where "
                              f"{(tolerance + more)[at] / exact.norm[at]:.1e} is allowed; "
                              f"largest score {exact.largest[at]:.3g}, got {out[at][:3]} for {exact.out[at][:3]}")  # fmt: skip
-    if lse is not None and np.ndim(more) == 0:
+    if lse is not None:
         error = np.abs(lse - exact.lse)
         if (error > of_lse).any():
             at = np.unravel_index(np.argmax(error / of_lse), error.shape)

@@ -32,9 +32,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fuzz_oracle import Finding
-from fuzz_worlds import WORLDS
+from fuzz_others import CompressedWorld, HeadsWorld, PlainWorld
+from fuzz_pools import LatentPoolWorld, PoolWorld, SchedulerWorld
+from fuzz_worlds import LatentWorld, RingWorld, SingleWorld
 
 import kvfast
+
+# The shares of the kinds of caches.
+WORLDS = {SingleWorld: 30, RingWorld: 14, PoolWorld: 24, LatentWorld: 8, LatentPoolWorld: 7, SchedulerWorld: 5, HeadsWorld: 4, PlainWorld: 6,
+          CompressedWorld: 2}  # fmt: skip
 
 SECONDS = 10  # for a case
 

@@ -1,147 +1,19 @@
-"""Random caches and what is done to them, for `fuzz_caches`; each keeps what was given beside what the cache tells of it."""
+"""What `fuzz_caches` does to caches: it keeps what was given beside what the cache tells of it, and holds them to each other."""
 
-import contextlib
 import os
 import tempfile
 
 import ml_dtypes
 import numpy as np
+from fuzz_inputs import as_given, often, one_of, told
 from fuzz_oracle import OPEN_TOKENS, Finding, Side, check_output, contract, exact_attention, from_storage, norms
 
 import kvfast
-from kvfast import KVFormat
 
-DIMS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 31, 32, 33, 40, 48, 63, 64, 65, 80]
-LARGE_DIMS = [96, 100, 112, 128, 192, 255, 256, 320, 511, 512]
 STEPS = [1, 1, 1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 64, 65, 100]
 LARGE_STEPS = [128, 200, 257, 700]
-BLOCKS = [16, 32, 64, 128]
-NAMES = ["int4", "k8v4", "int8", "int8-plain", "int4-plain", "float32", "float16", "bfloat16", "int2", "int3", "int5", "int6", "int7"]
-FLAVOURS = ["plain", "plain", "loud", "loud", "peaked", "constant", "zeros", "denormal", "tiny", "large"]
 SOFTCAPS = [0.5, 2, 15, 30, 50, 300, 1e3, 1e4, 1e5]
 FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
-
-
-def one_of(rng, values):
-    return values[rng.integers(len(values))]
-
-
-def often(rng, share):
-    return rng.random() < share
-
-
-def random_dim(rng):
-    return int(one_of(rng, LARGE_DIMS if often(rng, 0.05) else DIMS))
-
-
-def random_format(rng, latent=False):
-    """A preset, a storage dtype or two, or a KVFormat of random parts."""
-    if often(rng, 0.4):
-        return KVFormat.of(one_of(rng, NAMES))
-    for _ in range(1000):
-        k, v = one_of(rng, NAMES[4:]), one_of(rng, NAMES[4:])
-        k, v = ("int8" if often(rng, 0.3) else one.removesuffix("-plain") for one in (k, v))
-        parts = {"rotation": one_of(rng, ["", "k", "v", "kv"]), "codebook": one_of(rng, ["uniform", "uniform", "gaussian", "trellis"]),
-                 "clip_search": often(rng, 0.2)}  # fmt: skip
-        if not latent:
-            finishing = int(rng.integers(4))
-            parts |= {"centring": finishing == 1, "per_channel": finishing == 2}
-            parts["num_float_tokens"] = int(one_of(rng, [0, 0, 1, 3, 4, 5, 15, 16]))
-        with contextlib.suppress(ValueError):
-            return KVFormat(f"{k}/{v}", **parts)
-    raise RuntimeError("no format was good")
-
-
-def random_formats(rng, layers, latent=False):
-    """A format for each layer; those that finish have blocks of one size."""
-    first, block = random_format(rng, latent), int(one_of(rng, [32, 32, 64, 64, 128, 256]))
-    formats = [first if often(rng, 0.6) else random_format(rng, latent) for _ in range(layers)]
-    if latent:  # what the preset is of rows that are keys and values at once
-        return [KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True) if one.finishes else one for one in formats]
-    return [KVFormat(**(one.to_dict() | {"block": block})) if one.finishes else one for one in formats]
-
-
-def told(form):
-    """A format without what makes no difference in kind."""
-    kinds = ["float32" if one == "float32" else "halves" if "float" in one else "int" for one in (form.k_dtype, form.v_dtype)]
-    parts = ["/".join(kinds), *(name for name in ("per_channel", "centring") if getattr(form, name))]
-    return " ".join(parts + ["float tokens"] * bool(form.num_float_tokens))
-
-
-class Rows:
-    """Where keys, values and queries of one sequence come from."""
-
-    def __init__(self, rng, formats, layers, heads, k_dim, v_dim):
-        self.rng, self.layers, self.heads, self.dims = rng, layers, heads, (k_dim, v_dim)
-        # Processors take long with denormals, which a long row is not needed for.
-        self.flavour = str(one_of(rng, [one for one in FLAVOURS if one != "denormal" or k_dim <= 64]))
-        half = any(one.finishes or one.num_float_tokens or "float16" in one.dtype for one in formats)
-        self.size = {"tiny": 1e-18, "large": 3e3 if half else 1e12, "denormal": 1e-41}.get(self.flavour, float(one_of(rng, [1, 1, 1, 0.1, 8])))
-        self.loud = float(one_of(rng, [1.5, 3, 5, 10, 20, 40]))
-        self.channel = int(rng.integers(k_dim))
-        self.constant = float(rng.integers(1, 2000))
-        self.hot = rng.standard_normal(k_dim).astype(np.float32)
-        self.of_hot = float(one_of(rng, [0, 1e-3, 1]))
-
-    def take(self, n):
-        """Keys and values of n tokens: a list with a pair of (n, heads, dim) for each layer."""
-        return [self._layer(n) for _ in range(self.layers)]
-
-    def _layer(self, n):
-        k, v = (self.rng.standard_normal((n, self.heads, dim), np.float32) for dim in self.dims)
-        if self.flavour == "loud":
-            k[:, :, self.channel] *= self.loud
-            if often(self.rng, 0.3):
-                k[:, :, self.channel] += 2 * self.loud
-        elif self.flavour == "constant":
-            k[...], v[...] = k * 0.01 + 1, self.constant
-        elif self.flavour == "zeros":
-            k *= self.rng.random((n, self.heads, 1)) < 0.5
-            v *= self.rng.random((n, self.heads, 1)) < 0.5
-        elif self.flavour == "peaked" and n:
-            for at in self.rng.integers(n, size=1 + n // 100):
-                k[at] = self.hot * (10 / max(np.linalg.norm(self.hot), 1))
-                v[at] *= self.of_hot
-        if self.flavour != "constant":
-            k, v = k * np.float32(self.size), v * np.float32(self.size)
-        return k, v
-
-    def queries(self, n, num_q_heads, rows):
-        """Queries whose scores with keys and values as these are neither huge nor nothing."""
-        q = self.rng.standard_normal((n, num_q_heads, self.dims[0]), np.float32)
-        if self.flavour == "peaked" and often(self.rng, 0.7):
-            q = self.hot + 0.2 * q
-        return q * fitting(rows[0]) * np.float32(one_of(self.rng, [1, 1, 0.3, 3]))
-
-
-def fitting(k):
-    """What queries are to be multiplied by for keys that are larger or smaller than usual."""
-    size = float(np.abs(k).max(initial=0))
-    return np.float32(1 if 1e-2 < size < 100 else 1 / min(max(size, 1e-18), 1e18))
-
-
-def as_given(rng, rows, dtypes=True):
-    """The same rows in one of the dtypes and layouts that a caller may have, and what they are then."""
-    way = int(rng.integers(12))
-    if way < 2 and not dtypes:
-        pass
-    elif way == 0 and np.abs(rows).max(initial=0) < 6e4:
-        rows = rows.astype(np.float16)
-    elif way == 1:
-        rows = rows.astype(ml_dtypes.bfloat16)
-    given = rows
-    if way == 2:
-        given = np.ascontiguousarray(rows[::-1])[::-1]
-    elif way == 3 and rows.ndim == 3:
-        given = np.ascontiguousarray(rows.swapaxes(0, 1)).swapaxes(0, 1)
-    elif way == 4:
-        given = np.asfortranarray(rows)
-    elif way == 5 and rows.ndim == 3:
-        given = np.concatenate([rows, rows], axis=2)[:, :, : rows.shape[2]]
-    elif way == 6:
-        given = rows.copy()
-        given.flags.writeable = False
-    return given, np.asarray(rows, np.float32)
 
 
 class Track:

@@ -1,0 +1,289 @@
+"""Pools of many sequences for `fuzz_caches`."""
+
+import numpy as np
+from fuzz_histories import Held
+from fuzz_inputs import as_given, often, one_of
+from fuzz_worlds import LatentWorld, SingleWorld
+
+import kvfast
+
+
+class PoolWorld(SingleWorld):
+    """Sequences of one pool, alone and in batches; some of them say what their tokens are."""
+
+    name, plain_class, pool_class = "PagedKVCache", kvfast.KVCache, kvfast.PagedKVCache
+
+    def arrange(self):
+        rng = self.rng
+        self.settings["num_blocks"] = int(one_of(rng, [8, 20, 60, 300]))
+        if not any(one.finishes for one in self.formats) and often(rng, 0.7):
+            self.settings["block_size"] = int(one_of(rng, [16, 16, 32, 64]))
+        self.prompts = []
+
+    def make_pool(self):
+        return self.pool_class(len(self.formats), self.heads, self.dims[0], dtype=self.formats, **self.settings)
+
+    def make(self):
+        self.pool = self.make_pool()
+        return self.pool.new_sequence()
+
+    def room(self, held):
+        if not hasattr(held.cache, "can_append"):
+            return 1 << 30  # what came from a file has its memory to itself
+        for n in (1 << 30, 700, 257, 128, 64, 33, 16, 8, 1):
+            if held.cache.can_append(n):
+                return n
+        return 0
+
+    def next_rows(self, held, n):
+        """Tokens of a prompt whose ids are told, as far as it goes, or any others."""
+        if held.prompt is None or not held.is_known:
+            return held.source.take(n), {}
+        ids, rows = held.prompt
+        first = held.track.length
+        if first + n > len(ids):
+            held.is_known = False
+            return held.source.take(n), {}
+        return [tuple(one[first : first + n] for one in pair) for pair in rows], {"token_ids": ids[first : first + n]}
+
+    def step(self):
+        rng, way = self.rng, self.rng.random()
+        sequences = [one for one in self.held if hasattr(one.cache, "pool")]
+        if way < 0.07 or not sequences:
+            self.add(self.begin())
+        elif way < 0.12:
+            held = one_of(rng, sequences)
+            self.case.note("fork")
+            self.add(self.like(held, held.cache.fork(), held.track.copy()))
+        elif way < 0.17:
+            held = one_of(rng, sequences)
+            self.case.note("free", held.track.length)
+            held.cache.free()
+            self.held.remove(held)
+            if not self.held:
+                self.add(self.begin())
+        elif way < 0.22 and self.snapshots:
+            snapshot, track, source = one_of(rng, self.snapshots)
+            if self.pool.can_append(track.length):
+                self.case.note("restore", track.length)
+                self.add(Held(self.pool.restore(snapshot), track.copy(), source))
+        elif way < 0.42:
+            self.batch(sequences, often(rng, 0.6))
+        else:
+            super().step()
+
+    def add(self, held):
+        """One more, in the place of an old one if there are many."""
+        if len(self.held) >= 6:
+            old = self.held.pop(int(self.rng.integers(len(self.held))))
+            if hasattr(old.cache, "free"):
+                old.cache.free()
+        self.held.append(held)
+        self.check_all(held)
+
+    keep = add
+
+    def like(self, held, cache, track):
+        other = Held(cache, track, held.source if often(self.rng, 0.3) else self.source(), held.prompt)
+        other.is_known = held.is_known
+        return other
+
+    def begin(self):
+        """An empty sequence, or one that begins as another did."""
+        rng = self.rng
+        if often(rng, 0.4):
+            self.case.note("new sequence")
+            return Held(self.pool.new_sequence(), self.track(), self.source())
+        if self.prompts and often(rng, 0.7):
+            ids, rows = one_of(rng, self.prompts)
+            if often(rng, 0.5):  # the same at first
+                n = int(rng.integers(len(ids)))
+                ids = np.concatenate([ids[:n], rng.integers(1 << 40, size=len(ids) - n)])
+                others = self.source().take(len(ids) - n)
+                rows = [tuple(np.concatenate([a[:n], b]) for a, b in zip(*pair)) for pair in zip(rows, others)]
+        else:
+            n = int(rng.integers(20, 200) if often(rng, 0.9) else rng.integers(260, 500))  # from 256 on they are read together
+            ids, rows = rng.integers(1 << 40, size=n), self.source().take(n)
+        self.prompts = [*self.prompts[-3:], (ids, rows)]
+        cache, track = self.pool.match_prefix(ids), self.track()
+        found = len(cache)
+        self.case.note("match_prefix", len(ids), found)
+        if found:
+            for layer, (k, v) in enumerate(rows):
+                track.append(layer, k[:found], v[:found])
+            track.length = track.longest = track.coded = track.lossy = found
+        held = Held(cache, track, self.source(), (ids, rows))
+        held.is_known = True
+        return held
+
+    def back(self, held):
+        super().back(held)
+        if held.track.length == 0:
+            held.prompt = None
+
+    def batch(self, sequences, growing):
+        """Some sequences at once: tokens for each, then attention, then complete; or attention alone."""
+        rng = self.rng
+        some = [sequences[i] for i in rng.permutation(len(sequences))[: int(rng.integers(1, 5))]]
+        if growing:
+            counts = [int(one_of(rng, [1, 1, 1, 2, 5, 17, 40])) for _ in some]
+            needed = sum(-(-n // self.block_size) + 1 for n in counts)
+            if needed > self.pool.num_free_blocks:
+                return
+            self.case.note("append_batch", counts)
+            slots, new = self.pool.slot_mapping([one.cache for one in some], counts), []
+            for held, n in zip(some, counts):
+                new.append(self.next_rows(held, n))
+            for layer in range(len(self.formats)):
+                k, v = (np.concatenate([rows[layer][side] for rows, _ in new]) for side in (0, 1))
+                k, v = self.append_batch(layer, k, v, slots)
+                for held, last, n in zip(some, np.cumsum(counts), counts):
+                    held.track.append(layer, k[last - n : last], v[last - n : last])
+                if often(rng, 0.4):
+                    self.attend_batch(some, layer)
+            for held, n, (_, ids) in zip(some, counts, new):
+                held.cache.advance(n, **ids)
+                held.track.advance(n)
+        some = [one for one in some if one.track.length]
+        if some:
+            self.attend_batch(some, int(rng.integers(len(self.formats))))
+
+    def append_batch(self, layer, k, v, slots):
+        self.case.calls += 1
+        (k, kept_k), (v, kept_v) = (as_given(self.rng, one, not self.prompts) for one in (k, v))
+        self.pool.append_batch(layer, k, v, slots)
+        return kept_k, kept_v
+
+    def attend_batch(self, some, layer):
+        rng, num_q_heads = self.rng, self.random_heads()
+        counts = [1 if often(rng, 0.6) else self.queries_of(held, layer, 20) for held in some]
+        queries = [held.source.queries(n, num_q_heads, held.track.rows[layer]) for held, n in zip(some, counts)]
+        q, exact_q = as_given(rng, np.concatenate(queries))
+        bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        options = self.options(num_q_heads)
+        given = {"cascade": often(rng, 0.7)}
+        if counts != [1] * len(some) or often(rng, 0.5):
+            given["cu_seqlens_q"] = bounds
+        sequences = [held.cache for held in some]
+        if often(rng, 0.3) and not any(one.finishes or one.num_float_tokens for one in self.formats):
+            lengths = [held.track.layer_length(layer) for held in some]
+            given |= {"block_table": self.pool.block_table(sequences), "seq_lens": np.array(lengths, np.int32)}
+        else:
+            given["sequences"] = sequences
+        out, out_dtype = self.random_out((len(q), num_q_heads, self.out_dim))
+        self.case.note("attend_batch", layer, counts, [one.track.layer_length(layer) for one in some], options)
+        try:
+            got = self.pool.attend_batch(layer, q, out=out, **given, **options)
+        except kvfast.NonFiniteInputError:
+            for held, query in zip(some, queries):
+                if max(np.abs(one).max(initial=0) for one in (*held.track.rows[layer], query)) > 1e4:
+                    return
+            raise
+        for held, first, last in zip(some, bounds, bounds[1:]):
+            part = tuple(one[first:last] for one in got) if isinstance(got, tuple) else got[first:last]
+            self.verify(held, layer, exact_q[first:last], part, options, out_dtype)
+
+
+class LatentPoolWorld(PoolWorld, LatentWorld):
+    name, plain_class, pool_class = "PagedMLAKVCache", kvfast.MLAKVCache, kvfast.PagedMLAKVCache
+
+    def make_pool(self):
+        return self.pool_class(len(self.formats), *self.dims, dtype=self.formats, **self.settings)
+
+    def append_batch(self, layer, k, v, slots):
+        rows, kept = as_given(self.rng, np.concatenate([k[:, 0], v[:, 0]], axis=1), not self.prompts)
+        self.pool.append_batch(layer, rows, slots)
+        return kept[:, None, : self.dims[0]], kept[:, None, self.dims[0] :]
+
+
+class SchedulerWorld(PoolWorld):
+    """A pool whose blocks another scheduler hands out: sequences are tables of blocks here."""
+
+    name = "PagedKVCache of a scheduler"
+
+    def __init__(self, case):
+        SingleWorld.__init__(self, case)
+        self.free = list(self.rng.permutation(self.pool.num_blocks))
+        self.tables = {}
+        self.held = []
+        for _ in range(int(self.rng.integers(1, 5))):
+            held = Held(None, self.track(), self.source())
+            self.tables[id(held)] = []
+            self.held.append(held)
+
+    def shape(self):
+        super().shape()
+        self.formats = [kvfast.KVFormat.of("int8") if one.finishes or one.num_float_tokens else one for one in self.formats]
+
+    def make(self):
+        self.pool = self.make_pool()
+        return self.pool
+
+    def run(self):
+        rng, size = self.rng, self.block_size
+        for _ in range(int(rng.integers(3, 12))):
+            some = [self.held[i] for i in rng.permutation(len(self.held))[: int(rng.integers(1, 5))]]
+            if often(rng, 0.15):  # one is done, and its blocks serve the next
+                old = some.pop()
+                self.free += self.tables.pop(id(old))
+                self.held[self.held.index(old)] = held = Held(None, self.track(), self.source())
+                self.tables[id(held)] = []
+                some.append(held)
+            counts = [int(one_of(rng, [1, 1, 2, 17, 40])) for _ in some]
+            slots = []
+            for held, n in zip(some, counts):
+                table = self.tables[id(held)]
+                while len(table) * size < held.track.length + n and self.free:
+                    table.append(self.free.pop())
+                slots.append([table[at // size] * size + at % size if at // size < len(table) else -1
+                              for at in range(held.track.length, held.track.length + n)])  # fmt: skip
+            if any(-1 in one for one in slots):
+                return
+            padding = int(rng.integers(3))
+            slots = np.array([one for some_slots in slots for one in some_slots] + [-1] * padding, np.int64)
+            new = [held.source.take(n) for held, n in zip(some, counts)]
+            self.case.note("append_batch", counts)
+            for layer in range(len(self.formats)):
+                k, v = (np.concatenate([rows[layer][side] for rows in new] + [rows[layer][side][:1] for rows in new[:1]] * padding)
+                        for side in (0, 1))  # fmt: skip
+                k, v = self.append_batch(layer, k, v, slots)
+                for held, last, n in zip(some, np.cumsum(counts), counts):
+                    held.track.append(layer, k[last - n : last], v[last - n : last])
+            for held, n in zip(some, counts):
+                held.track.advance(n)
+            for layer in range(len(self.formats)):
+                self.attend_tables(some, layer)
+
+    def attend_tables(self, some, layer):
+        rng, num_q_heads = self.rng, self.random_heads()
+        q, exact_q = as_given(rng, np.concatenate([held.source.queries(1, num_q_heads, held.track.rows[layer]) for held in some]))
+        tables = [self.tables[id(held)] for held in some]
+        table = np.full((len(some), max(map(len, tables))), -1, np.int32)
+        for row, one in zip(table, tables):
+            row[: len(one)] = one
+        options = self.options(num_q_heads)
+        self.case.note("attend_batch", layer, [one.track.length for one in some], options)
+        got = self.pool.attend_batch(layer, q, block_table=table, seq_lens=np.array([one.track.length for one in some]), **options)
+        for i, held in enumerate(some):
+            part = tuple(one[i : i + 1] for one in got) if isinstance(got, tuple) else got[i : i + 1]
+            self.verify_inputs(held, layer, exact_q[i : i + 1], part, options)
+
+    def verify_inputs(self, held, layer, q, got, options):
+        """There is no k() here: floats are held to what they must be, codes to what another cache has of the same rows."""
+        cache = kvfast.KVCache(1, self.heads, self.dims[0], dtype=[self.formats[layer]])
+        cache.append(0, *held.track.rows[layer])
+        held.cache = _Shown(cache, layer)
+        self.verify(held, layer, q, got, options)
+
+
+class _Shown:
+    """The rows of one layer of another cache, as if they were those of this one."""
+
+    def __init__(self, cache, layer):
+        self._cache, self._layer = cache, layer
+
+    def k(self, layer):
+        return self._cache.k(0)
+
+    def v(self, layer):
+        return self._cache.v(0)

@@ -191,10 +191,11 @@ def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=
     square = (out**2).sum(-1)
     spread = (weight * sizes[:, :, None] ** 2).sum(-1) + (weight.sum(-1) - 2) * square
     lse = top + np.log(total)
-    # The norm of the output; where values nearly cancel, more than they would if they had nothing to do with each other,
-    # their mean norm. What weighs less than a ten-thousandth of all, beside values near 0, need not be as precise.
+    # The norm of the output, which is at least what it were if values had nothing to do with each other; where they nearly
+    # cancel, so that it is less than half of that, their mean norm. What weighs less than a ten-thousandth of all, beside values near 0, need not be as precise.
     weighted, norm = weight * sizes[:, :, None], np.sqrt(square)
-    norm = np.where(norm < 0.5 * norms(weighted), weighted.sum(-1), norm)
+    apart = norms(weighted)
+    norm = np.where(norm < 0.5 * apart, weighted.sum(-1), np.maximum(norm, apart))
     norm = np.maximum(norm, 1e-4 * sizes.max(-1)[..., None])
     back = (out.transpose(2, 0, 1, 3).reshape(n, num_q_heads, -1),
             *(one.transpose(2, 0, 1).reshape(n, num_q_heads) for one in (lse, norm, np.sqrt(np.maximum(spread, 0)), largest)))  # fmt: skip

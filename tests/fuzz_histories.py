@@ -375,9 +375,6 @@ class World:
     def through_bytes(self, held):
         """The same cache, by way of plain arrays or a file."""
         self.case.calls += 2
-        complete = held.track.copy()
-        complete.truncate(complete.length) if complete.length else complete.truncate(0)
-        complete.longest = held.track.longest
         if often(self.rng, 0.5):
             self.case.note("state_dict")
             cache = self.plain_class.from_state_dict(held.cache.state_dict())
@@ -386,4 +383,4 @@ class World:
             with tempfile.NamedTemporaryFile(dir=FOLDER) as file:
                 held.cache.save(file.name)
                 cache = kvfast.load(file.name, mmap=often(self.rng, 0.5))
-        return Held(cache, complete, held.source)
+        return Held(cache, held.track.copy(), held.source)

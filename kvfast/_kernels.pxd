@@ -150,7 +150,7 @@ cdef extern from "simd/kernels.h" nogil:
                          int count) noexcept nogil
         void (*decode_k)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
         void (*decode_v)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
-        void (*finish_k)(const kv_side *side, char *block, const float *rows, Py_ssize_t stride,
+        int (*finish_k)(const kv_side *side, char *block, const float *rows, Py_ssize_t stride,
                          int kept) noexcept nogil
         void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                            int to_slot, int values) noexcept nogil

@@ -2,7 +2,7 @@
 
 See ``simd/kernels.h`` for what the bytes of a block are.
 """
-from libc.stdint cimport int32_t, uint8_t
+from libc.stdint cimport int16_t, int32_t, uint8_t
 
 from kvfast._kernels cimport kv_side
 
@@ -29,7 +29,8 @@ ctypedef struct kv_chunk:
 #
 # Tokens may also have float rows, float16 where the side is integers: in pieces of PIECE tokens, blocks of a store of their own. The first
 # `float_tokens` of a sequence always; with `finishes` all tokens until their block is encoded, and a little longer.
-# Rows and codes of a side that is rotated are both so.
+# Rows and codes of a side that is rotated are both so. A finished block that was cut, and to which tokens were added that
+# its statistics do not fit, is patched: the tokens before have their codes, and these float rows for good.
 ctypedef struct kv_store:
     kv_side k
     kv_side v
@@ -44,6 +45,8 @@ ctypedef struct kv_store:
     int float_tokens
     const kv_store *floats     # NULL: no token of this layer has float rows
     const int32_t *float_of    # (num_blocks, block_size / PIECE) piece of PIECE places of a block, or -1
+    const int16_t *kept        # (num_blocks,) as in FloatRows, or NULL
+    const Py_ssize_t *num_patched  # blocks that kept tells have float rows for good
 
 
 # Where the tokens of one sequence lie: positions i * block_size ... are block table[i] for i below
@@ -82,6 +85,13 @@ cdef inline char *v_block_at(const kv_store *store, int32_t block, Py_ssize_t he
 cdef inline int32_t piece_of(const kv_store *store, int32_t block, Py_ssize_t place) noexcept nogil:
     """The piece of a place in a block, or -1."""
     return store.float_of[((<Py_ssize_t>block << store.block_shift) + place) // PIECE]
+
+
+cdef inline Py_ssize_t patched_from(const kv_store *store, int32_t block) noexcept nogil:
+    """First place of a block that has float rows for good, or block_size."""
+    if store.kept == NULL or store.kept[block] >= 0:
+        return store.k.block_size
+    return -store.kept[block]
 
 
 cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexcept nogil:

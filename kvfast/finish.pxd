@@ -1,5 +1,5 @@
 """Blocks that are encoded as a whole, from the float rows of their tokens, and what tokens are decoded to."""
-from libc.stdint cimport int16_t, int32_t, int64_t
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
 
 from kvfast.blocks cimport kv_store
 
@@ -11,7 +11,7 @@ cdef enum:
 
 
 cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
-                       bint at_start, const int16_t *kept) except -1
+                       bint at_start, const int16_t *kept, uint8_t *unfit) except -1
 cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
                         Py_ssize_t count) except -1
 cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t coded,

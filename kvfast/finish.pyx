@@ -3,22 +3,28 @@
 import numpy as np
 
 from cython.parallel cimport prange, threadid
-from libc.stdint cimport int16_t, int32_t, int64_t
-from libc.stdlib cimport free, malloc
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
+from libc.stdlib cimport abs, free, malloc
 
 from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast._kernels cimport STREAMED_BYTES, active, kv_kernels, kv_side
 from kvfast._openmp cimport num_threads_for
-from kvfast.blocks cimport PIECE, k_block_at, kv_store, piece_of, v_block_at
+from kvfast.blocks cimport PIECE, k_block_at, kv_store, patched_from, piece_of, v_block_at
 from kvfast.wipe cimport kv_wipe
+
+cdef extern from *:
+    """
+    static void kv_set(unsigned char *flag) { __atomic_store_n(flag, 1, __ATOMIC_RELAXED); } /* heads of a block share it */
+    """
+    void kv_set(uint8_t *flag) noexcept nogil
 
 
 cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
-                       bint at_start, const int16_t *kept) except -1:
+                       bint at_start, const int16_t *kept, uint8_t *unfit) except -1:
     """Encode blocks whose tokens all have float rows; `at_start`: the first is the first of its sequence.
 
-    Of block b the first kept[b] tokens have their codes already, with statistics that are to stay if they are good for
-    the others, too.
+    Of block b the first abs(kept[b]) tokens have their codes already, which stay, and so do their statistics. unfit[i] is set
+    where those of the i-th block do not fit the others, whose codes are not to be read then.
     """
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t heads = stores.num_kv_heads, tasks = count * num_layers * heads, i
@@ -34,11 +40,12 @@ cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int3
         if threads == 1:
             for i in range(tasks):
                 _finish(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
-                        at_start and i < num_layers * heads, kept, rows, watch)
+                        at_start and i < num_layers * heads, kept, rows, unfit + i // heads // num_layers, watch)
         else:
             for i in prange(tasks, schedule="dynamic", num_threads=threads):
                 _finish(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
-                        at_start and i < num_layers * heads, kept, rows + threadid() * elements, watch)
+                        at_start and i < num_layers * heads, kept, rows + threadid() * elements,
+                        unfit + i // heads // num_layers, watch)
     if stores.secure:
         kv_wipe(rows, threads * elements * sizeof(float))
     free(rows)
@@ -47,14 +54,15 @@ cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int3
 
 
 cdef void _finish(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start,
-                  const int16_t *kept, float *rows, kv_watch *watch) noexcept nogil:
+                  const int16_t *kept, float *rows, uint8_t *unfit, kv_watch *watch) noexcept nogil:
     """One head of one block."""
     cdef Py_ssize_t dim = store.k.head_dim
-    cdef int size = store.k.block_size, good = kept[block]
+    cdef int size = store.k.block_size, good = abs(kept[block])
     if not store.finishes or is_stopped(watch, 16):
         return
     _load(kernels, store, block, head, at_start, False, rows)
-    kernels.finish_k(&store.k, k_block_at(store, block, head), rows, dim, good)
+    if not kernels.finish_k(&store.k, k_block_at(store, block, head), rows, dim, good):
+        kv_set(unfit)
     _load(kernels, store, block, head, at_start, True, rows)
     kernels.encode_v(&store.v, v_block_at(store, block, head), good, rows + good * dim, dim, size - good)
 
@@ -138,9 +146,10 @@ cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t p
     """A token, from its float rows or its codes."""
     cdef float buffer[512]
     cdef float *row
-    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.finishes and position >= coded)
     cdef int32_t block = <int32_t>(slot // store.k.block_size)
     cdef Py_ssize_t place = slot % store.k.block_size, head
+    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.finishes and (
+        position >= coded or place >= patched_from(store, block)))
     cdef const kv_side *side = &store.v if values else &store.k
     if is_stopped(watch):
         return

@@ -12,7 +12,9 @@ cdef class FloatRows:
     cdef Py_ssize_t num_layers
     cdef kv_store *stores              # (num_layers,) of the blocks, whose owner has these rows
     cdef int32_t *float_of             # as in kv_store
-    cdef int16_t *kept                 # (num_blocks,) first tokens of a block with float rows whose codes are good, too
+    cdef int16_t *kept                 # (num_blocks,) first tokens of a block with float rows whose codes are good, too; below 0
+                                       # where these are read, and the float rows behind them, of a block that is patched
+    cdef Py_ssize_t num_patched
 
     cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1
     cdef bint is_open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil
@@ -20,7 +22,10 @@ cdef class FloatRows:
     cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef void keep(self, int32_t block, Py_ssize_t kept) noexcept
     cdef int drop(self, int32_t block, int first) except -1
+    cdef int drop_coded(self, int32_t block, int first) except -1
+    cdef int _release(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int copy(self, int32_t source, int32_t target) except -1
     cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
     cdef Py_ssize_t count(self, int32_t block) noexcept

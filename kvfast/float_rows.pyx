@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Float rows of tokens, kept beside the blocks that have their codes or will have them: which block has which."""
 from libc.stdint cimport int16_t, int32_t
-from libc.stdlib cimport free
+from libc.stdlib cimport abs, free
 
 from kvfast.block_memory cimport BlockMemory, grown
 from kvfast.blocks cimport PIECE
@@ -40,6 +40,11 @@ cdef class FloatRows:
         for i in range(self.num_layers):
             self.stores[i].float_of = self.float_of
         self.kept = <int16_t *>grown(self.kept, total * sizeof(int16_t))
+        for i in range(self.num_layers if self.finishes else 0):
+            if self.stores[i].finishes:
+                self.stores[i].kept, self.stores[i].num_patched = self.kept, &self.num_patched
+        for i in range(num_blocks, total):
+            self.kept[i] = 0
         for i in range(num_blocks * self.per_block, total * self.per_block):
             self.float_of[i] = -1
         return 0
@@ -48,7 +53,7 @@ cdef class FloatRows:
         """Whether `open` has nothing to do."""
         cdef Py_ssize_t i
         _wanted(self, index, &first, &last)
-        if self.finishes and self.kept[block] > first:
+        if self.finishes and (self.kept[block] < 0 or self.kept[block] > first):
             return False
         for i in range(first // PIECE, (last + PIECE - 1) // PIECE):
             if self.float_of[block * self.per_block + i] < 0:
@@ -71,18 +76,24 @@ cdef class FloatRows:
         _wanted(self, index, &first, &last)
         self.add(block, first, last)
         if self.finishes:
-            self.kept[block] = min(self.kept[block], <int16_t>first)
+            self.keep(block, min(abs(self.kept[block]), first))
         return 0
 
     cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1:
         """Give the first `count` tokens of a sequence's finished block `index` float rows again, as its codes tell them.
 
-        The codes stay: with the same tokens, the block will be what it was.
+        The codes stay: with the same tokens, the block will be what it was. Of a patched block some have float rows still.
         """
+        cdef Py_ssize_t coded = min(count, -self.kept[block] if self.kept[block] < 0 else count)
         self.add(block, 0, count)
-        restore_floats(self.stores, self.num_layers, block, index == 0, count)
-        self.kept[block] = <int16_t>count
+        restore_floats(self.stores, self.num_layers, block, index == 0, coded)
+        self.keep(block, coded)
         return 0
+
+    cdef void keep(self, int32_t block, Py_ssize_t kept) noexcept:
+        """Set how many tokens of a block have good codes, see `kept`."""
+        self.num_patched += (kept < 0) - (self.kept[block] < 0)
+        self.kept[block] = <int16_t>kept
 
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the places first to last of a block float rows. They may have some; MemoryError leaves it as it was."""
@@ -98,8 +109,15 @@ cdef class FloatRows:
 
     cdef int drop(self, int32_t block, int first) except -1:
         """Give back the pieces of a block from its piece `first` on."""
+        return self._release(block, first, self.per_block)
+
+    cdef int drop_coded(self, int32_t block, int first) except -1:
+        """Give back the pieces of a finished block from its piece `first` on, all of whose tokens have codes."""
+        return self._release(block, first, self.per_block if self.kept[block] >= 0 else -self.kept[block] // PIECE)
+
+    cdef int _release(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         cdef Py_ssize_t i
-        for i in range(block * self.per_block + first, (block + 1) * self.per_block):
+        for i in range(block * self.per_block + first, block * self.per_block + last):
             if self.float_of[i] >= 0:
                 self.pieces.release(self.float_of[i])
                 self.float_of[i] = -1
@@ -112,7 +130,7 @@ cdef class FloatRows:
             if self.float_of[source * self.per_block + i] >= 0:
                 self.add(target, i * PIECE, (i + 1) * PIECE)
                 self.pieces.copy(self.float_of[source * self.per_block + i], self.float_of[target * self.per_block + i])
-        self.kept[target] = self.kept[source]
+        self.keep(target, self.kept[source])
         return 0
 
     cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:

@@ -95,7 +95,8 @@ class PagedSequence(StoredSequence):
             self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
             blocks = self._buffer.block_ids(0)
             for i in range(first, len(self._digests)):
-                index.add(self._digests[i], int(blocks[i]))
+                if not self._pool._buffer.pool.is_patched(int(blocks[i])):  # whoever finds a block reads codes
+                    index.add(self._digests[i], int(blocks[i]))
 
     def truncate(self, n: int) -> None:
         self._buffer.truncate(n, self._cut_ids)

@@ -142,7 +142,7 @@ cdef class BlockPool(BlockMemory):
             self.owners[block] = 1
         if self.floats is not None:
             self.floats.drop(block, 0)
-            self.floats.kept[block] = 0
+            self.floats.keep(block, 0)
         return block
 
     cdef int retain(self, int32_t block) except -1:
@@ -166,6 +166,7 @@ cdef class BlockPool(BlockMemory):
         BlockMemory.give_back(self, block)
         if self.floats is not None:
             self.floats.drop(block, 0)
+            self.floats.keep(block, 0)
         return 0
 
     cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
@@ -176,6 +177,10 @@ cdef class BlockPool(BlockMemory):
     cdef bint is_frozen(self, int32_t block) noexcept:
         """Whether a block must be copied before it is written."""
         return self.owners[block] > 1 or (self.index is not None and self.index.knows(block))
+
+    def is_patched(self, int32_t block):
+        """Whether some tokens of a finished block are float rows for good, see `kv_store`."""
+        return self.floats is not None and self.floats.kept[block] < 0
 
     cdef int copy_block(self, int32_t source, int32_t target) except -1:
         """Copy a block with its float rows."""

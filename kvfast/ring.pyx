@@ -85,7 +85,9 @@ cdef class RingTable(BlockTable):
         if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
             raise ValueError(f"a ring with a window of {self.window} and {self.num_sink_tokens} sinks that holds {length} "
                              f"tokens cannot be {place}")
-        if self.pool.finishes and skipped and place["coded_tokens"] < (self.sink_blocks + skipped) * size:
+        if self.pool.finishes and skipped and (
+                place["coded_tokens"] < (self.sink_blocks + skipped) * size
+                or any([self.sink_blocks <= index < self.sink_blocks + skipped for index, _ in place.get("patches", [])])):
             raise ValueError(f"a ring that has dropped {skipped} blocks cannot be {place}")
         return (length + size - 1) // size - skipped
 

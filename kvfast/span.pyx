@@ -11,8 +11,8 @@ from kvfast._arrays cimport kv_rows
 from kvfast._interrupt cimport is_stopped
 from kvfast._kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
                               kv_panel, kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile)
-from kvfast.blocks cimport (PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at,
-                            v_offset_of)
+from kvfast.blocks cimport (PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of,
+                            v_block_at, v_offset_of)
 from kvfast.finish cimport OPEN_TOKENS
 
 cdef extern from *:
@@ -340,12 +340,31 @@ cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py
     return max(context.coded, min(codes, context.encoded))
 
 
+cdef Py_ssize_t _next_patch(const kv_store *store, const kv_context *context, Py_ssize_t position, Py_ssize_t end,
+                            Py_ssize_t *stop) noexcept nogil:
+    """The first position from `position` on that has float rows for good, and where these stop; or `end`."""
+    cdef Py_ssize_t index = position >> store.block_shift, begin
+    stop[0] = end
+    if store.kept == NULL or store.num_patched[0] == 0:
+        return end
+    while index << store.block_shift < end:
+        if index < context.sink_blocks or index >= context.sink_blocks + context.skipped:
+            begin = (index << store.block_shift) + patched_from(store, block_of(context, index))
+            if begin < min((index + 1) << store.block_shift, end):
+                stop[0] = min((index + 1) << store.block_shift, end)
+                return max(begin, position)
+        index += 1
+    return end
+
+
 cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,
                        const Py_ssize_t *stops, const kv_range *following) noexcept nogil:
     """Read the positions begin, a multiple of KV_TILE, to end: codes and, where tokens have them, float rows."""
     cdef const kv_call *call = task.call
     cdef const kv_store *store = call.store
-    cdef kv_range ranges[3]   # codes, the newest tokens, the first tokens, which were prefetched long before
+    cdef kv_range ranges[3]   # codes up to the next patch, the newest tokens, the first tokens, which were prefetched long before
+    cdef kv_range patch
+    cdef Py_ssize_t codes_end, position
     cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
     cdef bint sees_first = False
     cdef Py_ssize_t from_floats[256]
@@ -371,6 +390,22 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
     ranges[1] = kv_range(store.floats, call.float_tile, end, end)
     if some_floats < end:
         ranges[1].begin = max(begin, some_floats) // call.float_tile * call.float_tile
+    codes_end, position = ranges[0].end, begin
+    patch = kv_range(store.floats, call.float_tile, 0, 0)
+    while True:
+        ranges[0].end = _next_patch(store, &task.item.context, position, codes_end, &patch.end)
+        if ranges[0].end >= codes_end:
+            break
+        patch.begin = ranges[0].end // call.float_tile * call.float_tile
+        for r in range(task.rows):
+            lower[r], upper[r] = max(starts[r], first, position), min(stops[r], from_floats[r], ranges[0].end)
+        if position < ranges[0].end:
+            _attend_range(task, &ranges[0], lower, upper, &patch)
+        for r in range(task.rows):
+            lower[r], upper[r] = max(starts[r], first, ranges[0].end), min(stops[r], from_floats[r], patch.end)
+        position = patch.end
+        ranges[0].begin = position // KV_TILE * KV_TILE
+        _attend_range(task, &patch, lower, upper, NULL)
     for i in range(3):
         if ranges[i].begin >= ranges[i].end:
             continue
@@ -379,7 +414,7 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
             after = &ranges[1]
         for r in range(task.rows):
             if i == 0:
-                lower[r], upper[r] = max(starts[r], first), min(stops[r], from_floats[r])
+                lower[r], upper[r] = max(starts[r], first, position), min(stops[r], from_floats[r])
             elif i == 1:
                 lower[r], upper[r] = max(starts[r], first, from_floats[r]), stops[r]
             else:

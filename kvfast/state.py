@@ -208,13 +208,23 @@ def _fields(text):
         and _is_count(fields["seq_len"])
         and fields["seq_len"] <= (MOST_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MOST_TOKENS
         and isinstance(fields["tables"], list)
-        and all(isinstance(place, dict) and all(map(_is_count, place.values())) for place in fields["tables"])
+        and all(map(_is_place, fields["tables"]))
         and isinstance(fields["metadata"], dict)
         and all(isinstance(value, str) for value in fields["metadata"].values())
     )
     if not good:
         raise CorruptFileError(f"the header describes no cache: {text[:200]}")
     return fields
+
+
+def _is_place(place):
+    """Numbers, and pairs of them for patched blocks; whether they can be, the tables check."""
+    return isinstance(place, dict) and all(
+        isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value)
+        if name == "patches"
+        else _is_count(value)
+        for name, value in place.items()
+    )
 
 
 def _is_count(value):

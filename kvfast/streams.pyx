@@ -59,16 +59,18 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     cdef Py_ssize_t first, last, row_bytes
     cdef FloatRows floats = table.pool.floats
     cdef kv_store *store = table.pool.stores + layer
+    cdef Py_ssize_t size = table.pool.block_size
     result = []
     if store.floats == NULL:
         return result
+    begin = {index: index * size + kept for index, kept in table._patches(longest)}
     for position in table._pieces(longest):
         for head in range(floats.pieces.num_kv_heads):
             piece = floats.pieces.stream(layer, floats.float_of[table.slot(position) // PIECE], 1, head, values)[0]
             if copies:
                 piece, row_bytes = piece.copy(), store.floats.v.row_stride if values else store.floats.k.row_stride
                 first = max(store.float_tokens - position, <Py_ssize_t>0)
-                last = max(table.coded - position, <Py_ssize_t>0) if store.finishes else PIECE
+                last = max(begin.get(position // size, table.coded) - position, <Py_ssize_t>0) if store.finishes else PIECE
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0
                 piece[min(longest - position, PIECE) * row_bytes:] = 0
             result.append(piece)
@@ -80,7 +82,7 @@ cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict place):
     cdef BlockTable other = table.empty(table.pool)
     other.check_place(length, place)
     other.set_place(length, place)
-    other.kept = place.get("kept_tokens", 0)
+    other.kept, other.patched = place.get("kept_tokens", 0), place.get("patches", [])
     return other
 
 
@@ -95,6 +97,7 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict place) except -1
     table.open(count)
     table.set_place(length, place)
     table._keep(place.get("kept_tokens", 0))
+    table._patch(place.get("patches", []))
     for position in table._pieces(length):
         slot = table.slot(position)
         pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + PIECE)

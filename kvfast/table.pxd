@@ -1,4 +1,6 @@
 """The tokens of a sequence."""
+from libc.stdint cimport int16_t
+
 from kvfast._arrays cimport Rows
 from kvfast.block_map cimport BlockMap
 from kvfast.blocks cimport kv_context
@@ -12,7 +14,8 @@ cdef class BlockTable(BlockMap):
     cdef Py_ssize_t coded              # first tokens without float rows, where blocks are finished; see kv_context
     cdef bint closed                   # its blocks were given back for good
     cdef bint is_counted               # among the sequences of its pool
-    cdef Py_ssize_t kept               # of a table without blocks, see `streams`: what it will keep
+    cdef Py_ssize_t kept               # of a table without blocks, see `streams`: what it will keep,
+    cdef list patched                  # and `_patches`
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
@@ -34,6 +37,9 @@ cdef class BlockTable(BlockMap):
     cdef Py_ssize_t _slots_with_codes(self) noexcept nogil
     cdef void _keep(self, Py_ssize_t kept) noexcept
     cdef list _pieces(self, Py_ssize_t longest)
+    cdef list _patches(self, Py_ssize_t longest)
+    cdef int _patch(self, list patches) except -1
+    cdef int16_t _kept_of_cut(self) noexcept nogil
     cdef int truncate(self, Py_ssize_t n) except -1
     cdef int _wipe_behind(self, Py_ssize_t index) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1

@@ -3,7 +3,7 @@
 cimport cython
 import numpy as np
 
-from libc.stdint cimport int16_t, int32_t, int64_t
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
@@ -111,11 +111,17 @@ cdef class BlockTable(BlockMap):
                 self.blocks[at] = block
                 if self.pool.secure:
                     self._wipe_behind(index)
+            if self.pool.finishes and self.coded % size and index == self.coded // size:
+                self._reopen_block()
             if self.pool.floats is not None:
                 self.pool.floats.open(self.blocks[at], index, first - index * size, last - index * size)
-        if self.pool.finishes and self.coded % size:
-            self._reopen_block()
         return 0
+
+    cdef int16_t _kept_of_cut(self) noexcept nogil:
+        """What FloatRows keeps of a finished block that was cut, or 0 where none is."""
+        if not self.pool.finishes or self.coded % self.pool.block_size == 0:
+            return 0
+        return self.pool.floats.kept[self.slot(self.coded - 1) // self.pool.block_size]
 
     cdef int _reopen_block(self) except -1:
         """Give the tokens of a finished block that was cut float rows again, for others to follow."""
@@ -128,6 +134,7 @@ cdef class BlockTable(BlockMap):
         """Write tokens behind those of a layer. A value that cannot be stored leaves the table as it was."""
         cdef kv_store *store = self.pool.stores + layer
         cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, coded = self.coded, count = self.count
+        cdef int16_t kept = self._kept_of_cut()
         cdef int64_t[::1] view
         cdef int64_t slot
         check_rows(store, k, v)
@@ -143,7 +150,9 @@ cdef class BlockTable(BlockMap):
                     view[i] = self.slot(first + i)
                 write_rows(store, k, v, rotary, &view[0], True, True)
         except BaseException:
-            self.coded = coded  # a block that was cut is still what its codes tell
+            self.coded = coded  # a block that was cut is still what its codes tell, and the float rows of a patch
+            if kept < 0:
+                self.pool.floats.keep(<int32_t>(self.slot(coded - 1) // self.pool.block_size), kept)
             self.shrink(count)
             raise
         self.lengths[layer] += n
@@ -154,14 +163,19 @@ cdef class BlockTable(BlockMap):
         cdef Py_ssize_t size = self.pool.block_size, skipped = self.skipped_at(self.length + n), index
         cdef Py_ssize_t gone = self.sink_blocks + skipped if skipped else 0
         cdef int32_t[::1] view
+        cdef uint8_t[::1] unfit
         if not self.pool.finishes:
             return 0
         full = [self.slot(index * size) // size for index in range(self.length // size, (self.length + n) // size)
                 if index >= gone or index < self.sink_blocks]
         if full:
             view = np.array(full, np.int32)
+            unfit = np.zeros(len(full), np.uint8)
             finish_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
-                          self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.floats.kept)
+                          self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.floats.kept, &unfit[0])
+            for index in range(view.shape[0]):
+                if unfit[index]:
+                    self.pool.floats.keep(view[index], -abs(self.pool.floats.kept[view[index]]))
         return 0
 
     cdef int advance(self, Py_ssize_t n) except -1:
@@ -206,7 +220,7 @@ cdef class BlockTable(BlockMap):
             block = <int32_t>(self.slot(index * size) // size)
             # A fork or a snapshot may still read them; they go with the block then.
             if self.pool.owners[block] == 1:
-                self.pool.floats.drop(block, 1 if index == 0 and self.pool.has_sinks else 0)
+                self.pool.floats.drop_coded(block, 1 if index == 0 and self.pool.has_sinks else 0)
         if coded > self.coded:
             self.coded = coded
             if self.length - before <= OPEN_TOKENS:  # no prompt, whose next part needs as much
@@ -327,13 +341,40 @@ cdef class BlockTable(BlockMap):
         first = [0] if self.pool.has_sinks and longest > 0 and (self.skipped == 0 or self.sink_blocks) else []
         if not self.pool.finishes:
             return first
+        size, pieces = self.pool.block_size, first
+        for index, kept in self._patches(longest):
+            begin = max(index * size + kept // PIECE * PIECE, PIECE * len(first))
+            pieces = pieces + list(range(begin, min((index + 1) * size, longest), PIECE))
         begin = self.coded // PIECE * PIECE if self.coded < longest else longest
-        return first + list(range(max(begin, PIECE * len(first)), longest, PIECE))
+        return pieces + list(range(max(begin, PIECE * len(first)), longest, PIECE))
+
+    cdef list _patches(self, Py_ssize_t longest):
+        """Blocks below `coded` that are patched, see `kv_store`: the index of each, and how many of its tokens have codes."""
+        cdef Py_ssize_t size = self.pool.block_size, index, kept
+        cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
+        if not self.pool.finishes:
+            return []
+        if self.count == 0:
+            return self.patched or []
+        patches = []
+        for index in range((self.coded + size - 1) // size if self.pool.floats.num_patched else 0):
+            if index >= gone or index < self.sink_blocks:
+                kept = -self.pool.floats.kept[self.slot(index * size) // size]
+                if kept > 0 and index * size + kept < longest:
+                    patches.append((index, kept))
+        return patches
+
+    cdef int _patch(self, list patches) except -1:
+        """Take over `_patches`."""
+        for index, kept in patches:
+            self.pool.floats.keep(<int32_t>(self.slot(index * self.pool.block_size) // self.pool.block_size), -kept)
+        return 0
 
     cdef dict place(self):
         """What a file tells of a table besides its blocks, for `set_place`."""
         coded = {"coded_tokens": self.coded, "kept_tokens": self._kept()} if self.pool.finishes else {}
-        return {"skipped_blocks": self.skipped} | coded
+        patches = [list(patch) for patch in self._patches(self.length)]
+        return {"skipped_blocks": self.skipped} | coded | ({"patches": patches} if patches else {})
 
     cdef int set_place(self, Py_ssize_t length, dict place) except -1:
         """Be a sequence of `length` tokens, after `check_place`; its blocks are the caller's."""
@@ -360,7 +401,18 @@ cdef class BlockTable(BlockMap):
             raise ValueError(f"of {length} tokens the first {coded} cannot be coded alone: blocks have {self.pool.block_size}")
         kept = min(length - coded, self.pool.block_size)
         check_count(place.get("kept_tokens"), "kept_tokens", 0, kept)
-        return {name: value for name, value in place.items() if name not in ("coded_tokens", "kept_tokens")}
+        self._check_patches(coded, place.get("patches", []))
+        return {name: value for name, value in place.items() if name not in ("coded_tokens", "kept_tokens", "patches")}
+
+    def _check_patches(self, Py_ssize_t coded, patches):
+        """Each in a block of its own, below the coded tokens."""
+        cdef Py_ssize_t size = self.pool.block_size, last = -1
+        for index, kept in patches:
+            index = check_count(index, "the block of a patch", last + 1, max(last + 1, (coded + size - 1) // size - 1))
+            kept = check_count(kept, "the coded tokens of a patched block", 1, size - 1)
+            if index * size + kept >= coded:
+                raise ValueError(f"a patch behind {kept} tokens of block {index} cannot be among {coded} coded tokens")
+            last = index
 
     @property
     def nbytes_alone(self):

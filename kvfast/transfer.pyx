@@ -30,6 +30,7 @@ cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_
                source._slots_with_codes(), may_stop)
     target.copy_place(source)
     target._keep(source._kept())
+    target._patch(source._patches(source._longest()))
     if target.pool.floats is not None:
         _copy_floats(source, target, pieces)
     return 0

@@ -436,3 +436,84 @@ def test_float_rows_of_a_long_prompt_are_given_back(rng):
                 cache.append(layer, k[:1], v[:1])
             cache.advance(1)
     assert long.nbytes == short.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FINISHING)
+def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name):
+    """Regenerate, edit, go back: what was kept is what it was, and what came behind is as faithful as ever."""
+    cache = make(kind, FINISHING[name])
+    layers, dim = range(2), 20
+    size = FINISHING[name].block
+    cut, n = size + size // 2 + 3, 2 * size + 20
+
+    def extend(count, loud=1):
+        k, v = loud * rng.standard_normal((2, count, HEADS, dim)).astype(np.float32)
+        for layer in layers:
+            cache.append(layer, k, v)
+        cache.advance(count)
+        return k
+
+    extend(n)
+    if kind not in ("growing", "bounded", "sequence"):
+        return  # a ring does not go back so far
+    kept = cache.k(0)[:cut]
+    for edit in range(12):
+        cache.truncate(cut)
+        last = extend(n - cut, 1 + 3 * (edit % 2))
+    assert np.array_equal(cache.k(0)[:cut], kept)
+    assert relative_rms(cache.k(0)[cut:], last) < (0.15 if FINISHING[name].k_dtype == "int4" else 0.01)
+    for count in (1, 40):
+        q = rng.standard_normal((count, 2 * HEADS, dim)).astype(np.float32)
+        out = cache.attend(1, q)
+        expected, _ = attention(q, cache.k(1), cache.v(1))
+        assert relative_error(out, expected) < bound(name)
+        for other in (cache.fork() if kind == "sequence" else cache.copy(), cache.snapshot().to_cache()):
+            assert np.array_equal(other.k(0), cache.k(0))
+            assert np.array_equal(other.attend(1, q), out)
+    cache.save(tmp_path / "edited.kv")
+    loaded = kvfast.load(tmp_path / "edited.kv")
+    assert np.array_equal(loaded.attend(1, q), out) and np.array_equal(loaded.k(1), cache.k(1))
+    # Cut in the middle of what follows on the kept tokens, and before them. Until the block is full again, float16 rows tell
+    # what its codes do.
+    for end in (cut + 5, cut - 7):
+        for one in (cache, loaded):
+            one.truncate(end)
+            assert np.array_equal(one.k(0)[:cut], kept[:end])
+            for layer in layers:
+                one.append(layer, last, last)
+        assert np.array_equal(cache.attend(1, q), loaded.attend(1, q))
+        for one in (cache, loaded):
+            one.advance(len(last))
+        assert np.allclose(cache.k(0)[: min(end, cut)], kept[:end], rtol=2**-10, atol=2**-10)
+        assert np.array_equal(cache.k(0), loaded.k(0))
+    extend(size)
+    assert np.array_equal(cache.k(0)[: cut - 7], kept[: cut - 7])
+
+
+def test_a_refused_append_leaves_a_patched_block_as_it_was(rng):
+    cache = kvfast.KVCache(1, 1, 16, dtype="int4")
+    k = rng.standard_normal((300, 1, 16)).astype(np.float32)
+    cache.append(0, k, k), cache.advance(300)
+    cache.truncate(210)
+    cache.append(0, 5 * k[:90], k[:90]), cache.advance(90)
+    cache.truncate(230)
+    rows, out = cache.k(0), cache.attend(0, k[:1])
+    bad = k[:3].copy()
+    bad[2] = np.nan
+    with pytest.raises(kvfast.NonFiniteInputError):
+        cache.append(0, bad, bad)
+    assert np.array_equal(cache.k(0), rows) and np.array_equal(cache.attend(0, k[:1]), out)
+
+
+def test_found_prefixes_end_before_a_patched_block(rng):
+    """Whoever finds a block reads codes, which the newer tokens of a patched one do not have."""
+    pool = kvfast.PagedKVCache(1, 1, 16, num_blocks=16, dtype="int4")
+    k = rng.standard_normal((300, 1, 16)).astype(np.float32)
+    with pool.new_sequence() as sequence:
+        sequence.append(0, k, k), sequence.advance(300, range(300))
+        sequence.truncate(100)
+        sequence.append(0, 5 * k[:200], k[:200]), sequence.advance(200, range(1000, 1200))
+        rows = sequence.k(0)
+        with pool.match_prefix([*range(100), *range(1000, 1201)]) as found:
+            assert len(found) == 64 and np.array_equal(found.k(0)[4:], rows[4:64])

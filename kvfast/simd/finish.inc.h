@@ -113,13 +113,12 @@ static int KV(code_channels)(const kv_side *side, char *block, const float *rows
     return 1;
 }
 
-static void KV(finish_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept)
+static int KV(finish_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept)
 {
     if (side->channels) {
-        if (kept && KV(code_channels)(side, block, rows, stride, kept, 1)) return;
+        if (kept) return KV(code_channels)(side, block, rows, stride, kept, 1);
         KV(fit_channels)(side, block, rows, stride);
-        KV(code_channels)(side, block, rows, stride, 0, 0);
-        return;
+        return KV(code_channels)(side, block, rows, stride, 0, 0);
     }
     KV_ALIGNED float mean[KV_MAX_HEAD_DIM], centred[KV_MAX_HEAD_DIM];
     if (!kept) KV(centre)(side, block, rows, stride);
@@ -128,4 +127,5 @@ static void KV(finish_k)(const kv_side *side, char *block, const float *rows, pt
         for (int d = 0; d < side->head_dim; d++) centred[d] = rows[t * stride + d] - mean[d];
         KV(encode_k)(side, block, t, centred, 0, 1);
     }
+    return 1;
 }

@@ -245,10 +245,10 @@ typedef struct {
     void (*decode_k)(const kv_side *side, const char *block, int slot, float *row);
     void (*decode_v)(const kv_side *side, const char *block, int slot, float *row);
     /* All keys of a block with means: its statistics, then its codes. The first `kept` tokens have their codes
-       already, of the statistics that the block has: these stay if the other rows are within them, at most 1.25
-       steps beyond the codes of their channel, and always where there are means alone. finish_k itself leaves
-       no value more than one step beyond, so that finishing the same rows again changes nothing. */
-    void (*finish_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept);
+       already, which stay, and so do the statistics. 0: the other rows are beyond these, more than 1.25 steps beyond the
+       codes of their channel, and have no codes; means alone fit all. finish_k itself leaves no value more than one step
+       beyond, so that finishing the same rows again changes nothing. */
+    int (*finish_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept);
     /* A token's codes and scale into a block of perhaps another size; `values`: of the V side. */
     void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                        int to_slot, int values);

@@ -46,28 +46,33 @@ class PoolWorld(SingleWorld):
             return held.source.take(n), {}
         return [tuple(one[first : first + n] for one in pair) for pair in rows], {"token_ids": ids[first : first + n]}
 
+    def run(self):
+        for _ in range(3 if often(self.rng, 0.4) else 0):
+            self.add(self.begin(of_prompt=True))
+        super().run()
+
     def step(self):
         rng, way = self.rng, self.rng.random()
         sequences = [one for one in self.held if hasattr(one.cache, "pool")]
-        if way < 0.07 or not sequences:
+        if way < 0.12 or not sequences:
             self.add(self.begin())
-        elif way < 0.12:
+        elif way < 0.17:
             held = one_of(rng, sequences)
             self.case.note("fork")
             self.add(self.like(held, held.cache.fork(), held.track.copy()))
-        elif way < 0.17:
+        elif way < 0.21:
             held = one_of(rng, sequences)
             self.case.note("free", held.track.length)
             held.cache.free()
             self.held.remove(held)
             if not self.held:
                 self.add(self.begin())
-        elif way < 0.22 and self.snapshots:
+        elif way < 0.26 and self.snapshots:
             snapshot, track, source = one_of(rng, self.snapshots)
             if self.pool.can_append(track.length):
                 self.case.note("restore", track.length)
                 self.add(Held(self.pool.restore(snapshot), track.copy(), source))
-        elif way < 0.42:
+        elif way < 0.46:
             self.batch(sequences, often(rng, 0.6))
         else:
             super().step()
@@ -88,10 +93,10 @@ class PoolWorld(SingleWorld):
         other.is_known = held.is_known
         return other
 
-    def begin(self):
+    def begin(self, of_prompt=False):
         """An empty sequence, or one that begins as another did."""
         rng = self.rng
-        if often(rng, 0.4):
+        if not of_prompt and often(rng, 0.4):
             self.case.note("new sequence")
             return Held(self.pool.new_sequence(), self.track(), self.source())
         if self.prompts and often(rng, 0.7):
@@ -113,7 +118,8 @@ class PoolWorld(SingleWorld):
                 track.append(layer, k[:found], v[:found])
             track.length = track.longest = track.coded = track.lossy = found
         held = Held(cache, track, self.source(), (ids, rows))
-        held.is_known = True
+        if often(rng, 0.7):  # at once, so that others find it
+            self.grow(held, len(ids) - found)
         return held
 
     def back(self, held):

@@ -67,12 +67,12 @@ class SingleWorld(World):
             self.back(held)
         elif way < 0.80:
             self.edit(held)
-        elif way < 0.84:
+        elif way < 0.85:
             self.case.note("snapshot")
             self.snapshots = [*self.snapshots[-2:], (held.cache.snapshot(), held.track.copy(), held.source)]
-        elif way < 0.89 and self.snapshots:
+        elif way < 0.91 and self.snapshots:
             self.restore(held, *one_of(rng, self.snapshots))
-        elif way < 0.93:
+        elif way < 0.94:
             self.case.note("copy")
             self.keep(Held(held.cache.copy(), held.track.copy(), held.source if often(rng, 0.5) else self.source()))
         elif way < 0.96:

@@ -50,6 +50,7 @@ class Case:
 
     def __init__(self, seed, number, loud=False):
         self.rng, self.number, self.loud = np.random.default_rng([seed, number]), number, loud
+        self.later = np.random.default_rng([seed, number, 1])  # of choices that came later: the others stay what they were
         self.calls, self.log = 0, []
 
     def note(self, *did):

@@ -194,6 +194,8 @@ class World:
                 options["sinks"] = (rng.standard_normal(num_q_heads) * one_of(rng, [1, 5])).astype(np.float32)
             if often(rng, 0.15):
                 options["alibi_slopes"] = np.float32(2.0) ** -rng.uniform(0, 8, num_q_heads).astype(np.float32)
+            if often(self.case.later, 0.1) and options.get("causal", True):
+                options["attention_chunk_size"] = int(self.case.later.integers(1, 100))
         if often(rng, 0.3):
             options["return_lse"] = True
         if often(rng, 0.2):

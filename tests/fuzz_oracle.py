@@ -151,7 +151,7 @@ class Exact(NamedTuple):
 
 
 def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=None, sliding_window=None,
-                    num_sink_tokens=0, sinks=None, alibi_slopes=None):  # fmt: skip
+                    num_sink_tokens=0, sinks=None, alibi_slopes=None, attention_chunk_size=None):  # fmt: skip
     """Attention of queries at the positions `at` to keys at `positions`; otherwise as `reference.attention`."""
     q, k, v = (one.astype(np.float64) for one in (q, k, v))
     n, num_q_heads, dim = q.shape
@@ -174,6 +174,9 @@ def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=
         hidden |= distance > 0
     if sliding_window:
         hidden |= (distance <= -sliding_window) & (positions >= (num_sink_tokens or 0))
+    if attention_chunk_size:
+        first = at[:, None] // attention_chunk_size * attention_chunk_size
+        hidden |= (positions[None] < first) & (positions >= (num_sink_tokens or 0))
     score[..., hidden] = -np.inf
     size[..., hidden] = 0
     top, largest = score.max(-1), size.max(-1)

@@ -50,6 +50,7 @@ def test_a_case_is_always_the_same():
 def test_exact_attention_is_that_of_the_reference(rng):
     q, k, v = (rng.standard_normal((n, heads, 5)) for n, heads in ((4, 6), (9, 2), (9, 2)))
     for options in ({}, {"softcap": 2.0, "scale": 0.7}, {"sliding_window": 3, "num_sink_tokens": 2, "causal": False},
+                    {"attention_chunk_size": 4, "num_sink_tokens": 1},
                     {"sinks": rng.standard_normal(6), "alibi_slopes": rng.random(6)}):  # fmt: skip
         out, lse = reference.attention(q, k, v, **options)
         exact = exact_attention(q, k, v, np.arange(9), np.arange(5, 9), **options)

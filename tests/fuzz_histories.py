@@ -110,7 +110,8 @@ class Track:
                 at = int(np.argmax((moved > most).any((1, 2))))
                 raise Finding(f"kept tokens changed | {'values' if values else 'keys'} of {where}",
                               f"token {positions[known][at]} by {moved[at].max():.3g}")  # fmt: skip
-        stays = positions < (self.coded if self.formats[layer].finishes else length)
+        # The blocks of a found prefix may have their floats yet, of the sequence that they come from.
+        stays = positions < (min(self.coded, self._coded_at(self.longest)) if self.formats[layer].finishes else length)
         new = stays & ~known
         seen[positions[new]] = got[new]
         self.seen[layer][values] = seen

@@ -113,8 +113,9 @@ class Track:
         # The blocks of a found prefix may have their floats yet, of the sequence that they come from.
         stays = positions < (min(self.coded, self._coded_at(self.longest)) if self.formats[layer].finishes else length)
         new = stays & ~known
-        seen[positions[new]] = got[new]
-        self.seen[layer][values] = seen
+        if new.any():
+            self.seen[layer][values] = seen = seen.copy()  # which a copy of this may have, too
+            seen[positions[new]] = got[new]
 
 
 class Held:

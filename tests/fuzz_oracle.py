@@ -148,6 +148,7 @@ class Exact(NamedTuple):
     norm: Any  # (queries, query heads): what an error of the output is relative to
     spread: Any  # the same of how far they are from the output
     largest: Any  # largest score, by itself
+    reach: Any  # the largest that it could be of a query and keys of these norms
 
 
 def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=None, sliding_window=None,
@@ -161,6 +162,7 @@ def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=
     q = q.reshape(n, heads, group, dim).transpose(1, 2, 0, 3)
     score = scale * (q @ k.transpose(1, 2, 0)[:, None])  # (heads, group, queries, keys)
     size = np.abs(score)
+    reach = np.abs(scale) * norms(q) * norms(k).max(0)[:, None, None]
     if softcap:
         score = softcap * np.tanh(score / softcap)
         size = np.abs(score)
@@ -201,7 +203,7 @@ def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=
     norm = np.where(norm < 0.5 * apart, weighted.sum(-1), np.maximum(norm, apart))
     norm = np.maximum(norm, 1e-4 * sizes.max(-1)[..., None])
     back = (out.transpose(2, 0, 1, 3).reshape(n, num_q_heads, -1),
-            *(one.transpose(2, 0, 1).reshape(n, num_q_heads) for one in (lse, norm, np.sqrt(np.maximum(spread, 0)), largest)))  # fmt: skip
+            *(one.transpose(2, 0, 1).reshape(n, num_q_heads) for one in (lse, norm, np.sqrt(np.maximum(spread, 0)), largest, np.maximum(reach, largest))))  # fmt: skip
     return Exact(*back)
 
 
@@ -211,12 +213,16 @@ def contract(sides):
 
 
 def allowed(exact, limit, out_dtype="float32"):
-    """How far an output may be from exact attention over the stored rows, and its log-sum-exp: (queries, query heads)."""
+    """How far an output may be from exact attention over the stored rows, and its log-sum-exp: (queries, query heads).
+
+    The contract says nothing of the log-sum-exp, which has the errors that all scores have in common: they are those of
+    products that may have left little of each other.
+    """
     relative = limit * np.maximum(1, exact.largest / 16)
     rounding = {"float32": 1e-7, "float16": HALF, "bfloat16": BRAIN}[out_dtype]
     least = 2.0**-24 * np.sqrt(exact.out.shape[-1]) if out_dtype == "float16" else 0
     return (relative * exact.norm + rounding * norms(exact.out) + NOTHING * np.sqrt(exact.out.shape[-1]) + least,
-            relative + 1e-6 * np.abs(exact.lse))  # fmt: skip
+            limit * np.maximum(1, exact.reach / 16) + 1e-6 * np.abs(exact.lse))  # fmt: skip
 
 
 def check_output(out, lse, exact, limit, where, more=0.0, out_dtype="float32"):

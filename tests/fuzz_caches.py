@@ -151,6 +151,7 @@ def run_child(path, options):
 def run(options):
     """All processes; one that ends before its time is followed by another from the next case on."""
     report, start = Report(), time.perf_counter()
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # NumPy's threads would only be in the way of the other processes
     with tempfile.TemporaryDirectory() as folder:
         waiting = []
 
@@ -161,7 +162,7 @@ def run(options):
             command = [sys.executable, sys.argv[0], *(f"--{name}={value}" for name, value in arguments.items())]
             # A process that hangs inside of a call is ended by its own timer; the text says where.
             errors = open(f"{path}.errors", "w+")  # noqa: SIM115
-            waiting.append((i, first, path, errors, time.perf_counter() - start, subprocess.Popen(command, stderr=errors)))
+            waiting.append((i, first, path, errors, time.perf_counter() - start, subprocess.Popen(command, stderr=errors, env=environment)))
 
         for i in range(options.processes):
             begin(i, i)

@@ -217,7 +217,7 @@ def test_masks_are_no_tensors():
 def test_tokens_that_come_again_are_refused(llama):
     """With use_cache=False, generate gives a cache all tokens at each step."""
     ids, mask = prompt(1, 9)
-    with pytest.raises(ValueError, match="use_cache=False lets generate give a cache every token again"):
+    with pytest.raises(ValueError, match=r"begin at position 0 again, and the cache holds 9:.*use_cache=False"):
         ours(llama, ids, mask, use_cache=False)
     cache, (ids, mask) = KVFastCache(llama.config, "float32"), prompt(2, 9, (0, 4))
     logits(llama, ids, "kvfast", cache, mask)
@@ -228,6 +228,25 @@ def test_tokens_that_come_again_are_refused(llama):
         KVFastCache(transformers.MptConfig())
     model = model_of("mpt")  # whose configuration says use_cache=True
     assert ours(model, ids, mask, use_cache=True).tolist() == stock(model, ids, mask, use_cache=True).tolist()
+
+
+def test_layers_are_named_as_the_model_counts_them():
+    model = model_of("qwen3_next")
+    model.set_attn_implementation("kvfast")
+    key, _ = KVFastCache(model.config).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 3)  # the first with keys
+    with pytest.raises(RuntimeError, match=r"layer 3 does more with its keys.*it calls T\)"):
+        key.T  # noqa: B018
+
+
+def test_layers_that_no_step_reaches():
+    """What is kept until all kinds of layers have come goes with the first step."""
+    cache = KVFastCache(model_of("gemma3n_text").config, "float32")
+    model_of("gemma3n_text").set_attn_implementation("eager")
+    for _ in range(3):
+        cache.update(torch.ones(1, 2, 5, 16), torch.ones(1, 2, 5, 16), 0)
+    assert cache.get_seq_length() == 15 and not cache._rows._stored
+    with pytest.raises(NotImplementedError, match="reordered alone"):
+        cache.layers[0].reorder_cache(torch.tensor([0]))
 
 
 def test_cross_attention_is_refused():

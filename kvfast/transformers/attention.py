@@ -57,6 +57,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     if rows.awaits(layer):  # not where another layer reads what this one stored, or the same one a second time
         if query.shape[2] != key.tensor.shape[2]:
             raise ValueError(f"{type(module).__name__} brings {key.tensor.shape[2]} keys and {query.shape[2]} queries")
+        if layer == 0:
+            _check_positions(others.get("position_ids"), rows.seen[layer] - query.shape[2])
         rows.store(layer, parts, as_numpy(key.tensor), as_numpy(value.tensor))
 
     batch, num_q_heads, n, k_width = query.shape
@@ -84,8 +86,15 @@ def _place(module, key, value):
             == (value.rows, value.layer, value.end)):
         raise ValueError(f"{type(module).__name__} attends to keys and values that no KVFastCache returned together")
     if key.rows.seen[key.layer] != key.end:
-        raise RuntimeError(f"{type(module).__name__} attends to keys of layer {key.layer} from a step before")
+        raise RuntimeError(f"{type(module).__name__} attends to keys of layer {key.rows.numbers[key.layer]} from a step before")
     return key.rows, key.layer
+
+
+def _check_positions(positions, before):
+    """Refuse tokens that begin at the first position again, behind others."""
+    if before and positions is not None and positions.ndim == 2 and positions[0, 0] == 0 and positions[0, -1] >= before:
+        raise ValueError(f"tokens begin at position 0 again, and the cache holds {before}: generate gives it every token at each step "
+                         f"with use_cache=False, so leave that out; or reset() the cache")
 
 
 def _check(module, query, mask, window, chunk, dropout, is_causal, others):
@@ -94,8 +103,6 @@ def _check(module, query, mask, window, chunk, dropout, is_causal, others):
         window = None
     if query.requires_grad:
         raise RuntimeError("KVFastCache has no gradients: call the model under torch.no_grad(), as generate does")
-    if others.get("use_cache") is False:
-        raise ValueError("use_cache=False lets generate give a cache every token again at each step: leave it out")
     if mask is not None and not isinstance(mask, LazyMask):
         raise ValueError(f"kvfast cannot apply a mask of its own making, got one of shape {tuple(mask.shape)}: give generate the 2D "
                          f'attention_mask of padding, or use attn_implementation="sdpa"')
@@ -103,9 +110,9 @@ def _check(module, query, mask, window, chunk, dropout, is_causal, others):
         raise ValueError("kvfast knows causal masks with a sliding window or chunks and padding, and this model asks for more in "
                          f'{type(module).__name__}: use attn_implementation="sdpa"')
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    asked = others.get("sliding_window")
-    unknown = [name for name, given in others.items()
-               if name not in _HARMLESS and given is not None and given is not False and (name != "sliding_window" or asked not in (window, chunk))]
+    unknown = [name for name, given in others.items() if name not in _HARMLESS and given is not None and given is not False]
+    if others.get("sliding_window") == (window or chunk):
+        unknown = [name for name in unknown if name != "sliding_window"]
     if not causal or dropout or unknown:
         what = "bidirectional attention" if not causal else f"dropout of {dropout}" if dropout else ", ".join(unknown)
         raise ValueError(f'{type(module).__name__} asks for {what}, which kvfast does not compute: use attn_implementation="sdpa"')

@@ -81,8 +81,8 @@ class KVFastCache(Cache):
                              f"DynamicCache(config=model.config)")
         windows = [options[index].get("sliding_window") for index in stored]
         chunks = [window if layer_types[index] == "chunked_attention" else None for index, window in zip(stored, windows)]
-        told = [tuple(getattr(config.per_layer_config[index], name, None) for name in ("num_key_value_heads", "head_dim"))
-                for index in stored]
+        configs = config.per_layer_config
+        told = [tuple(getattr(configs[index], name, None) for name in ("num_key_value_heads", "head_dim")) for index in stored]
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
             if any(windows):
@@ -90,7 +90,8 @@ class KVFastCache(Cache):
         formats_of(dtype, k_dtype, v_dtype, len(windows))  # refuses now what it would refuse at the first token
         rollback = check_size(rollback, "rollback", 0, 1 << 40)
         self._config, self._dtype, self._max_seq_len = config, dtype, max_seq_len
-        self._rows = Rows(windows, chunks, told, {"dtype": dtype, "k_dtype": k_dtype, "v_dtype": v_dtype}, max_seq_len, rollback)
+        settings = {"dtype": dtype, "k_dtype": k_dtype, "v_dtype": v_dtype}
+        self._rows = Rows(stored, windows, chunks, told, settings, max_seq_len, rollback)
         places = {index: place for place, index in enumerate(stored)}
         self._kinds = [(kind, places.get(index), options[index].get("number_of_states", 1)) for index, kind in enumerate(kinds)]
         super().__init__(layers=self._new_layers())

@@ -76,6 +76,9 @@ class StoredLayer(CacheLayerMixin):
     def reset(self):
         raise NotImplementedError("a layer of a KVFastCache cannot be reset alone: reset() the cache")
 
+    def reorder_cache(self, beam_idx):
+        raise NotImplementedError("a layer of a KVFastCache cannot be reordered alone: reorder_cache() of the cache")
+
 
 class HybridLayer(LinearAttentionLayer, StoredLayer):
     """A layer with keys and values beside a state."""
@@ -127,7 +130,3 @@ def select_states(layers, indices):
         if isinstance(layer, LinearAttentionLayer):
             for states in (layer.conv_states, layer.recurrent_states):
                 states.update({i: state[indices] for i, state in states.items() if state is not None})
-
-
-    def reorder_cache(self, beam_idx):
-        raise NotImplementedError("a layer of a KVFastCache cannot be reordered alone: reorder_cache() of the cache")

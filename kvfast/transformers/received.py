@@ -17,7 +17,7 @@ class Received(torch.Tensor):
     ----------
     rows : Rows
     layer : int
-        Of those with keys and values.
+        Its place in the rows.
     end : int
         What the layer had seen when it got them.
     tensor : tensor of shape (batch, num_kv_heads, tokens, head_dim)
@@ -34,10 +34,11 @@ class Received(torch.Tensor):
     def __torch_function__(cls, function, types, arguments=(), others=None):
         if function in _HARMLESS:
             return super().__torch_function__(function, types, arguments, others or {})
-        (layer, *_) = [one.layer for one in _flat(arguments, others) if isinstance(one, Received)] or ["a"]
+        one = next(one for one in _flat(arguments, others) if isinstance(one, Received))
+        name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
         raise RuntimeError(
-            f"layer {layer} does more with its keys and values than to hand them to its attention (it calls "
-            f"{getattr(function, '__name__', function)}), and under attn_implementation=\"kvfast\" they are in the cache alone: use "
+            f"layer {one.rows.numbers[one.layer]} does more with its keys and values than to hand them to its attention (it calls "
+            f"{name}), and under attn_implementation=\"kvfast\" they are in the cache alone: use "
             f'attn_implementation="sdpa" or "eager", with a new KVFastCache'
         )
 

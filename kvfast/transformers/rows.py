@@ -17,6 +17,8 @@ class Rows:
 
     Attributes
     ----------
+    numbers : list of int
+        The layers as the model counts them.
     windows : list of int or None
         Tokens that each layer keeps: of its sliding window, or of a chunk.
     chunks : list of int or None
@@ -28,9 +30,9 @@ class Rows:
         For each layer the tokens that came, padding included: what transformers counts.
     """
 
-    def __init__(self, windows, chunks, told, settings, max_seq_len, rollback):
+    def __init__(self, numbers, windows, chunks, told, settings, max_seq_len, rollback):
         """`told`: of each layer its KV heads and head_dim, as far as the configuration says; only how they differ counts."""
-        self.windows, self.chunks, self.widths = windows, chunks, [None] * len(windows)
+        self.numbers, self.windows, self.chunks, self.widths = numbers, windows, chunks, [None] * len(windows)
         self._settings, self._max_seq_len, self._rollback = settings, max_seq_len, rollback
         # Layers of one kind have one shape, which the first of them tells.
         self._told, self._kinds = told, list(zip(windows, chunks, told))
@@ -54,7 +56,7 @@ class Rows:
         """Count new keys and values of a layer, which are still to be stored; `rings`: sliding layers forget."""
         if layer in self._expected:
             raise RuntimeError(
-                f"the tokens of layer {layer} came and were never stored: its attention did not go through kvfast. A model that "
+                f"the tokens of layer {self.numbers[layer]} came and were never stored: its attention did not go through kvfast. A model that "
                 f'does not call what attn_implementation="kvfast" names needs attn_implementation="sdpa" or "eager"'
             )
         for name, tensor in (("keys", key), ("values", value)):
@@ -65,11 +67,13 @@ class Rows:
                 raise ValueError(f"KVFastCache keeps keys and values in the CPU's memory, got {name} on {tensor.device}")
         if key.shape[:3] != value.shape[:3]:
             raise ValueError(f"keys and values must have one shape but for their head_dim, got {tuple(key.shape)} and "
-                             f"{tuple(value.shape)} for layer {layer}")
+                             f"{tuple(value.shape)} for layer {self.numbers[layer]}")
         if self.rows and len(self.rows) != key.shape[0]:
             raise ValueError(f"this cache holds a batch of {len(self.rows)}, got keys of {key.shape[0]}: reset() it for another batch")
         if layer in self._open:
             self._advance()
+            self._unseen.clear()  # layers that no step reaches are not waited for
+            self._stored.clear()
         self._fit(layer, (key.shape[1], max(key.shape[3], value.shape[3])), key.shape[0], rings)
         self.widths[layer] = key.shape[3], value.shape[3]
         self._open.add(layer)
@@ -84,7 +88,7 @@ class Rows:
         kind = self._kinds[layer]
         if self._shapes[layer] != shape:
             if kind not in self._unseen:
-                raise ValueError(f"layer {layer} has {shape[0]} KV heads of {shape[1]}, and layers of its kind before it have "
+                raise ValueError(f"layer {self.numbers[layer]} has {shape[0]} KV heads of {shape[1]}, and layers of its kind before it have "
                                  f"{self._shapes[layer][0]} of {self._shapes[layer][1]}: use transformers' DynamicCache(config=model.config)")
             self._shapes = [shape if other == kind else one for one, other in zip(self._shapes, self._kinds)]
             self.rows, rings = [], rings and (not self.rows or isinstance(self.rows[0], RingKVCache))
@@ -94,7 +98,7 @@ class Rows:
             for stored in self._stored:
                 self._append(*stored)
         if not self._unseen:
-            self._stored = []
+            self._stored.clear()
 
     def _new_row(self, rings):
         shapes = [list(sizes) for sizes in zip(*self._shapes)]
@@ -115,7 +119,7 @@ class Rows:
                              f"filled before, or does generate give it every token again, as with use_cache=False?")
         if (mask.q_offset, mask.q_length) != (before, n):
             raise RuntimeError(
-                f"layer {layer} holds {before} tokens and got {n} more, and the mask is one for {mask.q_offset} and {mask.q_length}: "
+                f"layer {self.numbers[layer]} holds {before} tokens and got {n} more, and the mask is one for {mask.q_offset} and {mask.q_length}: "
                 f"a step before ended between two layers, or the mask is not this cache's. reset() the cache"
             )
         owner, parts = mask.parts
@@ -146,7 +150,7 @@ class Rows:
 
     def store(self, layer, parts, keys, values):
         """Append the tokens of `receive`: arrays of shape (batch, heads, n, head_dim)."""
-        self._expected.discard(layer)
+        self._expected.remove(layer)
         if self._unseen:
             self._stored.append((layer, parts, keys, values))
         self._append(layer, parts, keys, values)

@@ -1,5 +1,7 @@
 """Layers of one cache that differ in their KV heads and head_dim."""
 
+import json
+
 import numpy as np
 import pytest
 from reference import attention, relative_error
@@ -119,6 +121,29 @@ def test_formats_and_fused_writes():
     expected, k, v = kvfast.split_qkv_norm_rope(qkv, num_q_heads=4, num_kv_heads=1, head_dim=32)
     assert np.array_equal(q, expected) and np.array_equal(cache.k(1), k) and np.array_equal(cache.v(1), v)
     assert cache.dtype == ("int8", "float32")
+
+
+def test_layers_are_compressed():
+    compressor = kvfast.KVCacheCompressor(kvfast.Quantize("int8"))
+    cache, other = fill(full(), 70), full()
+    for layer in range(5):
+        compressor.decompress_to_cache(compressor.compress_cache(cache, layer), other, layer)
+        assert relative_error(other.k(layer), cache.k(layer)) < 0.02
+    with pytest.raises(kvfast.DimensionMismatchError, match="the cache has 2 heads of 64, what was compressed 4 of 32"):
+        compressor.decompress_to_cache(compressor.compress_cache(cache, 0), other, 1)
+
+
+@pytest.mark.parametrize("name, wrong", [("num_kv_heads", [4, 2, 4, 2]), ("num_kv_heads", [4, 2, 4, 2, 1 << 40]), ("head_dim", [32] * 5),
+                                         ("num_kv_heads", [4, 2, 4, 2, "1"]), ("head_dim", [32, 64, 32, 64, [20]]), ("head_dim", 0),
+                                         ("num_kv_heads", [[4, 2, 4, 2, 1]]), ("head_dim", [32, 64, 32, 64, 0])])
+def test_headers_that_are_wrong(name, wrong):
+    state = fill(full(), 70).snapshot().state_dict()
+    header = json.loads(state["header"].tobytes())
+    assert header["settings"][name] == list({"num_kv_heads": HEADS, "head_dim": DIMS}[name])
+    header["settings"][name] = wrong
+    state["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    with pytest.raises(kvfast.CorruptFileError):
+        kvfast.Snapshot.from_state_dict(state)
 
 
 def test_what_does_not_fit_is_refused():

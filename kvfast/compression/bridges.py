@@ -97,9 +97,9 @@ class CacheBridges:
     def _append_layer(self, compressed, cache, layer):
         k, v = self.decompress_kv_3d(compressed)
         heads, _, dim = k.shape
-        if (cache.num_kv_heads, cache.head_dim) != (heads, dim):
-            raise DimensionMismatchError(f"the cache has {cache.num_kv_heads} heads of {cache.head_dim}, "
-                                         f"what was compressed {heads} of {dim}")  # fmt: skip
+        shape = cache._buffer.shape(layer)
+        if shape != (heads, dim):
+            raise DimensionMismatchError(f"the cache has {shape[0]} heads of {shape[1]}, what was compressed {heads} of {dim}")
         cache.append(layer, np.ascontiguousarray(k.swapaxes(0, 1)), np.ascontiguousarray(v.swapaxes(0, 1)))
 
 

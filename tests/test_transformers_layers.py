@@ -1,6 +1,7 @@
 """kvfast.transformers: layers of many kinds in one cache, and what is not an attention over them."""
 
 import copy
+import functools
 
 import pytest
 from tiny_architectures import small_model
@@ -15,13 +16,7 @@ pytestmark = QUIET
 
 HYBRIDS = ["qwen3_next", "jamba", "falcon_h1", "lfm2", "granitemoehybrid", "bamba", "zamba2", "lfm3", "nemotron_h"]
 SHAPES = ["gemma4_text", "gemma3n_text", "mimo_v2_flash", "llama4_text"]
-_models = {}
-
-
-def model_of(name):
-    if name not in _models:
-        _models[name] = small_model(name)
-    return _models[name]
+model_of = functools.cache(small_model)  # for tests that leave it as it was
 
 
 @pytest.fixture(params=HYBRIDS + SHAPES)

@@ -1,6 +1,6 @@
 """kvfast in Hugging Face transformers: a cache for ``generate``, and attention straight on its bytes.
 
-    masks -> rows -> cache -> attention
+    masks, received -> rows -> attention -> layers -> cache
 
 >>> import kvfast.transformers
 >>> from transformers import AutoModelForCausalLM
@@ -12,7 +12,8 @@ Importing it registers the attention function and its masks under the name ``"kv
 ``pip install "kvfast[transformers]"``; nothing else in kvfast imports it.
 
 A batch is a list of kvfast caches, one for each of its rows: a `kvfast.KVCache`, or a `kvfast.RingKVCache` where layers
-have sliding windows. A row holds its own tokens and no padding; beams share blocks until one of them writes.
+have sliding windows. A row holds its own tokens and no padding; beams share blocks until one of them writes. Layers whose state
+is something else, such as Mamba's, are transformers' own, in the same cache.
 """
 
 from .versions import check_versions

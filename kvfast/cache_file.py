@@ -60,22 +60,37 @@ def load(path: str | os.PathLike[str], mmap: bool = False, max_seq_len: int | No
 def write(cache, token_ids, metadata, path):
     """Write the complete tokens of a cache."""
     _import("safetensors.numpy")  # before the work
+    write_tensors(_tensors_of(cache, token_ids), state.header_of(cache, metadata), path)
+
+
+def to_bytes(cache, token_ids, metadata):
+    """The bytes of the file that `write` writes."""
+    library = _import("safetensors.numpy")
+    tensors = _tensors_of(cache, token_ids)
+    return library.save(tensors, _metadata_of(tensors, state.header_of(cache, metadata)))
+
+
+def _tensors_of(cache, token_ids):
     tensors = state.arrays_of(cache)
     if token_ids is not None:
         # As bytes, like the others: tensors are sorted by their dtypes, and the blocks are to start at a page.
         tensors["token_ids"] = token_ids.astype("<i8").view(np.uint8).reshape(-1, 8)
-    write_tensors(tensors, state.header_of(cache, metadata), path)
+    return tensors
+
+
+def _metadata_of(tensors, header):
+    """What a file tells beside its tensors: the header, and the checksums of all."""
+    with _pool() as threads:
+        sums = threads.map(_import("xxhash").xxh3_128_hexdigest, tensors.values())
+        checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
+    metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(header, checksums), "padding": ""}
+    metadata["padding"] = " " * (-_header_bytes(tensors, metadata) % ALIGNMENT)
+    return metadata
 
 
 def write_tensors(tensors, header, path):
     """Write arrays of bytes and a header. At any moment, the file at `path` is the old or the new one, and complete."""
-    library, xxhash = _import("safetensors.numpy"), _import("xxhash")
-    with _pool() as threads:
-        sums = threads.map(xxhash.xxh3_128_hexdigest, tensors.values())
-        checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
-    metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(header, checksums), "padding": ""}
-    metadata["padding"] = " " * (-_header_bytes(tensors, metadata) % ALIGNMENT)
-
+    library, metadata = _import("safetensors.numpy"), _metadata_of(tensors, header)
     path = os.path.realpath(os.fsdecode(path))
     # In a folder of its own, because the library has temporary files as well.
     part = f"{path}.{os.urandom(16).hex()}.part"
@@ -126,12 +141,23 @@ def _drop_pages(path):
 def read(path, mmap, max_seq_len):
     """The arguments of a Snapshot: cache, token ids, metadata."""
     with _opened(path) as content:
-        opening = state.Opening(content.header, content.sides, max_seq_len)
-        token_ids = content.token_ids(opening.seq_len)
-        places = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
-        with _pool() as threads:
-            for _ in threads.map(content.fill, *zip(*places)):
-                pass
+        return _snapshot_of(content, mmap, max_seq_len)
+
+
+def from_bytes(data):
+    """The same, of what `to_bytes` returned."""
+    content = _BytesContent(data)
+    content.check_header()
+    return _snapshot_of(content, False, None)
+
+
+def _snapshot_of(content, mmap, max_seq_len):
+    opening = state.Opening(content.header, content.sides, max_seq_len)
+    token_ids = content.token_ids(opening.seq_len)
+    places = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
+    with _pool() as threads:
+        for _ in threads.map(content.fill, *zip(*places)):
+            pass
     return opening.cache, token_ids, opening.metadata
 
 
@@ -185,6 +211,7 @@ class _Content:
         except safetensors.SafetensorError as error:
             raise CorruptFileError(f"not a sound safetensors file: {error}") from None
         self._file, self._metadata, self._lock, self._xxhash = file, metadata or {}, Lock(), _import("xxhash")
+        self._size = os.fstat(file.fileno()).st_size
 
     def check_header(self):
         """Read the header; nothing is believed before its checksum is found right."""
@@ -206,8 +233,7 @@ class _Content:
         self.sides = {name: shape for name, shape in self.shapes.items() if name != "token_ids"}
         # A sound file has no gaps, and ends with the last tensor.
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        size = os.fstat(self._file.fileno()).st_size
-        self.offsets = dict(zip(sizes, accumulate(sizes.values(), initial=size - sum(sizes.values()))))
+        self.offsets = dict(zip(sizes, accumulate(sizes.values(), initial=self._size - sum(sizes.values()))))
 
     def token_ids(self, seq_len):
         """int64 of shape (seq_len,), or None."""
@@ -250,6 +276,32 @@ class _Content:
             if not count:
                 raise CorruptFileError(f"the file ends inside {name}")
             piece, at = piece[count:], at + count
+
+
+class _BytesContent(_Content):
+    """The bytes of a file."""
+
+    def __init__(self, data):
+        safetensors = _import("safetensors")
+        if sys.byteorder != "little":
+            raise RuntimeError("kvfast reads its files on little-endian machines only")
+        try:
+            data = memoryview(data).tobytes()
+        except TypeError:
+            raise TypeError(f"a snapshot is read from bytes, got {type(data).__name__}") from None
+        try:
+            tensors = dict(safetensors.deserialize(data))
+        except safetensors.SafetensorError as error:
+            raise CorruptFileError(f"not a sound safetensors file: {error}") from None
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # which the library has found sound
+        self._metadata = header.pop("__metadata__", None) or {}
+        names = sorted(header, key=lambda name: header[name]["data_offsets"])
+        self._dtypes = {name: tensors[name]["dtype"] for name in names}
+        self.shapes = {name: tuple(tensors[name]["shape"]) for name in names}
+        self._data, self._size, self._xxhash = data, len(data), _import("xxhash")
+
+    def _read(self, piece, at, name):
+        piece[:] = self._data[at : at + len(piece)]
 
 
 def _digest(*texts):

@@ -144,8 +144,8 @@ class PagedSequence(StoredSequence):
 
     snapshot.__doc__ = StoredSequence.snapshot.__doc__
 
-    def restore(self, snapshot: Snapshot) -> None:
-        self._check_snapshot(snapshot)
+    def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
+        snapshot = self._fitting(snapshot, convert)
         self._buffer.restore(snapshot._cache._buffer, self._forget_ids, lambda: self._restore_ids(snapshot))
 
     restore.__doc__ = StoredSequence.restore.__doc__

@@ -40,12 +40,13 @@ class PagedStorage(StorageProperties):
         """
         return self._sequence(self)
 
-    def restore(self, snapshot: Snapshot) -> Any:
+    def restore(self, snapshot: Snapshot, convert: bool = False) -> Any:
         """A new sequence with the tokens of a snapshot, of a sequence of this pool or of another cache.
 
         Parameters
         ----------
         snapshot : Snapshot
+        convert : bool
             See `KVCache.restore`.
 
         Returns
@@ -54,11 +55,11 @@ class PagedStorage(StorageProperties):
 
         Raises
         ------
-        IncompatibleSnapshotError, CacheFullError
+        IncompatibleSnapshotError, CacheFullError, NonFiniteInputError
         """
         sequence = self.new_sequence()
         try:
-            sequence.restore(snapshot)
+            sequence.restore(snapshot, convert)
         except BaseException:
             sequence.free()
             raise

@@ -191,11 +191,56 @@ class Snapshot(StorageProperties):
         """Read from a file; see `kvfast.load`."""
         return cls(*cache_file.read(path, mmap, None))
 
-    def _check_fits(self, cache):
-        """Raise unless `cache` can become what this is."""
+    def to_bytes(self) -> bytes:
+        """What `save` writes to a file, as bytes, for a database or a socket.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            Without the packages of ``kvfast[files]``.
+        """
+        return cache_file.to_bytes(self._cache, self._token_ids, self._metadata)
+
+    @classmethod
+    def from_bytes(cls, data: Any) -> Self:
+        """From what `to_bytes` returned, or any file that kvfast wrote.
+
+        Parameters
+        ----------
+        data : bytes, or anything with a buffer
+
+        Raises
+        ------
+        CorruptFileError, IncompatibleSnapshotError
+            As `kvfast.load`.
+        TypeError, ModuleNotFoundError
+        """
+        return cls(*cache_file.from_bytes(data))
+
+    def _fitted(self, cache, convert):
+        """What `cache` can become: this, or with `convert` its tokens in the formats of `cache`."""
+        self._check_fits(cache, {"dtype"} if convert else set())
+        settings = cache._settings() | {"secure": cache.secure}
+        if not convert or self._cache._settings()["dtype"] == settings["dtype"]:
+            return self
+        kind = settings.pop("kind")
+        other = KINDS[kind]._from_settings(settings, cache.block_size, None)
+        for layer in range(self.num_layers):
+            rows = (self._cache.get_latent(layer),) if kind == "latent" else self._cache._decoded(layer)
+            if len(rows[0]) < self.seq_len:
+                raise IncompatibleSnapshotError(f"only a snapshot of all tokens can be converted, and layer {layer} has dropped "
+                                                f"{self.seq_len - len(rows[0])} of {self.seq_len}")  # fmt: skip
+            if self.seq_len:
+                other.append(layer, *rows)
+        if self.seq_len:
+            other.advance(self.seq_len)
+        return Snapshot(other, self._token_ids, self._metadata)
+
+    def _check_fits(self, cache, but):
+        """Raise unless `cache` can become what this is, but for some settings."""
         mine, other = self._cache._settings(), cache._settings()
         for name in mine | other:  # the kind first, and layers before what is told of each
-            if mine.get(name) != other.get(name):
+            if name not in but and mine.get(name) != other.get(name):
                 wrong = [_shown(name, settings.get(name)) for settings in (mine, other)]
                 raise IncompatibleSnapshotError(f"the snapshot has {name} {wrong[0]!r}, the cache {wrong[1]!r}")
         if cache.max_seq_len is not None and self.seq_len > cache.max_seq_len:

@@ -90,7 +90,7 @@ class StoredSequence(StorageProperties):
         """
         return Snapshot(self._with_buffer(self._buffer.share()), token_ids, metadata)
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         """Go to where a snapshot was taken, of this cache or of another with the same settings.
 
         A snapshot of this cache is shared as it was; another's bytes are copied. A snapshot of a `KVCache` can be
@@ -99,22 +99,26 @@ class StoredSequence(StorageProperties):
         Parameters
         ----------
         snapshot : Snapshot
+        convert : bool
+            Take one whose storage formats differ, too: its tokens are decoded, and encoded as this cache stores them. From
+            few bits to more they do not become more exact.
 
         Raises
         ------
         IncompatibleSnapshotError
-            If layers, heads, head_dim, dtypes, or windows differ, or there is no room for the tokens; the cache is
-            as it was.
+            If layers, heads, head_dim, windows, or without `convert` dtypes differ, if a ring has dropped tokens that are to
+            be converted, or there is no room for the tokens; the cache is as it was.
+        NonFiniteInputError
+            For converted values beyond the range of a dtype.
         CacheFullError
             If the pool of a `Sequence` has too few blocks.
         """
-        self._check_snapshot(snapshot)
-        self._buffer.restore(snapshot._cache._buffer)
+        self._buffer.restore(self._fitting(snapshot, convert)._cache._buffer)
 
-    def _check_snapshot(self, snapshot):
+    def _fitting(self, snapshot, convert):
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
-        snapshot._check_fits(self)
+        return snapshot._fitted(self, convert)
 
     def save(self, path: str | os.PathLike[str], token_ids: ArrayLike | None = None,
              metadata: Mapping[str, str] | None = None) -> None:

@@ -205,7 +205,8 @@ RECIPES = {
     "clip_search": small(True, False), "value": fmt, "formats": lambda c: [fmt(c), fmt(c)],
     "explain.dtype": small("float32", "float16"),
     "explain_batch.dtype": small("float32", "bfloat16"), "LowRank.dtype": small("float16", "int8"), "plan.dtype": fmt,
-    "secure": small(False, True),
+    "secure": small(False, True), "convert": small(False, True),
+    "data": lambda c: c.any("Snapshot").to_bytes() if c.any("Snapshot") is not None else b"",
     # rope
     "rope": none_or("cache"), "rope_theta": small(10000.0, 1.5), "rope_frequencies": lambda c: None,
     "rope_interleaved": small(True, False),

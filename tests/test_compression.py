@@ -1,5 +1,7 @@
 """Compressors: what they keep, what they cost, and attention on what is compressed, against float64 NumPy."""
 
+import copy
+
 import numpy as np
 import pytest
 import reference
@@ -323,3 +325,20 @@ def test_cannot_be_pickled(kv):
     assert isinstance(compressed, CompressedKV)
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(compressed)
+
+
+@pytest.mark.parametrize("method", [kvfast.Hybrid(8), kvfast.LowRank(8), kvfast.Quantize(), kvfast.VectorQuantization(16, 4)], ids=str)
+def test_a_copy_is_independent(rng, method):
+    k, v = rng.standard_normal((2, 2, 200, 16), np.float32)
+    given = kvfast.KVCacheCompressor(method).compress_kv_3d(k, v)
+    q = rng.standard_normal((3, 4, 16)).astype(np.float32)
+    expected, arrays = given.attend(q), given.state_dict()
+    for other in (given.copy(), copy.copy(given), copy.deepcopy(given)):
+        assert other is not given and (other.layout, other.method, other.nbytes) == (given.layout, given.method, given.nbytes)
+        assert other.reconstruction_error == given.reconstruction_error
+        assert all(np.array_equal(array, arrays[name]) for name, array in other.state_dict().items())
+        for mine, others in zip(given._arrays().values(), other._arrays().values()):
+            assert not np.shares_memory(mine, others)
+        np.testing.assert_array_equal(other.attend(q), expected)
+    del given
+    np.testing.assert_array_equal(other.attend(q), expected)

@@ -862,3 +862,89 @@ def test_restore_is_no_dearer_with_many_layers(rng, kind):
     snapshot = cache.snapshot()
     best = interleaved([cache.snapshot, lambda: cache.restore(snapshot)], 300).min(0)
     assert best[1] < 15 * best[0], best
+
+
+def test_bytes_are_those_of_a_file(rng, tmp_path):
+    for kind in KINDS:
+        cache = fill(make(kind), rng, 100)
+        snapshot = cache.snapshot(np.arange(100), {"model": "m"})
+        data = snapshot.to_bytes()
+        snapshot.save(tmp_path / "one")
+        assert isinstance(data, bytes) and len(data) == (tmp_path / "one").stat().st_size
+        assert kvfast.Snapshot.from_bytes((tmp_path / "one").read_bytes()) == snapshot
+        (tmp_path / "two").write_bytes(data)
+        assert kvfast.Snapshot.load(tmp_path / "two", mmap=True) == snapshot
+        for given in (data, bytearray(data), memoryview(data), np.frombuffer(data, np.uint8)):
+            other = kvfast.Snapshot.from_bytes(given)
+            assert other == snapshot and other.metadata == {"model": "m"} and np.array_equal(other.token_ids, np.arange(100))
+
+
+def test_damaged_bytes(rng):
+    snapshot = fill(make("growing"), rng, 100).snapshot()
+    data = snapshot.to_bytes()
+    for at in [0, 5, 8, 100, 4090, 5000, len(data) - 1, *rng.integers(0, len(data), 60)]:
+        damaged = bytearray(data)
+        damaged[at] ^= 0x41
+        try:
+            found = kvfast.Snapshot.from_bytes(damaged)
+        except kvfast.CorruptFileError:
+            continue
+        assert data[at] == ord(" ") and found == snapshot  # of the padding, which tells nothing
+    for cut in (0, 7, 8, 4000, len(data) - 1):
+        with pytest.raises(kvfast.CorruptFileError):
+            kvfast.Snapshot.from_bytes(data[:cut])
+    with pytest.raises(kvfast.CorruptFileError):
+        kvfast.Snapshot.from_bytes(data + b"\0")
+    for wrong in (None, 5, "text", [1, 2]):
+        with pytest.raises(TypeError, match="from bytes, got"):
+            kvfast.Snapshot.from_bytes(wrong)
+
+
+@pytest.mark.parametrize("source, target", [("float32", "int8"), ("int4", "float16"), ("int8", "int4"), ("k8v4", "int4"), ("int8", "int8")])
+@pytest.mark.parametrize("kind", ["growing", "bounded", "sequence", "ring and whole layer", "ring that rotates"])
+def test_a_snapshot_of_another_format_is_converted_if_asked(rng, kind, source, target):
+    given, cache = fill(make(kind, source), rng, 30), fill(make(kind, target), rng, 7)
+    snapshot, before = given.snapshot(np.arange(30), {"a": "b"}), contents(cache)
+    if source != target:
+        with pytest.raises(kvfast.IncompatibleSnapshotError, match="the snapshot has dtype"):
+            cache.restore(snapshot)
+        assert same(contents(cache), before)
+    cache.restore(snapshot, convert=True)
+    expected = make(kind, target)
+    for layer in range(LAYERS):
+        expected.append(layer, given.k(layer), given.v(layer))
+    expected.advance(30)
+    if source != target:
+        assert same(cache, expected)
+    else:
+        assert same(cache, given)
+    assert cache.dtype == expected.dtype
+    if kind == "sequence":
+        assert same(cache._pool.restore(snapshot, convert=True), cache)
+
+
+def test_what_cannot_be_converted(rng):
+    ring, other = fill(make("ring", "int8"), rng, 200), fill(make("ring", "int4"), rng, 10)
+    before = contents(other)
+    with pytest.raises(kvfast.IncompatibleSnapshotError, match="all tokens can be converted, and layer 0 has dropped"):
+        other.restore(ring.snapshot(), convert=True)
+    with pytest.raises(kvfast.IncompatibleSnapshotError, match="kind"):
+        other.restore(fill(make("growing", "int8"), rng, 10).snapshot(), convert=True)
+    assert same(contents(other), before)
+    large = kvfast.KVCache(1, 1, 16, dtype="float32")
+    large.append(0, *np.full((2, 3, 1, 16), 1e6, np.float32))
+    large.advance(3)
+    cache = kvfast.KVCache(1, 1, 16, dtype="float16")
+    with pytest.raises(kvfast.NonFiniteInputError):
+        cache.restore(large.snapshot(), convert=True)
+    assert len(cache) == 0
+
+
+def test_latent_rows_are_converted(rng):
+    for rope_dim in (0, 8, 32):
+        rows = rng.standard_normal((40, 32 + rope_dim)).astype(np.float32)
+        given, cache = kvfast.MLAKVCache(1, 32, rope_dim, dtype="float32"), kvfast.MLAKVCache(1, 32, rope_dim, dtype="int8")
+        given.append(0, rows)
+        given.advance(40)
+        cache.restore(given.snapshot(), convert=True)
+        assert np.abs(cache.get_latent(0) - rows).max() < 0.05

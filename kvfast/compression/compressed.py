@@ -321,6 +321,15 @@ class CompressedKV:
             raise CorruptFileError(f"{rest[0]} belongs to nothing")
         return cls(layout, method, parts, error)
 
+    def copy(self) -> Self:
+        """An independent deep copy, for another thread for example."""
+        return self._open(self._header(), _Arrays(self._arrays()))
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("a CompressedKV cannot be pickled; save() writes it to a file that is safe to load")
 

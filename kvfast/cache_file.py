@@ -42,7 +42,7 @@ def load(path: str | os.PathLike[str], mmap: bool = False, max_seq_len: int | No
 
     Returns
     -------
-    KVCache or RingKVCache
+    KVCache, RingKVCache, MLAKVCache or MultiHeadKVCache
         Of a `Sequence`, a `KVCache` with its block_size; ``Snapshot.load(path)`` can be restored into a sequence.
 
     Raises

@@ -19,7 +19,7 @@ from kvfast.attend_call cimport AttendCall, open_call
 from kvfast.blocks cimport block_of, dtype_limit, k_offset_of, kv_chunk, kv_context, kv_store
 from kvfast.encode cimport open_pair
 from kvfast.finish cimport decode_tokens
-from kvfast.options cimport Options
+from kvfast.options cimport Options, check_count
 from kvfast.pool cimport BlockPool
 from kvfast.ring cimport RingTable
 from kvfast.sequence cimport SequenceBuffer
@@ -47,6 +47,11 @@ cdef class HeadsTable(RingTable):
 
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
         return min(self.evicted, length)
+
+    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1:
+        # What has been dropped was told, and follows from no window.
+        self.evicted = check_count(place.get("evicted_tokens"), "evicted_tokens", 0, length)
+        return RingTable.check_place(self, length, place)
 
     cdef BlockTable empty(self, BlockPool pool):
         return HeadsTable(pool, NO_WINDOW, 0, 0)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from .errors import DimensionMismatchError
 from .heads import HeadsBuffer, HeadsTable
-from .multi_head_config import MultiHeadConfig, signs_of, vectors
+from .multi_head_config import MultiHeadConfig, signs_of, tokens, vectors
 from .options import Options, check_size
 from .pool import BlockPool
+from .snapshot import Snapshot
+from .state import KINDS
 from .storage_properties import size_text
 from .stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
@@ -115,8 +121,11 @@ class _Heads:
 
     def _signed(self, rows, num_heads):
         """Rows of the shape (..., num_heads, head_dim) with the signs of the transform, in place."""
-        if self._cache._signs is not None:
-            signs = self._cache._signs[self._first : self._first + self._count]
+        cache = self._cache
+        if cache.config.rotation:
+            if cache._signs is None:  # not sooner: what a file says is not believed before its tokens are there
+                cache._signs = signs_of(cache.config.seed, cache.num_heads, cache.head_dim)
+            signs = cache._signs[self._first : self._first + self._count]
             grouped = rows.reshape(-1, self._count, num_heads // self._count, self.head_dim)
             grouped *= signs[:, None]
         return rows
@@ -172,7 +181,7 @@ class MultiHeadKVCache(_Heads):
         self.num_q_heads = num_heads if config.num_q_heads is None else config.num_q_heads
         if self.num_q_heads % num_heads:
             raise DimensionMismatchError(f"num_q_heads must be a multiple of the {num_heads} heads, got {self.num_q_heads}")
-        self._signs = signs_of(config.seed, num_heads, config.head_dim) if config.rotation else None
+        self._signs = None
         pool = BlockPool(1, num_heads, config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, True)
         table = HeadsTable(pool, 1, 0, 0)
         self._buffer = HeadsBuffer([table], [(table, 0)])
@@ -209,6 +218,75 @@ class MultiHeadKVCache(_Heads):
         v = vectors(values, "values", self.num_heads, self.head_dim)[None]
         self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
+    def push_tokens(self, keys: ArrayLike, values: ArrayLike) -> None:
+        """Compress and keep the keys and values of many tokens, as `push_token` does one by one.
+
+        Parameters
+        ----------
+        keys, values : arrays of shape (num_tokens, num_heads, head_dim), float32, float16 or bfloat16
+            If one token is refused, none is kept.
+
+        Raises
+        ------
+        DimensionMismatchError, NonFiniteInputError, TypeError
+            As `push_token`.
+        """
+        k, v = (tokens(one, name, self.num_heads, self.head_dim) for name, one in (("keys", keys), ("values", values)))
+        if len(k) != len(v):
+            raise DimensionMismatchError(f"keys and values must hold as many tokens as each other, got {len(k)} and {len(v)}")
+        self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
+
+    def truncate(self, n: int) -> None:
+        """Keep the first `n` of the tokens that are held.
+
+        Raises
+        ------
+        ValueError
+            If fewer are held.
+        TypeError
+        """
+        if check_size(n, "n", 0, 1 << 60) > len(self):
+            raise ValueError(f"n must be between 0 and the {len(self)} tokens of the cache, got {n}")
+        self._buffer.truncate(self._buffer.length - len(self) + n if n else 0)
+
+    def snapshot(self, metadata: Mapping[str, str] | None = None) -> Snapshot:
+        """The tokens as they are now, in shared memory: see `KVCache.snapshot`.
+
+        Parameters
+        ----------
+        metadata : dict of str to str, optional
+            Anything that is to be kept with them.
+
+        Returns
+        -------
+        Snapshot
+        """
+        return Snapshot(self._with_buffer(self._buffer.share()), None, metadata)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go to where a snapshot was taken, of this cache or of another with as many heads and the same configuration.
+
+        Raises
+        ------
+        IncompatibleSnapshotError
+            If these differ; the cache is as it was.
+        TypeError
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
+        self._buffer.restore(snapshot._fitted(self, False)._cache._buffer)
+
+    def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+        """Write the tokens to a file for `kvfast.load`, as they are stored; see `KVCache.save`.
+
+        Raises
+        ------
+        OSError
+        ModuleNotFoundError
+            Without the packages of ``kvfast[files]``.
+        """
+        self.snapshot(metadata).save(path)
+
     def evict_outside_window(self, window: int) -> int:
         """Drop all but the last `window` tokens; the memory of blocks that hold none of these is used again.
 
@@ -243,11 +321,38 @@ class MultiHeadKVCache(_Heads):
 
     def copy(self) -> Self:
         """An independent deep copy."""
+        return self._with_buffer(self._buffer.copy())
+
+    def _with_buffer(self, buffer):
         other = object.__new__(type(self))
         for name in ("_signs", "config", "num_heads", "num_q_heads"):
             setattr(other, name, getattr(self, name))
-        other._buffer = self._buffer.copy()
+        other._buffer = buffer
         return other
+
+    # What `Snapshot` and `state` ask of every cache.
+
+    max_seq_len = None
+
+    @property
+    def secure(self) -> bool:
+        """Whether memory is overwritten before it is given back: never."""
+        return False
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._buffer.block_size
+
+    def _decoded(self, layer):
+        return self.decode_keys(), self.decode_values()
+
+    def _settings(self):
+        return {"kind": "heads", "num_layers": 1, "num_heads": self.num_heads, "config": asdict(self.config)}
+
+    @classmethod
+    def _from_settings(cls, settings, block_size, max_seq_len):
+        return cls(settings["num_heads"], MultiHeadConfig(**settings["config"]))
 
     __copy__ = copy
 
@@ -255,7 +360,7 @@ class MultiHeadKVCache(_Heads):
         return self.copy()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a MultiHeadKVCache cannot be pickled")
+        raise TypeError("a MultiHeadKVCache cannot be pickled; save() writes it to a file that is safe to load")
 
     def __len__(self) -> int:
         return self._buffer.num_held
@@ -268,6 +373,9 @@ class MultiHeadKVCache(_Heads):
     def __repr__(self) -> str:
         return (f"MultiHeadKVCache({self.num_heads} heads x {self.head_dim}, {self.config.format}, {len(self)} tokens, "
                 f"{size_text(self.nbytes)})")  # fmt: skip
+
+
+KINDS["heads"] = MultiHeadKVCache
 
 
 class HeadView(_Heads):

@@ -106,6 +106,18 @@ def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
     return array
 
 
+def tokens(given: Any, name: Any, count: Any, dim: Any) -> Any:
+    """A float32 array of its own, (num_tokens, count, dim), of an array."""
+    array = as_float32(given, name)
+    if array.ndim != 3 or array.shape[1:] != (count, dim) or not len(array):
+        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {count}, {dim}) and at least one token, got {array.shape}")
+    good = np.abs(array) <= _LARGEST
+    if not good.all():
+        where = np.argwhere(~good)[0].tolist()
+        raise NonFiniteInputError(f"{name} must be finite, and at most {_LARGEST:g} in magnitude, got {array[tuple(where)]} at {where}")
+    return np.array(array, order="C")
+
+
 def _floats(given, name, *shape):
     try:
         array = np.asarray(given) if isinstance(given, (list, tuple)) else as_float32(given, name)

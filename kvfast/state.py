@@ -39,7 +39,7 @@ def header_of(cache, metadata):
         "settings": cache._settings(),
         "block_size": cache.block_size,
         "max_seq_len": cache.max_seq_len,
-        "seq_len": len(cache),
+        "seq_len": cache._buffer.length,
         "tables": cache._buffer.places_of_tables(),
         "metadata": metadata,
     }
@@ -142,7 +142,8 @@ class Opening:
 
     def _heads(self):
         """KV heads of each layer."""
-        return [self.cache._buffer.shape(layer)[0] for layer in range(self.cache.num_layers)]
+        buffer = self.cache._buffer
+        return [buffer.shape(layer)[0] for layer in range(buffer.num_layers)]
 
     def take(self):
         """Give the cache its blocks.

@@ -227,6 +227,8 @@ RECIPES = {
     "qkv": lambda c: c.floats(c.tokens, (c.heads * c.group + 2 * c.heads) * c.dim), "x": lambda c: c.floats(3, 2, 20),
     "split_qkv_norm_rope.head_dim": lambda c: 20, "keys": lambda c: c.floats(c.heads, c.dim),
     "values": lambda c: c.floats(c.heads, c.dim),
+    "push_tokens.keys": lambda c: c.floats(c.tokens, c.heads, c.dim),
+    "push_tokens.values": lambda c: c.floats(c.tokens, c.heads, c.dim),
     "from_arrays.keys": lambda c: [c.floats(c.tokens, 2 * 20)] * 2,
     "from_arrays.values": lambda c: [c.floats(c.tokens, 2 * 20)] * 2,
     "from_arrays.num_kv_heads": small(1, 2, 4), "compress_kv.k": lambda c: c.floats(2, 2, c.tokens, 20),

@@ -1,6 +1,7 @@
 """MultiHeadKVCache against NumPy in float64: every width, codebook, head_dim and tier; what it holds, and what it refuses."""
 
 import copy
+import json
 import pickle
 
 import numpy as np
@@ -286,7 +287,7 @@ class Machine(RuleBasedStateMachine):
     def open(self, dim, bits, heads, seed):
         self.rng = np.random.default_rng(seed)
         self.cache = MultiHeadKVCache(heads, MultiHeadConfig(dim, bits, seed=seed, num_q_heads=2 * heads))
-        self.keys, self.values = [], []
+        self.keys, self.values, self.snapshots = [], [], []
 
     def row(self):
         return self.rng.standard_normal((self.cache.num_heads, self.cache.head_dim), np.float32)
@@ -299,6 +300,45 @@ class Machine(RuleBasedStateMachine):
         new_keys, new_values = self.cache.decode_keys()[-n:], self.cache.decode_values()[-n:]
         self.keys.extend(new_keys), self.values.extend(new_values)
         assert relative_error(new_keys[-1].ravel(), k.ravel()) < 1 and relative_error(new_values[-1].ravel(), v.ravel()) < 1
+
+    @rule(n=st.integers(1, 150))
+    def push_many(self, n):
+        k, v = (np.stack([self.row() for _ in range(n)]) for _ in "kv")
+        one_by_one = self.cache.copy()
+        self.cache.push_tokens(k, v)
+        for pair in zip(k, v):
+            one_by_one.push_token(*pair)
+        assert np.array_equal(self.cache.decode_keys(), one_by_one.decode_keys())
+        assert np.array_equal(self.cache.decode_values(), one_by_one.decode_values())
+        self.keys.extend(one_by_one.decode_keys()[-n:]), self.values.extend(one_by_one.decode_values()[-n:])
+
+    @rule(n=st.integers(0, 150))
+    def truncate(self, n):
+        if n > len(self.keys):
+            with pytest.raises(ValueError, match=f"between 0 and the {len(self.keys)} tokens"):
+                self.cache.truncate(n)
+            return
+        self.cache.truncate(n)
+        del self.keys[n:], self.values[n:]
+
+    @rule()
+    def take_a_snapshot(self):
+        self.snapshots.append((self.cache.snapshot(), list(self.keys), list(self.values)))
+
+    @precondition(lambda self: self.snapshots)
+    @rule(which=st.integers(0, 99), way=st.sampled_from(["same", "copied", "bytes", "state", "another"]))
+    def restore(self, which, way):
+        snapshot, keys, values = self.snapshots[which % len(self.snapshots)]
+        if way == "bytes":
+            snapshot = kvfast.Snapshot.from_bytes(snapshot.to_bytes())
+        elif way == "state":
+            snapshot = kvfast.Snapshot.from_state_dict(snapshot.state_dict())
+        if way == "copied":
+            self.cache = snapshot.to_cache()
+        elif way == "another":
+            self.cache = MultiHeadKVCache(self.cache.num_heads, self.cache.config)
+        self.cache.restore(snapshot)
+        self.keys, self.values = list(keys), list(values)
 
     @rule(values=st.booleans(), bad=st.sampled_from([np.nan, np.inf, -np.inf, 7e35]), at=st.integers(0, 1 << 20))
     def push_what_is_refused(self, values, bad, at):
@@ -473,3 +513,67 @@ class TestInput:
 
 def test_it_is_exported():
     assert {"MultiHeadConfig", "MultiHeadKVCache"} <= set(kvfast.__all__)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("held", [0, 1, 64, 130, 200])
+    @pytest.mark.parametrize("options", [{}, {"bits": (5, 3), "seed": 7, "num_q_heads": 6}, {"bits": 8, "rotation": False}], ids=str)
+    def test_save_and_load(self, rng, tmp_path, options, held):
+        cache, _, _ = filled(rng, 3, 200, 20, **options)
+        cache.evict_outside_window(held)
+        cache.save(tmp_path / "heads", {"model": "m"})
+        for other in (kvfast.load(tmp_path / "heads"), kvfast.load(tmp_path / "heads", mmap=True)):
+            assert type(other) is MultiHeadKVCache and len(other) == held and (other.config, other.num_heads) == (cache.config, 3)
+            assert np.array_equal(other.decode_keys(), cache.decode_keys())
+            if held:
+                q = rng.standard_normal((cache.num_q_heads, 20)).astype(np.float32)
+                assert np.array_equal(other.attend(q), cache.attend(q))
+                assert np.array_equal(other.attention_scores(q), cache.attention_scores(q))
+            k, v = rng.standard_normal((2, 70, 3, 20)).astype(np.float32)
+            one = cache.copy()
+            for each in (one, other):
+                each.push_tokens(k, v)
+                each.evict_outside_window(100)
+            assert np.array_equal(other.decode_values(), one.decode_values())
+        assert kvfast.Snapshot.load(tmp_path / "heads").metadata == {"model": "m"}
+
+    def test_what_does_not_fit(self, rng):
+        cache, _, _ = filled(rng, 3, 20, 16)
+        snapshot, kept = cache.snapshot(), cache.decode_keys()
+        for other in (MultiHeadKVCache(2, cache.config), MultiHeadKVCache(3, MultiHeadConfig(16, 8)), kvfast.KVCache(1, 3, 16),
+                      MultiHeadKVCache(3, MultiHeadConfig(16, seed=1))):  # fmt: skip
+            with pytest.raises(kvfast.IncompatibleSnapshotError, match="the snapshot has"):
+                other.restore(snapshot)
+            with pytest.raises(kvfast.IncompatibleSnapshotError):
+                cache.restore(other.snapshot())
+        for wrong in (None, cache, b""):
+            with pytest.raises(TypeError, match="needs a Snapshot"):
+                cache.restore(wrong)
+        assert np.array_equal(cache.decode_keys(), kept)
+
+    def test_a_state_with_other_tokens_dropped_is_refused(self, rng):
+        cache, _, _ = filled(rng, 2, 200, 16)
+        cache.evict_outside_window(30)
+        arrays = cache.snapshot().state_dict()
+        fields = json.loads(arrays["header"].tobytes())
+        for name, number in [("evicted_tokens", 201), ("evicted_tokens", -1), ("skipped_blocks", 3), ("evicted_tokens", 100)]:
+            place = fields["tables"][0] | {name: number}
+            header = np.frombuffer(json.dumps(fields | {"tables": [place]}).encode(), np.uint8)
+            with pytest.raises(kvfast.CorruptFileError):
+                kvfast.Snapshot.from_state_dict(arrays | {"header": header})
+
+    def test_many_tokens_are_refused_as_a_whole(self, rng):
+        cache, k, v = filled(rng, 2, 5, 16)
+        bad = np.array(k)
+        bad[3, 1, 7] = np.nan
+        for keys, values, error, message in [
+            (bad, v, NonFiniteInputError, r"keys must be finite, .* got nan at \[3, 1, 7\]"),
+            (k, bad * np.float32(0) + np.float32(1e36), NonFiniteInputError, "values must be finite, and at most 6e[+]35"),
+            (k[:3], v, DimensionMismatchError, "as many tokens as each other, got 3 and 5"),
+            (k[0], v, DimensionMismatchError, r"keys must have shape \(num_tokens, 2, 16\)"),
+            (k[:0], v[:0], DimensionMismatchError, "at least one token"),
+            (k.astype(np.float64), v, TypeError, "got float64"),
+        ]:
+            with pytest.raises(error, match=message):
+                cache.push_tokens(keys, values)
+            assert len(cache) == 5

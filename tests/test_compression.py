@@ -200,7 +200,7 @@ def test_sizes(kv):
             continue
         state = compressed.state_dict()
         assert compressed.nbytes == sum(array.nbytes for name, array in state.items() if ".store." in name or "positions" in name) + (
-            KVCacheCompressor(Quantize("float16")).compress_kv_3d(*(x[:, :64] for x in kv)).nbytes
+            KVCacheCompressor(Quantize("float16")).compress_kv_3d(*(x[:, :16] for x in kv)).nbytes
         )
         assert state["0.store.k.codes"].shape[2] == {64: 12, 16: 12, 5: 4}[method.codebook_size]
     smaller = [KVCacheCompressor(method, bits).compress_kv_3d(*kv).nbytes for method in (Hybrid(), Quantize()) for bits in (8, 4)]
@@ -342,3 +342,33 @@ def test_a_copy_is_independent(rng, method):
         np.testing.assert_array_equal(other.attend(q), expected)
     del given
     np.testing.assert_array_equal(other.attend(q), expected)
+
+
+@pytest.mark.parametrize("tokens, method, most", [
+    (512, Hybrid(quant_bits=4), 9.0), (64, Hybrid(quant_bits=4), 23.0), (320, Hybrid(quant_bits=4), 12.0),
+    (512, Hybrid(quant_bits=8), 13.0), (512, Hybrid(rank=64, quant_bits=4), 5.0), (130, Quantize(4), 7.6), (512, Quantize(4), 5.0),
+])  # fmt: skip
+def test_what_is_finished_has_no_tail_of_floats(rng, tokens, method, most):
+    """Of 8 x 512 x 128 by Hybrid INT4 the bases alone take 4.0 bits, and the codes 4.4."""
+    k, v = rng.standard_normal((2, 8, tokens, 128)).astype(np.float32)
+    compressed = KVCacheCompressor(method).compress_kv_3d(k, v)
+    assert compressed.bits_per_element < most
+    if tokens >= 128 and not getattr(method, "rank", None):
+        assert compressed.reconstruction_error.k < 0.1
+    q = rng.standard_normal((min(tokens, 5), 16, 128)).astype(np.float32)
+    keys, values = (one.swapaxes(0, 1) for one in compressed.decode())
+    for other in (compressed, CompressedKV.from_state_dict(compressed.state_dict())):
+        for causal in (False, True):
+            want, _ = reference.attention(q, keys, values, causal=causal)
+            assert reference.relative_error(other.attend(q, causal=causal), want) < 2e-3
+
+
+@pytest.mark.parametrize("tokens", [64, 100, 200, 319, 500])
+def test_an_outlier_is_found_in_a_short_prompt(rng, tokens):
+    """Beside the first tokens, which are kept in any case."""
+    k, v = rng.standard_normal((2, 2, tokens, 32)).astype(np.float32)
+    k[:, tokens // 2] *= 30
+    compressed = KVCacheCompressor(Hybrid(quant_bits=4)).compress_kv_3d(k, v)
+    (part,) = compressed._parts
+    assert tokens // 2 in part.positions and list(part.positions[:4]) == [0, 1, 2, 3]
+    np.testing.assert_allclose(compressed.decode()[0][:, tokens // 2], k[:, tokens // 2], rtol=1e-3)

@@ -23,7 +23,7 @@ __all__ = ["KVCacheCompressor"]
 FIRST_TOKENS = 4
 FAR = 2.0        # times the distance of the median token from the mean of the head
 SMALL = 0.5      # times the norm of the median token's value
-MOST_EXACT = 64  # one token in so many, beside the first ones
+MOST_EXACT = 64  # one token in so many; of few tokens, beside the first ones
 
 
 class KVCacheCompressor(CacheBridges):
@@ -41,7 +41,7 @@ class KVCacheCompressor(CacheBridges):
     first 4; those whose value has, in any head, less than half the norm of the median token's, which is how models mark
     the tokens that attention goes to when it has nowhere to go (attention sinks); and those whose keys or values are, in any
     head, more than twice as far from the head's mean as the median token's. Those farthest beyond these bounds come
-    first, and there are at most one token in 64 (or 4, but no more than one in 16).
+    first, and there are at most one token in 64, or of few tokens the first 4, no more than one in 16, and one or two others.
 
     Keys may come before or after rotary embedding; attention to what was compressed is attention to keys as they came.
     Without it, they need fewer directions (Palu, arXiv 2407.21118).
@@ -207,7 +207,8 @@ def _exact(k, v):
 
 def _room(tokens):
     """Most tokens that are kept exactly."""
-    return max(tokens // MOST_EXACT, min(FIRST_TOKENS, tokens // 16))
+    first = min(FIRST_TOKENS, tokens // 16)
+    return max(tokens // MOST_EXACT, first + min(tokens // MOST_EXACT, -(-tokens // (4 * MOST_EXACT))))
 
 
 def square_sum(x):

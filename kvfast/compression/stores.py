@@ -6,6 +6,7 @@ that are not exact, in their order.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -20,6 +21,7 @@ HYBRID_FORMATS = {
     8: KVFormat("int8", rotation="kv"),
     4: KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True),
 }
+BLOCKS_OF_CHANNELS = (64, 32)
 LANES = 16  # a row of a KVCache is filled up to a multiple of it
 FLOAT16_MOST = 65504.0
 
@@ -34,10 +36,22 @@ class CacheStore:
     def of(cls, k, v, dtype):
         """k, v: (heads, tokens, dim), float32."""
         heads, tokens, dim = k.shape
-        cache = KVCache(1, heads, dim, tokens, dtype=KVFormat.of(dtype))
-        cache.append(0, k.swapaxes(0, 1), v.swapaxes(0, 1))
-        cache.advance(tokens)
-        return cls(cache)
+        form = KVFormat.of(dtype)
+        if not form.finishes:
+            cache = KVCache(1, heads, dim, tokens, dtype=form, block_size=_block_size(tokens))
+            cache.append(0, k.swapaxes(0, 1), v.swapaxes(0, 1))
+            cache.advance(tokens)
+            return cls(cache)
+        # The text is finished, and so is its last block: tokens of it once more fill it up, and one block more, until which
+        # it would be floats; these go again.
+        form = replace(form, block=min(BLOCKS_OF_CHANNELS, key=lambda block: _channel_bits(tokens, block)))
+        filled = -(-tokens // form.block) * form.block
+        again = np.arange(filled + form.block) % tokens
+        cache = KVCache(1, heads, dim, dtype=form)
+        cache.append(0, k.swapaxes(0, 1)[again], v.swapaxes(0, 1)[again])
+        cache.advance(len(again))
+        cache.truncate(tokens)
+        return cls(cache.snapshot().to_cache(tokens))
 
     @property
     def num_tokens(self):
@@ -96,6 +110,16 @@ class CacheStore:
         return cls(open_cache(arrays, (1, layout.num_heads, layout.head_dim), num_tokens))
 
 
+def _block_size(tokens):
+    """Tokens of a block: few where many places of the last one would stay empty."""
+    return next((size for size in (64, 32) if -tokens % size * 16 <= tokens), 16)
+
+
+def _channel_bits(tokens, block):
+    """Bits that a channel of keys and values of INT4 takes: codes of whole blocks, and a scale and an offset for each."""
+    return -(-tokens // block) * (2 * 4 * block + 2 * 16)
+
+
 class RankStore:
     """Coordinates in the bases of the heads, in a `KVCache` for the heads of each rank.
 
@@ -111,8 +135,9 @@ class RankStore:
 
     @classmethod
     def of(cls, k, v, ranks, centred, dtype):
-        """`ranks`: one per head."""
-        groups = []
+        """`ranks`: one per head; so few tokens have no more directions than they are, in whole lanes."""
+        groups, most = [], -(-k.shape[1] // LANES) * LANES
+        ranks = [min(rank, most) for rank in ranks]
         of_basis = np.float32 if str(dtype) == "float32" else np.float16
         for rank in sorted(set(ranks)):
             heads = np.flatnonzero(np.equal(ranks, rank))

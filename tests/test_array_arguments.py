@@ -195,11 +195,17 @@ def heads_calls():
         cache = push((keys, values))
         return cache.decode_keys(), cache.decode_values()
 
+    def pushed_together(keys, values):
+        cache = push()
+        cache.push_tokens(keys, values)
+        return cache.decode_keys(), cache.decode_values()
+
     def attend(queries):
         return push(*zip(*kv())).attend(queries)
 
     return {
         "MultiHeadKVCache.push_token": (pushed, {"keys": queries[:HEADS], "values": queries[HEADS:]}),
+        "MultiHeadKVCache.push_tokens": (pushed_together, dict(zip(("keys", "values"), kv()))),
         "MultiHeadKVCache.attend": (attend, {"queries": queries}),
         "MultiHeadKVCache.attention_scores": (lambda queries: push(*zip(*kv())).attention_scores(queries), {"queries": queries}),
         "HeadView.attend": (lambda queries: push(*zip(*kv())).head(1).attend(queries), {"queries": queries[:GROUP]}),
@@ -216,6 +222,10 @@ def compression_calls():
 
     def prefixed():
         return kvfast.PrefixKVCache([compressor.compress_kv_3d(k, v)])
+
+    def opened(**arrays):
+        with np.errstate(all="ignore"):  # bytes that are whole floats tell any numbers
+            return kvfast.CompressedKV.from_state_dict(arrays).decode()
 
     def append(k, v):
         cache = prefixed()
@@ -236,7 +246,7 @@ def compression_calls():
         "KVCacheCompressor.compress_kv_3d": (lambda k, v: compressor.compress_kv_3d(k, v).decode(), {"k": k, "v": v}),
         "CompressedKV.attend": (lambda q: compressor.compress_kv_3d(k, v).attend(q, return_lse=True), {"q": q}),
         "CompressedKV.from_state_dict": (
-            lambda **arrays: kvfast.CompressedKV.from_state_dict(arrays).decode(), compressor.compress_kv_3d(k, v).state_dict()),
+            opened, compressor.compress_kv_3d(k, v).state_dict()),
         "PrefixKVCache.append": (append, dict(zip("kv", kv()))),
         "PrefixKVCache.attend": (attend, {"q": q}),
         "PrefixKVCache.write": (write, {"qkv": qkv, **tables}),

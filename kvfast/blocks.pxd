@@ -29,8 +29,8 @@ ctypedef struct kv_chunk:
 #
 # Tokens may also have float rows, float16 where the side is integers: in pieces of PIECE tokens, blocks of a store of
 # their own. The first `float_tokens` of a sequence always; with `finishes` all tokens until their block is encoded, and a
-# little longer. Rows and codes of a side that is rotated are both so. A finished block that was cut, and to which tokens were added that
-# its statistics do not fit, is patched: the tokens before have their codes, and these float rows for good.
+# little longer. Rows and codes of a side that is rotated are both so. A finished block that was cut, and to which tokens
+# were added that its statistics do not fit, is patched: the tokens before have their codes, and these float rows for good.
 ctypedef struct kv_store:
     kv_side k
     kv_side v

@@ -37,8 +37,8 @@
 /* Largest error of a score by the rounding of activations, as above, that is left as it is: an output of few tokens
    deviates by about thrice as much. */
 #define KV_LEAST_ERROR 2e-4f
-/* Root mean square of codes, less their bias: of int8 those of a Gaussian row, 127 / 3, and some more. */
-#define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 48.0f)
+/* Root mean square of codes, less their bias, that are distributed evenly: more than those of a Gaussian row. */
+#define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 73.0f)
 
 /* What makes a row's unit the standard error of its scores. */
 static inline float KV(error_of_unit)(const kv_side *side, int dtype)

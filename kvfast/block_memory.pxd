@@ -43,6 +43,7 @@ cdef class BlockMemory:
     cdef void wipe_block(self, int32_t block) noexcept
     cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
     cdef int trim(self) except -1
+    cdef bint has_room_below(self, int32_t block) noexcept
     cdef int32_t _free_group(self) noexcept
     cdef void _insert(self, int32_t block, int32_t behind) noexcept
     cdef void _remove(self, int32_t block) noexcept

@@ -198,6 +198,10 @@ cdef class BlockMemory:
         self.owners[block] = 1
         return block
 
+    cdef bint has_room_below(self, int32_t block) noexcept:
+        """Whether a chunk before that of a block has a free one, which is the next to be taken, as nothing is shared."""
+        return self.num_free > 0 and self.chunk_of[(self.next_free[0] - 1) >> CHUNK_SHIFT] < self.chunk_of[block >> CHUNK_SHIFT]
+
     cdef int32_t _free_group(self) noexcept:
         """First block of GROUP_BLOCKS free ones in a row, or -1."""
         cdef Py_ssize_t groups = self.num_blocks // GROUP_BLOCKS, i, j

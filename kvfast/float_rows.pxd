@@ -26,6 +26,7 @@ cdef class FloatRows:
     cdef int drop(self, int32_t block, int first) except -1
     cdef int drop_coded(self, int32_t block, int first) except -1
     cdef int _release(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef int move_down(self, int32_t block) except -1
     cdef int copy(self, int32_t source, int32_t target) except -1
     cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
     cdef Py_ssize_t count(self, int32_t block) noexcept

@@ -4,13 +4,13 @@ from libc.stdint cimport int16_t, int32_t
 from libc.stdlib cimport abs, free
 
 from kvfast.block_memory cimport BlockMemory, grown
-from kvfast.blocks cimport PIECE
+from kvfast.blocks cimport CHUNK_SHIFT, PIECE
 from kvfast.finish cimport restore_floats
 
 from kvfast.formats import floats_of
 
 cdef enum:
-    FIRST_PIECES = 8           # what one sequence has, between prompts
+    CHUNK_BLOCKS = 1 << CHUNK_SHIFT
 
 
 cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
@@ -123,6 +123,18 @@ cdef class FloatRows:
                 self.float_of[i] = -1
         return 0
 
+    cdef int move_down(self, int32_t block) except -1:
+        """Let the float rows of a block lie in an earlier chunk of memory that has room, so that the last can be given back."""
+        cdef Py_ssize_t i
+        cdef int32_t piece
+        for i in range(block * self.per_block, (block + 1) * self.per_block):
+            if self.float_of[i] >= 0 and self.pieces.has_room_below(self.float_of[i]):
+                piece = self.pieces.take(-1)
+                self.pieces.copy(self.float_of[i], piece)
+                self.pieces.release(self.float_of[i])
+                self.float_of[i] = piece
+        return 0
+
     cdef int copy(self, int32_t source, int32_t target) except -1:
         """Give a block all float rows that another has."""
         cdef Py_ssize_t i
@@ -158,9 +170,11 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     if formats.count(None) == len(formats):
         return None
     self = FloatRows.__new__(FloatRows)
-    self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, PIECE, formats, FIRST_PIECES, True,
-                              secure=blocks.secure)
     self.per_block = blocks.block_size // PIECE
+    # What one sequence has between prompts: a block, those that are open behind it, and the start.
+    most = self.per_block + 2 if any([one is not None and one.finishes for one in blocks.formats]) else 1
+    self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, PIECE, formats,
+                              (most + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS, True, secure=blocks.secure)
     self.stores, self.num_layers = blocks.stores, blocks.num_layers
     for i in range(self.num_layers):
         self.finishes |= self.stores[i].finishes

@@ -70,6 +70,11 @@ def conditions(found):
     lines = [f"{memory}; {found.bandwidth / 1e9:.1f} GB/s read. Tokens per second, of all sequences, are what reading allows at most."]
     if found.model.weight_bytes is not None:
         lines.append(f"Weights: {size_text(found.model.weight_bytes)}, of which a token reads {size_text(found.model.weight_bytes_read)}.")
+    prompts = [
+        f"{one.dtype} {size_text(one.bytes_of_prompt)}" for one in found.dtypes if one.bytes_of_prompt > 1.1 * one.bytes_per_sequence
+    ]
+    if prompts:
+        lines.append(f"A sequence whose {found.context:,} tokens come in one append takes more until `advance`: {', '.join(prompts)}.")
     return "\n".join(lines + [f"Note: {note}." for note in found.notes])
 
 

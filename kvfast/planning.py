@@ -20,8 +20,8 @@ __all__ = ["DtypePlan", "MemoryPlan", "plan"]
 # What is planned when nothing else is said: all presets, and the storage dtypes by themselves.
 DTYPES = ("float32", "float16", "bfloat16", *PRESETS, "int7", "int6", "int5", "int3", "int2")
 MOST_TOKENS = 1 << 40
-PIECE = 16  # tokens of a piece of float rows,
-FLOAT_PIECES = 8  # and pieces that memory is taken for at once
+PIECE = 16  # tokens of a piece of float rows
+CHUNK_BLOCKS = 8  # memory is taken for multiples of so many blocks or pieces
 OPEN_TOKENS = 16  # of a finished block's successor, before the block's float rows go
 BANDWIDTH_PASSES = 5
 
@@ -40,7 +40,10 @@ class DtypePlan:
         Over all layers, as the `bytes_per_token` of the cache.
     bytes_per_sequence : int
         The most that a sequence takes on its way to `MemoryPlan.context` tokens: whole blocks, and the tokens that are
-        floats for a while. While a prompt comes in chunks of many tokens, a chunk's own float rows come on top.
+        floats for a while.
+    bytes_of_prompt : int
+        The most that it takes where all of these come in one append: the float rows of formats that finish blocks, and what
+        will leave the windows, are there until `advance`. Of a prompt in chunks it is those of a chunk.
     nbytes : int
         Of all sequences of the batch.
     bytes_read : int
@@ -61,6 +64,7 @@ class DtypePlan:
     cache: str
     bytes_per_token: int
     bytes_per_sequence: int
+    bytes_of_prompt: int
     nbytes: int
     bytes_read: int
     fits: bool | None
@@ -242,16 +246,21 @@ class _Cache:
             total += pool.bytes_for(blocks)
             floats = pool.float_pool()
             if floats is not None:
-                total += -(-self._pieces(pool, context) // FLOAT_PIECES) * floats.bytes_for(FLOAT_PIECES)
+                total += floats.bytes_for(_first_pieces(pool))
         return total
 
-    def _pieces(self, pool, context):
-        """Most pieces of float rows of a sequence on its way to `context` tokens."""
-        if not any(form.finishes for form in pool.formats):
-            return 1
-        first = any(form.num_float_tokens for form in pool.formats)
-        newest = -(-min(context, self.block_size + OPEN_TOKENS) // PIECE)
-        return min(-(-context // PIECE), newest + first)
+    def bytes_of_prompt(self, context):
+        """`nbytes` while all tokens come in one append."""
+        total, blocks = 0, -(-context // self.block_size)
+        for window, pool in self.pools:
+            first = blocks
+            if window is not None and window < context:
+                first = ring_blocks(window + ROLLBACK, 0, self.block_size)
+            total += _with_more(pool, first, blocks)
+            if pool.float_pool() is not None:
+                pieces = -(-context // PIECE) if _finishes(pool) else 1
+                total += _with_more(pool.float_pool(), _first_pieces(pool), pieces)
+        return total
 
     def bytes_read(self, context):
         """For one token: codes of what it sees, or float rows where it is those that are read."""
@@ -266,6 +275,23 @@ class _Cache:
         return total
 
 
+def _finishes(pool):
+    return any(form.finishes for form in pool.formats)
+
+
+def _first_pieces(pool):
+    """Pieces of float rows that memory is taken for at first: all that a sequence has between prompts."""
+    most = pool.block_size // PIECE + 2 if _finishes(pool) else 1
+    return -(-most // CHUNK_BLOCKS) * CHUNK_BLOCKS
+
+
+def _with_more(memory, first, count):
+    """Bytes of memory for `first` blocks that has grown to hold `count`; see `BlockMemory.ensure`."""
+    if count <= first:
+        return memory.bytes_for(first)
+    return memory.bytes_for(first) + memory.bytes_for(-(-max(count - first, first // 2) // CHUNK_BLOCKS) * CHUNK_BLOCKS)
+
+
 def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes):
     def nbytes(tokens):
         return sum(cache.nbytes(tokens) for cache in caches)
@@ -277,6 +303,7 @@ def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes):
         cache=" + ".join(dict.fromkeys(cache.name(context) for cache in caches)),
         bytes_per_token=sum(cache.bytes_per_token for cache in caches),
         bytes_per_sequence=one,
+        bytes_of_prompt=max(one, sum(cache.bytes_of_prompt(context) for cache in caches)),
         nbytes=batch * one,
         bytes_read=read,
         fits=None if memory is None else batch * one <= memory,

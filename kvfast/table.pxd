@@ -29,7 +29,7 @@ cdef class BlockTable(BlockMap):
     cdef void count_tokens(self, Py_ssize_t n) noexcept nogil
     cdef int forget(self) except -1
     cdef Py_ssize_t _coded_at(self, Py_ssize_t length) noexcept nogil
-    cdef int _drop_coded(self, Py_ssize_t before) except -1
+    cdef int _drop_coded(self) except -1
     cdef int _reopen_block(self) except -1
     cdef Py_ssize_t encoded(self) noexcept nogil
     cdef Py_ssize_t _longest(self) noexcept nogil

@@ -180,11 +180,10 @@ cdef class BlockTable(BlockMap):
 
     cdef int advance(self, Py_ssize_t n) except -1:
         """Count tokens as complete, after `prepare`."""
-        cdef Py_ssize_t before = self.length
         self.length += n
         self.forget()
         if self.pool.finishes:
-            self._drop_coded(before)
+            self._drop_coded()
         return 0
 
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
@@ -208,7 +207,7 @@ cdef class BlockTable(BlockMap):
         """First tokens that a sequence of `length` needs no float rows of."""
         return (length - OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > OPEN_TOKENS else 0
 
-    cdef int _drop_coded(self, Py_ssize_t before) except -1:
+    cdef int _drop_coded(self) except -1:
         """Give back the float rows that no query reads any more."""
         cdef Py_ssize_t size = self.pool.block_size, index, coded
         cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
@@ -223,8 +222,10 @@ cdef class BlockTable(BlockMap):
                 self.pool.floats.drop_coded(block, 1 if index == 0 and self.pool.has_sinks else 0)
         if coded > self.coded:
             self.coded = coded
-            if self.length - before <= OPEN_TOKENS:  # no prompt, whose next part needs as much
-                self.pool.floats.pieces.trim()
+            # What the newest tokens of a prompt have lies behind all that went.
+            for index in range(coded // size, (self.length + size - 1) // size):
+                self.pool.floats.move_down(<int32_t>(self.slot(index * size) // size))
+            self.pool.floats.pieces.trim()
         return 0
 
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:

@@ -32,14 +32,21 @@ def of_heads(heads=2, dim=64, layers=2, **more):
     return dict(num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=heads, head_dim=dim, hidden_size=64, **more)
 
 
-def filled(cache, tokens, heads=2, dim=64, step=16):
-    """The cache with so many tokens; it never takes more than at the end but for the tokens that are floats."""
-    rows = np.ones((step, heads, dim), np.float32) if dim else None
+def most_of(cache, tokens, heads=2, dim=64, step=16):
+    """The most bytes that a cache takes on its way to so many tokens; those that are floats are given back on it."""
+    rows, most = np.ones((step, heads, dim), np.float32), 0
     while len(cache) < tokens:
         n = min(step, tokens - len(cache))
         for layer in range(cache.num_layers):
             cache.append(layer, rows[:n], rows[:n])
+        most = max(most, cache.nbytes)
         cache.advance(n)
+    return max(most, cache.nbytes)
+
+
+def filled(cache, tokens, heads=2, dim=64, step=16):
+    """The cache with so many tokens."""
+    most_of(cache, tokens, heads, dim, step)
     return cache
 
 
@@ -48,9 +55,10 @@ def filled(cache, tokens, heads=2, dim=64, step=16):
 def test_the_size_is_that_of_a_cache(dtype, heads, dim):
     for context in (300, 512):
         planned = kvfast.plan(of_heads(heads, dim), context=context, batch=3, dtype=dtype, **QUIET).dtypes[0]
-        cache = filled(kvfast.KVCache(2, heads, dim, context, dtype=dtype), context, heads, dim)
+        cache = kvfast.KVCache(2, heads, dim, context, dtype=dtype)
+        most = most_of(cache, context, heads, dim)
         assert planned.cache == "KVCache" and planned.bytes_per_token == cache.bytes_per_token
-        assert planned.bytes_per_sequence == cache.nbytes and planned.nbytes == 3 * cache.nbytes
+        assert planned.bytes_per_sequence == most and planned.nbytes == 3 * most
         # The same tokens as sequences of one pool.
         blocks = 3 * -(-context // cache.block_size)
         pool = kvfast.PagedKVCache(2, heads, dim, blocks, cache.block_size, dtype=dtype)
@@ -66,8 +74,7 @@ def test_the_size_is_that_of_a_cache(dtype, heads, dim):
 def test_a_sequence_never_takes_more_than_planned(dtype, context):
     planned = kvfast.plan(of_heads(), context=context, dtype=dtype, **QUIET).dtypes[0].bytes_per_sequence
     cache = kvfast.KVCache(2, 2, 64, context, dtype=dtype)
-    most = max(filled(cache, n, step=1).nbytes for n in range(1, context + 1))
-    assert most == planned
+    assert most_of(cache, context, step=1) == planned
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *OTHERS[:3]], ids=str)
@@ -75,7 +82,7 @@ def test_windows_are_those_of_a_ring(dtype):
     all_slide = of_heads(model_type="mistral", sliding_window=100)
     planned = kvfast.plan(all_slide, context=4096, dtype=dtype, **QUIET).dtypes[0]
     ring = kvfast.RingKVCache(2, 2, 64, 100, dtype=dtype)
-    most = max(filled(ring, n).nbytes for n in range(16, 900, 16))
+    most = most_of(ring, 900)
     assert planned.cache == "RingKVCache" and planned.bytes_per_token == ring.bytes_per_token
     assert planned.bytes_per_sequence == most
     assert planned.longest_context is None and planned.fits
@@ -84,7 +91,7 @@ def test_windows_are_those_of_a_ring(dtype):
     most = 0
     for context in (8 * ring.block_size, 8 * ring.block_size + 200):
         planned = kvfast.plan(mixed, context=context, dtype=dtype, **QUIET).dtypes[0]
-        most = max(most, *(filled(ring, n).nbytes for n in range(len(ring) + 16, context + 1, 16)), filled(ring, context).nbytes)
+        most = max(most, most_of(ring, context))
         # A ring that grows has taken memory for more blocks than hold tokens, unless they are just full.
         assert ring.nbytes_used <= planned.bytes_per_sequence <= most
         assert planned.bytes_per_sequence == most or context % (8 * ring.block_size)
@@ -383,3 +390,29 @@ def test_the_command(tmp_path):
     done = run(path)
     assert done.returncode == 1 and done.stderr.startswith(f"error: {path} lacks num_hidden_layers") and not done.stdout
     assert run(path, "--bandwidth", -1).returncode == 2
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, *OTHERS], ids=str)
+def test_a_prompt_takes_what_is_planned_and_gives_it_back(dtype):
+    """Of a whole prompt in one append the peak is told; after it nothing is left of that, whatever the steps are."""
+    context = 2000
+    planned = kvfast.plan(of_heads(), context=context, dtype=dtype, **QUIET).dtypes[0]
+    rows = np.ones((context, 2, 64), np.float32)
+    for steps in ([context], [1500, 500], [500] * 4, [context - 60] + [20] * 3):
+        cache, most = kvfast.KVCache(2, 2, 64, context, dtype=dtype), 0
+        for n in steps:
+            for layer in range(2):
+                cache.append(layer, rows[:n], rows[:n])
+            most = max(most, cache.nbytes)
+            cache.advance(n)
+        assert most <= planned.bytes_of_prompt and (steps != [context] or most == planned.bytes_of_prompt)
+        assert cache.nbytes <= planned.bytes_per_sequence
+    all_slide = of_heads(model_type="mistral", sliding_window=100)
+    planned = kvfast.plan(all_slide, context=context, dtype=dtype, **QUIET).dtypes[0]
+    ring = kvfast.RingKVCache(2, 2, 64, 100, dtype=dtype)
+    for layer in range(2):
+        ring.append(layer, rows, rows)
+    assert ring.nbytes == planned.bytes_of_prompt
+    ring.advance(context)
+    filled(ring, context + 512)  # the blocks of the window are still those that came with the prompt, until it has moved on
+    assert ring.nbytes <= planned.bytes_per_sequence

@@ -1,9 +1,10 @@
-"""What the precision contract comes to: errors of `attend`, and of what is stored, on Gaussian tensors.
+"""What the precision contract comes to: errors of `attend`, and of what is stored, on Gaussian tensors and on harder ones.
 
     python bench/precision.py --json bench/precision.json
 
 Largest error of an output row, relative to its norm, against float64 attention over the decoded cache: for each
-format and context over all heads, queries and tiers of this machine. And `kvfast.fidelity` of all formats.
+format and context over all heads, queries and tiers of this machine; where one channel of the keys is louder than the others
+and the greatest score is 15; and where many weights are smaller than a step of 15 bits. And `kvfast.fidelity` of all formats.
 """
 
 import argparse
@@ -18,6 +19,8 @@ FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloa
 CODED = ("int2", "int3", "int4-plain", "int4", "int5", "int6", "k8v4", "int7", "int8-plain", "int8", "float16", "bfloat16")
 CONTEXTS = (16, 64, 256, 1024, 4096, 16384)
 QUERIES = (1, 64)
+LOUD = (1, 3, 10, 20, 40)
+LARGEST_SCORE = 15
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 128
 CONTRACT = {"float32": 1e-5}  # of every other format 1e-3
 
@@ -53,6 +56,48 @@ def attend_errors(form):
             yield {"format": form, "context": context, "queries": n, "bound": CONTRACT.get(form, 1e-3), "errors": errors}
 
 
+def _error(cache, q, scale=1.0):
+    """The largest on any tier of this machine."""
+    exact, worst = exact_attention(q * scale, cache.k(0), cache.v(0)), 0.0
+    for isa in kvfast.available_isas():
+        with kvfast.use_isa(isa):
+            out = cache.attend(0, q, scale=scale * HEAD_DIM**-0.5)
+        worst = max(worst, float((np.linalg.norm(out - exact, axis=2) / np.linalg.norm(exact, axis=2)).max()))
+    return worst
+
+
+def hard_errors(form):
+    """A row of JSON for one format: the largest errors with a loud channel of the keys, and beside one large weight."""
+    rng = np.random.default_rng(2)
+    row = {"format": form, "bound": CONTRACT.get(form, 1e-3), "loud": {}, "peaked": 0.0}
+    for loud in LOUD:
+        k, v = rng.standard_normal((2, 1000, NUM_KV_HEADS, HEAD_DIM), np.float32)
+        k[:, :, 5] *= loud
+        cache = kvfast.KVCache(1, NUM_KV_HEADS, HEAD_DIM, 1000, form)
+        cache.append(0, k, v)
+        cache.advance(1000)
+        errors = []
+        for n in QUERIES:
+            q = rng.standard_normal((n, NUM_Q_HEADS, HEAD_DIM), np.float32)
+            scores = np.einsum("qhd,khd->qhk", q, cache.k(0).repeat(NUM_Q_HEADS // NUM_KV_HEADS, axis=1)) * HEAD_DIM**-0.5
+            errors.append(_error(cache, q * (LARGEST_SCORE / np.abs(scores).max(2))[:, :, None]))
+        row["loud"][loud] = max(errors)
+    for below in (6, 9, 10.5, 11.5, 13):
+        k, v = rng.standard_normal((2, 1000, NUM_KV_HEADS, HEAD_DIM), np.float32) * np.float32(0.02)
+        k[:, :, 3] -= below
+        k[900, :, 3] += below
+        v[:, :, 5] += 1
+        v[900, :, 5] = -0.2
+        cache = kvfast.KVCache(1, NUM_KV_HEADS, HEAD_DIM, 1000, form)
+        cache.append(0, k, v)
+        cache.advance(1000)
+        for n in QUERIES:
+            q = np.zeros((n, NUM_Q_HEADS, HEAD_DIM), np.float32)
+            q[:, :, 3] = 1
+            row["peaked"] = max(row["peaked"], _error(cache, q, HEAD_DIM**0.5))
+    return row
+
+
 def fidelity():
     """Rows of JSON: what storing costs."""
     rng = np.random.default_rng(1)
@@ -69,10 +114,14 @@ def main():
     args = parser.parse_args()
     report = {"version": kvfast.__version__, "cpu": cpu_name(), "tiers": list(kvfast.available_isas()),
               "num_q_heads": NUM_Q_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM,
-              "attend": [row for form in FORMATS for row in attend_errors(form)], "fidelity": list(fidelity())}
+              "attend": [row for form in FORMATS for row in attend_errors(form)],
+              "hard": [hard_errors(form) for form in CODED + ("float32",)], "fidelity": list(fidelity())}
     for row in report["attend"]:
         worst = max(row["errors"].values())
         print(f"{row['format']:>10} {row['context']:>6} tokens, {row['queries']:>2} queries: {worst:.1e} (at most {row['bound']:.0e})")
+    for row in report["hard"]:
+        loud = ", ".join(f"{loud}: {error:.1e}" for loud, error in row["loud"].items())
+        print(f"{row['format']:>10} loud channel {loud}; many small weights {row['peaked']:.1e} (at most {row['bound']:.0e})")
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump(report, file, indent=1)
         file.write("\n")

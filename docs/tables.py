@@ -148,6 +148,16 @@ def precision():
     return _table(["storage", "1 query", "64 queries", "contract"], rows)
 
 
+def hard():
+    """The largest error over tiers, for one query and 64, with a loud channel of the keys, and beside one large weight."""
+    results = load("precision")["hard"]
+    rows = [
+        [f"`{one['format']}`", *(f"{error:.1e}" for error in one["loud"].values()), f"{one['peaked']:.1e}", f"{one['bound']:.0e}"]
+        for one in results
+    ]
+    return _table(["storage", *(f"loud by {loud}" for loud in results[0]["loud"]), "small weights", "contract"], rows)
+
+
 def peers():
     """All that bench/peers.json holds, by the script that measured it."""
     sys.path.insert(0, str(BENCH))
@@ -190,7 +200,7 @@ def _reason(text):
     return re.sub(r"layer \d+( of \w+)?", "a layer", re.sub(r"\w+Attention", "its attention", text))
 
 
-TABLES = {function.__name__: function for function in (memory, accuracy, compression, decode, speed, prefill, precision, peers, architectures)}
+TABLES = {function.__name__: function for function in (memory, accuracy, compression, decode, speed, prefill, precision, hard, peers, architectures)}
 
 
 def main():

@@ -133,9 +133,9 @@ def test_reading_and_copying(rng, read):
 
 def test_write_of_a_fused_projection(rng):
     cache = kvfast.KVCache(1, HEADS, DIM, dtype="int8")
-    qkv = np.broadcast_to(rng.standard_normal((1, 6 * HEADS * DIM), np.float32), (LONG // 4, 6 * HEADS * DIM))
-    angles = np.ones((LONG // 4, DIM // 2), np.float32)
-    out = np.empty((LONG // 4, 4 * HEADS, DIM), np.float16)
+    qkv = np.broadcast_to(rng.standard_normal((1, 6 * HEADS * DIM), np.float32), (LONG // 2, 6 * HEADS * DIM))
+    angles = np.ones((LONG // 2, DIM // 2), np.float32)
+    out = np.empty((LONG // 2, 4 * HEADS, DIM), np.float16)
     norm = np.ones(DIM, np.float32)
     assert ctrl_c(lambda: cache.write(0, qkv, cos=angles, sin=angles, q_norm=norm, out=out)) < 1
     assert cache.layer_length(0) == 0

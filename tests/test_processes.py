@@ -43,6 +43,7 @@ def fork(work):
         told = file.read()
     assert os.waitpid(child, 0)[1] == 0, "the child failed, or hung"
     watchdog.cancel()
+    watchdog.join()  # or a task of it may be there that Python does not count any more
     return told
 
 

@@ -7,8 +7,9 @@ bytes.
 How the package is built, from the bottom up; each room imports only from those before it::
 
     simd/                   C: arithmetic on one row or one tile, once per instruction set
-    _kernels, _openmp, _spin, slow_paths
-                            the table of kernels and the CPU dispatch; the thread policy; what is told of slow calls
+    _kernels, _openmp, _spin, _flags, slow_paths
+                            the table of kernels and the CPU dispatch; the thread policy; whose turn it is; what is told of
+                            slow calls
     interchange             arrays of other libraries, by DLPack and the like
     _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
     span, attention, options, attend_plan, attend_call

@@ -59,7 +59,8 @@ class KVCache(SequenceCache):
 
     With a format that finishes blocks, as ``"int4"`` does (see `KVFormat`), tokens stay float16 until they are
     advanced and their block is full, and queries read them so for 16 tokens more. Going back further than that,
-    with `truncate`, leaves tokens that only have their codes.
+    with `truncate`, leaves tokens that only have their codes, and keep them; what follows in their block stays float16
+    where the block's scales do not fit it.
 
     Thread safety: distinct caches may be used from distinct threads, and one cache by any number that only read it
     (`attend`, `k`, `v`, `copy`). Who changes it must be alone, and the thread that comes second gets a RuntimeError.

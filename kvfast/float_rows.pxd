@@ -12,9 +12,10 @@ cdef class FloatRows:
     cdef Py_ssize_t num_layers
     cdef kv_store *stores              # (num_layers,) of the blocks, whose owner has these rows
     cdef int32_t *float_of             # as in kv_store
-    cdef int16_t *kept                 # (num_blocks,) first tokens of a block with float rows whose codes are good, too; below 0
-                                       # where these are read, and the float rows behind them, of a block that is patched
-    cdef Py_ssize_t num_patched
+    # (num_blocks,) first tokens of a block with float rows whose codes are good, too. Below 0 of a block that is patched, whose
+    # codes are read, and the float rows behind them.
+    cdef int16_t *kept
+    cdef Py_ssize_t num_patched        # blocks
 
     cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1
     cdef bint is_open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil

@@ -1,8 +1,8 @@
 /* Attention on INT8, INT4 and GAUSS4 codes by integer dot products.
 
    The activations (q for the scores, softmax weight x V scale for the values) are 16-bit integers in
-   -32639..32639 with one float scale per row: their rounding is at most 1.5e-5 of the row's largest. VNNI multiplies them as 256 x high + low bytes, the others as one
-   int16; both give the same integer.
+   -32639..32639 with one float scale per row: their rounding is at most 1.5e-5 of the row's largest.
+   VNNI multiplies them as 256 x high + low bytes, the others as one int16; both give the same integer.
 
    The sums are exact. With codes, or levels of GAUSS4, c = stored - bias in -127..127 and depth n <= 512,
        |sum c x| <= 127 * 32639 * 512 = 2 122 318 336 < 2^31,

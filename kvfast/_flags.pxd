@@ -5,20 +5,20 @@ cdef extern from *:
     #ifndef KV_FLAGS
     #define KV_FLAGS
     /* Takes what is 0; else tells what it is. */
-    static inline int kv_take(int *flag, int value) {
+    __attribute__((unused)) static inline int kv_take(int *flag, int value) {
         int found = 0;
         __atomic_compare_exchange_n(flag, &found, value, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
         return found;
     }
-    static inline void kv_drop(int *flag) { __atomic_store_n(flag, 0, __ATOMIC_RELEASE); }
+    __attribute__((unused)) static inline void kv_drop(int *flag) { __atomic_store_n(flag, 0, __ATOMIC_RELEASE); }
 
     /* Counts one more of those who share what nobody has alone; else tells who has it, a number below 0. */
-    static inline int kv_share(int *flag) {
+    __attribute__((unused)) static inline int kv_share(int *flag) {
         int found = __atomic_load_n(flag, __ATOMIC_RELAXED);
         while (found >= 0 && !__atomic_compare_exchange_n(flag, &found, found + 1, 1, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {}
         return found < 0 ? found : 0;
     }
-    static inline void kv_unshare(int *flag) { __atomic_sub_fetch(flag, 1, __ATOMIC_RELEASE); }
+    __attribute__((unused)) static inline void kv_unshare(int *flag) { __atomic_sub_fetch(flag, 1, __ATOMIC_RELEASE); }
     #endif
     """
     int kv_take(int *flag, int value) noexcept nogil

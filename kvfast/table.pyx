@@ -4,7 +4,7 @@ cimport cython
 import numpy as np
 
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport abs, calloc, free
 from libc.string cimport memcpy
 
 from kvfast._arrays cimport Rows
@@ -50,7 +50,7 @@ cdef class BlockTable(BlockMap):
             return 0
         if self.count == 0:
             return self.kept
-        return min(self.pool.floats.kept[self.slot(self.coded) // self.pool.block_size], longest - self.coded)
+        return min(abs(self.pool.floats.kept[self.slot(self.coded) // self.pool.block_size]), longest - self.coded)
 
     cdef Py_ssize_t _slots_with_codes(self) noexcept nogil:
         """Of the blocks in use, where blocks are finished."""

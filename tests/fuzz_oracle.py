@@ -215,10 +215,9 @@ def contract(sides):
 def allowed(exact, limit, out_dtype="float32"):
     """How far an output may be from exact attention over the stored rows, and its log-sum-exp: (queries, query heads).
 
-    The contract says nothing of the log-sum-exp, which has the errors that all scores have in common: they are those of
-    products that may have left little of each other.
+    Both grow with the products that a score is a sum of, which may have left little of each other.
     """
-    relative = limit * np.maximum(1, exact.largest / 16)
+    relative = limit * np.maximum(1, exact.reach / 16)
     rounding = {"float32": 1e-7, "float16": HALF, "bfloat16": BRAIN}[out_dtype]
     least = 2.0**-24 * np.sqrt(exact.out.shape[-1]) if out_dtype == "float16" else 0
     return (relative * exact.norm + rounding * norms(exact.out) + NOTHING * np.sqrt(exact.out.shape[-1]) + least,

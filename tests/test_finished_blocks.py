@@ -517,3 +517,15 @@ def test_found_prefixes_end_before_a_patched_block(rng):
         rows = sequence.k(0)
         with pool.match_prefix([*range(100), *range(1000, 1201)]) as found:
             assert len(found) == 64 and np.array_equal(found.k(0)[4:], rows[4:64])
+
+
+def test_few_values_far_from_all_others_do_not_widen_their_channel(isa, rng):
+    """The line of least squares goes through the many, and would leave the few several steps outside of the codes."""
+    k = np.ones((128, 1, 16), np.float32) + rng.standard_normal((128, 1, 16)).astype(np.float32) * 0.01
+    k[:6, 0] = np.array([-1.555, -0.458, 0.229, 0.917, 1.778, 1.02], np.float32)[:, None]
+    cache = kvfast.KVCache(1, 1, 16, dtype=KVFormat("int4", per_channel=True, block=128))
+    cache.append(0, k, k)
+    cache.advance(128)
+    cache.append(0, k[:40], k[:40])
+    cache.advance(40)
+    assert np.abs(cache.k(0)[:128] - k).max() < 1.02 / 15 * (k.max(0) - k.min(0)).max()

@@ -43,8 +43,8 @@ static void KV(put_channels)(const kv_side *side, uint16_t *channels, const floa
 }
 
 /* Scale and offset of each channel: from the smallest to the largest value, then twice the line of least
-   squared error through the codes. Rounding may move the range; a scale that is wide enough again leaves
-   every value at most one step outside of it. */
+   squared error through the codes, unless one that leaves every value at most one step outside of the codes were wider
+   than that of the range then: few values far from all others. Rounding may move the range a little, too. */
 static void KV(fit_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride)
 {
     uint16_t *offsets = (uint16_t *)(block + side->means);
@@ -59,7 +59,8 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
             low = vf_min(low, x);
             high = vf_max(high, x);
         }
-        vf scale = vf_mul(vf_sub(high, low), vf_set1(1.0f / 15.0f)), offset = low;
+        const vf even = vf_mul(vf_sub(high, low), vf_set1(1.0f / 15.0f));
+        vf scale = even, offset = low;
         for (int refits = 2; refits > 0; refits--) {
             const vf inverse = vf_div(vf_set1(1.0f), vf_max(scale, tiny));
             vf codes = vf_set1(0.0f), squares = codes, values = codes, products = codes;
@@ -76,6 +77,10 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
             scale = vf_div(vf_sub(vf_mul(count, products), vf_mul(codes, values)), vf_max(spread, vf_set1(1.0f)));
             offset = vf_add(offset, vf_div(vf_sub(values, vf_mul(scale, codes)), count));
         }
+        const vf wide = vf_max(vf_max(scale, vf_sub(offset, low)), vf_mul(vf_sub(high, offset), vf_set1(1.0f / 16.0f)));
+        const vf too_wide = vf_zero_below(vf_set1(1.0f), vf_sub(wide, even), 0x1p-126f); /* 1 or 0 */
+        offset = vf_fma(too_wide, vf_sub(low, offset), offset);
+        scale = vf_fma(too_wide, vf_sub(even, scale), scale);
         vf_store_float16(offsets + c, offset);
         offset = vf_load_float16(offsets + c);
         scale = vf_max(vf_max(scale, tiny), vf_sub(offset, low));

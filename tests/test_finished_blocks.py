@@ -529,3 +529,18 @@ def test_few_values_far_from_all_others_do_not_widen_their_channel(isa, rng):
     cache.append(0, k[:40], k[:40])
     cache.advance(40)
     assert np.abs(cache.k(0)[:128] - k).max() < 1.02 / 15 * (k.max(0) - k.min(0)).max()
+
+
+def test_a_patched_block_that_is_open_again_is_saved(rng, tmp_path):
+    """Its last tokens went before its float rows did."""
+    cache = kvfast.KVCache(1, 1, 16, dtype="int4")
+    k = rng.standard_normal((200, 1, 16)).astype(np.float32)
+    cache.append(0, k, k), cache.advance(200)
+    cache.truncate(100)
+    cache.append(0, 5 * k[:33], k[:33]), cache.advance(33)
+    cache.truncate(125)
+    cache.save(tmp_path / "cut.kv")
+    loaded = kvfast.load(tmp_path / "cut.kv")
+    for one in (cache, loaded):
+        one.append(0, k[:60], k[:60]), one.advance(60)
+    assert np.array_equal(loaded.k(0), cache.k(0)) and np.array_equal(loaded.attend(0, k[:2]), cache.attend(0, k[:2]))

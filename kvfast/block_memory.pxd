@@ -17,7 +17,7 @@ cdef class BlockMemory:
     cdef readonly Py_ssize_t num_gaps
     cdef tuple settings                # the arguments
     cdef readonly list formats         # KVFormat of each layer
-    cdef Py_ssize_t first_blocks
+    cdef readonly Py_ssize_t first_blocks  # of the first piece of memory
     cdef readonly bint secure          # see `wipe_block`
     cdef char *zeros                   # where it is secure, a block of the largest side
     cdef bint grows

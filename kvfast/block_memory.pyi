@@ -14,6 +14,7 @@ class BlockMemory:
     block_size: int
     num_blocks: int
     num_gaps: int
+    first_blocks: int
     secure: bool
     formats: list[KVFormat | None]
     def __new__(

@@ -246,7 +246,7 @@ class _Cache:
             total += pool.bytes_for(blocks)
             floats = pool.float_pool()
             if floats is not None:
-                total += floats.bytes_for(_first_pieces(pool))
+                total += floats.bytes_for(floats.first_blocks)
         return total
 
     def bytes_of_prompt(self, context):
@@ -257,9 +257,10 @@ class _Cache:
             if window is not None and window < context:
                 first = ring_blocks(window + ROLLBACK, 0, self.block_size)
             total += _with_more(pool, first, blocks)
-            if pool.float_pool() is not None:
-                pieces = -(-context // PIECE) if _finishes(pool) else 1
-                total += _with_more(pool.float_pool(), _first_pieces(pool), pieces)
+            floats = pool.float_pool()
+            if floats is not None:
+                pieces = -(-context // PIECE) if any(form.finishes for form in pool.formats) else 1
+                total += _with_more(floats, floats.first_blocks, pieces)
         return total
 
     def bytes_read(self, context):
@@ -273,16 +274,6 @@ class _Cache:
             bytes_of_floats = 0 if floats is None else (newest + first) * floats.block_bytes // PIECE
             total += count * (pool.block_bytes * (seen - newest) // self.block_size + bytes_of_floats)
         return total
-
-
-def _finishes(pool):
-    return any(form.finishes for form in pool.formats)
-
-
-def _first_pieces(pool):
-    """Pieces of float rows that memory is taken for at first: all that a sequence has between prompts."""
-    most = pool.block_size // PIECE + 2 if _finishes(pool) else 1
-    return -(-most // CHUNK_BLOCKS) * CHUNK_BLOCKS
 
 
 def _with_more(memory, first, count):

@@ -1,5 +1,7 @@
 """What is stored of a sequence depends on its tokens, not on how they came; nor does attention on who reads it."""
 
+import json
+
 import numpy as np
 import pytest
 from reference import attention, bound, relative_error, ways_agree
@@ -544,3 +546,28 @@ def test_a_patched_block_that_is_open_again_is_saved(rng, tmp_path):
     for one in (cache, loaded):
         one.append(0, k[:60], k[:60]), one.advance(60)
     assert np.array_equal(loaded.k(0), cache.k(0)) and np.array_equal(loaded.attend(0, k[:2]), cache.attend(0, k[:2]))
+
+
+def test_forged_patches_are_refused_or_read(rng):
+    """What a state says of patched blocks is checked before it is believed; what is believed has its float rows."""
+    cache = kvfast.KVCache(1, 1, 16, dtype="int4")
+    k = rng.standard_normal((300, 1, 16)).astype(np.float32)
+    cache.append(0, k, k), cache.advance(300)
+    cache.truncate(100)
+    cache.append(0, 5 * k[:200], k[:200]), cache.advance(200)
+    state = cache.state_dict()
+    header = json.loads(state["header"].tobytes())
+    (place,) = header["tables"]
+    assert place["patches"] == [[1, 36]]
+    refused = 0
+    for patches in ([], [[0, 5]], [[1, 37]], [[1, 64]], [[1, 0]], [[4, 1]], [[10**9, 1]], [[1, 36], [1, 36]], [[3, 60], [2, 1]], [[-1, 3]],
+                    [[1]], [36], "36", {"1": 36}, [[1, 36, 2]], [[1.5, 3]], [[0, 3], [1, 36], [2, 17]]):  # fmt: skip
+        place["patches"] = patches
+        forged = state | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
+        try:
+            other = kvfast.KVCache.from_state_dict(forged)
+        except kvfast.CorruptFileError:
+            refused += 1
+            continue
+        assert np.isfinite(other.k(0)).all() and np.isfinite(other.attend(0, k[:20])).all()
+    assert refused >= 14

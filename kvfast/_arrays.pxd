@@ -29,6 +29,7 @@ cdef inline Py_ssize_t width_of(const kv_rows *rows) noexcept nogil:
     return rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
 
 
+cdef int dtype_of(object array) except -1
 cdef Rows open_rows(object array, str name, bint writable=*)
 cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,
                                 kv_watch *watch) noexcept nogil

@@ -24,6 +24,11 @@ cdef class Rows:
             PyBuffer_Release(&self.buffer)
 
 
+cdef int dtype_of(object array) except -1:
+    """Storage dtype of an array of `as_floats`."""
+    return _DTYPES[array.dtype.char]
+
+
 cdef bint _rows_overlap(const kv_rows *rows) noexcept nogil:
     """Whether two rows have memory in common, or could: in slices of an array one axis lies within a step of the other."""
     cdef Py_ssize_t near = max(rows.head_stride, -rows.head_stride), inner = rows.heads
@@ -46,7 +51,7 @@ cdef Rows open_rows(object array, str name, bint writable=False):
         raise ValueError(f"{name} must be writable, got a read-only array")
     PyObject_GetBuffer(array, &self.buffer, flags)
     self.is_open = True
-    self.rows.dtype = _DTYPES[array.dtype.char]
+    self.rows.dtype = dtype_of(array)
     if self.buffer.ndim != 3:
         raise DimensionMismatchError(f"{name} must have 3 dimensions (num_tokens, num_heads, head_dim), "
                                      f"got shape {array.shape}")

@@ -6,8 +6,9 @@ from cython.parallel cimport prange
 from libc.stdint cimport int8_t, uint8_t
 from libc.stdlib cimport free, malloc
 
+from kvfast._arrays cimport dtype_of
 from kvfast._interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast._kernels cimport STREAMED_BYTES, KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, active, kv_kernels
+from kvfast._kernels cimport STREAMED_BYTES, KV_FLOAT32, active, kv_kernels
 from kvfast._openmp cimport num_threads_for
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -15,8 +16,6 @@ from kvfast.interchange import aligned, as_float32, as_floats
 
 cdef enum:
     ROWS_PER_TASK = 256
-
-_DTYPES = {"f": KV_FLOAT32, "e": KV_FLOAT16, "H": KV_BFLOAT16}
 
 
 ctypedef struct kv_codec_call:
@@ -132,7 +131,7 @@ def quantize(x, bits=8):
     if not isinstance(bits, (int, np.integer)) or bits not in (8, 4):
         raise ValueError(f"bits must be 8 or 4, got {bits!r}")
     array = as_floats(x, "x")
-    call.dtype = _DTYPES[array.dtype.char]
+    call.dtype = dtype_of(array)
     if array.ndim == 0 or array.size == 0:
         raise DimensionMismatchError(f"x must have shape (..., head_dim) and hold something, got {array.shape}")
     array = aligned(array)

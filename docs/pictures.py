@@ -3,7 +3,8 @@
     python docs/pictures.py
 
 writes them to docs/pictures. A picture holds a checksum of the data that it shows, by which the tests know one that was
-not drawn again; with the matplotlib that it names, it is drawn the same to the byte.
+not drawn again; with the matplotlib that it names, it is drawn the same to the byte. The background is transparent, and all
+colours can be read on white and on a dark page.
 """
 
 import hashlib
@@ -20,11 +21,15 @@ from kvfast.bench.cases import MODELS
 
 FOLDER = Path(__file__).parent / "pictures"
 MODEL = MODELS["Llama-3-8B"]
+INK = "#777777"    # of text and axes
+OTHERS = "#8c8c8c"  # of other runtimes
 COLOURS = {
-    "float32": "#9a9a9a", "float16": "#5c5c5c", "bfloat16": "#c49a3a", "int8": "#2a6fb0", "k8v4": "#7a52a8", "int4": "#c23b3b",
-    "int8-plain": "#8db8de", "int4-plain": "#e5a0a0",
+    "float32": "#8c8c8c", "float16": "#686868", "bfloat16": "#a8801f", "int8": "#2f78bd", "k8v4": "#8a5fbf", "int4": "#c94747",
+    "int8-plain": "#5b93c4", "int4-plain": "#d17a7a",
 }  # fmt: skip
 STYLE = {
+    "savefig.transparent": True, "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.titlecolor": INK,
+    "xtick.color": INK, "ytick.color": INK,
     "svg.hashsalt": "kvfast", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.titlesize": 10.5,
     "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 9,
 }  # fmt: skip
@@ -68,11 +73,23 @@ def precision_data():
 
 
 def peers_data():
-    """Times of one layer at 32k and one thread, by peer."""
+    """ms of one layer at 32k and one thread, by runtime and storage, the fastest first."""
     (cell,) = [one for one in load("peers")["cells"] if one["kind"] == "decode" and (one["context"], one["threads"]) == (32768, 1)]
     timed = [one for one in cell["results"] if one["status"] == "timed"]
     rows = [(f"{one['peer']} {one['storage']}", one["seconds"] / one["layers"] * 1e3) for one in timed]
     return sorted(rows, key=lambda row: row[1])
+
+
+def runtimes_data():
+    """The same of three of kvfast's formats, and of the fastest cache of each other runtime."""
+    shown = {f"kvfast {form}" for form in ("int4", "int8", "float16")}
+    rows, others = [], set()
+    for name, time in peers_data():
+        runtime = name.split()[0]
+        if name in shown or runtime != "kvfast" and runtime not in others:
+            rows.append((name, time))
+            others.add(runtime)
+    return rows
 
 
 def memory(figure, data):
@@ -124,7 +141,7 @@ def precision(figure, data):
             rows = [one for one in ours if one["format"] == form]
             axes.plot([one["context"] for one in rows], [one["error"] for one in rows], color=COLOURS[form], marker="o", markersize=3, label=form)
         for bound, text in ((1e-3, "contract"), (1e-5, "contract of float32")):
-            axes.axhline(bound, color="black", linewidth=0.8, linestyle="--")
+            axes.axhline(bound, color=INK, linewidth=0.8, linestyle="--")
             axes.annotate(text, (0, bound), (3, 3), xycoords=("axes fraction", "data"), textcoords="offset points", size=8)
         contexts = sorted({one["context"] for one in ours})
         axes.set_xticks(contexts, [tokens(n) for n in contexts])
@@ -138,7 +155,7 @@ def precision(figure, data):
 def fidelity(figure, data):
     axes = figure.add_subplot(yscale="log", title="Gaussian tensors, 4,096 tokens of head_dim 128")
     for one in data["fidelity"]:
-        axes.plot(one["bits_per_element"], one["output_error"], "o", color="black", markersize=4)
+        axes.plot(one["bits_per_element"], one["output_error"], "o", color=INK, markersize=4)
         above = one["format"] in ("int4-plain", "int8-plain", "bfloat16")
         axes.annotate(one["format"], (one["bits_per_element"], one["output_error"]), (5, 4 if above else -10), textcoords="offset points", size=8)
     axes.set_xlabel("bits per element, all that is stored")
@@ -150,14 +167,26 @@ def fidelity(figure, data):
 
 def peers(figure, data):
     axes = figure.add_subplot(xscale="log", title="One token attends to 32,768, one layer of Llama-3-8B, one thread")
-    names, times = zip(*reversed(data))
-    axes.barh(names, times, color=["#2a6fb0" if name.startswith("kvfast") else "#b8b8b8" for name in names], height=0.7)
-    for place, time in enumerate(times):
-        axes.annotate(f"{time:,.1f}", (time, place), (3, 0), textcoords="offset points", va="center", size=8)
-    axes.set_xlabel("ms")
+    _bars(axes, data, 8)
     axes.set_xlim(3, 450)
     axes.set_xticks([3, 10, 30, 100, 300], ["3", "10", "30", "100", "300"])
     axes.tick_params(axis="y", labelsize=8.5, length=0)
+
+
+def runtimes(figure, data):
+    axes = figure.add_subplot(title="One token attends to 32,768: one layer of Llama-3-8B, one thread")
+    _bars(axes, data, 10)
+    axes.set_xlim(0, 165)
+    axes.set_xticks([0, 50, 100, 150])
+    axes.tick_params(axis="y", length=0)
+
+
+def _bars(axes, rows, size):
+    names, times = zip(*reversed(rows))
+    axes.barh(names, times, color=[COLOURS["int8"] if name.startswith("kvfast") else OTHERS for name in names], height=0.7)
+    for place, time in enumerate(times):
+        axes.annotate(f"{time:,.1f}", (time, place), (3, 0), textcoords="offset points", va="center", size=size)
+    axes.set_xlabel("ms")
 
 
 def _lines(axes, contexts, series):
@@ -174,7 +203,7 @@ def _points(axes, rows, name, places):
     runtimes = dict.fromkeys(one.get("runtime", "kvfast") for one in rows)
     for runtime in runtimes:
         ours = [one for one in rows if one.get("runtime", "kvfast") == runtime]
-        style = {"marker": "o", "color": COLOURS["int8"]} if runtime == "kvfast" else {"marker": "s", "color": "#8a8a8a"}
+        style = {"marker": "o", "color": COLOURS["int8"]} if runtime == "kvfast" else {"marker": "s", "color": OTHERS}
         axes.plot([one["bits_per_element"] for one in ours], [one[name] for one in ours], linestyle="none", markersize=5, label=runtime, **style)
         for one in ours:
             axes.annotate(one["dtype"], (one["bits_per_element"], one[name]), places.get(one["dtype"], (6, 4)), textcoords="offset points", size=8)
@@ -183,7 +212,7 @@ def _points(axes, rows, name, places):
 
 
 def _grid(axes):
-    axes.grid(True, which="major", color="0.9", linewidth=0.6)
+    axes.grid(True, which="major", color=INK, alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
 
 
@@ -196,6 +225,7 @@ PICTURES = {
     "precision": (precision_data, precision, (10, 3.8)),
     "fidelity": (precision_data, fidelity, (7, 3.8)),
     "peers": (peers_data, peers, (7.4, 5.4)),
+    "runtimes": (runtimes_data, runtimes, (7.4, 2.9)),
 }
 
 

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -187,3 +188,31 @@ def test_pictures_are_those_of_the_json(docs_script):
         drawn = pictures.draw(name)
         if f"matplotlib {matplotlib.__version__}".encode() in committed:
             assert drawn == committed, f"{name}.svg: run python docs/pictures.py"
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#0d1117", "#131416"], ids=["white", "GitHub, dark", "the site, dark"])
+def test_pictures_can_be_read_on_any_page(page, docs_script):
+    """Nothing is painted behind them, and the contrast is what WCAG asks of graphics, of text a little more."""
+    pytest.importorskip("matplotlib")
+    for path in docs_script("pictures").FOLDER.glob("*.svg"):
+        seen = 0
+        for element in ElementTree.parse(path).iter():
+            style = dict(part.split(": ") for part in element.get("style", "").split("; ") if part)
+            is_text = bool((element.text or "").strip()) and element.tag.endswith(("}text", "}tspan"))
+            assert not is_text or "fill" in style, f"{path.name}: text without a colour is black"
+            for colour in {style.get("fill", "none"), style.get("stroke", "none")} - {"none"}:
+                assert contrast(colour, page) >= (4 if is_text else 3), f"{path.name}: {colour} on {page}"
+                seen += 1
+        assert seen
+
+
+def contrast(first, second):
+    low, high = sorted(map(luminance, (first, second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour):
+    """Of #rrggbb: WCAG 2's relative luminance."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

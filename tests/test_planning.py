@@ -175,7 +175,7 @@ def test_published_models():
     assert all(set(windows[name]) == {None} for name in ("Llama-3.2-1B", "Qwen3-30B-A3B", "DeepSeek-V3", "Falcon-7B"))
     assert shapes["DeepSeek-V3"].layers[0] == LayerShape(1, 512, None, 64)
     assert shapes["Llama-3.2-1B"].context_length == 131072
-    # As in the table of the README.
+    # As in the table of docs/concepts/caches.md.
     sizes = {dtype: kvfast.plan(CONFIGS["Llama-3.2-1B"], dtype=dtype, **QUIET).dtypes[0].bytes_per_token for dtype in DTYPES}
     assert (sizes["float16"], sizes["int8"], sizes["k8v4"], sizes["int4"]) == (32768, 17408, 13056, 8960)
 

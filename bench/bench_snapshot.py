@@ -1,6 +1,6 @@
 """Snapshots, and files of caches against plain files of the same bytes.
 
-    pytest bench/bench_snapshot.py          # --benchmark-save, --benchmark-compare: see docs/developing.md
+    pytest bench/bench_snapshot.py          # --benchmark-save, --benchmark-compare: see CONTRIBUTING.md
     python bench/bench_snapshot.py          # the same as a table, runs interleaved, at 32,768 tokens
 """
 

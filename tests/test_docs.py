@@ -18,7 +18,7 @@ from kvfast import cli
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SPHINX = ("sphinx", "myst_parser", "numpydoc", "furo")
-PAGES = [ROOT / "README.md", *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
 WHEEL = ("wheel", "--no-deps", "--wheel-dir", "dist", "dist/kvfast-*.whl")  # how one is built and installed
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
@@ -84,7 +84,7 @@ def commands(text):
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for code in re.findall(r"`([^`]+)`", prose):
         command = " ".join(code.split())
-        if command.startswith(("python ", "pytest ", "pip ", "OPENBLAS_NUM_THREADS=1 ")):
+        if command.startswith(("python ", "pytest ", "pip ", "make ", "OPENBLAS_NUM_THREADS=1 ")):
             yield from command.split(" && ")
 
 
@@ -118,10 +118,14 @@ def check_command(words):
     program, *args = words
     if program == "pip":
         check_pip(args)
+    elif program == "make":
+        assert {arg for arg in args if arg != "-k"} <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     elif program == "pytest":
         assert all((ROOT / arg).exists() for arg in args if "/" in arg)
     elif (program, *args[:2]) == ("python", "-m", "kvfast"):
         check_kvfast(args[2:])
+    elif (program, *args) == ("python", "-m", "build"):
+        assert "[build-system]" in (ROOT / "pyproject.toml").read_text("utf-8")
     elif (program, *args[:2]) == ("python", "-m", "sphinx"):
         assert all((ROOT / arg).is_dir() for arg in args[2:-1] if not arg.startswith("-"))
     elif program == "python" and args[0].endswith(".py"):
@@ -160,6 +164,19 @@ def test_links_lead_somewhere(path):
         if heading:
             lines = [line.lstrip("# ") for line in linked.read_text("utf-8").splitlines() if line.startswith("#")]
             assert heading in {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_files_that_are_named_exist(path):
+    """`folder/file`, `folder/*.end` and `tests/test_file.py::test_name` in backticks are those of the repository.
+
+    The sources may be away, where a wheel is tested.
+    """
+    prose = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for name, function in re.findall(r"`((?:kvfast|tests|bench|docs|\.?ci)/[\w./*-]+)(?:::(\w+))?`", prose):
+        assert list(ROOT.glob(name.rstrip("/"))) or not (ROOT / name.partition("/")[0]).is_dir(), f"there is no {name}"
+        if function:
+            assert f"def {function}(" in (ROOT / name).read_text("utf-8"), f"{name} has no {function}"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ html_theme = "furo"
 html_title = f"kvfast {release}"
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["tasklist"]  # the checklists of CONTRIBUTING.md
 
 # Docstrings are numpydoc, and `name` in one of them is a name of its module or class.
 default_role = "py:obj"

@@ -168,15 +168,20 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
 def test_files_that_are_named_exist(path):
-    """`folder/file`, `folder/*.end` and `tests/test_file.py::test_name` in backticks are those of the repository.
+    """In backticks: `folder/file`, `folder/*.end`, `tests/test_file.py::test_name`, and `name` of `folder/file`.
 
     The sources may be away, where a wheel is tested.
     """
-    prose = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for name, function in re.findall(r"`((?:kvfast|tests|bench|docs|\.?ci)/[\w./*-]+)(?:::(\w+))?`", prose):
-        assert list(ROOT.glob(name.rstrip("/"))) or not (ROOT / name.partition("/")[0]).is_dir(), f"there is no {name}"
-        if function:
-            assert f"def {function}(" in (ROOT / name).read_text("utf-8"), f"{name} has no {function}"
+    prose = " ".join(re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL).split())
+    file = r"`((?:kvfast|tests|bench|docs|\.?ci)/[\w./*-]+)"
+    named = [(name, []) for name in re.findall(file, prose)]
+    named += [(name, [test]) for name, test in re.findall(rf"{file}::(\w+)`", prose)]
+    named += [(name, re.findall(r"`(\w+)", words)) for words, name in re.findall(rf"((?:`\w+(?:\(\))?`,? (?:and )?)+)of {file}`", prose)]
+    for name, words in named:
+        if (ROOT / name.partition("/")[0]).is_dir():
+            found = list(ROOT.glob(name.rstrip("/")))
+            assert found, f"there is no {name}"
+            assert [word for word in words if not re.search(rf"\b{word}\b", found[0].read_text("utf-8"))] == [], name
 
 
 @pytest.fixture

@@ -198,6 +198,14 @@ def test_tables_are_those_of_the_json(docs_script):
     assert used == set(tables.TABLES)
 
 
+def test_figures_of_the_readme_are_those_of_the_json(docs_script):
+    tables, text = docs_script("tables"), " ".join((ROOT / "README.md").read_text("utf-8").split())
+    same = {one["dtype"]: f"{one['top1'] * 100:.1f} %" for one in tables.load("accuracy")["results"] if one["runtime"] == "kvfast"}
+    assert f"in {same['int4']} of cases with `int4`, and in {same['int8']} with `int8`" in text
+    float16, int4 = (tables.bytes_per_token(tables.MODELS["Llama-3-8B"], dtype) for dtype in ("float16", "int4"))
+    assert f"`int4`, takes {float16 / int4:.1f} times fewer bytes than float16 (Llama-3-8B)" in text
+
+
 def test_pictures_are_those_of_the_json(docs_script):
     matplotlib = pytest.importorskip("matplotlib")
     pictures = docs_script("pictures")

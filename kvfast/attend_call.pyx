@@ -19,7 +19,7 @@ from kvfast._kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_HALVES, KV_INTEGER
                               KV_ROWS, KV_TILE, active, kv_rope_scratch, kv_wide_scratch)
 from kvfast._openmp cimport num_threads_for, threads_for
 from kvfast.attention cimport measure, run
-from kvfast.blocks cimport codes_name, dtype_limit, dtype_name, kv_context, kv_store, parse_dtype
+from kvfast.blocks cimport codes_name, dtype_limit, dtype_name, kv_context, kv_store, parse_dtype, values_of
 from kvfast.options cimport Options, check_count, check_number, check_per_head
 from kvfast.span cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
 from kvfast.wipe cimport kv_wipe
@@ -117,6 +117,7 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     cdef AttendCall self = AttendCall.__new__(AttendCall)
     cdef float[:, ::1] lse_view
     cdef const float[::1] view
+    cdef Py_ssize_t dim = values_of(store).head_dim
     memset(&self.call, 0, sizeof(self.call))
     self.options, self.workspace = options, workspace.lend()
     self.q = open_rows(q, "q")
@@ -147,15 +148,14 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
 
     self.out = options.out
     if self.out is None:
-        self.out = np.empty((self.call.q.tokens, self.call.q.heads, self.call.q.dim), np.float32)
+        self.out = np.empty((self.call.q.tokens, self.call.q.heads, dim), np.float32)
     elif not isinstance(self.out, (np.ndarray, Rows)):
         raise TypeError(f"out must be a NumPy array, got {type(self.out).__name__}")
     self.result = open_rows(self.out, "out", True)
     self.call.out = self.result.rows
-    if (self.call.out.tokens != self.call.q.tokens or self.call.out.heads != self.call.q.heads
-            or self.call.out.dim != self.call.q.dim):
+    if self.call.out.tokens != self.call.q.tokens or self.call.out.heads != self.call.q.heads or self.call.out.dim != dim:
         raise DimensionMismatchError(
-            f"out must have the shape of q, ({self.call.q.tokens}, {self.call.q.heads}, {self.call.q.dim}), "
+            f"out must have shape ({self.call.q.tokens}, {self.call.q.heads}, {dim}), "
             f"got ({self.call.out.tokens}, {self.call.out.heads}, {self.call.out.dim})")
     check_apart(&self.call.out, &self.call.q, "q")
     if type(options.out) is np.ndarray and (np.may_share_memory(self.out, self.sinks) or np.may_share_memory(self.out, self.slopes)):
@@ -346,7 +346,7 @@ cdef class AttendCall:
         cdef Py_ssize_t parts = self._count_parts()
         if parts:
             self.call.partials = <float *>self.workspace.reserve(
-                PARTIALS, parts * self.call.q.heads * (self.call.store.k.padded_dim + 2) * sizeof(float))
+                PARTIALS, parts * self.call.q.heads * (values_of(self.call.store).padded_dim + 2) * sizeof(float))
         if self.wide:
             self.call.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
         if self.call.rope_q.data != NULL:
@@ -393,15 +393,18 @@ cdef class AttendCall:
             kernels=_kernels_of(store) + (("attend_panels",) if self.wide else ()),
             float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
             q_shape=(self.call.q.tokens, self.call.q.heads, self.call.q.dim), q_dtype=dtype_name(self.call.q.dtype),
-            num_kv_heads=store.num_kv_heads, context=self.context, tile=self.call.tile, float_tile=self.call.float_tile,
+            num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=self.context, tile=self.call.tile, float_tile=self.call.float_tile,
             rows=rows, num_threads=threads, num_tasks=self.call.num_tasks,
             items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
             operations=int(traffic.operations), notes=tuple([text for _, text in self._notes(threads)]))
 
     cdef list _notes(self, int threads):
         cdef const kv_store *store = self.call.store
-        return slow_paths.notes(store.k.head_dim, store.k.rotated or store.v.rotated, self.work, threads,
-                                self.call.num_tasks, self.options.num_threads, self.packed)
+        # A rotary part stands beside the latents: their width is what is told.
+        sides = {store.k.head_dim: store.k.rotated}
+        if not store.latent:
+            sides[store.v.head_dim] = sides.get(store.v.head_dim, False) or store.v.rotated
+        return slow_paths.notes(sides, self.work, threads, self.call.num_tasks, self.options.num_threads, self.packed)
 
 
 cdef tuple _kernels_of(const kv_store *store):

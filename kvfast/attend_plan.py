@@ -48,6 +48,8 @@ class AttendPlan:
     q_shape : tuple of int
     q_dtype : str
     num_kv_heads : int
+    v_head_dim : int
+        Of the output.
     context : int
         Tokens that the layer holds, of a batch all sequences together.
     tile, float_tile : int
@@ -73,6 +75,7 @@ class AttendPlan:
     q_shape: tuple[int, int, int]
     q_dtype: str
     num_kv_heads: int
+    v_head_dim: int
     context: int
     tile: int
     float_tile: int
@@ -98,13 +101,14 @@ class AttendPlan:
 
     def __str__(self) -> str:
         tokens, heads, dim = self.q_shape
+        dims = dim if dim == self.v_head_dim else f"{dim}/{self.v_head_dim}"
         kernels = ", ".join(self.kernels)
         if self.float_kernels:
             kernels += f"; {', '.join(self.float_kernels)} for the first and newest tokens"
         tiles = f"{self.tile} tokens" + (f", {self.float_tile} of float rows" if self.float_tile else "")
         lines = [
             (f"attend of {_count(tokens, 'token')} x {heads} heads ({self.q_dtype}) to {_count(self.context, 'token')} x "
-             f"{self.num_kv_heads} KV heads of {dim}, {self.storage}"),
+             f"{self.num_kv_heads} KV heads of {dims}, {self.storage}"),
             f"tier     {self.isa}: {kernels}",
             (f"work     {_count(self.num_tasks, 'task')} on {_count(self.num_threads, 'thread')}; tiles of {tiles}; "
              f"up to {_count(self.rows, 'query row')} a pass"),

@@ -12,7 +12,7 @@ from libc.string cimport memcpy, memset
 
 from kvfast._interrupt cimport is_stopped
 from kvfast._kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
-from kvfast.blocks cimport dtype_limit
+from kvfast.blocks cimport dtype_limit, values_of
 from kvfast.span cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load, touch,
                           touch_first_floats, touch_sinks)
 from kvfast.wipe cimport kv_wipe
@@ -39,7 +39,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     cdef kv_panel *panel
     cdef const kv_item *item = _item_of(call, index)
     cdef const kv_query *query
-    cdef Py_ssize_t padded = call.store.k.padded_dim
+    cdef Py_ssize_t padded = values_of(call.store).padded_dim
     cdef Py_ssize_t starts[256]
     cdef Py_ssize_t stops[256]
     cdef Py_ssize_t zeros[256]
@@ -129,14 +129,14 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
 
 
 cdef inline float *_partials_of(const kv_call *call, const kv_query *query, Py_ssize_t q_head) noexcept nogil:
-    """(parts, padded_dim + 2): running maximum, sum of weights, sum of weighted values."""
-    return call.partials + (query.partial * call.q.heads + q_head * query.parts) * (call.store.k.padded_dim + 2)
+    """(parts, padded_dim of values + 2): running maximum, sum of weights, sum of weighted values."""
+    return call.partials + (query.partial * call.q.heads + q_head * query.parts) * (values_of(call.store).padded_dim + 2)
 
 
 cdef void _finish(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, float *acc, float m, float l) noexcept nogil:
     """Write the output row, and its log-sum-exp."""
     cdef float scale, top = m
-    cdef const kv_side *v = &call.store.k if call.store.latent else &call.store.v
+    cdef const kv_side *v = values_of(call.store)
     cdef char *target = call.out.data + token * call.out.token_stride + q_head * call.out.head_stride
     if call.sinks != NULL:
         top = max(m, call.sinks[q_head])
@@ -156,7 +156,7 @@ cdef void _finish(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, floa
 cdef void _merge(const kv_call *call, Py_ssize_t token) noexcept nogil:
     """Join the partial results of one query token, in order."""
     cdef const kv_query *query = call.queries + token
-    cdef Py_ssize_t padded = call.store.k.padded_dim, q_head
+    cdef Py_ssize_t padded = values_of(call.store).padded_dim, q_head
     cdef float *partial
     cdef float *part
     cdef float acc[512]

@@ -11,6 +11,7 @@ cdef class BlockMemory:
     cdef readonly Py_ssize_t num_layers
     cdef readonly Py_ssize_t num_kv_heads
     cdef readonly Py_ssize_t head_dim
+    cdef readonly Py_ssize_t v_head_dim  # of values, or latents
     cdef readonly object rope_dim      # of latent rows, else None
     cdef readonly int block_size
     cdef readonly Py_ssize_t num_blocks  # of all blocks, `num_gaps` of which do not exist

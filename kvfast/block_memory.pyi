@@ -10,6 +10,7 @@ class BlockMemory:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    v_head_dim: int
     rope_dim: int | None
     block_size: int
     num_blocks: int
@@ -29,6 +30,7 @@ class BlockMemory:
         is_shared: bool = ...,
         rope_dim: int | None = ...,
         secure: bool = ...,
+        v_head_dim: int | None = ...,
     ) -> Self: ...
     def bytes_for(self, blocks: int) -> int: ...
     def map(self, memory: Any, num_blocks: int, offsets: list[Any]) -> None: ...

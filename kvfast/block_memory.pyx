@@ -34,17 +34,20 @@ cdef class BlockMemory:
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
-                  bint is_shared=False, rope_dim=None, bint secure=False):
+                  bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None):
         """`formats`: a KVFormat for each layer, or None for one that needs no bytes. With `rope_dim`, of latent rows of
-        `head_dim` and their rotary part. What is `secure` is wiped when it is given back."""
+        `head_dim` and their rotary part. What is `secure` is wiped when it is given back. `v_head_dim`: of values, where it is
+        another than that of keys."""
         cdef Py_ssize_t i, largest = 1
         cdef kv_store *store
         self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
         self.num_kv_heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
         self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
+        self.v_head_dim = self.head_dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM)
         self.block_size = block_size
         self.formats = formats
-        self.settings = num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, grows, is_shared, rope_dim, secure
+        self.settings = (num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, grows, is_shared, rope_dim, secure,
+                         v_head_dim)
         if rope_dim is not None:
             self.rope_dim = check_count(rope_dim, "rope_dim", 0, KV_MAX_ROPE_DIM)
         self.grows, self.is_shared, self.secure = grows, is_shared, secure
@@ -56,7 +59,7 @@ cdef class BlockMemory:
             store.num_kv_heads, store.secure = <int>self.num_kv_heads, secure
             store.block_shift = <int>((<object>block_size).bit_length() - 1)
             if formats[i] is not None:
-                init_sides(store, formats[i], <int>self.head_dim, block_size, self.rope_dim)
+                init_sides(store, formats[i], <int>self.head_dim, <int>self.v_head_dim, block_size, self.rope_dim)
                 largest = max(largest, store.k.bytes, store.v.bytes)
         if secure:
             self.zeros = <char *>calloc(largest, 1)

@@ -100,6 +100,11 @@ cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexce
     return context.table[index if index < context.sink_blocks else index - context.skipped]
 
 
+cdef inline const kv_side *values_of(const kv_store *store) noexcept nogil:
+    """The side that attention sums up: its rows are as wide as the output's."""
+    return &store.k if store.latent else &store.v
+
+
 cdef class Arena:
     cdef void *_raw
     cdef unsigned char[::1] _foreign
@@ -115,7 +120,7 @@ cdef class ArenaView:
 cdef Arena arena_over(object memory)
 cdef ArenaView view_of(Arena arena)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
-cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size, object rope_dim) except -1
+cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1
 cdef int parse_dtype(object dtype) except -1
 cdef str codes_name(int dtype)
 cdef str dtype_name(int dtype)

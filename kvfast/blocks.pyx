@@ -113,7 +113,7 @@ cdef Py_ssize_t _whole_lines(Py_ssize_t nbytes) noexcept:
     return (nbytes + 63) // 64 * 64
 
 
-cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size, object rope_dim) except -1:
+cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1:
     """Both sides of a KVFormat; with `rope_dim`, of latent rows and their rotary part, which may be empty."""
     cdef int best = {"uniform": KV_INT4, "gaussian": KV_GAUSS4, "trellis": KV_TRELLIS4}[fmt.codebook]
     cdef int k = parse_dtype(fmt.k_dtype), v = parse_dtype(fmt.v_dtype)
@@ -123,7 +123,7 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int block_size, o
         v = best
     init_side(&store.k, k, head_dim, block_size, fmt.finishes, fmt.per_channel)
     if rope_dim is None:
-        init_side(&store.v, v, head_dim, block_size)
+        init_side(&store.v, v, v_head_dim, block_size)
     else:  # nothing of float16 takes no bytes, neither for scales
         init_side(&store.v, v if rope_dim else KV_FLOAT16, rope_dim, block_size)
         store.latent = store.v.as_keys = True

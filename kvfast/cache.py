@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .formats import block_size_of, formats_of
-from .layer_groups import buffer_of, per_layer
+from .layer_groups import buffer_of, shapes_of
 from .options import check_block_size, check_size
 from .pool import BlockPool
 from .sequence_cache import SequenceCache
@@ -44,6 +44,9 @@ class KVCache(SequenceCache):
         Overwrite what is no longer needed before its memory serves anybody else: freed, dropped, truncated and evicted
         tokens, and the memory that calls work in. Costs
         a write of what is given back.
+    v_head_dim : int, or a list with one per layer, optional
+        Of the values, where it is another than that of the keys, as in multi-head latent attention that is not absorbed
+        (DeepSeek: 192 and 128). What `attend` returns is as wide as the values.
 
     Raises
     ------
@@ -82,7 +85,7 @@ class KVCache(SequenceCache):
 
     def __init__(self, num_layers: int, num_kv_heads: int | Sequence[int], head_dim: int | Sequence[int], max_seq_len: int | None = None,
                  dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None, block_size: int | None = None,
-                 secure: bool = False) -> None:
+                 secure: bool = False, v_head_dim: int | None | Sequence[int | None] = None) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
@@ -92,11 +95,11 @@ class KVCache(SequenceCache):
             num_blocks = -(-max_seq_len // block_size)
 
         def new_table(shape, layers):
+            *shape, v_dim = shape
             return BlockTable(BlockPool(len(layers), *shape, block_size, [formats[i] for i in layers], num_blocks,
-                                        max_seq_len is None, secure=secure))
+                                        max_seq_len is None, secure=secure, v_head_dim=v_dim))
 
-        shapes = zip(per_layer(num_kv_heads, "num_kv_heads", num_layers), per_layer(head_dim, "head_dim", num_layers))
-        self._buffer = buffer_of(list(shapes), new_table, max_seq_len)
+        self._buffer = buffer_of(shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers), new_table, max_seq_len)
 
     def _settings(self):
         return self._shape_settings("full")

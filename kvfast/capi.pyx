@@ -17,7 +17,7 @@ from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active
 from kvfast._openmp cimport take_threads
 from kvfast.attend_call cimport LOGS, AttendCall, Workspace, overlap
 from kvfast.attention cimport run
-from kvfast.blocks cimport kv_context, kv_store
+from kvfast.blocks cimport kv_context, kv_store, values_of
 from kvfast.encode cimport encode_rows, work_of
 from kvfast.options cimport Options
 from kvfast.sequence cimport SequenceBuffer
@@ -166,7 +166,7 @@ cdef class Handle:
         cdef int threads
         table.context(layer, &context)
         if (LOGS or q.tokens > context.length or q.dim != store.k.head_dim or q.heads % store.num_kv_heads
-                or out.tokens != q.tokens or out.heads != q.heads or out.dim != q.dim or overlap(out, q)
+                or out.tokens != q.tokens or out.heads != q.heads or out.dim != values_of(store).head_dim or overlap(out, q)
                 or options.sliding_window < 0 or options.num_splits < 0 or not 0 <= options.num_threads <= 1024
                 or not isfinite(options.scale) or not 0 <= options.softcap <= FLOAT_MAX
                 or find_unstorable(q, FLOAT_MAX, row, &i, NULL) >= 0):

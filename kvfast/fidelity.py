@@ -71,7 +71,8 @@ def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | N
     q : array of shape (num_queries, num_q_heads, head_dim), float32, float16 or bfloat16
         Queries of the last `num_queries` tokens, as in `KVCache.attend`. A few hundred tell enough: the time grows
         with num_queries * num_tokens.
-    k, v : arrays of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+    k : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+    v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         bfloat16 as ml_dtypes or as its bits in uint16.
     formats : iterable, or one format
         Anything that `KVCache` takes as `dtype`.
@@ -212,7 +213,8 @@ class _Layer:
                 raise DimensionMismatchError(f"{name} must have shape (num_tokens, num_heads, head_dim) and hold at "
                                              f"least one of each, got shape {array.shape}")
         num_tokens, *heads = arrays[1].shape
-        self.caches = [(format, KVCache(1, *heads, num_tokens, dtype=format)) for format in formats]
+        v_dim = arrays[2].shape[2]
+        self.caches = [(format, KVCache(1, *heads, num_tokens, dtype=format, v_head_dim=v_dim)) for format in formats]
         attention(*arrays, scale=scale, causal=causal)  # for its checks
         # In one piece, as NumPy sums in another order otherwise.
         self.q, self.k, self.v = (aligned(as_float32(array, name)) for name, array in zip("qkv", arrays))
@@ -225,15 +227,15 @@ class _Layer:
 
     def bits_per_element(self, cache):
         nbytes = getattr(cache, "nbytes_used", cache.bytes_per_token * len(cache))
-        return 8 * nbytes / (2 * self.k.size)
+        return 8 * nbytes / (self.k.size + self.v.size)
 
     def output(self, cache):
         return cache.attend(0, self.q, scale=self.scale, causal=self.causal)
 
     def exact_output(self):
-        """Attention on the given numbers: float64, of q's shape."""
+        """Attention on the given numbers: float64 of shape (num_queries, num_q_heads, v_head_dim)."""
         if self._exact_output is None:
-            self._exact_output = np.empty(self.q.shape)
+            self._exact_output = np.empty((*self.q.shape[:2], self.v.shape[2]))
             for kv_head, rows, _, _, scores in self._slices():
                 weights, _ = _softmax(scores)
                 values = self.v[: scores.shape[1], kv_head].astype(np.float64)

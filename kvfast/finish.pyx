@@ -28,7 +28,7 @@ cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int3
     """
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t heads = stores.num_kv_heads, tasks = count * num_layers * heads, i
-    cdef Py_ssize_t elements = <Py_ssize_t>stores.k.padded_dim * stores.k.block_size
+    cdef Py_ssize_t elements = <Py_ssize_t>max(stores.k.padded_dim, stores.v.padded_dim) * stores.k.block_size
     cdef int threads = num_threads_for(None, <double>tasks * elements * 8)
     cdef float *rows = <float *>malloc(threads * elements * sizeof(float))
     cdef kv_watch memory
@@ -56,15 +56,15 @@ cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int3
 cdef void _finish(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start,
                   const int16_t *kept, float *rows, uint8_t *unfit, kv_watch *watch) noexcept nogil:
     """One head of one block."""
-    cdef Py_ssize_t dim = store.k.head_dim
+    cdef Py_ssize_t v_dim = store.v.head_dim
     cdef int size = store.k.block_size, good = abs(kept[block])
     if not store.finishes or is_stopped(watch, 16):
         return
     _load(kernels, store, block, head, at_start, False, rows)
-    if not kernels.finish_k(&store.k, k_block_at(store, block, head), rows, dim, good):
+    if not kernels.finish_k(&store.k, k_block_at(store, block, head), rows, store.k.head_dim, good):
         kv_set(unfit)
     _load(kernels, store, block, head, at_start, True, rows)
-    kernels.encode_v(&store.v, v_block_at(store, block, head), good, rows + good * dim, dim, size - good)
+    kernels.encode_v(&store.v, v_block_at(store, block, head), good, rows + good * v_dim, v_dim, size - good)
 
 
 cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start, bint values,
@@ -72,9 +72,9 @@ cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block,
     """The float rows of a block, one after the other. Nobody reads the codes of a sequence's first tokens: the next one
     stands in for them, so that what is unlike all others in them does not widen the statistics."""
     cdef Py_ssize_t place, first = store.float_tokens if at_start else 0
+    cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
     for place in range(store.k.block_size):
-        kernels.to_float[_dtype(store, values)](_row(store, block, max(place, first), head, values), store.k.head_dim,
-                                                rows + place * store.k.head_dim)
+        kernels.to_float[_dtype(store, values)](_row(store, block, max(place, first), head, values), dim, rows + place * dim)
 
 
 cdef inline int _dtype(const kv_store *store, bint values) noexcept nogil:
@@ -107,7 +107,7 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
                 kernels.decode_k(&store.k, k_block_at(store, block, head), <int>place, row)
                 kernels.from_float[_dtype(store, False)](row, store.k.head_dim, _row(store, block, place, head, False))
                 kernels.decode_v(&store.v, v_block_at(store, block, head), <int>place, row)
-                kernels.from_float[_dtype(store, True)](row, store.k.head_dim, _row(store, block, place, head, True))
+                kernels.from_float[_dtype(store, True)](row, store.v.head_dim, _row(store, block, place, head, True))
     return 0
 
 

@@ -174,7 +174,8 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     # What one sequence has between prompts: a block, those that are open behind it, and the start.
     most = self.per_block + 2 if any([one is not None and one.finishes for one in blocks.formats]) else 1
     self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, PIECE, formats,
-                              (most + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS, True, secure=blocks.secure)
+                              (most + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS, True, secure=blocks.secure,
+                              v_head_dim=blocks.v_head_dim)
     self.stores, self.num_layers = blocks.stores, blocks.num_layers
     for i in range(self.num_layers):
         self.finishes |= self.stores[i].finishes

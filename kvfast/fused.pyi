@@ -33,5 +33,6 @@ def split_qkv_norm_rope(
     eps: float = ...,
     interleaved: bool = ...,
     num_threads: int | None = ...,
+    v_head_dim: int | None = ...,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]: ...
 def rotated(x: ArrayLike, cos: ArrayLike, sin: ArrayLike, interleaved: bool = ...) -> NDArray[Any]: ...

@@ -105,26 +105,34 @@ cdef Rows _part(Rows whole, Py_ssize_t first, Py_ssize_t count):
     return part
 
 
-cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim):
-    """Open (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim); num_q_heads None: what is left."""
+cdef str _shape_of(object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim, Py_ssize_t v_head_dim):
+    if head_dim == v_head_dim:
+        return f"(num_tokens, ({num_q_heads} + 2 * {num_kv_heads}) * {head_dim})"
+    return f"(num_tokens, ({num_q_heads} + {num_kv_heads}) * {head_dim} + {num_kv_heads} * {v_head_dim})"
+
+
+cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim,
+                                Py_ssize_t v_head_dim):
+    """Open (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim); num_q_heads None: what is left."""
     cdef Projection self = Projection.__new__(Projection)
-    cdef Py_ssize_t heads
+    cdef Py_ssize_t heads, keys_end   # elements of a token before its values
     array = as_array(qkv, "qkv")
-    if array.ndim != 2 or not array.shape[0] or array.shape[1] % head_dim or array.shape[1] // head_dim <= 2 * num_kv_heads:
-        raise DimensionMismatchError(
-            f"qkv must have shape (num_tokens, (num_q_heads + 2 * {num_kv_heads}) * {head_dim}), got {array.shape}")
-    heads = array.shape[1] // head_dim - 2 * num_kv_heads
+    keys_end = array.shape[1] - num_kv_heads * v_head_dim if array.ndim == 2 and array.shape[0] else -1
+    heads = keys_end // head_dim - num_kv_heads
+    if keys_end < 0 or keys_end % head_dim or heads < 1:
+        raise DimensionMismatchError(f"qkv must have shape {_shape_of('num_q_heads', num_kv_heads, head_dim, v_head_dim)}, "
+                                     f"got {array.shape}")
     if num_q_heads is not None and num_q_heads != heads:
-        raise DimensionMismatchError(f"qkv must have shape (num_tokens, ({num_q_heads} + 2 * {num_kv_heads}) * "
-                                     f"{head_dim}), got {array.shape}")
+        raise DimensionMismatchError(f"qkv must have shape {_shape_of(num_q_heads, num_kv_heads, head_dim, v_head_dim)}, "
+                                     f"got {array.shape}")
     if heads % num_kv_heads:
         raise DimensionMismatchError(f"the query heads of qkv must be a multiple of the {num_kv_heads} KV heads, "
                                      f"got {heads}")
     self.array = array
-    self.whole = open_rows(array.reshape(array.shape[0], heads + 2 * num_kv_heads, head_dim), "qkv")
-    self.q = _part(self.whole, 0, heads)
-    self.k = _part(self.whole, heads, num_kv_heads)
-    self.v = _part(self.whole, heads + num_kv_heads, num_kv_heads)
+    self.keys = open_rows(array[:, :keys_end].reshape(array.shape[0], heads + num_kv_heads, head_dim), "qkv")
+    self.q = _part(self.keys, 0, heads)
+    self.k = _part(self.keys, heads, num_kv_heads)
+    self.v = open_rows(array[:, keys_end:].reshape(array.shape[0], num_kv_heads, v_head_dim), "qkv")
     return self
 
 
@@ -191,13 +199,13 @@ cdef object transform_rows(Rows rows, Transform transform, object out, object nu
 
 
 def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, sin=None, positions=None, q_norm=None,
-                        k_norm=None, eps=1e-6, interleaved=False, num_threads=None):
+                        k_norm=None, eps=1e-6, interleaved=False, num_threads=None, v_head_dim=None):
     """Split a fused projection; normalise and rotate its queries and keys.
 
     Parameters
     ----------
-    qkv : array of shape (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim), float32, float16 or bfloat16
-        All query heads of a token, then its key heads, then its value heads.
+    qkv : array of shape (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim)
+        float32, float16 or bfloat16: all query heads of a token, then its key heads, then its value heads.
     num_q_heads, num_kv_heads, head_dim : int
     cos, sin : arrays of shape (num_positions, rotary_dim // 2), float32, optional
         Of the rotary angles (arXiv 2104.09864); None leaves Q and K as they are. With fewer than
@@ -211,11 +219,14 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     interleaved : bool
         Turn dimension 2i with 2i + 1 (Llama in GGUF) instead of i with i + rotary_dim // 2 (Hugging Face).
     num_threads : int, optional
+    v_head_dim : int, optional
+        Of the values, where it is another than that of the keys.
 
     Returns
     -------
     q : ndarray of shape (num_tokens, num_q_heads, head_dim), float32
-    k, v : ndarrays of shape (num_tokens, num_kv_heads, head_dim), float32
+    k : ndarray of shape (num_tokens, num_kv_heads, head_dim), float32
+    v : ndarray of shape (num_tokens, num_kv_heads, v_head_dim), float32
 
     Raises
     ------
@@ -225,13 +236,14 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     num_q_heads = check_count(num_q_heads, "num_q_heads", 1, 1 << 20)
     cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
     cdef Py_ssize_t dim = check_count(head_dim, "head_dim", 1, 512)
-    cdef Projection parts = open_projection(qkv, num_q_heads, heads, dim)
+    cdef Py_ssize_t v_dim = dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, 512)
+    cdef Projection parts = open_projection(qkv, num_q_heads, heads, dim, v_dim)
     cdef Transform of_q = Transform(dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
     cdef Transform of_k = Transform(dim, k_norm, eps, name="k_norm", rotation=of_q)
-    of_q.fit(parts.whole.rows.tokens, 0)
-    of_k.fit(parts.whole.rows.tokens, 0)
+    of_q.fit(parts.keys.rows.tokens, 0)
+    of_k.fit(parts.keys.rows.tokens, 0)
     return (transform_rows(parts.q, of_q, None, num_threads), transform_rows(parts.k, of_k, None, num_threads),
-            transform_rows(parts.v, Transform(dim), None, num_threads))
+            transform_rows(parts.v, Transform(v_dim), None, num_threads))
 
 
 def rotated(x, cos, sin, interleaved=False):

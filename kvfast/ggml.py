@@ -107,8 +107,8 @@ def import_layer(cache, layer, k, v, k_type="q8_0", v_type=None):
     k_type, v_type : str
         As in `export_layer`.
     """
-    heads, dim = cache._buffer.shape(layer)
-    cache.append(layer, from_ggml(k, k_type, heads, dim), from_ggml(v, v_type or k_type, heads, dim))
+    heads, dim, v_dim = cache._buffer.shape(layer)
+    cache.append(layer, from_ggml(k, k_type, heads, dim), from_ggml(v, v_type or k_type, heads, v_dim))
 
 
 def _type(kind):

@@ -76,9 +76,9 @@ typedef struct {
     kvfast_cache *(*open)(PyObject *cache);
     void (*close)(kvfast_cache *cache); /* NULL: nothing */
 
-    /* (n, num_kv_heads, head_dim). Of an MLAKVCache k is (n, 1, latent_dim + rope_dim), v NULL. */
+    /* k: (n, num_kv_heads, head_dim), v: (n, num_kv_heads, v_head_dim). Of an MLAKVCache k is (n, 1, latent_dim + rope_dim), v NULL. */
     int (*append)(kvfast_cache *cache, int layer, const kvfast_rows *k, const kvfast_rows *v);
-    /* q and out: (n, num_q_heads, head_dim), of the last n tokens. Of an MLAKVCache q has latent_dim + rope_dim elements,
+    /* q: (n, num_q_heads, head_dim), out: (n, num_q_heads, v_head_dim), of the last n tokens. Of an MLAKVCache q has latent_dim + rope_dim elements,
        out latent_dim. */
     int (*attend)(kvfast_cache *cache, int layer, const kvfast_rows *q, const kvfast_options *options, const kvfast_rows *out);
     int (*advance)(kvfast_cache *cache, ptrdiff_t n);

@@ -12,6 +12,13 @@ def per_layer(value, name, num_layers):
     return values
 
 
+def shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers):
+    """KV heads, head_dim and v_head_dim of each layer; v_head_dim None, or None for a layer: its head_dim."""
+    heads, dims = per_layer(num_kv_heads, "num_kv_heads", num_layers), per_layer(head_dim, "head_dim", num_layers)
+    v_dims = per_layer(v_head_dim, "v_head_dim", num_layers)
+    return [(n, k, k if v is None else v) for n, k, v in zip(heads, dims, v_dims)]
+
+
 def buffer_of(kinds, new_table, max_seq_len=None):
     """A buffer whose layers of one kind share a table.
 

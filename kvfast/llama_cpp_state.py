@@ -277,10 +277,13 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
 
 
 def _one_shape(cache):
-    """KV heads and head_dim of all layers; ValueError where layers differ."""
+    """KV heads and head_dim of all layers; ValueError where layers differ, or keys and values."""
     heads, dim = cache.num_kv_heads, cache.head_dim
     if tuple in (type(heads), type(dim)):
         raise ValueError(f"a state of llama.cpp has layers of one shape, and this cache has {each(heads)} heads of {each(dim)}")
+    if cache.v_head_dim != dim:
+        raise ValueError(f"a state of llama.cpp is read and written with keys and values of one width, and this cache has keys of {dim} "
+                         f"and values of {each(cache.v_head_dim)} elements")  # fmt: skip
     return heads, dim
 
 

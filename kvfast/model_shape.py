@@ -33,6 +33,7 @@ _GGUF_NAMES = {
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
+    "v_head_dim": "attention.value_length",
     "hidden_size": "embedding_length",
     "max_position_embeddings": "context_length",
     "sliding_window": "attention.sliding_window",
@@ -54,12 +55,15 @@ class LayerShape:
         Tokens that a query sees, itself included; None for all.
     rope_dim : int or None
         Of latent rows, see `MLAKVCache`; None for keys and values.
+    v_head_dim : int or None
+        Of values that are not as wide as the keys; else None.
     """
 
     num_kv_heads: int
     head_dim: int
     window: int | None = None
     rope_dim: int | None = None
+    v_head_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -193,21 +197,25 @@ def _shape(config, **weights):
     if config.get("kv_lora_rank") is not None:
         latent, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
         layers = [LayerShape(1, latent, window, rope) for window in windows if window != 0]
+        if config.get("qk_nope_head_dim") is not None and config.get("v_head_dim") is not None:
+            dims = config.count("qk_nope_head_dim") + rope, config.count("v_head_dim")
+            notes.append(f"the figures are of latent rows, as an MLAKVCache has them: who stores the keys and values that are made of "
+                         f"them, as transformers does, has {config.count('num_attention_heads')} heads of {dims[0]} and {dims[1]} in a layer")
     else:
         heads = config.count("num_attention_heads")
         kv_heads = config.counts("num_key_value_heads", number, 1 if config.get("multi_query") is True else heads)
-        dim = config.count("head_dim", 0) or config.count("hidden_size") // heads
+        if config.get("qk_nope_head_dim") is not None:  # of which head_dim, where it is told, is the rotary part
+            dim = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim", least=0)
+        else:
+            dim = config.count("head_dim", 0) or config.count("hidden_size") // heads
         if dim < 1:
             raise ValueError(f"{config.source}: {config.spelled('hidden_size')} of {config.get('hidden_size')} does not make "
                              f"{heads} heads")  # fmt: skip
         # The last layers of some models read what an earlier one keeps.
         own = number - config.count("num_kv_shared_layers", 0, least=0)
         shapes = _shapes(config, kv_heads, dim, windows)
-        values = config.count("v_head_dim", dim)
-        if values != dim:
-            notes.append(f"keys of {dim} and values of {values} elements are kept at the width of the wider")
-        layers = [LayerShape(n, max(k, values if values != dim else 0), window)
-                  for (n, k), window in zip(shapes[:own], windows) if n and window != 0]
+        layers = [LayerShape(n, k, window, v_head_dim=None if v == k else v)
+                  for (n, k, v), window in zip(shapes[:own], windows) if n and window != 0]
     without = number - len(layers)
     if not layers:
         raise ValueError(f"{config.source}: no layer of this {config.name} keeps keys and values of its own")
@@ -219,24 +227,29 @@ def _shape(config, **weights):
 
 
 def _shapes(config, kv_heads, dim, windows):
-    """KV heads and head_dim of each layer, where layers with and without a window, or each by itself, may differ."""
+    """KV heads, head_dim and v_head_dim of each layer, where layers with and without a window, or each by itself, may differ."""
     ours = config.get("per_layer_config")
     ours = {} if ours is None else ours
     if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):
         raise ValueError(f"{config.source}: per_layer_config should map layers to their keys, got {ours!r:.80}")
+    values = config.count("v_head_dim", dim)
+    values = 0 if values == dim else values  # 0: those of a layer are as wide as its keys
     shapes = []
     for layer, (heads, window) in enumerate(zip(kv_heads, windows)):
+        v_dim = values
         if window:
             # MiMo V2 keeps twice the heads where there is a window, and says so by its name alone.
             heads = config.count("swa_num_key_value_heads", 2 * heads if config.name == "mimo_v2_flash" else heads)
-            shape = heads, config.count("swa_head_dim", dim)
+            shape, v_dim = (heads, config.count("swa_head_dim", dim)), config.count("swa_v_head_dim", 0) or values
         elif config.get("global_head_dim") is not None and not ours:  # Gemma 4
             own = config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None
             shape = config.count("num_global_key_value_heads") if own else heads, config.count("global_head_dim")
         else:
             shape = heads, dim
         one = _Config(ours.get(str(layer), ours.get(layer, {})), f"{config.source}: per_layer_config of layer {layer}")
-        shapes.append((one.count("num_key_value_heads", shape[0], least=0) if shape[0] else 0, one.count("head_dim", shape[1])))
+        k_dim = one.count("head_dim", shape[1])
+        shapes.append((one.count("num_key_value_heads", shape[0], least=0) if shape[0] else 0, k_dim,
+                       one.count("v_head_dim", v_dim or k_dim)))  # fmt: skip
     return shapes
 
 
@@ -298,10 +311,6 @@ def _of_gguf(path):
     values = {key: file.get(f"{arch}.{name}") for key, name in _GGUF_NAMES.items()}
     values |= {"model_type": arch, "qk_rope_head_dim": file.get(f"{arch}.rope.dimension_count")}
     values["sliding_window_pattern"] = file.get(f"{arch}.attention.sliding_window_pattern")
-    if values["kv_lora_rank"] is None:
-        k, v = values["head_dim"], file.get(f"{arch}.attention.value_length")
-        if v is not None and k != v:
-            raise ValueError(f"{path}: keys of {k} and values of {v} elements; caches of kvfast have one head_dim")
     total, read = _weight_bytes(file, arch)
     return _shape(_Config(values, path, arch), weight_bytes=total, weight_bytes_read=read)
 

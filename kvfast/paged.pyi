@@ -28,6 +28,7 @@ class PagedBuffer:
         formats: list[KVFormat],
         rope_dim: int | None = ...,
         secure: bool = ...,
+        v_head_dim: int | None = ...,
     ) -> None: ...
     @property
     def num_free(self) -> int: ...

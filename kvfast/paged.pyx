@@ -59,11 +59,13 @@ cdef bint _rises(const int32_t[::1] values) noexcept:
 
 
 cdef class PagedBuffer:
-    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False):
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
+                 v_head_dim=None):
         size = check_block_size(block_size)
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
-        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True, rope_dim, secure)
+        self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True, rope_dim, secure,
+                              v_head_dim)
         self.index = self.pool.index = PrefixIndex(self.pool.num_blocks)
         self.given = [None] * self.pool.num_blocks
         self.given_at = <int32_t *>malloc(self.pool.num_blocks * sizeof(int32_t))
@@ -256,9 +258,10 @@ cdef class PagedBuffer:
         self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None)
 
     def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
-        cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim)
-        of_q.fit(parts.whole.rows.tokens, 0)
-        of_k.fit(parts.whole.rows.tokens, 0)
+        cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim,
+                                                self.pool.v_head_dim)
+        of_q.fit(parts.keys.rows.tokens, 0)
+        of_k.fit(parts.keys.rows.tokens, 0)
         number = check_layer(layer, self.pool.num_layers)
         slot_mapping = _integers(slot_mapping, "slot_mapping", np.int64, 1)  # a copy, as the queries may be written over it
         q = write_queries(parts, of_q, out, num_threads)

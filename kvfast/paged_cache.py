@@ -33,6 +33,8 @@ class PagedKVCache(PagedStorage):
         As in `KVCache`.
     secure : bool
         As in `KVCache`: no block comes to another sequence, or back to the system, with what was in it.
+    v_head_dim : int, optional
+        As in `KVCache`.
 
     Notes
     -----
@@ -60,11 +62,12 @@ class PagedKVCache(PagedStorage):
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int,
                  block_size: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
-                 secure: bool = False) -> None:
+                 secure: bool = False, v_head_dim: int | None = None) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
-        super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, secure=secure)
+        super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, secure=secure,
+                         v_head_dim=v_head_dim)
 
     def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> None:
         """Store tokens of several sequences.
@@ -72,7 +75,8 @@ class PagedKVCache(PagedStorage):
         Parameters
         ----------
         layer : int
-        k, v : arrays of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+        k : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+        v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         slot_mapping : integers of shape (num_tokens,)
             From `slot_mapping`, the same for every layer, -1 for a token to leave out; or another scheduler's
             slots in a pool without sequences.
@@ -140,7 +144,7 @@ class PagedKVCache(PagedStorage):
 
         Returns
         -------
-        ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
+        ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32, or `out`
             With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
             blocks, the same bits as `Sequence.attend` of each sequence alone.
 

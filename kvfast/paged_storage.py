@@ -28,8 +28,9 @@ class PagedStorage(StorageProperties):
 
     _sequence = PagedSequence  # what its sequences are
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False):
-        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure)
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
+                 v_head_dim=None):
+        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim)
 
     def new_sequence(self) -> Any:
         """An empty sequence.

@@ -39,15 +39,16 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     ----------
     q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
         Queries of the last `num_tokens` tokens of the context.
-    k, v : arrays of shape (context, num_kv_heads, head_dim), float32, float16 or bfloat16
-        Keys and values; read where they lie when head_dim is a multiple of 16 and the tokens lie one behind the other, at
+    k : array of shape (context, num_kv_heads, head_dim), float32, float16 or bfloat16
+    v : array of shape (context, num_kv_heads, v_head_dim), float32, float16 or bfloat16
+        Keys and values; read where they lie when their width is a multiple of 16 and the tokens lie one behind the other, at
         most 1 MiB apart, and copied before otherwise.
     out, scale, causal, ... attention_chunk_size
         As in `kvfast.KVCache.attend`.
 
     Returns
     -------
-    ndarray of shape (num_tokens, num_q_heads, head_dim), float32
+    ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32
         And with `return_lse` the log-sum-exp, float32 of shape (num_tokens, num_q_heads).
     """
     cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
@@ -56,11 +57,10 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     cdef AttendCall call
     cdef kv_chunk chunk
     cdef Rows given_keys = keys, given_values = values
-    cdef Py_ssize_t head_dim = keys.rows.dim
-    if (keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads
-            or keys.rows.dim != values.rows.dim):
+    cdef int head_dim = <int>keys.rows.dim, v_head_dim = <int>values.rows.dim
+    if keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads:
         raise DimensionMismatchError(
-            f"k and v must have one shape, got ({keys.rows.tokens}, {keys.rows.heads}, {keys.rows.dim}) and "
+            f"k and v must have one shape but for their head_dim, got ({keys.rows.tokens}, {keys.rows.heads}, {keys.rows.dim}) and "
             f"({values.rows.tokens}, {values.rows.heads}, {values.rows.dim})")
     check_finite(keys, "k", 3.4028235e38, "float32")
     check_finite(values, "v", 3.4028235e38, "float32")
@@ -70,8 +70,8 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
         values = open_rows(_padded(v), "v")
     memset(&store, 0, sizeof(store))
     memset(&context, 0, sizeof(context))
-    init_side(&store.k, keys.rows.dtype, <int>head_dim, KV_TILE)
-    init_side(&store.v, values.rows.dtype, <int>head_dim, KV_TILE)
+    init_side(&store.k, keys.rows.dtype, head_dim, KV_TILE)
+    init_side(&store.v, values.rows.dtype, v_head_dim, KV_TILE)
     store.block_shift = _TILE_SHIFT
     store.num_kv_heads = <int>keys.rows.heads
     store.k.row_stride, store.v.row_stride = keys.rows.token_stride, values.rows.token_stride

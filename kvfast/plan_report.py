@@ -86,6 +86,8 @@ def layers_text(layers):
             shape = f"latent rows of {layer.head_dim} + {layer.rope_dim}"
         else:
             shape = f"{_count(layer.num_kv_heads, 'KV head')} of {layer.head_dim}"
+            if layer.v_head_dim is not None:
+                shape += f" and {layer.v_head_dim}"
         window = "" if layer.window is None else f", window {layer.window:,}"
         parts.append(f"{_count(count, 'layer')} x {shape}{window}")
     return "; ".join(parts)

@@ -206,7 +206,7 @@ def _caches(shape, dtype):
     groups = {}
     for layer, form in zip(shape.layers, formats):
         key = None if layer.rope_dim is None else (layer.head_dim, layer.rope_dim)
-        groups.setdefault(key, []).append(((layer.window, layer.num_kv_heads, layer.head_dim), form))
+        groups.setdefault(key, []).append(((layer.window, layer.num_kv_heads, layer.head_dim, layer.v_head_dim), form))
     return [_Cache(None if key is None else key[1], layers) for key, layers in groups.items()]
 
 
@@ -225,7 +225,8 @@ class _Cache:
             by_kind.setdefault(kind, []).append(form)
 
         def pool(kind, forms):
-            return BlockPool(len(forms), *kind[1:], self.block_size, forms, 1, True, rope_dim=rope_dim)
+            _, *shape, v_dim = kind
+            return BlockPool(len(forms), *shape, self.block_size, forms, 1, True, rope_dim=rope_dim, v_head_dim=v_dim)
 
         self.pools = [(kind[0], pool(kind, forms)) for kind, forms in by_kind.items()]
         # Layers that read the same for a token: how many, their window, their format, and one of them.

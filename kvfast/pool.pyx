@@ -30,7 +30,7 @@ cdef class BlockPool(BlockMemory):
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
-                  bint is_shared=False, rope_dim=None, bint secure=False):
+                  bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None):
         cdef Py_ssize_t i
         for i in range(self.num_layers):
             self.finishes |= self.stores[i].finishes
@@ -195,7 +195,8 @@ cdef class BlockPool(BlockMemory):
 
     cdef BlockPool exact(self, Py_ssize_t num_blocks):
         """An empty pool of the same layers with so many blocks."""
-        return BlockPool(*self.settings[:5], max(num_blocks, 1), rope_dim=self.rope_dim, secure=self.secure)
+        return BlockPool(*self.settings[:5], max(num_blocks, 1), rope_dim=self.rope_dim, secure=self.secure,
+                         v_head_dim=self.v_head_dim)
 
     cdef int drop_surplus(self) except -1:
         """Give back what a pool that had its memory from the start got beside it, while snapshots kept its blocks."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from .formats import block_size_of, formats_of
 from .fused import Transform, rotated
-from .layer_groups import buffer_of, per_layer
+from .layer_groups import buffer_of, per_layer, shapes_of
 from .options import check_size
 from .pool import BlockPool
 from .ring import RingTable
@@ -58,6 +58,8 @@ class RingKVCache(SequenceCache):
         i with i + rotary_dim // 2.
     secure : bool
         As in `KVCache`.
+    v_head_dim : int, or a list with one per layer, optional
+        As in `KVCache`.
 
     Raises
     ------
@@ -94,10 +96,11 @@ class RingKVCache(SequenceCache):
                  window: int | None | Sequence[int | None], num_sink_tokens: int = 0, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
                  rollback: int = ROLLBACK, rope: Literal['cache'] | None = None, rope_theta: float = 10000.0,
                  rotary_dim: int | None = None, rope_frequencies: ArrayLike | None = None,
-                 rope_interleaved: bool = False, secure: bool = False) -> None:
+                 rope_interleaved: bool = False, secure: bool = False,
+                 v_head_dim: int | None | Sequence[int | None] = None) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
-        heads, dims = per_layer(num_kv_heads, "num_kv_heads", num_layers), per_layer(head_dim, "head_dim", num_layers)
-        dims = [check_size(one, "head_dim", 1, 512) for one in dims]
+        shapes = shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers)
+        dims = [check_size(one, "head_dim", 1, 512) for _, one, _ in shapes]
         windows = per_layer(window, "window", num_layers)
         windows = [one if one is None else check_size(one, "window", 1, 1 << 40) for one in windows]
         local = [one for one in windows if one is not None]
@@ -128,12 +131,13 @@ class RingKVCache(SequenceCache):
         block_size = block_size_of(formats, None, BLOCK_SIZE)
 
         def new_table(kind, layers):
-            one, *shape = kind
+            one, *shape, v_dim = kind
             held = GROW_BLOCKS if one is None else ring_blocks(one + rollback, num_sink_tokens, block_size)
-            pool = BlockPool(len(layers), *shape, block_size, [formats[i] for i in layers], held, True, secure=secure)
+            pool = BlockPool(len(layers), *shape, block_size, [formats[i] for i in layers], held, True, secure=secure,
+                             v_head_dim=v_dim)
             return BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
 
-        self._buffer = buffer_of(list(zip(windows, heads, dims)), new_table)
+        self._buffer = buffer_of([(one, *shape) for one, shape in zip(windows, shapes)], new_table)
 
     def _transform(self, layer, array, norm, eps):
         if self._rope is None:

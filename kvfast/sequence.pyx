@@ -17,6 +17,10 @@ from kvfast.transfer cimport clone_table, copy_table
 from kvfast.errors import CacheFullError
 
 
+cdef tuple _shape_of(BlockTable table):
+    return table.pool.num_kv_heads, table.pool.head_dim, table.pool.v_head_dim
+
+
 cdef class SequenceBuffer:
     def __init__(self, list tables, list places, max_seq_len=None):
         self.tables, self.places, self.max_seq_len = tables, places, max_seq_len
@@ -94,13 +98,14 @@ cdef class SequenceBuffer:
         """Append the keys and values of a fused projection; returns its queries."""
         cdef Py_ssize_t layer, first
         cdef BlockTable table = self._table(index, &layer)
-        cdef Projection parts = open_projection(qkv, num_q_heads, table.pool.num_kv_heads, table.pool.head_dim)
+        cdef Projection parts = open_projection(qkv, num_q_heads, table.pool.num_kv_heads, table.pool.head_dim,
+                                                table.pool.v_head_dim)
         self._enter()
         try:
             first = table.lengths[layer]
-            self._check_room(index, first, parts.whole.rows.tokens)
-            of_q.fit(parts.whole.rows.tokens, first)
-            of_k.fit(parts.whole.rows.tokens, first)
+            self._check_room(index, first, parts.keys.rows.tokens)
+            of_q.fit(parts.keys.rows.tokens, first)
+            of_k.fit(parts.keys.rows.tokens, first)
             q = write_queries(parts, of_q, out, num_threads)
             table.append(layer, parts.k, parts.v, &of_k.c)
             return q
@@ -245,7 +250,7 @@ cdef class SequenceBuffer:
         try:
             if (side.dtype == KV_FLOAT32 and not store.latent and not store.finishes and not pool.grows and not pool.is_shared
                     and table.is_in_one_piece()):
-                return np.ndarray((table.lengths[layer], pool.num_kv_heads, pool.head_dim), np.float32,
+                return np.ndarray((table.lengths[layer], pool.num_kv_heads, side.head_dim), np.float32,
                                   buffer=view_of(pool.arenas[0]),
                                   offset=store.chunks.v if values else store.chunks.k,
                                   strides=(side.row_stride, store.chunks.v_head_stride if values
@@ -382,18 +387,14 @@ cdef class SequenceBuffer:
         return (pool.num_blocks - pool.num_gaps) * pool.block_size
 
     def shape(self, index):
-        """KV heads and head_dim of a layer."""
+        """KV heads, head_dim and v_head_dim of a layer."""
         cdef Py_ssize_t layer
-        cdef BlockPool pool = self._table(index, &layer).pool
-        return pool.num_kv_heads, pool.head_dim
+        return _shape_of(self._table(index, &layer))
 
     def _of_layers(self, Py_ssize_t which):
         """A part of `shape`: a number, or a tuple of one per layer where layers differ."""
-        cdef BlockPool pool
-        if len({((<BlockTable>table).pool.num_kv_heads, (<BlockTable>table).pool.head_dim)[which] for table in self.tables}) == 1:
-            pool = self._pool()
-            return (pool.num_kv_heads, pool.head_dim)[which]
-        return tuple([self.shape(i)[which] for i in range(self.num_layers)])
+        values = {_shape_of(table)[which] for table in self.tables}
+        return values.pop() if len(values) == 1 else tuple([self.shape(i)[which] for i in range(self.num_layers)])
 
     @property
     def num_kv_heads(self):
@@ -402,6 +403,10 @@ cdef class SequenceBuffer:
     @property
     def head_dim(self):
         return self._of_layers(1)
+
+    @property
+    def v_head_dim(self):
+        return self._of_layers(2)
 
     @property
     def rope_dim(self):

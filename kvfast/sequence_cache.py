@@ -39,7 +39,8 @@ class SequenceCache(StoredSequence):
         Parameters
         ----------
         layer : int
-        k, v : arrays of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+        k : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+        v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
             Any strides; bfloat16 as ml_dtypes or as its bits in uint16.
 
         Raises
@@ -64,8 +65,8 @@ class SequenceCache(StoredSequence):
         Parameters
         ----------
         layer : int
-        qkv : array of shape (num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim), float32, float16 or bfloat16
-            All query heads of a token, then its key heads, then its value heads.
+        qkv : array of shape (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim)
+            float32, float16 or bfloat16: all query heads of a token, then its key heads, then its value heads.
         num_q_heads : int, optional
             Checked against the width of `qkv`, from which it follows.
         cos, sin : arrays of shape (num_positions, rotary_dim // 2), float32, optional
@@ -110,7 +111,7 @@ class SequenceCache(StoredSequence):
         q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
             Queries of the last `num_tokens` tokens of the layer (append them first). Query head h reads KV
             head ``h // (num_q_heads // num_kv_heads)``.
-        out : array of q's shape, float32, float16 or bfloat16, optional
+        out : array of shape (num_tokens, num_q_heads, v_head_dim), float32, float16 or bfloat16, optional
             Where to write the output.
         scale : float, optional
             Factor of the scores; ``head_dim ** -0.5`` by default.
@@ -137,7 +138,7 @@ class SequenceCache(StoredSequence):
 
         Returns
         -------
-        ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
+        ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32, or `out`
             With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads).
 
         Raises
@@ -201,7 +202,7 @@ class SequenceCache(StoredSequence):
         return self._unrotated(*self._buffer.rows(layer, False))
 
     def v(self, layer: int) -> NDArray[np.float32]:
-        """Values of a layer; see `k`."""
+        """Values of a layer, of shape (layer_length(layer), num_kv_heads, v_head_dim); see `k`."""
         return self._buffer.rows(layer, True)[0]
 
     def _head_dim(self, layer):
@@ -212,10 +213,13 @@ class SequenceCache(StoredSequence):
 
     def _shape_settings(self, kind):
         """What must be the same for the bytes of one cache to be good in another; see `state.json_of` for files."""
-        return {
+        settings = {
             "kind": kind,
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "dtype": self._buffer.formats,
         }
+        if self.v_head_dim != self.head_dim:  # else files are what they were before values could have a width of their own
+            settings["v_head_dim"] = self.v_head_dim
+        return settings

@@ -37,14 +37,13 @@ _told: set[str] = set()
 _lock = threading.Lock()
 
 
-def notes(head_dim, rotated, work, num_threads, num_tasks, wanted_threads, packed=False):
+def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False):
     """Slow paths of a call of attend, as (kind, text) each.
 
     Parameters
     ----------
-    head_dim : int
-    rotated : bool
-        Whether the format turns keys or values.
+    sides : dict of int to bool
+        The head_dim of keys and that of values, and whether the format turns them.
     work : float
         As in ``num_threads_for``.
     num_threads, num_tasks : int
@@ -58,7 +57,7 @@ def notes(head_dim, rotated, work, num_threads, num_tasks, wanted_threads, packe
     -------
     list of (str, str)
     """
-    found = [_tier(), _rotation(head_dim, rotated), _padding(head_dim), _threads(work, wanted_threads)]
+    found = [_tier(), *(_rotation(*side) for side in sides.items()), *map(_padding, sides), _threads(work, wanted_threads)]
     if packed:
         found.append(("packed", ("keys or values of 2, 3, 5, 6 or 7 bits or a trellis are multiplied without the matrix unit: 512 queries "
                                  "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4")))  # fmt: skip

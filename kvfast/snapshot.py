@@ -82,7 +82,8 @@ class Snapshot(StorageProperties):
 
         Returns
         -------
-        keys, values : lists with one ndarray of shape (seq_len, num_kv_heads * head_dim), float32, per layer
+        keys : list with one ndarray of shape (seq_len, num_kv_heads * head_dim), float32, per layer
+        values : list with one ndarray of shape (seq_len, num_kv_heads * v_head_dim), float32, per layer
             Of a ring, the tokens that it shows; see `RingKVCache.positions`. Of an `MLAKVCache`, latents and their rotary
             parts.
         """
@@ -98,7 +99,8 @@ class Snapshot(StorageProperties):
 
         Parameters
         ----------
-        keys, values : sequences of arrays of shape (seq_len, num_kv_heads * head_dim), one per layer
+        keys : sequence of arrays of shape (seq_len, num_kv_heads * head_dim), one per layer
+        values : sequence of arrays of shape (seq_len, num_kv_heads * v_head_dim), one per layer
             float32, float16 or bfloat16.
         num_kv_heads : int
         dtype, k_dtype, v_dtype
@@ -117,18 +119,23 @@ class Snapshot(StorageProperties):
         keys, values = ([as_floats(array, name) for array in side] for name, side in (("keys", keys), ("values", values)))
         if not keys or len(keys) != len(values):
             raise DimensionMismatchError(f"keys and values must hold one array per layer, got {len(keys)} and {len(values)}")
-        shape, num_kv_heads = keys[0].shape, check_size(num_kv_heads, "num_kv_heads", 1, 1 << 16)
-        if len(shape) != 2 or shape[1] == 0 or shape[1] % num_kv_heads:
-            raise DimensionMismatchError(f"keys must have shape (seq_len, {num_kv_heads} * head_dim), got {shape}")
-        for array in (*keys, *values):
-            if array.shape != shape:
-                raise DimensionMismatchError(f"keys and values must have the same shape in every layer, got {shape} and {array.shape}")
-        heads = shape[0], num_kv_heads, shape[1] // num_kv_heads
-        cache = KINDS["full"](len(keys), *heads[1:], max(1, shape[0]), dtype, k_dtype, v_dtype)
-        if shape[0]:
-            for layer, (k, v) in enumerate(zip(keys, values)):
-                cache.append(layer, k.reshape(heads), v.reshape(heads))
-            cache.advance(shape[0])
+        num_kv_heads, dims = check_size(num_kv_heads, "num_kv_heads", 1, 1 << 16), []
+        for name, arrays in (("keys", keys), ("values", values)):
+            shape = arrays[0].shape
+            if len(shape) != 2 or shape[1] == 0 or shape[1] % num_kv_heads:
+                raise DimensionMismatchError(f"{name} must have shape (seq_len, {num_kv_heads} * head_dim), got {shape}")
+            for array in arrays:
+                if array.shape != shape:
+                    raise DimensionMismatchError(f"{name} must have the same shape in every layer, got {shape} and {array.shape}")
+            dims.append(shape[1] // num_kv_heads)
+        seq_len = len(keys[0])
+        if len(values[0]) != seq_len:
+            raise DimensionMismatchError(f"keys and values must hold as many tokens as each other, got {seq_len} and {len(values[0])}")
+        cache = KINDS["full"](len(keys), num_kv_heads, dims[0], max(1, seq_len), dtype, k_dtype, v_dtype, v_head_dim=dims[1])
+        if seq_len:
+            for layer, pair in enumerate(zip(keys, values)):
+                cache.append(layer, *(one.reshape(seq_len, num_kv_heads, dim) for one, dim in zip(pair, dims)))
+            cache.advance(seq_len)
         cache._buffer.max_seq_len = None
         return cls(cache, token_ids, metadata)
 

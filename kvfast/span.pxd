@@ -61,7 +61,7 @@ ctypedef struct kv_call:
     Py_ssize_t num_items
     kv_query *queries          # (tokens,)
     Py_ssize_t num_tasks
-    float *partials            # (tokens, num_q_heads, parts, padded_dim + 2)
+    float *partials            # (tokens, num_q_heads, parts, padded_dim of values + 2)
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     int wide_kind              # KV_INTEGERS or KV_HALVES: what a matrix unit multiplies

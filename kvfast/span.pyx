@@ -12,7 +12,7 @@ from kvfast._interrupt cimport is_stopped
 from kvfast._kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
                               kv_panel, kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile)
 from kvfast.blocks cimport (PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of,
-                            v_block_at, v_offset_of)
+                            v_block_at, v_offset_of, values_of)
 from kvfast.finish cimport OPEN_TOKENS
 
 cdef extern from *:
@@ -269,6 +269,7 @@ cdef void touch_first_floats(const kv_task *task) noexcept nogil:
         return
     for i in range(0, store.float_tokens * store.floats.k.row_stride, 64):
         kv_touch(k_block_at(store.floats, piece, task.head) + i)
+    for i in range(0, store.float_tokens * store.floats.v.row_stride, 64):
         kv_touch(v_block_at(store.floats, piece, task.head) + i)
 
 
@@ -424,7 +425,7 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
 cdef void begin_rows(kv_task *task) noexcept nogil:
     """Nothing seen yet, in all rows."""
     cdef kv_softmax *state = &task.scratch.softmax
-    cdef Py_ssize_t padded = task.call.store.k.padded_dim
+    cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
     cdef kv_panel *panel
     cdef int r, i
     if task.wide == NULL:

@@ -44,12 +44,17 @@ class StorageProperties:
         return self._storage.head_dim
 
     @property
+    def v_head_dim(self) -> int | tuple[int, ...]:
+        """head_dim of the values: a number, or a tuple of one per layer where layers differ."""
+        return self._storage.v_head_dim
+
+    @property
     def entry_size(self) -> int | tuple[int, ...]:
         """Elements of one token's keys in one layer: num_kv_heads * head_dim; a tuple of one per layer where layers differ."""
-        return same_or_tuple(self._entry_sizes())
+        return same_or_tuple(self._entry_sizes(self.head_dim))
 
-    def _entry_sizes(self):
-        heads, dims = (one if isinstance(one, tuple) else (one,) * self.num_layers for one in (self.num_kv_heads, self.head_dim))
+    def _entry_sizes(self, head_dim):
+        heads, dims = (one if isinstance(one, tuple) else (one,) * self.num_layers for one in (self.num_kv_heads, head_dim))
         return [number * dim for number, dim in zip(heads, dims)]
 
     @property
@@ -65,7 +70,7 @@ class StorageProperties:
     @property
     def bytes_per_element(self) -> float:
         """Bytes that one number of a key or value takes, scales and padding included."""
-        return self.bytes_per_token / (2 * sum(self._entry_sizes()))
+        return self.bytes_per_token / sum(self._entry_sizes(self.head_dim) + self._entry_sizes(self.v_head_dim))
 
     @property
     def nbytes(self) -> int:
@@ -109,4 +114,5 @@ class StorageProperties:
         return self.dtype if isinstance(self.dtype, str) else "mixed"
 
     def _shape(self):
-        return f"{self.dtype_name}, {self.num_layers} layers x {each(self.num_kv_heads)} heads x {each(self.head_dim)}"
+        dims = each(self.head_dim) if self.v_head_dim == self.head_dim else f"{each(self.head_dim)} and {each(self.v_head_dim)}"
+        return f"{self.dtype_name}, {self.num_layers} layers x {each(self.num_kv_heads)} heads x {dims}"

@@ -9,7 +9,7 @@ def attention(
     q, k, v, *, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=0, sinks=None, alibi_slopes=None,
     attention_chunk_size=None,
 ):
-    """Attention of the last tokens: q (n, Hq, D), k and v (L, Hkv, D) -> out (n, Hq, D), lse (n, Hq)."""
+    """Attention of the last tokens: q (n, Hq, D), k (L, Hkv, D), v (L, Hkv, E) -> out (n, Hq, E), lse (n, Hq)."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     n, num_q_heads, dim = q.shape
     length, num_kv_heads = k.shape[:2]
@@ -24,7 +24,7 @@ def attention(
         hidden |= (key <= at - sliding_window) & (key >= num_sink_tokens)
     if attention_chunk_size:
         hidden |= (key < at // attention_chunk_size * attention_chunk_size) & (key >= num_sink_tokens)
-    out, lse = np.zeros(q.shape), np.zeros((n, num_q_heads))
+    out, lse = np.zeros((n, num_q_heads, v.shape[2])), np.zeros((n, num_q_heads))
     for h in range(num_q_heads):
         score = scale * q[:, h] @ k[:, h // group].T
         if softcap:

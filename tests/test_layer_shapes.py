@@ -193,7 +193,10 @@ def test_shapes_that_configurations_tell():
     assert shapes(global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True) == [(4, 16), (4, 16), (1, 32)]
     assert shapes(swa_num_key_value_heads=8, swa_head_dim=32) == [(8, 32), (8, 32), (4, 16)]
     assert shapes(model_type="mimo_v2_flash", v_head_dim=8) == [(8, 16), (8, 16), (4, 16)]
-    assert shapes(v_head_dim=24) == [(4, 24)] * 3
+    mimo = {"model_type": "mimo_v2_flash", "v_head_dim": 8, "per_layer_config": {"1": {"v_head_dim": 20}, "2": {"v_head_dim": 16}}}
+    plan = kvfast.plan({"num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 16, "hidden_size": 128} | mimo,
+                       memory=1 << 30, bandwidth=1e9)  # fmt: skip
+    assert [(one.head_dim, one.v_head_dim) for one in plan.model.layers] == [(16, 8), (16, 20), (16, None)]
     with pytest.raises(ValueError, match="per_layer_config should map layers"):
         shapes(per_layer_config=[1, 2, 3])
     chunks = kvfast.plan({"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 16, "layer_types": ["chunked_attention"],

@@ -98,8 +98,9 @@ class CacheBridges:
         k, v = self.decompress_kv_3d(compressed)
         heads, _, dim = k.shape
         shape = cache._buffer.shape(layer)
-        if shape != (heads, dim):
-            raise DimensionMismatchError(f"the cache has {shape[0]} heads of {shape[1]}, what was compressed {heads} of {dim}")
+        if shape != (heads, dim, dim):
+            dims = shape[1] if shape[1] == shape[2] else f"{shape[1]} (values {shape[2]})"
+            raise DimensionMismatchError(f"the cache has {shape[0]} heads of {dims}, what was compressed {heads} of {dim}")
         cache.append(layer, np.ascontiguousarray(k.swapaxes(0, 1)), np.ascontiguousarray(v.swapaxes(0, 1)))
 
 

@@ -213,7 +213,8 @@ class RankStore:
 def open_cache(arrays, shape, num_tokens):
     """The `KVCache` of its `state_dict`, found to have the layers, heads, head_dim and tokens that it should."""
     cache = KVCache.from_state_dict(arrays.take_all())
-    if (cache.num_layers, cache.num_kv_heads, cache.head_dim) != shape or len(cache) != num_tokens:
+    found = cache.num_layers, cache.num_kv_heads, cache.head_dim
+    if found != shape or cache.v_head_dim != cache.head_dim or len(cache) != num_tokens:
         raise CorruptFileError(f"a cache of shape {shape} with {num_tokens} tokens was expected, got {cache!r}")
     return cache
 

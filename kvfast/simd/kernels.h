@@ -164,7 +164,8 @@ typedef struct {
 /* Keys and values of a tile, KV_TILE tokens, as operands of the matrix unit, see operands.inc.h and
    products_bfloat16.inc.h. */
 typedef struct {
-    int dim, key_halves, value_parts;   /* parts of the keys in bfloat16, or 0: they are codes */
+    int dim, value_dim;                 /* padded, of keys and of values */
+    int key_halves, value_parts;        /* parts of the keys in bfloat16, or 0: they are codes */
     int rope_dim, rope_halves;          /* of the rotary part of latent rows, or 0 */
     int num_blocks, has_channels;       /* with means, and with channel scales */
     int block_of[KV_TILE / KV_LANES];

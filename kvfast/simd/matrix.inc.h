@@ -96,6 +96,7 @@ static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile 
 {
     const int has_rope = v->as_keys && v->padded_dim;
     operands->dim = k->padded_dim;
+    operands->value_dim = v->as_keys ? k->padded_dim : v->padded_dim;
     operands->rope_dim = has_rope ? v->padded_dim : 0;
     operands->num_blocks = operands->key_halves = operands->rope_halves = 0;
     operands->has_channels = k->channels != 0;

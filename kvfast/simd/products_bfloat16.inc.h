@@ -159,7 +159,7 @@ static void KV(score_halves)(const kv_operands *operands, const kv_panel *panel,
 static void KV(add_value_halves)(const kv_operands *operands, kv_panel *panel, int begin, int end, const int8_t *x,
                                  const KV(correction) *correction)
 {
-    const int n = operands->dim, parts = operands->value_parts, tiles = (end - begin) / HALVES_DEPTH;
+    const int n = operands->value_dim, parts = operands->value_parts, tiles = (end - begin) / HALVES_DEPTH;
     const ptrdiff_t part = TOKEN_HALVES * TILE_BYTES, stride = parts * part;
     for (unsigned changed = correction->changed; changed; changed &= changed - 1) {
         const int r = __builtin_ctz(changed);

@@ -282,7 +282,7 @@ static void KV(add_values)(const kv_operands *operands, kv_panel *panel, int beg
                            const KV(correction) *correction, KV(lane_sums) sums[2])
 {
     const float *weight = correction->unit, *rescale = correction->rescale;
-    const int tiles = (end - begin) / TILE_DEPTH, lanes = operands->dim / KV_LANES;
+    const int tiles = (end - begin) / TILE_DEPTH, lanes = operands->value_dim / KV_LANES;
     const ptrdiff_t part = TOKEN_TILES * TILE_BYTES;
     const int8_t *values = operands->values + begin * KV_LANES;
     x += begin * KV_ROWS;

@@ -50,7 +50,8 @@ class Case:
 
     def __init__(self, seed, number, loud=False):
         self.rng, self.number, self.loud = np.random.default_rng([seed, number]), number, loud
-        self.later = np.random.default_rng([seed, number, 1])  # of choices that came later: the others stay what they were
+        # Of choices that came later: the others stay what they were.
+        self.later, self.widths = (np.random.default_rng([seed, number, i]) for i in (1, 2))
         self.calls, self.log = 0, []
 
     def note(self, *did):

@@ -26,6 +26,12 @@ def random_dim(rng):
     return int(one_of(rng, LARGE_DIMS if often(rng, 0.05) else DIMS))
 
 
+def random_dims(case):
+    """Of keys and of values, which mostly have one width."""
+    dim = random_dim(case.rng)
+    return dim, random_dim(case.widths) if often(case.widths, 0.3) else dim
+
+
 def random_format(rng, latent=False):
     """A preset, a storage dtype or two, or a KVFormat of random parts."""
     if often(rng, 0.4):

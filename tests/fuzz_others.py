@@ -2,7 +2,7 @@
 
 import numpy as np
 from fuzz_histories import World
-from fuzz_inputs import DIMS, Rows, as_given, often, one_of, random_dim, random_format, told
+from fuzz_inputs import DIMS, Rows, as_given, often, one_of, random_dim, random_dims, random_format, told
 from fuzz_oracle import Finding, Side, allowed, check_output, exact_attention, norms
 
 import kvfast
@@ -65,16 +65,16 @@ class PlainWorld(World):
 
     def run(self):
         rng = self.rng
-        self.heads, dim, self.formats = int(rng.integers(1, 4)), random_dim(rng), [kvfast.KVFormat("float32")]
-        self.dims, length = (dim, dim), int(one_of(rng, [1, 2, 15, 16, 17, 64, 100, 129, 300]))
-        source = Rows(rng, self.formats, 1, self.heads, dim, dim)
+        self.heads, self.dims, self.formats = int(rng.integers(1, 4)), random_dims(self.case), [kvfast.KVFormat("float32")]
+        length = int(one_of(rng, [1, 2, 15, 16, 17, 64, 100, 129, 300]))
+        source = Rows(rng, self.formats, 1, self.heads, *self.dims)
         k, v = source.take(length)[0]
         strides = str(one_of(rng, ["broadcast tokens", "broadcast heads", "backwards"])) if often(rng, 0.25) else ""
         num_q_heads = self.random_heads()
         n = min(int(one_of(rng, [1, 2, 5, 16, 40])), length)
         q, exact_q = as_given(rng, source.queries(n, num_q_heads, (k, v)))
         options = self.options(num_q_heads)
-        out, out_dtype = self.random_out((n, num_q_heads, dim))
+        out, out_dtype = self.random_out((n, num_q_heads, self.dims[1]))
         self.case.note("attention", length, n, num_q_heads, strides, options)
         if strides == "broadcast tokens":
             k = kept_k = np.broadcast_to(k[:1], k.shape)

@@ -21,7 +21,7 @@ class PoolWorld(SingleWorld):
         self.prompts = []
 
     def make_pool(self):
-        return self.pool_class(len(self.formats), self.heads, self.dims[0], dtype=self.formats, **self.settings)
+        return self.pool_class(len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings)
 
     def make(self):
         self.pool = self.make_pool()
@@ -276,7 +276,7 @@ class SchedulerWorld(PoolWorld):
 
     def verify_inputs(self, held, layer, q, got, options):
         """There is no k() here: floats are held to what they must be, codes to what another cache has of the same rows."""
-        cache = kvfast.KVCache(1, self.heads, self.dims[0], dtype=[self.formats[layer]])
+        cache = kvfast.KVCache(1, self.heads, self.dims[0], dtype=[self.formats[layer]], v_head_dim=self.dims[1])
         cache.append(0, *held.track.rows[layer])
         held.cache = _Shown(cache, layer)
         self.verify(held, layer, q, got, options)

@@ -2,7 +2,7 @@
 
 import numpy as np
 from fuzz_histories import Held, Track, World
-from fuzz_inputs import Rows, as_given, fitting, often, one_of, random_dim, random_formats
+from fuzz_inputs import Rows, as_given, fitting, often, one_of, random_dim, random_dims, random_formats
 from fuzz_oracle import Finding
 
 import kvfast
@@ -31,8 +31,7 @@ class SingleWorld(World):
         self.snapshots = []
 
     def shape(self):
-        self.heads, dim = int(self.rng.integers(1, 4)), random_dim(self.rng)
-        self.dims = (dim, dim)
+        self.heads, self.dims = int(self.rng.integers(1, 4)), random_dims(self.case)
 
     def arrange(self):
         self.max_seq_len = int(one_of(self.rng, [1, 20, 64, 100, 300])) if often(self.rng, 0.4) else None
@@ -41,7 +40,7 @@ class SingleWorld(World):
             self.settings["block_size"] = int(one_of(self.rng, BLOCKS))
 
     def make(self):
-        return kvfast.KVCache(len(self.formats), self.heads, self.dims[0], dtype=self.formats, **self.settings)
+        return kvfast.KVCache(len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings)
 
     def track(self):
         return Track(self.formats, self.heads, self.dims, self.block_size)
@@ -129,7 +128,7 @@ class RingWorld(SingleWorld):
         self.settings |= {"window": windows, "num_sink_tokens": self.num_sink_tokens, "rollback": self.rollback}
 
     def make(self):
-        return kvfast.RingKVCache(len(self.formats), self.heads, self.dims[0], dtype=self.formats, **self.settings)
+        return kvfast.RingKVCache(len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings)
 
     def positions(self, held, layer):
         length, window = held.track.layer_length(layer), self.windows[layer]

@@ -93,6 +93,7 @@ class Call:
         layout = getattr(target, "layout", None)
         self.heads = getattr(target, "num_kv_heads", getattr(layout, "num_heads", getattr(target, "num_heads", 2)))
         self.dim = getattr(target, "head_dim", getattr(layout, "head_dim", 20))
+        self.v_dim = getattr(target, "v_head_dim", self.dim)
         self.latent = getattr(target, "latent_dim", 20)
         self.group = self.rng.choice([1, 2, 3])
         self.bits = self.rng.choice([8, 4])
@@ -138,7 +139,7 @@ class Call:
 
     def out(self):
         shape = list(self.queries().shape)
-        shape[-1] = getattr(self.target, "latent_dim", shape[-1])
+        shape[-1] = getattr(self.target, "v_head_dim", shape[-1])
         return np.zeros(shape, self.pick(np.float32, np.float16))
 
     def slots(self):
@@ -189,7 +190,7 @@ RECIPES = {
     "num_layers": small(1, 2, 3), "num_kv_heads": lambda c: c.heads if c.target is None else c.pick(1, 2),
     "num_heads": small(1, 2, 3),
     "head_dim": small(1, 15, 16, 20, 20, 20, 64, 512), "latent_dim": small(1, 20, 32, 512),
-    "rope_dim": small(0, 8, 128),
+    "rope_dim": small(0, 8, 128), "v_head_dim": none_or(1, 16, 20, 64),
     "max_seq_len": none_or(1, 64, 300), "block_size": none_or(16, 32, 64), "num_blocks": small(1, 3, 20),
     "batch": none_or(1, 2),
     "seq_len": small(1, 40), "window": small(1, 30, 100, [30, None], [16, 40]), "rollback": small(0, 10, 64),
@@ -216,7 +217,7 @@ RECIPES = {
     "interleaved": small(True, False),
     # tokens
     "layer": Call.layer, "k": lambda c: c.floats(c.tokens, c.heads, c.dim),
-    "v": lambda c: c.floats(c.tokens, c.heads, c.dim),
+    "v": lambda c: c.floats(c.tokens, c.heads, c.v_dim),
     "q": Call.queries, "attention.q": lambda c: c.floats(1, 2 * c.group, 20),
     "latent": lambda c: c.floats(c.tokens, c.dim),
     "MLAKVCache.append_kv.k": lambda c: np.repeat(c.floats(c.tokens, 1, 9 + c.target.rope_dim), 2, 1),
@@ -224,7 +225,7 @@ RECIPES = {
     "append_kv.v": lambda c: c.floats(c.tokens, 2, 5), "down_k": lambda c: c.floats(2, 9, c.latent),
     "down_v": lambda c: c.floats(2, 5, c.latent), "up_k": lambda c: c.floats(c.latent, 2, 9),
     "up_v": lambda c: c.floats(c.latent, 2, 5),
-    "qkv": lambda c: c.floats(c.tokens, (c.heads * c.group + 2 * c.heads) * c.dim), "x": lambda c: c.floats(3, 2, 20),
+    "qkv": lambda c: c.floats(c.tokens, (c.heads * c.group + c.heads) * c.dim + c.heads * c.v_dim), "x": lambda c: c.floats(3, 2, 20),
     "split_qkv_norm_rope.head_dim": lambda c: 20, "keys": lambda c: c.floats(c.heads, c.dim),
     "values": lambda c: c.floats(c.heads, c.dim),
     "push_tokens.keys": lambda c: c.floats(c.tokens, c.heads, c.dim),

@@ -15,7 +15,7 @@ from kvfast.transformers.received import Received
 pytestmark = QUIET
 
 HYBRIDS = ["qwen3_next", "jamba", "falcon_h1", "lfm2", "granitemoehybrid", "bamba", "zamba2", "lfm3", "nemotron_h"]
-SHAPES = ["gemma4_text", "gemma3n_text", "mimo_v2_flash", "llama4_text"]
+SHAPES = ["gemma4_text", "gemma3n_text", "mimo_v2_flash", "llama4_text", "deepseek_v3", "kimi_linear"]
 model_of = functools.cache(small_model)  # for tests that leave it as it was
 
 
@@ -104,15 +104,40 @@ def test_rows_have_the_shapes_of_the_layers(tmp_path):
         cache = KVFastCache(model_of("mimo_v2_flash").config)
         logits(model_of("mimo_v2_flash"), prompt(2, 30)[0], implementation, cache)
         # As its first layers of each kind tell, which the configuration does not.
-        assert cache.rows[0].num_kv_heads == (2, 4, 4, 4) and cache.rows[0].head_dim == 24
+        assert cache.rows[0].num_kv_heads == (2, 4, 4, 4) and (cache.rows[0].head_dim, cache.rows[0].v_head_dim) == (24, 16)
         assert cache.layers[0].values.shape == (2, 2, 30, 16) if implementation == "eager" else True
+
+
+def test_latents_are_stored_as_what_their_layer_makes_of_them():
+    model = model_of("deepseek_v3")
+    for implementation, shape in (("kvfast", (4, 24, 16)), ("eager", (1, 32, 8))):
+        cache = KVFastCache(model.config, "float16")
+        logits(model, prompt(2, 30)[0], implementation, cache)
+        row = cache.rows[0]
+        assert (row.num_kv_heads, row.head_dim, row.v_head_dim) == shape and len(row) == 30
+        assert row.bytes_per_token == 4 * shape[0] * 2 * sum(-(-dim // 16) * 16 for dim in shape[1:])  # in multiples of 16
+    with pytest.raises(ValueError, match="layer 0 has 4 KV heads of 24 and 16, and layers of its kind before it have 1 KV heads of 32 and 8"):
+        logits(model, prompt(2, 1)[0], "kvfast", cache)
+
+
+def test_latents_of_several_tokens_are_not_mixed():
+    config = copy.deepcopy(model_of("deepseek_v3").config)
+    config._attn_implementation = "kvfast"
+    cache = KVFastCache(config, "float32")
+    latent, rope = cache.update(torch.ones(1, 1, 3, 32), torch.ones(1, 1, 3, 8), 0)
+    heads = torch.nn.functional.linear(latent, torch.ones(4 * 32, 32)).view(1, 3, 4, 32).transpose(1, 2)
+    assert isinstance(heads, Received) and all(isinstance(one, Received) for one in torch.split(heads, [16, 16], dim=-1))
+    for name, wrong in (("softmax", lambda: torch.softmax(heads, -1)), ("mean", lambda: heads.mean(2)), ("cumsum", lambda: latent.cumsum(2)),
+                        ("matmul", lambda: heads @ heads.transpose(2, 3)), ("roll", lambda: rope.roll(1, 2))):
+        with pytest.raises(RuntimeError, match=rf"layer 0 does more with its keys and values.*calls {name}\)"):
+            wrong()
 
 
 def test_shapes_that_come_as_nothing_told():
     cache = KVFastCache(transformers.LlamaConfig(num_hidden_layers=2), "float32")
     cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 8), 0)
     assert cache.layers[0].keys.shape == (1, 2, 3, 16) and cache.layers[0].values.shape == (1, 2, 3, 8)
-    with pytest.raises(ValueError, match="layer 1 has 4 KV heads of 16, and layers of its kind before it have 2 of 16"):
+    with pytest.raises(ValueError, match="layer 1 has 4 KV heads of 16, and layers of its kind before it have 2 KV heads of 16 and 8"):
         cache.update(torch.zeros(1, 4, 3, 16), torch.zeros(1, 4, 3, 16), 1)
 
 

@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .masks import LazyMask, lazy_mask
 from .received import Received
-from .rows import EVERYTHING, widened
+from .rows import EVERYTHING
 
 NAME = "kvfast"
 
@@ -34,14 +34,14 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     Parameters
     ----------
     query : tensor of shape (batch, num_q_heads, tokens, head_dim)
-    key, value : tensors of shape (batch, num_kv_heads, tokens, head_dim)
-        The new ones, as `KVFastCache.update` returned them; or those of all tokens, where there is no such cache.
+    key, value : tensors of shape (batch, num_kv_heads, tokens, head_dim) and (..., v_head_dim)
+        The new ones, as `KVFastCache.update` returned them or a layer made them of latents; or those of all tokens, where there is no such cache.
     attention_mask : LazyMask, tensor or None
 
     Returns
     -------
     tuple
-        Tensor of shape (batch, tokens, num_q_heads, head_dim), and None for the weights.
+        Tensor of shape (batch, tokens, num_q_heads, v_head_dim), and None for the weights.
 
     Raises
     ------
@@ -53,6 +53,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     rows, layer = _place(module, key, value)
     window, chunk = rows.windows[layer], rows.chunks[layer]
     _check(module, query, attention_mask, window, chunk, dropout, is_causal, others)
+    if rows.awaits(layer):
+        rows.fit(layer, key, value, True)
     parts = rows.parts(layer, query.shape[2], attention_mask)
     if rows.awaits(layer):  # not where another layer reads what this one stored, or the same one a second time
         if query.shape[2] != key.tensor.shape[2]:
@@ -61,22 +63,21 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
             _check_positions(others.get("position_ids"), rows.seen[layer] - query.shape[2])
         rows.store(layer, parts, as_numpy(key.tensor), as_numpy(value.tensor))
 
-    batch, num_q_heads, n, k_width = query.shape
-    v_width = rows.widths[layer][1]
-    output = torch.empty((batch, n, num_q_heads, v_width), dtype=query.dtype)
+    batch, num_q_heads, n, head_dim = query.shape
+    output = torch.empty((batch, n, num_q_heads, value.shape[3]), dtype=query.dtype)
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
-    options = {"scale": k_width**-0.5 if scaling is None else scaling, "softcap": softcap, "sliding_window": window, "sinks": sinks,
+    options = {"scale": head_dim**-0.5 if scaling is None else scaling, "softcap": softcap, "sliding_window": window, "sinks": sinks,
                "num_threads": torch.get_num_threads(), "attention_chunk_size": chunk}
     for row, part, q, out in zip(rows.rows, parts, as_numpy(query), as_numpy(output)):
         if part is not EVERYTHING:
             out[...] = 0  # of padding, which nobody reads, but which must be finite
         if part is None:
             continue
-        q = widened(q.transpose(1, 0, 2)[part], max(k_width, v_width))
-        if isinstance(part, slice) and v_width == q.shape[2]:
+        q = q.transpose(1, 0, 2)[part]
+        if isinstance(part, slice):
             row.attend(layer, q, out=out[part], **options)
         else:
-            out[part] = row.attend(layer, q, out=np.empty(q.shape, out.dtype), **options)[..., :v_width]
+            out[part] = row.attend(layer, q, out=np.empty((*q.shape[:2], out.shape[2]), out.dtype), **options)
     return output, None
 
 

@@ -82,7 +82,7 @@ class KVFastCache(Cache):
         windows = [options[index].get("sliding_window") for index in stored]
         chunks = [window if layer_types[index] == "chunked_attention" else None for index, window in zip(stored, windows)]
         configs = config.per_layer_config
-        told = [tuple(getattr(configs[index], name, None) for name in ("num_key_value_heads", "head_dim")) for index in stored]
+        told = [tuple(getattr(configs[index], name, None) for name in ("num_key_value_heads", "head_dim", "v_head_dim")) for index in stored]
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
             if any(windows):

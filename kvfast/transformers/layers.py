@@ -24,9 +24,11 @@ class StoredLayer(CacheLayerMixin):
         direct = self._config._attn_implementation == NAME
         if not direct:
             rows.check_whole()
-        rows.receive(layer, key_states, value_states, direct)
-        if direct:
-            return tuple(Received.of(tensor, rows, layer, rows.seen[layer]) for tensor in (key_states, value_states))
+        rows.receive(layer, key_states, value_states)
+        if direct:  # latents are stored as the keys and values that the layer makes of them
+            expands = getattr(self._config, "kv_lora_rank", None) is not None
+            return tuple(Received.of(tensor, rows, layer, rows.seen[layer], expands) for tensor in (key_states, value_states))
+        rows.fit(layer, key_states, value_states, direct)
         rows.store(layer, rows.parts(layer, key_states.shape[2], None), as_numpy(key_states), as_numpy(value_states))
         first = rows.first_seen(layer, rows.seen[layer] - key_states.shape[2] + 1)
         return tuple(tensor[:, :, first:].to(key_states.dtype) for tensor in rows.decoded(layer))

@@ -23,16 +23,15 @@ class Rows:
         Tokens that each layer keeps: of its sliding window, or of a chunk.
     chunks : list of int or None
         Size of the chunks that a layer's attention keeps to.
-    widths : list of (int, int)
-        head_dim of each layer's keys and values, once it is known. The narrower of the two is stored with zeros behind it.
     rows : list of KVCache or RingKVCache
     seen : list of int
         For each layer the tokens that came, padding included: what transformers counts.
     """
 
     def __init__(self, numbers, windows, chunks, told, settings, max_seq_len, rollback):
-        """`told`: of each layer its KV heads and head_dim, as far as the configuration says; only how they differ counts."""
-        self.numbers, self.windows, self.chunks, self.widths = numbers, windows, chunks, [None] * len(windows)
+        """`told`: of each layer its KV heads, head_dim and v_head_dim, as far as the configuration says; only how they differ
+        counts."""
+        self.numbers, self.windows, self.chunks = numbers, windows, chunks
         self._settings, self._max_seq_len, self._rollback = settings, max_seq_len, rollback
         # Layers of one kind have one shape, which the first of them tells.
         self._told, self._kinds = told, list(zip(windows, chunks, told))
@@ -52,8 +51,8 @@ class Rows:
 
     # --- the tokens of a step ---
 
-    def receive(self, layer, key, value, rings):
-        """Count new keys and values of a layer, which are still to be stored; `rings`: sliding layers forget."""
+    def receive(self, layer, key, value):
+        """Count new keys and values of a layer, which are still to be stored."""
         if layer in self._expected:
             raise RuntimeError(
                 f"the tokens of layer {self.numbers[layer]} came and were never stored: its attention did not go through kvfast. A model that "
@@ -74,22 +73,22 @@ class Rows:
             self._advance()
             self._unseen.clear()  # layers that no step reaches are not waited for
             self._stored.clear()
-        self._fit(layer, (key.shape[1], max(key.shape[3], value.shape[3])), key.shape[0], rings)
-        self.widths[layer] = key.shape[3], value.shape[3]
         self._open.add(layer)
         self._expected.add(layer)
         self.seen[layer] += key.shape[2]
 
-    def _fit(self, layer, shape, batch, rings):
-        """Have rows, in which a layer has this shape: KV heads and head_dim."""
+    def fit(self, layer, key, value, rings):
+        """Have rows, in which a layer has the shape of its new keys and values: KV heads, head_dim and v_head_dim. `rings`:
+        sliding layers forget."""
+        batch, shape = key.shape[0], (key.shape[1], key.shape[3], value.shape[3])
         if self._shapes is None:
             self._shapes = [tuple(mine if one == first else one for one, first, mine in zip(told, self._told[layer], shape))
                             for told in self._told]
         kind = self._kinds[layer]
         if self._shapes[layer] != shape:
             if kind not in self._unseen:
-                raise ValueError(f"layer {self.numbers[layer]} has {shape[0]} KV heads of {shape[1]}, and layers of its kind before it have "
-                                 f"{self._shapes[layer][0]} of {self._shapes[layer][1]}: use transformers' DynamicCache(config=model.config)")
+                raise ValueError(f"layer {self.numbers[layer]} has {_text(shape)}, and layers of its kind before it have "
+                                 f"{_text(self._shapes[layer])}: use transformers' DynamicCache(config=model.config)")
             self._shapes = [shape if other == kind else one for one, other in zip(self._shapes, self._kinds)]
             self.rows, rings = [], rings and (not self.rows or isinstance(self.rows[0], RingKVCache))
         self._unseen.discard(kind)
@@ -101,10 +100,11 @@ class Rows:
             self._stored.clear()
 
     def _new_row(self, rings):
-        shapes = [list(sizes) for sizes in zip(*self._shapes)]
+        *shapes, v_head_dim = (list(sizes) for sizes in zip(*self._shapes))
+        settings = self._settings | {"v_head_dim": v_head_dim}
         if rings and any(self.windows):
-            return RingKVCache(len(self.windows), *shapes, self.windows, rollback=self._rollback, **self._settings)
-        return KVCache(len(self.windows), *shapes, self._max_seq_len, **self._settings)
+            return RingKVCache(len(self.windows), *shapes, self.windows, rollback=self._rollback, **settings)
+        return KVCache(len(self.windows), *shapes, self._max_seq_len, **settings)
 
     def parts(self, layer, n, mask):
         """Which of the `n` new tokens of a layer each row has: slices or indices, None for none.
@@ -156,7 +156,6 @@ class Rows:
         self._append(layer, parts, keys, values)
 
     def _append(self, layer, parts, keys, values):
-        keys, values = (widened(rows, self._shapes[layer][1]) for rows in (keys, values))
         for row, part, k, v in zip(self.rows, parts, keys, values):
             if part is not None:
                 row.append(layer, k.transpose(1, 0, 2)[part], v.transpose(1, 0, 2)[part])
@@ -179,10 +178,11 @@ class Rows:
     def decoded(self, layer):
         """Keys and values of a layer, float32 tensors of the shape that transformers' own caches have."""
         self.check_whole()
-        k, v = (torch.empty(len(self.rows), self._shapes[layer][0], self.seen[layer], width) for width in self.widths[layer])
+        heads, *widths = self._shapes[layer]
+        k, v = (torch.empty(len(self.rows), heads, self.seen[layer], width) for width in widths)
         for row, k_out, v_out in zip(self.rows, k.numpy(), v.numpy()):
-            k_out[...] = row.k(layer).transpose(1, 0, 2)[..., : k_out.shape[2]]
-            v_out[...] = row.v(layer).transpose(1, 0, 2)[..., : v_out.shape[2]]
+            k_out[...] = row.k(layer).transpose(1, 0, 2)
+            v_out[...] = row.v(layer).transpose(1, 0, 2)
         return k, v
 
     # --- between steps ---
@@ -237,7 +237,7 @@ class Rows:
         other.__dict__.update(self.__dict__)
         other.rows = [row.copy() for row in self.settled()]
         other.seen, other._open, other._expected = list(self.seen), set(), set()
-        other.widths, other._unseen, other._stored = list(self.widths), set(self._unseen), []
+        other._unseen, other._stored = set(self._unseen), []
         return other
 
     @property
@@ -247,13 +247,9 @@ class Rows:
         return sum(pool.nbytes for pool in pools.values())
 
 
-def widened(rows, width):
-    """An array, or a copy of it with zeros behind its last dimension."""
-    if rows.shape[-1] == width:
-        return rows
-    wide = np.zeros((*rows.shape[:-1], width), rows.dtype)
-    wide[..., : rows.shape[-1]] = rows
-    return wide
+def _text(shape):
+    heads, k_dim, v_dim = shape
+    return f"{heads} KV heads of {k_dim}" + (f" and {v_dim}" if v_dim != k_dim else "")
 
 
 def _part(row):

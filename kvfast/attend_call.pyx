@@ -393,8 +393,8 @@ cdef class AttendCall:
             kernels=_kernels_of(store) + (("attend_panels",) if self.wide else ()),
             float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
             q_shape=(self.call.q.tokens, self.call.q.heads, self.call.q.dim), q_dtype=dtype_name(self.call.q.dtype),
-            num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=self.context, tile=self.call.tile, float_tile=self.call.float_tile,
-            rows=rows, num_threads=threads, num_tasks=self.call.num_tasks,
+            num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=self.context, tile=self.call.tile,
+            float_tile=self.call.float_tile, rows=rows, num_threads=threads, num_tasks=self.call.num_tasks,
             items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
             operations=int(traffic.operations), notes=tuple([text for _, text in self._notes(threads)]))
 

@@ -213,13 +213,13 @@ class SequenceCache(StoredSequence):
 
     def _shape_settings(self, kind):
         """What must be the same for the bytes of one cache to be good in another; see `state.json_of` for files."""
+        head_dim, v_head_dim = self._buffer.head_dim, self._buffer.v_head_dim
         settings = {
             "kind": kind,
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
+            "head_dim": head_dim,
             "dtype": self._buffer.formats,
         }
-        if self.v_head_dim != self.head_dim:  # else files are what they were before values could have a width of their own
-            settings["v_head_dim"] = self.v_head_dim
-        return settings
+        # Files of one width are what they were before values could have their own.
+        return settings if v_head_dim == head_dim else settings | {"v_head_dim": v_head_dim}

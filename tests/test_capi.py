@@ -92,6 +92,8 @@ def caches():
         "ring": lambda: kvfast.RingKVCache(2, 2, 64, window=40, num_sink_tokens=4, rollback=8),
         "ring with a global layer": lambda: kvfast.RingKVCache(2, 2, 64, window=[40, None], dtype="int8"),
         "paged": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=32).new_sequence(),
+        "narrower values": lambda: kvfast.KVCache(2, 2, 64, 512, v_head_dim=40),
+        "wider values": lambda: kvfast.RingKVCache(2, 2, 64, 400, dtype="int8", v_head_dim=80),
         "latent": lambda: kvfast.MLAKVCache(2, 48, 16, 512),
         "latent without a rotary part": lambda: kvfast.MLAKVCache(2, 64, 0, 512, "int4"),
     }
@@ -114,10 +116,10 @@ def python_run(cache, k, v, q, out, chunk):
 def test_c_runs_as_python(runtimes, rng, kind, chunk):
     latent = kind.startswith("latent")
     k = rng.standard_normal((2, 300, 1 if latent else 2, 64), dtype=np.float32)
-    v = None if latent else rng.standard_normal(k.shape, dtype=np.float32)
-    q = rng.standard_normal((2, 300, 6, 64), dtype=np.float32)
     ours, theirs = caches()[kind](), caches()[kind]()
-    out = np.zeros((2, 300, 6, ours.latent_dim if latent else 64), np.float32)
+    v = None if latent else rng.standard_normal((2, 300, 2, ours.v_head_dim), dtype=np.float32)
+    q = rng.standard_normal((2, 300, 6, 64), dtype=np.float32)
+    out = np.zeros((2, 300, 6, ours.v_head_dim), np.float32)
     expected = np.zeros_like(out)
     python_run(theirs, k, v, q, expected, chunk)
     assert runtimes[0].run(ours, k, v, q, out, chunk) == (OK, "", 300)

@@ -6,7 +6,8 @@
 
 static const kvfast_api *kvfast;
 
-/* k, v: (layers, tokens, kv_heads, dim), q: (layers, tokens, q_heads, dim), out: (layers, tokens, q_heads, out_dim), float32. */
+/* k: (layers, tokens, kv_heads, dim), v: (layers, tokens, kv_heads, out_dim), q: (layers, tokens, q_heads, dim),
+   out: (layers, tokens, q_heads, out_dim), float32. */
 typedef struct {
     kvfast_cache *cache;
     const kvfast_options *options;
@@ -22,7 +23,7 @@ static void *decode(void *argument) {
         for (int layer = 0; layer < d->layers; layer++) {
             ptrdiff_t at = layer * d->tokens + t;
             kvfast_rows k = {d->k + at * d->kv_heads * d->dim, n, d->kv_heads, d->dim};
-            kvfast_rows v = {d->v ? d->v + at * d->kv_heads * d->dim : NULL, n, d->kv_heads, d->dim};
+            kvfast_rows v = {d->v ? d->v + at * d->kv_heads * d->out_dim : NULL, n, d->kv_heads, d->out_dim};
             kvfast_rows q = {d->q + at * d->q_heads * d->dim, n, d->q_heads, d->dim};
             kvfast_rows out = {d->out + at * d->q_heads * d->out_dim, n, d->q_heads, d->out_dim};
             if ((d->code = kvfast->append(d->cache, layer, &k, d->v ? &v : NULL)))

@@ -23,8 +23,8 @@ class Reader:
             of = self.settings["config"] if kind == "heads" else self.settings
             heads = of.get("num_kv_heads") or self.settings["num_heads"]
             self.heads = heads if isinstance(heads, list) else [heads] * n
-            dims = of["head_dim"] if isinstance(of["head_dim"], list) else [of["head_dim"]] * n
-            self.dims = [(dim, dim) for dim in dims]
+            dims = [of["head_dim"], of.get("v_head_dim", of["head_dim"])]
+            self.dims = list(zip(*(one if isinstance(one, list) else [one] * n for one in dims)))
         self.formats = self.settings.get("dtype") or [self.format_of_heads(self.settings["config"])]
         kinds = list(zip(self.heads, self.dims, self.settings.get("windows", [None] * n)))
         groups = list(dict.fromkeys(kinds))

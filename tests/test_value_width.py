@@ -118,6 +118,9 @@ def test_what_a_cache_becomes(tmp_path, rng, kind, name):
     cache.restore(snapshot)
     assert outputs(cache) == before
     if kind != "ring":
+        other = KINDS[kind](24, 40, "bfloat16")
+        other.restore(snapshot, convert=True)
+        assert np.allclose(other.v(1), cache.v(1), rtol=2**-8) and other.v(1).shape == (230, HEADS, 40)
         cache.truncate(100)
         short = KINDS[kind](24, 40, name)
         short.restore(snapshot.truncated(100))

@@ -21,6 +21,7 @@ cdef class BlockMap:
     cdef int reserve_list(self, Py_ssize_t count) except -1
     cdef void _use_list(self, Py_ssize_t count) noexcept
     cdef int adopt(self, list blocks) except -1
+    cdef bint keeps(self, Py_ssize_t index) noexcept nogil
     cdef bint has(self, Py_ssize_t index, int32_t block) noexcept
     cdef bint is_in_one_piece(self) noexcept
     cdef int take_blocks(self, Py_ssize_t count) except -1

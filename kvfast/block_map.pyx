@@ -80,8 +80,12 @@ cdef class BlockMap:
             self.count += 1
         return 0
 
+    cdef bint keeps(self, Py_ssize_t index) noexcept nogil:
+        """Whether the block of an index is not skipped."""
+        return index < self.sink_blocks or index >= self.sink_blocks + self.skipped
+
     cdef bint has(self, Py_ssize_t index, int32_t block) noexcept:
-        return index < self.count and self.blocks[index] == block
+        return self.keeps(index) and entry_of(self, index) < self.count and self.blocks[entry_of(self, index)] == block
 
     cdef bint is_in_one_piece(self) noexcept:
         """Whether block i of the pool's first chunk is the map's entry i, so that the tokens lie one after the other."""
@@ -106,3 +110,11 @@ cdef class BlockMap:
         """The blocks in the order of their tokens."""
         with cython.critical_section(self.pool):
             return np.array([self.blocks[i] for i in range(self.count)], np.int32)
+
+    def block_row(self):
+        """The blocks by their indices, -1 where one is skipped."""
+        with cython.critical_section(self.pool):
+            row = np.full(self.count + self.skipped, -1, np.int32)
+            for i in range(self.count):
+                row[i if i < self.sink_blocks else i + self.skipped] = self.blocks[i]
+            return row

@@ -43,7 +43,7 @@ def load(path: str | os.PathLike[str], mmap: bool = False, max_seq_len: int | No
     Returns
     -------
     KVCache, RingKVCache, MLAKVCache or MultiHeadKVCache
-        Of a `Sequence`, a `KVCache` with its block_size; ``Snapshot.load(path)`` can be restored into a sequence.
+        Of a `Sequence`, a `KVCache` or `RingKVCache` with its block_size; ``Snapshot.load(path)`` can be restored into a sequence.
 
     Raises
     ------

@@ -1,6 +1,4 @@
 """Many sequences in one pool."""
-from libc.stdint cimport int32_t
-
 from kvfast.attend_call cimport AttendCall
 from kvfast.options cimport Options
 from kvfast.pool cimport BlockPool
@@ -13,7 +11,8 @@ cdef class PagedBuffer:
     cdef readonly PrefixIndex index
     cdef readonly bint is_external     # slots come from somebody else's scheduler
     cdef list given                    # (num_blocks,) the table that slot_mapping gave a block's slots out for, or None,
-    cdef int32_t *given_at             # and the block's index in it
+    cdef Py_ssize_t *given_at          # and the block's index in it
+    cdef BlockTable kind               # without tokens: what the tables of sequences are
 
     cdef int _check_plain(self) except -1
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)

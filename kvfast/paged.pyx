@@ -11,12 +11,15 @@ from libc.string cimport memset
 from kvfast._arrays cimport Rows, open_rows
 from kvfast._kernels cimport KV_ROWS, KV_TILE
 from kvfast.attend_call cimport AttendCall, imagined_rows, open_call
+from kvfast.block_map cimport entry_of
 from kvfast.blocks cimport kv_context, kv_store
 from kvfast.encode cimport check_rows, check_storable, open_pair, write_rows
 from kvfast.fused cimport Projection, Transform, open_projection, transform_rows, write_queries
 from kvfast.options cimport Options, check_layer
 from kvfast.pool cimport BlockPool
 from kvfast.prefix cimport PrefixIndex
+from kvfast.ring cimport RingTable
+from kvfast.sequence cimport check_held, fit_window
 from kvfast.span cimport floats_from, kv_item
 from kvfast.table cimport BlockTable
 
@@ -60,36 +63,36 @@ cdef bint _rises(const int32_t[::1] values) noexcept:
 
 cdef class PagedBuffer:
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
-                 v_head_dim=None):
+                 v_head_dim=None, ring=None):
+        """`ring`: window, sinks and rollback of sequences that forget, see `RingTable`."""
         size = check_block_size(block_size)
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
         self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True, rope_dim, secure,
                               v_head_dim)
         self.index = self.pool.index = PrefixIndex(self.pool.num_blocks)
+        self.kind = BlockTable(self.pool) if ring is None else RingTable(self.pool, *ring)
         self.given = [None] * self.pool.num_blocks
-        self.given_at = <int32_t *>malloc(self.pool.num_blocks * sizeof(int32_t))
+        self.given_at = <Py_ssize_t *>malloc(self.pool.num_blocks * sizeof(Py_ssize_t))
         if self.given_at == NULL:
             raise MemoryError("cannot allocate the slots of a pool")
 
     def __dealloc__(self):
         free(self.given_at)
 
+    def new_table(self):
+        """An empty table, for `start` or `fork`."""
+        return self.kind.empty(self.pool)
+
     def start(self, BlockTable table, digests):
         """Make an empty table that of a sequence, which starts with the blocks known by the first of some digests."""
-        cdef Py_ssize_t i, length
         self.pool.enter()
         try:
             if self.is_external:
                 raise ValueError("the blocks of this pool are in the hands of another scheduler (append_batch was given "
                                  "slots that no sequence has); clear() the pool before making sequences")
             # Looked up where no other thread can put a block that is found to other use.
-            blocks = self.index.find(digests)
-            table.adopt(blocks)
-            length = table.count * self.pool.block_size
-            table.length = table.coded = length
-            for i in range(self.pool.num_layers):
-                table.lengths[i] = length
+            table.start(digests)
             table.is_counted = True
             self.pool.num_sequences += 1
         finally:
@@ -162,9 +165,9 @@ cdef class PagedBuffer:
                 if count == 0:
                     continue
                 end = (table.length + <Py_ssize_t>count + size - 1) // size
-                needed += max(0, end - table.count)
-                for i in range(table.length // size, min(end, table.count)):
-                    block = table.blocks[i]
+                needed += max(0, end - table.count - table.skipped)
+                for i in range(table.length // size, min(end, table.count + table.skipped)):
+                    block = table.blocks[entry_of(table, i)]
                     if self.index.knows(block):
                         needed += 1
                     elif self.pool.owners[block] > 1:
@@ -178,6 +181,7 @@ cdef class PagedBuffer:
         """Slots of the next tokens of some sequences, made ready to be written."""
         cdef BlockTable table
         cdef Py_ssize_t i, at = 0, n, floats = 0
+        cdef int32_t block
         cdef int64_t[::1] view
         self.pool.enter()
         try:
@@ -199,9 +203,9 @@ cdef class PagedBuffer:
                 for i in range(table.length, table.length + n):
                     view[at] = table.slot(i)
                     at += 1
-                for i in range(table.length // self.pool.block_size, table.count):
-                    self.given[table.blocks[i]] = table
-                    self.given_at[table.blocks[i]] = <int32_t>i
+                for i in range(table.length // self.pool.block_size, table.count + table.skipped):
+                    block = table.blocks[entry_of(table, i)]
+                    self.given[block], self.given_at[block] = table, i
             return slots
         finally:
             self.pool.leave()
@@ -331,6 +335,7 @@ cdef class PagedBuffer:
         if count == 0:
             raise ValueError("a batch must hold at least one sequence")
         call = open_call(&self.pool.stores[number], self.pool.workspace, q, options, count)
+        fit_window(self.kind, call)
         if rope_q is not None:
             call.set_rope(rope_q)
         if cu_seqlens_q is None:
@@ -342,7 +347,7 @@ cdef class PagedBuffer:
                 f"{np.array2string(cu_seqlens_q, threshold=8)}; without it q must hold one token per sequence")
         if tables is None:
             lens = seq_lens = _integers(seq_lens, "seq_lens", np.int32, 1)
-            plain = block_table = self._check_blocks(block_table, seq_lens)
+            plain = block_table = self._check_blocks(block_table, seq_lens, np.diff(cu_seqlens_q), call)
         contexts = []
         for i in range(count):
             context = Context.__new__(Context)
@@ -360,6 +365,8 @@ cdef class PagedBuffer:
                 first = context.c.length - context.num_queries
                 context.shareable = min(first, floats_from(call.call.store, &context.c, first)) // self.pool.block_size
             call.ask(&context.c, context.first_query, context.num_queries)
+            if tables is not None and context.num_queries:
+                check_held(table, call, context.first_query)
             contexts.append(context)
 
         begins, parts, kept = [0] * count, [0] * count, []
@@ -429,8 +436,12 @@ cdef class PagedBuffer:
                              f"({', '.join(sorted({str(one) for one in self.pool.formats}))}); a scheduler's own slots and "
                              f"block tables need a format without num_float_tokens, centring and per_channel")
 
-    def _check_blocks(self, block_table, seq_lens):
-        """A plain block table, every block that is read one that holds tokens."""
+    def _check_blocks(self, block_table, seq_lens, num_queries, AttendCall call):
+        """A plain block table, every block that is read one that holds tokens.
+
+        In a pool with a window that is none of those between the sinks and the window of the first query: whatever stands
+        there, another block of the row is put in its place.
+        """
         cdef Py_ssize_t size = self.pool.block_size, i
         cdef const int32_t[::1] blocks
         self._check_plain()
@@ -441,7 +452,14 @@ cdef class PagedBuffer:
         if seq_lens.min() < 0 or seq_lens.max() > table.shape[1] * size:
             raise ValueError(f"seq_lens must lie between 0 and the {table.shape[1] * size} tokens of block_table's "
                              f"{table.shape[1]} blocks, got {seq_lens.min()} to {seq_lens.max()}")
-        used = table[np.arange(table.shape[1])[None] * size < seq_lens[:, None]]
+        begins = np.arange(table.shape[1], dtype=np.int64) * size
+        is_used = begins < seq_lens[:, None]
+        if isinstance(self.kind, RingTable):
+            first = seq_lens.astype(np.int64) - np.maximum(num_queries, 1) + 1 - call.window
+            is_used &= (begins + size > first[:, None]) | (begins < max(call.options.num_sink_tokens, 0))
+            last = np.maximum(seq_lens - 1, 0) // size
+            table = np.where(is_used, table, np.take_along_axis(table, last[:, None], 1))
+        used = table[is_used]
         if used.size and (used.min() < 0 or used.max() >= self.pool.num_blocks):
             raise ValueError(f"block_table must hold blocks between 0 and {self.pool.num_blocks - 1} for the tokens of "
                              f"seq_lens, got {used.min()} to {used.max()}")

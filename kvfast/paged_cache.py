@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .cache import KVCache
 from .formats import block_size_of, formats_of
 from .fused import Transform
-from .options import Options, check_size
+from .options import Options, check_block_size, check_size
 from .paged_sequence import Sequence
 from .paged_storage import BLOCK_SIZE, PagedStorage
+from .ring_cache import ROLLBACK, RingKVCache
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -33,8 +35,23 @@ class PagedKVCache(PagedStorage):
         As in `KVCache`.
     secure : bool
         As in `KVCache`: no block comes to another sequence, or back to the system, with what was in it.
+    sliding_window : int, optional
+        Tokens that a query sees, itself included; the blocks behind go back to the pool. None for all.
+    num_sink_tokens : int
+        First tokens of a sequence that it keeps and sees for ever, at most `sliding_window`.
+    rollback : int
+        With a window: how far `Sequence.truncate` can go back from the longest a sequence has been.
     v_head_dim : int, optional
         As in `KVCache`.
+
+    Raises
+    ------
+    ValueError
+        For a size out of range.
+    TypeError
+        For a list with a shape or window per layer: a block spans all layers, so that layers which differ need a pool for
+        each kind, and a model's sequence is one in each of them.
+    MemoryError
 
     Notes
     -----
@@ -44,6 +61,10 @@ class PagedKVCache(PagedStorage):
 
     A scheduler that keeps its own tables uses `append_batch`, `write_batch` and `attend_batch` with its own
     slots and block tables, and no sequences; in one pool it is one or the other.
+
+    With a window, a sequence is what a `RingKVCache` is to a `KVCache`. Its block table has -1 where blocks have gone
+    back, and a scheduler's own may have anything there: what no query sees is not read. A prefix is found as long as the
+    pool has those of its blocks that a sequence of its length holds.
 
     Threads that only read a pool and its sequences go together; one that changes them must be alone.
 
@@ -62,12 +83,45 @@ class PagedKVCache(PagedStorage):
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int,
                  block_size: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
-                 secure: bool = False, v_head_dim: int | None = None) -> None:
+                 secure: bool = False, sliding_window: int | None = None, num_sink_tokens: int = 0,
+                 rollback: int = ROLLBACK, v_head_dim: int | None = None) -> None:
+        for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim), ("sliding_window", sliding_window)):
+            if isinstance(value, (list, tuple)):
+                raise TypeError(f"{name} must be one number for all layers of a pool, got {value!r}: for layers that differ make "
+                                f"a PagedKVCache for each kind, and a sequence in each of them")
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
+        check_block_size(block_size)
+        # What has the tokens of a sequence to itself, without any.
+        if sliding_window is None:
+            if num_sink_tokens != 0:
+                raise ValueError(f"num_sink_tokens is for a sliding_window, without which all tokens are kept, got {num_sink_tokens}")
+            ring = None
+            self._alone = KVCache(num_layers, num_kv_heads, head_dim, dtype=formats, block_size=block_size,
+                                  v_head_dim=v_head_dim)
+        else:
+            window = check_size(sliding_window, "sliding_window", 1, 1 << 40)
+            self._alone = RingKVCache(num_layers, num_kv_heads, head_dim, window, num_sink_tokens, formats, rollback=rollback,
+                                      block_size=block_size, v_head_dim=v_head_dim)
+            ring = window, self._alone.num_sink_tokens, self._alone.rollback
         super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, secure=secure,
-                         v_head_dim=v_head_dim)
+                         v_head_dim=v_head_dim, ring=ring)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a query sees, or None for all."""
+        return getattr(self._alone, "window", None)
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """First tokens that sequences keep for ever, behind a window."""
+        return getattr(self._alone, "num_sink_tokens", 0)
+
+    @property
+    def rollback(self) -> int | None:
+        """How many tokens `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
+        return getattr(self._alone, "rollback", None)
 
     def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> None:
         """Store tokens of several sequences.
@@ -132,7 +186,8 @@ class PagedKVCache(PagedStorage):
             Each with the tokens that this layer of it holds; or instead
         block_table : integers of shape (num_sequences, max_blocks)
         seq_lens : integers of shape (num_sequences,)
-            Plain tables of blocks and the tokens in them, those of `q` included.
+            Plain tables of blocks and the tokens in them, those of `q` included. In a pool with a window no more than
+            the blocks of the sinks and of what the queries see need be there.
         cu_seqlens_q : integers of shape (num_sequences + 1,), optional
             Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; one each by default.
         cascade : bool
@@ -140,7 +195,7 @@ class PagedKVCache(PagedStorage):
             with a sliding window or chunks). The result differs by rounding.
         out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, \
         num_threads, attention_chunk_size
-            As in `KVCache.attend`.
+            As in `KVCache.attend`; in a pool with a window its own by default, and at most.
 
         Returns
         -------

@@ -36,7 +36,10 @@ class MLASequence(PagedSequence, LatentSequence):
 
     __slots__ = ()
 
-    _unpaged = MLAKVCache
+    def _with_buffer(self, buffer):
+        cache = object.__new__(MLAKVCache)
+        cache._buffer = buffer
+        return cache
 
 
 class PagedMLAKVCache(LatentRows, PagedStorage):

@@ -6,19 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .cache import KVCache
 from .options import check_size
 from .prefix import checked_token_ids
 from .sequence import SequenceBuffer
 from .sequence_cache import SequenceCache
 from .snapshot import Snapshot
 from .stored_sequence import StoredSequence
-from .table import BlockTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
 __all__ = ["Sequence"]
@@ -31,14 +29,12 @@ class PagedSequence(StoredSequence):
 
     is_paged = True
 
-    _unpaged = None  # the cache that has the same tokens to itself
-
     def __init__(self, pool: Any, token_ids: Any = (), digests: Any = (), salt: bytes = b"") -> None:
         """`digests`: of the full blocks of `token_ids`; those that the pool has are what the sequence starts with."""
         # A pool makes its sequences itself: what else comes here is no pool, and must not be taken for one.
         if getattr(type(pool), "_sequence", None) is not type(self):
             raise TypeError(f"a {type(self).__name__} is made by its pool: see new_sequence(), match_prefix() and fork()")
-        self._pool, self._table = pool, BlockTable(pool._buffer.pool)
+        self._pool, self._table = pool, pool._buffer.new_table()
         # Whatever fails below, this one gives back what the table has by then.
         self._buffer = SequenceBuffer([self._table], [(self._table, layer) for layer in range(pool.num_layers)])
         pool._buffer.start(self._table, digests)
@@ -93,10 +89,10 @@ class PagedSequence(StoredSequence):
         index, size, first = self._pool._buffer.index, self._pool.block_size, len(self._digests)
         if len(self._token_ids) // size > first:
             self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
-            blocks = self._buffer.block_ids(0)
             for i in range(first, len(self._digests)):
-                if not self._pool._buffer.pool.is_patched(int(blocks[i])):  # whoever finds a block reads codes
-                    index.add(self._digests[i], int(blocks[i]))
+                block = self._table.knowable_block(i)
+                if block >= 0:
+                    index.add(self._digests[i], block)
 
     def truncate(self, n: int) -> None:
         self._buffer.truncate(n, self._cut_ids)
@@ -165,12 +161,14 @@ class PagedSequence(StoredSequence):
             self._token_ids = None
 
     def _with_buffer(self, buffer):
-        cache = object.__new__(self._unpaged)
-        cache._buffer = buffer
-        return cache
+        """A cache that has the same tokens to itself."""
+        raise NotImplementedError
 
     def can_append(self, n: int) -> bool:
-        """Whether the pool has the blocks that `n` more tokens take."""
+        """Whether the pool has the blocks that `n` more tokens take, all of them before the next `advance`.
+
+        What leaves a window then comes back to the pool: in steps, a sequence with a window gets on with fewer.
+        """
         self._check_open()
         return self._pool._buffer.blocks_needed([self._table], [check_size(n, "n", 0, 1 << 60)]) <= self._pool.num_free_blocks
 
@@ -222,5 +220,23 @@ class Sequence(PagedSequence, SequenceCache):
 
     __slots__ = ()
 
-    _unpaged = KVCache
-    _settings = KVCache._settings
+    def positions(self, layer: int = 0) -> NDArray[np.int64]:
+        """Positions of the tokens that a layer shows, in the order of `k` and `v`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens,), int64
+            All of them; of a pool with a window the sinks, then the window, as `RingKVCache.positions`.
+        """
+        return self._buffer.positions(layer)
+
+    @property
+    def rollback(self) -> int | None:
+        """How many tokens `truncate` can go back from the longest the sequence has been; None for any number."""
+        return self._pool.rollback
+
+    def _with_buffer(self, buffer):
+        return self._pool._alone._with_buffer(buffer)
+
+    def _settings(self):
+        return self._pool._alone._settings()

@@ -29,8 +29,9 @@ class PagedStorage(StorageProperties):
     _sequence = PagedSequence  # what its sequences are
 
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
-                 v_head_dim=None):
-        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim)
+                 v_head_dim=None, ring=None):
+        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim,
+                                   ring)
 
     def new_sequence(self) -> Any:
         """An empty sequence.
@@ -94,9 +95,10 @@ class PagedStorage(StorageProperties):
         Returns
         -------
         ndarray of shape (num_sequences, max_blocks), int32
-            Filled up with -1.
+            Column i has the blocks of the positions from ``i * block_size`` on: -1 behind the last, and where a window has
+            left a block.
         """
-        blocks = [sequence.block_indices() for sequence in self._own(sequences)]
+        blocks = [table.block_row() for table in self._tables(sequences)]
         table = np.full((len(blocks), max([len(one) for one in blocks], default=0)), -1, np.int32)
         for row, one in zip(table, blocks):
             row[: len(one)] = one
@@ -140,7 +142,7 @@ class PagedStorage(StorageProperties):
         return None if sequences is None else self._tables(sequences), block_table, seq_lens
 
     def can_append(self, n: int) -> bool:
-        """Whether a new sequence of `n` tokens would find its blocks."""
+        """Whether a new sequence of `n` tokens would find its blocks, all of them before the next `advance`."""
         return -(-check_size(n, "n", 0, 1 << 60) // self.block_size) <= self.num_free_blocks
 
     def clear(self) -> None:

@@ -65,6 +65,10 @@ cdef class PrefixIndex:
             blocks.append(self._block_of[digest])
         return blocks
 
+    def look_up(self, digests):
+        """The block of each of `digests`, None where it is not known."""
+        return [self._block_of.get(digest) for digest in digests]
+
     def add(self, digest, int32_t block):
         """Make a full block known, unless its contents are already, in another block."""
         if digest not in self._block_of and self._digest_of[block] is None:

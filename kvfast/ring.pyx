@@ -1,6 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The ring: the last `window` tokens, the first `num_sink_tokens` (StreamingLLM, arXiv 2309.17453), and a
 slack of `rollback` tokens behind the window, so that going back that far is exact."""
+from libc.stdint cimport int32_t
 from libc.string cimport memmove
 
 from kvfast.options cimport check_count
@@ -47,18 +48,53 @@ cdef class RingTable(BlockTable):
 
     cdef int forget(self) except -1:
         cdef Py_ssize_t i, gone
+        cdef int32_t block
         self.evicted = self._evicted_at(self.length)
         gone = self._gone(self.evicted)
         if gone <= 0:
             return 0
         for i in range(gone):
-            self.pool.release(self.blocks[self.sink_blocks + i])
+            block = self.blocks[self.sink_blocks + i]
+            if self.pool.floats is not None and self.sink_blocks + self.skipped + i and self.pool.owners[block] == 1:
+                self.pool.floats.drop(block, 0)  # a block that stays known keeps those of the sequence's start alone
+            self.pool.release(block)
         memmove(self.blocks + self.sink_blocks, self.blocks + self.sink_blocks + gone,
                 (self.count - self.sink_blocks - gone) * sizeof(self.blocks[0]))
         self.count -= gone
         self.skipped += gone
         self.pool.trim()
         return 0
+
+    cdef int start(self, digests) except -1:
+        """Those of the longest prefix of which all blocks are known that a sequence of its length holds."""
+        cdef Py_ssize_t size = self.pool.block_size, count, skipped, known = 0, found = 0
+        cdef list blocks = self.pool.index.look_up(digests)
+        for count in range(1, len(blocks) + 1):
+            known = 0 if blocks[count - 1] is None else known + 1
+            if known == 0 and count <= self.sink_blocks:
+                break
+            skipped = self.skipped_at(count * size)
+            if known >= count - (self.sink_blocks + skipped if skipped else 0):
+                found = count
+        skipped = self.skipped_at(found * size)
+        if skipped:
+            blocks = blocks[:self.sink_blocks] + blocks[self.sink_blocks + skipped:found]
+        self.begin_with(blocks[:found - skipped], skipped)
+        self.evicted = self._evicted_at(self.length)
+        return 0
+
+    cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
+        """Blocks of another size skip what is gone of the other's."""
+        cdef Py_ssize_t evicted = (<RingTable>other).evicted
+        if self.pool.block_size == other.pool.block_size:
+            return other.skipped
+        return max(<Py_ssize_t>0, evicted // self.pool.block_size - self.sink_blocks)
+
+    cdef list pieces_of(self, BlockTable other):
+        if self.pool.block_size == other.pool.block_size:
+            return BlockTable.pieces_of(self, other)
+        # Only the start of the sequence: where blocks are finished, all have one size.
+        return [0] if self.pool.has_sinks and other._longest() and (self.sink_blocks or self.skipped_of(other) == 0) else []
 
     cdef BlockTable empty(self, BlockPool pool):
         return RingTable(pool, self.window, self.num_sink_tokens, self.rollback)

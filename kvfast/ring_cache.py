@@ -9,7 +9,7 @@ import numpy as np
 from .formats import block_size_of, formats_of
 from .fused import Transform, rotated
 from .layer_groups import buffer_of, per_layer, shapes_of
-from .options import check_size
+from .options import check_block_size, check_size
 from .pool import BlockPool
 from .ring import RingTable
 from .rope import RotaryTables
@@ -56,7 +56,7 @@ class RingKVCache(SequenceCache):
         For ``rope="cache"``: base of the angles, dimensions that turn (all of head_dim by default), radians per
         position for each pair instead of `rope_theta`, and whether dimension 2i turns with 2i + 1 instead of
         i with i + rotary_dim // 2.
-    secure : bool
+    secure, block_size
         As in `KVCache`.
     v_head_dim : int, or a list with one per layer, optional
         As in `KVCache`.
@@ -96,7 +96,7 @@ class RingKVCache(SequenceCache):
                  window: int | None | Sequence[int | None], num_sink_tokens: int = 0, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
                  rollback: int = ROLLBACK, rope: Literal['cache'] | None = None, rope_theta: float = 10000.0,
                  rotary_dim: int | None = None, rope_frequencies: ArrayLike | None = None,
-                 rope_interleaved: bool = False, secure: bool = False,
+                 rope_interleaved: bool = False, secure: bool = False, block_size: int | None = None,
                  v_head_dim: int | None | Sequence[int | None] = None) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
         shapes = shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers)
@@ -128,7 +128,7 @@ class RingKVCache(SequenceCache):
         self._windows, self._num_sink_tokens, self._rollback = windows, num_sink_tokens, rollback
 
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
-        block_size = block_size_of(formats, None, BLOCK_SIZE)
+        block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
 
         def new_table(kind, layers):
             one, *shape, v_dim = kind
@@ -184,10 +184,7 @@ class RingKVCache(SequenceCache):
             raise ValueError(f"a ring has no max_seq_len, got {max_seq_len}")
         if rope is not None:
             settings |= {"rope": "cache", "rope_frequencies": rope["frequencies"], "rope_interleaved": rope["interleaved"]}
-        ring = cls(window=window, **settings)
-        if block_size != ring.block_size:
-            raise ValueError(f"this ring has blocks of {ring.block_size} tokens, got {block_size}")
-        return ring
+        return cls(window=window, block_size=block_size, **settings)
 
     def positions(self, layer: int = 0) -> NDArray[np.int64]:
         """Absolute positions of the tokens that a layer shows, in the order of `k` and `v`.

@@ -5,6 +5,10 @@ from kvfast.pool cimport BlockPool
 from kvfast.table cimport BlockTable
 
 
+cdef int fit_window(BlockTable table, AttendCall call) except -1
+cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) except -1
+
+
 cdef class SequenceBuffer:
     cdef readonly list tables          # of BlockTable: one for each group of layers with one window and one shape
     cdef list places                   # of (table, layer in it) for each layer
@@ -24,4 +28,3 @@ cdef class SequenceBuffer:
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
     cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
                           Options options)
-    cdef int _limit(self, BlockTable table, AttendCall call) except -1

@@ -21,6 +21,27 @@ cdef tuple _shape_of(BlockTable table):
     return table.pool.num_kv_heads, table.pool.head_dim, table.pool.v_head_dim
 
 
+cdef int fit_window(BlockTable table, AttendCall call) except -1:
+    """A ring shows what it holds: its window and its sinks, or less."""
+    cdef RingTable ring
+    if table.limit(&call.window, &call.options.num_sink_tokens):
+        return 0
+    ring = table
+    if call.window > ring.window:
+        raise ValueError(f"sliding_window must be at most the {ring.window} tokens that the ring keeps, "
+                         f"got {call.window}")
+    raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
+                     f"got {call.options.num_sink_tokens}")
+
+
+cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) except -1:
+    """After `ask`: the keys that the first of its queries sees must be there."""
+    if not table.holds(call.call.queries[first_query].start):
+        raise ValueError(f"the first query, at position {call.call.queries[first_query].position}, needs the keys from "
+                         f"position {call.call.queries[first_query].start} on, and the ring has dropped some of them")
+    return 0
+
+
 cdef class SequenceBuffer:
     def __init__(self, list tables, list places, max_seq_len=None):
         self.tables, self.places, self.max_seq_len = tables, places, max_seq_len
@@ -150,25 +171,11 @@ cdef class SequenceBuffer:
             call.call.sink_q = call.sink_q.rows
         if rope_q is not None:
             call.set_rope(rope_q)
-        self._limit(table, call)
+        fit_window(table, call)
         call.ask(&context, 0, call.call.q.tokens)
-        if not table.holds(call.call.queries[0].start):
-            raise ValueError(f"the first query, at position {call.call.queries[0].position}, needs the keys from "
-                             f"position {call.call.queries[0].start} on, and the ring has dropped some of them")
+        check_held(table, call, 0)
         call.add(&context, 0, call.call.q.tokens, 0, 0)
         return call
-
-    cdef int _limit(self, BlockTable table, AttendCall call) except -1:
-        """A ring shows what it holds: its window and its sinks, or less."""
-        cdef RingTable ring
-        if table.limit(&call.window, &call.options.num_sink_tokens):
-            return 0
-        ring = table
-        if call.window > ring.window:
-            raise ValueError(f"sliding_window must be at most the {ring.window} tokens that the ring keeps, "
-                             f"got {call.window}")
-        raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
-                         f"got {call.options.num_sink_tokens}")
 
     # What more a sequence knows of its tokens it changes in `begin`: no other thread is in then, and nothing fails behind it.
 
@@ -327,7 +334,7 @@ cdef class SequenceBuffer:
     cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1:
         cdef Py_ssize_t i
         cdef BlockTable table
-        cdef list pieces = [(<BlockTable>table)._pieces((<BlockTable>table)._longest()) for table in other.tables]
+        cdef list pieces = [(<BlockTable>mine).pieces_of(<BlockTable>table) for mine, table in zip(self.tables, other.tables)]
         for i in range(len(self.tables)):
             table = self.tables[i]
             table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))

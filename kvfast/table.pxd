@@ -47,7 +47,11 @@ cdef class BlockTable(BlockMap):
     cdef BlockTable empty(self, BlockPool pool)
     cdef int copy_place(self, BlockTable other) except -1
     cdef Py_ssize_t num_slots(self) noexcept nogil
+    cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
+    cdef list pieces_of(self, BlockTable other)
+    cdef int start(self, digests) except -1
+    cdef int begin_with(self, list blocks, Py_ssize_t skipped) except -1
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1
     cdef int _exchange(self, Py_ssize_t count) except -1
     cdef int open(self, Py_ssize_t count) except -1

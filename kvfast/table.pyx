@@ -160,12 +160,14 @@ cdef class BlockTable(BlockMap):
 
     cdef int prepare(self, Py_ssize_t n) except -1:
         """What of `advance` can fail: encode the blocks that become full. Nobody reads their codes before."""
-        cdef Py_ssize_t size = self.pool.block_size, skipped = self.skipped_at(self.length + n), index
-        cdef Py_ssize_t gone = self.sink_blocks + skipped if skipped else 0
+        cdef Py_ssize_t size = self.pool.block_size, skipped = self.skipped, index, gone
         cdef int32_t[::1] view
         cdef uint8_t[::1] unfit
         if not self.pool.finishes:
             return 0
+        if self.pool.index is None:  # else also those that go at once may be found by their tokens
+            skipped = self.skipped_at(self.length + n)
+        gone = self.sink_blocks + skipped if skipped else 0
         full = [self.slot(index * size) // size for index in range(self.length // size, (self.length + n) // size)
                 if index >= gone or index < self.sink_blocks]
         if full:
@@ -276,7 +278,7 @@ cdef class BlockTable(BlockMap):
 
     cdef int copy_place(self, BlockTable other) except -1:
         """Take over how many tokens there are, and which of them are left, of a sequence of the same kind."""
-        self.sink_blocks, self.skipped, self.length, self.coded = other.sink_blocks, other.skipped, other.length, other.coded
+        self.skipped, self.length, self.coded = self.skipped_of(other), other.length, other.coded
         memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
         return 0
 
@@ -309,6 +311,29 @@ cdef class BlockTable(BlockMap):
         self.reserve_list(count)
         return 0
 
+    cdef int start(self, digests) except -1:
+        """Let an empty table begin with the blocks that its pool knows by the first of some digests."""
+        self.begin_with(self.pool.index.find(digests), 0)
+        return 0
+
+    cdef int begin_with(self, list blocks, Py_ssize_t skipped) except -1:
+        """Let an empty table have full blocks whose contents are known, where so many of them are skipped."""
+        cdef Py_ssize_t i
+        self.adopt(blocks)
+        self.skipped = skipped
+        self.length = self.coded = (self.count + skipped) * self.pool.block_size
+        for i in range(self.pool.num_layers):
+            self.lengths[i] = self.length
+        return 0
+
+    def knowable_block(self, Py_ssize_t index):
+        """The full block of an index, or -1 if not all its tokens are there, as codes: whoever finds it reads those."""
+        cdef int32_t block
+        if not self.holds(index * self.pool.block_size):
+            return -1
+        block = self.blocks[entry_of(self, index)]
+        return -1 if self.pool.is_patched(block) else block
+
     cdef int open(self, Py_ssize_t count) except -1:
         """Exchange all blocks for `count` others."""
         self.reserve(count, 0)
@@ -328,9 +353,17 @@ cdef class BlockTable(BlockMap):
             longest = max(longest, self.lengths[i])
         return longest - self.skipped * self.pool.block_size
 
+    cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
+        """Blocks that this table skips where it is the equal of another; see `ring`."""
+        return other.skipped
+
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept:
         """Blocks of this pool that hold what another table holds."""
-        return (other.num_slots() + self.pool.block_size - 1) // self.pool.block_size
+        return (other._longest() + self.pool.block_size - 1) // self.pool.block_size - self.skipped_of(other)
+
+    cdef list pieces_of(self, BlockTable other):
+        """`_pieces` of this table where it is the equal of another; see `ring`."""
+        return other._pieces(other._longest())
 
     cdef void _keep(self, Py_ssize_t kept) noexcept:
         """Take over `_kept`."""

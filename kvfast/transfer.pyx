@@ -16,19 +16,22 @@ cdef BlockTable clone_table(BlockTable table, BlockPool pool):
     """A deep copy in another pool of the same layers. As nobody has it yet, a signal handler that raises may end it on
     the way."""
     cdef BlockTable other = table.empty(pool)
-    cdef list pieces = table._pieces(table._longest())
+    cdef list pieces = other.pieces_of(table)
     other.reserve(other.blocks_of(table), len(pieces))
     copy_table(table, other, pieces, True)
     return other
 
 
 cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_stop) except -1:
-    """Let a table become the equal of one of another pool, with a copy of its tokens: after `reserve`, with the source's
-    `_pieces`."""
+    """Let a table become the equal of one of another pool, with a copy of its tokens: after `reserve`, with its `pieces_of`
+    the source."""
     target._exchange(target.blocks_of(source))
-    copy_slots(source.pool.stores, source.blocks, target.pool.stores, target.blocks, target.pool.num_layers, source.num_slots(),
-               source._slots_with_codes(), may_stop)
     target.copy_place(source)
+    if source.pool.block_size != target.pool.block_size and (source.skipped or target.skipped):
+        _copy_held(source, target)
+    else:
+        copy_slots(source.pool.stores, source.blocks, target.pool.stores, target.blocks, target.pool.num_layers,
+                   source.num_slots(), source._slots_with_codes(), may_stop)
     target._keep(source._kept())
     target._patch(source._patches(source._longest()))
     if target.pool.floats is not None:
@@ -39,14 +42,53 @@ cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_
 cdef int _copy_floats(BlockTable source, BlockTable target, list pieces) except -1:
     """The float rows of a sequence with the same place."""
     cdef Py_ssize_t position, longest = source._longest(), size = target.pool.block_size
+    cdef const kv_store *stores
+    cdef int32_t piece
     cdef int64_t slot
     for position in pieces:
         slot = target.slot(position)
         target.pool.floats.add(<int32_t>(slot // size), slot % size, slot % size + PIECE)
-        _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // PIECE],
-                    target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // PIECE], target.pool.num_layers,
-                    min(longest - position, PIECE))
+        stores, piece = target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // PIECE]
+        if source.keeps(position // source.pool.block_size):
+            _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // PIECE],
+                        stores, piece, target.pool.num_layers, min(longest - position, PIECE))
+        else:
+            _copy_piece(stores, piece, stores, piece, target.pool.num_layers, 0)  # zeros, which nobody reads
     return 0
+
+
+cdef int _copy_held(BlockTable source, BlockTable target) except -1:
+    """Copy the codes of the positions that both tables have blocks for, and zero all others.
+
+    For rings whose blocks have different sizes: one may skip what the other still has, before what a query can see. That is
+    no more than a window, and no layer finishes blocks.
+    """
+    cdef const kv_kernels *kernels = active()
+    cdef Py_ssize_t task
+    with nogil:
+        for task in range(target.pool.num_layers * target.pool.num_kv_heads * 2):
+            _copy_held_side(kernels, source, target, task)
+    return 0
+
+
+cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTable target, Py_ssize_t task) noexcept nogil:
+    """One side of one head of one layer."""
+    cdef bint values = task % 2
+    cdef Py_ssize_t head = task // 2 % source.pool.num_kv_heads, layer = task // 2 // source.pool.num_kv_heads
+    cdef Py_ssize_t size = source.pool.block_size, target_size = target.pool.block_size, entry, position, first
+    cdef const kv_store *store = source.pool.stores + layer
+    cdef const kv_store *into = target.pool.stores + layer
+    cdef const kv_side *side = &store.v if values else &store.k
+    cdef const kv_side *target_side = &into.v if values else &into.k
+    for entry in range(target.count):
+        memset(_block(into, target.blocks[entry], head, values), 0, target_side.bytes)
+    for entry in range(source.count):
+        first = (entry if entry < source.sink_blocks else entry + source.skipped) * size
+        for position in range(first, min(first + size, source.lengths[layer])):
+            if target.keeps(position // target_size):
+                kernels.copy_token(side, _block(store, source.blocks[entry], head, values), <int>(position - first), target_side,
+                                   _block(into, <int32_t>(target.slot(position) // target_size), head, values),
+                                   <int>(position % target_size), values)
 
 
 cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv_store *target, const int32_t *to_blocks,

@@ -89,12 +89,12 @@ def fill(cache, rng, n):
 
 def contents(cache):
     """What a cache shows and what it computes, as arrays."""
-    shown = [np.array([len(cache)])]
+    shown, rollback = [np.array([len(cache)])], getattr(cache, "rollback", None)
     for layer in range(cache.num_layers):
         shown += [np.array(cache.k(layer)), np.array(cache.v(layer))]
         if cache.layer_length(layer):
             shown.append(
-                cache.attend(layer, QUERIES[: min(1 + getattr(cache, "rollback", 2), 3, cache.layer_length(layer))])
+                cache.attend(layer, QUERIES[: min(1 + (2 if rollback is None else rollback), 3, cache.layer_length(layer))])
             )
     return shown
 

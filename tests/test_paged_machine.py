@@ -1,9 +1,9 @@
 """PagedKVCache against a KVCache for each sequence and a model of its blocks, over random sequences of calls; and so
-PagedMLAKVCache and MLAKVCache."""
+PagedMLAKVCache and MLAKVCache, and pools with a window and RingKVCache."""
 
 import numpy as np
 import pytest
-from cache_kinds import ANY_BLOCK, PLAIN, close, format_of, same, storage_settings
+from cache_kinds import ANY_BLOCK, PLAIN, alike, close, format_of, same, storage_settings
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -26,23 +26,27 @@ def rows(ids, first, layer):
 
 
 class Model:
-    """A sequence, its tokens, a cache of its own that holds them, and the blocks that it was last seen to have."""
+    """A sequence, its tokens, a cache of its own that holds them, and the blocks that it was last seen to have, -1 for one
+    that it has given back."""
 
-    def __init__(self, sequence, whole, ids=(), blocks=(), salt=b"", named=True):
+    def __init__(self, sequence, whole, ids=(), blocks=(), salt=b"", named=True, high=0):
         self.sequence, self.whole, self.ids, self.blocks = sequence, whole, list(ids), list(blocks)
         self.salt, self.named = salt, named  # named: all tokens came with their ids
+        self.high = high  # the most tokens since it was empty
 
 
 class PagedMachine(RuleBasedStateMachine):
     # What latent rows do differently.
 
     storage = storage_settings()
+    window, num_sink_tokens, rollback = None, 0, 0
+    rings = st.none()
 
     def new_pool(self, num_blocks, block_size):
         return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, block_size, **self.dtypes)
 
-    def new_whole(self):
-        return kvfast.KVCache(LAYERS, HEADS, DIM, **self.dtypes)
+    def new_whole(self, block_size=None):
+        return kvfast.KVCache(LAYERS, HEADS, DIM, block_size=block_size, **self.dtypes)
 
     def format_of(self, storage):
         return format_of(storage)
@@ -65,9 +69,30 @@ class PagedMachine(RuleBasedStateMachine):
     def values_dtype(self):
         return self.format.v_dtype
 
+    # What a window does.
+
+    def evicted(self, high):
+        """First position outside the sinks that a sequence of once `high` tokens has."""
+        return max(0, high - self.window - self.rollback) if self.window else 0
+
+    def holds(self, model, position):
+        evicted = self.evicted(model.high)
+        return position >= evicted or evicted <= self.num_sink_tokens
+
+    def without_skipped(self, blocks, high):
+        """-1 for those of a list that are behind the window."""
+        first = -(-self.num_sink_tokens // self.size)
+        return [-1 if first <= i < self.evicted(high) // self.size else block for i, block in enumerate(blocks)]
+
+    def shown_positions(self, model):
+        oldest = max(0, len(model.ids) - self.window) if self.window else 0
+        return np.r_[: min(oldest, self.num_sink_tokens), oldest : len(model.ids)]
+
     @initialize(num_blocks=st.integers(4, 24), block_size=st.sampled_from([16, 32, 64]), data=st.data(), seed=st.integers(0, 99))
     def start(self, num_blocks, block_size, data, seed):
-        storage = data.draw(self.storage)
+        storage, ring = data.draw(self.storage), data.draw(self.rings)
+        if ring is not None:
+            self.window, self.rollback, self.num_sink_tokens = *ring[:2], min(ring[2], ring[0])
         self.dtypes, self.format = storage, self.format_of(storage)
         block_size = self.format.block or block_size
         self.rng, self.size = np.random.default_rng(seed), block_size
@@ -78,9 +103,11 @@ class PagedMachine(RuleBasedStateMachine):
 
     def watch(self, model):
         """Follow a table to the blocks it has now: new ones were taken, missing ones given back."""
-        old, model.blocks = model.blocks, model.sequence.block_indices().tolist()
+        old, model.blocks = model.blocks, model.sequence._table.block_row().tolist()
         for i, block in enumerate(model.blocks):
-            if old[i : i + 1] != [block]:
+            if block == -1:
+                self.give_back(old[i : i + 1])
+            elif old[i : i + 1] != [block]:
                 assert self.owners[block] == 0
                 if block in self.known.values():
                     assert self.idle.pop(0) == block and len(self.idle) + 1 == np.sum(self.owners == 0)
@@ -91,6 +118,8 @@ class PagedMachine(RuleBasedStateMachine):
 
     def give_back(self, blocks):
         for block in reversed(blocks):
+            if block == -1:
+                continue
             self.owners[block] -= 1
             if self.owners[block] == 0 and block in self.known.values():
                 self.idle.append(block)
@@ -98,8 +127,9 @@ class PagedMachine(RuleBasedStateMachine):
     def adopt(self, model):
         """A new sequence, with blocks that are there already."""
         self.live.append(model)
-        assert model.sequence.block_indices().tolist() == model.blocks
-        for block in model.blocks:
+        assert model.sequence._table.block_row().tolist() == model.blocks
+        assert model.sequence.block_indices().tolist() == [block for block in model.blocks if block >= 0]
+        for block in model.sequence.block_indices():
             self.owners[block] += 1
         self.idle = [block for block in self.idle if block not in model.blocks]
         if len(self.live) > 6:
@@ -140,10 +170,16 @@ class PagedMachine(RuleBasedStateMachine):
             model.sequence.advance(len(ids), token_ids=ids if named else None)
             self.follow(model, ids)
             model.named = model.named and named
-            for at in range((len(model.ids) - len(ids)) // self.size, len(model.ids) // self.size * model.named):
-                key = model.salt, tuple(model.ids[: (at + 1) * self.size])
-                if key not in self.known and model.blocks[at] not in self.known.values():
-                    self.known[key] = model.blocks[at]
+            self.make_known(model, len(model.ids) - len(ids))
+            model.high = max(model.high, len(model.ids))
+            self.watch(model)
+
+    def make_known(self, model, first):
+        """The blocks that are full since there were `first` tokens."""
+        for at in range(first // self.size, len(model.ids) // self.size * model.named):
+            key = model.salt, tuple(model.ids[: (at + 1) * self.size])
+            if key not in self.known and model.blocks[at] not in self.known.values() and self.holds(model, at * self.size):
+                self.known[key] = model.blocks[at]
 
     def follow(self, model, new):
         """Give the model's own cache the same tokens."""
@@ -170,21 +206,18 @@ class PagedMachine(RuleBasedStateMachine):
         others = [model.ids for model in self.live] + [list(ids) for _, ids in self.known]
         ids = others[like % len(others)]
         ids = ids[: int(keep * len(ids))] + self.new_ids(n)
-        blocks = []
-        for end in range(self.size, len(ids), self.size):
-            if (salt, tuple(ids[:end])) not in self.known:
-                break
-            blocks.append(self.known[salt, tuple(ids[:end])])
-        found = len(blocks) * self.size
+        every = [self.known.get((salt, tuple(ids[:end]))) for end in range(self.size, len(ids), self.size)]
+        counts = [n for n in range(len(every) + 1) if None not in self.without_skipped(every[:n], n * self.size)]
+        found = max(counts) * self.size
         sequence = self.pool.match_prefix(ids, salt)
         assert len(sequence) == sequence.num_cached_tokens == found
-        model = Model(sequence, self.new_whole(), [], blocks, salt)
+        model = Model(sequence, self.new_whole(), [], self.without_skipped(every[: max(counts)], found), salt, high=found)
         if found and self.format.finishes:
             # The codes of a block depend on what its tokens were when it became full: another sequence's rows.
             model.whole.restore(sequence.snapshot())
             model.ids = ids[:found]
             for layer in range(LAYERS):
-                assert close(self.shown(sequence, layer), rows(model.ids, 0, layer))
+                assert close(self.shown(sequence, layer), rows(model.ids, 0, layer)[:, self.shown_positions(model)])
         elif found:
             self.follow(model, ids[:found])
         self.adopt(model)
@@ -213,16 +246,39 @@ class PagedMachine(RuleBasedStateMachine):
     def truncate(self, which, keep):
         [model] = self.some([which])
         n = int(keep * len(model.ids))
+        if n and not self.holds(model, n - self.window if self.window and n > self.window else 0):
+            with pytest.raises(ValueError, match="cannot go back"):
+                model.sequence.truncate(n)
+            n = max(n, model.high - self.rollback)
         model.sequence.truncate(n)
         model.whole.truncate(n)
-        model.ids, model.named = model.ids[:n], model.named or n == 0
+        model.ids, model.named, model.high = model.ids[:n], model.named or n == 0, model.high if n else 0
         self.watch(model)
 
     @rule(which=WHICH)
     def fork(self, which):
         [model] = self.some([which])
-        self.adopt(Model(model.sequence.fork(), model.whole.copy(), model.ids, model.blocks, model.salt, model.named))
+        self.adopt(Model(model.sequence.fork(), model.whole.copy(), model.ids, model.blocks, model.salt, model.named, model.high))
         self.attend_batch([], 0, 8, None, 2)  # few queries to shared blocks: what a cascade is for
+
+    @rule(which=WHICH, size=st.sampled_from([16, 64, 256]), told=st.booleans())
+    def restore_from_another_cache(self, which, size, told):
+        """One with blocks of another size, if that may be."""
+        [model] = self.some([which])
+        other = self.new_whole(self.size if self.format.block else size)
+        other.restore(model.sequence.snapshot())
+        assert self.same(other, model.whole)
+        copy = Model(self.pool.new_sequence(), other, model.ids, [], b"", told or not model.ids, model.high)
+        try:
+            copy.sequence.restore(other.snapshot(copy.ids if told else None))
+        except kvfast.CacheFullError:
+            copy.sequence.free()
+            return
+        self.watch(copy)
+        self.make_known(copy, 0)
+        for block in copy.sequence.block_indices():
+            self.owners[block] -= 1  # `adopt` counts it
+        self.adopt(copy)
 
     @rule(which=WHICH)
     def through_arrays(self, which):
@@ -251,7 +307,7 @@ class PagedMachine(RuleBasedStateMachine):
           window=st.sampled_from([None, None, 30]), group=st.integers(1, 3))
     def attend_batch(self, which, layer, most, window, group):
         models = [model for model in self.some(which or range(6)) if model.ids] or self.live
-        counts = [int(self.rng.integers(min(most, len(model.ids)) + 1)) for model in models]
+        counts = [int(self.rng.integers(min(most, self.most_queries(model)) + 1)) for model in models]
         if not sum(counts):
             return
         q, options = self.queries(sum(counts), group, window)
@@ -274,12 +330,18 @@ class PagedMachine(RuleBasedStateMachine):
             limit = HALVES_BOUND
         assert relative_error(self.pool.attend_batch(*batch, cascade=True, **options), alone) < limit
 
+    def most_queries(self, model):
+        held = self.rollback + 1 - (model.high - len(model.ids))
+        return len(model.ids) if self.holds(model, 0) else min(held, len(model.ids))
+
     @invariant()
     def blocks_are_accounted_for(self):
         if not hasattr(self, "pool"):
             return
         table = self.pool.block_table([model.sequence for model in self.live])
-        assert [row[row >= 0].tolist() for row in table] == [model.blocks for model in self.live]
+        for row, model in zip(table, self.live):
+            assert row[: len(model.blocks)].tolist() == model.blocks == self.without_skipped(model.blocks, model.high)
+            assert -1 not in model.blocks[self.evicted(model.high) // self.size :] and (row[len(model.blocks) :] == -1).all()
         counts = np.bincount(table[table >= 0], minlength=self.pool.num_blocks)
         assert np.array_equal(self.pool._buffer.owners(), counts) and np.array_equal(self.owners, counts)
         assert self.pool.num_blocks - self.pool.num_free_blocks == np.count_nonzero(counts)
@@ -293,7 +355,7 @@ class PagedMachine(RuleBasedStateMachine):
             for layer in range(LAYERS):
                 shown = self.shown(model.sequence, layer)
                 assert np.array_equal(shown, self.shown(model.whole, layer))
-                assert close(shown, rows(model.ids, 0, layer))
+                assert close(shown, rows(model.ids, 0, layer)[:, self.shown_positions(model)])
 
     def teardown(self):
         if hasattr(self, "pool"):
@@ -302,6 +364,28 @@ class PagedMachine(RuleBasedStateMachine):
             assert self.pool.num_free_blocks == self.pool.num_blocks
             self.pool.clear()
             assert self.pool.num_cached_blocks == 0
+
+
+class PagedWindowMachine(PagedMachine):
+    """Sequences that give back what is behind a window."""
+
+    rings = st.tuples(st.integers(1, 150), st.sampled_from([0, 10, 64]), st.sampled_from([0, 5, 20]))
+
+    @property
+    def settings(self):
+        return {"num_sink_tokens": self.num_sink_tokens, "rollback": self.rollback}
+
+    def new_pool(self, num_blocks, block_size):
+        return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, block_size, sliding_window=self.window, **self.settings, **self.dtypes)
+
+    def new_whole(self, block_size=None):
+        return kvfast.RingKVCache(LAYERS, HEADS, DIM, self.window, block_size=block_size, **self.settings, **self.dtypes)
+
+    def queries(self, n, group, window):
+        return super().queries(n, group, window and min(window, self.window))
+
+    def same(self, first, second):
+        return alike(first, second)
 
 
 class PagedLatentMachine(PagedMachine):
@@ -315,8 +399,8 @@ class PagedLatentMachine(PagedMachine):
     def new_pool(self, num_blocks, block_size):
         return kvfast.PagedMLAKVCache(*self.shape, num_blocks, block_size, **self.dtypes)
 
-    def new_whole(self):
-        return kvfast.MLAKVCache(*self.shape, **self.dtypes)
+    def new_whole(self, block_size=None):
+        return kvfast.MLAKVCache(*self.shape, block_size=block_size, **self.dtypes)
 
     def format_of(self, storage):
         return kvfast.MLAKVCache(*self.shape, **storage).format
@@ -346,5 +430,7 @@ class PagedLatentMachine(PagedMachine):
 
 TestPagedMachine = PagedMachine.TestCase
 TestPagedMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestPagedWindowMachine = PagedWindowMachine.TestCase
+TestPagedWindowMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 TestPagedLatentMachine = PagedLatentMachine.TestCase
 TestPagedLatentMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -123,7 +123,9 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
 
 def _draft_limit(cache, limit):
     """How many guesses, at most `limit`, can follow one token into the cache, and leave it again exactly."""
-    limit = min(limit, FEW_TOKENS - 1, getattr(cache, "rollback", limit))
+    limit = min(limit, FEW_TOKENS - 1)
+    if getattr(cache, "rollback", None) is not None:
+        limit = min(limit, cache.rollback)
     if cache.max_seq_len is not None:
         limit = min(limit, cache.max_seq_len - len(cache) - 1)
     if cache.is_paged:

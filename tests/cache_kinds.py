@@ -29,7 +29,8 @@ RINGS = {
         "rope_interleaved": True,
     },
 }
-KINDS = ["growing", "bounded", "sequence", *RINGS]
+KINDS = ["growing", "bounded", "sequence", "sequence with window", *RINGS]
+ALONE = {"sequence": kvfast.KVCache, "sequence with window": kvfast.RingKVCache}  # what has the same tokens to itself
 
 
 def make(kind, dtype="int4"):
@@ -41,6 +42,10 @@ def make(kind, dtype="int4"):
     if kind == "sequence":
         size = None if finishes(dtype) else 32
         return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=40, block_size=size, dtype=dtype).new_sequence()
+    if kind == "sequence with window":
+        size = None if finishes(dtype) else 16
+        window = {"sliding_window": 90, "num_sink_tokens": 5, "rollback": 10}
+        return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=80, block_size=size, dtype=dtype, **window).new_sequence()
     return kvfast.RingKVCache(LAYERS, HEADS, DIM, dtype=dtype, **RINGS[kind])
 
 

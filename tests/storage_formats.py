@@ -57,11 +57,14 @@ def make(kind, form, dim=20, heads=HEADS):
         return kvfast.KVCache(layers, heads, dim, 1000, dtype=form)
     if kind == "sequence":
         return kvfast.PagedKVCache(layers, heads, dim, 80, dtype=form).new_sequence()
+    if kind == "sequence with window":
+        window = {"sliding_window": 90, "num_sink_tokens": 5, "rollback": 100}
+        return kvfast.PagedKVCache(layers, heads, dim, 80, dtype=form, **window).new_sequence()
     windows = {"ring": 90, "wide ring": 2000, "ring and whole layer": [90] + [None] * (layers - 1)}
     return kvfast.RingKVCache(layers, heads, dim, windows[kind], num_sink_tokens=5, rollback=100, dtype=form)
 
 
-KINDS = ["growing", "bounded", "sequence", "ring", "wide ring", "ring and whole layer"]
+KINDS = ["growing", "bounded", "sequence", "sequence with window", "ring", "wide ring", "ring and whole layer"]
 
 
 class Stream:

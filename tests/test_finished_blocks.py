@@ -42,7 +42,7 @@ def far_back(cache, stream, path):
     for longest, n in ((320, 250), (262, 240), (300, 241), (333, 250), (333, 260)):
         stream.feed(cache, longest, 50)
         cache.truncate(n)
-    if not hasattr(cache, "window"):
+    if getattr(cache, "rollback", None) is None:
         for n in (100, 0, 200, 40, 128, 13):
             stream.feed(cache, LENGTH, 90)
             cache.truncate(n)
@@ -77,7 +77,9 @@ def restored(cache, stream, path):
     snapshot = stream.feed(cache, 203, 3).snapshot()
     other = snapshot.to_cache()
     if isinstance(cache, kvfast.Sequence):
-        other = kvfast.PagedKVCache(*shape(cache), 20, dtype=list(cache._buffer.formats)).restore(snapshot)
+        names = () if cache.rollback is None else ("sliding_window", "num_sink_tokens", "rollback")
+        window = {name: getattr(cache.pool, name) for name in names}
+        other = kvfast.PagedKVCache(*shape(cache), 20, dtype=list(cache._buffer.formats), **window).restore(snapshot)
         Stream(77, LENGTH).feed(cache, 300)
     return stream.feed(other, LENGTH, 7)
 

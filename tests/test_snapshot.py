@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 from cache_kinds import (
+    ALONE,
     ANY_BLOCK,
     CENTRED,
     DIM,
@@ -80,7 +81,7 @@ def test_restored_cache_goes_on_like_the_first_time(rng, kind, dtype):
 def test_snapshot_outlives_its_cache(rng, kind, dtype):
     cache = fill(make(kind, dtype), rng, 200)
     snapshot, before, bytes_before = cache.snapshot(), contents(cache), stored(cache)
-    if kind == "sequence":
+    if kind in ALONE:
         cache.free()
     del cache
     gc.collect()
@@ -91,7 +92,7 @@ def test_snapshot_outlives_its_cache(rng, kind, dtype):
         assert same(fresh, before)
         fill(fresh, rng, 70)
     again = snapshot.to_cache()
-    assert isinstance(again, kvfast.KVCache if kind == "sequence" else type(make(kind)))
+    assert isinstance(again, ALONE.get(kind, type(make(kind))))
     assert same(again, before) and again.snapshot() == snapshot
 
 
@@ -476,14 +477,14 @@ def test_state_dict_through_npz(rng, kind, dtype):
         fresh = make(kind, dtype)
         fresh.restore(snapshot)
         assert same(fresh, cache)
-        if kind != "sequence":
+        if kind not in ALONE:
             again = type(cache).from_state_dict(arrays)
             assert same(again, cache) and again.max_seq_len == cache.max_seq_len and stored(again) == stored(cache)
             fill(again, rng, 30)
             arrays["layers.0.k.0"][...] = 1  # and has nothing in common with the arrays
             assert n == 0 or kvfast.Snapshot.from_state_dict(arrays) != again.snapshot()
         for other in (kvfast.KVCache, kvfast.RingKVCache, kvfast.Sequence):
-            if other is not (kvfast.KVCache if kind == "sequence" else type(cache)):
+            if other is not ALONE.get(kind, type(cache)):
                 with pytest.raises(kvfast.IncompatibleSnapshotError, match="state of a"):
                     other.from_state_dict(arrays)
 
@@ -919,7 +920,7 @@ def test_a_snapshot_of_another_format_is_converted_if_asked(rng, kind, source, t
     else:
         assert same(cache, given)
     assert cache.dtype == expected.dtype
-    if kind == "sequence":
+    if kind in ALONE:
         assert same(cache._pool.restore(snapshot, convert=True), cache)
 
 

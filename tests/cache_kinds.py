@@ -44,7 +44,7 @@ def make(kind, dtype="int4"):
         return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=40, block_size=size, dtype=dtype).new_sequence()
     if kind == "sequence with window":
         size = None if finishes(dtype) else 16
-        window = {"sliding_window": 90, "num_sink_tokens": 5, "rollback": 10}
+        window = {"sliding_window": 90, "num_sink_tokens": 5}
         return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=80, block_size=size, dtype=dtype, **window).new_sequence()
     return kvfast.RingKVCache(LAYERS, HEADS, DIM, dtype=dtype, **RINGS[kind])
 

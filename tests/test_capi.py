@@ -94,6 +94,7 @@ def caches():
         "paged": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=32).new_sequence(),
         "narrower values": lambda: kvfast.KVCache(2, 2, 64, 512, v_head_dim=40),
         "wider values": lambda: kvfast.RingKVCache(2, 2, 64, 400, dtype="int8", v_head_dim=80),
+        "paged with a window": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=8, sliding_window=40, rollback=8).new_sequence(),
         "latent": lambda: kvfast.MLAKVCache(2, 48, 16, 512),
         "latent without a rotary part": lambda: kvfast.MLAKVCache(2, 64, 0, 512, "int4"),
     }

@@ -20,7 +20,7 @@ from kvfast.llama.prompts import QUESTIONS
 
 TEXT = runpy.run_path(Path(__file__).parent / "make_llama_reference.py")["TEXT"]
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
-CACHES = ["float32", "int8", "int4", "ring", "paged"]
+CACHES = ["float32", "int8", "int4", "ring", "paged", "paged with a window"]
 
 
 def new_cache(model, kind="int8"):
@@ -28,6 +28,9 @@ def new_cache(model, kind="int8"):
         return kvfast.RingKVCache(*model.cache_shape, window=64, num_sink_tokens=2, dtype="int8-plain", rollback=5)
     if kind == "paged":
         return kvfast.PagedKVCache(*model.cache_shape, num_blocks=32, block_size=16, dtype="int8").new_sequence()
+    if kind == "paged with a window":
+        window = {"sliding_window": 64, "num_sink_tokens": 2, "rollback": 5}
+        return kvfast.PagedKVCache(*model.cache_shape, num_blocks=8, block_size=16, dtype="int8-plain", **window).new_sequence()
     return kvfast.KVCache(*model.cache_shape, max_seq_len=512, dtype=kind)
 
 
@@ -366,10 +369,11 @@ def test_a_full_pool(tiny_model):
 @pytest.mark.parametrize(("rollback", "most"), [(0, None), (1, 1), (3, 3), (64, FEW_TOKENS - 1)])
 def test_drafts_keep_within_the_rollback(tiny_model, rollback, most):
     model, _ = tiny_model
-    window = {"window": 16, "rollback": rollback, "dtype": "int8"}
-    plain, cache = (kvfast.RingKVCache(*model.cache_shape, **window) for _ in range(2))
+    window = {"rollback": rollback, "dtype": "int8"}
+    plain, ring = (kvfast.RingKVCache(*model.cache_shape, 16, **window) for _ in range(2))
+    sequence = kvfast.PagedKVCache(*model.cache_shape, 12, 16, sliding_window=16, **window).new_sequence()
     expected = generated(model, plain, max_tokens=50)
-    for error in (0, 1):
+    for cache, error in ((ring, 0), (ring, 1), (sequence, 0), (sequence, 1)):
         cache.clear()
         drafter = Oracle([*PROMPT, *expected], error)
         assert generated(model, cache, max_tokens=50, drafter=drafter) == expected

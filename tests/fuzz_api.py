@@ -85,6 +85,8 @@ class World:
             self.add(fill(make(kind, rng.choice(DTYPES)), self.numbers, rng.choice([0, 1, 40, 130])))
         self.add(self.objects[-2].pool)
         pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=20, dtype=rng.choice(FORMATS))
+        window = {"sliding_window": rng.choice([5, 20, 60]), "num_sink_tokens": rng.choice([0, 1]), "rollback": rng.choice([0, 64])}
+        ring_pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=20, dtype=rng.choice(FORMATS), **window)
         mla_pool = kvfast.PagedMLAKVCache(LAYERS, 20, 8, num_blocks=20)
         mla = kvfast.MLAKVCache(LAYERS, 20, rng.choice([0, 8]), dtype=rng.choice(["int8", "float32"]))
         heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(20, rng.choice([4, 8, (3, 5)])))
@@ -93,7 +95,7 @@ class World:
             rng.choice([kvfast.Hybrid(), kvfast.Quantize(), kvfast.LowRank(4), kvfast.VectorQuantization(4)])
         )
         compressed = compressor.compress_kv_3d(k, v)
-        for one in (pool, pool.new_sequence(), mla_pool, mla_pool.new_sequence(), mla, heads, heads.head(0), compressor, compressed,
+        for one in (pool, pool.new_sequence(), ring_pool, ring_pool.new_sequence(), mla_pool, mla_pool.new_sequence(), mla, heads, heads.head(0), compressor, compressed,
                     heads.config, kvfast.PrefixKVCache([compressed] * 2), self.objects[0].snapshot(), kvfast.KVFormat("int8"),
                     kvfast.PromptCache(folder / "folder"), compressor.method):  # fmt: skip
             self.add(one)

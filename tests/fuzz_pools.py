@@ -3,7 +3,7 @@
 import numpy as np
 from fuzz_histories import Held
 from fuzz_inputs import as_given, often, one_of
-from fuzz_worlds import LatentWorld, SingleWorld
+from fuzz_worlds import LatentWorld, RingWorld, SingleWorld
 
 import kvfast
 
@@ -19,6 +19,16 @@ class PoolWorld(SingleWorld):
         if not any(one.finishes for one in self.formats) and often(rng, 0.7):
             self.settings["block_size"] = int(one_of(rng, [16, 16, 32, 64]))
         self.prompts = []
+        later = self.case.later
+        if self.takes_windows and often(later, 0.3):
+            window = int(one_of(later, [1, 2, 7, 16, 30, 64, 65, 100]))
+            self.windows, self.plain_class = [window] * len(self.formats), kvfast.RingKVCache
+            self.num_sink_tokens = int(later.integers(min(window, 20) + 1)) if often(later, 0.5) else 0
+            self.rollback = int(one_of(later, [0, 1, 10, 64, 100]))
+            self.settings |= {"sliding_window": window, "num_sink_tokens": self.num_sink_tokens, "rollback": self.rollback}
+
+    def positions(self, held, layer):
+        return RingWorld.positions(self, held, layer) if self.windows else super().positions(held, layer)
 
     def make_pool(self):
         return self.pool_class(len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings)
@@ -166,7 +176,7 @@ class PoolWorld(SingleWorld):
         queries = [held.source.queries(n, num_q_heads, held.track.rows[layer]) for held, n in zip(some, counts)]
         q, exact_q = as_given(rng, np.concatenate(queries))
         bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        options = self.options(num_q_heads)
+        options = self.options(num_q_heads, self.windows and self.windows[layer])
         given = {"cascade": often(rng, 0.7)}
         if counts != [1] * len(some) or often(rng, 0.5):
             given["cu_seqlens_q"] = bounds
@@ -184,6 +194,11 @@ class PoolWorld(SingleWorld):
             for held, query in zip(some, queries):
                 if max(np.abs(one).max(initial=0) for one in (*held.track.rows[layer], query)) > 1e4:
                     return
+            raise
+        except ValueError:
+            # Earlier queries need what is gone.
+            if self.windows and any(n - 1 + one.track.longest - one.track.length > self.rollback for one, n in zip(some, counts)):
+                return
             raise
         for held, first, last in zip(some, bounds, bounds[1:]):
             part = tuple(one[first:last] for one in got) if isinstance(got, tuple) else got[first:last]
@@ -225,6 +240,9 @@ class SchedulerWorld(PoolWorld):
         self.pool = self.make_pool()
         return self.pool
 
+    def positions(self, held, layer):
+        return SingleWorld.positions(self, held, layer)  # of `_Shown`
+
     def run(self):
         rng, size = self.rng, self.block_size
         for _ in range(int(rng.integers(3, 12))):
@@ -265,9 +283,12 @@ class SchedulerWorld(PoolWorld):
         q, exact_q = as_given(rng, np.concatenate([held.source.queries(1, num_q_heads, held.track.rows[layer]) for held in some]))
         tables = [self.tables[id(held)] for held in some]
         table = np.full((len(some), max(map(len, tables))), -1, np.int32)
-        for row, one in zip(table, tables):
+        for row, one, held in zip(table, tables, some):
             row[: len(one)] = one
-        options = self.options(num_q_heads)
+            if self.windows:
+                first, sinks = (held.track.length - self.windows[layer]) // self.block_size, -(-self.num_sink_tokens // self.block_size)
+                row[sinks : max(first, sinks)] = one_of(rng, [-1, 1 << 30, 0])
+        options = self.options(num_q_heads, self.windows and self.windows[layer])
         self.case.note("attend_batch", layer, [one.track.length for one in some], options)
         got = self.pool.attend_batch(layer, q, block_table=table, seq_lens=np.array([one.track.length for one in some]), **options)
         for i, held in enumerate(some):

@@ -41,7 +41,9 @@ def batch(pool: kvfast.PagedKVCache, q: Floats, k: Floats, v: Floats) -> Floats:
         out: Floats = pool.attend_batch(0, q, [sequence, branch])
         sequence.advance(1, [4])
         branch.free()
-    print(pool.num_free_blocks, pool.usage, pool.seq_lens([]).dtype)
+    local = kvfast.PagedKVCache(1, 2, 64, num_blocks=8, sliding_window=64, num_sink_tokens=4, rollback=8)
+    shown: NDArray[np.int64] = local.new_sequence().positions(0)
+    print(pool.num_free_blocks, pool.usage, pool.seq_lens([]).dtype, local.sliding_window, local.rollback, shown)
     return out
 
 

@@ -93,9 +93,11 @@ class PagedKVCache(PagedStorage):
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
         check_block_size(block_size)
+        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, 1 << 40)
+        rollback = check_size(rollback, "rollback", 0, 1 << 40)
         # What has the tokens of a sequence to itself, without any.
         if sliding_window is None:
-            if num_sink_tokens != 0:
+            if num_sink_tokens:
                 raise ValueError(f"num_sink_tokens is for a sliding_window, without which all tokens are kept, got {num_sink_tokens}")
             ring = None
             self._alone = KVCache(num_layers, num_kv_heads, head_dim, dtype=formats, block_size=block_size,
@@ -104,7 +106,7 @@ class PagedKVCache(PagedStorage):
             window = check_size(sliding_window, "sliding_window", 1, 1 << 40)
             self._alone = RingKVCache(num_layers, num_kv_heads, head_dim, window, num_sink_tokens, formats, rollback=rollback,
                                       block_size=block_size, v_head_dim=v_head_dim)
-            ring = window, self._alone.num_sink_tokens, self._alone.rollback
+            ring = window, num_sink_tokens, rollback
         super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, secure=secure,
                          v_head_dim=v_head_dim, ring=ring)
 

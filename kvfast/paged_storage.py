@@ -106,7 +106,10 @@ class PagedStorage(StorageProperties):
 
     def seq_lens(self, sequences: Any) -> NDArray[np.int32]:
         """Complete tokens of some sequences: int32 of shape (num_sequences,)."""
-        return np.array([len(sequence) for sequence in self._own(sequences)], np.int32)
+        lengths = [len(sequence) for sequence in self._own(sequences)]
+        if max(lengths, default=0) > np.iinfo(np.int32).max:
+            raise ValueError(f"seq_lens are for at most {np.iinfo(np.int32).max} tokens, got {max(lengths)}")
+        return np.array(lengths, np.int32)
 
     def slot_mapping(self, sequences: Any, num_tokens: int | list[int] = 1) -> NDArray[np.int64]:
         """Slots of the next tokens of some sequences, for `append_batch`.

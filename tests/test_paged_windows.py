@@ -1,5 +1,7 @@
 """Pools with a window: sequences give back what no query sees any more, and are what rings are in all else."""
 
+import json
+
 import numpy as np
 import pytest
 from reference import attention, bound, relative_error
@@ -361,6 +363,29 @@ def test_bad_input():
         with pytest.raises(ValueError, match="the ring has dropped"):
             pool.attend_batch(0, Q[:queries], [sequence], cu_seqlens_q=[0, queries])
     assert len(sequence) == 300 and pool.attend_batch(0, Q[:21], [sequence], cu_seqlens_q=[0, 21]).shape == (21, 4, 20)
+
+
+def test_a_text_that_claims_to_be_endless():
+    """A file tells how many tokens a window has left behind; a table of as many blocks is refused, not made."""
+    ring = Stream(1, 640, layers=2).feed(ring_of(num_sink_tokens=0), 640, 50)
+    arrays, more = ring.state_dict(), 1 << 30
+    header = json.loads(arrays["header"].tobytes())
+    header["seq_len"] += 64 * more
+    header["tables"][0]["skipped_blocks"] += more
+    header["tables"][0]["evicted_tokens"] += 64 * more
+    arrays["header"] = np.frombuffer(json.dumps(header, separators=(",", ":")).encode(), np.uint8)
+    pool = pool_of(num_sink_tokens=0)
+    sequence = pool.restore(kvfast.Snapshot.from_state_dict(arrays))
+    assert len(sequence) == 640 + (1 << 36) and np.array_equal(sequence.k(1), ring.k(1))
+    assert np.array_equal(pool.attend_batch(0, Q[:1], [sequence]), ring.attend(0, Q[:1]))
+    for tell in (pool.block_table, pool.seq_lens):
+        with pytest.raises(ValueError, match="at most 2147483647 tokens"):
+            tell([sequence])
+    slots = pool.slot_mapping([sequence], 3)
+    for layer in range(2):
+        pool.append_batch(layer, *np.ones((2, 3, 2, 20), np.float32), slots)
+    sequence.advance(3, [1, 2, 3])
+    assert sequence.fork().layer_length(1) == 643 + (1 << 36)
 
 
 def test_properties():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from reference import attention, bound, relative_error
-from storage_formats import FORMATS, PLAIN, Stream
+from storage_formats import FINISHING, FORMATS, PLAIN, Stream
 
 import kvfast
 
@@ -200,7 +200,9 @@ def test_a_prefix_needs_those_of_its_blocks_that_it_holds():
     stream.feed(pool.new_sequence(), 480, 20, token_ids=ids).free()
     assert pool.num_cached_blocks == 15 and pool.num_free_blocks == 24
     held = stream.feed(pool.new_sequence(), 400, 400)  # 13 blocks, of which 9 were free
-    assert pool.num_cached_blocks == 11 and len(pool.match_prefix(ids[:97])) == 0
+    assert pool.num_cached_blocks == 11  # from position 128 on
+    for n, found in ((97, 0), (161, 0), (225, 0), (257, 256), (300, 288)):  # 225 tokens need those from position 104 on
+        assert len(pool.match_prefix(ids[:n])) == found
     sequence = pool.match_prefix(ids[:490])
     assert len(sequence) == 480 and blocks_held(pool.block_table([sequence])) == 4
     with_sinks = pool_of(num_blocks=24)
@@ -208,6 +210,20 @@ def test_a_prefix_needs_those_of_its_blocks_that_it_holds():
     found = with_sinks.match_prefix(ids[:490])
     assert len(found) == 480 and found.positions()[:6].tolist() == [0, 1, 2, 3, 4, 380]
     del held
+
+
+@pytest.mark.parametrize("name", FINISHING)
+def test_known_blocks_behind_the_window_keep_no_float_rows(name):
+    """Those of a prompt in one piece go with it, whether its blocks stay known or not."""
+    sizes = []
+    for ids in (None, np.arange(3000)):
+        pool, stream = pool_of(FORMATS[name], num_blocks=100), Stream(12, 3000, layers=2)
+        sequence = stream.feed(pool.new_sequence(), 3000, 600, **({} if ids is None else {"token_ids": ids}))
+        assert (pool.num_cached_blocks > 0) == (ids is not None)
+        stream.feed(pool.new_sequence(), 300, 30)
+        sizes.append(pool.nbytes)
+        del sequence
+    assert sizes[0] == sizes[1]
 
 
 def test_what_was_not_all_there_is_not_known():

@@ -17,7 +17,7 @@ from time import perf_counter, sleep
 import numpy as np
 
 import kvfast
-from kvfast.bench.cases import LLAMA_3_8B, SMOLLM2_135M, check_attention, filled, layers_of, query
+from kvfast.cli.bench.cases import LLAMA_3_8B, SMOLLM2_135M, check_attention, filled, layers_of, query
 
 TOTAL = 128 * 10**6
 NEIGHBOUR = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"

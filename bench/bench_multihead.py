@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.bench.measure import using_threads
+from kvfast.cli.bench.measure import using_threads
 
 DIM = 128
 CASES = [(bits, "gaussian") for bits in (2, 3, 4, (5, 4), 5, 6, 7, 8)] + [(4, "trellis")]

@@ -4,7 +4,7 @@ import os
 import pytest
 
 import kvfast
-from kvfast.bench.measure import Meter, using_threads
+from kvfast.cli.bench.measure import Meter, using_threads
 
 collect_ignore = ["bench_transformers.py"]  # a script, of packages that need not be there
 
@@ -44,7 +44,7 @@ def prepared(case):
 
 @pytest.fixture
 def run_case(benchmark, threads):
-    """Measure a `Case` of kvfast.bench, and the machine before each round.
+    """Measure a `Case` of kvfast.cli.bench, and the machine before each round.
 
     Absolute times mean nothing across machines: what is recorded beside them is `bandwidth_fraction` and
     `compute_fraction`, the medians over the rounds of what the call did of what the machine did just before.

@@ -13,8 +13,8 @@ from rich.table import Table
 
 import kvfast
 from kvfast import llama
-from kvfast.llama.peers import CacheTypes, LlamaCpp, _Context
-from kvfast.llama_cpp_state import read_state, write_state
+from kvfast.cli.peers import CacheTypes, LlamaCpp, _Context
+from kvfast.interop.llama_cpp_state import read_state, write_state
 
 PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",

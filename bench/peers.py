@@ -29,7 +29,7 @@ from contenders.process import Process
 from contenders.table import tables
 
 import kvfast
-from kvfast.bench.cases import MODELS as SHAPES
+from kvfast.cli.bench.cases import MODELS as SHAPES
 
 REST = 0.03  # seconds between two runs, in which the threads of the last one stop spinning
 

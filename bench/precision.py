@@ -13,7 +13,7 @@ import json
 import numpy as np
 
 import kvfast
-from kvfast.bench.measure import cpu_name
+from kvfast.cli.bench.measure import cpu_name
 
 FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloat16", "float32")
 CODED = ("int2", "int3", "int4-plain", "int4", "int5", "int6", "k8v4", "int7", "int8-plain", "int8", "float16", "bfloat16")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import kvfast
-from kvfast.bench.cases import MODELS
+from kvfast.cli.bench.cases import MODELS
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"

@@ -52,13 +52,22 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from . import _spin  # noqa: F401  (before what loads OpenMP)
-from ._kernels import active_isa, available_isas, cpu_features, use_isa
-from ._openmp import get_num_threads, has_openmp, set_num_threads
-from .attend_plan import AttendPlan, PlanItem
-from .cache import KVCache
-from .cache_file import load
-from .compression import (
+from kvfast.attention.dense import attention, merge_states
+from kvfast.attention.plan import AttendPlan, PlanItem
+from kvfast.caches.contiguous import KVCache
+from kvfast.caches.mla import MLAKVCache
+from kvfast.caches.multi_head import MultiHeadKVCache
+from kvfast.caches.multi_head_config import MultiHeadConfig
+from kvfast.caches.paged import PagedKVCache
+from kvfast.caches.paged_mla import MLASequence, PagedMLAKVCache
+from kvfast.caches.paged_sequence import Sequence
+from kvfast.caches.prompt_cache import PromptCache
+from kvfast.caches.ring import RingKVCache
+from kvfast.caches.snapshot import Snapshot
+from kvfast.codec.formats import PRESETS, KVFormat
+from kvfast.codec.projection import split_qkv_norm_rope
+from kvfast.codec.quantize import dequantize, quantize
+from kvfast.compression import (
     CompressedKV,
     Hybrid,
     KVCacheCompressor,
@@ -69,30 +78,21 @@ from .compression import (
     ReconstructionError,
     VectorQuantization,
 )
-from .errors import (
+from kvfast.core import spin as _spin  # noqa: F401  (before what loads OpenMP)
+from kvfast.core.kernels import active_isa, available_isas, cpu_features, use_isa
+from kvfast.core.machine import peak_rate, read_bandwidth
+from kvfast.core.threads import get_num_threads, has_openmp, set_num_threads
+from kvfast.errors import (
     CacheFullError,
     CorruptFileError,
     DimensionMismatchError,
     IncompatibleSnapshotError,
     NonFiniteInputError,
 )
-from .fidelity import Fidelity, choose_format, fidelity
-from .formats import PRESETS, KVFormat
-from .fused import split_qkv_norm_rope
-from .machine import peak_rate, read_bandwidth
-from .mla_cache import MLAKVCache
-from .model_shape import LayerShape, ModelShape
-from .multi_head import MultiHeadKVCache
-from .multi_head_config import MultiHeadConfig
-from .paged_cache import PagedKVCache
-from .paged_mla_cache import MLASequence, PagedMLAKVCache
-from .paged_sequence import Sequence
-from .plain import attention, merge_states
-from .planning import DtypePlan, MemoryPlan, plan
-from .prompt_cache import PromptCache
-from .quant import dequantize, quantize
-from .ring_cache import RingKVCache
-from .snapshot import Snapshot
+from kvfast.files.cache_file import load
+from kvfast.planning.fidelity import Fidelity, choose_format, fidelity
+from kvfast.planning.model_shape import LayerShape, ModelShape
+from kvfast.planning.plan import DtypePlan, MemoryPlan, plan
 
 __version__ = "0.1.0"
 

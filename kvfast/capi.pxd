@@ -1,7 +1,7 @@
 """The functions of ``kvfast.h`` for Cython; what they take and return is documented there.
 
 Nothing of kvfast's own classes is needed to call them, so that a module may run with another version of kvfast than it was
-compiled with. The kernels are in `kvfast._kernels`, which promises no such thing. Cython leaves what it is not told of a
+compiled with. The kernels are in `kvfast.core.kernels`, which promises no such thing. Cython leaves what it is not told of a
 struct as it was: set all of a kvfast_options to 0 first.
 """
 

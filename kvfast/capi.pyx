@@ -11,17 +11,17 @@ from libc.stdint cimport int64_t, intptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from kvfast._arrays cimport Rows, find_unstorable, kv_rows
-from kvfast._flags cimport kv_drop, kv_take
-from kvfast._kernels cimport KV_BFLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active
-from kvfast._openmp cimport take_threads
-from kvfast.attend_call cimport LOGS, AttendCall, Workspace, overlap
-from kvfast.attention cimport run
-from kvfast.blocks cimport kv_context, kv_store, values_of
-from kvfast.encode cimport encode_rows, work_of
-from kvfast.options cimport Options
-from kvfast.sequence cimport SequenceBuffer
-from kvfast.table cimport BlockTable
+from kvfast.core.arrays cimport Rows, find_unstorable, kv_rows
+from kvfast.core.flags cimport kv_drop, kv_take
+from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active
+from kvfast.core.threads cimport take_threads
+from kvfast.attention.call cimport LOGS, AttendCall, Workspace, overlap
+from kvfast.attention.tasks cimport run
+from kvfast.codec.blocks cimport kv_context, kv_store, values_of
+from kvfast.codec.encode cimport encode_rows, work_of
+from kvfast.attention.options cimport Options
+from kvfast.storage.sequence cimport SequenceBuffer
+from kvfast.storage.block_table cimport BlockTable
 
 from kvfast.errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
 
@@ -72,7 +72,7 @@ cdef class Handle:
     cdef char text[MOST_TEXT]
 
     def __cinit__(self, cache):
-        from kvfast.stored_sequence import StoredSequence
+        from kvfast.caches.stored_sequence import StoredSequence
 
         cdef Py_ssize_t i
         if not isinstance(cache, StoredSequence):

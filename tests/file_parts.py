@@ -5,7 +5,7 @@ import json
 import numpy as np
 import xxhash
 
-from kvfast import cache_file
+from kvfast.files import cache_file
 
 
 def parts(data):

@@ -37,9 +37,9 @@ from fuzz_recipes import FORMATS, PROTOCOL, RECORDS, Call, parameters, public_na
 from hostile_values import Misfit, hostile, is_finite
 
 import kvfast
-from kvfast.paged_sequence import PagedSequence
-from kvfast.paged_storage import PagedStorage
-from kvfast.stored_sequence import StoredSequence
+from kvfast.caches.paged_sequence import PagedSequence
+from kvfast.caches.paged_storage import PagedStorage
+from kvfast.caches.stored_sequence import StoredSequence
 
 CALLS = 300  # of an episode
 SECONDS = 120  # for an episode

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fuzz_recipes
 
 import kvfast
-from kvfast import ggml
+from kvfast.interop import ggml
 
 SECONDS = 60  # for one call; each takes milliseconds
 TOKENS, HEADS, GROUP, DIM = 70, 2, 2, 32  # more tokens than a tile

@@ -1,4 +1,4 @@
-"""What the machine can do, `kvfast.bench`, and `python -m kvfast bench`."""
+"""What the machine can do, `kvfast.cli.bench`, and `python -m kvfast bench`."""
 
 import json
 import os
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.bench import baseline as baselines
-from kvfast.bench import measure as measuring
-from kvfast.bench.baseline import STANDARD, Baseline, Outcome, check, find_baseline, short_of
-from kvfast.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
-from kvfast.bench.measure import interleaved, measure
+from kvfast.cli.bench import baseline as baselines
+from kvfast.cli.bench import measure as measuring
+from kvfast.cli.bench.baseline import STANDARD, Baseline, Outcome, check, find_baseline, short_of
+from kvfast.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
+from kvfast.cli.bench.measure import interleaved, measure
 
 TINY = Model("tiny", 2, 4, 2, 32)
 CHECKOUT = Path(__file__).parents[1]
@@ -311,7 +311,7 @@ def test_plot_shows_the_memory_wall(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from kvfast.bench import report
+    from kvfast.cli.bench import report
 
     cases = [Case(work, SMOLLM2_135M, form, context, n) for work, n in (("decode", 1), ("prefill", 32))
              for context in (64, 128) for form in ("float16", "int4")]  # fmt: skip
@@ -427,7 +427,7 @@ def test_missing_extra(package, option, extra):
 
 
 def test_import_needs_no_more_than_numpy():
-    code = "import sys, kvfast; sys.exit(any(name.startswith('kvfast.bench') or name in ('rich', 'matplotlib') for name in sys.modules))"
+    code = "import sys, kvfast; sys.exit(any(name.startswith('kvfast.cli.bench') or name in ('rich', 'matplotlib') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -140,7 +140,7 @@ def test_exact_tokens_beyond_float16(rng):
 @pytest.mark.parametrize("size", [2, 16, 17, 256])
 def test_codes_are_nearest(size, rng, isa):
     """Every code is that of the nearest centroid, the first one where several are; centroids are means of their points."""
-    from kvfast import codebook
+    from kvfast.compression import pq_training as codebook
 
     n, dims = 700, 10
     points = np.zeros((2, dims, 704), np.float32)

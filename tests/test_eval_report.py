@@ -14,8 +14,8 @@ pytest.importorskip("rich")
 
 import kvfast
 from kvfast import llama
-from kvfast.llama import peers, report
-from kvfast.llama.peers import CacheTypes, LlamaCpp, parse_cache_types
+from kvfast.cli import peers, report
+from kvfast.cli.peers import CacheTypes, LlamaCpp, parse_cache_types
 
 TOKENS = np.random.default_rng(0).integers(0, 250, 150).tolist()
 

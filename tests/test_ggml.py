@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast import ggml
+from kvfast.interop import ggml
 
 gguf = pytest.importorskip("gguf")
 

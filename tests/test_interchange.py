@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast.interchange import _DLTensor, as_array
+from kvfast.core.interchange import _DLTensor, as_array
 
 
 class Managed(ctypes.Structure):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvfast
-from kvfast import codebook
+from kvfast.compression import pq_training as codebook
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals of POSIX")
 

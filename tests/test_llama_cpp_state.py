@@ -11,8 +11,8 @@ from kvfast import CorruptFileError, IncompatibleSnapshotError, KVCache
 
 gguf = pytest.importorskip("gguf")
 
-from kvfast.ggml import TYPES, to_ggml
-from kvfast.llama_cpp_state import read_state, write_state
+from kvfast.interop.ggml import TYPES, to_ggml
+from kvfast.interop.llama_cpp_state import read_state, write_state
 
 
 def filled(rng, dtype="float32", tokens=21, dim=64, layers=2):
@@ -143,7 +143,7 @@ def test_damaged_states(rng, transposed, tmp_path):
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
 def test_texts_go_on_in_the_other_runtime(smollm2, kind):
     pytest.importorskip("llama_cpp")
-    from kvfast.llama.peers import CacheTypes, LlamaCpp, _Context
+    from kvfast.cli.peers import CacheTypes, LlamaCpp, _Context
 
     path, model, tokenizer = smollm2
     prompt = tokenizer.encode("The capital of France is Paris, and the capital of Italy is")

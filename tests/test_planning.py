@@ -13,9 +13,9 @@ from model_configs import CONFIGS
 
 import kvfast
 from kvfast import KVFormat, LayerShape
-from kvfast.memory import available_memory
-from kvfast.model_shape import read_shape
-from kvfast.planning import DTYPES
+from kvfast.planning.memory import available_memory
+from kvfast.planning.model_shape import read_shape
+from kvfast.planning.plan import DTYPES
 
 QUIET = {"memory": 1 << 30, "bandwidth": 1e10}  # nothing of this machine
 OTHERS = [

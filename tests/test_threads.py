@@ -12,7 +12,7 @@ import pytest
 
 import kvfast
 import kvfast.compression
-from kvfast.rope import RotaryTables
+from kvfast.codec.rope import RotaryTables
 
 
 @pytest.fixture(autouse=True)

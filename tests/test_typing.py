@@ -50,7 +50,7 @@ def test_import_loads_no_more_than_it_needs():
     heavy = {"asyncio", "concurrent", "ctypes", "gguf", "hashlib", "logging", "matplotlib", "mmap", "multiprocessing", "pathlib", "queue",
              "rich", "safetensors", "shutil", "tokenizers", "torch", "transformers", "typing_extensions", "urllib", "uuid", "xxhash"}  # fmt: skip
     assert not loaded & heavy
-    assert "kvfast.llama" not in run("-c", code) and "kvfast.bench" not in run("-c", code)
+    assert "kvfast.llama" not in run("-c", code) and "kvfast.cli.bench" not in run("-c", code)
 
 
 def test_import_time(record_property):

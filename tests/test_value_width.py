@@ -229,7 +229,7 @@ def test_what_has_one_width_refuses_two(rng):
     same = compressor.compress_kv_3d(*(rng.standard_normal((2, 2, 100, 32)).astype(np.float32)))
     with pytest.raises(kvfast.DimensionMismatchError, match=r"2 heads of 32 \(values 16\)"):
         compressor.decompress_to_cache(same, cache, 0)
-    from kvfast import ggml, llama_cpp_state
+    from kvfast.interop import ggml, llama_cpp_state
 
     with pytest.raises(ValueError, match="keys of 32 and values of 16"):
         llama_cpp_state.write_state(cache)

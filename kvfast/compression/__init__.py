@@ -11,10 +11,10 @@ From the bottom up::
     prefix_cache    `PrefixKVCache`: a compressed prefix, and live tokens behind it
 """
 
-from .compressed import CompressedKV, KVLayout, ReconstructionError
-from .compressor import KVCacheCompressor
-from .methods import Hybrid, LowRank, Quantize, VectorQuantization
-from .prefix_cache import PrefixKVCache
+from kvfast.compression.compressed import CompressedKV, KVLayout, ReconstructionError
+from kvfast.compression.compressor import KVCacheCompressor
+from kvfast.compression.methods import Hybrid, LowRank, Quantize, VectorQuantization
+from kvfast.compression.prefix_cache import PrefixKVCache
 
 __all__ = [
     "CompressedKV",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import CorruptFileError
+from kvfast.errors import CorruptFileError
 
 # A query alone is multiplied as it would be among others, up to so many: see `KVCache.attend`.
 FEW_QUERIES = 16

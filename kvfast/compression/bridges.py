@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cache import KVCache
-from ..errors import DimensionMismatchError
-from ..mla_cache import MLAKVCache
-from ..paged_cache import PagedKVCache
-from ..paged_mla_cache import PagedMLAKVCache
-from ..paged_sequence import PagedSequence
-from ..ring_cache import RingKVCache
+from kvfast.caches.contiguous import KVCache
+from kvfast.caches.mla import MLAKVCache
+from kvfast.caches.paged import PagedKVCache
+from kvfast.caches.paged_mla import PagedMLAKVCache
+from kvfast.caches.paged_sequence import PagedSequence
+from kvfast.caches.ring import RingKVCache
+from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:
-    from .compressed import CompressedKV
+    from kvfast.compression.compressed import CompressedKV
 
 
 class CacheBridges:

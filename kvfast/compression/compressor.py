@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import DimensionMismatchError
-from ..formats import PRESETS
-from .bridges import CacheBridges
-from .compressed import CompressedKV, KVLayout, Part, ReconstructionError, checked
-from .methods import METHODS, Hybrid, LowRank, Quantize, VectorQuantization, check_bits
-from .product import ProductStore
-from .stores import FLOAT16_MOST, HYBRID_FORMATS, CacheStore, RankStore
+from kvfast.codec.formats import PRESETS
+from kvfast.compression.bridges import CacheBridges
+from kvfast.compression.compressed import CompressedKV, KVLayout, Part, ReconstructionError, checked
+from kvfast.compression.methods import METHODS, Hybrid, LowRank, Quantize, VectorQuantization, check_bits
+from kvfast.compression.product import ProductStore
+from kvfast.compression.stores import FLOAT16_MOST, HYBRID_FORMATS, CacheStore, RankStore
+from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
 
-from ..formats import KVFormat
-from ..options import check_size
+from kvfast.codec.formats import KVFormat
+from kvfast.core.checks import check_size
 
 __all__ = ["Hybrid", "LowRank", "Quantize", "VectorQuantization"]
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cache import KVCache
-from ..errors import DimensionMismatchError
-from ..options import check_size
-from ..paged_sequence import Sequence
-from ..plain import merge_states
-from ..storage_properties import size_text
-from .compressed import CompressedKV, check_out
-from .compressor import KVCacheCompressor
+from kvfast.attention.dense import merge_states
+from kvfast.caches.contiguous import KVCache
+from kvfast.caches.paged_sequence import Sequence
+from kvfast.caches.storage_properties import size_text
+from kvfast.compression.compressed import CompressedKV, check_out
+from kvfast.compression.compressor import KVCacheCompressor
+from kvfast.core.checks import check_size
+from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

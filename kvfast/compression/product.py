@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import codebook
-from ..books import Books
-from ..books import attend as attend_codes
-from ..errors import CorruptFileError, NonFiniteInputError
-from .basis import Basis
-from .stores import FLOAT16_MOST, LANES
+from kvfast.compression import pq_training as codebook
+from kvfast.compression.basis import Basis
+from kvfast.compression.pq_attention import Books
+from kvfast.compression.pq_attention import attend as attend_codes
+from kvfast.compression.stores import FLOAT16_MOST, LANES
+from kvfast.errors import CorruptFileError, NonFiniteInputError
 
 # Most tokens that codebooks are learned from, evenly spaced among all.
 TRAINED_TOKENS = 16384

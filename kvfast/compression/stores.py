@@ -11,10 +11,10 @@ from itertools import chain
 
 import numpy as np
 
-from ..cache import KVCache
-from ..errors import CorruptFileError
-from ..formats import KVFormat
-from .basis import Basis, eigen, rank_of_energy
+from kvfast.caches.contiguous import KVCache
+from kvfast.codec.formats import KVFormat
+from kvfast.compression.basis import Basis, eigen, rank_of_energy
+from kvfast.errors import CorruptFileError
 
 # What a Hybrid stores coordinates in. As of a KVCache, without first tokens in floats: those are exact anyway.
 HYBRID_FORMATS = {

@@ -17,16 +17,16 @@
 Needs the extra packages of `pip install "kvfast[llama]"`.
 """
 
-from .evaluation import CacheScore, evaluate, mean_score
-from .fetch import FetchError, fetch_model
-from .generation import Sampler, generate
-from .gguf_file import GGUFFile, ModelFileError
-from .model import LlamaModel
-from .serving import BatchGenerator, Request
-from .session import Session
-from .speculative import PromptLookup, SkipLayers, SpeculationStats
-from .tokenizer import Tokenizer
-from .weights import LlamaConfig
+from kvfast.interop.gguf_file import GGUFFile, ModelFileError
+from kvfast.llama.evaluation import CacheScore, evaluate, mean_score
+from kvfast.llama.fetch import FetchError, fetch_model
+from kvfast.llama.generation import Sampler, generate
+from kvfast.llama.model import LlamaModel
+from kvfast.llama.serving import BatchGenerator, Request
+from kvfast.llama.session import Session
+from kvfast.llama.speculative import PromptLookup, SkipLayers, SpeculationStats
+from kvfast.llama.tokenizer import Tokenizer
+from kvfast.llama.weights import LlamaConfig
 
 __all__ = [
     "BatchGenerator",

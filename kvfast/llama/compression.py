@@ -8,8 +8,7 @@ import numpy as np
 
 import kvfast
 from kvfast.compression.compressor import square_sum
-
-from .evaluation import CacheScore, compare
+from kvfast.llama.evaluation import CacheScore, compare
 
 # What `python -m kvfast eval --compress all` stands for.
 METHODS = (

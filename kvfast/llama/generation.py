@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .model import FEW_TOKENS
-from .speculative import SpeculationStats
+from kvfast.llama.model import FEW_TOKENS
+from kvfast.llama.speculative import SpeculationStats
 
 
 class Sampler:

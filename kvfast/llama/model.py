@@ -11,10 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from kvfast.rope import RotaryTables
-
-from .gguf_file import GGUFFile
-from .weights import LlamaConfig, Weights, read_config, read_weights
+from kvfast.codec.rope import RotaryTables
+from kvfast.interop.gguf_file import GGUFFile
+from kvfast.llama.weights import LlamaConfig, Weights, read_config, read_weights
 
 # A product of at most so many rows is made row by row, each the same bits as alone. BLAS would round them
 # otherwise than one row, and up to here takes longer: it reads a weight faster for a vector than for a matrix.

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from .generation import Sampler
+from kvfast.llama.generation import Sampler
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .model import FEW_TOKENS
+from kvfast.llama.model import FEW_TOKENS
 
 
 @dataclass

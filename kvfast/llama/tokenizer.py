@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from .gguf_file import GGUFFile, ModelFileError
+from kvfast.interop.gguf_file import GGUFFile, ModelFileError
 
 # tokenizer.ggml.token_type
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6

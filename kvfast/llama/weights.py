@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .gguf_file import GGUFFile, ModelFileError
+from kvfast.interop.gguf_file import GGUFFile, ModelFileError
 
 # Architecture -> whether the GGUF converter interleaved the rotary halves of the Q and K rows.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}

@@ -156,7 +156,7 @@ static const float kv_hadamard[4][16] = {
     {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
 };
 
-#include "turn.h"
+#include "transpose.h"
 
 static void kv_stream_out(const float *row, ptrdiff_t n, float *target)
 {
@@ -184,7 +184,7 @@ KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,f
 #if KV_HAVE_AMX
 #define KV_MATRIX "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"
 #endif
-#include "vec_avx512.h"
+#include "isa/vec_avx512.h"
 #include "tier.inc.h"
 #undef KV_VBMI
 #undef KV_MATRIX
@@ -193,7 +193,7 @@ KV_TARGET_END
 KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
 #define KV(name) name##_avx512_vnni
 #define KV_ISA "avx512_vnni"
-#include "vec_avx512.h"
+#include "isa/vec_avx512.h"
 #include "tier.inc.h"
 #undef KV_VNNI
 KV_TARGET_END
@@ -201,7 +201,7 @@ KV_TARGET_END
 KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define KV(name) name##_avx512
 #define KV_ISA "avx512"
-#include "vec_avx512.h"
+#include "isa/vec_avx512.h"
 #include "tier.inc.h"
 KV_TARGET_END
 
@@ -210,7 +210,7 @@ KV_TARGET_BEGIN("avx2,fma,f16c,avxvnni")
 #define KV(name) name##_avx_vnni
 #define KV_ISA "avx_vnni"
 #define KV_AVX_VNNI
-#include "vec_avx2.h"
+#include "isa/vec_avx2.h"
 #include "tier.inc.h"
 #undef KV_AVX_VNNI
 KV_TARGET_END
@@ -219,14 +219,14 @@ KV_TARGET_END
 KV_TARGET_BEGIN("avx2,fma,f16c")
 #define KV(name) name##_avx2
 #define KV_ISA "avx2"
-#include "vec_avx2.h"
+#include "isa/vec_avx2.h"
 #include "tier.inc.h"
 KV_TARGET_END
 
 #if KV_SSE2
 #define KV(name) name##_sse2
 #define KV_ISA "sse2"
-#include "vec_sse2.h"
+#include "isa/vec_sse2.h"
 #include "tier.inc.h"
 #endif
 #endif
@@ -240,7 +240,7 @@ KV_TARGET_BEGIN("arch=armv8.2-a+dotprod")
 #define KV(name) name##_neon_dotprod
 #define KV_ISA "neon_dotprod"
 #define KV_DOTPROD
-#include "vec_neon.h"
+#include "isa/vec_neon.h"
 #include "tier.inc.h"
 #undef KV_DOTPROD
 KV_TARGET_END
@@ -249,13 +249,13 @@ KV_TARGET_END
 #if KV_ARM64
 #define KV(name) name##_neon
 #define KV_ISA "neon"
-#include "vec_neon.h"
+#include "isa/vec_neon.h"
 #include "tier.inc.h"
 #endif
 
 #define KV(name) name##_scalar
 #define KV_ISA "scalar"
-#include "vec_scalar.h"
+#include "isa/vec_scalar.h"
 #include "tier.inc.h"
 
 const kv_kernels *const kv_all_kernels[] = {

@@ -12,8 +12,8 @@
 #include "expand.inc.h"
 #include "floating.inc.h"
 #include "latent.inc.h"
-#include "codebook.inc.h"
-#include "machine.inc.h"
+#include "pq.inc.h"
+#include "measure.inc.h"
 
 #define KV_SIX(name) KV(name), KV(name), KV(name), KV(name), KV(name), KV(name) /* packed codes */
 #define KV_TABLE \
@@ -50,11 +50,11 @@ static const kv_kernels KV(kernels) = {
 /* Not a region in a region: clang takes the outer one. */
 KV_TARGET_END
 KV_TARGET_BEGIN(KV_MATRIX)
-#include "operands.inc.h"
-#include "weights.inc.h"
-#include "products_int8.inc.h"
-#include "products_bfloat16.inc.h"
-#include "matrix.inc.h"
+#include "amx/operands.inc.h"
+#include "amx/weights.inc.h"
+#include "amx/products_int8.inc.h"
+#include "amx/products_bfloat16.inc.h"
+#include "amx/matrix.inc.h"
 static const kv_kernels kernels_amx = {
     .isa = "amx", KV_TABLE .multiply = {KV(multiply_tiles), KV(multiply_float32)},
     .prepare_panel = {KV(prepare_panel), KV(prepare_halves)},
@@ -72,6 +72,6 @@ static const kv_kernels kernels_amx = {
 #undef KV_INVERSE
 #undef KV_MEANS
 #undef KV_CHANNELS
-#include "vec_undef.h"
+#include "isa/vec_undef.h"
 #undef KV
 #undef KV_ISA

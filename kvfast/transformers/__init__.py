@@ -16,12 +16,12 @@ have sliding windows. A row holds its own tokens and no padding; beams share blo
 is something else, such as Mamba's, are transformers' own, in the same cache.
 """
 
-from .versions import check_versions
+from kvfast.transformers.versions import check_versions
 
 check_versions()  # before what follows imports them
 
-from .attention import register
-from .cache import KVFastCache
+from kvfast.transformers.attention import register
+from kvfast.transformers.cache import KVFastCache
 
 register()
 

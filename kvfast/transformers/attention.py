@@ -5,9 +5,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .masks import LazyMask, lazy_mask
-from .received import Received
-from .rows import EVERYTHING
+from kvfast.transformers.masks import LazyMask, lazy_mask
+from kvfast.transformers.received import Received
+from kvfast.transformers.rows import EVERYTHING
 
 NAME = "kvfast"
 

@@ -4,11 +4,11 @@ import copy
 
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from ..formats import formats_of
-from ..options import check_size
-from ..storage_properties import size_text
-from .layers import KINDS, check_croppable, new_layer, select_states
-from .rows import Rows
+from kvfast.caches.storage_properties import size_text
+from kvfast.codec.formats import formats_of
+from kvfast.core.checks import check_size
+from kvfast.transformers.layers import KINDS, check_croppable, new_layer, select_states
+from kvfast.transformers.rows import Rows
 
 __all__ = ["KVFastCache"]
 

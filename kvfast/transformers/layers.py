@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from .attention import NAME, as_numpy
-from .received import Received
+from kvfast.transformers.attention import NAME, as_numpy
+from kvfast.transformers.received import Received
 
 
 class StoredLayer(CacheLayerMixin):

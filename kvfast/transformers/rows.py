@@ -6,8 +6,8 @@ Layers are here those with keys and values of their own, counted from 0.
 import numpy as np
 import torch
 
-from ..cache import KVCache
-from ..ring_cache import RingKVCache
+from kvfast.caches.contiguous import KVCache
+from kvfast.caches.ring import RingKVCache
 
 EVERYTHING = slice(None)
 

@@ -3,7 +3,7 @@
 from libc.string cimport memset
 
 from kvfast cimport capi
-from kvfast._kernels cimport active, kv_kernels
+from kvfast.core.kernels cimport active, kv_kernels
 
 
 cdef class Layer:

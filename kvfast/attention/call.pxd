@@ -1,0 +1,52 @@
+"""One call of `attend`: its arguments checked, its work cut into tasks."""
+from kvfast.core.arrays cimport Rows, kv_rows
+from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.attention.options cimport Options
+from kvfast.attention.tiles cimport kv_call, kv_item, kv_query
+
+
+cdef class Workspace:
+    """Memory of one cache for its calls, one at a time; grows, never shrinks."""
+    cdef int lent              # for `lend` alone
+    cdef void *data[5]
+    cdef bint secure           # wiped before it is given back
+    cdef Py_ssize_t sizes[5]
+    cdef void drop(self, int which) noexcept nogil
+    cdef Workspace lend(self)
+    cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil  # NULL: cannot be had
+
+
+cdef class AttendCall:
+    cdef kv_call call
+    cdef Options options
+    cdef Workspace workspace
+    cdef Rows q, sink_q, rope_q, result
+    cdef object out, lse, sinks, slopes
+    cdef object kept           # arrays that the items look into
+    cdef Py_ssize_t window, num_splits, work, context
+    cdef bint wide
+    cdef int bad               # whether the output is not finite
+    cdef bint packed           # codes that the matrix unit does not take, where it would work
+
+    cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil
+    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil
+    cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
+                 int part) noexcept nogil
+    cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil
+    cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept nogil
+    cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil
+    cdef void _cut_rows(self, kv_item *item) noexcept nogil
+    cdef int set_rope(self, object rope_q) except -1
+    cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil
+    cdef Py_ssize_t _count_parts(self) noexcept nogil
+    cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil
+    cdef object run(self)
+    cdef object explain(self, str storage)
+    cdef list _notes(self, int threads)
+
+
+cdef bint LOGS                 # whether calls tell of slow paths
+cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil
+cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1
+cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts)
+cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store)

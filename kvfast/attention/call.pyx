@@ -1,0 +1,415 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Checks and plans of attention: which positions each query sees, and the splits of each item.
+
+Splits follow from an item's own lengths alone, so that a sequence gives the same bits by itself and in a
+batch, for every number of threads.
+"""
+cimport cython
+import math
+
+import numpy as np
+
+from libc.stdlib cimport free
+from libc.string cimport memset
+
+from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows, width_of
+from kvfast.core.flags cimport kv_drop, kv_take
+from kvfast.core.interrupt cimport check_stopped, kv_watch, watch_of
+from kvfast.core.kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS, KV_ROWS,
+                                  KV_TILE, active, kv_rope_scratch, kv_wide_scratch)
+from kvfast.core.threads cimport num_threads_for, threads_for
+from kvfast.attention.tasks cimport measure, run
+from kvfast.codec.blocks cimport codes_name, dtype_limit, dtype_name, kv_context, kv_store, parse_dtype, values_of
+from kvfast.attention.options cimport Options
+from kvfast.core.checks cimport check_count, check_number, check_per_head
+from kvfast.attention.tiles cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
+from kvfast.core.wipe cimport kv_wipe
+
+from kvfast.core import slow_paths
+from kvfast.attention.plan import AttendPlan, PlanItem
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+cdef extern from "<stdlib.h>" nogil:
+    void *aligned_alloc(size_t alignment, size_t size)
+
+cdef enum:
+    # More tasks of one item than this do not balance better.
+    ENOUGH_TASKS = 64
+    # A task costs its cold start and its merge: few heads are split from 1,024 tokens on, 8 and more only
+    # from 4,096 (at 4k, 8 KV heads and 2 threads 0.75 of the bandwidth for int8, 0.71 in halves).
+    MIN_SPLIT_TOKENS = 1024
+    MAX_SPLIT_TOKENS = 4096
+    SPLIT_TOKENS_PER_UNIT = 512
+    # A matrix unit pays from here on (64 queries to 64 tokens took 1.5 times as long with it, to 256 tokens 0.83).
+    LEAST_WIDE_CONTEXT = 200
+    # Of latent rows, whose heads are many: panels of query rows that share a tile's operands, and tokens of a split, which
+    # leaves a partial result of every head.
+    LATENT_PANELS = 8
+    MIN_LATENT_SPLIT_TOKENS = 2048
+    # Up to so many query tokens of a context come out as each would alone.
+    FEW_QUERIES = 16
+
+LOGS = slow_paths.LOGS
+
+cdef enum:
+    ITEMS
+    QUERIES
+    PARTIALS
+    WIDE
+    ROPE
+
+
+cdef class Workspace:
+    def __dealloc__(self):
+        cdef int i
+        for i in range(5):
+            self.drop(i)
+
+    cdef void drop(self, int which) noexcept nogil:
+        if self.secure:
+            kv_wipe(self.data[which], self.sizes[which])
+        free(self.data[which])
+
+    cdef Workspace lend(self):
+        """This one, until its `lent` is dropped; or another, while a call of another thread has it."""
+        cdef Workspace other
+        if kv_take(&self.lent, 1) == 0:
+            return self
+        other = Workspace()
+        other.secure = self.secure
+        return other
+
+    cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil:
+        if size > self.sizes[which] or self.data[which] == NULL:
+            self.drop(which)
+            self.sizes[which] = 0
+            self.data[which] = aligned_alloc(64, (size + 63) // 64 * 64)
+            if self.data[which] != NULL:
+                self.sizes[which] = size
+        return self.data[which]
+
+
+cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil:
+    cdef char *a_low = a.data
+    cdef char *a_high = a.data
+    cdef char *b_low = b.data
+    cdef char *b_high = b.data
+    _extent(a, &a_low, &a_high)
+    _extent(b, &b_low, &b_high)
+    return a_low < b_high and b_low < a_high
+
+
+cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept nogil:
+    cdef Py_ssize_t tokens = (rows.tokens - 1) * rows.token_stride, heads = (rows.heads - 1) * rows.head_stride
+    low[0] += min(tokens, 0) + min(heads, 0)
+    high[0] += max(tokens, 0) + max(heads, 0) + width_of(rows)
+
+
+cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1:
+    """Refuse an `out` that is written while what shares its memory is still read."""
+    if overlap(out, given):
+        raise ValueError(f"out must not share memory with {name}")
+    return 0
+
+
+cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts):
+    """Check everything but the contexts, which `ask` and `add` bring. With the `imagined_rows` of a call that is only to
+    be explained for q."""
+    cdef AttendCall self = AttendCall.__new__(AttendCall)
+    cdef float[:, ::1] lse_view
+    cdef const float[::1] view
+    cdef Py_ssize_t dim = values_of(store).head_dim
+    memset(&self.call, 0, sizeof(self.call))
+    self.options, self.workspace = options, workspace.lend()
+    self.q = open_rows(q, "q")
+    self.call.q = self.q.rows
+    if self.call.q.dim != store.k.head_dim:
+        raise DimensionMismatchError(f"q must have head_dim {store.k.head_dim}, got {self.call.q.dim}")
+    if self.call.q.heads % store.num_kv_heads:
+        raise DimensionMismatchError(f"the heads of q must be a multiple of the {store.num_kv_heads} KV heads, "
+                                     f"got {self.call.q.heads}")
+    self.call.scale = (1.0 / math.sqrt(self.call.q.dim) if options.scale is None
+                       else check_number(options.scale, "scale", False))
+    if options.softcap is not None and options.softcap != 0:
+        self.call.softcap = check_number(options.softcap, "softcap", True)
+    if options.sliding_window is not None:
+        self.window = check_count(options.sliding_window, "sliding_window", 1, 1 << 60)
+    if options.sinks is not None:
+        self.sinks = view = check_per_head(options.sinks, "sinks", self.call.q.heads)
+        self.call.sinks = &view[0]
+    if options.alibi_slopes is not None:
+        self.slopes = view = check_per_head(options.alibi_slopes, "alibi_slopes", self.call.q.heads)
+        self.call.slopes = &view[0]
+    self.num_splits = check_count(options.num_splits, "num_splits", 0, 1 << 30)
+    if not self.begin(store, contexts):
+        raise _no_memory()
+    if self.call.q.data == NULL:
+        return self
+    check_finite(self.q, "q", 3.4028235e38, "float32")
+
+    self.out = options.out
+    if self.out is None:
+        self.out = np.empty((self.call.q.tokens, self.call.q.heads, dim), np.float32)
+    elif not isinstance(self.out, (np.ndarray, Rows)):
+        raise TypeError(f"out must be a NumPy array, got {type(self.out).__name__}")
+    self.result = open_rows(self.out, "out", True)
+    self.call.out = self.result.rows
+    if self.call.out.tokens != self.call.q.tokens or self.call.out.heads != self.call.q.heads or self.call.out.dim != dim:
+        raise DimensionMismatchError(
+            f"out must have shape ({self.call.q.tokens}, {self.call.q.heads}, {dim}), "
+            f"got ({self.call.out.tokens}, {self.call.out.heads}, {self.call.out.dim})")
+    check_apart(&self.call.out, &self.call.q, "q")
+    if type(options.out) is np.ndarray and (np.may_share_memory(self.out, self.sinks) or np.may_share_memory(self.out, self.slopes)):
+        raise ValueError("out must not share memory with sinks or alibi_slopes")
+    if options.return_lse:
+        self.lse = lse_view = np.empty((self.call.q.tokens, self.call.q.heads), np.float32)
+        self.call.lse = &lse_view[0, 0]
+    return self
+
+
+cdef object _no_memory():
+    return MemoryError("cannot allocate what a call of attend works in")
+
+
+cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store):
+    """The rows of an array without the array, or those of a shape, or of a number of tokens."""
+    cdef Rows self = Rows.__new__(Rows), given
+    if getattr(q, "ndim", 0):  # an array, of NumPy or another library
+        given = open_rows(q, "q")
+        self.rows = given.rows
+        self.rows.data = NULL
+        return self
+    shape = q
+    if not isinstance(q, (tuple, list)):
+        shape = q, store.num_kv_heads if num_q_heads is None else num_q_heads, store.k.head_dim
+    if len(shape) != 3:
+        raise DimensionMismatchError(f"q must have 3 dimensions (num_tokens, num_heads, head_dim), got shape {q!r}")
+    self.rows.tokens = check_count(shape[0], "the tokens of q", 1, 1 << 40)
+    self.rows.heads = check_count(shape[1], "the heads of q", 1, 1 << 20)
+    self.rows.dim = check_count(shape[2], "the head_dim of q", 1, 1 << 20)
+    self.rows.dtype = parse_dtype(dtype)
+    if self.rows.dtype >= KV_NUM_FLOATS:
+        raise ValueError(f"q is float32, float16 or bfloat16, got {dtype!r}")
+    return self
+
+
+@cython.no_gc_clear  # `workspace` is there until the end
+cdef class AttendCall:
+    def __dealloc__(self):
+        if self.workspace is not None:
+            kv_drop(&self.workspace.lent)
+
+    cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil:
+        """What follows from the store and from q, which fits it; False for want of memory."""
+        # One item for each context, those of shared prefixes, and as many as `add` can make.
+        cdef Py_ssize_t items = 2 * contexts + min(self.call.q.tokens, contexts * <Py_ssize_t>FEW_QUERIES)
+        self.call.kernels, self.call.store = active(), store
+        self.bad, self.call.bad = 0, &self.bad
+        self.call.group = <int>(self.call.q.heads // store.num_kv_heads)
+        self.call.tile = choose_tile(store)
+        if store.floats != NULL:
+            self.call.float_tile = choose_tile(store.floats)
+        self.call.items = <kv_item *>self.workspace.reserve(ITEMS, items * sizeof(kv_item))
+        self.call.queries = <kv_query *>self.workspace.reserve(QUERIES, self.call.q.tokens * sizeof(kv_query))
+        return self.call.items != NULL and self.call.queries != NULL
+
+    cdef int set_rope(self, object rope_q) except -1:
+        """The rotary part of the queries to latent rows, (tokens, heads, rope_dim)."""
+        self.rope_q = open_rows(rope_q, "q")
+        check_finite(self.rope_q, "the rotary part of q", 3.4028235e38, "float32")
+        self.call.rope_q = self.rope_q.rows
+        if self.call.q.data != NULL:
+            check_apart(&self.call.out, &self.call.rope_q, "q")
+        return 0
+
+    cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
+        """The queries first_query ... are the last of a context: which positions each sees."""
+        cdef kv_query *query
+        cdef Py_ssize_t i, chunk = self.options.attention_chunk_size
+        for i in range(num_queries):
+            query = self.call.queries + first_query + i
+            query.position = context.length - num_queries + i
+            query.stop = query.position + 1 if self.options.causal else context.length
+            query.start = max(<Py_ssize_t>0, query.position + 1 - self.window) if self.window else 0
+            if chunk:
+                query.start = max(query.start, query.position // chunk * chunk)
+            query.sink_stop = min(max(self.options.num_sink_tokens, 0), query.start)
+            query.parts = 0
+        self.context += context.length
+
+    cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil:
+        """Tokens of each split of a span that so many queries read."""
+        cdef Py_ssize_t splits = self.num_splits, units, least
+        if splits == 0:
+            # A few queries are cut as each of them alone; see `add`.
+            units = num_queries if num_queries > FEW_QUERIES else 1
+            units = self.call.store.num_kv_heads * ((units * self.call.group + KV_ROWS - 1) // KV_ROWS)
+            least = MIN_SPLIT_TOKENS
+            if self.call.store.latent:
+                units, least = (units + LATENT_PANELS - 1) // LATENT_PANELS, MIN_LATENT_SPLIT_TOKENS
+            least = min(max(units * SPLIT_TOKENS_PER_UNIT, least), <Py_ssize_t>MAX_SPLIT_TOKENS)
+            splits = min(ENOUGH_TASKS // units, span // least)
+        splits = max(<Py_ssize_t>1, min(splits, (span + KV_TILE - 1) // KV_TILE))
+        return ((span + splits - 1) // splits + KV_TILE - 1) // KV_TILE * KV_TILE
+
+    cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
+                 int part) noexcept nogil:
+        """Items for the queries of `ask`, which read their context from position `begin` on.
+
+        Queries that each alone would read in other splits get items of their own, so that a query's result has
+        the same bits whether it comes alone or with a few others, as when drafted tokens are verified.
+        """
+        cdef kv_item *item
+        cdef kv_query *first
+        cdef kv_query *last
+        cdef Py_ssize_t n
+        while num_queries:
+            first, n = self.call.queries + first_query, num_queries
+            if self.options.causal and num_queries <= FEW_QUERIES:
+                n = 1
+                while n < num_queries and self._cut_alike(first, first + n, begin):
+                    n += 1
+            last = first + n - 1
+            item = self.call.items + self.call.num_items
+            memset(item, 0, sizeof(kv_item))
+            item.context = context[0]
+            item.first_query, item.num_queries, item.part = first_query, n, part
+            item.begin = self._begin_of(first, begin)
+            self.close(item, last.stop)
+            first_query += n
+            num_queries -= n
+
+    cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept nogil:
+        return max(begin, query.start // KV_TILE * KV_TILE)
+
+    cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil:
+        cdef Py_ssize_t start = self._begin_of(a, begin), size
+        if start != self._begin_of(b, begin):
+            return False
+        size = self._split_tokens(1, a.stop - start)
+        return size == self._split_tokens(1, b.stop - start) and (a.stop - start - 1) // size == (b.stop - start - 1) // size
+
+    cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil:
+        """Split the item's positions up to `end`, and count it."""
+        cdef Py_ssize_t span = end - item.begin
+        item.end = end
+        self._cut_rows(item)
+        item.split_tokens = self._split_tokens(item.num_queries, span)
+        item.splits = (span + item.split_tokens - 1) // item.split_tokens
+        item.first_task = self.call.num_tasks
+        self.call.num_tasks += item.splits * item.row_blocks * self.call.store.num_kv_heads
+        self.call.num_items += 1
+        self.work += <Py_ssize_t>(bytes_of(self.call.store, span) * max(1.0, item.num_queries * self.call.group / 8.0))
+
+    cdef void _cut_rows(self, kv_item *item) noexcept nogil:
+        """The query rows of each task of an item."""
+        cdef const kv_store *store = self.call.store
+        cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
+        item.block_rows, item.row_blocks = KV_ROWS, panels
+        # The matrix unit works with 16 bits, which is not enough for float32.
+        if (self.call.kernels.attend_panels[0] == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
+                or panels == 1):
+            return
+        # Latent rows have query heads enough for a token alone, where it is so for each.
+        if not (store.latent and self.call.group > KV_ROWS) and (
+                item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= FEW_QUERIES and item.members == NULL)):
+            return
+        if store.k.dtype >= KV_FIRST_PACKED or store.v.dtype >= KV_FIRST_PACKED:
+            self.packed = True
+            return
+        # Enough tasks for some threads, each with enough panels for the operands of a tile to be worth making.
+        most = max(<Py_ssize_t>(LATENT_PANELS if store.latent else 4), min(<Py_ssize_t>KV_PANELS, panels * store.num_kv_heads // 16))
+        item.row_blocks = (panels + most - 1) // most
+        item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
+        self.wide = True
+        # As integers also the float rows that stand beside codes.
+        self.call.wide_kind = (KV_HALVES if store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS
+                               else KV_INTEGERS)
+
+    cdef Py_ssize_t _count_parts(self) noexcept nogil:
+        """Number the partial results that the items leave of their queries, per query head."""
+        cdef Py_ssize_t i, j, parts = 0
+        cdef kv_item *item
+        cdef kv_query *query
+        for i in range(self.call.num_items):
+            item = self.call.items + i
+            for j in range(item.num_queries):
+                query = self.call.queries + (item.members[j] if item.members != NULL else item.first_query + j)
+                query.parts = max(query.parts, item.part + <int>item.splits)
+        for i in range(self.call.q.tokens):
+            query = self.call.queries + i
+            query.partial = parts
+            parts += query.parts if query.parts > 1 else 0
+        return parts
+
+    cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil:
+        """Memory for results and threads, the last thing before `run`; False for want of it."""
+        cdef Py_ssize_t parts = self._count_parts()
+        if parts:
+            self.call.partials = <float *>self.workspace.reserve(
+                PARTIALS, parts * self.call.q.heads * (values_of(self.call.store).padded_dim + 2) * sizeof(float))
+        if self.wide:
+            self.call.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
+        if self.call.rope_q.data != NULL:
+            self.call.rope = <kv_rope_scratch *>self.workspace.reserve(ROPE, threads * sizeof(kv_rope_scratch))
+        return ((parts == 0 or self.call.partials != NULL) and (not self.wide or self.call.wide != NULL)
+                and (self.call.rope_q.data == NULL or self.call.rope != NULL))
+
+    cdef object run(self):  # no-cython-lint: of a name that is imported too
+        cdef int threads = num_threads_for(self.options.num_threads, <double>self.work)
+        cdef kv_watch watch
+        # A megabyte or two for each thread: not to be kept by every cache, but by those whose every token needs it.
+        cdef Workspace scratch = Workspace() if self.wide and not self.call.store.latent else self.workspace
+        scratch.secure = self.workspace.secure
+        if not self.prepare(scratch, threads):
+            raise _no_memory()
+        if LOGS:
+            slow_paths.log(self._notes(threads))
+        self.call.watch = watch_of(&watch, <double>self.work)
+        with nogil:
+            run(&self.call, threads)
+        check_stopped(self.call.watch)
+        if self.bad:
+            raise NonFiniteInputError(f"q, keys and values are too large together: a score is beyond float32, or an output beyond "
+                                      f"{dtype_name(self.call.out.dtype)} (+-{dtype_limit(self.call.out.dtype):g})")
+        return (self.out, self.lse) if self.options.return_lse else self.out
+
+    cdef object explain(self, str storage):
+        """The AttendPlan of this call, which is not run."""
+        cdef const kv_store *store = self.call.store
+        cdef kv_traffic traffic
+        cdef kv_item *item
+        cdef Py_ssize_t i, rows = 1
+        cdef int threads = threads_for(self.options.num_threads, <double>self.work)
+        self._count_parts()
+        with nogil:
+            measure(&self.call, &traffic)
+        items = []
+        for i in range(self.call.num_items):
+            item = self.call.items + i
+            items.append(PlanItem(item.num_queries, item.begin, item.end, item.splits, item.split_tokens, item.row_blocks))
+            rows = max(rows, min(item.num_queries * self.call.group, <Py_ssize_t>item.block_rows))
+        return AttendPlan(
+            isa=self.call.kernels.isa.decode(), storage=storage,
+            kernels=_kernels_of(store) + (("attend_panels",) if self.wide else ()),
+            float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
+            q_shape=(self.call.q.tokens, self.call.q.heads, self.call.q.dim), q_dtype=dtype_name(self.call.q.dtype),
+            num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=self.context, tile=self.call.tile,
+            float_tile=self.call.float_tile, rows=rows, num_threads=threads, num_tasks=self.call.num_tasks,
+            items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
+            operations=int(traffic.operations), notes=tuple([text for _, text in self._notes(threads)]))
+
+    cdef list _notes(self, int threads):
+        cdef const kv_store *store = self.call.store
+        # A rotary part stands beside the latents: their width is what is told.
+        sides = {store.k.head_dim: store.k.rotated}
+        if not store.latent:
+            sides[store.v.head_dim] = sides.get(store.v.head_dim, False) or store.v.rotated
+        return slow_paths.notes(sides, self.work, threads, self.call.num_tasks, self.options.num_threads, self.packed)
+
+
+cdef tuple _kernels_of(const kv_store *store):
+    """Names of the kernels that read a store's keys and values, as in the kernel table."""
+    if store.latent:
+        return f"scores_{codes_name(store.k.dtype)}", "accumulate_latent"
+    return f"scores_{codes_name(store.k.dtype)}", f"accumulate_{codes_name(store.v.dtype)}"

@@ -1,0 +1,127 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Attention on plain arrays, and merging of results."""
+import numpy as np
+
+from libc.stdint cimport intptr_t
+from libc.string cimport memset
+
+from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows, width_of
+from kvfast.core.kernels cimport KV_LANES, KV_TILE
+from kvfast.attention.call cimport AttendCall, Workspace, check_apart, open_call
+from kvfast.codec.blocks cimport init_side, kv_chunk, kv_context, kv_store
+from kvfast.attention.options cimport Options
+
+from kvfast.errors import DimensionMismatchError
+from kvfast.core.interchange import aligned, as_array, as_float32
+
+cdef int _TILE_SHIFT = <int>((<object>KV_TILE).bit_length() - 1)
+cdef Py_ssize_t _MOST_STEP = 1 << 20  # what is prefetched, some rows with all that lies between them, is worth it below
+
+
+cdef bint _is_like_a_block(const kv_rows *rows) noexcept nogil:
+    """Whether the kernels can read the rows where they lie: each behind the one before, as in a block."""
+    return rows.dim % KV_LANES == 0 and width_of(rows) <= rows.token_stride <= _MOST_STEP
+
+
+cdef object _padded(object array):
+    """A copy with head_dim filled up to what the kernels read at once."""
+    array = as_array(array)
+    padded = np.zeros(array.shape[:2] + (array.shape[2] + -array.shape[2] % KV_LANES,), array.dtype)
+    padded[:, :, :array.shape[2]] = array
+    return padded
+
+
+def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
+              sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None):
+    """Fused attention on plain arrays, without a cache.
+
+    Parameters
+    ----------
+    q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+        Queries of the last `num_tokens` tokens of the context.
+    k : array of shape (context, num_kv_heads, head_dim), float32, float16 or bfloat16
+    v : array of shape (context, num_kv_heads, v_head_dim), float32, float16 or bfloat16
+        Keys and values; read where they lie when their width is a multiple of 16 and the tokens lie one behind the other, at
+        most 1 MiB apart, and copied before otherwise.
+    out, scale, causal, ... attention_chunk_size
+        As in `kvfast.KVCache.attend`.
+
+    Returns
+    -------
+    ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32
+        And with `return_lse` the log-sum-exp, float32 of shape (num_tokens, num_q_heads).
+    """
+    cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
+    cdef kv_store store
+    cdef kv_context context
+    cdef AttendCall call
+    cdef kv_chunk chunk
+    cdef Rows given_keys = keys, given_values = values
+    cdef int head_dim = <int>keys.rows.dim, v_head_dim = <int>values.rows.dim
+    if keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads:
+        raise DimensionMismatchError(
+            f"k and v must have one shape but for their head_dim, got ({keys.rows.tokens}, {keys.rows.heads}, {keys.rows.dim}) and "
+            f"({values.rows.tokens}, {values.rows.heads}, {values.rows.dim})")
+    check_finite(keys, "k", 3.4028235e38, "float32")
+    check_finite(values, "v", 3.4028235e38, "float32")
+    if not _is_like_a_block(&keys.rows):
+        keys = open_rows(_padded(k), "k")
+    if not _is_like_a_block(&values.rows):
+        values = open_rows(_padded(v), "v")
+    memset(&store, 0, sizeof(store))
+    memset(&context, 0, sizeof(context))
+    init_side(&store.k, keys.rows.dtype, head_dim, KV_TILE)
+    init_side(&store.v, values.rows.dtype, v_head_dim, KV_TILE)
+    store.block_shift = _TILE_SHIFT
+    store.num_kv_heads = <int>keys.rows.heads
+    store.k.row_stride, store.v.row_stride = keys.rows.token_stride, values.rows.token_stride
+    store.k.bytes, store.v.bytes = KV_TILE * store.k.row_stride, KV_TILE * store.v.row_stride
+    memset(&chunk, 0, sizeof(chunk))
+    chunk.v = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
+    chunk.k_head_stride, chunk.v_head_stride = keys.rows.head_stride, values.rows.head_stride
+    store.base, store.chunks = keys.rows.data, &chunk
+    context.length = keys.rows.tokens
+    call = open_call(&store, Workspace(), q,
+                     Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
+                             return_lse, num_splits, num_threads, attention_chunk_size), 1)
+    check_apart(&call.call.out, &given_keys.rows, "k")
+    check_apart(&call.call.out, &given_values.rows, "v")
+    if call.call.q.tokens > context.length:
+        raise ValueError(f"q holds {call.call.q.tokens} tokens, but k and v only {context.length}")
+    call.ask(&context, 0, call.call.q.tokens)
+    call.add(&context, 0, call.call.q.tokens, 0, 0)
+    return call.run()
+
+
+def merge_states(out_a, lse_a, out_b, lse_b):
+    """Join attention over two disjoint sets of keys (FlashInfer's recursive attention, arXiv 2501.01005).
+
+    Parameters
+    ----------
+    out_a, out_b : arrays of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+        Outputs of `attend` or `attention` over each set.
+    lse_a, lse_b : arrays of shape (num_tokens, num_q_heads)
+        Their log-sum-exps; -inf for a set that holds no key.
+
+    Returns
+    -------
+    out : ndarray of shape (num_tokens, num_q_heads, head_dim), float32
+    lse : ndarray of shape (num_tokens, num_q_heads), float32
+    """
+    # In one piece, as NumPy rounds differently otherwise.
+    out_a, lse_a, out_b, lse_b = [aligned(as_float32(one, name)) for name, one in (
+        ("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))]
+    if out_a.ndim != 3 or out_a.shape != out_b.shape:
+        raise DimensionMismatchError("out_a and out_b must have one shape (num_tokens, num_q_heads, head_dim), "
+                                     f"got {out_a.shape} and {out_b.shape}")
+    if lse_a.shape != out_a.shape[:2] or lse_b.shape != out_a.shape[:2]:
+        raise DimensionMismatchError(f"lse_a and lse_b must have shape {out_a.shape[:2]}, "
+                                     f"got {lse_a.shape} and {lse_b.shape}")
+    top = np.maximum(lse_a, lse_b)
+    base = np.where(np.isneginf(top), np.float32(0), top)
+    weight_a, weight_b = np.exp(lse_a - base), np.exp(lse_b - base)
+    total = weight_a + weight_b
+    safe = np.where(total > 0, total, np.float32(1))
+    out = out_a * (weight_a / safe)[..., None] + out_b * (weight_b / safe)[..., None]
+    with np.errstate(divide="ignore"):
+        return out, base + np.log(total)

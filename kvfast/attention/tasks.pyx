@@ -1,0 +1,212 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Fused attention: streaming softmax straight on the stored bytes (FlashAttention, arXiv 2205.14135, and
+its split form for decoding, Flash-Decoding).
+
+The query rows of one KV head (its query heads x the query tokens, up to KV_ROWS at a time) share every
+pass over a tile; up to KV_PANELS times as many where a matrix unit works. A task is (item, KV head, split of the
+context, row block); partial results merge in order, so that results are the same bits for every number of threads.
+"""
+from cython.parallel cimport prange, threadid
+from libc.math cimport INFINITY, expf, logf
+from libc.string cimport memcpy, memset
+
+from kvfast.core.interrupt cimport is_stopped
+from kvfast.core.kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
+from kvfast.codec.blocks cimport dtype_limit, values_of
+from kvfast.attention.tiles cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load,
+                                     touch, touch_first_floats, touch_sinks)
+from kvfast.core.wipe cimport kv_wipe
+
+cdef enum:
+    # Fewer partial results than this are merged sooner than a second team of threads starts.
+    SERIAL_MERGE = 512
+
+
+cdef const kv_item *_item_of(const kv_call *call, Py_ssize_t task) noexcept nogil:
+    cdef Py_ssize_t low = 0, high = call.num_items - 1, middle
+    while low < high:
+        middle = (low + high + 1) // 2
+        if call.items[middle].first_task <= task:
+            low = middle
+        else:
+            high = middle - 1
+    return call.items + low
+
+cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexcept nogil:
+    """One (item, KV head, split, row block)."""
+    cdef kv_task task
+    cdef kv_softmax *state = &task.scratch.softmax
+    cdef kv_panel *panel
+    cdef const kv_item *item = _item_of(call, index)
+    cdef const kv_query *query
+    cdef Py_ssize_t padded = values_of(call.store).padded_dim
+    cdef Py_ssize_t starts[256]
+    cdef Py_ssize_t stops[256]
+    cdef Py_ssize_t zeros[256]
+    cdef Py_ssize_t sink_stops[256]
+    cdef Py_ssize_t begin, end, row0, token, split, sinks_end = 0, split_begin
+    cdef kv_range rest
+    cdef int r, tile
+    cdef Py_ssize_t i
+    cdef float m, l
+    cdef float *acc
+    cdef float *partial
+    if is_stopped(call.watch, 16):
+        return
+    index -= item.first_task
+    row0 = index % item.row_blocks * item.block_rows
+    split = index // item.row_blocks % item.splits
+    task.call, task.item = call, item
+    task.head = <int>(index // item.row_blocks // item.splits)
+    task.rows = <int>min(<Py_ssize_t>item.block_rows, item.num_queries * call.group - row0)
+    task.wide = call.wide + thread if item.block_rows > KV_ROWS and call.wide != NULL else NULL
+    task.rope = call.rope + thread if call.rope != NULL else NULL
+    split_begin = item.begin + split * item.split_tokens
+
+    begin, end = item.end, 0
+    for r in range(task.rows):
+        token = (row0 + r) // call.group
+        token = item.members[token] if item.members != NULL else item.first_query + token
+        query = call.queries + token
+        task.tokens[r] = token
+        task.q_heads[r] = task.head * call.group + (row0 + r) % call.group
+        task.query_at[r] = <float>query.position
+        if call.slopes != NULL:
+            task.slopes[r] = call.slopes[task.q_heads[r]]
+        starts[r], stops[r], sink_stops[r], zeros[r] = query.start, query.stop, query.sink_stop, 0
+        begin = min(begin, starts[r])
+        end = max(end, stops[r])
+        sinks_end = max(sinks_end, sink_stops[r])
+    # The matrix unit adds tokens up in groups, at the same positions for all rows.
+    tile = KV_TILE if task.wide != NULL else call.tile
+    begin = max(begin // tile * tile, split_begin)
+    end = min(min(end, item.end), split_begin + item.split_tokens)
+    if split > 0 or item.part > 0:
+        sinks_end = 0
+
+    # Ask for the first keys early; nothing was running ahead of them.
+    if sinks_end > 0:
+        touch_sinks(&task, sinks_end)
+    if not call.store.finishes or begin < item.context.coded:
+        touch(&task, begin, call.tile)
+    if call.store.float_tokens and (sinks_end > 0 or begin < call.store.float_tokens):
+        touch_first_floats(&task)
+    task.options.softcap = call.softcap
+    task.options.slopes = task.slopes if call.slopes != NULL else NULL
+    task.options.query_at = task.query_at
+    if call.traffic == NULL:
+        begin_rows(&task)
+
+    if sinks_end > 0:
+        load(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
+        rest = kv_range(call.store, call.tile, begin, end)
+        attend_span(&task, 0, sinks_end, zeros, sink_stops, &rest)
+    if sinks_end == 0 or call.sink_q.data != NULL:
+        load(&task, &call.q)
+    if begin < end:
+        attend_span(&task, begin, end, starts, stops, NULL)
+    if call.traffic != NULL:
+        return
+
+    for r in range(task.rows):
+        query = call.queries + task.tokens[r]
+        if task.wide == NULL:
+            acc, m, l = task.scratch.acc + r * padded, state.m[r], state.l[r]
+        else:
+            panel = task.wide.panels + r // KV_ROWS
+            acc, m, l = task.wide.rows, panel.m[r % KV_ROWS], panel.l[r % KV_ROWS]
+            for i in range(padded // KV_LANES):
+                memcpy(acc + i * KV_LANES, panel.acc + (i * KV_ROWS + r % KV_ROWS) * KV_LANES, KV_LANES * sizeof(float))
+        if query.parts == 1:
+            _finish(call, task.tokens[r], task.q_heads[r], acc, m, l)
+        else:
+            partial = _partials_of(call, query, task.q_heads[r]) + (item.part + split) * (padded + 2)
+            partial[0] = m
+            partial[1] = l
+            call.kernels.from_float[KV_FLOAT32](acc, padded, partial + 2)
+    if call.store.secure:  # what stays on the stack of a thread
+        kv_wipe(&task.scratch, sizeof(task.scratch))
+
+
+cdef inline float *_partials_of(const kv_call *call, const kv_query *query, Py_ssize_t q_head) noexcept nogil:
+    """(parts, padded_dim of values + 2): running maximum, sum of weights, sum of weighted values."""
+    return call.partials + (query.partial * call.q.heads + q_head * query.parts) * (values_of(call.store).padded_dim + 2)
+
+
+cdef void _finish(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, float *acc, float m, float l) noexcept nogil:
+    """Write the output row, and its log-sum-exp."""
+    cdef float scale, top = m
+    cdef const kv_side *v = values_of(call.store)
+    cdef char *target = call.out.data + token * call.out.token_stride + q_head * call.out.head_stride
+    if call.sinks != NULL:
+        top = max(m, call.sinks[q_head])
+        l = l * expf(m - top) + expf(call.sinks[q_head] - top)
+    scale = expf(m - top) / l if l > 0 else 0.0
+    call.kernels.scale_add(acc, scale, acc, 0.0, call.out.dim)
+    if v.rotated:
+        call.kernels.rotate(acc, v.head_dim, 1, v.head_dim, acc, v.head_dim)
+    # Every query sees a token, its own. Scores beyond float32 leave weights that are NaN, or none; see exp in simd/rows.inc.h.
+    if not l > 0 or call.kernels.find_unstorable(acc, call.out.dim, dtype_limit(call.out.dtype)) >= 0:
+        call.bad[0] = 1
+    call.kernels.from_float[call.out.dtype](acc, call.out.dim, target)
+    if call.lse != NULL:
+        call.lse[token * call.q.heads + q_head] = top + logf(l)
+
+
+cdef void _merge(const kv_call *call, Py_ssize_t token) noexcept nogil:
+    """Join the partial results of one query token, in order."""
+    cdef const kv_query *query = call.queries + token
+    cdef Py_ssize_t padded = values_of(call.store).padded_dim, q_head
+    cdef float *partial
+    cdef float *part
+    cdef float acc[512]
+    cdef float m, l, weight
+    cdef int i
+    if query.parts == 1 or is_stopped(call.watch):
+        return
+    for q_head in range(call.q.heads):
+        partial = _partials_of(call, query, q_head)
+        m, l = -INFINITY, 0.0
+        for i in range(query.parts):
+            m = max(m, partial[i * (padded + 2)])
+        memset(acc, 0, padded * sizeof(float))
+        for i in range(query.parts):
+            part = partial + i * (padded + 2)
+            if part[1] != 0:  # also for NaN
+                weight = expf(part[0] - m)
+                l += part[1] * weight
+                call.kernels.scale_add(acc, 1.0, part + 2, weight, padded)
+        _finish(call, token, q_head, acc, m, l)
+    if call.store.secure:
+        kv_wipe(acc, sizeof(acc))
+
+
+cdef void run(const kv_call *call, int threads) noexcept nogil:
+    cdef Py_ssize_t i, parts = 0
+    for i in range(call.q.tokens):
+        if call.queries[i].parts > 1:
+            parts += call.queries[i].parts * call.q.heads
+    if threads == 1:
+        for i in range(call.num_tasks):
+            _attend_task(call, i, 0)
+    else:
+        for i in prange(call.num_tasks, schedule="dynamic", chunksize=1, num_threads=threads):
+            _attend_task(call, i, threadid())
+    if parts == 0:
+        return
+    if threads == 1 or parts < SERIAL_MERGE or call.q.tokens == 1:
+        for i in range(call.q.tokens):
+            _merge(call, i)
+    else:
+        for i in prange(call.q.tokens, schedule="static", num_threads=threads):
+            _merge(call, i)
+
+
+cdef void measure(kv_call *call, kv_traffic *traffic) noexcept nogil:
+    """Count what `run` would read, task by task; it needs no queries and writes no output."""
+    cdef Py_ssize_t i
+    memset(traffic, 0, sizeof(kv_traffic))
+    call.traffic = traffic
+    for i in range(call.num_tasks):
+        _attend_task(call, i, 0)
+    call.traffic = NULL

@@ -1,0 +1,105 @@
+"""What a call of attention is made of, and how one of its tasks reads keys and values."""
+from libc.stdint cimport int32_t
+
+from kvfast.core.arrays cimport kv_rows
+from kvfast.core.interrupt cimport kv_watch
+from kvfast.core.kernels cimport kv_kernels, kv_rope_scratch, kv_score_options, kv_scratch, kv_wide_scratch
+from kvfast.codec.blocks cimport kv_context, kv_store
+
+
+# One query token. It sees the positions below sink_stop and those from start to stop.
+ctypedef struct kv_query:
+    Py_ssize_t position
+    Py_ssize_t sink_stop
+    Py_ssize_t start
+    Py_ssize_t stop
+    Py_ssize_t partial         # its first partial result counts this many before it, per query head
+    int parts                  # partial results of each of its query heads
+
+
+# Queries that read the same keys: those of one sequence, or of several over a prefix that they share.
+ctypedef struct kv_item:
+    kv_context context
+    const int32_t *members     # (num_queries,) indices of queries, or NULL: from first_query on
+    Py_ssize_t first_query
+    Py_ssize_t num_queries
+    Py_ssize_t begin           # positions read: begin, a multiple of KV_TILE, to end, and the sinks before
+    Py_ssize_t end
+    Py_ssize_t split_tokens    # a multiple of KV_TILE
+    Py_ssize_t splits
+    int part                   # index of its first split among the partial results of its queries
+    int block_rows             # query rows of a task: KV_ROWS, or more for the matrix unit
+    Py_ssize_t row_blocks
+    Py_ssize_t first_task
+
+
+# What a call reads and computes, in all passes.
+ctypedef struct kv_traffic:
+    Py_ssize_t codes           # bytes
+    Py_ssize_t scales          # of tokens and channels, and means
+    Py_ssize_t floats          # float rows, of keys and values that are stored so or still are so
+    double operations          # multiplications and additions of scores and sums
+
+
+# One call of attention.
+ctypedef struct kv_call:
+    const kv_kernels *kernels
+    const kv_store *store
+    kv_rows q
+    kv_rows sink_q             # what the sinks are read with, or data NULL: q
+    kv_rows rope_q             # the rotary part of the queries, with latent rows that have one; else data NULL
+    kv_rows out
+    float *lse                 # (tokens, num_q_heads) or NULL
+    int group                  # query heads per KV head
+    int tile                   # tokens between two softmax corrections
+    int float_tile             # where they are read from float rows
+    float scale
+    float softcap
+    const float *sinks         # (num_q_heads,) or NULL
+    const float *slopes        # (num_q_heads,) or NULL
+    kv_item *items
+    Py_ssize_t num_items
+    kv_query *queries          # (tokens,)
+    Py_ssize_t num_tasks
+    float *partials            # (tokens, num_q_heads, parts, padded_dim of values + 2)
+    kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
+    kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
+    int wide_kind              # KV_INTEGERS or KV_HALVES: what a matrix unit multiplies
+    int *bad                   # set when a row of the output is not finite
+    kv_traffic *traffic        # of `measure`: where to count, else NULL
+    kv_watch *watch            # or NULL
+
+
+# The positions begin to end of a sequence, read from one store tile by tile.
+ctypedef struct kv_range:
+    const kv_store *store
+    int tile
+    Py_ssize_t begin, end
+
+
+# The query rows of a task: up to KV_ROWS, or KV_PANELS times as many in the wide scratch.
+ctypedef struct kv_task:
+    const kv_call *call
+    const kv_item *item
+    int head
+    int rows
+    kv_score_options options
+    kv_scratch scratch
+    kv_wide_scratch *wide      # or NULL
+    kv_rope_scratch *rope      # or NULL
+    float slopes[256]
+    float query_at[256]
+    Py_ssize_t tokens[256]     # query of each row
+    Py_ssize_t q_heads[256]
+
+
+cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil
+cdef int choose_tile(const kv_store *store) noexcept nogil
+cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil
+cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil
+cdef void touch_first_floats(const kv_task *task) noexcept nogil
+cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil
+cdef void begin_rows(kv_task *task) noexcept nogil
+cdef void load(kv_task *task, const kv_rows *q) noexcept nogil
+cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts, const Py_ssize_t *stops,
+                      const kv_range *following) noexcept nogil

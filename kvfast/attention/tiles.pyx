@@ -1,0 +1,444 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""One task of attention reads a span of positions: tile by tile, codes and float rows, by vectors or by the matrix unit.
+
+It knows where the tokens of its sequence lie, and what is to be prefetched while a tile is read.
+"""
+from libc.math cimport INFINITY
+from libc.stdint cimport int32_t
+from libc.string cimport memset
+
+from kvfast.core.arrays cimport kv_rows
+from kvfast.core.interrupt cimport is_stopped
+from kvfast.core.kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
+                                  kv_panel, kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile)
+from kvfast.codec.blocks cimport (PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of,
+                                  v_block_at, v_offset_of, values_of)
+from kvfast.codec.finish cimport OPEN_TOKENS
+
+cdef extern from *:
+    """
+    #define kv_touch(address) __builtin_prefetch(address)
+    """
+    void kv_touch(const void *address) noexcept nogil
+cdef enum:
+    # What streams best: pieces of 8 KiB of codes, and 4 KiB of float rows (measured).
+    INTEGER_TILE = 64
+    INT4_TILE = 128
+    FLOAT_TILE_BYTES = 4096
+
+
+cdef inline Py_ssize_t _token_bytes(const kv_side *side) noexcept nogil:
+    """Bytes of one token, without scales."""
+    return side.row_stride if side.dtype < KV_NUM_FLOATS else side.scales // side.block_size
+
+
+cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil:
+    """Bytes that attention reads of `tokens` tokens, in all heads."""
+    return store.num_kv_heads * tokens * (_token_bytes(&store.k) + _token_bytes(&store.v))
+
+
+cdef int choose_tile(const kv_store *store) noexcept nogil:
+    """Tokens of a tile: the same for every block size, so that every cache gives the same bits."""
+    cdef int tile = INT4_TILE if store.k.dtype >= KV_INT4 and store.v.dtype >= KV_INT4 else INTEGER_TILE, i
+    cdef const kv_side *side
+    if store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS:
+        tile = KV_TILE
+    for i in range(2):
+        side = &store.v if i else &store.k
+        if side.dtype < KV_NUM_FLOATS:
+            while tile > KV_LANES and tile * side.padded_dim * (4 if side.dtype == KV_FLOAT32 else 2) > FLOAT_TILE_BYTES:
+                tile //= 2
+    return tile
+
+
+cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t position, int tile, kv_tile *k,
+                         kv_tile *v) noexcept nogil:
+    """The blocks of the tile at `position`, or with the store of float rows the pieces. Those that are gone, or not
+    there yet, are replaced by others that exist: their tokens are masked, or only prefetched."""
+    cdef const kv_context *context = &task.item.context
+    cdef const kv_store *blocks = task.call.store
+    cdef int shift = store.block_shift, coarser = blocks.block_shift - shift, i
+    cdef bint floats = store != blocks   # whose pieces are as long as the shortest blocks
+    cdef Py_ssize_t index = position >> shift, last = (context.length - 1) >> shift, at
+    cdef int32_t block, piece
+    k.base = v.base = store.base
+    k.first = v.first = <int>(position & (store.k.block_size - 1))
+    for i in range(max(tile >> shift, 1)):
+        at = min(index + i, last) >> coarser
+        if at >= context.sink_blocks:
+            at = max(at, context.sink_blocks + context.skipped)
+        block = block_of(context, at)
+        if floats:
+            piece = piece_of(blocks, block, min(index + i, last) * PIECE & (blocks.k.block_size - 1))
+            block = max(piece, 0)
+        k.at[i] = k_offset_of(store, block, task.head)
+        v.at[i] = v_offset_of(store, block, task.head)
+
+
+cdef inline void _aim(kv_stream *stream, const kv_side *side, kv_tile *tile, int tokens,
+                      Py_ssize_t count) noexcept nogil:
+    """Make a tile what is prefetched: of float rows `count`, of codes the `tokens` of a whole tile."""
+    cdef Py_ssize_t token = _token_bytes(side), block_tokens = min(tokens, side.block_size)
+    stream.base, stream.at = tile.base, tile.at
+    stream.offset, stream.piece = token * tile.first, token * block_tokens
+    stream.bytes = token * (count if side.dtype < KV_NUM_FLOATS and count < tokens else tokens)
+    stream.scales = side.scales + side.scale_bytes * tile.first
+    stream.scale_bytes = side.bytes - side.scales if side.means else side.scale_bytes * block_tokens
+
+
+cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
+                        const kv_range *following) noexcept nogil:
+    """Read a range; row r sees its positions from starts[r] to stops[r]. The start of the range that follows, if there
+    is one, is prefetched at the end."""
+    if task.call.traffic != NULL:
+        _count(task, range_)
+    elif task.wide != NULL:
+        _attend_panels(task, range_, starts, stops)
+    else:
+        _attend_tiles(task, range_, starts, stops, following)
+
+
+cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,
+                         const Py_ssize_t *stops) noexcept nogil:
+    """The same by the matrix unit. Tiles end at multiples of KV_TILE, so that a row's result does not depend on which
+    rows share its task."""
+    cdef const kv_store *store = range_.store
+    cdef kv_panel *panels = task.wide.panels
+    cdef kv_panel *panel
+    cdef kv_tile keys[2]
+    cdef kv_tile values[2]
+    cdef Py_ssize_t t = range_.begin, next_t, all_from = 0, all_to = range_.end
+    cdef int now = 0, num_panels = _num_panels(task), r, count, all_seen = 0   # tokens of a tile that all rows see
+    cdef bint seen = False
+    for r in range(task.rows):
+        all_from, all_to = max(all_from, starts[r]), min(all_to, stops[r])
+    for r in range(task.rows, num_panels * KV_ROWS):
+        panels[num_panels - 1].start[r % KV_ROWS] = panels[num_panels - 1].stop[r % KV_ROWS] = 0
+    while t < range_.end:
+        if is_stopped(task.call.watch):
+            return
+        next_t = min((t // KV_TILE + 1) * KV_TILE, range_.end)
+        if t == range_.begin:
+            _locate(task, store, t, KV_TILE, &keys[now], &values[now])
+        keys[now].count = values[now].count = count = <int>(next_t - t)
+        if next_t < range_.end:
+            _locate(task, store, next_t, KV_TILE, &keys[1 - now], &values[1 - now])
+            keys[1 - now].count = values[1 - now].count = <int>min(<Py_ssize_t>KV_TILE, range_.end - next_t)
+        else:
+            keys[1 - now], values[1 - now] = keys[now], values[now]
+            keys[1 - now].first = keys[1 - now].count = values[1 - now].first = values[1 - now].count = 0
+        if all_from > t or t + count > all_to or count != all_seen:
+            seen, all_seen = False, 0
+            for r in range(task.rows):
+                panel = panels + r // KV_ROWS
+                panel.start[r % KV_ROWS] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
+                panel.stop[r % KV_ROWS] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
+                seen = seen or panel.start[r % KV_ROWS] < panel.stop[r % KV_ROWS]
+            if all_from <= t and t + count <= all_to:
+                all_seen = count
+        if seen:
+            task.call.kernels.attend_panels[task.call.wide_kind](
+                &store.k, &store.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], <float>t,
+                &task.wide.operands, panels, num_panels)
+        now = 1 - now
+        t = next_t
+
+
+cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
+                        const kv_range *following) noexcept nogil:
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_store *store = range_.store
+    cdef const kv_store *next_store = store
+    cdef const kv_side *k = &store.k
+    cdef const kv_side *v = &store.v
+    cdef kv_scratch *scratch = &task.scratch
+    cdef kv_softmax *state = &scratch.softmax
+    cdef kv_ahead ahead
+    cdef kv_tile keys[2]
+    cdef kv_tile values[2]
+    cdef int now = 0, r, count, tile = range_.tile, next_tile = tile
+    cdef int first[16]
+    cdef int last[16]
+    cdef Py_ssize_t t = range_.begin, end = range_.end, next_count
+    cdef Py_ssize_t k_bytes = _token_bytes(k) * tile, v_bytes = _token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
+    cdef kv_tile *next_keys
+    cdef kv_tile *next_values
+    kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
+    if task.rope != NULL:
+        kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)
+    _locate(task, store, t, tile, &keys[0], &values[0])
+    while t < end:
+        if is_stopped(task.call.watch):
+            return
+        count = <int>min(<Py_ssize_t>tile, end - t)
+        keys[now].count = values[now].count = count
+        next_keys, next_values = &keys[1 - now], &values[1 - now]
+        next_count = max(end - t - tile, <Py_ssize_t>1)
+        if t + tile < end and keys[now].first + tile < k.block_size:  # the same block goes on
+            next_keys.base = next_values.base = store.base
+            next_keys.at[0], next_values.at[0] = keys[now].at[0], values[now].at[0]
+            next_keys.first = next_values.first = keys[now].first + tile
+        elif t + tile < end or following == NULL:
+            _locate(task, store, t + tile if t + tile < end else t, tile, next_keys, next_values)
+        else:
+            next_store = following.store
+            next_tile, next_count = following.tile, following.end - following.begin
+            _locate(task, next_store, following.begin, next_tile, next_keys, next_values)
+        for r in range(task.rows):
+            first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
+            last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
+        if store.latent:
+            _aim(&ahead.next, k, next_keys, tile, next_count)
+            ahead.after, ahead.lead = ahead.next, 0
+            _attend_latent(task, store, &keys[now], &values[now], first, last, <float>t, &ahead)
+            now = 1 - now
+            t += tile
+            continue
+        _aim(&ahead.next, v, &values[now], tile, count)
+        _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
+        ahead.lead = lead - k_bytes
+        kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
+        kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
+        ahead.next = ahead.after
+        _aim(&ahead.after, &next_store.v, next_values, next_tile, next_count)
+        ahead.lead = lead - v_bytes
+        kernels.accumulate[v.dtype](v, state.weights, task.rows, &values[now], &ahead, state.rescale, scratch.acc)
+        now = 1 - now
+        t += tile
+
+
+cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *latents, const kv_tile *rope, const int *first,
+                         const int *last, float position, const kv_ahead *ahead) noexcept nogil:
+    """One tile of latent rows, which are in the processor's cache when they are read as values."""
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef const kv_side *k = &store.k
+    cdef kv_scratch *scratch = &task.scratch
+    cdef kv_softmax *state = &scratch.softmax
+    cdef int r
+    kernels.scores[k.dtype](k, &scratch.queries, task.rows, latents, ahead, state.weights)
+    if task.rope != NULL:
+        kernels.scores[store.v.dtype](&store.v, &task.rope.queries, task.rows, rope, ahead, task.rope.scores)
+        for r in range(task.rows):
+            kernels.scale_add(state.weights + r * KV_TILE, 1.0, task.rope.scores + r * KV_TILE, 1.0,
+                              (latents.count + KV_LANES - 1) // KV_LANES * KV_LANES)
+    kernels.softmax(state, task.rows, latents.count, first, last, position, &task.options)
+    kernels.accumulate_latent(k, state.weights, task.rows, latents, ahead, state.rescale, scratch.acc)
+
+
+cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
+    """What reading a range takes: whole groups of lanes of codes, and the statistics of the blocks they are in."""
+    cdef kv_traffic *traffic = task.call.traffic
+    cdef const kv_side *side
+    cdef Py_ssize_t tokens, blocks
+    cdef int i
+    for i in range(2):
+        side = &range_.store.v if i else &range_.store.k
+        tokens = range_.end - range_.begin
+        if side.dtype < KV_NUM_FLOATS:
+            traffic.floats += tokens * side.row_stride
+        else:
+            tokens = (tokens + KV_LANES - 1) // KV_LANES * KV_LANES
+            traffic.codes += tokens * _token_bytes(side)
+            traffic.scales += tokens * side.scale_bytes
+            if side.means:
+                blocks = (range_.end - 1) // side.block_size - range_.begin // side.block_size + 1
+                traffic.scales += blocks * (side.bytes - side.means)
+        traffic.operations += 2.0 * task.rows * tokens * side.padded_dim * (2 if range_.store.latent and i == 0 else 1)
+
+
+cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil:
+    """Prefetch the keys of the first tokens from a position on."""
+    cdef const kv_store *store = task.call.store
+    cdef kv_tile k, v
+    cdef Py_ssize_t token_bytes = _token_bytes(&store.k), i
+    _locate(task, store, position, task.call.tile, &k, &v)
+    for i in range(0, min(tokens, store.k.block_size - k.first) * token_bytes, 64):
+        kv_touch(store.base + k.at[0] + k.first * token_bytes + i)
+
+
+cdef void touch_first_floats(const kv_task *task) noexcept nogil:
+    """Prefetch the float rows at the start of the sequence, where they are still there."""
+    cdef const kv_store *store = task.call.store
+    cdef const kv_context *context = &task.item.context
+    cdef int32_t piece
+    cdef Py_ssize_t i
+    if context.skipped and not context.sink_blocks:
+        return
+    piece = piece_of(store, block_of(context, 0), 0)
+    if piece < 0:
+        return
+    for i in range(0, store.float_tokens * store.floats.k.row_stride, 64):
+        kv_touch(k_block_at(store.floats, piece, task.head) + i)
+    for i in range(0, store.float_tokens * store.floats.v.row_stride, 64):
+        kv_touch(v_block_at(store.floats, piece, task.head) + i)
+
+
+cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
+    """Prefetch all that the sinks, few tokens at the start of a block, are read for: their values are spread
+    over the lane tiles of the block."""
+    cdef const kv_store *store = task.call.store
+    cdef const kv_side *v = &store.v
+    cdef const char *block = v_block_at(store, block_of(&task.item.context, 0), task.head)
+    cdef Py_ssize_t lane_tiles = 1 if v.dtype < KV_NUM_FLOATS else v.padded_dim // KV_LANES
+    cdef Py_ssize_t stride = _token_bytes(v) * v.block_size // lane_tiles, i, j
+    tokens = min((tokens + KV_LANES - 1) // KV_LANES * KV_LANES, <Py_ssize_t>v.block_size)
+    touch(task, 0, tokens)
+    for i in range(lane_tiles):
+        for j in range(0, stride // v.block_size * tokens, 64):
+            kv_touch(block + i * stride + j)
+    for j in range(0, tokens * 4, 64):
+        kv_touch(k_block_at(store, block_of(&task.item.context, 0), task.head) + store.k.scales + j)
+        kv_touch(block + v.scales + j)
+
+
+cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
+    """The queries of the task's rows, turned as the keys are."""
+    cdef const kv_store *store = task.call.store
+    cdef const kv_side *rope = &store.v if task.rope != NULL else NULL
+    cdef int i
+    if task.call.traffic != NULL:
+        return
+    if task.wide == NULL:
+        _load_rows(task, q, &store.k, 0, task.rows, task.scratch.rows)
+        if rope != NULL:
+            _load_rows(task, &task.call.rope_q, rope, 0, task.rows, task.rope.rows)
+        return
+    for i in range(_num_panels(task)):
+        _load_rows(task, q, &store.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
+        if rope != NULL:
+            _load_rows(task, &task.call.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
+        task.call.kernels.prepare_panel[task.call.wide_kind](&store.k, task.wide.rows, rope, task.wide.rope_rows,
+                                                             task.call.scale, task.wide.panels + i)
+
+
+cdef inline int _num_panels(const kv_task *task) noexcept nogil:
+    return (task.rows + KV_ROWS - 1) // KV_ROWS if task.wide != NULL else 0
+
+
+cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count,
+                     float *rows) noexcept nogil:
+    """`count` rows as floats, zero where the task has no more."""
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef int r, given = min(count, task.rows - first)
+    cdef float *row = rows
+    for r in range(first, first + given):
+        kernels.to_float[q.dtype](q.data + task.tokens[r] * q.token_stride + task.q_heads[r] * q.head_stride,
+                                  k.head_dim, row)
+        memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
+        row += k.padded_dim
+    if k.rotated:
+        kernels.rotate(rows, k.padded_dim, given, k.head_dim, rows, k.padded_dim)
+    memset(row, 0, (count - given) * k.padded_dim * sizeof(float))
+
+
+cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil:
+    """First position that a query reads from float rows, but for the start of the sequence: that which follows from its
+    own position, where codes and float rows are both there."""
+    cdef Py_ssize_t codes
+    if not store.finishes:
+        return context.length
+    codes = (position - OPEN_TOKENS) >> store.block_shift << store.block_shift if position > OPEN_TOKENS else 0
+    return max(context.coded, min(codes, context.encoded))
+
+
+cdef Py_ssize_t _next_patch(const kv_store *store, const kv_context *context, Py_ssize_t position, Py_ssize_t end,
+                            Py_ssize_t *stop) noexcept nogil:
+    """The first position from `position` on that has float rows for good, and where these stop; or `end`."""
+    cdef Py_ssize_t index = position >> store.block_shift, begin
+    stop[0] = end
+    if store.kept == NULL or store.num_patched[0] == 0:
+        return end
+    while index << store.block_shift < end:
+        if index < context.sink_blocks or index >= context.sink_blocks + context.skipped:
+            begin = (index << store.block_shift) + patched_from(store, block_of(context, index))
+            if begin < min((index + 1) << store.block_shift, end):
+                stop[0] = min((index + 1) << store.block_shift, end)
+                return max(begin, position)
+        index += 1
+    return end
+
+
+cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,
+                       const Py_ssize_t *stops, const kv_range *following) noexcept nogil:
+    """Read the positions begin, a multiple of KV_TILE, to end: codes and, where tokens have them, float rows."""
+    cdef const kv_call *call = task.call
+    cdef const kv_store *store = call.store
+    cdef kv_range ranges[3]   # codes up to the next patch, the newest tokens, the first tokens, which were prefetched long before
+    cdef kv_range patch
+    cdef Py_ssize_t codes_end, position
+    cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
+    cdef bint sees_first = False
+    cdef Py_ssize_t from_floats[256]
+    cdef Py_ssize_t lower[256]
+    cdef Py_ssize_t upper[256]
+    cdef const kv_range *after
+    cdef int i, r
+    ranges[0] = kv_range(store, call.tile, begin, end)
+    if store.floats == NULL:
+        _attend_range(task, &ranges[0], starts, stops, following)
+        return
+    for r in range(task.rows):
+        from_floats[r] = floats_from(store, &task.item.context, call.queries[task.tokens[r]].position)
+        if max(starts[r], first, from_floats[r]) < stops[r]:
+            some_floats = min(some_floats, from_floats[r])
+        sees_first = sees_first or starts[r] < min(stops[r], first)
+        all_codes = max(all_codes, from_floats[r])
+    # Where no row reads float rows there may be none: a cache that went back into a block that had lost them, or a ring
+    # whose window has left the start. Their tiles begin at their multiples, wherever a window does: what is before `begin`
+    # is masked.
+    ranges[0].end = min(all_codes, end)
+    ranges[2] = kv_range(store.floats, call.float_tile, begin, min(first, end) if sees_first else begin)
+    ranges[1] = kv_range(store.floats, call.float_tile, end, end)
+    if some_floats < end:
+        ranges[1].begin = max(begin, some_floats) // call.float_tile * call.float_tile
+    codes_end, position = ranges[0].end, begin
+    patch = kv_range(store.floats, call.float_tile, 0, 0)
+    while True:
+        ranges[0].end = _next_patch(store, &task.item.context, position, codes_end, &patch.end)
+        if ranges[0].end >= codes_end:
+            break
+        patch.begin = ranges[0].end // call.float_tile * call.float_tile
+        for r in range(task.rows):
+            lower[r], upper[r] = max(starts[r], first, position), min(stops[r], from_floats[r], ranges[0].end)
+        if position < ranges[0].end:
+            _attend_range(task, &ranges[0], lower, upper, &patch)
+        for r in range(task.rows):
+            lower[r], upper[r] = max(starts[r], first, ranges[0].end), min(stops[r], from_floats[r], patch.end)
+        position = patch.end
+        ranges[0].begin = position // KV_TILE * KV_TILE
+        _attend_range(task, &patch, lower, upper, NULL)
+    for i in range(3):
+        if ranges[i].begin >= ranges[i].end:
+            continue
+        after = following
+        if i == 0 and ranges[1].begin < ranges[1].end:
+            after = &ranges[1]
+        for r in range(task.rows):
+            if i == 0:
+                lower[r], upper[r] = max(starts[r], first, position), min(stops[r], from_floats[r])
+            elif i == 1:
+                lower[r], upper[r] = max(starts[r], first, from_floats[r]), stops[r]
+            else:
+                lower[r], upper[r] = starts[r], min(stops[r], first)
+        _attend_range(task, &ranges[i], lower, upper, after)
+
+cdef void begin_rows(kv_task *task) noexcept nogil:
+    """Nothing seen yet, in all rows."""
+    cdef kv_softmax *state = &task.scratch.softmax
+    cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
+    cdef kv_panel *panel
+    cdef int r, i
+    if task.wide == NULL:
+        memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
+        for r in range(task.rows):
+            state.m[r], state.l[r], state.rescale[r] = -INFINITY, 0.0, 1.0
+    for i in range(_num_panels(task)):
+        panel = task.wide.panels + i
+        panel.rows = min(<int>KV_ROWS, task.rows - i * KV_ROWS)
+        panel.options = task.options
+        panel.options.query_at += i * KV_ROWS
+        if task.options.slopes != NULL:
+            panel.options.slopes += i * KV_ROWS
+        memset(panel.acc, 0, KV_ROWS * padded * sizeof(float))
+        for r in range(KV_ROWS):
+            panel.m[r], panel.l[r] = -INFINITY, 0.0

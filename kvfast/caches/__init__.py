@@ -1,0 +1,1 @@
+"""The classes that users see: names, checks, documentation. No arithmetic on tokens."""

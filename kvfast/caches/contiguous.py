@@ -1,0 +1,116 @@
+"""The contiguous cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvfast.caches.layer_groups import buffer_of, shapes_of
+from kvfast.caches.sequence_cache import SequenceCache
+from kvfast.caches.storage_properties import size_text
+from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
+from kvfast.codec.formats import block_size_of, formats_of
+from kvfast.core.checks import check_block_size, check_size
+from kvfast.files.state import KINDS
+from kvfast.storage.block_table import BlockTable
+from kvfast.storage.pool import BlockPool
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["KVCache"]
+
+
+class KVCache(SequenceCache):
+    """Contiguous key/value cache of one sequence.
+
+    Parameters
+    ----------
+    num_layers : int
+    num_kv_heads, head_dim : int, or a list with one per layer
+        head_dim is 1 to 512; a multiple of 16 is stored without padding.
+    max_seq_len : int, optional
+        Most tokens; all memory is then reserved at once and appending allocates nothing. Without it the
+        cache grows by blocks and never copies what it holds.
+    dtype : str, dtype or KVFormat, or a list of them with one per layer
+        Storage: a name of `kvfast.PRESETS` (``"int4"``, ``"k8v4"``, ``"int8"``, or ``"int8-plain"`` and ``"int4-plain"``
+        with nothing but a scale per token per KV head), ``"float32"``, ``"float16"`` or ``"bfloat16"``, two plain
+        dtypes for K and V (``"int8/int4"``), or a `KVFormat`.
+    k_dtype, v_dtype : optional
+        Plain storage of keys and values apart; where only one is given, the other is plain `dtype`.
+    block_size : int, optional
+        Tokens that are stored, shared with snapshots and copied together: 16, 32, 64, 128 or 256. By default 64, or
+        what the format asks for.
+    secure : bool
+        Overwrite what is no longer needed before its memory serves anybody else: freed, dropped, truncated and evicted
+        tokens, and the memory that calls work in. Costs
+        a write of what is given back.
+    v_head_dim : int, or a list with one per layer, optional
+        Of the values, where it is another than that of the keys, as in multi-head latent attention that is not absorbed
+        (DeepSeek: 192 and 128). What `attend` returns is as wide as the values.
+
+    Raises
+    ------
+    ValueError
+        For a size out of range or an unknown dtype.
+    MemoryError
+        If the memory cannot be had.
+
+    Notes
+    -----
+    Each layer keeps its own length: append to every layer, then `advance`. All checks run before anything
+    is written; a refused call leaves the cache as it was.
+
+    With a format that finishes blocks, as ``"int4"`` does (see `KVFormat`), tokens stay float16 until they are
+    advanced and their block is full, and queries read them so for 16 tokens more. Going back further than that,
+    with `truncate`, leaves tokens that only have their codes, and keep them; what follows in their block stays float16
+    where the block's scales do not fit it.
+
+    Thread safety: distinct caches may be used from distinct threads, and one cache by any number that only read it
+    (`attend`, `k`, `v`, `copy`). Who changes it must be alone, and the thread that comes second gets a RuntimeError.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.KVCache(num_layers=1, num_kv_heads=2, head_dim=64)
+    >>> k = v = np.ones((3, 2, 64), np.float32)
+    >>> cache.append(0, k, v)
+    >>> cache.attend(0, np.ones((1, 8, 64), np.float32)).shape
+    (1, 8, 64)
+    >>> cache.advance(3)
+    >>> len(cache)
+    3
+    """
+
+    __slots__ = ()
+
+    def __init__(self, num_layers: int, num_kv_heads: int | Sequence[int], head_dim: int | Sequence[int], max_seq_len: int | None = None,
+                 dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None, block_size: int | None = None,
+                 secure: bool = False, v_head_dim: int | None | Sequence[int | None] = None) -> None:
+        num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
+        formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
+        block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
+        num_blocks = GROW_BLOCKS
+        if max_seq_len is not None:
+            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
+            num_blocks = -(-max_seq_len // block_size)
+
+        def new_table(shape, layers):
+            *shape, v_dim = shape
+            return BlockTable(BlockPool(len(layers), *shape, block_size, [formats[i] for i in layers], num_blocks,
+                                        max_seq_len is None, secure=secure, v_head_dim=v_dim))
+
+        self._buffer = buffer_of(shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers), new_table, max_seq_len)
+
+    def _settings(self):
+        return self._shape_settings("full")
+
+    @classmethod
+    def _from_settings(cls, settings, block_size, max_seq_len):
+        return cls(**settings, block_size=block_size, max_seq_len=max_seq_len)
+
+    def __repr__(self) -> str:
+        most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
+        return f"KVCache({self._shape()}, {len(self)}{most} tokens, {size_text(self.nbytes)})"
+
+
+KINDS["full"] = KVCache

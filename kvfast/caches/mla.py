@@ -1,0 +1,284 @@
+"""The cache of latent rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvfast.attention.options import Options
+from kvfast.caches.latent_rows import LatentRows, checked_sizes
+from kvfast.caches.storage_properties import size_text
+from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS, StoredSequence
+from kvfast.core.checks import check_block_size, check_size
+from kvfast.core.interchange import as_float32, as_floats
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+from kvfast.files.state import KINDS
+from kvfast.storage.block_table import BlockTable
+from kvfast.storage.pool import BlockPool
+from kvfast.storage.sequence import SequenceBuffer
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from kvfast.attention.plan import AttendPlan
+
+__all__ = ["MLAKVCache"]
+
+
+class LatentSequence(LatentRows, StoredSequence):
+    """What the caches of latent rows of one sequence have in common."""
+
+    __slots__ = ()
+
+    def append(self, layer: int, latent: ArrayLike) -> None:
+        """Store the rows of one or more tokens behind those of a layer.
+
+        Parameters
+        ----------
+        layer : int
+        latent : array of shape (num_tokens, latent_dim + rope_dim), float32, float16 or bfloat16
+            Of each token the latent, normalised as the model does, then the rotary part, turned by its position.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError
+        NonFiniteInputError
+            For NaN, infinity, or a value beyond the range of the storage dtype.
+        CacheFullError
+            If `max_seq_len` would be passed.
+        """
+        self._buffer.append(layer, *self._row_parts(latent))
+
+    def append_kv(self, layer: int, k: ArrayLike, v: ArrayLike, down_k: ArrayLike, down_v: ArrayLike) -> None:
+        """Store tokens that come as keys and values of all heads, through down-projections.
+
+        The latent is the sum of what both are projected to; `get_kv` goes the other way.
+
+        Parameters
+        ----------
+        layer : int
+        k : array of shape (num_tokens, num_heads, k_dim + rope_dim)
+            The last `rope_dim` elements are the rotary part, the same in all heads.
+        v : array of shape (num_tokens, num_heads, v_dim)
+        down_k : array of shape (num_heads, k_dim, latent_dim)
+        down_v : array of shape (num_heads, v_dim, latent_dim)
+            All float32, float16 or bfloat16.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, CacheFullError
+            As `append`.
+        ValueError
+            If the rotary parts of a token differ.
+        """
+        k, v, down_k, down_v = _floats(k, "k"), _floats(v, "v"), _floats(down_k, "down_k"), _floats(down_v, "down_v")
+        tokens, heads, width = k.shape
+        k_dim, v_dim = width - self.rope_dim, v.shape[2]
+        expected = {"v": (tokens, heads, v_dim), "down_k": (heads, k_dim, self.latent_dim),
+                    "down_v": (heads, v_dim, self.latent_dim)}  # fmt: skip
+        for (name, shape), array in zip(expected.items(), (v, down_k, down_v)):
+            if array.shape != shape:
+                raise DimensionMismatchError(f"{name} must have shape {shape}, as k has {k.shape} and rows have {self.latent_dim} "
+                                             f"+ {self.rope_dim} elements, got {array.shape}")  # fmt: skip
+        rope = k[:, :1, k_dim:]
+        if not np.array_equal(np.broadcast_to(rope, (tokens, heads, self.rope_dim)), k[:, :, k_dim:], equal_nan=True):
+            raise ValueError(f"the last {self.rope_dim} elements of k are one rotary part, and must be the same in all heads")
+        latent = k[:, :, :k_dim].reshape(tokens, -1) @ down_k.reshape(-1, self.latent_dim)
+        latent += v.reshape(tokens, -1) @ down_v.reshape(-1, self.latent_dim)
+        self.append(layer, np.concatenate((latent, rope[:, 0]), axis=1))
+
+    def get_latent(self, layer: int) -> NDArray[np.float32]:
+        """The rows of a layer, tokens that are not yet advanced included.
+
+        Returns
+        -------
+        ndarray of shape (layer_length(layer), latent_dim + rope_dim), float32
+            A decoded copy.
+        """
+        return np.concatenate([one[:, 0] for one in self._decoded(layer)], axis=1)
+
+    def get_kv(self, layer: int, up_k: ArrayLike, up_v: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Keys and values of all heads, through up-projections.
+
+        Parameters
+        ----------
+        layer : int
+        up_k : array of shape (latent_dim, num_heads, k_dim)
+        up_v : array of shape (latent_dim, num_heads, v_dim)
+
+        Returns
+        -------
+        k : ndarray of shape (layer_length(layer), num_heads, k_dim + rope_dim), float32
+            The rotary part is behind the others, the same in all heads.
+        v : ndarray of shape (layer_length(layer), num_heads, v_dim), float32
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
+        """
+        up_k, up_v = _floats(up_k, "up_k"), _floats(up_v, "up_v")
+        for name, array in (("up_k", up_k), ("up_v", up_v)):
+            if array.shape[:2] != (self.latent_dim, up_k.shape[1]):
+                raise DimensionMismatchError(f"{name} must have shape ({self.latent_dim}, {up_k.shape[1]}, dim), got {array.shape}")
+        latent, rope = self._decoded(layer)
+        with np.errstate(over="ignore", invalid="ignore"):  # which is found below
+            k, v = (np.tensordot(latent[:, 0], up, 1) for up in (up_k, up_v))
+        if not (np.isfinite(k).all() and np.isfinite(v).all()):
+            raise NonFiniteInputError("latents and up-projections are not finite, or too large together: keys or values are beyond float32")
+        return np.concatenate((k, np.broadcast_to(rope, (*k.shape[:2], self.rope_dim))), axis=2), v
+
+    def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
+               causal: bool = True, softcap: float | None = None, return_lse: bool = False, num_splits: int = 0,
+               num_threads: int | None = None) -> Any:  # fmt: skip
+        """Attention of the last tokens to all that a layer holds, in latents, computed on the stored bytes.
+
+        Scores are ``scale * (q . row)`` of the whole row, the output is the weighted sum of latents. With the projections
+        of a model, `up_k` and `up_v` as in `get_kv`, the queries of head h are ``concatenate(up_k[:, h] @ q_nope, q_rope)``,
+        and its output is ``out[:, h] @ up_v[:, h]``.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_q_heads, latent_dim + rope_dim), float32, float16 or bfloat16
+            Queries of the last `num_tokens` tokens of the layer (append them first), with the projection absorbed.
+        out : array of shape (num_tokens, num_q_heads, latent_dim), float32, float16 or bfloat16, optional
+            Where to write the output.
+        scale : float, optional
+            Factor of the scores, ``(latent_dim + rope_dim) ** -0.5`` by default. What a model was trained with is that of
+            its own heads: 192 ** -0.5 for DeepSeek's, of 128 and 64 elements.
+        causal, softcap, return_lse, num_splits, num_threads
+            As in `KVCache.attend`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, latent_dim), float32, or `out`
+            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads).
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
+        """
+        latent, rope = self._query_parts(q)
+        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits,
+                          num_threads)  # fmt: skip
+        return self._buffer.attend(layer, latent, None, options, rope)
+
+    def explain(self, q_shape: Any = 1, layer: int = 0, *, num_q_heads: int = 1, dtype: Any = "float32",
+                causal: bool = True, num_splits: int = 0, num_threads: int | None = None) -> AttendPlan:
+        """What `attend` would do now; see `KVCache.explain`. Its queries and KV heads are told without their rotary part.
+
+        Parameters
+        ----------
+        q_shape : tuple of int, array or int
+            Shape of q, (num_tokens, num_q_heads, latent_dim + rope_dim); or q itself; or the number of its tokens.
+        layer : int
+        num_q_heads : int
+            With a number of tokens.
+        dtype : str or dtype
+            Of q, where `q_shape` is no array.
+        causal, num_splits, num_threads
+            As in `attend`.
+
+        Returns
+        -------
+        AttendPlan
+        """
+        shape = self._latent_shape(q_shape, num_q_heads)
+        options = Options(None, None, causal, None, None, None, None, None, False, num_splits, num_threads)
+        return self._buffer.explain(layer, shape, None, dtype, options)
+
+    def _decoded(self, layer):
+        return self._buffer.rows(layer, False)[0], self._buffer.rows(layer, True)[0]
+
+    def _settings(self):
+        return {
+            "kind": "latent",
+            "num_layers": self.num_layers,
+            "latent_dim": self.latent_dim,
+            "rope_dim": self.rope_dim,
+            "dtype": self._buffer.formats,
+        }
+
+
+def _floats(array, name):
+    """An array of three dimensions as float32."""
+    array = as_floats(array, name)
+    if array.ndim != 3 or array.size == 0:
+        raise DimensionMismatchError(f"{name} must have 3 dimensions, none of them 0, got shape {array.shape}")
+    return as_float32(array, name)
+
+
+class MLAKVCache(LatentSequence):
+    """Contiguous cache of one sequence of a model with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    A token has one row in a layer, for all heads: a latent, from which the model projects keys and values up, and the
+    rotary part of its keys. Attention works on these rows, with the projections absorbed into queries and outputs.
+
+    Parameters
+    ----------
+    num_layers : int
+    latent_dim : int
+        1 to 512.
+    rope_dim : int
+        Of the rotary part, 0 to 128; 0 for none.
+    max_seq_len : int, optional
+        As in `KVCache`.
+    dtype : str, dtype or KVFormat, or a list of them with one per layer
+        As in `KVCache`, with the latent in the place of keys and the rotary part in that of values: of ``"int8/bfloat16"``
+        the latent is INT8 and the rotary part bfloat16. ``"int8"`` and ``"int4"`` rotate both by a Hadamard transform;
+        ``"int4"`` is Gaussian then, with a scale per token. Formats that finish blocks (`centring`, `per_channel`) or keep
+        first tokens as floats are refused.
+    block_size : int, optional
+        As in `KVCache`; 64 by default.
+    secure : bool
+        As in `KVCache`.
+
+    Raises
+    ------
+    ValueError
+        For a size out of range, and for an unknown or unfit dtype.
+    MemoryError
+
+    Notes
+    -----
+    Latent and rotary part have a scale each, where they are integers. Everything that a `KVCache` does with its tokens,
+    `truncate`, `snapshot`, `save` and what belongs to them, is the same here, with the same guarantees.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.MLAKVCache(num_layers=1, latent_dim=512, rope_dim=64)
+    >>> cache.append(0, np.ones((3, 576), np.float32))
+    >>> cache.attend(0, np.ones((1, 128, 576), np.float32), scale=192**-0.5).shape
+    (1, 128, 512)
+    >>> cache.advance(3)
+    >>> len(cache), cache.bytes_per_token
+    (3, 584)
+    """
+
+    __slots__ = ()
+
+    def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, max_seq_len: int | None = None,
+                 dtype: Any = "int8", block_size: int | None = None, secure: bool = False) -> None:
+        num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
+        block_size = check_block_size(BLOCK_SIZE if block_size is None else block_size)
+        num_blocks = GROW_BLOCKS
+        if max_seq_len is not None:
+            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
+            num_blocks = -(-max_seq_len // block_size)
+        pool = BlockPool(num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim,
+                         secure=secure)
+        table = BlockTable(pool)
+        self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
+
+    @classmethod
+    def _from_settings(cls, settings, block_size, max_seq_len):
+        return cls(**settings, block_size=block_size, max_seq_len=max_seq_len)
+
+    def __repr__(self) -> str:
+        most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
+        return f"MLAKVCache({self._shape()}, {len(self)}{most} tokens, {size_text(self.nbytes)})"
+
+
+KINDS["latent"] = MLAKVCache

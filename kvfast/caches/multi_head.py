@@ -1,0 +1,405 @@
+"""A cache for callers who think head by head."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from kvfast.attention.options import Options
+from kvfast.caches.multi_head_config import MultiHeadConfig, signs_of, tokens, vectors
+from kvfast.caches.snapshot import Snapshot
+from kvfast.caches.storage_properties import size_text
+from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
+from kvfast.core.checks import check_size
+from kvfast.errors import DimensionMismatchError
+from kvfast.files.state import KINDS
+from kvfast.storage.heads import HeadsBuffer, HeadsTable
+from kvfast.storage.pool import BlockPool
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
+
+__all__ = ["MultiHeadKVCache"]
+
+
+class _Heads:
+    """What all heads and one have in common: `_first` and `_count` tell which of the cache's they are."""
+
+    __slots__ = ()
+
+    def attention_scores(self, queries: ArrayLike, *, softmax: bool = False,
+                         num_threads: int | None = None) -> NDArray[np.float32]:
+        """Scores of each query with all tokens that its head holds, ``q . k / sqrt(head_dim)``.
+
+        Parameters
+        ----------
+        queries : num_q_heads vectors of head_dim
+            An array of float32, float16 or bfloat16 (ml_dtypes, or its bits in uint16), or a list of arrays or of lists of numbers.
+        softmax : bool
+            Return the weights of attention instead: of each query they sum to 1.
+        num_threads : int, optional
+            Most threads of this call. The result is the same bits for every number.
+
+        Returns
+        -------
+        ndarray of shape (num_q_heads, len(cache)), float32
+
+        Raises
+        ------
+        DimensionMismatchError, NonFiniteInputError, TypeError
+        """
+        q = self._queries(queries)
+        return self._cache._buffer.scores(q, self._first, self._count, softmax, num_threads)
+
+    def attend(self, queries: ArrayLike, *, num_threads: int | None = None) -> NDArray[np.float32]:
+        """Attention of each query to all tokens that its head holds, on the stored bytes.
+
+        Parameters
+        ----------
+        queries, num_threads
+            As in `attention_scores`.
+
+        Returns
+        -------
+        ndarray of shape (num_q_heads, head_dim), float32
+
+        Raises
+        ------
+        DimensionMismatchError, NonFiniteInputError, TypeError
+        ValueError
+            If no token is held.
+        """
+        q = self._queries(queries)
+        out = self._cache._buffer.attend_heads(q, self._first, self._count, Options(num_threads=num_threads))
+        return self._signed(out, q.shape[1])[0]
+
+    def decode_keys(self) -> NDArray[np.float32]:
+        """Keys as they are stored, without rotation: ndarray of shape (len(cache), num_heads, head_dim), float32."""
+        return self._signed(self._cache._buffer.rows_of(self._first, self._count, False), self._count)
+
+    def decode_values(self) -> NDArray[np.float32]:
+        """Values; see `decode_keys`."""
+        return self._signed(self._cache._buffer.rows_of(self._first, self._count, True), self._count)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token is held."""
+        return len(self) == 0
+
+    @property
+    def compression_ratio(self) -> float:
+        """How many times smaller than float32 the tokens are, all that is stored of them included: codes, scales, padding,
+        and the places of the last block that no token has taken yet. 1.0 without tokens."""
+        tokens = len(self)
+        return 2 * 4 * tokens * self._count * self.head_dim / self.nbytes_used if tokens else 1.0
+
+    @property
+    def nbytes_used(self) -> int:
+        """Bytes of the blocks that hold tokens."""
+        return self._cache._buffer.nbytes_used * self._count // self._cache.num_heads
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values, scales and padding included."""
+        return self._cache._buffer.bytes_per_token * self._count // self._cache.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a vector."""
+        return self._cache.config.head_dim
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def _queries(self, queries):
+        return self._signed(vectors(queries, "queries", self.num_q_heads, self.head_dim)[None], self.num_q_heads)
+
+    def _signed(self, rows, num_heads):
+        """Rows of the shape (..., num_heads, head_dim) with the signs of the transform, in place."""
+        cache = self._cache
+        if cache.config.rotation:
+            if cache._signs is None:  # not sooner: what a file says is not believed before its tokens are there
+                cache._signs = signs_of(cache.config.seed, cache.num_heads, cache.head_dim)
+            signs = cache._signs[self._first : self._first + self._count]
+            grouped = rows.reshape(-1, self._count, num_heads // self._count, self.head_dim)
+            grouped *= signs[:, None]
+        return rows
+
+
+class MultiHeadKVCache(_Heads):
+    """Compressed keys and values of one layer, one compressor per head.
+
+    Parameters
+    ----------
+    num_heads : int
+        Heads of keys and values.
+    config : MultiHeadConfig
+        Of each of them.
+
+    Raises
+    ------
+    DimensionMismatchError
+        If `num_q_heads` is no multiple of `num_heads`.
+    ValueError, TypeError, MemoryError
+
+    Notes
+    -----
+    A vector takes ``head_dim * bits / 8`` bytes, whatever the width, and its scale, of 2 bytes (of 4 with 8 bits, or 4 bits
+    that are evenly spaced). 4 and 8 bits are read as they are; the others become 8 bits in the processor's cache.
+
+    A scale for each vector is all that adapts to the data. On Gaussian vectors of 128 (32 heads, 512 tokens) the outputs
+    of attention have a mean cosine similarity with the exact ones of 0.89 (2 bits), 0.97 (3), 0.992 (4), 0.995 (keys 5,
+    values 4), 0.998 (5), 0.9993 (6), 0.9998 (7) and 0.99996 (8).
+
+    Queries are turned once for each call, and outputs turned back once.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.MultiHeadKVCache(8, kvfast.MultiHeadConfig(head_dim=128, bits=4, num_q_heads=32))
+    >>> for keys, values in np.random.default_rng(0).standard_normal((640, 2, 8, 128), np.float32):
+    ...     cache.push_token(keys, values)
+    >>> queries = np.ones((32, 128), np.float32)
+    >>> cache.attention_scores(queries).shape, cache.attend(queries).shape
+    ((32, 640), (32, 128))
+    >>> round(cache.compression_ratio, 2)
+    7.76
+    """
+
+    __slots__ = ("__weakref__", "_buffer", "_signs", "config", "num_heads", "num_q_heads")
+
+    def __init__(self, num_heads: int, config: MultiHeadConfig) -> None:
+        if not isinstance(config, MultiHeadConfig):
+            raise TypeError(f"config must be a MultiHeadConfig, got {type(config).__name__}")
+        self.num_heads = check_size(num_heads, "num_heads", 1, 1 << 16)
+        self.config = config
+        self.num_q_heads = num_heads if config.num_q_heads is None else config.num_q_heads
+        if self.num_q_heads % num_heads:
+            raise DimensionMismatchError(f"num_q_heads must be a multiple of the {num_heads} heads, got {self.num_q_heads}")
+        self._signs = None
+        pool = BlockPool(1, num_heads, config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, True)
+        table = HeadsTable(pool, 1, 0, 0)
+        self._buffer = HeadsBuffer([table], [(table, 0)])
+
+    @property
+    def _cache(self):
+        return self
+
+    @property
+    def _first(self):
+        return 0
+
+    @property
+    def _count(self):
+        return self.num_heads
+
+    def push_token(self, keys: ArrayLike, values: ArrayLike) -> None:
+        """Compress and keep the key and the value of one token in every head.
+
+        Parameters
+        ----------
+        keys, values : num_heads vectors of head_dim
+            As `queries` of `attention_scores`. A token that is refused leaves every head as it was.
+
+        Raises
+        ------
+        DimensionMismatchError
+            If there are more or fewer vectors, or elements of one.
+        NonFiniteInputError
+            For NaN, infinity, or a magnitude above 6e35.
+        TypeError
+        """
+        k = vectors(keys, "keys", self.num_heads, self.head_dim)[None]
+        v = vectors(values, "values", self.num_heads, self.head_dim)[None]
+        self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
+
+    def push_tokens(self, keys: ArrayLike, values: ArrayLike) -> None:
+        """Compress and keep the keys and values of many tokens, as `push_token` does one by one.
+
+        Parameters
+        ----------
+        keys, values : arrays of shape (num_tokens, num_heads, head_dim), float32, float16 or bfloat16
+            If one token is refused, none is kept.
+
+        Raises
+        ------
+        DimensionMismatchError, NonFiniteInputError, TypeError
+            As `push_token`.
+        """
+        k, v = (tokens(one, name, self.num_heads, self.head_dim) for name, one in (("keys", keys), ("values", values)))
+        if len(k) != len(v):
+            raise DimensionMismatchError(f"keys and values must hold as many tokens as each other, got {len(k)} and {len(v)}")
+        self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
+
+    def truncate(self, n: int) -> None:
+        """Keep the first `n` of the tokens that are held.
+
+        Raises
+        ------
+        ValueError
+            If fewer are held.
+        TypeError
+        """
+        if check_size(n, "n", 0, 1 << 60) > len(self):
+            raise ValueError(f"n must be between 0 and the {len(self)} tokens of the cache, got {n}")
+        self._buffer.truncate(self._buffer.length - len(self) + n if n else 0)
+
+    def snapshot(self, metadata: Mapping[str, str] | None = None) -> Snapshot:
+        """The tokens as they are now, in shared memory: see `KVCache.snapshot`.
+
+        Parameters
+        ----------
+        metadata : dict of str to str, optional
+            Anything that is to be kept with them.
+
+        Returns
+        -------
+        Snapshot
+        """
+        return Snapshot(self._with_buffer(self._buffer.share()), None, metadata)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go to where a snapshot was taken, of this cache or of another with as many heads and the same configuration.
+
+        Raises
+        ------
+        IncompatibleSnapshotError
+            If these differ; the cache is as it was.
+        TypeError
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
+        self._buffer.restore(snapshot._fitted(self, False)._cache._buffer)
+
+    def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+        """Write the tokens to a file for `kvfast.load`, as they are stored; see `KVCache.save`.
+
+        Raises
+        ------
+        OSError
+        ModuleNotFoundError
+            Without the packages of ``kvfast[files]``.
+        """
+        self.snapshot(metadata).save(path)
+
+    def evict_outside_window(self, window: int) -> int:
+        """Drop all but the last `window` tokens; the memory of blocks that hold none of these is used again.
+
+        Returns
+        -------
+        int
+            How many were dropped.
+        """
+        return self._buffer.evict(check_size(window, "window", 0, 1 << 60))
+
+    def head(self, i: int) -> HeadView:
+        """One head: its `attention_scores`, `attend`, `decode_keys` and so on, as the cache is at the time of the call.
+
+        Parameters
+        ----------
+        i : int
+
+        Returns
+        -------
+        HeadView
+            Its arrays have one head, its queries the ``num_q_heads // num_heads`` that read it.
+
+        Raises
+        ------
+        IndexError
+        """
+        return HeadView(self, i)
+
+    def clear(self) -> None:
+        """Drop all tokens; the memory is kept for the next."""
+        self._buffer.truncate(0)
+
+    def copy(self) -> Self:
+        """An independent deep copy."""
+        return self._with_buffer(self._buffer.copy())
+
+    def _with_buffer(self, buffer):
+        other = object.__new__(type(self))
+        for name in ("_signs", "config", "num_heads", "num_q_heads"):
+            setattr(other, name, getattr(self, name))
+        other._buffer = buffer
+        return other
+
+    # What `Snapshot` and `state` ask of every cache.
+
+    max_seq_len = None
+
+    @property
+    def secure(self) -> bool:
+        """Whether memory is overwritten before it is given back: never."""
+        return False
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._buffer.block_size
+
+    def _decoded(self, layer):
+        return self.decode_keys(), self.decode_values()
+
+    def _settings(self):
+        return {"kind": "heads", "num_layers": 1, "num_heads": self.num_heads, "config": asdict(self.config)}
+
+    @classmethod
+    def _from_settings(cls, settings, block_size, max_seq_len):
+        return cls(settings["num_heads"], MultiHeadConfig(**settings["config"]))
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a MultiHeadKVCache cannot be pickled; save() writes it to a file that is safe to load")
+
+    def __len__(self) -> int:
+        return self._buffer.num_held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved for keys and values."""
+        return self._buffer.nbytes
+
+    def __repr__(self) -> str:
+        return (f"MultiHeadKVCache({self.num_heads} heads x {self.head_dim}, {self.config.format}, {len(self)} tokens, "
+                f"{size_text(self.nbytes)})")  # fmt: skip
+
+
+KINDS["heads"] = MultiHeadKVCache
+
+
+class HeadView(_Heads):
+    """One head of a `MultiHeadKVCache`, see `MultiHeadKVCache.head`. A token is pushed to all heads at once."""
+
+    __slots__ = ("_cache", "_first")
+
+    _count = 1
+
+    def __init__(self, cache: Any, i: int) -> None:
+        if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
+            raise TypeError(f"a head is known by its number, got {i!r}")
+        if not 0 <= i < cache.num_heads:
+            raise IndexError(f"head must be between 0 and {cache.num_heads - 1}, got {i}")
+        self._cache, self._first = cache, int(i)
+
+    @property
+    def num_q_heads(self) -> int:
+        """Query heads that read this head."""
+        return self._cache.num_q_heads // self._cache.num_heads
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    def __repr__(self) -> str:
+        return f"head {self._first} of {self._cache!r}"

@@ -1,0 +1,145 @@
+"""What a `MultiHeadKVCache` is told: how it stores vectors, and the vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvfast.codec.formats import KVFormat
+from kvfast.core.checks import check_size
+from kvfast.core.interchange import as_float32
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+# Sums of 512 elements that are turned stay finite, and so do their scales.
+_LARGEST = 6e35
+
+
+@dataclass(frozen=True)
+class MultiHeadConfig:
+    """How each head of a `MultiHeadKVCache` stores its vectors.
+
+    Parameters
+    ----------
+    head_dim : int
+        1 to 512; a multiple of 16 is stored without padding.
+    bits : int or (int, int)
+        2 to 8, of an element of keys and values, or of keys and of values.
+    rotation : bool
+        Turn vectors by a randomised Hadamard transform before they are coded, so that their elements are near to a
+        Gaussian and none stands out (QuaRot, arXiv 2404.00456; TurboQuant, arXiv 2504.19874).
+    codebook : {"gaussian", "uniform", "trellis"}
+        The levels of 2 to 5 bits: those with the least squared error for a Gaussian (Lloyd-Max), or evenly spaced. From 6
+        bits on both are evenly spaced over the vector's own range, which is as good. Of 4 bits there is also a trellis,
+        whose levels depend on the codes before them: it is closer, as small, and takes longer to write and to read.
+    num_q_heads : int, optional
+        A multiple of the cache's heads; as many as these by default. Query head i reads head
+        ``i // (num_q_heads // num_heads)``.
+    seed : int
+        Of the signs of the transform, which differ from head to head; below 2**64.
+
+    Raises
+    ------
+    ValueError, TypeError
+    """
+
+    head_dim: int
+    bits: int | tuple[int, int] = 4
+    rotation: bool = True
+    codebook: str = "gaussian"
+    num_q_heads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_size(self.head_dim, "head_dim", 1, 512)
+        if isinstance(self.bits, (tuple, list)):
+            if len(self.bits) != 2:
+                raise ValueError(f"bits must be one number or two, of keys and of values, got {self.bits!r}")
+            object.__setattr__(self, "bits", tuple(self.bits))
+        for bits in self.bits if isinstance(self.bits, tuple) else (self.bits,):
+            check_size(bits, "bits", 2, 8)
+        if not isinstance(self.rotation, bool):
+            raise TypeError(f"rotation must be a bool, got {self.rotation!r}")
+        if self.codebook not in ("gaussian", "uniform", "trellis"):
+            raise ValueError(f'codebook must be "gaussian", "uniform" or "trellis", got {self.codebook!r}')
+        if self.codebook == "trellis" and 4 not in np.atleast_1d(self.bits):
+            raise ValueError(f"a trellis is for 4 bits, got {self.bits!r}")
+        if self.num_q_heads is not None:
+            check_size(self.num_q_heads, "num_q_heads", 1, 1 << 20)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed must be an integer between 0 and 2**64 - 1, got {self.seed!r}")
+
+    @property
+    def format(self) -> KVFormat | tuple[KVFormat, ...]:
+        """The `KVFormat` of the vectors."""
+        k, v = self.bits if isinstance(self.bits, tuple) else (self.bits, self.bits)
+        coded = {k, v} - {8}
+        return KVFormat(
+            f"int{k}/int{v}",
+            rotation="kv" if self.rotation else "",
+            codebook=self.codebook if coded else "uniform",
+            clip_search=4 in coded,
+        )
+
+
+def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
+    """A float32 array of its own, (count, dim), of an array or of a sequence of vectors."""
+    try:
+        num = len(given)
+    except TypeError:
+        raise TypeError(f"{name} must be {count} vectors, one per head, got {given!r}") from None
+    if num != count:
+        raise DimensionMismatchError(f"{name} must be {count} vectors, one per head, got {num}")
+    if isinstance(given, (list, tuple)):
+        rows = [_floats(row, f"{name}[{i}]", dim) for i, row in enumerate(given)]
+    else:
+        rows = _floats(given, name, count, dim)
+    with np.errstate(over="ignore"):  # which is found below
+        array = np.array(rows, np.float32)
+    largest = np.abs(array).max()
+    if not largest <= _LARGEST:
+        head, element = map(int, np.argwhere(~(np.abs(array) <= _LARGEST))[0])
+        value = array[head, element]
+        most = f", and at most {_LARGEST:g} in magnitude" if np.isfinite(value) else ""
+        raise NonFiniteInputError(f"{name} must be finite{most}, got {value} in element {element} of head {head}")
+    return array
+
+
+def tokens(given: Any, name: Any, count: Any, dim: Any) -> Any:
+    """A float32 array of its own, (num_tokens, count, dim), of an array."""
+    array = as_float32(given, name)
+    if array.ndim != 3 or array.shape[1:] != (count, dim) or not len(array):
+        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {count}, {dim}) and at least one token, got {array.shape}")
+    good = np.abs(array) <= _LARGEST
+    if not good.all():
+        where = np.argwhere(~good)[0].tolist()
+        raise NonFiniteInputError(f"{name} must be finite, and at most {_LARGEST:g} in magnitude, got {array[tuple(where)]} at {where}")
+    return np.array(array, order="C")
+
+
+def _floats(given, name, *shape):
+    try:
+        array = np.asarray(given) if isinstance(given, (list, tuple)) else as_float32(given, name)
+    except ValueError as error:
+        raise DimensionMismatchError(f"{name} must have shape {shape}: {error}") from None
+    if array.shape != shape:
+        raise DimensionMismatchError(f"{name} must have shape {shape}, got {array.shape}")
+    if array.dtype.kind not in "fi":
+        raise TypeError(f"{name} must be float32, float16, bfloat16 or numbers, got {array.dtype}")
+    return array
+
+
+def signs_of(seed: Any, num_heads: int, head_dim: int) -> Any:
+    """(num_heads, head_dim) of -1 and 1 as a random-looking function of seed, head and element (SplitMix64)."""
+    with np.errstate(over="ignore"):
+        step = np.uint64(0x9E3779B97F4A7C15)
+        heads = _mixed(np.uint64(seed) + step * np.arange(1, num_heads + 1, dtype=np.uint64))
+        bits = _mixed(heads[:, None] + step * np.arange(1, head_dim + 1, dtype=np.uint64))
+    return np.where(bits >> np.uint64(63), np.float32(-1), np.float32(1))
+
+
+def _mixed(x):
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,241 @@
+"""Many sequences in one pool of blocks: names and documentation over the compiled buffers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvfast.attention.options import Options
+from kvfast.caches.contiguous import KVCache
+from kvfast.caches.paged_sequence import Sequence
+from kvfast.caches.paged_storage import BLOCK_SIZE, PagedStorage
+from kvfast.caches.ring import ROLLBACK, RingKVCache
+from kvfast.codec.formats import block_size_of, formats_of
+from kvfast.codec.projection import Transform
+from kvfast.core.checks import check_block_size, check_size
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from kvfast.attention.plan import AttendPlan
+
+__all__ = ["PagedKVCache"]
+
+
+class PagedKVCache(PagedStorage):
+    """Key/value cache of many sequences in one pool of blocks (PagedAttention, arXiv 2309.06180).
+
+    Parameters
+    ----------
+    num_layers, num_kv_heads, head_dim : int
+        As in `KVCache`.
+    num_blocks : int
+        Blocks of the pool. A block spans all layers.
+    block_size : int
+        Tokens of a block: 16, 32, 64, 128 or 256; by default 32, or what the format asks for.
+    dtype, k_dtype, v_dtype
+        As in `KVCache`.
+    secure : bool
+        As in `KVCache`: no block comes to another sequence, or back to the system, with what was in it.
+    sliding_window : int, optional
+        Tokens that a query sees, itself included; the blocks behind go back to the pool. None for all.
+    num_sink_tokens : int
+        First tokens of a sequence that it keeps and sees for ever, at most `sliding_window`.
+    rollback : int
+        With a window: how far `Sequence.truncate` can go back from the longest a sequence has been.
+    v_head_dim : int, optional
+        As in `KVCache`.
+
+    Raises
+    ------
+    ValueError
+        For a size out of range.
+    TypeError
+        For a list with a shape or window per layer: a block spans all layers, so that layers which differ need a pool for
+        each kind, and a model's sequence is one in each of them.
+    MemoryError
+
+    Notes
+    -----
+    Blocks have owners: sequences, and forks that share them. A block goes back to the pool with its last owner;
+    a full block whose tokens are known (see `Sequence.advance`) stays findable until the pool needs it, the
+    least recently used first.
+
+    A scheduler that keeps its own tables uses `append_batch`, `write_batch` and `attend_batch` with its own
+    slots and block tables, and no sequences; in one pool it is one or the other.
+
+    With a window, a sequence is what a `RingKVCache` is to a `KVCache`. Its block table has -1 where blocks have gone
+    back, and a scheduler's own may have anything there: what no query sees is not read. A prefix is found as long as the
+    pool has those of its blocks that a sequence of its length holds.
+
+    Threads that only read a pool and its sequences go together; one that changes them must be alone.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> pool = kvfast.PagedKVCache(num_layers=1, num_kv_heads=2, head_dim=64, num_blocks=64)
+    >>> a, b = pool.new_sequence(), pool.new_sequence()
+    >>> k = v = np.ones((2, 2, 64), np.float32)
+    >>> pool.append_batch(0, k, v, pool.slot_mapping([a, b]))
+    >>> pool.attend_batch(0, np.ones((2, 8, 64), np.float32), [a, b]).shape
+    (2, 8, 64)
+    """
+
+    _sequence = Sequence
+
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int,
+                 block_size: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
+                 secure: bool = False, sliding_window: int | None = None, num_sink_tokens: int = 0,
+                 rollback: int = ROLLBACK, v_head_dim: int | None = None) -> None:
+        for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim), ("sliding_window", sliding_window)):
+            if isinstance(value, (list, tuple)):
+                raise TypeError(f"{name} must be one number for all layers of a pool, got {value!r}: for layers that differ make "
+                                f"a PagedKVCache for each kind, and a sequence in each of them")
+        num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
+        formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
+        block_size = block_size_of(formats, block_size, BLOCK_SIZE)
+        check_block_size(block_size)
+        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, 1 << 40)
+        rollback = check_size(rollback, "rollback", 0, 1 << 40)
+        # What has the tokens of a sequence to itself, without any.
+        if sliding_window is None:
+            if num_sink_tokens:
+                raise ValueError(f"num_sink_tokens is for a sliding_window, without which all tokens are kept, got {num_sink_tokens}")
+            ring = None
+            self._alone = KVCache(num_layers, num_kv_heads, head_dim, dtype=formats, block_size=block_size,
+                                  v_head_dim=v_head_dim)
+        else:
+            window = check_size(sliding_window, "sliding_window", 1, 1 << 40)
+            self._alone = RingKVCache(num_layers, num_kv_heads, head_dim, window, num_sink_tokens, formats, rollback=rollback,
+                                      block_size=block_size, v_head_dim=v_head_dim)
+            ring = window, num_sink_tokens, rollback
+        super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, secure=secure,
+                         v_head_dim=v_head_dim, ring=ring)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a query sees, or None for all."""
+        return getattr(self._alone, "window", None)
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """First tokens that sequences keep for ever, behind a window."""
+        return getattr(self._alone, "num_sink_tokens", 0)
+
+    @property
+    def rollback(self) -> int | None:
+        """How many tokens `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
+        return getattr(self._alone, "rollback", None)
+
+    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> None:
+        """Store tokens of several sequences.
+
+        Parameters
+        ----------
+        layer : int
+        k : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+        v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
+        slot_mapping : integers of shape (num_tokens,)
+            From `slot_mapping`, the same for every layer, -1 for a token to leave out; or another scheduler's
+            slots in a pool without sequences.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
+            As `KVCache.append`.
+        ValueError
+            For slots out of range, given twice, or not the next of their sequence.
+        """
+        self._buffer.append_batch(layer, k, v, slot_mapping)
+
+    def write_batch(self, layer: int, qkv: ArrayLike, slot_mapping: ArrayLike, *, num_q_heads: int | None = None,
+                    cos: ArrayLike | None = None, sin: ArrayLike | None = None, positions: ArrayLike | None = None,
+                    q_norm: ArrayLike | None = None, k_norm: ArrayLike | None = None, eps: float = 1e-6,
+                    interleaved: bool = False, out: NDArray[Any] | None = None,
+                    num_threads: int | None = None) -> NDArray[Any]:
+        """Split a fused projection of several sequences' tokens, and store their keys and values.
+
+        Parameters
+        ----------
+        layer, qkv, num_q_heads, cos, sin, q_norm, k_norm, eps, interleaved, out, num_threads
+            As in `KVCache.write`.
+        slot_mapping
+            As in `append_batch`.
+        positions : integers of shape (num_tokens,), optional
+            Row of `cos` and `sin` for each token; 0, 1, ... by default.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
+        """
+        of_q = Transform(self.head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
+        of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
+        return self._buffer.write_batch(layer, qkv, slot_mapping, num_q_heads, of_q, of_k, out, num_threads)
+
+    def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
+                     seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
+                     out: NDArray[Any] | None = None, scale: float | None = None, causal: bool = True,
+                     softcap: float | None = None, sliding_window: int | None = None,
+                     num_sink_tokens: int | None = None, sinks: ArrayLike | None = None,
+                     alibi_slopes: ArrayLike | None = None, return_lse: bool = False, num_splits: int = 0,
+                     num_threads: int | None = None, attention_chunk_size: int | None = None) -> Any:
+        """Attention of a ragged batch, prompts and single tokens mixed.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+            Queries of the last tokens of each sequence, sequence after sequence.
+        sequences : list of Sequence
+            Each with the tokens that this layer of it holds; or instead
+        block_table : integers of shape (num_sequences, max_blocks)
+        seq_lens : integers of shape (num_sequences,)
+            Plain tables of blocks and the tokens in them, those of `q` included. In a pool with a window no more than
+            the blocks of the sinks and of what the queries see need be there.
+        cu_seqlens_q : integers of shape (num_sequences + 1,), optional
+            Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; one each by default.
+        cascade : bool
+            Read blocks that several sequences share once for all of them (from 256 shared tokens on, and not
+            with a sliding window or chunks). The result differs by rounding.
+        out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, \
+        num_threads, attention_chunk_size
+            As in `KVCache.attend`; in a pool with a window its own by default, and at most.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32, or `out`
+            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
+            blocks, the same bits as `Sequence.attend` of each sequence alone.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
+        """
+        options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
+                          num_splits, num_threads, attention_chunk_size)
+        return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
+                                         cascade)
+
+    def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *,
+                      block_table: ArrayLike | None = None, seq_lens: ArrayLike | None = None,
+                      cu_seqlens_q: ArrayLike | None = None, cascade: bool = True, num_q_heads: int | None = None,
+                      dtype: Any = "float32", causal: bool = True, sliding_window: int | None = None,
+                      num_sink_tokens: int | None = None, num_splits: int = 0,
+                      num_threads: int | None = None, attention_chunk_size: int | None = None) -> AttendPlan:
+        """What `attend_batch` would do now; see `KVCache.explain`.
+
+        Parameters
+        ----------
+        q_shape, layer, num_q_heads, dtype
+            As in `KVCache.explain`.
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, sliding_window, num_sink_tokens, num_splits, \
+        num_threads, attention_chunk_size
+            As in `attend_batch`.
+
+        Returns
+        -------
+        AttendPlan
+        """
+        options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
+                          num_threads, attention_chunk_size)
+        return self._buffer.explain_batch(layer, q_shape, num_q_heads, dtype,
+                                          *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options, cascade)

@@ -1,0 +1,162 @@
+"""Latent rows of many sequences in one pool of blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvfast.attention.options import Options
+from kvfast.caches.latent_rows import LatentRows, checked_sizes
+from kvfast.caches.mla import LatentSequence, MLAKVCache
+from kvfast.caches.paged_sequence import PagedSequence
+from kvfast.caches.paged_storage import BLOCK_SIZE, PagedStorage
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from kvfast.attention.plan import AttendPlan
+
+__all__ = ["MLASequence", "PagedMLAKVCache"]
+
+
+class MLASequence(PagedSequence, LatentSequence):
+    """One sequence of a `PagedMLAKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
+
+    Has the methods of `MLAKVCache`, and those of a `Sequence`.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> pool = kvfast.PagedMLAKVCache(1, 512, 64, num_blocks=8)
+    >>> with pool.new_sequence() as sequence:
+    ...     sequence.append(0, np.ones((40, 576), np.float32))
+    ...     sequence.advance(40)
+    ...     sequence.attend(0, np.ones((1, 128, 576), np.float32)).shape
+    (1, 128, 512)
+    """
+
+    __slots__ = ()
+
+    def _with_buffer(self, buffer):
+        cache = object.__new__(MLAKVCache)
+        cache._buffer = buffer
+        return cache
+
+
+class PagedMLAKVCache(LatentRows, PagedStorage):
+    """Cache of latent rows of many sequences in one pool of blocks: an `MLAKVCache` for each, and a `PagedKVCache` for all.
+
+    Parameters
+    ----------
+    num_layers, latent_dim, rope_dim : int
+        As in `MLAKVCache`.
+    num_blocks : int
+        Blocks of the pool. A block spans all layers.
+    block_size : int, optional
+        Tokens of a block: 16, 32, 64, 128 or 256; by default 32.
+    dtype, secure
+        As in `MLAKVCache`.
+
+    Raises
+    ------
+    ValueError
+        For a size out of range, and for an unknown or unfit dtype.
+    MemoryError
+
+    Notes
+    -----
+    Sequences, forks, known prefixes and another scheduler's tables are those of `PagedKVCache`. A snapshot of a sequence can
+    be restored into an `MLAKVCache`, and the other way round.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> pool = kvfast.PagedMLAKVCache(num_layers=1, latent_dim=512, rope_dim=64, num_blocks=64)
+    >>> a, b = pool.new_sequence(), pool.new_sequence()
+    >>> pool.append_batch(0, np.ones((5, 576), np.float32), pool.slot_mapping([a, b], [3, 2]))
+    >>> pool.attend_batch(0, np.ones((2, 128, 576), np.float32), [a, b], scale=192**-0.5).shape
+    (2, 128, 512)
+    """
+
+    _sequence = MLASequence
+
+    def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, num_blocks: int, block_size: int | None = None,
+                 dtype: Any = "int8", secure: bool = False) -> None:
+        num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
+        super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim,
+                         secure)
+
+    def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike) -> None:
+        """Store rows of several sequences.
+
+        Parameters
+        ----------
+        layer : int
+        latent : array of shape (num_tokens, latent_dim + rope_dim), float32, float16 or bfloat16
+            As in `MLAKVCache.append`.
+        slot_mapping : integers of shape (num_tokens,)
+            As in `PagedKVCache.append_batch`.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
+            As `MLAKVCache.append`.
+        ValueError
+            For slots out of range, given twice, or not the next of their sequence.
+        """
+        self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping)
+
+    def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
+                     seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
+                     out: NDArray[Any] | None = None, scale: float | None = None, causal: bool = True,
+                     softcap: float | None = None, return_lse: bool = False, num_splits: int = 0,
+                     num_threads: int | None = None) -> Any:  # fmt: skip
+        """Attention of a ragged batch in latents, prompts and single tokens mixed.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_q_heads, latent_dim + rope_dim), float32, float16 or bfloat16
+            Queries of the last tokens of each sequence, sequence after sequence, with the projection absorbed; see
+            `MLAKVCache.attend`.
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade
+            As in `PagedKVCache.attend_batch`; a multiple of 16 query heads gains nothing by shared reading, and reads apart.
+        out, scale, causal, softcap, return_lse, num_splits, num_threads
+            As in `MLAKVCache.attend`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, latent_dim), float32, or `out`
+            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
+            blocks, the same bits as `MLASequence.attend` of each sequence alone.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
+        """
+        latent, rope = self._query_parts(q)
+        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits,
+                          num_threads)  # fmt: skip
+        return self._buffer.attend_batch(layer, latent, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
+                                         cascade, rope)  # fmt: skip
+
+    def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *, block_table: ArrayLike | None = None,
+                      seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
+                      num_q_heads: int = 1, dtype: Any = "float32", causal: bool = True, num_splits: int = 0,
+                      num_threads: int | None = None) -> AttendPlan:  # fmt: skip
+        """What `attend_batch` would do now; see `KVCache.explain`.
+
+        Parameters
+        ----------
+        q_shape, layer, num_q_heads, dtype
+            As in `MLAKVCache.explain`.
+        sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, num_splits, num_threads
+            As in `attend_batch`.
+
+        Returns
+        -------
+        AttendPlan
+        """
+        shape = self._latent_shape(q_shape, num_q_heads)
+        options = Options(None, None, causal, None, None, None, None, None, False, num_splits, num_threads)
+        return self._buffer.explain_batch(layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q,
+                                          options, cascade)  # fmt: skip

@@ -1,0 +1,242 @@
+"""One of the sequences of a paged cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvfast.caches.sequence_cache import SequenceCache
+from kvfast.caches.snapshot import Snapshot
+from kvfast.caches.stored_sequence import StoredSequence
+from kvfast.core.checks import check_size
+from kvfast.storage.prefix_index import checked_token_ids
+from kvfast.storage.sequence import SequenceBuffer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
+
+__all__ = ["Sequence"]
+
+
+class PagedSequence(StoredSequence):
+    """A sequence whose blocks are those of a pool, whatever is stored in them."""
+
+    __slots__ = ("_digests", "_pool", "_salt", "_table", "_token_ids", "num_cached_tokens")
+
+    is_paged = True
+
+    def __init__(self, pool: Any, token_ids: Any = (), digests: Any = (), salt: bytes = b"") -> None:
+        """`digests`: of the full blocks of `token_ids`; those that the pool has are what the sequence starts with."""
+        # A pool makes its sequences itself: what else comes here is no pool, and must not be taken for one.
+        if getattr(type(pool), "_sequence", None) is not type(self):
+            raise TypeError(f"a {type(self).__name__} is made by its pool: see new_sequence(), match_prefix() and fork()")
+        self._pool, self._table = pool, pool._buffer.new_table()
+        # Whatever fails below, this one gives back what the table has by then.
+        self._buffer = SequenceBuffer([self._table], [(self._table, layer) for layer in range(pool.num_layers)])
+        pool._buffer.start(self._table, digests)
+        found = self._table.length
+        # None once tokens came without their ids: what follows them cannot be known by its tokens.
+        self._token_ids = np.asarray(token_ids[:found], np.int64).tolist()
+        self._digests, self._salt = list(digests[: found // pool.block_size]), salt
+        self.num_cached_tokens = found  # tokens that match_prefix found
+
+    @property
+    def pool(self) -> Any:
+        """The cache that holds the blocks."""
+        return self._pool
+
+    def advance(self, n: int = 1, token_ids: ArrayLike | None = None) -> None:
+        """Count `n` tokens as complete; every layer must have got exactly that many.
+
+        Parameters
+        ----------
+        n : int
+        token_ids : integers of shape (n,), optional
+            The tokens. Blocks that they fill can then be found by `PagedKVCache.match_prefix`; tokens without
+            ids end that for the rest of the sequence.
+
+        Raises
+        ------
+        ValueError
+            Naming the layers that hold more or fewer, or if `token_ids` are not `n` integers.
+        """
+        if token_ids is not None:
+            token_ids = checked_token_ids(token_ids, n)
+        self._buffer.advance(n, lambda before: self._take_ids(before, token_ids))
+
+    def _take_ids(self, before, token_ids):
+        """What the tokens behind the first `before` are, while no other thread is in the pool.
+
+        A call that was interrupted may have left other ids than there were tokens: they are dropped, and so they are for
+        want of memory, which only keeps blocks from being found.
+        """
+        if token_ids is None or self._token_ids is None or len(self._token_ids) != before:
+            self._token_ids = None
+            return
+        try:
+            del self._digests[before // self._pool.block_size :]
+            self._token_ids.extend(token_ids.tolist())
+            self._make_known()
+        except MemoryError:
+            self._token_ids = None
+
+    def _make_known(self):
+        """Let `match_prefix` find the blocks that are full since the last time."""
+        index, size, first = self._pool._buffer.index, self._pool.block_size, len(self._digests)
+        if len(self._token_ids) // size > first:
+            self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
+            for i in range(first, len(self._digests)):
+                block = self._table.knowable_block(i)
+                if block >= 0:
+                    index.add(self._digests[i], block)
+
+    def truncate(self, n: int) -> None:
+        self._buffer.truncate(n, self._cut_ids)
+
+    truncate.__doc__ = StoredSequence.truncate.__doc__
+
+    def _cut_ids(self, n):
+        if self._token_ids is not None:
+            del self._digests[n // self._pool.block_size :]  # first: should the other fail, none is wrong
+            del self._token_ids[n:]
+        elif n == 0:
+            self._token_ids, self._digests = [], []
+
+    def clear(self) -> None:
+        """Drop all tokens, and give their blocks back."""
+        self.truncate(0)
+
+    def fork(self) -> Self:
+        """Another sequence with the same tokens. No block is copied until one of the two writes to it.
+
+        Returns
+        -------
+        Sequence, or what this is
+        """
+        self._check_open()
+        other = type(self)(self._pool)
+        self._pool._buffer.fork(self._table, other._table, lambda: other._know_as(self))
+        return other
+
+    def _know_as(self, other):
+        self._token_ids = None if other._token_ids is None else other._token_ids.copy()
+        self._digests, self._salt, self.num_cached_tokens = other._digests.copy(), other._salt, other.num_cached_tokens
+
+    copy = fork
+    __copy__ = fork
+
+    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
+        known = [token_ids]
+
+        def take_ids():
+            if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
+                known[0] = np.array(self._token_ids, np.int64)
+
+        return Snapshot(self._with_buffer(self._buffer.share(take_ids)), known[0], metadata)
+
+    snapshot.__doc__ = StoredSequence.snapshot.__doc__
+
+    def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
+        snapshot = self._fitting(snapshot, convert)
+        self._buffer.restore(snapshot._cache._buffer, self._forget_ids, lambda: self._restore_ids(snapshot))
+
+    restore.__doc__ = StoredSequence.restore.__doc__
+
+    def _forget_ids(self):
+        self._token_ids = None
+
+    def _restore_ids(self, snapshot):
+        self._digests = []
+        try:
+            if snapshot.token_ids is not None:
+                self._token_ids = snapshot.token_ids.tolist()
+                self._make_known()
+            elif snapshot.seq_len == 0:
+                self._token_ids = []
+        except MemoryError:
+            self._token_ids = None
+
+    def _with_buffer(self, buffer):
+        """A cache that has the same tokens to itself."""
+        raise NotImplementedError
+
+    def can_append(self, n: int) -> bool:
+        """Whether the pool has the blocks that `n` more tokens take, all of them before the next `advance`.
+
+        What leaves a window then comes back to the pool: in steps, a sequence with a window gets on with fewer.
+        """
+        self._check_open()
+        return self._pool._buffer.blocks_needed([self._table], [check_size(n, "n", 0, 1 << 60)]) <= self._pool.num_free_blocks
+
+    def free(self) -> None:
+        """Give all blocks back. The sequence cannot be used any more; freeing it twice is harmless."""
+        if not self._buffer.closed:
+            self._pool._buffer.free(self._table)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.free()
+
+    def _check_open(self):
+        if self._buffer.closed:
+            raise ValueError("this sequence has been freed")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks of this sequence, those that it shares included."""
+        return self.nbytes_used
+
+    def __repr__(self) -> str:
+        state = "freed" if self._buffer.closed else f"{len(self)} tokens in {len(self.block_indices())} blocks"
+        return f"{type(self).__name__}({self._shape()}, {state})"
+
+
+class Sequence(PagedSequence, SequenceCache):
+    """One sequence of a `PagedKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
+
+    Has the methods of `KVCache`. Use it in a ``with`` statement or call `free` to give its blocks back; one that
+    is forgotten gives them back when Python collects it.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8)
+    >>> with pool.new_sequence() as sequence:
+    ...     k = v = np.ones((40, 2, 64), np.float32)
+    ...     sequence.append(0, k, v)
+    ...     sequence.advance(40)
+    ...     pool.num_free_blocks
+    7
+    >>> pool.num_free_blocks
+    8
+    """
+
+    __slots__ = ()
+
+    def positions(self, layer: int = 0) -> NDArray[np.int64]:
+        """Positions of the tokens that a layer shows, in the order of `k` and `v`.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens,), int64
+            All of them; of a pool with a window the sinks, then the window, as `RingKVCache.positions`.
+        """
+        return self._buffer.positions(layer)
+
+    @property
+    def rollback(self) -> int | None:
+        """How many tokens `truncate` can go back from the longest the sequence has been; None for any number."""
+        return self._pool.rollback
+
+    def _with_buffer(self, buffer):
+        return self._pool._alone._with_buffer(buffer)
+
+    def _settings(self):
+        return self._pool._alone._settings()

@@ -1,0 +1,213 @@
+"""Many sequences in one pool of blocks, whatever is stored of their tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from kvfast.caches.paged_sequence import PagedSequence
+from kvfast.caches.storage_properties import StorageProperties, size_text
+from kvfast.core.checks import check_size
+from kvfast.storage.batch import PagedBuffer
+from kvfast.storage.prefix_index import checked_token_ids
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvfast.caches.snapshot import Snapshot
+
+# Small blocks share more of a prompt.
+BLOCK_SIZE = 32
+
+
+class PagedStorage(StorageProperties):
+    """Sequences, their tables and slots, and known prefixes."""
+
+    is_paged = True
+
+    _sequence = PagedSequence  # what its sequences are
+
+    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
+                 v_head_dim=None, ring=None):
+        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim,
+                                   ring)
+
+    def new_sequence(self) -> Any:
+        """An empty sequence.
+
+        Returns
+        -------
+        Sequence, or MLASequence of latent rows
+        """
+        return self._sequence(self)
+
+    def restore(self, snapshot: Snapshot, convert: bool = False) -> Any:
+        """A new sequence with the tokens of a snapshot, of a sequence of this pool or of another cache.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+        convert : bool
+            See `KVCache.restore`.
+
+        Returns
+        -------
+        Sequence
+
+        Raises
+        ------
+        IncompatibleSnapshotError, CacheFullError, NonFiniteInputError
+        """
+        sequence = self.new_sequence()
+        try:
+            sequence.restore(snapshot, convert)
+        except BaseException:
+            sequence.free()
+            raise
+        return sequence
+
+    def match_prefix(self, token_ids: Any, salt: bytes = b"") -> Any:
+        """A sequence that starts with the blocks that the pool still has of a prompt.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            The prompt. Of its tokens at least the last stays to be computed.
+        salt : bytes
+            Keeps apart those who must not learn of each other's prompts: blocks are found only under the salt
+            that they were made with.
+
+        Returns
+        -------
+        Sequence
+            Its length is the number of tokens found, a multiple of `block_size`, perhaps 0.
+        """
+        token_ids = checked_token_ids(token_ids)
+        if not isinstance(salt, bytes) or len(salt) > 64:
+            raise TypeError(f"salt must be at most 64 bytes, got {salt!r}")
+        digests = self._buffer.index.digests(token_ids[:-1], self.block_size, salt)
+        return self._sequence(self, token_ids, digests, salt)
+
+    def block_table(self, sequences: Any) -> NDArray[np.int32]:
+        """Blocks of some sequences.
+
+        Returns
+        -------
+        ndarray of shape (num_sequences, max_blocks), int32
+            Column i has the blocks of the positions from ``i * block_size`` on: -1 behind the last, and where a window has
+            left a block.
+        """
+        blocks = [table.block_row() for table in self._tables(sequences)]
+        table = np.full((len(blocks), max([len(one) for one in blocks], default=0)), -1, np.int32)
+        for row, one in zip(table, blocks):
+            row[: len(one)] = one
+        return table
+
+    def seq_lens(self, sequences: Any) -> NDArray[np.int32]:
+        """Complete tokens of some sequences: int32 of shape (num_sequences,)."""
+        lengths = [len(sequence) for sequence in self._own(sequences)]
+        if max(lengths, default=0) > np.iinfo(np.int32).max:
+            raise ValueError(f"seq_lens are for at most {np.iinfo(np.int32).max} tokens, got {max(lengths)}")
+        return np.array(lengths, np.int32)
+
+    def slot_mapping(self, sequences: Any, num_tokens: int | list[int] = 1) -> NDArray[np.int64]:
+        """Slots of the next tokens of some sequences, for `append_batch`.
+
+        Takes the blocks for them, and copies those that are shared, for all of the sequences or for none. The
+        slots are good until the tokens are complete; after `Sequence.fork` or `truncate` ask again.
+
+        Parameters
+        ----------
+        sequences : list of Sequence
+        num_tokens : int, or a list with one per sequence
+
+        Returns
+        -------
+        ndarray of shape (sum of num_tokens,), int64
+            ``block * block_size + place``, sequence after sequence.
+
+        Raises
+        ------
+        CacheFullError
+            With the blocks needed and free.
+        """
+        tables = self._tables(sequences)
+        counts = list(num_tokens) if np.ndim(num_tokens) else [num_tokens] * len(tables)
+        if len(counts) != len(tables):
+            raise ValueError(f"num_tokens must be one number or {len(tables)}, one per sequence, got {len(counts)}")
+        return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, 1 << 40) for n in counts])
+
+    def _batch(self, sequences, block_table, seq_lens):
+        """Tables of sequences, or other people's tables and lengths."""
+        if (sequences is None) == (block_table is None) or (block_table is None) != (seq_lens is None):
+            raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
+        return None if sequences is None else self._tables(sequences), block_table, seq_lens
+
+    def can_append(self, n: int) -> bool:
+        """Whether a new sequence of `n` tokens would find its blocks, all of them before the next `advance`."""
+        return -(-check_size(n, "n", 0, 1 << 60) // self.block_size) <= self.num_free_blocks
+
+    def clear(self) -> None:
+        """Forget all known prefixes and another scheduler's slots; every sequence and snapshot must be gone.
+
+        Raises
+        ------
+        ValueError
+            If one is left.
+        """
+        self._buffer.clear()
+
+    def _own(self, sequences):
+        sequences = list(sequences)
+        for sequence in sequences:
+            if not isinstance(sequence, PagedSequence) or sequence._pool is not self:
+                raise ValueError(f"{sequence!r} is not a sequence of this pool")
+            sequence._check_open()
+        return sequences
+
+    def _tables(self, sequences):
+        return [sequence._table for sequence in self._own(sequences)]
+
+    @property
+    def num_blocks(self) -> int:
+        return self._buffer.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without an owner, those of known prefixes included."""
+        return self._buffer.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Full blocks that `match_prefix` can find, with an owner or without."""
+        return len(self._buffer.index)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are not freed."""
+        return self._buffer.num_sequences
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that have an owner, 0 to 1."""
+        return 1 - self.num_free_blocks / self.num_blocks
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the pool has room for."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def _storage(self):
+        return self._buffer.pool
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled; save its sequences to files that are safe to load")
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self._shape()}, "
+            f"{self.num_blocks - self.num_free_blocks}/{self.num_blocks} blocks of {self.block_size} in use, "
+            f"{size_text(self.nbytes)})"
+        )

@@ -1,0 +1,225 @@
+"""What the caches of keys and values of one sequence have in common: names and documentation over the compiled buffer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvfast.attention.options import Options
+from kvfast.caches.stored_sequence import StoredSequence
+from kvfast.codec.projection import Transform
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+
+    from kvfast.attention.plan import AttendPlan
+
+
+class SequenceCache(StoredSequence):
+    """What the caches of keys and values of one sequence have in common."""
+
+    __slots__ = ()
+
+    # What a cache that rotates queries and keys itself does differently.
+
+    def _transform(self, layer, array, norm, eps):
+        """What becomes of the new keys of `array`, or None."""
+
+    def _rotated(self, layer, q, options):
+        """Queries for the window, and for the sinks where they differ."""
+        return q, None
+
+    def _unrotated(self, k, positions):
+        """Keys as they were given."""
+        return k
+
+    def append(self, layer: int, k: ArrayLike, v: ArrayLike) -> None:
+        """Store the keys and values of one or more tokens behind those of a layer.
+
+        Parameters
+        ----------
+        layer : int
+        k : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+        v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
+            Any strides; bfloat16 as ml_dtypes or as its bits in uint16.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError
+            If shape, dtype or layer do not fit.
+        NonFiniteInputError
+            For NaN, infinity, or a value beyond the range of a float16 or bfloat16 cache.
+        CacheFullError
+            If `max_seq_len` would be passed.
+        """
+        self._buffer.append(layer, k, v, self._transform(layer, k, None, 0.0))
+
+    def write(self, layer: int, qkv: ArrayLike, *, num_q_heads: int | None = None, cos: ArrayLike | None = None,
+              sin: ArrayLike | None = None, positions: ArrayLike | None = None, q_norm: ArrayLike | None = None,
+              k_norm: ArrayLike | None = None, eps: float = 1e-6, interleaved: bool = False,
+              out: NDArray[Any] | None = None, num_threads: int | None = None) -> NDArray[Any]:
+        """Split a fused projection, normalise and rotate its queries and keys, and store keys and values.
+
+        The same as `kvfast.split_qkv_norm_rope` followed by `append`, without arrays between.
+
+        Parameters
+        ----------
+        layer : int
+        qkv : array of shape (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim)
+            float32, float16 or bfloat16: all query heads of a token, then its key heads, then its value heads.
+        num_q_heads : int, optional
+            Checked against the width of `qkv`, from which it follows.
+        cos, sin : arrays of shape (num_positions, rotary_dim // 2), float32, optional
+            Of the rotary angles; None for no rotation.
+        positions : integers of shape (num_tokens,), optional
+            Row of `cos` and `sin` for each token; by default its position in the layer.
+        q_norm, k_norm, eps, interleaved
+            As in `kvfast.split_qkv_norm_rope`.
+        out : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16, optional
+            Where to write the queries.
+        num_threads : int, optional
+            Most threads of the split.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, head_dim), float32, or `out`
+            The queries, for `attend`.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, ValueError, NonFiniteInputError, CacheFullError
+        """
+        head_dim = self._head_dim(layer)
+        of_q = Transform(head_dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
+        of_k = self._transform(layer, qkv, k_norm, eps)
+        if of_k is None:
+            of_k = Transform(head_dim, k_norm, eps, name="k_norm", rotation=of_q)
+        elif cos is not None or sin is not None:
+            raise ValueError('a cache with rope="cache" turns queries and keys itself: leave out cos and sin')
+        return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
+
+    def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
+               causal: bool = True, softcap: float | None = None, sliding_window: int | None = None,
+               num_sink_tokens: int | None = None, sinks: ArrayLike | None = None,
+               alibi_slopes: ArrayLike | None = None, return_lse: bool = False, num_splits: int = 0,
+               num_threads: int | None = None, attention_chunk_size: int | None = None) -> Any:
+        """Attention of the last tokens to all that a layer holds, computed on the stored bytes.
+
+        Parameters
+        ----------
+        layer : int
+        q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
+            Queries of the last `num_tokens` tokens of the layer (append them first). Query head h reads KV
+            head ``h // (num_q_heads // num_kv_heads)``.
+        out : array of shape (num_tokens, num_q_heads, v_head_dim), float32, float16 or bfloat16, optional
+            Where to write the output.
+        scale : float, optional
+            Factor of the scores; ``head_dim ** -0.5`` by default.
+        causal : bool
+            A query at position p sees the keys up to p; else all of them.
+        softcap : float, optional
+            Scores become ``softcap * tanh(score / softcap)``.
+        sliding_window : int, optional
+            A query at position p sees no key before ``p - sliding_window + 1``, but for the sinks.
+        num_sink_tokens : int, optional
+            With a sliding window or chunks: the first so many tokens stay visible (StreamingLLM, arXiv 2309.17453).
+        sinks : array of shape (num_q_heads,), optional
+            Logits that join the softmax's denominator only.
+        alibi_slopes : array of shape (num_q_heads,), optional
+            ``slope * (key position - query position)`` is added to the scores (arXiv 2108.12409).
+        return_lse : bool
+            Also return the log-sum-exp of the scores, for `kvfast.merge_states`.
+        num_splits : int
+            Parts that the context is cut into; 0 lets kvfast choose, from the lengths alone.
+        num_threads : int, optional
+            Most threads of this call. The result is the same bits for every number.
+        attention_chunk_size : int, optional
+            Positions are cut into chunks of so many, and a query sees no key of the chunks before its own, but for the sinks.
+
+        Returns
+        -------
+        ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32, or `out`
+            With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads).
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
+        """
+        options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
+                          num_splits, num_threads, attention_chunk_size)
+        return self._buffer.attend(layer, *self._rotated(layer, q, options), options)
+
+    def explain(self, q_shape: Any = 1, layer: int = 0, *, num_q_heads: int | None = None, dtype: Any = "float32",
+                causal: bool = True, sliding_window: int | None = None, num_sink_tokens: int | None = None,
+                num_splits: int = 0, num_threads: int | None = None,
+                attention_chunk_size: int | None = None) -> AttendPlan:
+        """What `attend` would do now: its kernels, tasks, threads, the bytes it would read, and slow paths it would take.
+
+        Parameters
+        ----------
+        q_shape : tuple of int, array or int
+            Shape of q, (num_tokens, num_q_heads, head_dim); or q itself; or the number of its tokens.
+        layer : int
+        num_q_heads : int, optional
+            With a number of tokens; one for each KV head by default.
+        dtype : str or dtype
+            Of q, where `q_shape` is no array.
+        causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size
+            As in `attend`.
+
+        Returns
+        -------
+        AttendPlan
+            Print it, or look at its fields.
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, IndexError, ValueError
+            As `attend`.
+
+        Examples
+        --------
+        >>> import kvfast, numpy as np
+        >>> cache = kvfast.KVCache(num_layers=1, num_kv_heads=8, head_dim=128, dtype="int8")
+        >>> cache.append(0, *np.ones((2, 4096, 8, 128), np.float32))
+        >>> plan = cache.explain((1, 32, 128), num_threads=1)
+        >>> plan.kernels, plan.num_tasks, plan.bytes_read
+        (('scores_int8', 'accumulate_int8'), 8, 8650752)
+        """
+        options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
+                          num_threads, attention_chunk_size)
+        return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
+
+    def k(self, layer: int) -> NDArray[np.float32]:
+        """Keys of a layer, tokens that are not yet advanced included.
+
+        Returns
+        -------
+        ndarray of shape (layer_length(layer), num_kv_heads, head_dim), float32
+            A read-only view for float32 storage with `max_seq_len`; else a decoded copy. A view shows what
+            is stored now: truncating and appending again changes it.
+        """
+        return self._unrotated(*self._buffer.rows(layer, False))
+
+    def v(self, layer: int) -> NDArray[np.float32]:
+        """Values of a layer, of shape (layer_length(layer), num_kv_heads, v_head_dim); see `k`."""
+        return self._buffer.rows(layer, True)[0]
+
+    def _head_dim(self, layer):
+        return self._buffer.shape(layer)[1]
+
+    def _decoded(self, layer):
+        return self.k(layer), self.v(layer)
+
+    def _shape_settings(self, kind):
+        """What must be the same for the bytes of one cache to be good in another; see `state.json_of` for files."""
+        head_dim, v_head_dim = self._buffer.head_dim, self._buffer.v_head_dim
+        settings = {
+            "kind": kind,
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": head_dim,
+            "dtype": self._buffer.formats,
+        }
+        # Files of one width are what they were before values could have their own.
+        return settings if v_head_dim == head_dim else settings | {"v_head_dim": v_head_dim}

@@ -1,0 +1,310 @@
+"""A cache at one point in time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from kvfast.caches.storage_properties import StorageProperties, same_or_tuple, size_text
+from kvfast.core.checks import check_size
+from kvfast.core.interchange import as_floats
+from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
+from kvfast.files import cache_file
+from kvfast.files.state import KINDS, arrays_of, from_arrays, to_arrays
+from kvfast.storage.prefix_index import checked_token_ids
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot(StorageProperties):
+    """The complete tokens of a cache as they were: from `KVCache.snapshot`, a file, or arrays.
+
+    Shares the blocks of its cache: what is taken is a table of them, and a block is copied only when the cache
+    writes to it. It lives on when the cache is gone, and can be restored any number of times, into its cache or
+    into another with the same settings, where it is copied. A snapshot and its cache are one to threads: see `KVCache`.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> cache = kvfast.KVCache(1, 2, 64)
+    >>> k = v = np.ones((3, 2, 64), np.float32)
+    >>> cache.append(0, k, v)
+    >>> cache.advance(3)
+    >>> snapshot = cache.snapshot()
+    >>> cache.clear()
+    >>> cache.restore(snapshot)
+    >>> len(cache)
+    3
+    """
+
+    __slots__ = ("_cache", "_metadata", "_token_ids")
+
+    def __init__(self, cache: Any, token_ids: ArrayLike | None = None,
+                 metadata: Mapping[str, str] | None = None) -> None:
+        # A cache that nobody else has: it is not changed any more.
+        self._cache = cache
+        self._token_ids = None
+        if token_ids is not None:
+            ids = checked_token_ids(token_ids, len(cache))
+            self._token_ids = np.ndarray(ids.shape, ids.dtype, ids.tobytes())  # which cannot be made writable
+        self._metadata = _checked_metadata(metadata)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens."""
+        return len(self._cache)
+
+    @property
+    def token_ids(self) -> NDArray[np.int64] | None:
+        """What the tokens are, if that is known: int64 of shape (seq_len,), read-only; else None."""
+        return self._token_ids
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What was given to `KVCache.snapshot`: a dict of str to str."""
+        return dict(self._metadata)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that exist for this snapshot alone: its table, and blocks that its cache has overwritten or dropped since."""
+        return self._cache._buffer.nbytes_alone
+
+    def to_arrays(self) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
+        """Decode all tokens.
+
+        Returns
+        -------
+        keys : list with one ndarray of shape (seq_len, num_kv_heads * head_dim), float32, per layer
+        values : list with one ndarray of shape (seq_len, num_kv_heads * v_head_dim), float32, per layer
+            Of a ring, the tokens that it shows; see `RingKVCache.positions`. Of an `MLAKVCache`, latents and their rotary
+            parts.
+        """
+        pairs = [self._cache._decoded(layer) for layer in range(self.num_layers)]
+        keys, values = ([np.array(one).reshape(len(one), one.shape[1] * one.shape[2]) for one in side] for side in zip(*pairs))
+        return keys, values
+
+    @classmethod
+    def from_arrays(cls, keys: Sequence[ArrayLike], values: Sequence[ArrayLike], num_kv_heads: int, dtype: Any = "int4",
+                    k_dtype: Any = None, v_dtype: Any = None, *, token_ids: ArrayLike | None = None,
+                    metadata: Mapping[str, str] | None = None) -> Self:
+        """Encode tokens, for a `KVCache` or a `Sequence`.
+
+        Parameters
+        ----------
+        keys : sequence of arrays of shape (seq_len, num_kv_heads * head_dim), one per layer
+        values : sequence of arrays of shape (seq_len, num_kv_heads * v_head_dim), one per layer
+            float32, float16 or bfloat16.
+        num_kv_heads : int
+        dtype, k_dtype, v_dtype
+            As in `KVCache`.
+        token_ids, metadata
+            As in `KVCache.snapshot`.
+
+        Returns
+        -------
+        Snapshot
+
+        Raises
+        ------
+        DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
+        """
+        keys, values = ([as_floats(array, name) for array in side] for name, side in (("keys", keys), ("values", values)))
+        if not keys or len(keys) != len(values):
+            raise DimensionMismatchError(f"keys and values must hold one array per layer, got {len(keys)} and {len(values)}")
+        num_kv_heads, dims = check_size(num_kv_heads, "num_kv_heads", 1, 1 << 16), []
+        for name, arrays in (("keys", keys), ("values", values)):
+            shape = arrays[0].shape
+            if len(shape) != 2 or shape[1] == 0 or shape[1] % num_kv_heads:
+                raise DimensionMismatchError(f"{name} must have shape (seq_len, {num_kv_heads} * head_dim), got {shape}")
+            for array in arrays:
+                if array.shape != shape:
+                    raise DimensionMismatchError(f"{name} must have the same shape in every layer, got {shape} and {array.shape}")
+            dims.append(shape[1] // num_kv_heads)
+        seq_len = len(keys[0])
+        if len(values[0]) != seq_len:
+            raise DimensionMismatchError(f"keys and values must hold as many tokens as each other, got {seq_len} and {len(values[0])}")
+        cache = KINDS["full"](len(keys), num_kv_heads, dims[0], max(1, seq_len), dtype, k_dtype, v_dtype, v_head_dim=dims[1])
+        if seq_len:
+            for layer, pair in enumerate(zip(keys, values)):
+                cache.append(layer, *(one.reshape(seq_len, num_kv_heads, dim) for one, dim in zip(pair, dims)))
+            cache.advance(seq_len)
+        cache._buffer.max_seq_len = None
+        return cls(cache, token_ids, metadata)
+
+    def to_cache(self, max_seq_len: int | None = None) -> Any:
+        """A new cache with these tokens.
+
+        Returns
+        -------
+        KVCache or RingKVCache
+        """
+        cache = self._empty_cache(max_seq_len)
+        cache.restore(self)
+        return cache
+
+    def _empty_cache(self, max_seq_len):
+        settings = self._cache._settings() | {"secure": self.secure}
+        return KINDS[settings.pop("kind")]._from_settings(settings, self.block_size, max_seq_len)
+
+    def truncated(self, n: int) -> Snapshot:
+        """The snapshot of the first `n` tokens alone.
+
+        Raises
+        ------
+        ValueError
+            If a ring has dropped some of them; see `RingKVCache.truncate`.
+        """
+        cache = self._cache._with_buffer(self._cache._buffer.share())
+        cache.truncate(n)
+        return Snapshot(cache, None if self._token_ids is None else self._token_ids[:n], self._metadata)
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """The stored bytes as plain arrays.
+
+        Returns
+        -------
+        dict of str to ndarray
+            ``"layers.0.k.0"``, ``"layers.0.v.0"`` ...: the full blocks of a layer and head as they are stored, uint8 of
+            shape (num_blocks, bytes of a block); ``"layers.0.k.tail"`` ...: the block that is not full, of each head;
+            ``"header"``: JSON in uint8; ``"token_ids"``: int64, where they are known.
+        """
+        return to_arrays(self._cache, self._token_ids, self._metadata)
+
+    @classmethod
+    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
+        """A snapshot from what `state_dict` returned.
+
+        Raises
+        ------
+        CorruptFileError, IncompatibleSnapshotError
+            If that cannot be.
+        """
+        return cls(*from_arrays(arrays))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a file; see `KVCache.save`."""
+        cache_file.write(self._cache, self._token_ids, self._metadata, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> Self:
+        """Read from a file; see `kvfast.load`."""
+        return cls(*cache_file.read(path, mmap, None))
+
+    def to_bytes(self) -> bytes:
+        """What `save` writes to a file, as bytes, for a database or a socket.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            Without the packages of ``kvfast[files]``.
+        """
+        return cache_file.to_bytes(self._cache, self._token_ids, self._metadata)
+
+    @classmethod
+    def from_bytes(cls, data: Any) -> Self:
+        """From what `to_bytes` returned, or any file that kvfast wrote.
+
+        Parameters
+        ----------
+        data : bytes, or anything with a buffer
+
+        Raises
+        ------
+        CorruptFileError, IncompatibleSnapshotError
+            As `kvfast.load`.
+        TypeError, ModuleNotFoundError
+        """
+        return cls(*cache_file.from_bytes(data))
+
+    def _fitted(self, cache, convert):
+        """What `cache` can become: this, or with `convert` its tokens in the formats of `cache`."""
+        self._check_fits(cache, {"dtype"} if convert else set())
+        settings = cache._settings() | {"secure": cache.secure}
+        if not convert or self._cache._settings()["dtype"] == settings["dtype"]:
+            return self
+        kind = settings.pop("kind")
+        other = KINDS[kind]._from_settings(settings, cache.block_size, None)
+        for layer in range(self.num_layers):
+            rows = (self._cache.get_latent(layer),) if kind == "latent" else self._cache._decoded(layer)
+            if len(rows[0]) < self.seq_len:
+                raise IncompatibleSnapshotError(f"only a snapshot of all tokens can be converted, and layer {layer} has dropped "
+                                                f"{self.seq_len - len(rows[0])} of {self.seq_len}")  # fmt: skip
+            if self.seq_len:
+                other.append(layer, *rows)
+        if self.seq_len:
+            other.advance(self.seq_len)
+        return Snapshot(other, self._token_ids, self._metadata)
+
+    def _check_fits(self, cache, but):
+        """Raise unless `cache` can become what this is, but for some settings."""
+        mine, other = self._cache._settings(), cache._settings()
+        for name in mine | other:  # the kind first, and layers before what is told of each
+            if name not in but and mine.get(name) != other.get(name):
+                wrong = [_shown(name, settings.get(name)) for settings in (mine, other)]
+                raise IncompatibleSnapshotError(f"the snapshot has {name} {wrong[0]!r}, the cache {wrong[1]!r}")
+        if cache.max_seq_len is not None and self.seq_len > cache.max_seq_len:
+            raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {cache.max_seq_len}")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same bytes for the same tokens, whatever the size of their blocks."""
+        if not isinstance(other, Snapshot):
+            return NotImplemented
+        if self._cache._settings() != other._cache._settings() or self.seq_len != other.seq_len:
+            return False
+        if self.block_size > other.block_size:
+            return other == self
+        if self.block_size != other.block_size:  # of a ring the smaller blocks may have less of what is behind the window
+            cache = self._empty_cache(None)
+            cache.restore(other)
+            other = Snapshot(cache)
+        if self._cache._buffer.places_of_tables() != other._cache._buffer.places_of_tables():
+            return False
+        mine, others = arrays_of(self._cache), arrays_of(other._cache)
+        return all(np.array_equal(array, others[name]) for name, array in mine.items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        return self.seq_len
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __copy__(self) -> Snapshot:
+        return self  # nothing changes it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Snapshot cannot be pickled; save() writes it to a file that is safe to load")
+
+    @property
+    def _storage(self):
+        return self._cache._buffer
+
+    def __repr__(self) -> str:
+        return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"
+
+
+def _shown(name, value):
+    """A setting as messages tell it: formats by their names, and once what all layers have."""
+    if name == "dtype":
+        value = [str(one) for one in value]
+    return same_or_tuple(value) if isinstance(value, list) else value
+
+
+def _checked_metadata(metadata):
+    metadata = {} if metadata is None else dict(metadata)
+    for name, text in metadata.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise TypeError(f"metadata must map str to str, got {name!r}: {text!r}")
+    return metadata

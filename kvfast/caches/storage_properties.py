@@ -1,0 +1,118 @@
+"""Sizes and dtypes, the same for every kind of cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvfast.codec.formats import KVFormat
+
+
+def size_text(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+
+
+def same_or_tuple(values: list[Any]) -> Any:
+    return values[0] if len(set(values)) == 1 else tuple(values)
+
+
+def each(values: Any) -> str:
+    """The values of `same_or_tuple` for reading, each once."""
+    return "/".join(map(str, dict.fromkeys(values))) if isinstance(values, tuple) else str(values)
+
+
+class StorageProperties:
+    """What a cache tells of its storage: of ``_storage``, a buffer or a pool."""
+
+    __slots__ = ()
+
+    @property
+    def num_layers(self) -> int:
+        return self._storage.num_layers
+
+    @property
+    def num_kv_heads(self) -> int | tuple[int, ...]:
+        """A number, or a tuple of one per layer where layers differ."""
+        return self._storage.num_kv_heads
+
+    @property
+    def head_dim(self) -> int | tuple[int, ...]:
+        """A number, or a tuple of one per layer where layers differ."""
+        return self._storage.head_dim
+
+    @property
+    def v_head_dim(self) -> int | tuple[int, ...]:
+        """head_dim of the values: a number, or a tuple of one per layer where layers differ."""
+        return self._storage.v_head_dim
+
+    @property
+    def entry_size(self) -> int | tuple[int, ...]:
+        """Elements of one token's keys in one layer: num_kv_heads * head_dim; a tuple of one per layer where layers differ."""
+        return same_or_tuple(self._entry_sizes(self.head_dim))
+
+    def _entry_sizes(self, head_dim):
+        heads, dims = (one if isinstance(one, tuple) else (one,) * self.num_layers for one in (self.num_kv_heads, head_dim))
+        return [number * dim for number, dim in zip(heads, dims)]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._storage.block_size
+
+    @property
+    def secure(self) -> bool:
+        """Whether memory is overwritten before it is given back."""
+        return self._storage.secure
+
+    @property
+    def bytes_per_element(self) -> float:
+        """Bytes that one number of a key or value takes, scales and padding included."""
+        return self.bytes_per_token / sum(self._entry_sizes(self.head_dim) + self._entry_sizes(self.v_head_dim))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved for keys and values, scales and padding included."""
+        return self._storage.nbytes
+
+    @property
+    def nbytes_used(self) -> int:
+        """Bytes of the blocks that hold tokens, all that is stored of them included."""
+        return self._storage.nbytes_used
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes over all layers, scales, padding and its share of what a block has for all of its
+        tokens included; tokens that are floats, see `KVFormat`, take more."""
+        return self._storage.bytes_per_token
+
+    @property
+    def k_dtype(self) -> str | tuple[str, ...]:
+        """Storage dtype of the keys: a name, or a tuple of one per layer where layers differ."""
+        return same_or_tuple([one.k_dtype for one in self._storage.formats])
+
+    @property
+    def v_dtype(self) -> str | tuple[str, ...]:
+        """Storage dtype of the values; see `k_dtype`."""
+        return same_or_tuple([one.v_dtype for one in self._storage.formats])
+
+    @property
+    def dtype(self) -> str | tuple[str, ...]:
+        """Name of the storage format, ``"int4"`` or ``"int8/int4"`` for example, or a tuple of one per layer."""
+        return same_or_tuple([str(one) for one in self._storage.formats])
+
+    @property
+    def format(self) -> KVFormat | tuple[KVFormat, ...]:
+        """The `KVFormat`, or a tuple of one per layer where layers differ."""
+        return same_or_tuple(self._storage.formats)
+
+    @property
+    def dtype_name(self) -> str:
+        """`dtype` as one word, for logs: ``"mixed"`` where layers differ."""
+        return self.dtype if isinstance(self.dtype, str) else "mixed"
+
+    def _shape(self):
+        dims = each(self.head_dim) if self.v_head_dim == self.head_dim else f"{each(self.head_dim)} and {each(self.v_head_dim)}"
+        return f"{self.dtype_name}, {self.num_layers} layers x {each(self.num_kv_heads)} heads x {dims}"

@@ -1,0 +1,200 @@
+"""What all caches of one sequence do with its tokens, whatever is stored of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from kvfast.caches.snapshot import Snapshot
+from kvfast.caches.storage_properties import StorageProperties
+from kvfast.errors import IncompatibleSnapshotError
+from kvfast.files.state import from_arrays
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from numpy.typing import ArrayLike, NDArray
+    from typing_extensions import Self
+
+# Tokens of a block of the caches that own their memory, unless the format asks for others, and blocks that a growing
+# cache starts with.
+BLOCK_SIZE = 64
+GROW_BLOCKS = 8
+
+
+class StoredSequence(StorageProperties):
+    """Lengths, going back, snapshots and files, over the compiled buffer."""
+
+    __slots__ = ("__weakref__", "_buffer")
+
+    is_paged = False
+
+    def _decoded(self, layer):
+        """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
+        raise NotImplementedError
+
+    def advance(self, n: int = 1) -> None:
+        """Count `n` tokens as complete; every layer must have got exactly that many.
+
+        Raises
+        ------
+        ValueError
+            Naming the layers that hold more or fewer.
+        """
+        self._buffer.advance(n)
+
+    def layer_length(self, layer: int) -> int:
+        """Tokens that a layer holds, advanced or not."""
+        return self._buffer.layer_length(layer)
+
+    def truncate(self, n: int) -> None:
+        """Keep the first `n` complete tokens; tokens that are not yet advanced go too.
+
+        The bytes of the kept tokens do not change.
+        """
+        self._buffer.truncate(n)
+
+    def clear(self) -> None:
+        """Drop all tokens; the memory is kept for the next."""
+        self._buffer.truncate(0)
+
+    def copy(self) -> Self:
+        """An independent deep copy."""
+        return self._with_buffer(self._buffer.copy())
+
+    def _with_buffer(self, buffer):
+        """A cache of the same settings with other contents."""
+        other = object.__new__(type(self))
+        for name in type(self).__slots__:
+            setattr(other, name, getattr(self, name))
+        other._buffer = buffer
+        return other
+
+    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
+        """The complete tokens, as they are now.
+
+        Takes no copy but of the block table: blocks are shared, and copied when this cache writes to them.
+
+        Parameters
+        ----------
+        token_ids : integers of shape (len(cache),), optional
+            What the tokens are, to be kept with them.
+        metadata : dict of str to str, optional
+            Anything else that is to be kept, the name of the model for example.
+
+        Returns
+        -------
+        Snapshot
+        """
+        return Snapshot(self._with_buffer(self._buffer.share()), token_ids, metadata)
+
+    def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
+        """Go to where a snapshot was taken, of this cache or of another with the same settings.
+
+        A snapshot of this cache is shared as it was; another's bytes are copied. A snapshot of a `KVCache` can be
+        restored into a `Sequence`, and the other way round.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+        convert : bool
+            Take one whose storage formats differ, too: its tokens are decoded, and encoded as this cache stores them. From
+            few bits to more they do not become more exact.
+
+        Raises
+        ------
+        IncompatibleSnapshotError
+            If layers, heads, head_dim, windows, or without `convert` dtypes differ, if a ring has dropped tokens that are to
+            be converted, or there is no room for the tokens; the cache is as it was.
+        NonFiniteInputError
+            For converted values beyond the range of a dtype.
+        CacheFullError
+            If the pool of a `Sequence` has too few blocks.
+        """
+        self._buffer.restore(self._fitting(snapshot, convert)._cache._buffer)
+
+    def _fitting(self, snapshot, convert):
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
+        return snapshot._fitted(self, convert)
+
+    def save(self, path: str | os.PathLike[str], token_ids: ArrayLike | None = None,
+             metadata: Mapping[str, str] | None = None) -> None:
+        """Write the complete tokens to a file, as they are stored: safetensors, with checksums.
+
+        If the process dies on the way, the file is the old one or the new one.
+
+        Parameters
+        ----------
+        path : path-like
+        token_ids, metadata
+            As in `snapshot`.
+
+        Raises
+        ------
+        OSError
+        ModuleNotFoundError
+            Without the packages of ``kvfast[files]``.
+        """
+        self.snapshot(token_ids, metadata).save(path)
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """The stored bytes as plain arrays; see `Snapshot.state_dict`."""
+        return self.snapshot().state_dict()
+
+    @classmethod
+    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
+        """A cache from what `state_dict` returned.
+
+        Raises
+        ------
+        CorruptFileError, IncompatibleSnapshotError
+            If that cannot be.
+        """
+        cache, _, _ = from_arrays(arrays)
+        if type(cache) is not cls:
+            raise IncompatibleSnapshotError(f"this is the state of a {type(cache).__name__}, not of a {cls.__name__}")
+        return cache
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} cannot be pickled; save() writes it to a file that is safe to load")
+
+    def __len__(self) -> int:
+        return self._buffer.length
+
+    def __bool__(self) -> bool:
+        return self._buffer.length > 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the cache holds no complete token."""
+        return self._buffer.length == 0
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Most tokens, or None for a cache that grows."""
+        return self._buffer.max_seq_len
+
+    @property
+    def context_lens(self) -> NDArray[np.int32]:
+        """Tokens of each layer, advanced or not: int32 of shape (num_layers,)."""
+        return np.array([self._buffer.layer_length(layer) for layer in range(self.num_layers)], np.int32)
+
+    def capacity(self, layer: int = 0) -> int:
+        """Tokens that the memory reserved for a layer has room for."""
+        return self._buffer.capacity(layer)
+
+    def block_indices(self, layer: int = 0) -> NDArray[np.int32]:
+        """Blocks that hold a layer's tokens, in their order: int32 of shape (num_blocks,)."""
+        return self._buffer.block_ids(layer)
+
+    @property
+    def _storage(self):
+        return self._buffer

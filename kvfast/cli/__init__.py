@@ -1,0 +1,277 @@
+"""The command line, `python -m kvfast <command>`.
+
+A command is a function here that declares its arguments and names the function that runs it. Only
+NumPy is needed to get this far: what a command needs beyond it is imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import kvfast
+
+# Package -> the extra that has it.
+EXTRAS = dict.fromkeys(["gguf", "tokenizers", "rich", "safetensors", "xxhash"], "llama")
+EXTRAS |= {"matplotlib": "plot", "llama_cpp": "llama-cpp"}
+
+
+def main(argv=None):
+    """Run one command.
+
+    Parameters
+    ----------
+    argv : list of str, optional
+        The arguments; those of the process when omitted.
+
+    Returns
+    -------
+    int
+        Exit code: 0, 1 for an error told in one line, 2 for missing packages (and, from argparse,
+        for wrong usage), 130 for an interrupt.
+    """
+    parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
+    commands = parser.add_subparsers(metavar="command")
+    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_plan, _add_bench, _add_info):
+        add_command(commands)
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 0
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except ModuleNotFoundError as error:
+        extra = (EXTRAS | getattr(args, "extras", {})).get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        return _fail(f'the {extra} extra is needed: pip install "kvfast[{extra}]"', 2)
+    except BrokenPipeError:
+        # The reader, `head` for example, has gone. Python would flush into the pipe once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error, 1)
+    except MemoryError as error:
+        return _fail(f"not enough memory. {error}", 1)
+    except (ValueError, RuntimeError) as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _fail(message, code):
+    sys.stdout.flush()
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _add_generate(commands):
+    parser = commands.add_parser(
+        "generate",
+        help="continue a text with a language model",
+        description="Continue a text with a language model whose keys and values live in a kvfast cache.",
+    )
+    add = parser.add_argument
+    add("prompt", help="the text to continue")
+    _add_model_arguments(parser)
+    add("--dtype", help="what the cache stores, K and V apart with a slash: int8/int4 (default: int4)")
+    add("--session", metavar="FILE", help="go on with the text that FILE holds, and keep the longer one there")
+    add("--max-tokens", type=_positive, default=128, help="stop after this many (default: 128)")
+    add("--max-seq-len", type=_positive, help="tokens the cache has room for (default: as many as needed)")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
+    add("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (default: 0, no limit)")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that sum to this (default: 1)")
+    add("--seed", type=_natural, help="make the draws repeatable")
+    add(
+        "--speculative",
+        nargs="?",
+        const="lookup",
+        choices=["lookup", "layers"],
+        help="guess tokens and check them together, for the same text: by earlier passages of the text (lookup), "
+        "or by the model without some of its layers (default: lookup)",
+    )
+    add(
+        "--draft-tokens",
+        type=int,
+        choices=range(1, 8),
+        default=7,
+        metavar="N",
+        help="most guesses, 1 to 7 (default: 7)",
+    )
+    add("--draft-layers", type=_positive, metavar="N", help="layers that guess (default: two thirds of them)")
+    add("--compare", action="store_true", help="generate without guesses as well; compare tokens and time")
+    parser.set_defaults(run=_run_generate)
+
+
+def _add_eval(commands):
+    parser = commands.add_parser(
+        "eval",
+        help="measure what a compressed cache costs in quality",
+        description="Predict a text token by token with a float32 cache and with others, and compare the predictions.",
+    )
+    add = parser.add_argument
+    _add_model_arguments(parser)
+    add(
+        "--formats",
+        "--dtype",
+        default="all",
+        metavar="LIST",
+        help="what the caches store, as for generate, with commas: int4,int8/int8; or all (default: all)",
+    )
+    add(
+        "--llama-cpp",
+        metavar="TYPES",
+        help="measure llama.cpp's caches of these types too: q8_0,q8_0/q4_0 (K/V)",
+    )
+    add(
+        "--compress",
+        metavar="LIST",
+        help="compress the beginning of each text instead, and predict the rest: lowrank:RANK, hybrid:BITS, "
+        "hybrid:RANK:BITS, pq:CENTROIDS:SUBVECTORS or a format, with commas; or all",
+    )
+    add("--prompt", type=_positive, metavar="N", help="tokens to compress (default: all but 512)")
+    add("--text", required=True, nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, each by itself")
+    add("--tokens", type=_positive, default=8000, help="use this many tokens of each text (default: 8000)")
+    add("--chunk", type=_positive, default=16, help="tokens per forward pass (default: 16, see evaluate)")
+    add("--plot", metavar="FILE", help="draw KL over bits per element: a PNG, SVG or PDF file")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_run_eval)
+
+
+def _add_serve_sim(commands):
+    parser = commands.add_parser(
+        "serve-sim",
+        help="serve many requests at once from one paged pool",
+        description="Continue many prompts with a shared system prompt by continuous batching over one paged pool, "
+        "then each by itself, and compare the texts.",
+    )
+    add = parser.add_argument
+    _add_model_arguments(parser)
+    add("--requests", type=_positive, default=32, help="how many prompts (default: 32)")
+    add("--max-tokens", type=_positive, default=32, help="tokens per request (default: 32)")
+    add("--dtype", default="int4", help="as for generate (default: int4)")
+    add("--blocks", type=_positive, help="blocks of the pool (default: as many as all requests at once need)")
+    add("--block-size", type=_positive, help="tokens of a block (default: 32, or what the format asks for)")
+    add("--max-running", type=_positive, default=16, help="requests in one step (default: 16)")
+    add("--show", type=_natural, default=2, help="print so many of the texts (default: 2)")
+    add("--no-check", dest="check", action="store_false", help="do not run each request by itself as well")
+    parser.set_defaults(run=_run_serve_sim)
+
+
+def _add_plan(commands):
+    parser = commands.add_parser(
+        "plan",
+        help="tell what a model's cache will take on this machine",
+        description="Tell what the cache of a model takes in every format: bytes, what fits into this machine's memory, "
+        "and the tokens per second that reading it allows at most.",
+    )
+    add = parser.add_argument
+    add("model", help="a config.json, its folder, or a GGUF file")
+    add("--context", type=_positive, metavar="N", help="tokens of a sequence (default: the longest of the model)")
+    add("--batch", type=_positive, default=1, metavar="N", help="sequences at once (default: 1)")
+    add("--dtype", metavar="LIST", help="what the caches store, with commas (default: everything they can)")
+    add("--memory", type=_gigabytes, metavar="GB", help="memory for keys and values (default: what is available here)")
+    add("--bandwidth", type=_gigabytes, metavar="GB/S", help="what the machine reads (default: measured)")
+    add("--weights", type=_gigabytes, metavar="GB", help="weights that a token reads (default: those of a GGUF file)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_run_plan)
+
+
+def _add_bench(commands):
+    parser = commands.add_parser(
+        "bench",
+        help="measure how fast attention is on this machine",
+        description="Measure attention beside what this machine can do: its read bandwidth, and its peak rates of integer "
+        "and float arithmetic. Takes about two minutes.",
+    )
+    add = parser.add_argument
+    add("--work", metavar="LIST", help="decode, cached, prefill, append, read, quantize, dequantize (default: decode,prefill)")
+    add("--model", metavar="NAME", help="whose shape: Llama-3-8B (default), Llama-3.2-1B, SmolLM2-135M, Qwen3-30B-A3B")
+    add("--formats", metavar="LIST", help="what the caches store, with commas; or all (default: float16,int8,k8v4,int4)")
+    add("--contexts", type=_numbers, metavar="LIST", help="tokens (default: 1024,4096,16384,65536; prefill to 16384)")
+    add("--tokens", type=_positive, metavar="N", help="queries of prefill, tokens at a time of append (default: 512)")
+    add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs)")
+    add("--rounds", type=_positive, metavar="N", help="(default: as many as take a second, 3 to 15)")
+    add("--megabytes", type=_positive, metavar="N", help="what a call of decode reads at least (default: 512)")
+    add("--short", action="store_true", help="fewer contexts or cases, in half a minute")
+    add("--json", metavar="FILE", help="write the results as JSON")
+    add("--plot", metavar="FILE", help="draw time per token over context, and the memory wall: a PNG, SVG or PDF file")
+    add(
+        "--check",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure the cases of a baseline; fail if one is more than 15 %% below (default: bench/baseline.json)",
+    )
+    add("--write-baseline", metavar="FILE", help="put the fractions that are measured into a baseline")
+    parser.set_defaults(run=_run_bench, extras={"rich": "bench"})
+
+
+def _add_info(commands):
+    parser = commands.add_parser("info", help="print how kvfast runs on this machine")
+    parser.set_defaults(run=lambda args: kvfast.show_config())
+
+
+def _run_generate(args):
+    from kvfast.cli import llama as commands
+
+    commands.run_generate(args)
+
+
+def _run_eval(args):
+    from kvfast.cli import llama as commands
+
+    commands.run_eval(args)
+
+
+def _run_serve_sim(args):
+    from kvfast.cli import llama as commands
+
+    commands.run_serve_sim(args)
+
+
+def _run_plan(args):
+    from kvfast.cli import plan as plan_report
+
+    plan_report.run_plan(args)
+
+
+def _run_bench(args):
+    from kvfast.cli.bench import command
+
+    command.run_bench(args)
+
+
+def _add_model_arguments(parser):
+    add = parser.add_argument
+    add("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
+    add("--k-dtype", metavar="DTYPE", help="what the cache stores for keys, whatever --dtype says")
+    add("--v-dtype", metavar="DTYPE", help="what the cache stores for values, whatever --dtype says")
+    add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
+
+
+def _positive(text):
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _gigabytes(text):
+    value = float(text) * 1e9
+    if not 1 <= value < 1 << 60:
+        raise argparse.ArgumentTypeError(f"{text} is no number of gigabytes above 0")
+    return int(value)
+
+
+def _numbers(text):
+    return [_positive(part) for part in text.split(",")]
+
+
+def _natural(text):
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value

@@ -1,0 +1,318 @@
+"""The commands `generate`, `eval` and `serve-sim` of `python -m kvfast`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import kvfast
+from kvfast import llama
+from kvfast.cli.peers import LlamaCpp, parse_cache_types
+from kvfast.cli.plotting import check_plot
+from kvfast.cli.report import as_rows, compression_table, memory_text, plot_scores, score_table
+from kvfast.llama.compression import evaluate_compressed, parse_methods
+from kvfast.llama.evaluation import FORMATS
+from kvfast.llama.prompts import chat_prompts
+
+
+def run_generate(args):
+    """Continue `args.prompt`, printing the text as it comes, then speed and size.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    if args.compare and not args.speculative:
+        raise ValueError("--compare is for --speculative")
+    seed = np.random.SeedSequence().entropy if args.seed is None else args.seed  # known, to draw the same again
+    sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
+    storage = _storage(args.dtype or "int4", args)
+    _set_threads(args.threads)
+    model, tokenizer = llama.load(args.model)
+    session, cache, history, prompt = _open_text(args, model, tokenizer, storage)
+    start = cache.snapshot()
+    options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history}
+    drafter, stats = _drafter(args, model), llama.SpeculationStats()
+    tokens = llama.generate(model, prompt, cache, sampler=sampler, drafter=drafter, stats=stats, **options)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows "?"
+    clock = _Clock()
+    print(args.prompt, end="", flush=True)
+    try:
+        for text in tokenizer.stream(clock.watch(tokens)):
+            print(text, end="", flush=True)
+        clock.stop()
+    finally:  # an interrupted text can be gone on with as well
+        tokens.close()
+        if session:
+            session.save([*history, *prompt, *clock.tokens])
+
+    taken = memory_text(cache)  # before it is used again
+    print("\n")
+    if history:
+        print(f"session  {len(history):,} tokens of {args.session}")
+    print("prefill ", _speed(len(prompt), clock.prefill))
+    print("decode  ", _speed(len(clock.tokens) - 1, clock.decode))
+    if drafter:
+        accepted = f"{stats.num_accepted} accepted ({stats.acceptance_rate:.0%})"
+        print(f"drafted  {stats.num_drafted} tokens, {accepted}, {stats.tokens_per_step:.2f} tokens per step")
+    if args.compare:
+        cache.restore(start)
+        sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
+        _compare(clock, llama.generate(model, prompt, cache, sampler=sampler, **options))
+    print("cache   ", taken)
+
+
+def _open_text(args, model, tokenizer, storage):
+    """(session or None, cache, tokens that it holds, tokens that the model is to see next)."""
+    prompt, session, history = tokenizer.encode(args.prompt), None, []
+    if args.session:
+        session = llama.Session(model, args.session)
+        history = session.token_ids
+        if history and not (args.dtype or args.k_dtype or args.v_dtype):
+            storage = {}  # as in the file
+        if history and prompt[:1] == [tokenizer.bos_id]:
+            prompt = prompt[1:]  # stands before the text already
+    total = len(history) + len(prompt)
+    room = args.max_seq_len or min(total + args.max_tokens, model.config.context_length)
+    if total > room:
+        raise ValueError(f"the prompt has {len(prompt)} tokens and there is room for {room - len(history)}")
+    if session:
+        session.open(room, **storage)
+    cache = session.cache if session else kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)
+    if history and not prompt:  # go on without a word: the model sees the last one again
+        history, prompt = history[:-1], history[-1:]
+        cache.truncate(len(history))
+    return session, cache, history, prompt
+
+
+class _Clock:
+    """Times a stream of `tokens`: `prefill` seconds until the first, `decode` seconds for the others."""
+
+    def __init__(self):
+        self.tokens = []
+        self._start = time.perf_counter()
+
+    def watch(self, tokens):
+        for token in tokens:
+            if not self.tokens:
+                self._first = time.perf_counter()
+            self.tokens.append(token)
+            yield token
+
+    def stop(self):
+        end = time.perf_counter()
+        first = self._first if self.tokens else end  # no token: the model ended the text at once
+        self.prefill, self.decode = first - self._start, end - first
+
+
+def _speed(count, seconds):
+    return f"{count} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s" if count > 0 else "no tokens"
+
+
+def _drafter(args, model):
+    if args.speculative == "layers":
+        return llama.SkipLayers(model, args.draft_layers, args.draft_tokens)
+    return llama.PromptLookup(max_draft=args.draft_tokens) if args.speculative else None
+
+
+def _compare(speculative, tokens):
+    """Generate without drafts, and tell how that differs."""
+    clock = _Clock()
+    for _ in clock.watch(tokens):
+        pass
+    clock.stop()
+    verdict = "the same tokens" if clock.tokens == speculative.tokens else "OTHER TOKENS"
+    if len(speculative.tokens) > 1:
+        verdict += f", {clock.decode / speculative.decode:.2f}x as fast with drafts"
+    print("plain   ", f"{_speed(len(clock.tokens) - 1, clock.decode)}; {verdict}")
+
+
+def run_eval(args):
+    """Score the caches of `args.formats` on each of `args.text`; print a table, or JSON, of the means.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    if args.compress:
+        return _run_compress(args)
+    if args.prompt:
+        raise ValueError("--prompt is for --compress")
+    texts = [_read_text(path) for path in args.text]
+    storages = [_storage(name, args) for name in _format_names(args.formats)]
+    types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
+    if args.plot:
+        check_plot(args.plot)
+    _set_threads(args.threads)
+    path = args.model or llama.fetch_model()
+    model, tokenizer = llama.load(path)
+    context = model.config.context_length
+    if args.tokens > context:
+        raise ValueError(f"--tokens is {args.tokens}; the model's context is {context}")
+    texts = [tokenizer.encode(text)[: args.tokens] for text in texts]
+    rotated = []
+    columns = [BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), "ETA", TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=sum(len(tokens) - 1 for tokens in texts) * (2 if types else 1))
+        progress = functools.partial(bar.advance, task)
+        per_text = []
+        for tokens in texts:
+            room = max(1, len(tokens))
+            caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage) for storage in storages]
+            per_text.append(llama.evaluate(model, tokens, caches, chunk_size=args.chunk, progress=progress))
+        if types:
+            with LlamaCpp(path, model.cache_shape) as peer:
+                for tokens, scores in zip(texts, per_text):
+                    scores += peer.evaluate(tokens, types, progress=progress)
+                rotated = peer.rotated
+
+    means = [llama.mean_score(scores) for scores in zip(*per_text)]
+    title = f"{', '.join(args.text)}: {means[0].num_predictions:,} tokens predicted"
+    if args.plot:
+        plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
+    if args.json:
+        by_text = [{"text": text, "results": as_rows(scores)} for text, scores in zip(args.text, per_text)]
+        report = {"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}
+        print(json.dumps(report | ({"llama_cpp_rotated": rotated} if types else {}), indent=2))
+        return
+    print(f"{title}; NLL and KL are means per token, in nats")
+    # Without a terminal rich assumes 80 columns and would fold the table.
+    Console(width=None if sys.stdout.isatty() else 120).print(score_table(means, model.cache_shape))
+    if types:
+        print("llama.cpp's rows compare with its own f32 cache; its weights are the same, in float32.")
+        if rotated:
+            print(f"Its log says that it rotates before it rounds: {', '.join(rotated)}.")
+
+
+def _run_compress(args):
+    """Score the methods of `args.compress` on each of `args.text`."""
+    if args.llama_cpp:
+        raise ValueError("--llama-cpp is not for --compress")
+    if args.formats != "all":
+        raise ValueError("--formats is not for --compress, which takes formats in its own list")
+    texts, methods = [_read_text(path) for path in args.text], parse_methods(args.compress)
+    if args.plot:
+        check_plot(args.plot)
+    _set_threads(args.threads)
+    path = args.model or llama.fetch_model()
+    model, tokenizer = llama.load(path)
+    texts = [tokenizer.encode(text)[: args.tokens] for text in texts]
+    prompts = [args.prompt or len(tokens) - 512 for tokens in texts]
+    for text, tokens, prompt in zip(args.text, texts, prompts):
+        if not 1 <= prompt <= len(tokens) - 2:
+            raise ValueError(f"{text}: of {len(tokens)} tokens, {prompt} cannot be compressed and at least two be left")
+    with Progress(BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=sum(map(len, texts)) - len(texts))
+        progress = functools.partial(bar.advance, task)
+        per_text = [
+            evaluate_compressed(model, tokens, prompt, methods, chunk_size=args.chunk, progress=progress)
+            for tokens, prompt in zip(texts, prompts)
+        ]
+    means = [llama.mean_score(scores) for scores in zip(*per_text)]
+    title = f"{means[0].num_predictions:,} predictions behind prompts of {', '.join(f'{prompt:,}' for prompt in prompts)} tokens"
+    if args.plot:
+        plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
+    if args.json:
+        by_text = [{"text": text, "prompt": prompt, "results": as_rows(scores)} for text, prompt, scores in zip(args.text, prompts, per_text)]
+        print(json.dumps({"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}, indent=2))
+        return
+    print(f"{', '.join(args.text)}: {title}; NLL and KL are means per token, in nats")
+    Console(width=None if sys.stdout.isatty() else 120).print(compression_table(means))
+
+
+def _read_text(path):
+    with open(path, encoding="utf-8") as file:
+        try:
+            return file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+
+
+def _format_names(formats):
+    """The names in a list with commas, each once, with `all` spelled out."""
+    names = [name.strip() for name in formats.split(",")]
+    return dict.fromkeys(known for name in names for known in (FORMATS if name == "all" else [name]))
+
+
+def run_serve_sim(args):
+    """Serve prompts with a shared system prompt from one pool, and compare with each by itself.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    storage = _storage(args.dtype, args)
+    _set_threads(args.threads)
+    model, tokenizer = llama.load(args.model)
+    prompts = [tokenizer.encode(prompt) for prompt in chat_prompts(args.requests)]
+    longest = max(map(len, prompts)) + args.max_tokens
+    size = kvfast.PagedKVCache(1, 1, 1, num_blocks=1, block_size=args.block_size, **storage).block_size
+    blocks = args.blocks or args.max_running * -(-longest // size)
+    pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=blocks, block_size=size, **storage)
+    model.batch_invariant = args.check  # else rounding could tell the texts apart
+    server = llama.BatchGenerator(model, pool, end_ids=tokenizer.end_ids, max_running=args.max_running)
+    requests = [server.add(prompt, args.max_tokens) for prompt in prompts]
+    most_used, start = 0.0, time.perf_counter()
+    columns = [BarColumn(), MofNCompleteColumn(), "requests", TextColumn("{task.description}"), TimeElapsedColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=len(requests))
+        for _ in server.run():
+            most_used = max(most_used, pool.usage)
+            done = sum(request.finished for request in requests)
+            written = sum(len(request.output) for request in requests)
+            speed = written / (time.perf_counter() - start)
+            bar.update(task, completed=done, description=f"{speed:.0f} tokens/s, {pool.usage:.0%} of blocks")
+    seconds = time.perf_counter() - start
+    written = sum(len(request.output) for request in requests)
+    found = sum(request.num_cached_tokens for request in requests)
+    given = sum(map(len, prompts))
+
+    for request in requests[: args.show]:
+        print(f"> {tokenizer.decode(request.output).strip()}\n")
+    print(f"served   {len(requests)} requests, {written} tokens in {seconds:.2f} s: {written / seconds:.1f} tokens/s")
+    print(f"prefix   {found:,} of {given:,} prompt tokens found in the pool ({found / given:.0%})")
+    print(f"pool     {pool.dtype}, {most_used:.0%} of {pool.num_blocks} blocks of {pool.block_size} tokens at most, ", end="")
+    print(f"{server.num_preemptions} preemptions")
+    if args.check:
+        _check_served(model, tokenizer, requests, storage)
+
+
+def _check_served(model, tokenizer, requests, storage):
+    """Run each request by itself, and tell which texts differ."""
+    different = []
+    for number, request in enumerate(requests):
+        room = len(request.prompt) + request.max_tokens
+        cache = kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)
+        alone = list(llama.generate(model, request.prompt, cache, max_tokens=request.max_tokens, end_ids=tokenizer.end_ids))
+        if alone != request.output:
+            different.append(number)
+    same = len(requests) - len(different)
+    print(f"alone    {same} of {len(requests)} texts the same" + (f", not {different}" if different else ""))
+
+
+def _storage(dtype, args):
+    """The dtype arguments of a cache."""
+    storage = {"dtype": dtype, "k_dtype": args.k_dtype, "v_dtype": args.v_dtype}
+    kvfast.KVCache(1, 1, 1, max_seq_len=1, **storage)  # refuses an unknown name before any model is fetched
+    return storage
+
+
+def _set_threads(count):
+    """Limit kvfast's threads and, through threadpoolctl, those of the BLAS under NumPy."""
+    if count is None:
+        return
+    kvfast.set_num_threads(count)
+    try:
+        import threadpoolctl
+    except ImportError:
+        print("note: without threadpoolctl, --threads does not limit NumPy's matrix products", file=sys.stderr)
+    else:
+        threadpoolctl.threadpool_limits(count, user_api="blas")

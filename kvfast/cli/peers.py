@@ -1,0 +1,234 @@
+"""llama.cpp's KV caches on the same text, through llama-cpp-python (extra ``llama-cpp``).
+
+Its weights are made float32 first. llama.cpp would otherwise round what it multiplies with quantised weights
+to 8 bits, and that alone moves the predictions of any two caches apart (SmolLM2-135M: by a KL of 0.004, more
+than a cache of 8 bits does). In float32 both runtimes predict the same, and what differs is the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import tempfile
+from typing import NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+import kvfast
+from kvfast.llama.evaluation import CacheScore, compare
+
+# Those that llama.cpp's own command line knows.
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+
+_DEBUG = 4  # ggml's level of what is no news to users: thousands of lines for each cache
+_log: list[str] = []  # what else llama.cpp had to say since the last cache was made
+
+
+class CacheTypes(NamedTuple):
+    """What one of llama.cpp's caches stores, by ggml's names."""
+
+    k: str
+    v: str
+
+    def __str__(self):
+        return self.k if self.k == self.v else f"{self.k}/{self.v}"
+
+    @property
+    def bits(self):
+        """Bits per element of keys and of values, scales included."""
+        return tuple(8 * size / block for block, size in (GGML_QUANT_SIZES[_ggml_type(name)] for name in self))
+
+
+REFERENCE = CacheTypes("f32", "f32")
+
+
+def parse_cache_types(text):
+    """Read names with commas, K and V apart with a slash: ``"f16,q8_0/q4_0"``.
+
+    Parameters
+    ----------
+    text : str
+
+    Returns
+    -------
+    list of CacheTypes
+        Each once.
+    """
+    names = [[side.strip() for side in name.split("/")] for name in text.split(",")]
+    for sides in names:
+        if len(sides) > 2 or not set(sides) <= set(CACHE_TYPES):
+            known = ", ".join(CACHE_TYPES)
+            raise ValueError(f"llama.cpp has no cache of type {'/'.join(sides)!r}; its types: {known}, or two as K/V")
+    return list(dict.fromkeys(CacheTypes(sides[0], sides[-1]) for sides in names))
+
+
+class LlamaCpp:
+    """A GGUF model in llama.cpp, on the CPU, with its weights in float32; a context manager.
+
+    Parameters
+    ----------
+    path : path-like
+    cache_shape : tuple of int
+        (num_layers, num_kv_heads, head_dim).
+
+    Attributes
+    ----------
+    rotated : list of str
+        The types that llama.cpp said to rotate before it quantises them, of those evaluated so far.
+
+    Notes
+    -----
+    The float32 weights lie in a file in the temporary folder until `close`.
+    """
+
+    def __init__(self, path, cache_shape):
+        self._api = _library()
+        self._cache_shape = cache_shape
+        self._folder = tempfile.TemporaryDirectory(prefix="kvfast-")
+        self._model = None
+        self.rotated = []
+        try:
+            self._model = self._load(os.fspath(path))
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, path):
+        api, copy = self._api, os.path.join(self._folder.name, "float32.gguf")
+        options = api.llama_model_quantize_default_params()
+        options.ftype, options.allow_requantize = api.LLAMA_FTYPE_ALL_F32, True
+        if api.llama_model_quantize(os.fsencode(path), os.fsencode(copy), ctypes.byref(options)):
+            raise _failure(f"could not read {path}")
+        options = api.llama_model_default_params()
+        options.n_gpu_layers = 0
+        options.use_extra_bufts = False  # weights stay as they are, not repacked for other instructions
+        model = api.llama_model_load_from_file(os.fsencode(copy), options)
+        if not model:
+            raise _failure(f"could not load {path}")
+        return model
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.close()
+
+    def close(self):
+        """Free the model."""
+        if self._model is not None:
+            self._api.llama_model_free(self._model)
+        self._model = None
+        self._folder.cleanup()
+
+    def evaluate(self, tokens, types, *, chunk_size=512, progress=None):
+        """Predict every token of a text with each type of cache; see `kvfast.llama.evaluate`.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            At least two.
+        types : sequence of CacheTypes
+        chunk_size : int
+            Tokens per batch. Each cache holds the logits of one batch, `chunk_size` times the
+            vocabulary.
+        progress : callable, optional
+            Called with the number of tokens each chunk completed.
+
+        Returns
+        -------
+        list of CacheScore
+            One per type, `nll_float32` and `kl` against llama.cpp's own float32 cache.
+        """
+        contexts = []
+        try:
+            for pair in (REFERENCE, *types):
+                contexts.append(_Context(self._api, self._model, pair, len(tokens), min(chunk_size, len(tokens))))
+
+            def predict(chunk):
+                logits = [context(chunk) for context in contexts]
+                return lambda rows: [one[rows] for one in logits]
+
+            nll_float32, means = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
+        finally:
+            for context in contexts:
+                context.close()
+        found = [str(pair) for pair, context in zip(types, contexts[1:]) if context.rotates]
+        self.rotated = list(dict.fromkeys(self.rotated + found))
+        return [self._score(pair, len(tokens) - 1, nll_float32, row) for pair, row in zip(types, means)]
+
+    def _score(self, types, num_predictions, nll_float32, means):
+        num_layers, num_kv_heads, head_dim = self._cache_shape
+        return CacheScore(
+            dtype=str(types),
+            num_predictions=num_predictions,
+            nll_float32=nll_float32,
+            bytes_per_token=int(num_layers * num_kv_heads * head_dim * sum(types.bits) / 8),
+            bits_per_element=sum(types.bits) / 2,
+            runtime="llama.cpp",
+            **means,
+        )
+
+
+class _Context:
+    """One of llama.cpp's caches. Called with the next tokens, it returns their logits, good until the next call."""
+
+    def __init__(self, api, model, types, room, chunk_size):
+        self._api = api
+        self._length = 0
+        self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+        options = api.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch = max(1, room), max(1, chunk_size), max(1, chunk_size)
+        options.n_threads = options.n_threads_batch = kvfast.get_num_threads()
+        options.type_k, options.type_v = (int(_ggml_type(name)) for name in types)
+        # Quantised values need flash attention; with it llama.cpp rounds a float32 cache to float16.
+        options.flash_attn_type = int(types != REFERENCE)
+        _log.clear()
+        self._context = api.llama_init_from_model(model, options)
+        if not self._context:
+            raise _failure(f"could not make a cache of {types}")
+        self.rotates = re.search(r"attn_rot_[kv] = 1", "".join(_log)) is not None
+        self._batch = api.llama_batch_init(options.n_batch, 0, 1)
+
+    def __call__(self, chunk):
+        batch = self._batch
+        batch.n_tokens = len(chunk)
+        for index, token in enumerate(chunk):
+            batch.token[index], batch.pos[index] = int(token), self._length + index
+            batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, 0, True
+        if status := self._api.llama_decode(self._context, batch):
+            raise _failure(f"stopped with status {status} after {self._length} tokens")
+        self._length += len(chunk)
+        shape = (len(chunk), self._vocab_size)
+        return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=shape)
+
+    def close(self):
+        self._api.llama_batch_free(self._batch)
+        self._api.llama_free(self._context)
+
+
+def _ggml_type(name):
+    return GGMLQuantizationType[name.upper()]
+
+
+@functools.cache
+def _library():
+    """llama-cpp-python's bindings, writing their log to `_log`."""
+    import llama_cpp
+
+    @llama_cpp.llama_log_callback
+    def keep(level, text, data):
+        if level != _DEBUG:
+            _log.append(text.decode(errors="replace"))
+
+    llama_cpp.kvfast_log = keep  # llama.cpp calls it for as long as the process lives
+    llama_cpp.llama_log_set(keep, None)
+    llama_cpp.llama_backend_init()
+    return llama_cpp
+
+
+def _failure(what):
+    lines = [line.strip() for line in "".join(_log).splitlines() if line.strip()]
+    return RuntimeError(f"llama.cpp {what}" + (f": {lines[-1]}" if lines else ""))

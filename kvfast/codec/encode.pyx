@@ -1,0 +1,224 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Writing tokens: a slot is block * block_size + place in the block, for every kind of cache."""
+from cython.parallel cimport prange
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
+
+from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
+from kvfast.core.threads cimport num_threads_for
+from kvfast.codec.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
+from kvfast.core.wipe cimport kv_wipe
+
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+# Of an element of a row that is to be turned back: sums of 512 of them are finite.
+cdef float ROTATED_LIMIT = 6e35
+
+cdef enum:
+    RUN = 16             # tokens encoded at once: whole lines of the integer layouts
+    TOKENS_PER_TASK = 64
+
+
+ctypedef struct kv_write:
+    const kv_kernels *kernels
+    const kv_store *store
+    kv_rows k
+    kv_rows v
+    kv_rotary rotary     # of the keys
+    const int64_t *slots       # (tokens,)
+    bint in_order              # the tokens of a block follow each other: tasks may be ranges of tokens
+    Py_ssize_t first_range     # tokens before the first border of blocks
+    Py_ssize_t range_tokens    # a multiple of block_size
+    int *bad                   # set when a value cannot be stored
+    kv_watch *watch            # or NULL
+
+
+cdef bint is_identity(const kv_rotary *rotary) noexcept nogil:
+    return rotary.row.norm == NULL and rotary.row.cos == NULL
+
+
+cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
+                    Py_ssize_t num_heads, const kv_rotary *rotary, float *out, Py_ssize_t stride) noexcept nogil:
+    """Heads of one token as float32, normalised and rotated, `stride` floats apart."""
+    cdef const char *source = rows.data + token * rows.token_stride + head * rows.head_stride
+    cdef kv_transform transform = rotary.row
+    cdef bint identity = is_identity(rotary)
+    cdef Py_ssize_t i, source_stride = rows.head_stride // <Py_ssize_t>sizeof(float)
+    if identity or rows.dtype != KV_FLOAT32:
+        for i in range(num_heads):
+            kernels.to_float[rows.dtype](source + i * rows.head_stride, rows.dim, out + i * stride)
+        if identity:
+            return
+        source, source_stride = <const char *>out, stride
+    if transform.cos != NULL:
+        i = transform.pairs * (rotary.positions[token] if rotary.positions != NULL else rotary.first + token)
+        transform.cos += i
+        transform.sin += i
+    kernels.transform(<const float *>source, source_stride, num_heads, rows.dim, &transform, out, stride)
+
+
+cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary *rotary, bint values,
+                      Py_ssize_t token, int count, Py_ssize_t head, float *buffer) noexcept nogil:
+    """`count` tokens with slots that follow each other in one block; the buffer is for RUN rows."""
+    cdef const float *source = buffer
+    cdef Py_ssize_t stride = rows.dim
+    cdef const kv_side *side = &call.store.v if values else &call.store.k
+    cdef int32_t block = <int32_t>(call.slots[token] // side.block_size)
+    cdef int slot = <int>(call.slots[token] % side.block_size), i
+    cdef int32_t piece = piece_of(call.store, block, slot) if call.store.floats != NULL else -1
+    cdef const kv_store *floats = call.store.floats
+    cdef float limit = _limit(call.store, values)
+    if rows.dtype == KV_FLOAT32 and is_identity(rotary):
+        source = <const float *>(rows.data + token * rows.token_stride + head * rows.head_stride)
+        stride = rows.token_stride // <Py_ssize_t>sizeof(float)
+    else:
+        for i in range(count):
+            load_rows(call.kernels, rows, token + i, head, 1, rotary, buffer + i * stride, stride)
+    if side.rotated:
+        call.kernels.rotate(source, stride, count, rows.dim, buffer, rows.dim)
+        source, stride = buffer, rows.dim
+    for i in range(count):
+        if call.kernels.find_unstorable(source + i * stride, rows.dim, limit) >= 0:
+            call.bad[0] = 1
+            return
+    if piece >= 0 and values:
+        call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+    elif piece >= 0:
+        call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+    if call.store.finishes:
+        return
+    if values:
+        call.kernels.encode_v(side, v_block_at(call.store, block, head), slot, source, stride, count)
+    else:
+        call.kernels.encode_k(side, k_block_at(call.store, block, head), slot, source, stride, count)
+
+
+cdef float _limit(const kv_store *store, bint values) noexcept nogil:
+    """Largest magnitude of an element that can be stored, turned or not."""
+    cdef const kv_side *side = &store.v if values else &store.k
+    if store.floats != NULL:
+        return dtype_limit(store.floats.v.dtype if values else store.floats.k.dtype)
+    return ROTATED_LIMIT if side.rotated else dtype_limit(side.dtype)
+
+
+cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
+                        Py_ssize_t last_head) noexcept nogil:
+    cdef float buffer[RUN * 512]
+    cdef kv_rotary nothing
+    cdef Py_ssize_t token = first, head
+    cdef int64_t slot
+    cdef int count, block_size = call.store.k.block_size
+    memset(&nothing, 0, sizeof(nothing))
+    while token < last:
+        if is_stopped(call.watch):
+            return
+        slot, count = call.slots[token], 1
+        if slot < 0:
+            token += 1
+            continue
+        while (count < RUN and token + count < last and call.slots[token + count] == slot + count
+               and (slot + count) % (block_size if call.store.floats == NULL else PIECE)):
+            count += 1
+        for head in range(first_head, last_head):
+            _encode_run(call, &call.k, &call.rotary, False, token, count, head, buffer)
+            _encode_run(call, &call.v, &nothing, True, token, count, head, buffer)
+        token += count
+    if call.store.secure:
+        kv_wipe(buffer, sizeof(buffer))
+
+
+cdef void _write_task(const kv_write *call, Py_ssize_t task) noexcept nogil:
+    cdef Py_ssize_t border = call.first_range + task * call.range_tokens
+    if call.in_order:
+        _write_tokens(call, max(<Py_ssize_t>0, border - call.range_tokens), min(border, call.k.tokens), 0, call.k.heads)
+    else:
+        _write_tokens(call, 0, call.k.tokens, task, task + 1)
+
+
+cdef tuple open_pair(object k, object v, bint latent):
+    """The Rows of keys and values; or of latents and their rotary part, None for one without elements."""
+    cdef Rows keys = open_rows(k, "latent" if latent else "k"), values
+    if v is not None:
+        return keys, open_rows(v, "latent" if latent else "v")
+    values = Rows.__new__(Rows)
+    values.rows = keys.rows
+    values.rows.dim = 0
+    return keys, values
+
+
+cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
+    """Check that keys and values have the shape of a cache's tokens."""
+    _check_shape(store, k, "k", store.k.head_dim)
+    _check_shape(store, v, "v", store.v.head_dim)
+    if k.rows.tokens != v.rows.tokens:
+        raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got {k.rows.tokens} and "
+                                     f"{v.rows.tokens}")
+    return 0
+
+
+cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1:
+    """Check that no element is NaN or too large."""
+    names = ("the latent part", "the rotary part") if store.latent else ("k", "v")
+    check_finite(k, names[0], _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else store.floats.k.dtype))
+    check_finite(v, names[1], _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else store.floats.v.dtype))
+    return 0
+
+
+cdef int _check_shape(const kv_store *store, Rows array, str name, Py_ssize_t dim) except -1:
+    if array.rows.heads != store.num_kv_heads or array.rows.dim != dim:
+        raise DimensionMismatchError(f"{name} must have shape (num_tokens, {store.num_kv_heads}, {dim}), "
+                                     f"got ({array.rows.tokens}, {array.rows.heads}, {array.rows.dim})")
+    return 0
+
+
+cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
+                    bint in_order, bint may_stop) except -1:
+    """Encode tokens, after `check_rows`, into their slots, -1 for a token to leave out; rotary NULL: as they are.
+
+    A value that cannot be stored raises, and so does a signal handler where it `may_stop`; slots may then be written in
+    part, so they must be such that nobody reads, or the arrays must have been checked before.
+    """
+    cdef int threads = num_threads_for(None, work_of(&k.rows))
+    cdef kv_watch memory
+    cdef kv_watch *watch = watch_of(&memory, work_of(&k.rows)) if may_stop else NULL
+    cdef bint done
+    with nogil:
+        done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, threads, watch)
+    check_stopped(watch)
+    if not done:
+        check_storable(store, k, v)
+        raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
+                                  f"+-{_limit(store, True):g}) once it is normalised and rotated")
+    return 0
+
+
+cdef double work_of(const kv_rows *k) noexcept nogil:
+    """Bytes to write, for the number of threads."""
+    return <double>k.tokens * k.heads * k.dim * 8
+
+
+cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
+                      const int64_t *slots, bint in_order, int threads, kv_watch *watch) noexcept nogil:
+    """`write_rows`; False for a value that cannot be stored."""
+    cdef kv_write call
+    cdef int bad = 0
+    cdef Py_ssize_t i, tasks, n = k.tokens
+    call.kernels, call.store = active(), store
+    call.k, call.v = k[0], v[0]
+    memset(&call.rotary, 0, sizeof(call.rotary))
+    if rotary != NULL:
+        call.rotary = rotary[0]
+    call.slots, call.in_order, call.bad, call.watch = slots, in_order, &bad, watch
+    call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
+    call.first_range = call.range_tokens - slots[0] % store.k.block_size
+    tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
+    if not in_order:
+        tasks = k.heads
+    if threads == 1:
+        _write_tokens(&call, 0, n, 0, k.heads)
+    else:
+        for i in prange(tasks, schedule="dynamic", num_threads=threads):
+            _write_task(&call, i)
+    return not bad

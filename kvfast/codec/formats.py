@@ -1,0 +1,239 @@
+"""What a cache stores of a token, and its names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from kvfast.codec.blocks import canonical_dtype
+from kvfast.core.checks import check_size
+from kvfast.errors import DimensionMismatchError
+
+__all__ = ["PRESETS", "KVFormat"]
+
+_INTEGERS = ("int8", "int4")
+_PACKED = ("int2", "int3", "int5", "int6", "int7")
+MOST_FLOAT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How keys and values are stored.
+
+    Parameters
+    ----------
+    dtype : str
+        ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``, or two of them for keys and values,
+        ``"int8/int4"``. The integers have one scale per token per KV head, unless `per_channel`. ``"int2"``, ``"int3"``,
+        ``"int5"``, ``"int6"`` and ``"int7"`` are packed, bit for bit, and become INT8 when they are read: they save
+        memory, and time at most where memory is what is waited for.
+    rotation : {"", "k", "v", "kv"}
+        Which of keys and values are turned by a Hadamard transform of their head_dim elements before they are coded,
+        so that no element stands out (QuaRot, arXiv 2404.00456). Queries are turned as keys are, and outputs turned
+        back, so that attention stays what it was.
+    codebook : {"uniform", "gaussian", "trellis"}
+        The levels of INT4, INT2, INT3 and INT5: evenly spaced, or those with the least squared error for a Gaussian
+        (Lloyd-Max). Rotated rows are close to one. Keys with `per_channel` are always coded uniformly, and so are INT6 and
+        above, where a row's own range is as good. A trellis is for INT4, and of other widths the same as "gaussian": levels
+        depend on the codes before them (trellis-coded quantisation, Marcellin and Fischer 1990), which leaves 0.6 to
+        two thirds of the squared error in as many bits, and takes longer to write and to read.
+    centring : bool
+        Of each full block of keys, take off the mean of every channel before coding.
+    per_channel : bool
+        INT4 keys get a scale and an offset per channel for each full block, and none per token (KIVI, arXiv
+        2402.02750).
+    block : int or None
+        Tokens that share means or channel scales: 32, 64, 128 or 256, the `block_size` of the cache. With `centring`
+        or `per_channel` only, where the tokens of a block stay float16 until it is full.
+    num_float_tokens : int
+        The integers of the first tokens of a sequence, up to 16, stay float16 for ever: much attention goes to them, whatever they
+        say (attention sinks, StreamingLLM, arXiv 2309.17453).
+    clip_search : bool
+        Choose each token's INT4 scale for the least squared error, also where that clips the largest elements.
+        Takes longer to write, and not to read.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, or for parts that exclude each other.
+
+    Notes
+    -----
+    ``str(format)`` is the name of the preset, if it is one. Every ``dtype=`` of kvfast takes a format, the name of a
+    preset, of a storage dtype or of two, or a list with one of these per layer.
+
+    Examples
+    --------
+    >>> import kvfast
+    >>> kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian")
+    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block=None, num_float_tokens=0, clip_search=False)
+    >>> str(kvfast.KVFormat("int8/int4"))
+    'int8/int4'
+    """
+
+    dtype: str = "int4"
+    rotation: str = ""
+    codebook: str = "uniform"
+    centring: bool = False
+    per_channel: bool = False
+    block: int | None = None
+    num_float_tokens: int = 0
+    clip_search: bool = False
+
+    def __post_init__(self) -> None:
+        names = self.dtype.split("/") if isinstance(self.dtype, str) else [self.dtype]
+        if len(names) > 2:
+            raise ValueError(f"dtype must be one storage dtype, or two for keys and values, got {self.dtype!r}")
+        k, v = canonical_dtype(names[0]), canonical_dtype(names[-1])
+        object.__setattr__(self, "dtype", k if k == v else f"{k}/{v}")
+        if self.rotation not in ("", "k", "v", "kv"):
+            raise ValueError(f'rotation must be "", "k", "v" or "kv", got {self.rotation!r}')
+        if self.codebook not in ("uniform", "gaussian", "trellis"):
+            raise ValueError(f'codebook must be "uniform", "gaussian" or "trellis", got {self.codebook!r}')
+        for name in ("centring", "per_channel", "clip_search"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        check_size(self.num_float_tokens, "num_float_tokens", 0, MOST_FLOAT_TOKENS)
+        self._check_rotation()
+        self._check_blocks()
+        coded = [name for name in (k, v) if name in _INTEGERS + _PACKED]
+        by_token = [k] * (not self.per_channel) + [v]
+        if self.codebook == "gaussian" and not {"int4", *_PACKED} & {*by_token}:
+            raise ValueError("a Gaussian codebook is for int4 with a scale per token and for packed integers, which "
+                             "neither side of this format has")  # fmt: skip
+        if self.codebook == "trellis" and "int4" not in by_token:
+            raise ValueError("a trellis is for int4 with a scale per token, which neither side of this format has")
+        if self.clip_search and "int4" not in by_token:
+            raise ValueError("clip_search is for int4 with a scale per token, which neither side of this format has")
+        if self.num_float_tokens and not coded:
+            raise ValueError(f"num_float_tokens is for integer formats; all tokens of {self.dtype} are floats")
+
+    def _check_rotation(self):
+        for side, dtype in zip("kv", (self.k_dtype, self.v_dtype)):
+            if side in self.rotation and dtype not in _INTEGERS + _PACKED:
+                raise ValueError(f'rotation "{self.rotation}" is for integers: it makes them more precise, and {dtype} not')
+        if self.per_channel and "k" in self.rotation:
+            raise ValueError("per_channel keys cannot be rotated: their channels differ, which channel scales rest on, "
+                             "and a rotation mixes them")  # fmt: skip
+
+    def _check_blocks(self):
+        if self.per_channel and self.k_dtype != "int4":
+            raise ValueError(f"per_channel is for int4 keys, got {self.k_dtype}")
+        if self.per_channel and self.centring:
+            raise ValueError("per_channel keys have an offset per channel already; leave out centring")
+        if self.centring and self.codebook == "trellis" and self.k_dtype == "int4":
+            raise ValueError("centring is for int8 keys and int4 keys without a trellis")
+        if self.centring and self.k_dtype not in _INTEGERS:
+            raise ValueError(f"centring is for int8 and int4 keys, got {self.k_dtype}")
+        if self.finishes:
+            if self.block is None:
+                object.__setattr__(self, "block", 64)
+            if self.block not in (32, 64, 128, 256):
+                raise ValueError(f"block must be 32, 64, 128 or 256 tokens, got {self.block!r}")
+        elif self.block is not None:
+            raise ValueError("block is for centring and per_channel keys, and this format has neither")
+
+    @property
+    def k_dtype(self) -> str:
+        """Storage dtype of the keys."""
+        return self.dtype.partition("/")[0]
+
+    @property
+    def v_dtype(self) -> str:
+        """Storage dtype of the values."""
+        return self.dtype.rpartition("/")[2]
+
+    @property
+    def finishes(self) -> bool:
+        """Whether blocks are encoded as a whole, when they are full."""
+        return self.centring or self.per_channel
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from ``KVFormat()``, for JSON."""
+        return {"dtype": self.dtype} | {
+            field.name: value
+            for field, value in zip(fields(self), asdict(self).values())
+            if field.name != "dtype" and value != field.default
+        }
+
+    @classmethod
+    def of(cls, value: Any) -> KVFormat:
+        """The format of a name, a dict of `to_dict`, a NumPy dtype, or a format.
+
+        Raises
+        ------
+        ValueError
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls(**value)
+        if isinstance(value, str):
+            name = value.strip().lower()
+            if name in PRESETS:
+                return PRESETS[name]
+            if "/" in name:
+                return cls(name)
+        name = canonical_dtype(value)
+        return PRESETS.get(name) or cls(name)
+
+    def __str__(self) -> str:
+        for name, preset in PRESETS.items():
+            if self == preset:
+                return name
+        options = [f"{name}={value}" for name, value in self.to_dict().items() if name != "dtype"]
+        return self.dtype + (f"({', '.join(options)})" if options else "")
+
+
+PRESETS = {
+    "int8": KVFormat("int8", rotation="kv"),
+    "k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True),
+    "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
+    "int8-plain": KVFormat("int8"),
+    "int4-plain": KVFormat("int4"),
+}
+
+
+def formats_of(dtype, k_dtype, v_dtype, num_layers):
+    """A format for each layer, of the arguments of a cache.
+
+    Returns
+    -------
+    list of KVFormat
+    """
+    formats = [KVFormat.of(one) for one in _per_layer(dtype, num_layers, "dtype")]
+    if k_dtype is None and v_dtype is None:
+        return formats
+    keys = [f.k_dtype for f in formats] if k_dtype is None else _per_layer(k_dtype, num_layers, "k_dtype")
+    values = [f.v_dtype for f in formats] if v_dtype is None else _per_layer(v_dtype, num_layers, "v_dtype")
+    return [KVFormat(f"{canonical_dtype(k)}/{canonical_dtype(v)}") for k, v in zip(keys, values)]
+
+
+def floats_of(fmt):
+    """The format of a layer's tokens while they are floats, None if they never are: a side that is a float stays what it is."""
+    if not fmt.finishes and not fmt.num_float_tokens:
+        return None
+    return KVFormat("/".join("float16" if one in _INTEGERS + _PACKED else one for one in (fmt.k_dtype, fmt.v_dtype)))
+
+
+def block_size_of(formats, block_size, default):
+    """Tokens of a block: what the formats ask for, which `block_size` must be where it is given."""
+    blocks = {one.block for one in formats if one.block is not None}
+    if len(blocks) > 1:
+        raise ValueError(f"the layers' formats must have blocks of one size, got {', '.join(map(str, sorted(blocks)))} tokens")
+    if not blocks:
+        return default if block_size is None else block_size
+    (block,) = blocks
+    if block_size not in (None, block):
+        raise ValueError(f"block_size must be {block}, the tokens that share the statistics of their keys in this format, "
+                         f"got {block_size}")  # fmt: skip
+    return block
+
+
+def _per_layer(values, num_layers, name):
+    if not isinstance(values, (list, tuple)):
+        return [values] * num_layers
+    if len(values) != num_layers:
+        raise DimensionMismatchError(f"{name} must be one or a list of {num_layers}, one per layer, got {len(values)}")
+    return values

@@ -1,0 +1,240 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""INT8 and INT4 codecs on plain arrays: symmetric, one scale per row (per token per head)."""
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.stdint cimport int8_t, uint8_t
+from libc.stdlib cimport free, malloc
+
+from kvfast.core.arrays cimport dtype_of
+from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.kernels cimport STREAMED_BYTES, KV_FLOAT32, active, kv_kernels
+from kvfast.core.threads cimport num_threads_for
+
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+from kvfast.core.interchange import aligned, as_float32, as_floats
+
+cdef enum:
+    ROWS_PER_TASK = 256
+
+
+ctypedef struct kv_codec_call:
+    const kv_kernels *kernels
+    int dtype                  # of the floats
+    int bits
+    Py_ssize_t rows
+    Py_ssize_t dim             # floats per row
+    Py_ssize_t width           # bytes of codes per row
+    char *floats
+    char *codes
+    float *scales
+    bint streams               # floats are written past the caches
+    kv_watch *watch            # or NULL
+
+
+cdef Py_ssize_t _quantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept nogil:
+    """Quantise up to ROWS_PER_TASK rows; returns the first row that is not finite, or -1 (-2: memory)."""
+    cdef Py_ssize_t first = task * ROWS_PER_TASK, last = min(first + ROWS_PER_TASK, call.rows), row, j, bad = -1
+    cdef Py_ssize_t half = call.width
+    cdef int itemsize = 4 if call.dtype == KV_FLOAT32 else 2
+    cdef int8_t *codes
+    cdef uint8_t *packed
+    cdef const float *values
+    cdef char *scratch = NULL
+    if call.bits == 4 or itemsize == 2:
+        scratch = <char *>malloc(call.dim * 5 + 1)
+        if scratch == NULL:
+            return -2
+    for row in range(first, last):
+        if is_stopped(call.watch):
+            break
+        values = <const float *>(call.floats + row * call.dim * itemsize)
+        if itemsize == 2:
+            call.kernels.to_float[call.dtype](values, call.dim, <float *>scratch)
+            values = <const float *>scratch
+        codes = <int8_t *>(scratch + call.dim * 4) if call.bits == 4 else <int8_t *>(call.codes + row * call.width)
+        call.scales[row] = call.kernels.quantize(values, call.dim, 7 if call.bits == 4 else 127, codes)
+        if call.scales[row] < 0:
+            bad = row
+            break
+        if call.bits == 4:
+            codes[call.dim] = 0  # the nibble after the last of an odd row
+            packed = <uint8_t *>(call.codes + row * half)
+            for j in range(half):
+                packed[j] = <uint8_t>((codes[j] + 8) | (codes[half + j] + 8) << 4)
+    free(scratch)
+    return bad
+
+
+cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept nogil:
+    cdef Py_ssize_t first = task * ROWS_PER_TASK, last = min(first + ROWS_PER_TASK, call.rows), row, j
+    cdef Py_ssize_t half = call.width
+    cdef int8_t *codes
+    cdef const uint8_t *packed
+    cdef float *floats = <float *>malloc((call.dim * sizeof(float) if call.streams else 0)
+                                         + (2 * half if call.bits == 4 else 1))
+    cdef int8_t *scratch = <int8_t *>(floats + (call.dim if call.streams else 0))
+    if floats == NULL:
+        return -2
+    for row in range(first, last):
+        if is_stopped(call.watch):
+            break
+        codes = <int8_t *>(call.codes + row * half)
+        if call.bits == 4:
+            packed = <const uint8_t *>codes
+            for j in range(half):
+                scratch[j] = <int8_t>((packed[j] & 15) - 8)
+                scratch[half + j] = <int8_t>((packed[j] >> 4) - 8)
+            codes = scratch
+        if call.streams:
+            call.kernels.dequantize(codes, call.dim, call.scales[row], floats)
+            call.kernels.stream_out(floats, call.dim, <float *>call.floats + row * call.dim)
+        else:
+            call.kernels.dequantize(codes, call.dim, call.scales[row], <float *>call.floats + row * call.dim)
+    if call.streams:
+        call.kernels.stream_out(NULL, 0, NULL)
+    free(floats)
+    return 0
+
+
+cdef char *_address(object array):
+    return <char *><Py_ssize_t>array.ctypes.data
+
+
+def quantize(x, bits=8):
+    """Quantise rows to INT8 or INT4, symmetric, with one scale per row.
+
+    Parameters
+    ----------
+    x : array of shape (..., head_dim), float32, float16 or bfloat16
+        bfloat16 as ml_dtypes or as its bits in uint16.
+    bits : {8, 4}
+
+    Returns
+    -------
+    codes : ndarray
+        int8 of x's shape, values -127..127; or uint8 of shape (..., ceil(head_dim / 2)): the low nibble of
+        byte j is element j, the high one element j + ceil(head_dim / 2), each stored + 8, values -7..7.
+    scales : ndarray of shape x.shape[:-1], float32
+        max|row| / 127 or max|row| / 7; 0 for a row of zeros. An element is code * scale, off by at most
+        half a scale.
+
+    Raises
+    ------
+    NonFiniteInputError
+        For NaN or infinity, with its position.
+    """
+    cdef kv_codec_call call
+    cdef kv_watch watch
+    cdef Py_ssize_t task, tasks, bad = -1, found
+    cdef int threads
+    if not isinstance(bits, (int, np.integer)) or bits not in (8, 4):
+        raise ValueError(f"bits must be 8 or 4, got {bits!r}")
+    array = as_floats(x, "x")
+    call.dtype = dtype_of(array)
+    if array.ndim == 0 or array.size == 0:
+        raise DimensionMismatchError(f"x must have shape (..., head_dim) and hold something, got {array.shape}")
+    array = aligned(array)
+    call.kernels = active()
+    call.bits = bits
+    call.dim = array.shape[-1]
+    call.rows = array.size // call.dim
+    call.width = call.dim if bits == 8 else (call.dim + 1) // 2
+    codes = np.empty(array.shape[:-1] + (call.width,), np.int8 if bits == 8 else np.uint8)
+    scales = np.empty(array.shape[:-1], np.float32)
+    call.floats, call.codes, call.scales = _address(array), _address(codes), <float *>_address(scales)
+    tasks = (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
+    threads = num_threads_for(None, <double>array.nbytes)
+    call.watch = watch_of(&watch, <double>array.nbytes)
+    with nogil:
+        if threads == 1:
+            for task in range(tasks):
+                found = _quantize_task(&call, task)
+                if found != -1:
+                    bad = found
+                    break
+        else:
+            # The lowest marked row is what one thread alone would have found.
+            for task in prange(tasks, schedule="static", num_threads=threads):
+                if _quantize_task(&call, task) == -2:
+                    call.scales[task * ROWS_PER_TASK] = -2
+    check_stopped(call.watch)
+    if threads > 1:
+        marked = np.flatnonzero(scales.reshape(-1)[:] < 0)
+        bad = marked[0] if len(marked) else -1
+        if bad >= 0 and scales.reshape(-1)[bad] == -2:
+            bad = -2
+    if bad == -2:
+        raise MemoryError("cannot allocate the scratch rows of quantize")
+    if bad >= 0:
+        row = as_float32(array.reshape(-1, call.dim)[bad], "x")
+        column = int(np.flatnonzero(~np.isfinite(row))[0])
+        position = [int(i) for i in np.unravel_index(bad, scales.shape)] + [column]
+        raise NonFiniteInputError(f"x must be finite, got {row[column]} at {position}")
+    return codes, scales
+
+
+def dequantize(codes, scales, out=None, *, head_dim=None):
+    """Floats of what `quantize` made.
+
+    Parameters
+    ----------
+    codes : array of int8, shape (..., head_dim), or of uint8, shape (..., ceil(head_dim / 2))
+        INT8 or packed INT4 codes.
+    scales : array of float32, shape codes.shape[:-1]
+    out : ndarray of shape (..., head_dim), float32, C-contiguous, optional
+    head_dim : int, optional
+        Of INT4 codes; the last dimension of `out`, or twice that of `codes`, when not given.
+
+    Returns
+    -------
+    ndarray of shape (..., head_dim), float32
+        `out` if given.
+    """
+    cdef kv_codec_call call
+    cdef kv_watch watch
+    cdef Py_ssize_t task, tasks
+    cdef int threads, failed = 0
+    codes, scales = aligned(codes), aligned(scales)
+    if codes.dtype != np.int8 and codes.dtype != np.uint8:
+        raise TypeError(f"codes must be int8 (INT8) or uint8 (packed INT4), got {codes.dtype}")
+    if scales.dtype != np.float32:
+        raise TypeError(f"scales must be float32, got {scales.dtype}")
+    if codes.ndim == 0 or codes.size == 0 or scales.shape != codes.shape[:-1]:
+        raise DimensionMismatchError(f"scales must have the shape of codes without its last dimension, "
+                                     f"{codes.shape[:-1]}, got {scales.shape}")
+    call.kernels = active()
+    call.bits = 8 if codes.dtype == np.int8 else 4
+    call.width = codes.shape[-1]
+    if head_dim is None:
+        head_dim = out.shape[-1] if isinstance(out, np.ndarray) and out.ndim else call.width * (2 if call.bits == 4 else 1)
+    if (head_dim != call.width) if call.bits == 8 else ((head_dim + 1) // 2 != call.width):
+        raise DimensionMismatchError(f"{call.width} bytes of INT{call.bits} codes per row do not hold "
+                                     f"head_dim {head_dim}")
+    call.dim = head_dim
+    call.rows = codes.size // call.width
+    shape = codes.shape[:-1] + (head_dim,)
+    if out is None:
+        out = np.empty(shape, np.float32)
+    elif not isinstance(out, np.ndarray) or out.dtype != np.float32:
+        raise TypeError(f"out must be a float32 ndarray, got {getattr(out, 'dtype', type(out).__name__)}")
+    elif out.shape != shape:
+        raise DimensionMismatchError(f"out must have shape {shape}, got {out.shape}")
+    elif not out.flags.carray or np.may_share_memory(out, codes) or np.may_share_memory(out, scales):
+        raise ValueError("out must be C-contiguous, aligned, writable, and apart from codes and scales")
+    call.floats, call.codes, call.scales = _address(out), _address(codes), <float *>_address(scales)
+    call.streams = out.nbytes >= STREAMED_BYTES
+    tasks = (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
+    threads = num_threads_for(None, <double>out.nbytes)
+    call.watch = watch_of(&watch, <double>out.nbytes)
+    with nogil:
+        if threads == 1:
+            for task in range(tasks):
+                failed |= _dequantize_task(&call, task)
+        else:
+            for task in prange(tasks, schedule="static", num_threads=threads):
+                failed |= _dequantize_task(&call, task)
+    check_stopped(call.watch)
+    if failed:
+        raise MemoryError("cannot allocate the scratch rows of dequantize")
+    return out

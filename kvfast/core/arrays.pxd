@@ -1,0 +1,36 @@
+"""Rows of floats in other people's arrays: the one door for array arguments.
+
+A `Rows` is open while a call runs: it holds the buffer, so that its memory cannot go away.
+"""
+from cpython.buffer cimport Py_buffer
+
+from kvfast.core.interrupt cimport kv_watch
+from kvfast.core.kernels cimport KV_FLOAT32
+
+
+ctypedef struct kv_rows:
+    char *data                 # element [0, 0, 0]
+    Py_ssize_t tokens          # shape (tokens, heads, dim)
+    Py_ssize_t heads
+    Py_ssize_t dim
+    Py_ssize_t token_stride    # bytes; elements of a row follow each other
+    Py_ssize_t head_stride
+    int dtype                  # KV_FLOAT32, KV_FLOAT16 or KV_BFLOAT16
+
+
+cdef class Rows:
+    cdef kv_rows rows
+    cdef Py_buffer buffer
+    cdef bint is_open
+
+
+cdef inline Py_ssize_t width_of(const kv_rows *rows) noexcept nogil:
+    """Bytes of a row."""
+    return rows.dim * (4 if rows.dtype == KV_FLOAT32 else 2)
+
+
+cdef int dtype_of(object array) except -1
+cdef Rows open_rows(object array, str name, bint writable=*)
+cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,
+                                kv_watch *watch) noexcept nogil
+cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1

@@ -1,0 +1,126 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Checks of array arguments, once, at the Python boundary."""
+import numpy as np
+
+from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+
+from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active, kv_kernels
+
+from kvfast.core import slow_paths
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+from kvfast.core.interchange import as_floats
+
+cdef bint _LOGS = slow_paths.LOGS
+
+_DTYPES = {"f": KV_FLOAT32, "e": KV_FLOAT16, "H": KV_BFLOAT16}  # uint16: the bits of bfloat16
+
+
+cdef class Rows:
+    """A float array of shape (tokens, heads, dim), held open as a buffer."""
+
+    def __dealloc__(self):
+        if self.is_open:
+            PyBuffer_Release(&self.buffer)
+
+
+cdef int dtype_of(object array) except -1:
+    """Storage dtype of an array of `as_floats`."""
+    return _DTYPES[array.dtype.char]
+
+
+cdef bint _rows_overlap(const kv_rows *rows) noexcept nogil:
+    """Whether two rows have memory in common, or could: in slices of an array one axis lies within a step of the other."""
+    cdef Py_ssize_t near = max(rows.head_stride, -rows.head_stride), inner = rows.heads
+    cdef Py_ssize_t far = max(rows.token_stride, -rows.token_stride), outer = rows.tokens
+    if near > far:
+        near, inner, far, outer = far, outer, near, inner
+    return inner > 1 and near < width_of(rows) or outer > 1 and far < (inner - 1) * near + width_of(rows)
+
+
+cdef Rows open_rows(object array, str name, bint writable=False):
+    """Open `array` of shape (tokens, heads, dim); rows that do not lie in one piece are copied. `Rows` are open already."""
+    if type(array) is Rows:
+        return array
+    cdef Rows self = Rows.__new__(Rows)
+    cdef int flags = PyBUF_STRIDES | (PyBUF_WRITABLE if writable else 0)
+    cdef int itemsize
+    if type(array) is not np.ndarray or array.dtype.char not in _DTYPES or not array.dtype.isnative:
+        array = as_floats(array, name)
+    if writable and not array.flags.writeable:
+        raise ValueError(f"{name} must be writable, got a read-only array")
+    PyObject_GetBuffer(array, &self.buffer, flags)
+    self.is_open = True
+    self.rows.dtype = dtype_of(array)
+    if self.buffer.ndim != 3:
+        raise DimensionMismatchError(f"{name} must have 3 dimensions (num_tokens, num_heads, head_dim), "
+                                     f"got shape {array.shape}")
+    itemsize = <int>self.buffer.itemsize
+    if (self.buffer.strides[2] != itemsize and self.buffer.shape[2] > 1
+            or <Py_ssize_t>self.buffer.buf % itemsize or self.buffer.strides[0] % itemsize
+            or self.buffer.strides[1] % itemsize):
+        if writable:
+            raise ValueError(f"{name} must be aligned, and its last axis contiguous, got strides {array.strides}")
+        if _LOGS:
+            slow_paths.log_gathered(name)
+        return open_rows(np.array(array, order="C"), name)
+    self.rows.data = <char *>self.buffer.buf
+    self.rows.tokens = self.buffer.shape[0]
+    self.rows.heads = self.buffer.shape[1]
+    self.rows.dim = self.buffer.shape[2]
+    self.rows.token_stride = self.buffer.strides[0]
+    self.rows.head_stride = self.buffer.strides[1]
+    if self.rows.tokens == 0 or self.rows.heads == 0 or self.rows.dim == 0:
+        raise DimensionMismatchError(f"{name} must hold at least one token, head and dimension, "
+                                     f"got shape {array.shape}")
+    if self.rows.dim > KV_MAX_HEAD_DIM:
+        raise DimensionMismatchError(f"head_dim of {name} must be at most {KV_MAX_HEAD_DIM}, "
+                                     f"got shape {array.shape}")
+    if writable and _rows_overlap(&self.rows):
+        raise ValueError(f"the rows of {name} must not overlap each other, got shape {array.shape} with strides {array.strides}")
+    return self
+
+
+def check_writable(array, str name):
+    """Refuse what `open_rows` refuses to write to."""
+    open_rows(array, name, True)
+
+
+cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,
+                                kv_watch *watch) noexcept nogil:
+    """The first row, token * heads + head, with an element that is NaN or beyond the limit, that row and the element; or -1."""
+    cdef const kv_kernels *kernels = active()
+    cdef Py_ssize_t i
+    cdef const char *source
+    for i in range(rows.tokens * rows.heads):
+        if is_stopped(watch):
+            break
+        source = rows.data + i // rows.heads * rows.token_stride + i % rows.heads * rows.head_stride
+        if rows.dtype == KV_FLOAT32:
+            index[0] = kernels.find_unstorable(<const float *>source, rows.dim, limit)
+        else:
+            kernels.to_float[rows.dtype](source, rows.dim, row)
+            index[0] = kernels.find_unstorable(row, rows.dim, limit)
+        if index[0] >= 0:
+            kernels.to_float[rows.dtype](source, rows.dim, row)
+            return i
+    return -1
+
+
+cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1:
+    """Refuse NaN, infinity and magnitudes above `limit`, the largest that `limit_of` can store."""
+    cdef float row[512]
+    cdef Py_ssize_t bad, index
+    cdef kv_watch memory
+    cdef kv_watch *watch = watch_of(&memory, 4.0 * array.rows.tokens * array.rows.heads * array.rows.dim)
+    with nogil:
+        bad = find_unstorable(&array.rows, limit, row, &index, watch)
+    check_stopped(watch)
+    if bad < 0:
+        return 0
+    value = row[index]
+    position = (bad // array.rows.heads, bad % array.rows.heads, index)
+    if value - value == 0:
+        raise NonFiniteInputError(f"{name}{list(position)} is {value:g}, beyond the range of {limit_of} "
+                                  f"(+-{limit:g})")
+    raise NonFiniteInputError(f"{name} must be finite, got {value} at {list(position)}")

@@ -1,0 +1,63 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Arguments that are numbers."""
+import math
+
+import numpy as np
+
+from kvfast.core.interchange import as_numbers
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+
+cdef float check_number(object value, str name, bint positive) except? -1:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise ValueError(f"{name} must be a {'positive ' if positive else ''}finite number, got {value!r}")
+    return number
+
+
+cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1:
+    """An integer between least and most; -1 is never returned, so least is at least 0."""
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if not least <= number <= most:
+        limits = f"at least {least}" if most == 1 << 60 else f"between {least} and {most}"
+        raise ValueError(f"{name} must be {limits}, got {number}")
+    return number
+
+
+cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
+    try:
+        number = index.__index__()
+    except AttributeError:
+        raise TypeError(f"layer must be an integer, got {index!r}") from None
+    if not 0 <= number < num_layers:
+        raise IndexError(f"layer must be between 0 and {num_layers - 1}, got {number}")
+    return number
+
+
+def check_size(value, name, least, most):
+    """An integer between least and most."""
+    return check_count(value, name, least, most)
+
+
+def check_block_size(value):
+    """Tokens of a block, a power of two."""
+    size = check_count(value, "block_size", 16, 256)
+    if size & (size - 1):
+        raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {size}")
+    return size
+
+
+cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
+    array = as_numbers(values, name)
+    if array.shape != (num_q_heads,):
+        raise DimensionMismatchError(f"{name} must have shape ({num_q_heads},), one per query head, "
+                                     f"got {array.shape}")
+    if not np.isfinite(array).all():
+        raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
+    return array

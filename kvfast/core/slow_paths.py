@@ -1,0 +1,136 @@
+"""Paths on which calls take more than 10 % longer than they could: `explain` tells them, and ``KVFAST_LOG=1`` logs each once.
+
+What was measured and costs less is not told: queries whose rows do not lie in one piece, float16 and bfloat16 in the place
+of float32, rotation with ``interleaved``, blocks of 16 tokens. Times are of a Xeon with AVX-512 VNNI, one thread.
+"""
+
+import os
+import threading
+
+from kvfast.core.kernels import active_isa, available_isas, cpu_features
+from kvfast.core.threads import has_openmp, lost_threads
+
+LOGS = os.environ.get("KVFAST_LOG", "") not in ("", "0")
+
+# Decoding at 4,096 and 32,768 tokens on other tiers, next to AVX-512 VNNI.
+_TIERS = {
+    "avx512": "decoding took up to 1.5 times as long as with AVX-512 VNNI on integers, as long on float16",
+    "avx_vnni": "decoding took up to 1.5 times as long as with AVX-512 VNNI on integers, up to 1.3 times on float16",
+    "avx2": "decoding took 1.1 to 2 times as long as with AVX-512 VNNI on integers, up to 1.3 times on float16",
+    "sse2": "decoding took 2 to 6 times as long as with AVX-512 VNNI on integers, 3 times on float16",
+    "neon": "without dot products integers take twice as many multiplications (counted, not timed)",
+    "scalar": "decoding took 15 to 50 times as long as with AVX-512 VNNI on integers, 12 times on float16",
+}
+_NEEDS = {
+    "avx512": ("avx512vnni",),
+    "avx_vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
+    "avx2": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"),
+    "sse2": ("avx2", "fma"),
+    "neon": ("dotprod",),
+    "scalar": ("sse2",),
+}
+_GATHERED = {
+    "k": "keys", "v": "values", "qkv": "a fused projection",
+}  # fmt: skip
+
+_told: set[str] = set()
+_lock = threading.Lock()
+
+
+def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False):
+    """Slow paths of a call of attend, as (kind, text) each.
+
+    Parameters
+    ----------
+    sides : dict of int to bool
+        The head_dim of keys and that of values, and whether the format turns them.
+    work : float
+        As in ``num_threads_for``.
+    num_threads, num_tasks : int
+        Of the call.
+    wanted_threads : int or None
+        ``num_threads=`` of the call.
+    packed : bool
+        Whether many queries go without the matrix unit, because of the width of the codes.
+
+    Returns
+    -------
+    list of (str, str)
+    """
+    found = [_tier(), *(_rotation(*side) for side in sides.items()), *map(_padding, sides), _threads(work, wanted_threads)]
+    if packed:
+        found.append(("packed", ("keys or values of 2, 3, 5, 6 or 7 bits or a trellis are multiplied without the matrix unit: 512 queries "
+                                 "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4")))  # fmt: skip
+    if num_tasks < num_threads:
+        found.append(("tasks", (f"{num_threads} threads have {num_tasks} task{'s' * (num_tasks > 1)} between them: "
+                                f"more would come of num_splits=0 or a larger num_splits")))  # fmt: skip
+    return [note for note in found if note]
+
+
+def _tier():
+    isa, isas = active_isa(), available_isas()
+    if isa not in _TIERS:
+        return None
+    if isa != isas[0]:
+        return "tier", f"the tier {isa} was asked for, and this CPU can run {isas[0]}: {_TIERS[isa]}"
+    features = cpu_features()
+    missing = [name for name in _NEEDS[isa] if not features.get(name)]
+    lacks = f"lacks {', '.join(missing)}" if missing else "can run no other tier of this build"
+    return "tier", f"the tier is {isa}, as this CPU {lacks}: {_TIERS[isa]}"
+
+
+def _rotation(head_dim, rotated):
+    odd = head_dim // (head_dim & -head_dim)
+    if not rotated or head_dim % 16 == 0 or odd == 1:
+        return None
+    return "rotation", (f"head_dim {head_dim} is {head_dim // odd} x {odd}, and rows are rotated by a sum of {odd} for each "
+                        f"element: at head_dim 100 appending a prompt took 7 to 27 times as long per element as at 128, "
+                        f"decoding at 2,048 tokens 1.9 times; choose a multiple of 16, or a format without rotation")  # fmt: skip
+
+
+def _padding(head_dim):
+    padded = -(-head_dim // 16) * 16
+    if padded <= 1.1 * head_dim:
+        return None
+    return "padding", (f"head_dim {head_dim} is stored as {padded}: {padded / head_dim - 1:.0%} more bytes are kept and read; "
+                       f"a multiple of 16 needs no padding")  # fmt: skip
+
+
+def _threads(work, wanted):
+    lost = lost_threads(wanted, work)
+    if lost <= 1:
+        return None
+    if has_openmp():
+        return "fork", (f"this process was forked from one that had used OpenMP, whose threads this runtime could not end before: 1 thread "
+                        f"in the place of {lost}; fork before the first call, or start processes by spawn")  # fmt: skip
+    return "openmp", f"this build has no OpenMP: 1 thread in the place of {lost}"
+
+
+def log_gathered(name):
+    """Rows that had to be copied into one piece."""
+    if name in _GATHERED:
+        log([(f"gathered {name}", (f"the elements of a row of {_GATHERED[name]} do not follow each other in memory, and are "
+                                   f"copied first: append took 1.3 to 3 times as long; let the last axis be contiguous"))])  # fmt: skip
+
+
+def log(found):
+    """Log the notes whose kind has not been logged before."""
+    for kind, text in found:
+        with _lock:
+            is_new = kind not in _told
+            _told.add(kind)
+            logger = _logger()
+        if is_new:
+            logger.warning(text)
+
+
+def _logger():
+    """The logger "kvfast"; it writes to stderr where nobody has set up logging."""
+    import logging
+
+    logger = logging.getLogger("kvfast")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("kvfast: %(message)s"))
+        logger.addHandler(handler)
+    return logger

@@ -1,0 +1,185 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The bytes of a sequence as arrays and files know them: full blocks head by head, what is behind them, and float rows."""
+from libc.stdint cimport int32_t, int64_t
+
+from kvfast.codec.blocks cimport CHUNK_SHIFT, PIECE, kv_store
+from kvfast.storage.float_rows cimport FloatRows
+from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.sequence cimport SequenceBuffer
+from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.copying cimport clone_table, copy_slots
+
+
+cdef Py_ssize_t _full_blocks(BlockTable table) noexcept:
+    """Blocks of the table that all layers have codes for."""
+    cdef Py_ssize_t slots = table.num_slots()
+    if table.pool.finishes:
+        slots = min(slots, table.encoded() - table.skipped * table.pool.block_size)
+    return slots // table.pool.block_size
+
+
+cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) noexcept:
+    """Blocks with codes of a layer that follow on the full ones."""
+    cdef Py_ssize_t slots = table.num_slots()
+    if table.pool.stores[layer].finishes:
+        slots = min(slots, table.slots_with_codes())
+    return (slots + table.pool.block_size - 1) // table.pool.block_size - _full_blocks(table)
+
+
+cdef BlockTable _straight(BlockTable table):
+    """The table, or a copy of it, whose full blocks lie one after the other in memory."""
+    cdef Py_ssize_t i
+    cdef BlockPool pool = table.pool
+    for i in range(1, _full_blocks(table)):
+        if (table.blocks[i] != table.blocks[0] + i
+                or pool.chunk_of[table.blocks[i] >> CHUNK_SHIFT] != pool.chunk_of[table.blocks[0] >> CHUNK_SHIFT]):
+            return clone_table(table, pool.exact(table.count))
+    return table
+
+
+cdef BlockTable _tail(BlockTable table):
+    """A copy of what follows on the full blocks, in which only this sequence's tokens are left; None if that is nothing."""
+    cdef Py_ssize_t full = _full_blocks(table), first = full * table.pool.block_size, rest = table.num_slots() - first
+    cdef BlockTable other
+    if rest == 0:
+        return None
+    other = BlockTable(table.pool.exact((rest + table.pool.block_size - 1) // table.pool.block_size))
+    other.open(other.pool.num_blocks)
+    copy_slots(table.pool.stores, table.blocks + full, other.pool.stores, other.blocks, table.pool.num_layers, rest,
+               table.slots_with_codes() - first, True)
+    return other
+
+
+cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
+    """The float rows of a layer, piece after piece and head after head, uint8 of shape (bytes of a piece,).
+
+    Views, or copies in which only this sequence's tokens are left, and of those only rows that are read.
+    """
+    cdef Py_ssize_t position, head, longest = table.num_positions()
+    cdef Py_ssize_t first, last, row_bytes
+    cdef FloatRows floats = table.pool.floats
+    cdef kv_store *store = table.pool.stores + layer
+    cdef Py_ssize_t size = table.pool.block_size
+    result = []
+    if store.floats == NULL:
+        return result
+    begin = {index: index * size + kept for index, kept in table.patches(longest)}
+    for position in table.pieces(longest):
+        for head in range(floats.pieces.num_kv_heads):
+            piece = floats.pieces.stream(layer, floats.float_of[table.slot(position) // PIECE], 1, head, values)[0]
+            if copies:
+                piece, row_bytes = piece.copy(), store.floats.v.row_stride if values else store.floats.k.row_stride
+                first = max(store.float_tokens - position, <Py_ssize_t>0)
+                last = max(begin.get(position // size, table.coded) - position, <Py_ssize_t>0) if store.finishes else PIECE
+                piece[first * row_bytes:max(first, last) * row_bytes] = 0
+                piece[min(longest - position, PIECE) * row_bytes:] = 0
+            result.append(piece)
+    return result
+
+
+cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict place):
+    """A table without blocks that tells how many there will be of each kind; ValueError if `place` cannot be."""
+    cdef BlockTable other = table.empty(table.pool)
+    other.check_place(length, place)
+    other.set_place(length, place)
+    other.kept, other.patched = place.get("kept_tokens", 0), place.get("patches", [])
+    return other
+
+
+cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict place) except -1:
+    """The blocks of a sequence of `length` tokens, for their bytes to be put in; ValueError if `place` cannot be."""
+    cdef Py_ssize_t count = table.check_place(length, place), position
+    cdef int64_t slot
+    cdef BlockPool pool = table.pool
+    if pool.num_blocks == 0:
+        # A file's window is no reason to reserve more than what its bytes speak for.
+        pool.first_blocks = min(pool.first_blocks, max(4 * count, <Py_ssize_t>8))
+    table.open(count)
+    table.set_place(length, place)
+    table.set_kept(place.get("kept_tokens", 0))
+    table.set_patches(place.get("patches", []))
+    for position in table.pieces(length):
+        slot = table.slot(position)
+        pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + PIECE)
+    return 0
+
+
+def layout(SequenceBuffer buffer, Py_ssize_t length, list places):
+    """The shapes of `streams`, for `length` tokens; ValueError if `places` cannot be.
+
+    Returns
+    -------
+    list with (K, V) of each layer
+        Each (full blocks, blocks behind them, bytes of a block, pieces of float rows, bytes of a piece).
+    """
+    cdef BlockTable table
+    cdef kv_store *store
+    cdef Py_ssize_t layer
+    if len(places) != len(buffer.tables):
+        raise ValueError(f"{len(buffer.tables)} block tables are needed, got {len(places)}")
+    measured = {table: _measured(table, length, place) for table, place in zip(buffer.tables, places)}
+    result = []
+    for table, layer in buffer.places:
+        store = table.pool.stores + layer
+        table = measured[table]
+        blocks = _full_blocks(table), _tail_blocks(table, layer)
+        pieces, k_bytes, v_bytes = 0, 0, 0
+        if store.floats != NULL:
+            pieces, k_bytes, v_bytes = len(table.pieces(length)), store.floats.k.bytes, store.floats.v.bytes
+        result.append(((*blocks, store.k.bytes, pieces, k_bytes), (*blocks, store.v.bytes, pieces, v_bytes)))
+    return result
+
+
+def reopen(SequenceBuffer buffer, Py_ssize_t length, list places, memory=None, offsets=None, Py_ssize_t reserve=0):
+    """After `layout`: be a sequence of `length` complete tokens, whose bytes are to be put into `streams`.
+
+    `offsets`: of the full blocks, if they lie in `memory` already, see `BlockPool.map`; `reserve`: tokens to have
+    blocks for at once.
+    """
+    cdef BlockTable table
+    cdef Py_ssize_t full, size
+    for table, place in zip(buffer.tables, places):
+        full, size = _full_blocks(_measured(table, length, place)), table.pool.block_size
+        if memory is not None and full:
+            table.pool.map(memory, full, [offsets[i] for i in range(buffer.num_layers) if buffer.places[i][0] is table])
+        _take_blocks(table, length, place)
+        table.pool.ensure(max(<Py_ssize_t>0, (reserve + size - 1) // size - table.count))
+
+
+def streams(SequenceBuffer buffer):
+    """Where the bytes of a sequence that was reopened belong.
+
+    Returns
+    -------
+    list with (K, V) of each layer
+        Each three lists: of each head the full blocks, uint8 of shape (num_blocks, bytes of a block); the blocks
+        after them, block after block and head after head, uint8 of shape (bytes,); and so the pieces of float rows.
+    """
+    return _streams(buffer, {table: (table, table, _full_blocks(table)) for table in buffer.tables}, False)
+
+
+def arrays(SequenceBuffer buffer):
+    """The bytes of all tokens, as `streams`: views where they lie in a row, as long as the buffer lives, else copies.
+    Behind the last token there are zeros."""
+    buffer.enter_reading()
+    try:
+        return _streams(buffer, {table: (_straight(table), _tail(table), 0) for table in buffer.tables}, True)
+    finally:
+        buffer.leave_reading()
+
+
+cdef list _streams(SequenceBuffer buffer, dict sources, bint copies):
+    """`streams` of each table: of (its full blocks, a table whose blocks from `first` on are behind them, first)."""
+    cdef BlockTable table, source, tail
+    cdef Py_ssize_t layer, full, first, behind, i
+    result = []
+    for table, layer in buffer.places:
+        source, tail, first = sources[table]
+        full, behind = _full_blocks(source), _tail_blocks(table, layer)
+        heads, pair = range(source.pool.num_kv_heads), []
+        for values in (False, True):
+            whole = [source.pool.stream(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]
+            rests = [tail.pool.stream(layer, tail.blocks[first + i], 1, head, values)[0] for i in range(behind) for head in heads]
+            pair.append((whole, rests, _floats(table, layer, values, copies)))
+        result.append(tuple(pair))
+    return result

@@ -1,0 +1,269 @@
+"""What a cache is outside the process: a header that describes it, and the bytes of its blocks."""
+
+import json
+from collections.abc import Mapping
+from itertools import islice
+
+import numpy as np
+
+from kvfast.codec.formats import KVFormat
+from kvfast.core.checks import check_size
+from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
+from kvfast.files import block_bytes as streams
+from kvfast.storage.prefix_index import checked_token_ids
+
+# The class of each kind of cache; the modules of the classes enter them.
+KINDS: dict[str, type] = {}
+SIZED = ("full", "latent")  # those with a max_seq_len
+VERSION = 3
+MOST_TOKENS = 1 << 40
+
+_FIELDS = {"version", "settings", "block_size", "max_seq_len", "seq_len", "tables", "metadata"}
+
+
+def json_of(value, **options):
+    """JSON of settings, formats included."""
+    return json.dumps(value, default=KVFormat.to_dict, **options)
+
+
+def header_of(cache, metadata):
+    """All that a file tells of a cache but its bytes and its token ids.
+
+    Returns
+    -------
+    str
+        JSON.
+    """
+    fields = {
+        "version": VERSION,
+        "settings": cache._settings(),
+        "block_size": cache.block_size,
+        "max_seq_len": cache.max_seq_len,
+        "seq_len": cache._buffer.length,
+        "tables": cache._buffer.places_of_tables(),
+        "metadata": metadata,
+    }
+    return json_of(fields, separators=(",", ":"))
+
+
+def named(layers):
+    """Names for what `streams.streams` and `streams.arrays` return, one after the other.
+
+    Yields
+    ------
+    (str, array) or (str, list of arrays)
+        ``layers.0.k.0``: the full blocks of a head, uint8 of shape (num_blocks, bytes of a block); ``layers.0.k.tail``:
+        the blocks behind them, block after block and head after head; ``layers.0.k.floats``: so the pieces of float
+        rows. Numbers have as many digits as the largest, so that names sort as the heads do.
+    """
+    layer_digits = len(str(len(layers) - 1))
+    for layer, pair in enumerate(layers):
+        for side, (heads, tails, floats) in zip("kv", pair):
+            start, head_digits = f"layers.{layer:0{layer_digits}}.{side}.", len(str(len(heads) - 1))
+            for head, array in enumerate(heads):
+                yield f"{start}{head:0{head_digits}}", array
+            if len(tails):
+                yield f"{start}tail", tails
+            if len(floats):
+                yield f"{start}floats", floats
+
+
+def arrays_of(cache):
+    """The stored bytes of a cache by their names."""
+    found = named(streams.arrays(cache._buffer))
+    return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
+
+
+class Opening:
+    """A header that was found good, and the empty cache of it.
+
+    Parameters
+    ----------
+    text : str
+        The JSON.
+    shapes : dict of str to tuple
+        Shapes of the uint8 arrays that came with it; nothing is allocated before they are found to be right.
+    max_seq_len : int, optional
+        Instead of what the header says.
+
+    Raises
+    ------
+    CorruptFileError, IncompatibleSnapshotError
+    ValueError
+        If the tokens do not fit `max_seq_len`.
+    """
+
+    def __init__(self, text, shapes, max_seq_len=None):
+        fields = _fields(text)
+        settings, block_size, self.seq_len = fields["settings"], fields["block_size"], fields["seq_len"]
+        self.metadata, self.tables = fields["metadata"], fields["tables"]
+        if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MOST_TOKENS) < self.seq_len:
+            raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
+        try:
+            # Without max_seq_len nothing is reserved: a file's word is not enough for that.
+            given = json.dumps(settings, sort_keys=True)
+            self.cache = KINDS[settings.pop("kind")]._from_settings(settings, block_size, None)
+            layout = streams.layout(self.cache._buffer, self.seq_len, self.tables)
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise CorruptFileError(f"the header describes no cache: {error}") from None
+        if json_of(self.cache._settings(), sort_keys=True) != given:
+            raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
+        if max_seq_len is not None and self.cache._settings()["kind"] not in SIZED:
+            raise ValueError(f"a {type(self.cache).__name__} has no max_seq_len, got {max_seq_len}")
+        self._streams = self._checked_streams(layout, shapes)
+        self._reserve = None if max_seq_len is None else (settings, block_size, max_seq_len)
+        self.cache._buffer.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
+
+    def _checked_streams(self, layout, shapes):
+        """Names of the arrays of full blocks; all arrays have the right shapes."""
+        numbers = self._heads()
+        count = sum(heads + (tails > 0) + (pieces > 0) for heads, pair in zip(numbers, layout) for _, tails, _, pieces, _ in pair)
+        if len(shapes) != count:
+            heads = "/".join(map(str, dict.fromkeys(numbers)))
+            raise CorruptFileError(f"{len(layout)} layers of {heads} heads have {count} arrays, got {len(shapes)}")
+        expected = [
+            [
+                ([(full, nbytes)] * heads, [(tails * heads, nbytes)] * (tails > 0), [(pieces * heads, rest)] * (pieces > 0))
+                for full, tails, nbytes, pieces, rest in pair
+            ]
+            for heads, pair in zip(numbers, layout)
+        ]
+        whole = []
+        for name, shape in named(expected):
+            if isinstance(shape, list):
+                (shape,) = shape
+            else:
+                whole.append(name)
+            if name not in shapes:
+                raise CorruptFileError(f"{name} is missing")
+            if shapes[name] != shape:
+                raise CorruptFileError(f"{name} must have shape {shape}, got {shapes[name]}")
+        return whole
+
+    def _heads(self):
+        """KV heads of each layer."""
+        buffer = self.cache._buffer
+        return [buffer.shape(layer)[0] for layer in range(buffer.num_layers)]
+
+    def take(self):
+        """Give the cache its blocks.
+
+        Returns
+        -------
+        iterable of (str, list of arrays)
+            By name, where the bytes belong, row after row.
+        """
+        if self._reserve is not None:
+            self.cache = type(self.cache)._from_settings(*self._reserve)
+        streams.reopen(self.cache._buffer, self.seq_len, self.tables)
+        for name, array in named(streams.streams(self.cache._buffer)):
+            yield name, [array] if isinstance(array, np.ndarray) else array
+
+    def take_mapped(self, memory, offsets):
+        """Let writable bytes be the full blocks of the cache.
+
+        Parameters
+        ----------
+        memory : buffer
+        offsets : dict of str to int
+            Where in `memory` each array starts.
+
+        Returns
+        -------
+        iterable of (str, list of arrays)
+            As of `take`, for the blocks that are not full.
+        """
+        buffer, names, sides = self.cache._buffer, iter(self._streams), []
+        for heads in np.repeat(self._heads(), 2).tolist():  # keys and values
+            starts = np.array([offsets[name] for name in islice(names, heads)], np.int64)
+            strides = np.diff(starts) if heads > 1 else np.zeros(1, np.int64)
+            if np.any(starts % 64) or np.any(strides != strides[0]):
+                raise CorruptFileError("the blocks do not lie as kvfast has written them, and cannot be mapped (did something "
+                                       "else write the file?); load it without mmap")
+            sides.append((int(starts[0]), int(strides[0])))
+        reserve = 0 if self._reserve is None else self._reserve[-1]
+        streams.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
+        for name, array in named(streams.streams(buffer)):
+            if not isinstance(array, np.ndarray):
+                yield name, array
+
+
+def _fields(text):
+    """The header as a dict whose values have the right types; the cache's own classes check the rest."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"the header is not JSON: {error}") from None
+    if not isinstance(fields, dict) or not _is_count(fields.get("version")):
+        raise CorruptFileError("the header is not one of kvfast")
+    if fields["version"] != VERSION:
+        raise IncompatibleSnapshotError(f"the format has version {fields['version']}; this kvfast reads version {VERSION}")
+    good = (
+        fields.keys() == _FIELDS
+        and isinstance(fields["settings"], dict)
+        and fields["settings"].get("kind") in list(KINDS)  # which asks nothing of it but to be compared
+        and _is_count(fields["settings"].get("num_layers"))
+        and _is_count(fields["block_size"])
+        and (fields["max_seq_len"] is None or _is_count(fields["max_seq_len"]) and fields["settings"]["kind"] in SIZED)
+        and fields["max_seq_len"] != 0
+        and _is_count(fields["seq_len"])
+        and fields["seq_len"] <= (MOST_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MOST_TOKENS
+        and isinstance(fields["tables"], list)
+        and all(map(_is_place, fields["tables"]))
+        and isinstance(fields["metadata"], dict)
+        and all(isinstance(value, str) for value in fields["metadata"].values())
+    )
+    if not good:
+        raise CorruptFileError(f"the header describes no cache: {text[:200]}")
+    return fields
+
+
+def _is_place(place):
+    """Numbers, and pairs of them for patched blocks; whether they can be, the tables check."""
+    return isinstance(place, dict) and all(
+        isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value)
+        if name == "patches"
+        else _is_count(value)
+        for name, value in place.items()
+    )
+
+
+def _is_count(value):
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def to_arrays(cache, token_ids, metadata):
+    """`Snapshot.state_dict`."""
+    arrays = {"header": np.frombuffer(header_of(cache, metadata).encode(), np.uint8)}
+    if token_ids is not None:
+        arrays["token_ids"] = token_ids.copy()
+    return arrays | {name: array.copy() for name, array in arrays_of(cache).items()}
+
+
+def checked_arrays(arrays):
+    """A mapping of names to arrays, as a new dict."""
+    if not isinstance(arrays, Mapping):
+        raise TypeError(f"a state is a mapping of names to arrays, got {type(arrays).__name__}")
+    return {name: np.asarray(array) for name, array in arrays.items()}
+
+
+def from_arrays(arrays):
+    """`Snapshot.from_state_dict`: the arguments of a Snapshot."""
+    arrays = checked_arrays(arrays)
+    token_ids = arrays.pop("token_ids", None)
+    header = arrays.pop("header", None)
+    if header is None:
+        raise CorruptFileError("header is missing")
+    for name, array in [("header", header), *arrays.items()]:
+        if array.dtype != np.uint8:
+            raise CorruptFileError(f"{name} must be uint8, got {array.dtype}")
+    opening = Opening(header.tobytes().decode(errors="replace"), {name: array.shape for name, array in arrays.items()})
+    if token_ids is not None:
+        try:
+            token_ids = checked_token_ids(token_ids, opening.seq_len)
+        except ValueError as error:
+            raise CorruptFileError(str(error)) from None
+    for name, rows in opening.take():
+        for row, source in zip(rows, [arrays[name]] if len(rows) == 1 and rows[0].ndim == 2 else arrays[name]):
+            row[...] = source
+    return opening.cache, token_ids, opening.metadata

@@ -1,0 +1,1 @@
+"""Rows, states and files of ggml and llama.cpp."""

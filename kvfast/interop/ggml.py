@@ -1,0 +1,125 @@
+"""Keys and values as rows of ggml's types, as llama.cpp stores them (extra ``llama``, for the ``gguf`` package)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvfast.core.interchange import aligned, as_float32
+from kvfast.errors import CorruptFileError, DimensionMismatchError
+
+__all__ = ["TYPES", "export_layer", "from_ggml", "import_layer", "row_bytes", "to_ggml"]
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
+
+
+def row_bytes(kind, num_elements):
+    """Bytes of a row of so many elements.
+
+    Raises
+    ------
+    ValueError
+        For an unknown type, or if the row is not whole blocks of it.
+    """
+    block, size = _gguf().GGML_QUANT_SIZES[_type(kind)]
+    if num_elements % block:
+        raise ValueError(f"rows of {kind} are whole blocks of {block} elements, got {num_elements}")
+    return num_elements // block * size
+
+
+def to_ggml(rows, kind):
+    """Keys or values as ggml's bytes, the same as the ``gguf`` package makes.
+
+    Parameters
+    ----------
+    rows : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+    kind : {"f32", "f16", "bf16", "q8_0", "q4_0"}
+
+    Returns
+    -------
+    ndarray of shape (num_tokens, bytes of a row), uint8
+        A row is the heads of a token, one after the other.
+
+    Raises
+    ------
+    DimensionMismatchError, ValueError
+    ModuleNotFoundError
+        Without the packages of ``kvfast[llama]``.
+    """
+    rows = as_float32(rows, "rows")
+    if rows.ndim != 3 or rows.size == 0:
+        raise DimensionMismatchError(f"rows must have shape (num_tokens, num_kv_heads, head_dim), none of them 0, got {rows.shape}")
+    size = row_bytes(kind, rows[0].size)
+    flat = aligned(rows.reshape(len(rows), -1))
+    return _gguf().quants.quantize(flat, _type(kind)).view(np.uint8).reshape(len(rows), size)
+
+
+def from_ggml(blocks, kind, num_kv_heads, head_dim):
+    """What `to_ggml` made, decoded.
+
+    Returns
+    -------
+    ndarray of shape (num_tokens, num_kv_heads, head_dim), float32
+
+    Raises
+    ------
+    CorruptFileError
+        If the bytes are not whole rows.
+    ValueError, ModuleNotFoundError
+        As `to_ggml`.
+    """
+    blocks, size = np.asarray(blocks), row_bytes(kind, num_kv_heads * head_dim)
+    if blocks.dtype != np.uint8 or blocks.ndim != 2 or blocks.shape[1] != size:
+        raise CorruptFileError(f"rows of {num_kv_heads} heads of {head_dim} in {kind} are uint8 of shape (num_tokens, {size}), "
+                               f"got {blocks.dtype} of shape {blocks.shape}")  # fmt: skip
+    kind, dtypes = _type(kind), {"F32": np.float32, "F16": np.float16}
+    blocks = np.ascontiguousarray(blocks)
+    if kind.name in dtypes:
+        return blocks.view(dtypes[kind.name]).astype(np.float32).reshape(-1, num_kv_heads, head_dim)
+    with np.errstate(all="ignore"):  # damaged scales; the cache refuses what is not finite
+        return _gguf().quants.dequantize(blocks, kind).reshape(-1, num_kv_heads, head_dim)
+
+
+def export_layer(cache, layer, k_type="q8_0", v_type=None):
+    """Keys and values of a layer as ggml's rows.
+
+    Parameters
+    ----------
+    cache : KVCache, RingKVCache or Sequence
+    layer : int
+    k_type, v_type : str
+        See `to_ggml`; values are as keys if left out.
+
+    Returns
+    -------
+    k, v : ndarrays of shape (num_tokens, bytes of a row), uint8
+    """
+    return to_ggml(cache.k(layer), k_type), to_ggml(cache.v(layer), v_type or k_type)
+
+
+def import_layer(cache, layer, k, v, k_type="q8_0", v_type=None):
+    """Append rows of ggml's types to a layer; ``cache.advance`` counts them, as after `append`.
+
+    Parameters
+    ----------
+    cache : KVCache, RingKVCache or Sequence
+    layer : int
+    k, v : arrays of shape (num_tokens, bytes of a row), uint8
+    k_type, v_type : str
+        As in `export_layer`.
+    """
+    heads, dim, v_dim = cache._buffer.shape(layer)
+    cache.append(layer, from_ggml(k, k_type, heads, dim), from_ggml(v, v_type or k_type, heads, v_dim))
+
+
+def _type(kind):
+    if kind not in TYPES:
+        raise ValueError(f"unknown ggml type {kind!r}; choose one of {', '.join(TYPES)}")
+    return _gguf().GGMLQuantizationType[kind.upper()]
+
+
+def _gguf():
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('ggml rows need the llama extra: pip install "kvfast[llama]"', name=error.name) from None
+    return gguf

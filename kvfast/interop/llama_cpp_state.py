@@ -1,0 +1,315 @@
+"""The state of a sequence of llama.cpp, read into a cache and written from one (extra ``llama``).
+
+What ``llama_state_seq_get_data`` and ``llama_state_seq_save_file`` make, of a model with one KV cache (no sliding windows,
+nothing recurrent). All numbers are little-endian::
+
+    file    u32 "ggsq", u32 version 3, u32 number of tokens, i32 of each token; then the cache
+    data    u32 0xaf143cd8, i32 sequence; then the cache
+    cache   u32 number of streams; of each u32 number of cells, and if there are any: cells, layers
+    cells   of each i32 position, u32 1, i32 sequence
+    layers  u32 whether values are transposed, u32 number of layers,
+            keys of each: i32 type, u64 bytes of a row, the rows,
+            values of each: the same, or transposed: i32 type, u32 bytes of an element, u32 elements of a row, the columns
+
+llama.cpp does not say in it which version wrote it but for these numbers; others are refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvfast.caches.storage_properties import each
+from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
+from kvfast.interop.ggml import TYPES, _type, from_ggml, row_bytes, to_ggml
+
+__all__ = ["LlamaCppState", "read_state", "write_state"]
+
+FILE_MAGIC, FILE_VERSION = 0x67677371, 3
+DATA_MAGIC = 0xAF143CD8
+MOST_STREAMS = 256
+
+
+@dataclass(frozen=True)
+class LlamaCppState:
+    """The cells of one sequence, in the order of their positions; see `read_state`.
+
+    Parameters
+    ----------
+    num_tokens : int
+    token_ids : ndarray of int32, or None
+        Of a file; data has none.
+    k_types, v_types : tuple of str
+        ggml's type of each layer.
+    k, v : tuple of ndarrays of shape (num_tokens, bytes of a row), uint8
+    transposed : bool
+        Whether values lay transposed, as they do without flash attention.
+    """
+
+    num_tokens: int
+    token_ids: np.ndarray | None
+    k_types: tuple[str, ...]
+    v_types: tuple[str, ...]
+    k: tuple[np.ndarray, ...]
+    v: tuple[np.ndarray, ...]
+    transposed: bool
+
+    def append_to(self, cache, *, rope_dims=0, rotated=None):
+        """Append all tokens to an empty cache.
+
+        Parameters
+        ----------
+        cache : KVCache, RingKVCache or Sequence
+            With the layers, heads and head_dim of the model.
+        rope_dims : int
+            Dimensions of keys that the model turns in pairs (0, 1), (2, 3), ... in llama.cpp, and by halves in the runtime
+            of the cache: those of models of the architecture ``llama``, and of `kvfast.llama`. 0 leaves keys as they are.
+        rotated : bool, optional
+            Whether llama.cpp has multiplied keys and values by a Hadamard matrix. By default what llama-cpp-python 0.3.36
+            does: where they are quantised and head_dim is a multiple of 64.
+
+        Raises
+        ------
+        IncompatibleSnapshotError
+            If the cache is not empty, or has other layers or rows.
+        CorruptFileError, NonFiniteInputError, CacheFullError
+            The cache stays empty.
+        """
+        if len(cache) or cache.num_layers != len(self.k):
+            raise IncompatibleSnapshotError(f"the state has {len(self.k)} layers and needs an empty cache of as many, got one of "
+                                            f"{cache.num_layers} with {len(cache)} tokens")  # fmt: skip
+        heads, dim = _one_shape(cache)
+        _check_rope(rope_dims, dim)
+        for layer, (k_type, v_type) in enumerate(zip(self.k_types, self.v_types)):
+            try:
+                wanted = row_bytes(k_type, heads * dim), row_bytes(v_type, heads * dim)
+            except ValueError as error:
+                raise IncompatibleSnapshotError(f"layer {layer} of the state: {error}") from None
+            found = self.k[layer].shape[1], self.v[layer].shape[1]
+            if wanted != found:
+                raise IncompatibleSnapshotError(f"layer {layer} of the state has rows of {found} bytes in {k_type} and {v_type}; "
+                                                f"{heads} heads of {dim} make {wanted}")  # fmt: skip
+        try:
+            for layer, (k_type, v_type) in enumerate(zip(self.k_types, self.v_types)):
+                k = _turned(from_ggml(self.k[layer], k_type, heads, dim), k_type, rotated, _largest_turn(dim))
+                v = _turned(from_ggml(self.v[layer], v_type, heads, dim), v_type, rotated, 64)
+                cache.append(layer, k[:, :, _by_halves(dim, rope_dims)], v)
+            cache.advance(self.num_tokens)
+        except BaseException:
+            cache.truncate(0)
+            raise
+
+
+def read_state(source):
+    """Read a sequence of llama.cpp.
+
+    Parameters
+    ----------
+    source : path-like or bytes
+        A file of ``llama_state_seq_save_file``, or the bytes of ``llama_state_seq_get_data`` (or of such a file).
+
+    Returns
+    -------
+    LlamaCppState
+        Views of the bytes, where llama.cpp has them in the order of their positions.
+
+    Raises
+    ------
+    CorruptFileError
+        If the bytes are none, are cut short, or go on.
+    IncompatibleSnapshotError
+        For another version, a ggml type kvfast does not know, or a model with several caches.
+    OSError
+    """
+    if isinstance(source, (str, os.PathLike)):
+        with open(source, "rb") as file:
+            source = file.read()
+    return _Reader(memoryview(source).cast("B")).state()
+
+
+class _Reader:
+    """Numbers and arrays of the bytes, none of them behind their end."""
+
+    def __init__(self, data):
+        self.data, self.at = data, 0
+
+    def take(self, size, what):
+        if size > len(self.data) - self.at:
+            raise CorruptFileError(f"the state of llama.cpp ends at byte {len(self.data):,}, and {what} takes {size:,} bytes from "
+                                   f"{self.at:,} on")  # fmt: skip
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def numbers(self, form, what):
+        return struct.unpack("<" + form, self.take(struct.calcsize("<" + form), what))
+
+    def state(self):
+        magic, number = self.numbers("II", "its head")
+        token_ids = None
+        if magic == FILE_MAGIC:
+            if number != FILE_VERSION:
+                raise IncompatibleSnapshotError(f"state files of llama.cpp of version {FILE_VERSION} are known, this is version {number}")
+            (count,) = self.numbers("I", "the number of tokens")
+            token_ids = np.frombuffer(self.take(4 * count, "the tokens"), "<i4").copy()
+        elif magic != DATA_MAGIC:
+            raise CorruptFileError(f"a state of llama.cpp begins with {FILE_MAGIC:#x} or {DATA_MAGIC:#x}, got {magic:#x}")
+        (streams,) = self.numbers("I", "the number of streams")
+        if not 1 <= streams <= MOST_STREAMS:
+            raise CorruptFileError(f"a state of llama.cpp has 1 to {MOST_STREAMS} streams, got {streams}")
+        found = None
+        for _ in range(streams):
+            (cells,) = self.numbers("I", "the number of cells")
+            if cells and found:
+                raise IncompatibleSnapshotError("the state holds several streams; that of one sequence has one")
+            if cells:
+                found = self._stream(cells)
+        if self.at != len(self.data):
+            raise IncompatibleSnapshotError(f"{len(self.data) - self.at:,} bytes follow the KV cache: models with several caches, for "
+                                            "sliding windows or recurrent layers, are not known")  # fmt: skip
+        if found is None:
+            raise CorruptFileError("the state of llama.cpp holds no tokens")
+        num_tokens, types, rows, transposed = found
+        return LlamaCppState(num_tokens, token_ids, *types, *rows, transposed)
+
+    def _stream(self, cells):
+        meta = np.frombuffer(self.take(12 * cells, "the cells"), "<i4").reshape(cells, 3)
+        order = np.argsort(meta[:, 0], kind="stable")
+        if (meta[:, 1] != 1).any() or not np.array_equal(meta[order, 0], np.arange(cells)):
+            raise IncompatibleSnapshotError("the cells of the state are not the positions 0, 1, ... of one sequence: context was "
+                                            "dropped or shifted, or the model has positions of several dimensions")  # fmt: skip
+        transposed, layers = self.numbers("II", "the layers")
+        if transposed not in (0, 1) or not 1 <= layers <= len(self.data):
+            raise CorruptFileError(f"the state has a transposition of {transposed} and {layers} layers")
+        in_order = np.array_equal(order, np.arange(cells))
+
+        def rows_of(layer, side):
+            kind = self._kind(layer, side)
+            if transposed and side == "values":
+                return kind, self._columns(cells, kind, layer)
+            (size,) = self.numbers("Q", f"the size of the {side} of layer {layer}")
+            if not 1 <= size <= len(self.data):
+                raise CorruptFileError(f"rows of the {side} of layer {layer} have {size:,} bytes")
+            return kind, np.frombuffer(self.take(cells * size, f"the {side} of layer {layer}"), np.uint8).reshape(cells, size)
+
+        types, rows = ([], []), ([], [])
+        for i, side in enumerate(("keys", "values")):
+            for layer in range(layers):
+                kind, array = rows_of(layer, side)
+                types[i].append(kind)
+                rows[i].append(array if in_order else array[order])
+        return cells, [tuple(one) for one in types], [tuple(one) for one in rows], bool(transposed)
+
+    def _kind(self, layer, side):
+        (number,) = self.numbers("i", f"the type of the {side} of layer {layer}")
+        for kind in TYPES:
+            if _type(kind) == number:
+                return kind
+        raise IncompatibleSnapshotError(f"the {side} of layer {layer} are of ggml type {number}; known are {', '.join(TYPES)}")
+
+    def _columns(self, cells, kind, layer):
+        size, width = self.numbers("II", f"the size of the values of layer {layer}")
+        if kind[0] == "q" or size != row_bytes(kind, 1) or not 1 <= width <= len(self.data):
+            raise CorruptFileError(f"transposed values of layer {layer} are {width:,} elements of {size} bytes in {kind}")
+        columns = np.frombuffer(self.take(width * cells * size, f"the values of layer {layer}"), np.uint8)
+        return np.ascontiguousarray(columns.reshape(width, cells, size).transpose(1, 0, 2)).reshape(cells, width * size)
+
+
+def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0, rotated=None, transposed=False):
+    """The complete tokens of a cache as a state of llama.cpp.
+
+    Parameters
+    ----------
+    cache : KVCache or Sequence
+    k_type, v_type : str
+        Types of the llama.cpp context that is to read it; values are as keys if left out.
+    token_ids : integers of shape (len(cache),), optional
+        Makes it the contents of a file, for ``llama_state_seq_load_file``; else it is for ``llama_state_seq_set_data``.
+    rope_dims, rotated
+        As in `LlamaCppState.append_to`.
+    transposed : bool
+        Whether that context has its values transposed: it has without flash attention.
+
+    Returns
+    -------
+    bytes
+
+    Raises
+    ------
+    ValueError
+        If the cache is empty or has dropped tokens, or for parts that exclude each other.
+    """
+    count, (heads, dim) = len(cache), _one_shape(cache)
+    v_type = v_type or k_type
+    _check_rope(rope_dims, dim)
+    if transposed and v_type[0] == "q":
+        raise ValueError(f"transposed values cannot be {v_type}: llama.cpp quantises values with flash attention only")
+    order = np.argsort(_by_halves(dim, rope_dims))
+    if not count:
+        raise ValueError("the cache holds no tokens to write")
+    if token_ids is None:
+        parts = [struct.pack("<Ii", DATA_MAGIC, 0)]
+    else:
+        token_ids = np.asarray(token_ids)
+        if token_ids.shape != (count,) or token_ids.dtype.kind not in "iu":
+            raise ValueError(f"token_ids must be {count} integers, one for each token, got {token_ids.dtype} of shape {token_ids.shape}")
+        parts = [struct.pack("<III", FILE_MAGIC, FILE_VERSION, count), token_ids.astype("<i4").tobytes()]
+    cells = np.zeros((count, 3), "<i4")
+    cells[:, 0], cells[:, 1] = np.arange(count), 1
+    parts += [struct.pack("<II", 1, count), cells.tobytes(), struct.pack("<II", transposed, cache.num_layers)]
+    for kind, of, turn, places in ((k_type, cache.k, _largest_turn(dim), order), (v_type, cache.v, 64, slice(None))):
+        for layer in range(cache.num_layers):
+            rows = of(layer)[:, :, places]
+            if len(rows) < count:
+                raise ValueError(f"layer {layer} has dropped tokens: it holds {len(rows)} of {count}")
+            blocks = to_ggml(_turned(rows[:count], kind, rotated, turn), kind)
+            parts.append(struct.pack("<i", _type(kind)))
+            if transposed and of == cache.v:
+                size = row_bytes(kind, 1)
+                parts.append(struct.pack("<II", size, heads * dim))
+                blocks = np.ascontiguousarray(blocks.reshape(count, heads * dim, size).transpose(1, 0, 2))
+            else:
+                parts.append(struct.pack("<Q", blocks.shape[1]))
+            parts.append(blocks.tobytes())
+    return b"".join(parts)
+
+
+def _one_shape(cache):
+    """KV heads and head_dim of all layers; ValueError where layers differ, or keys and values."""
+    heads, dim = cache.num_kv_heads, cache.head_dim
+    if tuple in (type(heads), type(dim)):
+        raise ValueError(f"a state of llama.cpp has layers of one shape, and this cache has {each(heads)} heads of {each(dim)}")
+    if cache.v_head_dim != dim:
+        raise ValueError(f"a state of llama.cpp is read and written with keys and values of one width, and this cache has keys of {dim} "
+                         f"and values of {each(cache.v_head_dim)} elements")  # fmt: skip
+    return heads, dim
+
+
+def _check_rope(rope_dims, dim):
+    if isinstance(rope_dims, bool) or not isinstance(rope_dims, int) or not 0 <= rope_dims <= dim or rope_dims % 2:
+        raise ValueError(f"rope_dims must be an even number from 0 to the head_dim of {dim}, got {rope_dims!r}")
+
+
+def _by_halves(dim, rope_dims):
+    """Which of llama.cpp's dimensions each of the cache's is."""
+    return np.r_[0:rope_dims:2, 1:rope_dims:2, rope_dims:dim]
+
+
+def _largest_turn(dim):
+    """Size of the Hadamard matrix that llama.cpp turns keys with: the largest power of two, from 64 on, that divides dim."""
+    return max(64, dim & -dim)
+
+
+def _turned(rows, kind, rotated, size):
+    """Rows multiplied by llama.cpp's Hadamard matrix, which is its own inverse, or as they are."""
+    dim = rows.shape[2]
+    if rotated is False or rotated is None and (kind[0] != "q" or dim % 64):
+        return rows
+    if dim % 64:
+        raise ValueError(f"llama.cpp turns heads of a multiple of 64 elements, got {dim}")
+    turn = np.ones((1, 1), np.float32)
+    while len(turn) < size:
+        turn = np.block([[turn, turn], [turn, -turn]])
+    return (rows.reshape(-1, size) @ (turn / np.float32(np.sqrt(size)))).reshape(rows.shape)

@@ -1,0 +1,328 @@
+"""What a storage format costs in accuracy, measured on one's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvfast.attention.dense import attention
+from kvfast.caches.contiguous import KVCache
+from kvfast.codec.formats import PRESETS
+from kvfast.core.interchange import aligned, as_float32, as_floats
+from kvfast.errors import DimensionMismatchError, NonFiniteInputError
+
+__all__ = ["FORMATS", "Fidelity", "choose_format", "fidelity"]
+
+FORMATS = ("float16", *PRESETS)
+"""Formats that `fidelity` measures by default."""
+
+CANDIDATES = (*FORMATS, "float32")
+"""Formats that `choose_format` chooses from by default: float32, for bounds that no other meets."""
+
+METRICS = ("output_error", "kl")
+
+# Scores at a time: 8 MB in float64, of which a handful of copies are alive at once.
+_MOST_SCORES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How close one format came to exact attention; see `fidelity`.
+
+    Attributes
+    ----------
+    format : str, dtype or KVFormat
+        As it was given.
+    bits_per_element : float
+        Bits stored per number of a key or value, with all that is stored beside them: scales, padding.
+    k_error, v_error : float
+        Root-mean-square error of the decoded keys and values, relative to that of the given ones:
+        ``norm(decoded - given) / norm(given)``.
+    output_error : float
+        The same of the outputs of attention.
+    output_cosine : float
+        Mean over queries and heads of the cosine between the output and the exact one; 1 is best.
+    kl : float
+        Mean over queries and heads of the KL divergence from the exact attention weights to those with the decoded
+        keys, in nats.
+    """
+
+    format: object
+    bits_per_element: float
+    k_error: float
+    v_error: float
+    output_error: float
+    output_cosine: float
+    kl: float
+
+
+def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | None = None,
+             causal: bool = True) -> list[Fidelity]:
+    """Measure what storage formats cost on the queries, keys and values of one layer.
+
+    Keys and values go through a `KVCache` of each format and its kernels. What comes out is compared with attention
+    on the given numbers, computed in float64.
+
+    Parameters
+    ----------
+    q : array of shape (num_queries, num_q_heads, head_dim), float32, float16 or bfloat16
+        Queries of the last `num_queries` tokens, as in `KVCache.attend`. A few hundred tell enough: the time grows
+        with num_queries * num_tokens.
+    k : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
+    v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
+        bfloat16 as ml_dtypes or as its bits in uint16.
+    formats : iterable, or one format
+        Anything that `KVCache` takes as `dtype`.
+    scale : float, optional
+        Factor of the scores; ``head_dim ** -0.5`` by default.
+    causal : bool
+        A query at position p sees the keys up to p; else all of them.
+
+    Returns
+    -------
+    list of Fidelity
+        One per format, in their order.
+
+    Raises
+    ------
+    DimensionMismatchError, TypeError
+        If shapes or dtypes do not fit.
+    NonFiniteInputError
+        For NaN, infinity, or a value beyond the range of a format.
+    ValueError
+        For an unknown format, none at all, or more queries than tokens.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((n, heads, 64), np.float32) for n, heads in ((16, 8), (4096, 2), (4096, 2)))
+    >>> for one in kvfast.fidelity(q, k, v, ["int8", "int4"]):
+    ...     print(f"{one.format}: {one.bits_per_element:.1f} bits, error {one.output_error:.0%}")
+    int8: 8.5 bits, error 1%
+    int4: 4.7 bits, error 12%
+    """
+    layer = _Layer(q, k, v, _listed(formats), scale, causal)
+    reports = []
+    for format, cache in layer.caches:
+        layer.store(cache)
+        keys = cache.k(0)
+        output = layer.output(cache)
+        reports.append(
+            Fidelity(
+                format=format,
+                bits_per_element=layer.bits_per_element(cache),
+                k_error=_relative_error(keys, layer.k),
+                v_error=_relative_error(cache.v(0), layer.v),
+                output_error=_relative_error(output, layer.exact_output()),
+                output_cosine=_mean_cosine(output, layer.exact_output()),
+                kl=layer.kl(keys),
+            )
+        )
+    return reports
+
+
+def choose_format(q: Any, k: Any, v: Any, max_error: float = 0.02, formats: Any = CANDIDATES,
+                  metric: str = "output_error", *, scale: float | None = None, causal: bool = True) -> Any:
+    """The format of the fewest bits that is accurate enough for a layer, or for each of several.
+
+    Parameters
+    ----------
+    q, k, v : arrays, or lists of arrays with one per layer
+        As in `fidelity`.
+    max_error : float
+        Most that the metric may be.
+    formats : iterable, or one format
+        What to choose from; see `fidelity`. Of formats with the same bits the first that meets the bound is chosen.
+        One whose range a layer's keys or values exceed is passed over.
+    metric : str
+        ``"output_error"`` or ``"kl"`` of `Fidelity`.
+    scale, causal
+        As in `fidelity`.
+
+    Returns
+    -------
+    format, or list of them
+        As given in `formats`. A list, for lists of arrays, is good as `dtype` of a cache with so many layers.
+
+    Raises
+    ------
+    ValueError
+        If no format meets the bound, naming the one that came closest; for an unknown metric; and as `fidelity`.
+    DimensionMismatchError, TypeError, NonFiniteInputError
+        As `fidelity`; for lists of different lengths.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np
+    >>> rng = np.random.default_rng(0)
+    >>> layers = [[rng.standard_normal((50, 2, 64), np.float32) for _ in range(4)] for _ in "qkv"]
+    >>> formats = kvfast.choose_format(*layers, max_error=0.02)
+    >>> formats
+    ['int8', 'int8', 'int8', 'int8']
+    >>> cache = kvfast.KVCache(num_layers=4, num_kv_heads=2, head_dim=64, dtype=formats)
+    """
+    if metric not in METRICS:
+        raise ValueError(f"metric must be {' or '.join(map(repr, METRICS))}, got {metric!r}")
+    if not max_error >= 0:
+        raise ValueError(f"max_error must be at least 0, got {max_error}")
+    formats = _listed(formats)
+    options = formats, scale, causal
+    if not any(isinstance(arrays, (list, tuple)) for arrays in (q, k, v)):
+        return _choose(_Layer(q, k, v, *options), max_error, metric, "")
+    for name, arrays in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(arrays, (list, tuple)):
+            raise TypeError(f"q, k and v must all be arrays, or all lists of arrays; {name} is {type(arrays).__name__}")
+    if not len(q) == len(k) == len(v) or not len(q):
+        raise DimensionMismatchError(f"q, k and v must hold one array per layer, got {len(q)}, {len(k)} and {len(v)}")
+    layers = enumerate(zip(q, k, v))
+    return [_choose(_Layer(*arrays, *options), max_error, metric, f" in layer {i}") for i, arrays in layers]
+
+
+def _choose(layer, max_error, metric, where):
+    candidates, errors = [], []
+    for format, cache in layer.caches:
+        try:
+            layer.store(cache)
+        except NonFiniteInputError:  # beyond its range: the numbers themselves are known to be finite
+            errors.append((np.inf, str(format)))
+        else:
+            candidates.append((layer.bits_per_element(cache), format, cache))
+    for _, format, cache in sorted(candidates, key=lambda candidate: candidate[0]):
+        if metric == "kl":
+            error = layer.kl(cache.k(0))
+        else:
+            error = _relative_error(layer.output(cache), layer.exact_output())
+        if error <= max_error:
+            return format
+        errors.append((error, str(format)))
+    error, name = min(errors)
+    raise ValueError(f"no format meets {metric} <= {max_error:g}{where}: {name} comes closest, with {error:.3g}")
+
+
+class _Layer:
+    """The checked tensors of one layer, and an empty cache for each format."""
+
+    def __init__(self, q, k, v, formats, scale, causal):
+        arrays = [as_floats(array, name) for name, array in zip("qkv", (q, k, v))]
+        for name, array in zip("qkv", arrays):
+            if array.ndim != 3 or 0 in array.shape:
+                raise DimensionMismatchError(f"{name} must have shape (num_tokens, num_heads, head_dim) and hold at "
+                                             f"least one of each, got shape {array.shape}")
+        num_tokens, *heads = arrays[1].shape
+        v_dim = arrays[2].shape[2]
+        self.caches = [(format, KVCache(1, *heads, num_tokens, dtype=format, v_head_dim=v_dim)) for format in formats]
+        attention(*arrays, scale=scale, causal=causal)  # for its checks
+        # In one piece, as NumPy sums in another order otherwise.
+        self.q, self.k, self.v = (aligned(as_float32(array, name)) for name, array in zip("qkv", arrays))
+        self.scale, self.causal = scale, causal
+        self._exact_output = None
+
+    def store(self, cache):
+        cache.append(0, self.k, self.v)
+        cache.advance(len(self.k))
+
+    def bits_per_element(self, cache):
+        nbytes = getattr(cache, "nbytes_used", cache.bytes_per_token * len(cache))
+        return 8 * nbytes / (self.k.size + self.v.size)
+
+    def output(self, cache):
+        return cache.attend(0, self.q, scale=self.scale, causal=self.causal)
+
+    def exact_output(self):
+        """Attention on the given numbers: float64 of shape (num_queries, num_q_heads, v_head_dim)."""
+        if self._exact_output is None:
+            self._exact_output = np.empty((*self.q.shape[:2], self.v.shape[2]))
+            for kv_head, rows, _, _, scores in self._slices():
+                weights, _ = _softmax(scores)
+                values = self.v[: scores.shape[1], kv_head].astype(np.float64)
+                part = self._exact_output[rows]
+                part[...] = (weights @ values).reshape(part.shape)
+        return self._exact_output
+
+    def kl(self, decoded):
+        """Mean divergence of the attention weights, if the keys are `decoded`."""
+        total = 0.0
+        for kv_head, _, queries, keys, scores in self._slices():
+            shift = queries @ (decoded[: len(keys), kv_head] - keys).T  # of the scores
+            weights, lse = _softmax(scores)
+            scores += shift
+            # The mean of log(weights / other weights), each of which is exp(score - lse).
+            _, other_lse = _softmax(scores)
+            total += (other_lse - lse - np.einsum("ij,ij->i", weights, shift)).sum()
+        return max(0.0, float(total) / (self.q.shape[0] * self.q.shape[1]))  # rounding may pass below 0
+
+    def _slices(self):
+        """The exact scores, a part at a time.
+
+        Yields
+        ------
+        kv_head : int
+        rows : tuple of slices
+            The tokens and heads of q whose scores these are.
+        queries : ndarray of shape (num_rows, head_dim), float64
+            Scaled; the heads of a token lie together.
+        keys : ndarray of shape (num_keys, head_dim), float64
+            As many as the last query sees.
+        scores : ndarray of shape (num_rows, num_keys), float64
+            -inf where a query does not see a key.
+        """
+        (num_queries, num_q_heads, head_dim), (num_tokens, num_kv_heads, _) = self.q.shape, self.k.shape
+        scale = head_dim**-0.5 if self.scale is None else float(self.scale)
+        group = num_q_heads // num_kv_heads
+        step = max(1, _MOST_SCORES // (group * num_tokens))
+        for kv_head in range(num_kv_heads):
+            keys = self.k[:, kv_head].astype(np.float64)
+            for first in range(0, num_queries, step):
+                rows = slice(first, min(first + step, num_queries)), slice(kv_head * group, (kv_head + 1) * group)
+                queries = scale * self.q[rows].reshape(-1, head_dim).astype(np.float64)
+                if not self.causal:
+                    yield kv_head, rows, queries, keys, queries @ keys.T
+                    continue
+                position = num_tokens - num_queries + first + np.arange(len(queries)) // group
+                seen = keys[: position[-1] + 1]
+                scores = queries @ seen.T
+                scores[np.arange(len(seen)) > position[:, None]] = -np.inf
+                yield kv_head, rows, queries, seen, scores
+
+
+def _listed(formats):
+    # A dtype or a KVFormat is one format, as a name is.
+    formats = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else [formats]
+    if not formats:
+        raise ValueError("formats must hold at least one storage format, got none")
+    return formats
+
+
+def _softmax(scores):
+    """Weights of each row, and the log-sum-exp of its scores."""
+    top = scores.max(axis=1)
+    weights = np.exp(scores - top[:, None])
+    total = weights.sum(axis=1)
+    weights /= total[:, None]
+    return weights, top + np.log(total)
+
+
+def _relative_error(got, expected):
+    """Root-mean-square error over all tokens, relative to that of `expected`."""
+    error = norm = 0.0
+    for head in range(expected.shape[1]):  # float64 of a head at a time
+        exact = expected[:, head].astype(np.float64)
+        norm += np.vdot(exact, exact)
+        exact -= got[:, head]
+        error += np.vdot(exact, exact)
+    if error == 0:
+        return 0.0
+    return float(np.sqrt(error / norm)) if norm else np.inf
+
+
+def _mean_cosine(got, expected):
+    got = got.astype(np.float64)
+    norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(expected, axis=-1)
+    dots = np.einsum("ijk,ijk->ij", got, expected)
+    # Outputs of zero: as good as parallel if both are.
+    same = (got == expected).all(axis=-1)
+    return float(np.minimum(1.0, np.where(norms > 0, dots / np.where(norms > 0, norms, 1), same)).mean())

@@ -1,0 +1,325 @@
+"""What a model keeps of a token in each layer, read from its ``config.json`` or its GGUF file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["LayerShape", "ModelShape", "read_shape"]
+
+MOST_JSON_BYTES = 16 << 20
+
+# Architectures that say how many tokens a window has, but not which layers have one: all of them, or all but each n-th.
+_ALL_SLIDE = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")
+_EACH_NTH_IS_FULL = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "gpt-oss": 2, "cohere2": 4}
+# What Gemma 3's published files leave out, because transformers has it as defaults.
+_DEFAULTS = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "gemma4_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
+}
+
+# Names of the same thing; the first is the one that is missed.
+_NAMES = {
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
+    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "hidden_size": ("n_embd", "d_model"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
+}
+_GGUF_NAMES = {
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "v_head_dim": "attention.value_length",
+    "hidden_size": "embedding_length",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "kv_lora_rank": "attention.kv_lora_rank",
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps of a token.
+
+    Parameters
+    ----------
+    num_kv_heads : int
+        1 for latent rows.
+    head_dim : int
+        Of latent rows the latent's.
+    window : int or None
+        Tokens that a query sees, itself included; None for all.
+    rope_dim : int or None
+        Of latent rows, see `MLAKVCache`; None for keys and values.
+    v_head_dim : int or None
+        Of values that are not as wide as the keys; else None.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    rope_dim: int | None = None
+    v_head_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a model keeps of a token, and what it reads for one.
+
+    Parameters
+    ----------
+    name : str
+        The architecture.
+    layers : tuple of LayerShape
+        Those that have keys and values.
+    context_length : int or None
+        The longest that the model was made for.
+    weight_bytes : int or None
+        Of all weights, where the file has them.
+    weight_bytes_read : int or None
+        Of those that one token takes: not the embeddings that are only looked up, nor the experts that are not asked.
+    notes : tuple of str
+        What the shape leaves out.
+    """
+
+    name: str
+    layers: tuple[LayerShape, ...]
+    context_length: int | None = None
+    weight_bytes: int | None = None
+    weight_bytes_read: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_shape(source):
+    """The shape of a model.
+
+    Parameters
+    ----------
+    source : path-like, mapping, object with ``to_dict``, or ModelShape
+        A ``config.json`` as Hugging Face has it, its folder, a GGUF file, or the contents of such a configuration.
+
+    Returns
+    -------
+    ModelShape
+
+    Raises
+    ------
+    ValueError
+        Naming the key that is missing or wrong; `kvfast.llama.ModelFileError` for a damaged GGUF file.
+    OSError
+    ModuleNotFoundError
+        For a GGUF file, without the packages of ``kvfast[llama]``.
+    """
+    if isinstance(source, ModelShape):
+        return source
+    if isinstance(source, Mapping):
+        return _shape(_Config(source, "the configuration"))
+    if hasattr(source, "to_dict"):
+        return _shape(_Config(source.to_dict(), f"the {type(source).__name__}"))
+    try:
+        path = os.fspath(source)
+    except TypeError:
+        raise TypeError(f"a model is a path to a config.json or GGUF file, or a mapping, got {type(source).__name__}") from None
+    if os.path.isdir(path):
+        path = os.path.join(path, "config.json")
+    with open(path, "rb") as file:
+        if file.read(4) == b"GGUF":
+            return _of_gguf(path)
+        if os.fstat(file.fileno()).st_size > MOST_JSON_BYTES:
+            raise ValueError(f"{path} is neither a GGUF file nor a config.json, which has less than {MOST_JSON_BYTES >> 20} MiB")
+        file.seek(0)
+        text = file.read()
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError too
+        raise ValueError(f"{path} is neither a GGUF file nor JSON: {error}") from None
+    return _shape(_Config(values, path))
+
+
+class _Config:
+    """Keys of a configuration, checked as they are read."""
+
+    def __init__(self, values, source, gguf_prefix=None):
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{source} should hold a JSON object with the keys of a model, got {type(values).__name__}")  # noqa: TRY004
+        inner = values.get("text_config")
+        if isinstance(inner, Mapping):  # of a model that also sees or hears
+            values = inner
+        self.values, self.source, self.gguf_prefix = dict(values), source, gguf_prefix
+        self.name = str(self.values.get("model_type") or "unknown architecture")
+        for key, value in _DEFAULTS.get(self.name, {}).items():
+            self.values.setdefault(key, value)
+
+    def spelled(self, key):
+        """The key as the file has it."""
+        return key if self.gguf_prefix is None else f"{self.gguf_prefix}.{_GGUF_NAMES.get(key, key)}"
+
+    def get(self, key):
+        for name in (key, *_NAMES.get(key, ())):
+            if self.values.get(name) is not None:
+                return self.values[name]
+        return None
+
+    def count(self, key, default=None, least=1):
+        """A whole number; `default`, where there is one, if the key is missing."""
+        value = self.get(key)
+        if value is None:
+            if default is None:
+                raise ValueError(f"{self.source} lacks {self.spelled(key)}, without which the size of a {self.name} cache is unknown")
+            return default
+        return self._checked(key, value, least)
+
+    def counts(self, key, number, default):
+        """One for each layer."""
+        value = self.get(key)
+        if not isinstance(value, (list, tuple)):
+            return [self.count(key, default)] * number
+        if len(value) != number:
+            raise ValueError(f"{self.source}: {self.spelled(key)} should be one number or {number}, one per layer, got {len(value)}")
+        return [self._checked(key, one, 0) for one in value]
+
+    def _checked(self, key, value, least):
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
+            raise ValueError(f"{self.source}: {self.spelled(key)} should be a whole number of at least {least}, got {value!r:.80}")
+        return value
+
+
+def _shape(config, **weights):
+    notes = []
+    number = config.count("num_hidden_layers")
+    if number > 1 << 16:
+        raise ValueError(f"{config.source}: {config.spelled('num_hidden_layers')} should be at most {1 << 16}, got {number}")
+    windows = _windows(config, number, notes)
+    if config.get("kv_lora_rank") is not None:
+        latent, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
+        layers = [LayerShape(1, latent, window, rope) for window in windows if window != 0]
+        if config.get("qk_nope_head_dim") is not None and config.get("v_head_dim") is not None:
+            dims = config.count("qk_nope_head_dim") + rope, config.count("v_head_dim")
+            notes.append(f"the figures are of latent rows, as an MLAKVCache has them: who stores the keys and values that are made of "
+                         f"them, as transformers does, has {config.count('num_attention_heads')} heads of {dims[0]} and {dims[1]} in a layer")
+    else:
+        heads = config.count("num_attention_heads")
+        kv_heads = config.counts("num_key_value_heads", number, 1 if config.get("multi_query") is True else heads)
+        if config.get("qk_nope_head_dim") is not None:  # of which head_dim, where it is told, is the rotary part
+            dim = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim", least=0)
+        else:
+            dim = config.count("head_dim", 0) or config.count("hidden_size") // heads
+        if dim < 1:
+            raise ValueError(f"{config.source}: {config.spelled('hidden_size')} of {config.get('hidden_size')} does not make "
+                             f"{heads} heads")  # fmt: skip
+        # The last layers of some models read what an earlier one keeps.
+        own = number - config.count("num_kv_shared_layers", 0, least=0)
+        shapes = _shapes(config, kv_heads, dim, windows)
+        layers = [LayerShape(n, k, window, v_head_dim=None if v == k else v)
+                  for (n, k, v), window in zip(shapes[:own], windows) if n and window != 0]
+    without = number - len(layers)
+    if not layers:
+        raise ValueError(f"{config.source}: no layer of this {config.name} keeps keys and values of its own")
+    if without:
+        notes.append(f"{without} of {number} layers keep no keys and values of their own; what else they keep is not counted")
+    context = config.get("max_position_embeddings")
+    context = None if context is None else config.count("max_position_embeddings")
+    return ModelShape(config.name, tuple(layers), context, notes=tuple(notes), **weights)
+
+
+def _shapes(config, kv_heads, dim, windows):
+    """KV heads, head_dim and v_head_dim of each layer, where layers with and without a window, or each by itself, may differ."""
+    ours = config.get("per_layer_config")
+    ours = {} if ours is None else ours
+    if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):
+        raise ValueError(f"{config.source}: per_layer_config should map layers to their keys, got {ours!r:.80}")
+    values = config.count("v_head_dim", dim)
+    values = 0 if values == dim else values  # 0: those of a layer are as wide as its keys
+    shapes = []
+    for layer, (heads, window) in enumerate(zip(kv_heads, windows)):
+        v_dim = values
+        if window:
+            # MiMo V2 keeps twice the heads where there is a window, and says so by its name alone.
+            heads = config.count("swa_num_key_value_heads", 2 * heads if config.name == "mimo_v2_flash" else heads)
+            shape, v_dim = (heads, config.count("swa_head_dim", dim)), config.count("swa_v_head_dim", 0) or values
+        elif config.get("global_head_dim") is not None and not ours:  # Gemma 4
+            own = config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None
+            shape = config.count("num_global_key_value_heads") if own else heads, config.count("global_head_dim")
+        else:
+            shape = heads, dim
+        one = _Config(ours.get(str(layer), ours.get(layer, {})), f"{config.source}: per_layer_config of layer {layer}")
+        k_dim = one.count("head_dim", shape[1])
+        shapes.append((one.count("num_key_value_heads", shape[0], least=0) if shape[0] else 0, k_dim,
+                       one.count("v_head_dim", v_dim or k_dim)))  # fmt: skip
+    return shapes
+
+
+def _windows(config, number, notes):
+    """Of each layer its window: None for one that sees everything, 0 for one that has no keys and values."""
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window") is False or window in (0, None):
+        window = None
+    else:
+        window = config.count("sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, (list, tuple)) or len(kinds) != number:
+            raise ValueError(f"{config.source}: layer_types should be a list of {number} names, one per layer, got {kinds!r:.80}")
+        if "sliding_attention" in kinds and window is None and config.get("use_sliding_window") is not False:
+            raise ValueError(f"{config.source} lacks {config.spelled('sliding_window')}, which its layer_types ask for")
+        return [_window_of(kind, window, config, notes) for kind in kinds]
+    if window is None:
+        return [None] * number
+    pattern = config.get("sliding_window_pattern")
+    nth = config.count("sliding_window_pattern") if isinstance(pattern, int) else _EACH_NTH_IS_FULL.get(config.name)
+    if isinstance(pattern, (list, tuple)) and len(pattern) == number:
+        return [window if slides else None for slides in pattern]
+    if nth is not None:
+        return [None if i % nth == nth - 1 else window for i in range(number)]
+    if config.get("max_window_layers") is not None:  # Qwen 2 and 3
+        first = config.count("max_window_layers", least=0)
+        return [window if i >= first else None for i in range(number)]
+    if config.name in _ALL_SLIDE:
+        return [window] * number
+    notes.append(f"which layers of a {config.name} have its window of {window} tokens is not said: all are taken to keep everything")
+    return [None] * number
+
+
+def _window_of(kind, window, config, notes):
+    if kind == "sliding_attention":
+        return window
+    if kind in ("full_attention", "attention"):
+        return None
+    if kind == "chunked_attention":
+        if config.get("attention_chunk_size") is not None:
+            return config.count("attention_chunk_size")
+        note = "chunked attention without attention_chunk_size is taken to keep everything"
+        if note not in notes:
+            notes.append(note)
+        return None
+    if kind in ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe"):
+        return 0
+    raise ValueError(f"{config.source}: layer_types has {kind!r:.80}, of which kvfast does not know what it keeps")
+
+
+def _of_gguf(path):
+    try:
+        from kvfast.interop.gguf_file import GGUFFile
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('reading GGUF files needs the llama extra: pip install "kvfast[llama]"', name=error.name) from None
+    file = GGUFFile(path)
+    arch = file.architecture
+    values = {key: file.get(f"{arch}.{name}") for key, name in _GGUF_NAMES.items()}
+    values |= {"model_type": arch, "qk_rope_head_dim": file.get(f"{arch}.rope.dimension_count")}
+    values["sliding_window_pattern"] = file.get(f"{arch}.attention.sliding_window_pattern")
+    total, read = _weight_bytes(file, arch)
+    return _shape(_Config(values, path, arch), weight_bytes=total, weight_bytes_read=read)
+
+
+def _weight_bytes(file, arch):
+    """Bytes of all tensors, and of those that one token is multiplied with."""
+    used, experts = file.get(f"{arch}.expert_used_count"), file.get(f"{arch}.expert_count")
+    share = used / experts if isinstance(used, int) and isinstance(experts, int) and 0 < used <= experts else 1
+    looked_up = {"token_embd.weight"} if "output.weight" in file.tensor_names else set()
+    sizes = file.tensor_bytes()
+    read = sum(size * (share if "_exps." in name else 1) for name, size in sizes.items() if name not in looked_up)
+    return sum(sizes.values()), int(read)

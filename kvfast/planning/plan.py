@@ -1,0 +1,320 @@
+"""What a model's cache will take on this machine, in every format, before one is made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+from kvfast.caches.latent_rows import latent_format
+from kvfast.caches.ring import ROLLBACK, ring_blocks
+from kvfast.caches.stored_sequence import BLOCK_SIZE
+from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of
+from kvfast.core.checks import check_size
+from kvfast.core.machine import read_bandwidth
+from kvfast.planning.memory import available_memory
+from kvfast.planning.model_shape import ModelShape, read_shape
+from kvfast.storage.pool import BlockPool
+
+__all__ = ["DtypePlan", "MemoryPlan", "plan"]
+
+# What is planned when nothing else is said: all presets, and the storage dtypes by themselves.
+DTYPES = ("float32", "float16", "bfloat16", *PRESETS, "int7", "int6", "int5", "int3", "int2")
+MOST_TOKENS = 1 << 40
+PIECE = 16  # tokens of a piece of float rows
+CHUNK_BLOCKS = 8  # memory is taken for multiples of so many blocks or pieces
+OPEN_TOKENS = 16  # of a finished block's successor, before the block's float rows go
+BANDWIDTH_PASSES = 5
+
+
+@dataclass(frozen=True)
+class DtypePlan:
+    """One format in a `MemoryPlan`.
+
+    Parameters
+    ----------
+    dtype : str
+        Name of the format, or ``"mixed"`` where layers differ.
+    cache : str
+        The class that holds a sequence; two, with a plus, if some layers have latent rows.
+    bytes_per_token : int
+        Over all layers, as the `bytes_per_token` of the cache.
+    bytes_per_sequence : int
+        The most that a sequence takes on its way to `MemoryPlan.context` tokens: whole blocks, and the tokens that are
+        floats for a while.
+    bytes_of_prompt : int
+        The most that it takes where all of these come in one append: the float rows of formats that finish blocks, and what
+        will leave the windows, are there until `advance`. Of a prompt in chunks it is those of a chunk.
+    nbytes : int
+        Of all sequences of the batch.
+    bytes_read : int
+        Of keys and values, for one token of one sequence at the end of the context.
+    fits : bool or None
+        Whether the batch fits into the memory; None if that is unknown. So are the next two, then.
+    longest_context : int or None
+        Tokens that every sequence of the batch can get to. None too where nothing limits it: all layers have windows.
+    largest_batch : int or None
+        Sequences of this context.
+    tokens_per_second : float
+        Of the batch, at the end of the context, if reading keys and values took all the time: no machine gets there.
+    tokens_per_second_with_weights : float or None
+        The same with the model's weights, read once for each step of the batch; None if their size is unknown.
+    """
+
+    dtype: str
+    cache: str
+    bytes_per_token: int
+    bytes_per_sequence: int
+    bytes_of_prompt: int
+    nbytes: int
+    bytes_read: int
+    fits: bool | None
+    longest_context: int | None
+    largest_batch: int | None
+    tokens_per_second: float
+    tokens_per_second_with_weights: float | None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a model's cache takes in each of some formats; see `kvfast.plan`. ``plan["int8"]`` is that of one.
+
+    Parameters
+    ----------
+    model : ModelShape
+    context, batch : int
+    memory : int or None
+        Bytes that there are for keys and values: what was asked for, or what the machine has without the weights.
+    bandwidth : float
+        Bytes per second that the machine reads.
+    dtypes : tuple of DtypePlan
+    notes : tuple of str
+        What is not in the figures.
+    """
+
+    model: ModelShape
+    context: int
+    batch: int
+    memory: int | None
+    bandwidth: float
+    dtypes: tuple[DtypePlan, ...]
+    notes: tuple[str, ...] = ()
+
+    def __getitem__(self, dtype):
+        for one in self.dtypes:
+            if one.dtype == dtype:
+                return one
+        raise KeyError(dtype)
+
+    def to_dict(self):
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=None, weight_bytes=None):
+    """What the cache of a model will take: memory, and time at the least, for each storage format.
+
+    Parameters
+    ----------
+    model : path-like, mapping, object with ``to_dict``, or ModelShape
+        A ``config.json`` as Hugging Face has it, its folder, a GGUF file (with the packages of ``kvfast[llama]``), or the
+        contents of such a configuration, ``model.config`` of transformers for example. Multi-head, grouped, multi-query
+        and latent attention are known, and layers with windows.
+    context : int, optional
+        Tokens of each sequence; by default the longest that the model was made for, or 4,096 if it does not say.
+    batch : int
+        Sequences at once, each with a cache of its own. A `PagedKVCache` with as many blocks takes the same.
+    dtype : str, dtype or KVFormat, or a list of them, optional
+        Formats to compare; by default all presets and all storage dtypes. One that is a list itself has one per layer.
+    memory : int, optional
+        Bytes that there are; by default what the machine has available now, within the limits of its cgroup, without the
+        weights if their size is known.
+    bandwidth : float, optional
+        Bytes per second that the machine reads; measured in less than a second if left out.
+    weight_bytes : int, optional
+        That one token reads of the model's weights. A GGUF file tells that itself.
+
+    Returns
+    -------
+    MemoryPlan
+
+    Raises
+    ------
+    ValueError
+        Naming the key that is missing or wrong, or a size out of range.
+    OSError, TypeError
+    ModuleNotFoundError
+        For a GGUF file, without the packages of ``kvfast[llama]``.
+
+    Notes
+    -----
+    The sizes are those of the caches themselves, `KVCache` with `max_seq_len`, `RingKVCache` where layers have windows, and
+    `MLAKVCache`: scales, padding and whole blocks included. Formats that latent rows cannot have are left out, unless they
+    are asked for.
+
+    Examples
+    --------
+    >>> import kvfast
+    >>> llama = dict(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+    >>> ours = kvfast.plan(llama, context=32768, batch=8, memory=16 << 30, bandwidth=20e9)
+    >>> ours["int8"].bytes_per_token, ours["int8"].nbytes, ours["int8"].longest_context
+    (17408, 4563533824, 123328)
+    """
+    shape = read_shape(model)
+    context = shape.context_length or 4096 if context is None else context
+    context, batch = check_size(context, "context", 1, MOST_TOKENS), check_size(batch, "batch", 1, MOST_TOKENS)
+    weights, read = shape.weight_bytes, shape.weight_bytes_read
+    if weight_bytes is not None:
+        read = check_size(weight_bytes, "weight_bytes", 1, 1 << 60)
+        weights = max(weights or 0, read)
+    caches = [(name, _caches(shape, one)) for name, one in _chosen(dtype, shape)]
+    if memory is None:
+        memory = available_memory()
+        memory = None if memory is None else max(0, memory - (weights or 0))
+    else:
+        memory = check_size(memory, "memory", 0, 1 << 60)
+    if bandwidth is None:
+        bandwidth = max(read_bandwidth() for _ in range(BANDWIDTH_PASSES))
+    if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
+        raise ValueError(f"bandwidth must be a number of bytes per second above 0, got {bandwidth!r}")
+    dtypes = tuple(_dtype_plan(name, parts, context, batch, memory, bandwidth, read) for name, parts in caches)
+    return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, shape.notes)
+
+
+def _chosen(dtype, shape):
+    """Names and formats, each a format or a list with one per layer."""
+    if dtype is None:
+        latent = any(layer.rope_dim is not None for layer in shape.layers)
+        return [(name, name) for name in DTYPES if not (latent and _is_refused(name))]
+    chosen = []
+    for one in dtype if isinstance(dtype, (list, tuple)) else [dtype]:
+        formats = [str(each) for each in formats_of(one, None, None, len(shape.layers))]
+        chosen.append((formats[0] if len(set(formats)) == 1 else "mixed", one))
+    return chosen
+
+
+def _is_refused(name):
+    try:
+        latent_format(KVFormat.of(name))
+    except ValueError:
+        return True
+    return False
+
+
+def _caches(shape, dtype):
+    """A `_Cache` for the layers that one cache can hold: all, or all with latent rows of one shape."""
+    formats = formats_of(dtype, None, None, len(shape.layers))
+    groups = {}
+    for layer, form in zip(shape.layers, formats):
+        key = None if layer.rope_dim is None else (layer.head_dim, layer.rope_dim)
+        groups.setdefault(key, []).append(((layer.window, layer.num_kv_heads, layer.head_dim, layer.v_head_dim), form))
+    return [_Cache(None if key is None else key[1], layers) for key, layers in groups.items()]
+
+
+class _Cache:
+    """One cache of a sequence, as pools without memory: one for the layers of each window and shape, as the caches have them."""
+
+    def __init__(self, rope_dim, layers):
+        self.rope_dim = rope_dim
+        if rope_dim is not None:
+            if any(window is not None for (window, *_), _ in layers):
+                raise ValueError("latent rows with a window are not known to kvfast")
+            layers = [(kind, latent_format(form)) for kind, form in layers]
+        self.block_size = block_size_of([form for _, form in layers], None, BLOCK_SIZE)
+        by_kind = {}
+        for kind, form in layers:
+            by_kind.setdefault(kind, []).append(form)
+
+        def pool(kind, forms):
+            _, *shape, v_dim = kind
+            return BlockPool(len(forms), *shape, self.block_size, forms, 1, True, rope_dim=rope_dim, v_head_dim=v_dim)
+
+        self.pools = [(kind[0], pool(kind, forms)) for kind, forms in by_kind.items()]
+        # Layers that read the same for a token: how many, their window, their format, and one of them.
+        self.kinds = [(count, kind[0], form, pool(kind, [form])) for (kind, form), count in Counter(layers).items()]
+        self.bytes_per_token = sum(pool.block_bytes for _, pool in self.pools) // self.block_size
+
+    def name(self, context):
+        if self.rope_dim is not None:
+            return "MLAKVCache"
+        return "RingKVCache" if any(window is not None and window < context for window, _ in self.pools) else "KVCache"
+
+    def nbytes(self, context):
+        total = 0
+        for window, pool in self.pools:
+            blocks = -(-context // self.block_size)
+            if window is not None and window < context:
+                blocks = ring_blocks(window + ROLLBACK, 0, self.block_size)
+            total += pool.bytes_for(blocks)
+            floats = pool.float_pool()
+            if floats is not None:
+                total += floats.bytes_for(floats.first_blocks)
+        return total
+
+    def bytes_of_prompt(self, context):
+        """`nbytes` while all tokens come in one append."""
+        total, blocks = 0, -(-context // self.block_size)
+        for window, pool in self.pools:
+            first = blocks
+            if window is not None and window < context:
+                first = ring_blocks(window + ROLLBACK, 0, self.block_size)
+            total += _with_more(pool, first, blocks)
+            floats = pool.float_pool()
+            if floats is not None:
+                pieces = -(-context // PIECE) if any(form.finishes for form in pool.formats) else 1
+                total += _with_more(floats, floats.first_blocks, pieces)
+        return total
+
+    def bytes_read(self, context):
+        """For one token: codes of what it sees, or float rows where it is those that are read."""
+        total = 0
+        for count, window, form, pool in self.kinds:
+            seen = min(context, window or context)
+            newest = context - max(0, context - OPEN_TOKENS) // self.block_size * self.block_size if form.finishes else 0
+            first = min(context, form.num_float_tokens) if seen == context else 0
+            floats, newest = pool.float_pool(), min(newest, seen)
+            bytes_of_floats = 0 if floats is None else (newest + first) * floats.block_bytes // PIECE
+            total += count * (pool.block_bytes * (seen - newest) // self.block_size + bytes_of_floats)
+        return total
+
+
+def _with_more(memory, first, count):
+    """Bytes of memory for `first` blocks that has grown to hold `count`; see `BlockMemory.ensure`."""
+    if count <= first:
+        return memory.bytes_for(first)
+    return memory.bytes_for(first) + memory.bytes_for(-(-max(count - first, first // 2) // CHUNK_BLOCKS) * CHUNK_BLOCKS)
+
+
+def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes):
+    def nbytes(tokens):
+        return sum(cache.nbytes(tokens) for cache in caches)
+
+    one, read = nbytes(context), sum(cache.bytes_read(context) for cache in caches)
+    seconds = batch * read / bandwidth
+    return DtypePlan(
+        dtype=name,
+        cache=" + ".join(dict.fromkeys(cache.name(context) for cache in caches)),
+        bytes_per_token=sum(cache.bytes_per_token for cache in caches),
+        bytes_per_sequence=one,
+        bytes_of_prompt=max(one, sum(cache.bytes_of_prompt(context) for cache in caches)),
+        nbytes=batch * one,
+        bytes_read=read,
+        fits=None if memory is None else batch * one <= memory,
+        longest_context=None if memory is None else _longest(nbytes, memory // batch),
+        largest_batch=None if memory is None else memory // one,
+        tokens_per_second=batch / seconds,
+        tokens_per_second_with_weights=None if weight_bytes is None else batch / (seconds + weight_bytes / bandwidth),
+    )
+
+
+def _longest(nbytes, room):
+    """The most tokens of which a sequence has room; None for no limit."""
+    low, high = 0, MOST_TOKENS
+    if nbytes(high) <= room:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if nbytes(middle) <= room:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,22 @@
+"""Many sequences in one pool."""
+from kvfast.attention.call cimport AttendCall
+from kvfast.attention.options cimport Options
+from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.prefix_index cimport PrefixIndex
+from kvfast.storage.block_table cimport BlockTable
+
+
+cdef class PagedBuffer:
+    cdef readonly BlockPool pool
+    cdef readonly PrefixIndex index
+    cdef readonly bint is_external     # slots come from somebody else's scheduler
+    cdef list given                    # (num_blocks,) the table that slot_mapping gave a block's slots out for, or None,
+    cdef Py_ssize_t *given_at          # and the block's index in it
+    cdef BlockTable kind               # without tokens: what the tables of sequences are
+
+    cdef int _check_plain(self) except -1
+    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
+    cdef AttendCall _plan(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
+                          object cu_seqlens_q, Options options, bint cascade)
+    cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,
+                    list kept) except -1

@@ -1,0 +1,55 @@
+"""Blocks of some layers, counted by their owners.
+
+A block spans all layers. Owners take blocks, retain those they share and release them.
+"""
+from libc.stdint cimport int32_t, uint8_t
+
+from kvfast.codec.blocks cimport Arena, kv_store
+
+
+cdef class BlockMemory:
+    cdef readonly Py_ssize_t num_layers
+    cdef readonly Py_ssize_t num_kv_heads
+    cdef readonly Py_ssize_t head_dim
+    cdef readonly Py_ssize_t v_head_dim  # of values, or latents
+    cdef readonly object rope_dim      # of latent rows, else None
+    cdef readonly int block_size
+    cdef readonly Py_ssize_t num_blocks  # of all blocks, `num_gaps` of which do not exist
+    cdef readonly Py_ssize_t num_gaps
+    cdef tuple settings                # the arguments
+    cdef readonly list formats         # KVFormat of each layer
+    cdef readonly Py_ssize_t first_blocks  # of the first piece of memory
+    cdef readonly bint secure          # see `wipe_block`
+    cdef char *zeros                   # where it is secure, a block of the largest side
+    cdef bint grows
+    cdef bint is_shared
+    cdef kv_store *stores              # (num_layers,)
+    cdef uint8_t *chunk_of             # as in kv_store
+    cdef list arenas                   # of Arena, one per chunk, and perhaps None behind them
+    cdef list sizes                    # bytes of the chunks, or 0
+    cdef Py_ssize_t num_chunks
+    cdef int32_t *owners               # (num_blocks,) number of owners
+    cdef int32_t *next_free            # (num_blocks + 1,) ring of free blocks; entry 0 is its head,
+    cdef int32_t *prev_free            # entry b + 1 that of block b, -1 for one that is not in it
+    cdef Py_ssize_t num_free
+    cdef Py_ssize_t group              # where the search for free groups goes on
+
+    cdef Py_ssize_t available(self) except -1
+    cdef int ensure(self, Py_ssize_t count) except -1
+    cdef int ensure_apart(self, Py_ssize_t count) except -1
+    cdef int32_t take(self, int32_t after) except -1
+    cdef int release(self, int32_t block) except -1
+    cdef int give_back(self, int32_t block) except -1
+    cdef void copy(self, int32_t source, int32_t target) noexcept
+    cdef void wipe_block(self, int32_t block) noexcept
+    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
+    cdef int trim(self) except -1
+    cdef bint has_room_below(self, int32_t block) noexcept
+    cdef int32_t _free_group(self) noexcept
+    cdef void _insert(self, int32_t block, int32_t behind) noexcept
+    cdef void _remove(self, int32_t block) noexcept
+    cdef int _grow_tables(self, Py_ssize_t total) except -1
+    cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=*, object offsets=*) except -1
+
+
+cdef void *grown(void *memory, Py_ssize_t nbytes) except NULL

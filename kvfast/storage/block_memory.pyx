@@ -1,0 +1,332 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Memory of blocks, the list of free ones, and how many owners each has."""
+import numpy as np
+
+from libc.stdint cimport int32_t, intptr_t, uint8_t
+from libc.stdlib cimport calloc, free, realloc
+from libc.string cimport memcpy
+
+from kvfast.core.kernels cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM, active, kv_kernels
+from kvfast.codec.blocks cimport CHUNK_SHIFT, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store, v_block_at
+from kvfast.core.checks cimport check_count
+from kvfast.core.wipe cimport kv_wipe
+
+from kvfast.errors import CacheFullError
+
+
+cdef object _stride(object nbytes):
+    """Bytes from head to head: not a multiple of a page, so that the heads' and the sides' streams do not
+    fall into the same sets of the processor's caches."""
+    return nbytes + 64 if nbytes % 4096 == 0 else nbytes
+
+
+cdef enum:
+    CHUNK_BLOCKS = 1 << CHUNK_SHIFT
+    GROUP_BLOCKS = 16          # blocks in a row that a new run of a shared pool looks for
+    MAX_CHUNKS = 255
+
+
+cdef class BlockMemory:
+    """Blocks of `num_layers` layers in chunks of memory, each KV head of a chunk a stream of its own.
+
+    What is taken comes after `ensure`. `is_shared`: by several sequences, each of which is kept together as well as
+    may be; else the lowest free block is always the next, and more are added when all have owners.
+    """
+
+    def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
+                  bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None):
+        """`formats`: a KVFormat for each layer, or None for one that needs no bytes. With `rope_dim`, of latent rows of
+        `head_dim` and their rotary part. What is `secure` is wiped when it is given back. `v_head_dim`: of values, where it is
+        another than that of keys."""
+        cdef Py_ssize_t i, largest = 1
+        cdef kv_store *store
+        self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
+        self.num_kv_heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
+        self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
+        self.v_head_dim = self.head_dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM)
+        self.block_size = block_size
+        self.formats = formats
+        self.settings = (num_layers, num_kv_heads, head_dim, block_size, formats, num_blocks, grows, is_shared, rope_dim, secure,
+                         v_head_dim)
+        if rope_dim is not None:
+            self.rope_dim = check_count(rope_dim, "rope_dim", 0, KV_MAX_ROPE_DIM)
+        self.grows, self.is_shared, self.secure = grows, is_shared, secure
+        self.stores = <kv_store *>calloc(self.num_layers, sizeof(kv_store))
+        if self.stores == NULL:
+            raise MemoryError("cannot allocate the layers of a cache")
+        for i in range(self.num_layers):
+            store = self.stores + i
+            store.num_kv_heads, store.secure = <int>self.num_kv_heads, secure
+            store.block_shift = <int>((<object>block_size).bit_length() - 1)
+            if formats[i] is not None:
+                init_sides(store, formats[i], <int>self.head_dim, <int>self.v_head_dim, block_size, self.rope_dim)
+                largest = max(largest, store.k.bytes, store.v.bytes)
+        if secure:
+            self.zeros = <char *>calloc(largest, 1)
+            if self.zeros == NULL:
+                raise MemoryError("cannot allocate a block of a cache")
+        self.arenas, self.sizes = [], []
+        self.first_blocks = check_count(num_blocks, "num_blocks", 1, 1 << 40)
+
+    def __dealloc__(self):
+        cdef Py_ssize_t i
+        if self.stores != NULL:
+            for i in range(self.num_layers):
+                free(self.stores[i].chunks)
+        free(self.stores)
+        free(self.chunk_of)
+        free(self.owners)
+        free(self.next_free)
+        free(self.prev_free)
+        free(self.zeros)
+
+    cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=None, object offsets=None) except -1:
+        """More blocks, at the end. Nothing has changed if it fails.
+
+        With an arena, its bytes are the blocks: `offsets` has for each layer and side where the first head's stream
+        starts, and how far the next is from it.
+        """
+        cdef Py_ssize_t i, count = self.num_chunks, first, total
+        cdef kv_store *store
+        cdef kv_chunk *chunk
+        first = (self.num_blocks + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS
+        total = first + blocks
+        if total > 0x7FFFFFF0 or count == MAX_CHUNKS:
+            raise MemoryError(f"a cache of {total:,} blocks is beyond what kvfast can count")
+        nbytes = 0
+        for i in range(self.num_layers):
+            store = self.stores + i
+            store.chunks = <kv_chunk *>grown(store.chunks, (count + 1) * sizeof(kv_chunk))
+            k_stride, v_stride = _stride(int(store.k.bytes) * blocks), _stride(int(store.v.bytes) * blocks)
+            end = nbytes + int(self.num_kv_heads) * (k_stride + v_stride)
+            if end > 1 << 60:
+                raise MemoryError(f"a cache of more than {end:,} bytes is beyond the address space")
+            chunk = store.chunks + count
+            chunk.first = <int32_t>first
+            chunk.k_head_stride, chunk.v_head_stride = k_stride, v_stride
+            chunk.k = nbytes
+            chunk.v = nbytes + self.num_kv_heads * chunk.k_head_stride
+            if offsets is not None:
+                (chunk.k, chunk.k_head_stride), (chunk.v, chunk.v_head_stride) = offsets[i]
+            nbytes = end
+        if arena is None:
+            arena = Arena(nbytes, self.secure)
+        self._grow_tables(total)
+        if len(self.sizes) == count:
+            self.sizes.append(0)
+        if len(self.arenas) == count:
+            self.arenas.append(None)
+        self.arenas[count], self.sizes[count] = arena, nbytes
+        self.num_chunks += 1
+        for i in range(first // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
+            self.chunk_of[i] = <uint8_t>count
+        for i in range(self.num_layers):
+            store = self.stores + i
+            if count == 0:
+                store.base = arena.data
+            chunk = store.chunks + count
+            chunk.k += <intptr_t>arena.data - <intptr_t>store.base
+            chunk.v += <intptr_t>arena.data - <intptr_t>store.base
+            store.chunk_of = self.chunk_of if count else NULL
+        if count == 0:
+            self.next_free[0] = self.prev_free[0] = 0
+        for i in range(self.num_blocks, first):
+            self.owners[i], self.next_free[i + 1], self.prev_free[i + 1] = 0, -1, -1
+        for i in range(first, total):
+            self.owners[i] = 0
+            self._insert(<int32_t>i, self.prev_free[0])
+        self.num_free += blocks
+        self.num_gaps += first - self.num_blocks
+        self.num_blocks = total
+        return 0
+
+    cdef int _grow_tables(self, Py_ssize_t total) except -1:
+        """Room for what is known of `total` blocks. If it fails, some have grown and lie elsewhere, which the stores know."""
+        cdef Py_ssize_t i
+        self.owners = <int32_t *>grown(self.owners, total * sizeof(int32_t))
+        self.next_free = <int32_t *>grown(self.next_free, (total + 1) * sizeof(int32_t))
+        self.prev_free = <int32_t *>grown(self.prev_free, (total + 1) * sizeof(int32_t))
+        self.chunk_of = <uint8_t *>grown(self.chunk_of, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
+        for i in range(self.num_layers):
+            if self.stores[i].chunk_of != NULL:
+                self.stores[i].chunk_of = self.chunk_of
+        return 0
+
+    cdef void _insert(self, int32_t block, int32_t behind) noexcept:
+        """Put a block into the ring of free ones, behind an entry of it."""
+        cdef int32_t entry = block + 1, before = self.next_free[behind]
+        self.prev_free[entry], self.next_free[entry] = behind, before
+        self.next_free[behind] = self.prev_free[before] = entry
+
+    cdef void _remove(self, int32_t block) noexcept:
+        cdef int32_t entry = block + 1
+        self.next_free[self.prev_free[entry]] = self.next_free[entry]
+        self.prev_free[self.next_free[entry]] = self.prev_free[entry]
+        self.next_free[entry] = self.prev_free[entry] = -1
+        self.num_free -= 1
+
+    cdef Py_ssize_t available(self) except -1:
+        """Blocks that can be taken without growing."""
+        return self.num_free
+
+    cdef int ensure(self, Py_ssize_t count) except -1:
+        """Make sure that `count` blocks can be taken; else CacheFullError, and nothing has changed."""
+        cdef Py_ssize_t more
+        if not self.is_shared and self.num_free < count:
+            # Half as much again: few pieces of memory, as streams are slower across their borders. A pool that has
+            # all that its sequence can need is asked for what snapshots keep from being overwritten.
+            more = self.num_blocks // (2 if self.grows else 16) if self.num_blocks else self.first_blocks
+            more = max(count - self.num_free, more)
+            self._add_chunk((more + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS)
+        elif self.available() < count:
+            raise CacheFullError(f"{count} blocks of {self.block_size} tokens are needed, and "
+                                 f"{self.available()} of {self.num_blocks} are free", count, self.available())
+        return 0
+
+    cdef int ensure_apart(self, Py_ssize_t count) except -1:
+        """`ensure`, with what is needed for good in a first piece of memory by itself, however many come with a prompt: it
+        is the last pieces that `trim` gives back."""
+        if self.grows and self.num_blocks == 0:
+            self.ensure(min(count, self.first_blocks))
+        return self.ensure(count)
+
+    cdef int32_t take(self, int32_t after) except -1:
+        """A block with one owner, after `ensure`; best the one after block `after`, -1 for a new run."""
+        cdef int32_t block = after + 1
+        if not self.is_shared or block == 0 or block >= self.num_blocks or self.prev_free[block + 1] < 0:
+            block = self._free_group() if self.is_shared else -1
+            if block < 0:
+                block = self.next_free[0] - 1
+        self._remove(block)
+        self.owners[block] = 1
+        return block
+
+    cdef bint has_room_below(self, int32_t block) noexcept:
+        """Whether a chunk before that of a block has a free one, which is the next to be taken, as nothing is shared."""
+        return self.num_free > 0 and self.chunk_of[(self.next_free[0] - 1) >> CHUNK_SHIFT] < self.chunk_of[block >> CHUNK_SHIFT]
+
+    cdef int32_t _free_group(self) noexcept:
+        """First block of GROUP_BLOCKS free ones in a row, or -1."""
+        cdef Py_ssize_t groups = self.num_blocks // GROUP_BLOCKS, i, j
+        if self.num_free < GROUP_BLOCKS:
+            return -1
+        for i in range(groups):  # no-cython-lint
+            if self.group >= groups:
+                self.group = 0
+            for j in range(GROUP_BLOCKS):
+                if self.prev_free[self.group * GROUP_BLOCKS + j + 1] < 0:
+                    break
+            else:
+                return <int32_t>(self.group * GROUP_BLOCKS)
+            self.group += 1
+        return -1
+
+    cdef int release(self, int32_t block) except -1:
+        self.owners[block] -= 1
+        if self.owners[block] == 0:
+            self.give_back(block)
+        return 0
+
+    cdef int give_back(self, int32_t block) except -1:
+        """Put a block without owners among the free ones."""
+        cdef int32_t behind = 0
+        if self.secure:
+            self.wipe_block(block)
+        if not self.is_shared:
+            while self.next_free[behind] != 0 and self.next_free[behind] <= block:
+                behind = self.next_free[behind]
+        self._insert(block, behind)
+        self.num_free += 1
+        return 0
+
+    cdef void wipe_block(self, int32_t block) noexcept:
+        """Overwrite all that a block holds."""
+        cdef Py_ssize_t i, h
+        cdef kv_store *store
+        for i in range(self.num_layers):
+            store = self.stores + i
+            for h in range(self.num_kv_heads):
+                kv_wipe(k_block_at(store, block, h), store.k.bytes)
+                kv_wipe(v_block_at(store, block, h), store.v.bytes)
+
+    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
+        """Overwrite a layer's tokens of a block from place `first` on."""
+        cdef kv_store *store = self.stores + layer
+        cdef const kv_kernels *kernels = active()
+        cdef Py_ssize_t place, h
+        for place in range(first, self.block_size):
+            for h in range(self.num_kv_heads):
+                kernels.copy_token(&store.k, self.zeros, 0, &store.k, k_block_at(store, block, h), <int>place, False)
+                kernels.copy_token(&store.v, self.zeros, 0, &store.v, v_block_at(store, block, h), <int>place, True)
+
+    cdef void copy(self, int32_t source, int32_t target) noexcept:
+        """Copy what a block holds."""
+        cdef Py_ssize_t i, h
+        cdef kv_store *store
+        for i in range(self.num_layers):
+            store = self.stores + i
+            for h in range(self.num_kv_heads):
+                memcpy(k_block_at(store, target, h), k_block_at(store, source, h), store.k.bytes)
+                memcpy(v_block_at(store, target, h), v_block_at(store, source, h), store.v.bytes)
+
+    def map(self, memory, Py_ssize_t num_blocks, offsets):
+        """Let the first blocks, where there are none yet, be bytes of `memory`, see `_add_chunk`."""
+        self._add_chunk(num_blocks, arena_over(memory), offsets)
+
+    def stream(self, Py_ssize_t layer, int32_t first, Py_ssize_t count, Py_ssize_t head, bint values):
+        """Bytes of blocks in a row: a writable view, uint8 of shape (count, bytes of a block)."""
+        cdef kv_store *store = self.stores + layer
+        cdef Py_ssize_t nbytes = store.v.bytes if values else store.k.bytes
+        cdef Arena arena
+        cdef char *start
+        if count == 0:
+            return np.empty((0, nbytes), np.uint8)
+        arena = self.arenas[self.chunk_of[first >> CHUNK_SHIFT]]
+        start = v_block_at(store, first, head) if values else k_block_at(store, first, head)
+        return np.ndarray((count, nbytes), np.uint8, buffer=arena, offset=start - arena.data)
+
+    cdef int trim(self) except -1:
+        """Give back the last chunks of what has grown while no block of theirs is in use."""
+        cdef Py_ssize_t i, first
+        while self.num_chunks > 1:
+            first = self.stores[0].chunks[self.num_chunks - 1].first
+            for i in range(first, self.num_blocks):
+                if self.owners[i]:
+                    return 0
+            for i in range(first, self.num_blocks):
+                self._remove(<int32_t>i)
+            self.num_blocks = first
+            self.num_chunks -= 1
+            self.arenas[self.num_chunks], self.sizes[self.num_chunks] = None, 0  # to make a list shorter may take memory
+        return 0
+
+    def bytes_for(self, Py_ssize_t blocks):
+        """Bytes of so many blocks in one piece of memory."""
+        cdef Py_ssize_t i
+        return int(self.num_kv_heads) * sum([
+            _stride(int(self.stores[i].k.bytes) * blocks) + _stride(int(self.stores[i].v.bytes) * blocks)
+            for i in range(self.num_layers)
+        ])
+
+    @property
+    def nbytes(self):
+        return sum(self.sizes)
+
+    @property
+    def bytes_per_token(self):
+        return self.block_bytes // self.block_size
+
+    @property
+    def block_bytes(self):
+        """Bytes of one block over all layers."""
+        cdef Py_ssize_t i, total = 0
+        for i in range(self.num_layers):
+            total += (self.stores[i].k.bytes + self.stores[i].v.bytes) * self.num_kv_heads
+        return total
+
+
+cdef void *grown(void *memory, Py_ssize_t nbytes) except NULL:
+    memory = realloc(memory, nbytes)
+    if memory == NULL:
+        raise MemoryError("cannot allocate the tables of a cache")
+    return memory

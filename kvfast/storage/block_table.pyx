@@ -1,0 +1,488 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Block tables: which tokens of a sequence each layer has, and in which state, in the blocks that a map tells."""
+cimport cython
+import numpy as np
+
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
+from libc.stdlib cimport abs, calloc, free
+from libc.string cimport memcpy
+
+from kvfast.core.arrays cimport Rows
+from kvfast.storage.block_map cimport BlockMap, entry_of
+from kvfast.codec.blocks cimport PIECE, kv_context, kv_store
+from kvfast.codec.encode cimport check_rows, kv_rotary, write_rows
+from kvfast.codec.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks
+from kvfast.core.checks cimport check_count
+from kvfast.storage.pool cimport BlockPool
+
+from kvfast.core.interchange import aligned
+
+
+cdef class BlockTable(BlockMap):
+    """The tokens of one sequence. It never forgets; see `ring.RingTable` for one that does."""
+
+    def __cinit__(self, BlockPool pool, *args):
+        self.lengths = <Py_ssize_t *>calloc(pool.num_layers, sizeof(Py_ssize_t))
+        if self.lengths == NULL:
+            raise MemoryError("cannot allocate the lengths of a sequence")
+
+    def __dealloc__(self):
+        free(self.lengths)
+
+    cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil:
+        context.table = self.blocks
+        context.length = self.lengths[layer]
+        context.sink_blocks = self.sink_blocks
+        context.skipped = self.skipped
+        context.coded, context.encoded = self.coded, self.encoded()
+
+    cdef Py_ssize_t encoded(self) noexcept nogil:
+        """Tokens whose blocks are encoded, where blocks are finished."""
+        return max(self.coded, self.length // self.pool.block_size * self.pool.block_size)
+
+    cdef Py_ssize_t num_positions(self) noexcept nogil:
+        return self.num_slots() + self.skipped * self.pool.block_size
+
+    cdef Py_ssize_t _kept(self) noexcept nogil:
+        """Tokens behind the coded ones whose block was cut: they have codes as well, which stay when it is full again."""
+        cdef Py_ssize_t longest = self.num_positions()
+        if not self.pool.finishes or self.coded % self.pool.block_size or self.coded >= longest:
+            return 0
+        if self.count == 0:
+            return self.kept
+        return min(abs(self.pool.floats.kept[self.slot(self.coded) // self.pool.block_size]), longest - self.coded)
+
+    cdef Py_ssize_t slots_with_codes(self) noexcept nogil:
+        """Of the blocks in use, where blocks are finished."""
+        return max(self.encoded(), self.coded + self._kept()) - self.skipped * self.pool.block_size
+
+    cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
+        """Whether `make_writable` has nothing to do."""
+        cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
+        cdef int32_t block
+        # What a pool knows by its tokens only Python can tell.
+        if end > self.count + self.skipped or self.pool.index is not None or self.pool.finishes and self.coded % size:
+            return False
+        for index in range(first // size, end):
+            block = self.blocks[entry_of(self, index)]
+            if self.pool.owners[block] > 1:
+                return False
+            if self.pool.floats is not None and not self.pool.floats.is_open(block, index, first - index * size, last - index * size):
+                return False
+        return True
+
+    cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept:
+        """Pieces of float rows that `make_writable` takes."""
+        cdef Py_ssize_t needed = 0, size = self.pool.block_size, index, at, begin
+        cdef int32_t block, source
+        if self.pool.floats is None:
+            return 0
+        for index in range(first // size, (last + size - 1) // size):
+            at = entry_of(self, index)
+            block = self.blocks[at] if at < self.count else -1
+            source = -1
+            if block >= 0 and self.pool.is_frozen(block):
+                block, source = -1, block
+            begin = first - index * size
+            if self.coded % size and index == self.coded // size:
+                begin = 0  # see `_reopen_block`
+            needed += self.pool.floats.needed(block, source, index, begin, last - index * size)
+        return needed
+
+    cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Give the positions first to last blocks of their own; those shared with others are copied."""
+        cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
+        cdef int32_t block
+        # First all that can fail. Blocks and float rows come at once, because large pieces of memory lie in huge pages.
+        self.reserve_blocks(last)
+        self.ensure(self.blocks_needed(first, last))
+        needed = self.floats_needed(first, last)
+        if needed:
+            self.pool.floats.pieces.ensure_apart(needed)
+        for index in range(first // self.pool.block_size, end):
+            at = entry_of(self, index)
+            if at >= self.count:
+                self.blocks[at] = self.pool.take(self.blocks[at - 1] if at else -1)
+                self.count += 1
+            elif self.pool.is_frozen(self.blocks[at]):
+                block = self.pool.take(self.blocks[at - 1] if at else -1)
+                self.pool.copy_block(self.blocks[at], block)
+                self.pool.release(self.blocks[at])
+                self.blocks[at] = block
+                if self.pool.secure:
+                    self._wipe_behind(index)
+            if self.pool.finishes and self.coded % size and index == self.coded // size:
+                self._reopen_block()
+            if self.pool.floats is not None:
+                self.pool.floats.open(self.blocks[at], index, first - index * size, last - index * size)
+        return 0
+
+    cdef int16_t _kept_of_cut(self) noexcept nogil:
+        """What FloatRows keeps of a finished block that was cut, or 0 where none is."""
+        if not self.pool.finishes or self.coded % self.pool.block_size == 0:
+            return 0
+        return self.pool.floats.kept[self.slot(self.coded - 1) // self.pool.block_size]
+
+    cdef int _reopen_block(self) except -1:
+        """Give the tokens of a finished block that was cut float rows again, for others to follow."""
+        cdef Py_ssize_t size = self.pool.block_size, index = self.coded // size
+        self.pool.floats.restore(<int32_t>(self.slot(index * size) // size), index, self.coded % size)
+        self.coded = index * size
+        return 0
+
+    cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
+        """Write tokens behind those of a layer. A value that cannot be stored leaves the table as it was."""
+        cdef kv_store *store = self.pool.stores + layer
+        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, coded = self.coded, count = self.count
+        cdef int16_t kept = self._kept_of_cut()
+        cdef int64_t[::1] view
+        cdef int64_t slot
+        check_rows(store, k, v)
+        if n > 1:
+            view = np.empty(n, np.int64)
+        self.make_writable(first, first + n)
+        try:
+            if n == 1:
+                slot = self.slot(first)
+                write_rows(store, k, v, rotary, &slot, True, True)
+            else:
+                for i in range(n):
+                    view[i] = self.slot(first + i)
+                write_rows(store, k, v, rotary, &view[0], True, True)
+        except BaseException:
+            self.coded = coded  # a block that was cut is still what its codes tell, and the float rows of a patch
+            if kept < 0:
+                self.pool.floats.keep(<int32_t>(self.slot(coded - 1) // self.pool.block_size), kept)
+            self.shrink(count)
+            raise
+        self.lengths[layer] += n
+        return 0
+
+    cdef int prepare(self, Py_ssize_t n) except -1:
+        """What of `advance` can fail: encode the blocks that become full. Nobody reads their codes before."""
+        cdef Py_ssize_t size = self.pool.block_size, skipped = self.skipped, index, gone
+        cdef int32_t[::1] view
+        cdef uint8_t[::1] unfit
+        if not self.pool.finishes:
+            return 0
+        if self.pool.index is None:  # else also those that go at once may be found by their tokens
+            skipped = self.skipped_at(self.length + n)
+        gone = self.sink_blocks + skipped if skipped else 0
+        full = [self.slot(index * size) // size for index in range(self.length // size, (self.length + n) // size)
+                if index >= gone or index < self.sink_blocks]
+        if full:
+            view = np.array(full, np.int32)
+            unfit = np.zeros(len(full), np.uint8)
+            finish_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
+                          self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.floats.kept, &unfit[0])
+            for index in range(view.shape[0]):
+                if unfit[index]:
+                    self.pool.floats.keep(view[index], -abs(self.pool.floats.kept[view[index]]))
+        return 0
+
+    cdef int advance(self, Py_ssize_t n) except -1:
+        """Count tokens as complete, after `prepare`."""
+        self.length += n
+        self.forget()
+        if self.pool.finishes:
+            self._drop_coded()
+        return 0
+
+    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
+        """Blocks that are skipped once a sequence has `length` tokens; see `ring`."""
+        return self.skipped
+
+    cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
+        """Whether `advance` encodes no block and gives none back."""
+        cdef Py_ssize_t size = self.pool.block_size, length = self.length + n
+        return not self.pool.finishes or length // size == self.length // size and self._coded_at(length) <= self.coded
+
+    cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
+        """`advance` where it just counts."""
+        self.length += n
+
+    cdef int forget(self) except -1:
+        """Give back what a sequence of this length needs no more; see `ring`."""
+        return 0
+
+    cdef Py_ssize_t _coded_at(self, Py_ssize_t length) noexcept nogil:
+        """First tokens that a sequence of `length` needs no float rows of."""
+        return (length - OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > OPEN_TOKENS else 0
+
+    cdef int _drop_coded(self) except -1:
+        """Give back the float rows that no query reads any more."""
+        cdef Py_ssize_t size = self.pool.block_size, index, coded
+        cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
+        cdef int32_t block
+        coded = max(self.coded, self._coded_at(self.length), gone * size)
+        for index in range(self.coded // size, coded // size):
+            if gone > index >= self.sink_blocks:
+                continue
+            block = <int32_t>(self.slot(index * size) // size)
+            # A fork or a snapshot may still read them; they go with the block then.
+            if self.pool.owners[block] == 1:
+                self.pool.floats.drop_coded(block, 1 if index == 0 and self.pool.has_sinks else 0)
+        if coded > self.coded:
+            self.coded = coded
+            # What the newest tokens of a prompt have lies behind all that went.
+            for index in range(coded // size, (self.length + size - 1) // size):
+                self.pool.floats.move_down(<int32_t>(self.slot(index * size) // size))
+            self.pool.floats.pieces.trim()
+        return 0
+
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
+        """First position outside the sinks that a sequence of `length` tokens holds; see `ring`."""
+        return 0
+
+    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
+        """Fit a window, 0 for none, and a number of sinks, -1 for any, to what the table keeps; False if that is less."""
+        return True
+
+    cdef bint holds(self, Py_ssize_t position) noexcept nogil:
+        """Whether all positions from this one on are still there."""
+        return True
+
+    cdef int check_truncate(self, Py_ssize_t n) except -1:
+        """Raise if the first n tokens cannot be brought back."""
+        return 0
+
+    cdef int truncate(self, Py_ssize_t n) except -1:
+        """Keep the first n tokens, after `check_truncate`."""
+        cdef Py_ssize_t kept = (n + self.pool.block_size - 1) // self.pool.block_size, i
+        if kept <= self.sink_blocks:
+            kept += self.skipped
+        kept -= self.skipped
+        self.shrink(kept)
+        if kept <= self.sink_blocks:
+            self.skipped = 0
+        self.length = n
+        self.coded = min(self.coded, n)
+        for i in range(self.pool.num_layers):
+            self.lengths[i] = min(self.lengths[i], n)
+        if self.pool.secure and n % self.pool.block_size:
+            self._wipe_behind(n // self.pool.block_size)
+        return 0
+
+    cdef int _wipe_behind(self, Py_ssize_t index) except -1:
+        """Overwrite what a block of a secure pool holds behind the tokens of each layer, unless others read it."""
+        cdef Py_ssize_t at = entry_of(self, index), i, size = self.pool.block_size
+        if at >= self.count or self.pool.is_frozen(self.blocks[at]):
+            return 0
+        for i in range(self.pool.num_layers):
+            self.pool.wipe_places(self.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)))
+        return 0
+
+    cdef BlockTable empty(self, BlockPool pool):
+        """A table of the same kind for another pool."""
+        return BlockTable(pool)
+
+    cdef int copy_place(self, BlockTable other) except -1:
+        """Take over how many tokens there are, and which of them are left, of a sequence of the same kind."""
+        self.skipped, self.length, self.coded = self.skipped_of(other), other.length, other.coded
+        memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
+        return 0
+
+    cdef int share(self, BlockTable other) except -1:
+        """Become the equal of another sequence of this pool, with the same blocks."""
+        cdef Py_ssize_t i
+        self.reserve_list(other.count)
+        for i in range(other.count):
+            self.spare[i] = other.blocks[i]
+            self.pool.retain(other.blocks[i])
+        self.release()
+        self._use_list(other.count)
+        self.count = other.count
+        self.copy_place(other)
+        return 0
+
+    cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1:
+        """Make sure that all blocks can be exchanged for `count` others with so many pieces of float rows; else CacheFullError
+        or MemoryError, and nothing has changed."""
+        cdef Py_ssize_t i, own = 0, own_pieces = 0
+        for i in range(self.count):
+            if self.pool.owners[self.blocks[i]] == 1:
+                own += 1
+                if pieces:
+                    own_pieces += self.pool.floats.count(self.blocks[i])
+        if self.pool.available() + own < count:
+            self.pool.ensure(count - own)
+        if pieces > own_pieces:
+            self.pool.floats.pieces.ensure(pieces - own_pieces)
+        self.reserve_list(count)
+        return 0
+
+    cdef int start(self, digests) except -1:
+        """Let an empty table begin with the blocks that its pool knows by the first of some digests."""
+        self.begin_with(self.pool.index.find(digests), 0)
+        return 0
+
+    cdef int begin_with(self, list blocks, Py_ssize_t skipped) except -1:
+        """Let an empty table have full blocks whose contents are known, where so many of them are skipped."""
+        cdef Py_ssize_t i
+        self.adopt(blocks)
+        self.skipped = skipped
+        self.length = self.coded = (self.count + skipped) * self.pool.block_size
+        for i in range(self.pool.num_layers):
+            self.lengths[i] = self.length
+        return 0
+
+    def knowable_block(self, Py_ssize_t index):
+        """The full block of an index, or -1 if not all its tokens are there, as codes: whoever finds it reads those."""
+        cdef int32_t block
+        if not self.holds(index * self.pool.block_size):
+            return -1
+        block = self.blocks[entry_of(self, index)]
+        return -1 if self.pool.is_patched(block) else block
+
+    cdef int open(self, Py_ssize_t count) except -1:
+        """Exchange all blocks for `count` others."""
+        self.reserve(count, 0)
+        self._exchange(count)
+        return 0
+
+    cdef int _exchange(self, Py_ssize_t count) except -1:
+        """`open`, after `reserve`."""
+        self.release()
+        self.take_blocks(count)
+        return 0
+
+    cdef Py_ssize_t num_slots(self) noexcept nogil:
+        """Places of the blocks that are in use."""
+        cdef Py_ssize_t longest = 0, i
+        for i in range(self.pool.num_layers):
+            longest = max(longest, self.lengths[i])
+        return longest - self.skipped * self.pool.block_size
+
+    cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
+        """Blocks that this table skips where it is the equal of another; see `ring`."""
+        return other.skipped
+
+    cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept:
+        """Blocks of this pool that hold what another table holds."""
+        return (other.num_positions() + self.pool.block_size - 1) // self.pool.block_size - self.skipped_of(other)
+
+    cdef list pieces_of(self, BlockTable other):
+        """`_pieces` of this table where it is the equal of another; see `ring`."""
+        return other.pieces(other.num_positions())
+
+    cdef void set_kept(self, Py_ssize_t kept) noexcept:
+        """Take over `_kept`."""
+        if kept:
+            self.pool.floats.kept[self.slot(self.coded) // self.pool.block_size] = <int16_t>kept
+
+    cdef list pieces(self, Py_ssize_t longest):
+        """First positions of the pieces of float rows that a sequence of `longest` tokens reads, or will."""
+        first = [0] if self.pool.has_sinks and longest > 0 and (self.skipped == 0 or self.sink_blocks) else []
+        if not self.pool.finishes:
+            return first
+        size, pieces = self.pool.block_size, first
+        for index, kept in self.patches(longest):
+            begin = max(index * size + kept // PIECE * PIECE, PIECE * len(first))
+            pieces = pieces + list(range(begin, min((index + 1) * size, longest), PIECE))
+        begin = self.coded // PIECE * PIECE if self.coded < longest else longest
+        return pieces + list(range(max(begin, PIECE * len(first)), longest, PIECE))
+
+    cdef list patches(self, Py_ssize_t longest):
+        """Blocks below `coded` that are patched, see `kv_store`: the index of each, and how many of its tokens have codes."""
+        cdef Py_ssize_t size = self.pool.block_size, index, kept
+        cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
+        if not self.pool.finishes:
+            return []
+        if self.count == 0:
+            return self.patched or []
+        patches = []
+        for index in range((self.coded + size - 1) // size if self.pool.floats.num_patched else 0):
+            if index >= gone or index < self.sink_blocks:
+                kept = -self.pool.floats.kept[self.slot(index * size) // size]
+                if kept > 0 and index * size + kept < longest:
+                    patches.append((index, kept))
+        return patches
+
+    cdef int set_patches(self, list patches) except -1:
+        """Take over `_patches`."""
+        for index, kept in patches:
+            self.pool.floats.keep(<int32_t>(self.slot(index * self.pool.block_size) // self.pool.block_size), -kept)
+        return 0
+
+    cdef dict place(self):
+        """What a file tells of a table besides its blocks, for `set_place`."""
+        coded = {"coded_tokens": self.coded, "kept_tokens": self._kept()} if self.pool.finishes else {}
+        patches = [list(patch) for patch in self.patches(self.length)]
+        return {"skipped_blocks": self.skipped} | coded | ({"patches": patches} if patches else {})
+
+    cdef int set_place(self, Py_ssize_t length, dict place) except -1:
+        """Be a sequence of `length` tokens, after `check_place`; its blocks are the caller's."""
+        cdef Py_ssize_t i
+        self.skipped, self.length, self.coded = place["skipped_blocks"], length, place.get("coded_tokens", 0)
+        for i in range(self.pool.num_layers):
+            self.lengths[i] = length
+        return 0
+
+    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1:
+        """Number of blocks of a sequence of `length` tokens; ValueError if `place` cannot be."""
+        if self._check_coded(length, place) != {"skipped_blocks": 0}:
+            raise ValueError(f"a cache that keeps everything cannot be {place}")
+        return (length + self.pool.block_size - 1) // self.pool.block_size
+
+    cdef dict _check_coded(self, Py_ssize_t length, dict place):
+        """The other entries of `place`, after a check of what it tells of finished blocks."""
+        cdef Py_ssize_t coded, kept
+        if not self.pool.finishes:
+            return place
+        # What no query reads as floats any more has none; and however long a file says it is, few tokens have.
+        coded = check_count(place.get("coded_tokens"), "coded_tokens", self._coded_at(length), length)
+        if coded != length and coded % self.pool.block_size:
+            raise ValueError(f"of {length} tokens the first {coded} cannot be coded alone: blocks have {self.pool.block_size}")
+        kept = min(length - coded, self.pool.block_size)
+        check_count(place.get("kept_tokens"), "kept_tokens", 0, kept)
+        self._check_patches(coded, place.get("patches", []))
+        return {name: value for name, value in place.items() if name not in ("coded_tokens", "kept_tokens", "patches")}
+
+    def _check_patches(self, Py_ssize_t coded, patches):
+        """Each in a block of its own, below the coded tokens."""
+        cdef Py_ssize_t size = self.pool.block_size, last = -1
+        for index, kept in patches:
+            index = check_count(index, "the block of a patch", last + 1, max(last + 1, (coded + size - 1) // size - 1))
+            kept = check_count(kept, "the coded tokens of a patched block", 1, size - 1)
+            if index * size + kept >= coded:
+                raise ValueError(f"a patch behind {kept} tokens of block {index} cannot be among {coded} coded tokens")
+            last = index
+
+    @property
+    def nbytes_alone(self):
+        """Bytes that this table keeps from being freed: its own, and blocks without another owner."""
+        cdef Py_ssize_t i
+        with cython.critical_section(self.pool):
+            alone = [self.blocks[i] for i in range(self.count) if self.pool.owners[self.blocks[i]] == 1]
+        return self.pool.bytes_of_blocks(alone) + self.capacity * sizeof(int32_t) + self.pool.num_layers * sizeof(Py_ssize_t)
+
+    cdef int release(self) except -1:
+        """Give all blocks back."""
+        self.truncate(0)
+        return 0
+
+    cdef object rows(self, Py_ssize_t layer, object positions, bint values):
+        """Keys or values at some positions, decoded to float32."""
+        cdef const int64_t[::1] at = aligned(positions, np.int64)
+        cdef int64_t[::1] slots = np.empty(at.shape[0], np.int64)
+        cdef Py_ssize_t i
+        for i in range(at.shape[0]):
+            slots[i] = self.slot(at[i])
+        return decode_tokens(self.pool.stores + layer, at, slots, self.coded, values)
+
+    cdef int close(self) except -1:
+        """Give all blocks back, for good."""
+        self.release()
+        self.pool.num_sequences -= self.is_counted
+        self.is_counted, self.closed = False, True
+        return 0
+
+    cdef int check_open(self) except -1:
+        if self.closed:
+            raise ValueError("this sequence has been freed")
+        return 0
+
+    def give_up(self):
+        """Close, for a pool that has been entered."""
+        self.close()
+        self.pool.drop_surplus()

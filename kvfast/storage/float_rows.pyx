@@ -1,0 +1,184 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Float rows of tokens, kept beside the blocks that have their codes or will have them: which block has which."""
+from libc.stdint cimport int16_t, int32_t
+from libc.stdlib cimport abs, free
+
+from kvfast.storage.block_memory cimport BlockMemory, grown
+from kvfast.codec.blocks cimport CHUNK_SHIFT, PIECE
+from kvfast.codec.finish cimport restore_floats
+
+from kvfast.codec.formats import floats_of
+
+cdef enum:
+    CHUNK_BLOCKS = 1 << CHUNK_SHIFT
+
+
+cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
+    """Which places of a sequence's block `index` need float rows before its places first to last, of which some may lie
+    outside, are written."""
+    if rows.finishes:
+        first[0], last[0] = max(first[0], <Py_ssize_t>0), min(last[0], <Py_ssize_t>rows.per_block * PIECE)
+    else:
+        first[0], last[0] = 0, PIECE if index == 0 else 0
+
+
+cdef class FloatRows:
+    """The pieces of float rows that the blocks of a pool have; they are blocks themselves, of a memory of their own.
+
+    Where blocks are finished, all tokens that are written get float rows, until nobody reads them any more; else the
+    first tokens of a sequence do, and keep them.
+    """
+
+    def __dealloc__(self):
+        free(self.float_of)
+        free(self.kept)
+
+    cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1:
+        """Room for `total` blocks instead of `num_blocks`; the new ones have no pieces."""
+        cdef Py_ssize_t i
+        self.float_of = <int32_t *>grown(self.float_of, total * self.per_block * sizeof(int32_t))
+        for i in range(self.num_layers):
+            self.stores[i].float_of = self.float_of
+        self.kept = <int16_t *>grown(self.kept, total * sizeof(int16_t))
+        for i in range(self.num_layers if self.finishes else 0):
+            if self.stores[i].finishes:
+                self.stores[i].kept, self.stores[i].num_patched = self.kept, &self.num_patched
+        for i in range(num_blocks, total):
+            self.kept[i] = 0
+        for i in range(num_blocks * self.per_block, total * self.per_block):
+            self.float_of[i] = -1
+        return 0
+
+    cdef bint is_open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
+        """Whether `open` has nothing to do."""
+        cdef Py_ssize_t i
+        _wanted(self, index, &first, &last)
+        if self.finishes and (self.kept[block] < 0 or self.kept[block] > first):
+            return False
+        for i in range(first // PIECE, (last + PIECE - 1) // PIECE):
+            if self.float_of[block * self.per_block + i] < 0:
+                return False
+        return True
+
+    cdef Py_ssize_t needed(self, int32_t block, int32_t source, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept:
+        """Pieces that `open` takes for a block, -1 for one that is not taken yet; and those that it is to have because
+        `source` has, or -1."""
+        cdef Py_ssize_t count = 0, i
+        _wanted(self, index, &first, &last)
+        for i in range(self.per_block):
+            if (first // PIECE <= i < (last + PIECE - 1) // PIECE
+                    or source >= 0 and self.float_of[source * self.per_block + i] >= 0):
+                count += block < 0 or self.float_of[block * self.per_block + i] < 0
+        return count
+
+    cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Give a sequence's block `index` the float rows that it needs before the places first to last are written."""
+        _wanted(self, index, &first, &last)
+        self.add(block, first, last)
+        if self.finishes:
+            self.keep(block, min(abs(self.kept[block]), first))
+        return 0
+
+    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1:
+        """Give the first `count` tokens of a sequence's finished block `index` float rows again, as its codes tell them.
+
+        The codes stay: with the same tokens, the block will be what it was. Of a patched block some have float rows still.
+        """
+        cdef Py_ssize_t coded = min(count, -self.kept[block] if self.kept[block] < 0 else count)
+        self.add(block, 0, count)
+        restore_floats(self.stores, self.num_layers, block, index == 0, coded)
+        self.keep(block, coded)
+        return 0
+
+    cdef void keep(self, int32_t block, Py_ssize_t kept) noexcept:
+        """Set how many tokens of a block have good codes, see `kept`."""
+        self.num_patched += (kept < 0) - (self.kept[block] < 0)
+        self.kept[block] = <int16_t>kept
+
+    cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Give the places first to last of a block float rows. They may have some; MemoryError leaves it as it was."""
+        cdef Py_ssize_t i, begin = block * self.per_block + first // PIECE, missing = 0
+        cdef Py_ssize_t end = block * self.per_block + (last + PIECE - 1) // PIECE
+        for i in range(begin, end):
+            missing += self.float_of[i] < 0
+        self.pieces.ensure(missing)
+        for i in range(begin, end):
+            if self.float_of[i] < 0:
+                self.float_of[i] = self.pieces.take(self.float_of[i - 1] if i > begin else -1)
+        return 0
+
+    cdef int drop(self, int32_t block, int first) except -1:
+        """Give back the pieces of a block from its piece `first` on."""
+        return self._release(block, first, self.per_block)
+
+    cdef int drop_coded(self, int32_t block, int first) except -1:
+        """Give back the pieces of a finished block from its piece `first` on, all of whose tokens have codes."""
+        return self._release(block, first, self.per_block if self.kept[block] >= 0 else -self.kept[block] // PIECE)
+
+    cdef int _release(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
+        cdef Py_ssize_t i
+        for i in range(block * self.per_block + first, block * self.per_block + last):
+            if self.float_of[i] >= 0:
+                self.pieces.release(self.float_of[i])
+                self.float_of[i] = -1
+        return 0
+
+    cdef int move_down(self, int32_t block) except -1:
+        """Let the float rows of a block lie in an earlier chunk of memory that has room, so that the last can be given back."""
+        cdef Py_ssize_t i
+        cdef int32_t piece
+        for i in range(block * self.per_block, (block + 1) * self.per_block):
+            if self.float_of[i] >= 0 and self.pieces.has_room_below(self.float_of[i]):
+                piece = self.pieces.take(-1)
+                self.pieces.copy(self.float_of[i], piece)
+                self.pieces.release(self.float_of[i])
+                self.float_of[i] = piece
+        return 0
+
+    cdef int copy(self, int32_t source, int32_t target) except -1:
+        """Give a block all float rows that another has."""
+        cdef Py_ssize_t i
+        for i in range(self.per_block):
+            if self.float_of[source * self.per_block + i] >= 0:
+                self.add(target, i * PIECE, (i + 1) * PIECE)
+                self.pieces.copy(self.float_of[source * self.per_block + i], self.float_of[target * self.per_block + i])
+        self.keep(target, self.kept[source])
+        return 0
+
+    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
+        """Overwrite the float rows of a layer's tokens from place `first` of a block on."""
+        cdef Py_ssize_t i
+        if self.stores[layer].floats == NULL:
+            return
+        for i in range(first // PIECE, self.per_block):
+            if self.float_of[block * self.per_block + i] >= 0:
+                self.pieces.wipe_places(self.float_of[block * self.per_block + i], layer, max(first - i * PIECE, <Py_ssize_t>0))
+
+    cdef Py_ssize_t count(self, int32_t block) noexcept:
+        """Pieces that a block has."""
+        cdef Py_ssize_t i, count = 0
+        for i in range(block * self.per_block, (block + 1) * self.per_block):
+            count += self.float_of[i] >= 0
+        return count
+
+
+cdef FloatRows float_rows_of(BlockMemory blocks):
+    """Those of a new memory of blocks that is to have them, or None if no layer needs any."""
+    cdef FloatRows self
+    cdef Py_ssize_t i
+    formats = [None if one is None else floats_of(one) for one in blocks.formats]
+    if formats.count(None) == len(formats):
+        return None
+    self = FloatRows.__new__(FloatRows)
+    self.per_block = blocks.block_size // PIECE
+    # What one sequence has between prompts: a block, those that are open behind it, and the start.
+    most = self.per_block + 2 if any([one is not None and one.finishes for one in blocks.formats]) else 1
+    self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, PIECE, formats,
+                              (most + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS, True, secure=blocks.secure,
+                              v_head_dim=blocks.v_head_dim)
+    self.stores, self.num_layers = blocks.stores, blocks.num_layers
+    for i in range(self.num_layers):
+        self.finishes |= self.stores[i].finishes
+        if formats[i] is not None:
+            self.stores[i].floats = self.pieces.stores + i
+    return self

@@ -1,0 +1,14 @@
+"""The storage of one layer, seen head by head."""
+from kvfast.codec.blocks cimport kv_chunk, kv_store
+from kvfast.storage.ring_table cimport RingTable
+
+
+cdef class HeadsTable(RingTable):
+    cdef int evict(self, Py_ssize_t window) except -1
+    cdef Py_ssize_t num_held(self) noexcept nogil
+
+
+# Some KV heads of a store, as a store.
+cdef class Heads:
+    cdef kv_store store
+    cdef kv_chunk *chunks

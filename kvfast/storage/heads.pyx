@@ -1,0 +1,264 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The storage of one layer for those who think head by head: scores, attention and rows of some of its heads."""
+import math
+
+import numpy as np
+
+from cython.parallel cimport prange
+from libc.math cimport expf
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from kvfast.core.arrays cimport Rows, kv_rows, open_rows
+from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.kernels cimport (KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_kernels, kv_scratch, kv_side,
+                                  kv_tile)
+from kvfast.core.threads cimport num_threads_for
+from kvfast.attention.call cimport AttendCall, open_call
+from kvfast.codec.blocks cimport block_of, dtype_limit, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.codec.encode cimport open_pair
+from kvfast.codec.finish cimport decode_tokens
+from kvfast.attention.options cimport Options
+from kvfast.core.checks cimport check_count
+from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.ring_table cimport RingTable
+from kvfast.storage.sequence cimport SequenceBuffer
+from kvfast.storage.block_table cimport BlockTable
+
+from kvfast.errors import NonFiniteInputError
+
+cdef Py_ssize_t NO_WINDOW = <Py_ssize_t>1 << 60
+
+
+cdef class HeadsTable(RingTable):
+    """A ring whose window is told each time that something is to be dropped."""
+
+    def __cinit__(self, BlockPool pool, *args):
+        self.window, self.rollback = NO_WINDOW, 0
+
+    cdef int evict(self, Py_ssize_t window) except -1:
+        if window == 0:
+            return self.truncate(0)
+        self.evicted = max(self.evicted, self.length - window)
+        return RingTable.forget(self)
+
+    cdef Py_ssize_t num_held(self) noexcept nogil:
+        return self.length - self.evicted
+
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
+        return min(self.evicted, length)
+
+    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1:
+        # What has been dropped was told, and follows from no window.
+        self.evicted = check_count(place.get("evicted_tokens"), "evicted_tokens", 0, length)
+        return RingTable.check_place(self, length, place)
+
+    cdef BlockTable empty(self, BlockPool pool):
+        return HeadsTable(pool, NO_WINDOW, 0, 0)
+
+
+cdef class Heads:
+    def __dealloc__(self):
+        free(self.chunks)
+
+
+cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
+    """The KV heads first ... of a pool's only layer."""
+    cdef Heads self = Heads.__new__(Heads)
+    cdef Py_ssize_t i, chunks = pool.num_chunks
+    cdef kv_chunk *chunk
+    self.store = pool.stores[0]
+    self.store.num_kv_heads = <int>count
+    self.chunks = <kv_chunk *>malloc(max(chunks, 1) * sizeof(kv_chunk))
+    if self.chunks == NULL:
+        raise MemoryError("cannot allocate the view of some heads")
+    for i in range(chunks):
+        chunk = self.chunks + i
+        chunk[0] = self.store.chunks[i]
+        chunk.k += first * chunk.k_head_stride
+        chunk.v += first * chunk.v_head_stride
+    self.store.chunks = self.chunks
+    return self
+
+
+cdef bint _score_head(const kv_kernels *kernels, const kv_store *store, const kv_context *context, const kv_rows *q,
+                      Py_ssize_t head, Py_ssize_t group, float scale, Py_ssize_t begin, float *out, kv_watch *watch) noexcept nogil:
+    """Scores of the query heads of one KV head, rows of `out`, from position `begin` on; whether all are finite."""
+    cdef bint good = True
+    cdef kv_scratch scratch
+    cdef kv_tile tile
+    cdef kv_ahead ahead
+    cdef const kv_side *k = &store.k
+    cdef Py_ssize_t row0 = 0, t, first, tokens = context.length - begin
+    cdef Py_ssize_t at[2]
+    cdef int rows, r, skip
+    cdef float *row
+    memset(&ahead, 0, sizeof(ahead))
+    while row0 < group:
+        rows = <int>min(<Py_ssize_t>KV_ROWS, group - row0)
+        for r in range(rows):
+            row = scratch.rows + r * k.padded_dim
+            kernels.to_float[q.dtype](q.data + (head * group + row0 + r) * q.head_stride, k.head_dim, row)
+            memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
+        if k.rotated:
+            kernels.rotate(scratch.rows, k.padded_dim, rows, k.head_dim, scratch.rows, k.padded_dim)
+        kernels.prepare[k.dtype](k, scratch.rows, rows, scale, &scratch.queries)
+        t = begin
+        while t < context.length:
+            if is_stopped(watch):
+                return good
+            first = t % k.block_size // KV_LANES * KV_LANES
+            skip = <int>(t % KV_LANES)
+            at[0] = at[1] = k_offset_of(store, block_of(context, t >> store.block_shift), head)
+            tile.base, tile.at[0], tile.first = store.base, at[0], <int>first
+            tile.count = <int>min(min(<Py_ssize_t>KV_TILE, k.block_size - first), context.length - t + skip)
+            if t - skip + tile.count < context.length:  # the rest of this block, or the next one
+                at[1] = k_offset_of(store, block_of(context, (t - skip + tile.count) >> store.block_shift), head)
+            # Codes of as many tokens again; they lie one after the other for 16 tokens at a time.
+            ahead.next.base, ahead.next.at = store.base, &at[1]
+            ahead.next.piece = ahead.next.bytes = k.scales
+            ahead.next.scales, ahead.next.scale_bytes = k.scales, k.scale_bytes * k.block_size
+            ahead.after = ahead.next
+            kernels.scores[k.dtype](k, &scratch.queries, rows, &tile, &ahead, scratch.softmax.weights)
+            for r in range(rows):
+                row = scratch.softmax.weights + r * KV_TILE + skip
+                good &= kernels.find_unstorable(row, tile.count - skip, dtype_limit(KV_FLOAT32)) < 0
+                memcpy(out + (row0 + r) * tokens + t - begin, row, (tile.count - skip) * sizeof(float))
+            t += tile.count - skip
+        row0 += KV_ROWS
+    return good
+
+
+cdef void _to_weights(float *scores, Py_ssize_t n, kv_watch *watch) noexcept nogil:
+    """Softmax in place."""
+    cdef Py_ssize_t i
+    cdef float top = scores[0], total
+    cdef double sum_ = 0
+    if is_stopped(watch, 16):
+        return
+    for i in range(n):
+        top = max(top, scores[i])
+    for i in range(n):
+        scores[i] = expf(scores[i] - top)
+        sum_ += scores[i]
+    total = <float>(1.0 / sum_)
+    for i in range(n):
+        scores[i] *= total
+
+
+cdef class HeadsBuffer(SequenceBuffer):
+    """One layer; of what it holds, positions below `start` are gone."""
+
+    @property
+    def num_held(self):
+        return max(<Py_ssize_t>0, (<HeadsTable>self.tables[0]).num_held())
+
+    def evict(self, Py_ssize_t window):
+        """Keep the last `window` tokens; returns how many were dropped."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Py_ssize_t before
+        self._enter()
+        try:
+            before = table.num_held()
+            table.evict(window)
+            return before - table.num_held()
+        finally:
+            self._leave()
+
+    def push(self, k, v):
+        """Append tokens, and count them as complete."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Rows keys, values
+        keys, values = open_pair(k, v, False)
+        self._enter()
+        try:
+            table.append(0, keys, values, NULL)
+            table.advance(keys.rows.tokens)
+        finally:
+            self._leave()
+
+    def _like(self, tables):
+        table = tables[self.tables[0]]
+        return HeadsBuffer([table], [(table, 0)])
+
+    def scores(self, q, Py_ssize_t head, Py_ssize_t count, bint softmax, num_threads):
+        """Scores of q, (1, query heads, head_dim), over the tokens of `count` KV heads from `head` on."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Rows queries = open_rows(q, "q")
+        cdef Heads part
+        cdef kv_context context
+        cdef const kv_kernels *kernels = active()
+        cdef Py_ssize_t group = queries.rows.heads // count, n, i, bad = 0
+        cdef float scale = 1.0 / math.sqrt(queries.rows.dim)
+        cdef int threads
+        cdef kv_watch memory
+        cdef kv_watch *watch
+        cdef float[:, ::1] out
+        self.enter_reading()
+        try:
+            table.context(0, &context)
+            n = context.length - table.evicted
+            array = np.empty((queries.rows.heads, n), np.float32)
+            if n == 0:
+                return array
+            out = array
+            part = heads_of(table.pool, head, count)
+            threads = num_threads_for(num_threads, <double>n * count * part.store.k.padded_dim * group)
+            watch = watch_of(&memory, <double>n * count * part.store.k.padded_dim * group)
+            with nogil:
+                if threads == 1:
+                    for i in range(count):
+                        bad += not _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale,
+                                               context.length - n, &out[i * group, 0], watch)
+                    for i in range(count * group if softmax else 0):
+                        _to_weights(&out[i, 0], n, watch)
+                else:
+                    for i in prange(count, schedule="dynamic", num_threads=threads):
+                        bad += not _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale,
+                                               context.length - n, &out[i * group, 0], watch)
+                    for i in prange(count * group if softmax else 0, schedule="static", num_threads=threads):
+                        _to_weights(&out[i, 0], n, watch)
+            check_stopped(watch)
+        finally:
+            self.leave_reading()
+        if bad:
+            raise NonFiniteInputError("queries and keys are too large together: a score is beyond float32")
+        return array
+
+    def attend_heads(self, q, Py_ssize_t head, Py_ssize_t count, Options options):
+        """As `attend`, of one query token to `count` KV heads from `head` on."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Heads part
+        cdef AttendCall call
+        cdef kv_context context
+        self.enter_reading()
+        try:
+            table.context(0, &context)
+            if context.length == table.evicted:
+                raise ValueError("the cache holds no tokens to attend to")
+            part = heads_of(table.pool, head, count)
+            call = open_call(&part.store, table.pool.workspace, q, options, 1)
+            call.window = context.length - table.evicted
+            call.ask(&context, 0, 1)
+            call.add(&context, 0, 1, 0, 0)
+            return call.run()
+        finally:
+            self.leave_reading()
+
+    def rows_of(self, Py_ssize_t head, Py_ssize_t count, bint values):
+        """Keys or values of `count` KV heads from `head` on, decoded."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Heads part
+        cdef Py_ssize_t i, n
+        cdef int64_t[::1] positions, slots
+        self.enter_reading()
+        try:
+            n = table.length - table.evicted
+            positions, slots = np.arange(table.evicted, table.length), np.empty(n, np.int64)
+            for i in range(n):
+                slots[i] = table.slot(positions[i])
+            part = heads_of(table.pool, head, count)
+            return decode_tokens(&part.store, positions, slots, table.length, values)
+        finally:
+            self.leave_reading()

@@ -1,0 +1,233 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Where caches take their blocks from: memory, the float rows beside it, what is known, and whose turn it is."""
+cimport cython
+
+from libc.stdint cimport int32_t
+
+from kvfast.core.flags cimport kv_drop, kv_share, kv_take, kv_unshare
+from kvfast.attention.call cimport Workspace
+from kvfast.storage.block_memory cimport BlockMemory
+from kvfast.storage.float_rows cimport float_rows_of
+
+
+cdef extern from *:
+    """
+    #include <sched.h>
+    """
+    int sched_yield() nogil
+    unsigned long PyThread_get_thread_ident() nogil
+
+
+cdef enum:
+    IN_A_CALL = -1             # another thread is refused; above 0 so many threads read, and only who writes is
+    TIDYING = -2               # another thread waits: nobody asked for what is being done, and it is short
+
+
+cdef class BlockPool(BlockMemory):
+    """Blocks, the float rows of their tokens, and the index of those that are known.
+
+    All memory is there from the start, in one piece, or if the pool `grows` none before it is needed.
+    """
+
+    def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
+                  bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None):
+        cdef Py_ssize_t i
+        for i in range(self.num_layers):
+            self.finishes |= self.stores[i].finishes
+            self.has_sinks |= self.stores[i].float_tokens > 0
+        self.floats = float_rows_of(self)
+        self.abandoned = []
+        self.workspace = Workspace()
+        self.workspace.secure = secure
+        if not grows:
+            self._add_chunk(self.first_blocks)
+
+    cdef bint try_enter(self) noexcept nogil:
+        return kv_take(&self.busy, IN_A_CALL) == 0
+
+    cdef void leave(self) noexcept nogil:
+        kv_drop(&self.busy)
+
+    cdef bint try_enter_reading(self) noexcept nogil:
+        return kv_share(&self.busy) == 0
+
+    cdef void leave_reading(self) noexcept nogil:
+        kv_unshare(&self.busy)
+
+    cdef bint _waits_for(self, int holder) noexcept:
+        """Wait a moment for who tidies up. A finalizer of what is being tidied up may come here on the same thread, which
+        then waits for nobody."""
+        if holder != TIDYING or self.tidier == PyThread_get_thread_ident():
+            return False
+        with nogil:
+            sched_yield()
+        return True
+
+    cdef int enter_reading(self) except -1:
+        """For a call that only reads, as other threads may at the same time."""
+        cdef int holder
+        self.settle()
+        holder = kv_share(&self.busy)
+        while self._waits_for(holder):
+            holder = kv_share(&self.busy)
+        if holder:
+            raise RuntimeError("this cache is in use by another thread, which changes it; threads that only read go together")
+        return 0
+
+    cdef int enter(self) except -1:
+        cdef int holder = kv_take(&self.busy, IN_A_CALL)
+        while self._waits_for(holder):
+            holder = kv_take(&self.busy, IN_A_CALL)
+        if holder:
+            raise RuntimeError("this cache is in use by another thread; one that changes it must be alone")
+        try:
+            self._release_abandoned()
+        except BaseException:
+            self.leave()
+            raise
+        return 0
+
+    cdef bint _start_tidying(self) noexcept:
+        if kv_take(&self.busy, TIDYING):
+            return False
+        self.tidier = PyThread_get_thread_ident()
+        return True
+
+    cdef void _stop_tidying(self) noexcept:
+        self.tidier = 0  # or this thread would take another's tidying for its own
+        self.leave()
+
+    cdef int _release_abandoned(self) except -1:
+        while self.abandoned:
+            self.abandoned.pop().give_up()
+        return 0
+
+    def abandon(self, table):
+        """Release a table that Python collects, of this pool or one entered with it: now, or when it is next entered."""
+        if self._start_tidying():
+            try:
+                table.give_up()
+            finally:
+                self._stop_tidying()
+        else:
+            self.abandoned.append(table)
+
+    def settle(self):
+        """Release what was abandoned while the pool was busy."""
+        if self.abandoned and self._start_tidying():
+            try:
+                self._release_abandoned()
+            finally:
+                self._stop_tidying()
+
+    cdef int _grow_tables(self, Py_ssize_t total) except -1:
+        with cython.critical_section(self):
+            BlockMemory._grow_tables(self, total)
+            if self.floats is not None:
+                self.floats.grow(self.num_blocks, total)
+        return 0
+
+    cdef Py_ssize_t available(self) except -1:
+        return self.num_free + (self.index.num_idle if self.index is not None else 0)
+
+    cdef int32_t take(self, int32_t after) except -1:
+        """A free block, or else one that is known and without an owner."""
+        cdef int32_t block
+        if self.num_free:
+            block = BlockMemory.take(self, after)
+        else:
+            block = self.index.evict()
+            if self.secure:
+                self.wipe_block(block)
+            self.owners[block] = 1
+        if self.floats is not None:
+            self.floats.drop(block, 0)
+            self.floats.keep(block, 0)
+        return block
+
+    cdef int retain(self, int32_t block) except -1:
+        """One owner more, the first perhaps, of a block whose contents are known."""
+        if self.owners[block] == 0:
+            self.index.reuse(block)
+        self.owners[block] += 1
+        return 0
+
+    cdef int release(self, int32_t block) except -1:
+        self.owners[block] -= 1
+        if self.owners[block] > 0:
+            return 0
+        if self.index is None or not self.index.keep(block):
+            self.give_back(block)
+        elif self.floats is not None:
+            self.floats.drop(block, 1 if self.has_sinks else 0)  # whoever finds it reads codes, and the sequence's start
+        return 0
+
+    cdef int give_back(self, int32_t block) except -1:
+        BlockMemory.give_back(self, block)
+        if self.floats is not None:
+            self.floats.drop(block, 0)
+            self.floats.keep(block, 0)
+        return 0
+
+    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
+        BlockMemory.wipe_places(self, block, layer, first)
+        if self.floats is not None:
+            self.floats.wipe_places(block, layer, first)
+
+    cdef bint is_frozen(self, int32_t block) noexcept:
+        """Whether a block must be copied before it is written."""
+        return self.owners[block] > 1 or (self.index is not None and self.index.knows(block))
+
+    def is_patched(self, int32_t block):
+        """Whether some tokens of a finished block are float rows for good, see `kv_store`."""
+        return self.floats is not None and self.floats.kept[block] < 0
+
+    cdef int copy_block(self, int32_t source, int32_t target) except -1:
+        """Copy a block with its float rows."""
+        if self.floats is not None:
+            self.floats.copy(source, target)
+        self.copy(source, target)
+        return 0
+
+    cdef BlockPool clone(self):
+        """An empty pool of the same shape."""
+        return BlockPool(*self.settings)
+
+    cdef BlockPool exact(self, Py_ssize_t num_blocks):
+        """An empty pool of the same layers with so many blocks."""
+        return BlockPool(*self.settings[:5], max(num_blocks, 1), rope_dim=self.rope_dim, secure=self.secure,
+                         v_head_dim=self.v_head_dim)
+
+    cdef int drop_surplus(self) except -1:
+        """Give back what a pool that had its memory from the start got beside it, while snapshots kept its blocks."""
+        if not self.grows:
+            self.trim()
+        if self.floats is not None:
+            self.floats.pieces.trim()
+        return 0
+
+    def float_pool(self):
+        """An empty memory for float rows of tokens, or None if there are none."""
+        return None if self.floats is None else BlockMemory(*self.floats.pieces.settings)
+
+    @property
+    def nbytes(self):
+        return sum(self.sizes) + (0 if self.floats is None else self.floats.pieces.nbytes)
+
+    def bytes_of_blocks(self, blocks):
+        """Bytes of some blocks, float rows included."""
+        cdef Py_ssize_t count = 0
+        cdef int32_t block
+        if self.floats is None:
+            return len(blocks) * self.block_bytes
+        with cython.critical_section(self):
+            for block in blocks:
+                count += self.floats.count(block)
+        return len(blocks) * self.block_bytes + count * self.floats.pieces.block_bytes
+
+    @property
+    def nbytes_used(self):
+        """Bytes of the blocks that have owners."""
+        with cython.critical_section(self):
+            owned = [i for i in range(self.num_blocks) if self.owners[i]]
+        return self.bytes_of_blocks(owned)

@@ -1,0 +1,144 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The ring: the last `window` tokens, the first `num_sink_tokens` (StreamingLLM, arXiv 2309.17453), and a
+slack of `rollback` tokens behind the window, so that going back that far is exact."""
+from libc.stdint cimport int32_t
+from libc.string cimport memmove
+
+from kvfast.core.checks cimport check_count
+from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.block_table cimport BlockTable
+
+
+cdef class RingTable(BlockTable):
+    def __cinit__(self, BlockPool pool, Py_ssize_t window, Py_ssize_t num_sink_tokens, Py_ssize_t rollback):
+        self.window, self.num_sink_tokens, self.rollback = window, num_sink_tokens, rollback
+        self.sink_blocks = (num_sink_tokens + pool.block_size - 1) // pool.block_size
+
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
+        return max(<Py_ssize_t>0, length - self.window)
+
+    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
+        if window[0] > self.window or num_sink_tokens[0] > self.num_sink_tokens:
+            return False
+        if window[0] == 0:
+            window[0] = self.window
+        if num_sink_tokens[0] < 0:
+            num_sink_tokens[0] = self.num_sink_tokens
+        return True
+
+    cdef Py_ssize_t _evicted_at(self, Py_ssize_t length) noexcept nogil:
+        return max(self.evicted, length - self.window - self.rollback)
+
+    cdef Py_ssize_t _gone(self, Py_ssize_t evicted) noexcept nogil:
+        """Whole blocks behind the slack."""
+        return evicted // self.pool.block_size - self.sink_blocks - self.skipped
+
+    cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
+        return BlockTable.just_counts(self, n) and self._gone(self._evicted_at(self.length + n)) <= 0
+
+    cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
+        self.length += n
+        self.evicted = self._evicted_at(self.length)
+
+    cdef int ensure(self, Py_ssize_t count) except -1:
+        return self.pool.ensure_apart(count)
+
+    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
+        return self.skipped + max(<Py_ssize_t>0, self._gone(self._evicted_at(length)))
+
+    cdef int forget(self) except -1:
+        cdef Py_ssize_t i, gone
+        cdef int32_t block
+        self.evicted = self._evicted_at(self.length)
+        gone = self._gone(self.evicted)
+        if gone <= 0:
+            return 0
+        for i in range(gone):
+            block = self.blocks[self.sink_blocks + i]
+            if self.pool.floats is not None and self.sink_blocks + self.skipped + i and self.pool.owners[block] == 1:
+                self.pool.floats.drop(block, 0)  # a block that stays known keeps those of the sequence's start alone
+            self.pool.release(block)
+        memmove(self.blocks + self.sink_blocks, self.blocks + self.sink_blocks + gone,
+                (self.count - self.sink_blocks - gone) * sizeof(self.blocks[0]))
+        self.count -= gone
+        self.skipped += gone
+        self.pool.trim()
+        return 0
+
+    cdef int start(self, digests) except -1:
+        """Those of the longest prefix of which all blocks are known that a sequence of its length holds."""
+        cdef Py_ssize_t size = self.pool.block_size, count, skipped, known = 0, found = 0
+        cdef list blocks = self.pool.index.look_up(digests)
+        for count in range(1, len(blocks) + 1):
+            known = 0 if blocks[count - 1] is None else known + 1
+            if known == 0 and count <= self.sink_blocks:
+                break
+            skipped = self.skipped_at(count * size)
+            if known >= count - (self.sink_blocks + skipped if skipped else 0):
+                found = count
+        skipped = self.skipped_at(found * size)
+        if skipped:
+            blocks = blocks[:self.sink_blocks] + blocks[self.sink_blocks + skipped:found]
+        self.begin_with(blocks[:found - skipped], skipped)
+        self.evicted = self._evicted_at(self.length)
+        return 0
+
+    cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
+        """Blocks of another size skip what is gone of the other's."""
+        cdef Py_ssize_t evicted = (<RingTable>other).evicted
+        if self.pool.block_size == other.pool.block_size:
+            return other.skipped
+        return max(<Py_ssize_t>0, evicted // self.pool.block_size - self.sink_blocks)
+
+    cdef list pieces_of(self, BlockTable other):
+        if self.pool.block_size == other.pool.block_size:
+            return BlockTable.pieces_of(self, other)
+        # Only the start of the sequence: where blocks are finished, all have one size.
+        return [0] if self.pool.has_sinks and other.num_positions() and (self.sink_blocks or self.skipped_of(other) == 0) else []
+
+    cdef BlockTable empty(self, BlockPool pool):
+        return RingTable(pool, self.window, self.num_sink_tokens, self.rollback)
+
+    cdef int copy_place(self, BlockTable other) except -1:
+        BlockTable.copy_place(self, other)
+        self.evicted = (<RingTable>other).evicted
+        return 0
+
+    cdef dict place(self):
+        return BlockTable.place(self) | {"evicted_tokens": self.evicted}
+
+    cdef int set_place(self, Py_ssize_t length, dict place) except -1:
+        self.evicted = place["evicted_tokens"]
+        return BlockTable.set_place(self, length, place)
+
+    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1:
+        """The blocks skipped must be behind the sinks, and hold only what has been evicted."""
+        cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
+        if set(self._check_coded(length, place)) != {"skipped_blocks", "evicted_tokens"}:
+            raise ValueError(f"a ring cannot be {place}")
+        skipped = check_count(place["skipped_blocks"], "skipped_blocks", 0, 1 << 40)
+        evicted = check_count(place["evicted_tokens"], "evicted_tokens", 0, 1 << 40)
+        if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
+            raise ValueError(f"a ring with a window of {self.window} and {self.num_sink_tokens} sinks that holds {length} "
+                             f"tokens cannot be {place}")
+        if self.pool.finishes and skipped and (
+                place["coded_tokens"] < (self.sink_blocks + skipped) * size
+                or any([self.sink_blocks <= index < self.sink_blocks + skipped for index, _ in place.get("patches", [])])):
+            raise ValueError(f"a ring that has dropped {skipped} blocks cannot be {place}")
+        return (length + size - 1) // size - skipped
+
+    cdef bint holds(self, Py_ssize_t position) noexcept nogil:
+        return position >= self.evicted or self.evicted <= self.num_sink_tokens
+
+    cdef int check_truncate(self, Py_ssize_t n) except -1:
+        """Going back is exact as long as the window of n tokens is still held."""
+        if n > 0 and not self.holds(self.oldest(n)):
+            raise ValueError(f"cannot go back to {n} tokens: of {self.length}, a window of {self.window} with a "
+                             f"rollback of {self.rollback} can be restored down to {self.evicted + self.window}")
+        return 0
+
+    cdef int truncate(self, Py_ssize_t n) except -1:
+        if n == 0:
+            self.evicted = 0
+        BlockTable.truncate(self, n)
+        return 0

@@ -1,0 +1,30 @@
+"""All layers of one sequence."""
+from kvfast.attention.call cimport AttendCall
+from kvfast.attention.options cimport Options
+from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.block_table cimport BlockTable
+
+
+cdef int fit_window(BlockTable table, AttendCall call) except -1
+cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) except -1
+
+
+cdef class SequenceBuffer:
+    cdef readonly list tables          # of BlockTable: one for each group of layers with one window and one shape
+    cdef list places                   # of (table, layer in it) for each layer
+    cdef readonly Py_ssize_t num_layers
+    cdef Py_ssize_t most               # tokens, or -1: any number
+
+    cdef BlockTable _table(self, object index, Py_ssize_t *layer)
+    cdef int _check_open(self) except -1
+    cdef int _enter(self) except -1
+    cdef int _leave(self) except -1
+    cdef int enter_reading(self) except -1
+    cdef int leave_reading(self) except -1
+    cdef BlockPool _pool(self)
+    cdef int _drop_surplus(self) except -1
+    cdef int _share_blocks(self, SequenceBuffer other, begin) except -1
+    cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1
+    cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
+    cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
+                          Options options)

@@ -1,0 +1,442 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The storage of one sequence: append, attend, go back. The caches are names for it."""
+import numpy as np
+
+from kvfast.core.arrays cimport Rows, open_rows
+from kvfast.core.kernels cimport KV_FLOAT32, kv_side
+from kvfast.attention.call cimport AttendCall, imagined_rows, open_call
+from kvfast.codec.blocks cimport kv_context, kv_store, view_of
+from kvfast.codec.encode cimport open_pair
+from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
+from kvfast.attention.options cimport Options
+from kvfast.core.checks cimport check_count, check_layer
+from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.ring_table cimport RingTable
+from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.copying cimport clone_table, copy_table
+
+from kvfast.errors import CacheFullError
+
+
+cdef tuple _shape_of(BlockTable table):
+    return table.pool.num_kv_heads, table.pool.head_dim, table.pool.v_head_dim
+
+
+cdef int fit_window(BlockTable table, AttendCall call) except -1:
+    """A ring shows what it holds: its window and its sinks, or less."""
+    cdef RingTable ring
+    if table.limit(&call.window, &call.options.num_sink_tokens):
+        return 0
+    ring = table
+    if call.window > ring.window:
+        raise ValueError(f"sliding_window must be at most the {ring.window} tokens that the ring keeps, "
+                         f"got {call.window}")
+    raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
+                     f"got {call.options.num_sink_tokens}")
+
+
+cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) except -1:
+    """After `ask`: the keys that the first of its queries sees must be there."""
+    if not table.holds(call.call.queries[first_query].start):
+        raise ValueError(f"the first query, at position {call.call.queries[first_query].position}, needs the keys from "
+                         f"position {call.call.queries[first_query].start} on, and the ring has dropped some of them")
+    return 0
+
+
+cdef class SequenceBuffer:
+    def __init__(self, list tables, list places, max_seq_len=None):
+        self.tables, self.places, self.max_seq_len = tables, places, max_seq_len
+        self.num_layers = len(places)
+
+    @property
+    def max_seq_len(self):
+        """Tokens, or None."""
+        return None if self.most < 0 else self.most
+
+    @max_seq_len.setter
+    def max_seq_len(self, value):
+        self.most = -1 if value is None else value
+
+    cdef BlockTable _table(self, object index, Py_ssize_t *layer):
+        self._check_open()
+        table, layer[0] = self.places[check_layer(index, self.num_layers)]
+        return table
+
+    @property
+    def closed(self):
+        """Whether the blocks were given back for good."""
+        return bool((<BlockTable>self.tables[0]).closed)
+
+    cdef int _check_open(self) except -1:
+        return (<BlockTable>self.tables[0]).check_open()
+
+    cdef int _enter(self) except -1:
+        self._pool().enter()
+        try:
+            self._check_open()  # not before: another thread may be about to close it
+        except BaseException:
+            self._pool().leave()
+            raise
+        return 0
+
+    cdef int _leave(self) except -1:
+        self._pool().leave()
+        return 0
+
+    cdef int enter_reading(self) except -1:
+        self._pool().enter_reading()
+        try:
+            self._check_open()
+        except BaseException:
+            self._pool().leave_reading()
+            raise
+        return 0
+
+    cdef int leave_reading(self) except -1:
+        self._pool().leave_reading()
+        return 0
+
+    cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
+        if self.most >= 0 and held + n > self.most:
+            room = self.most - held
+            raise CacheFullError(f"layer {index} has room for {room} of {self.most} tokens, got {n}", n, room)
+        return 0
+
+    def append(self, index, k, v, Transform transform=None):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Rows keys, values
+        keys, values = open_pair(k, v, table.pool.rope_dim is not None)
+        self._enter()
+        try:
+            self._check_room(index, table.lengths[layer], keys.rows.tokens)
+            if transform is not None:
+                transform.fit(keys.rows.tokens, table.lengths[layer])
+            table.append(layer, keys, values, NULL if transform is None else &transform.c)
+        finally:
+            self._leave()
+
+    def write(self, index, qkv, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
+        """Append the keys and values of a fused projection; returns its queries."""
+        cdef Py_ssize_t layer, first
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Projection parts = open_projection(qkv, num_q_heads, table.pool.num_kv_heads, table.pool.head_dim,
+                                                table.pool.v_head_dim)
+        self._enter()
+        try:
+            first = table.lengths[layer]
+            self._check_room(index, first, parts.keys.rows.tokens)
+            of_q.fit(parts.keys.rows.tokens, first)
+            of_k.fit(parts.keys.rows.tokens, first)
+            q = write_queries(parts, of_q, out, num_threads)
+            table.append(layer, parts.k, parts.v, &of_k.c)
+            return q
+        finally:
+            self._leave()
+
+    def attend(self, index, q, sink_q, Options options, rope_q=None):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        self.enter_reading()
+        try:
+            return self._plan(index, table, layer, q, sink_q, rope_q, options).run()
+        finally:
+            self.leave_reading()
+
+    def explain(self, index, q, num_q_heads, dtype, Options options):
+        """The AttendPlan of `attend` for an array, a shape, or a number of tokens."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.stores[layer])
+        self.enter_reading()
+        try:
+            return self._plan(index, table, layer, rows, None, None, options).explain(str(table.pool.formats[layer]))
+        finally:
+            self.leave_reading()
+
+    cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
+                          Options options):
+        cdef AttendCall call
+        cdef kv_context context
+        table.context(layer, &context)
+        if options.made_for >= 0 and options.made_for != context.length:
+            raise RuntimeError(f"another thread has changed layer {index}: it held {options.made_for} tokens, and holds "
+                               f"{context.length} now")
+        if context.length == 0:
+            raise ValueError(f"layer {index} holds no tokens to attend to")
+        call = open_call(&table.pool.stores[layer], table.pool.workspace, q, options, 1)
+        if call.call.q.tokens > context.length:
+            raise ValueError(f"q holds {call.call.q.tokens} tokens, but the layer holds only {context.length}")
+        if sink_q is not None:
+            call.sink_q = open_rows(sink_q, "q")
+            call.call.sink_q = call.sink_q.rows
+        if rope_q is not None:
+            call.set_rope(rope_q)
+        fit_window(table, call)
+        call.ask(&context, 0, call.call.q.tokens)
+        check_held(table, call, 0)
+        call.add(&context, 0, call.call.q.tokens, 0, 0)
+        return call
+
+    # What more a sequence knows of its tokens it changes in `begin`: no other thread is in then, and nothing fails behind it.
+
+    def advance(self, n, begin=None):
+        """`begin` is called with the length as it was."""
+        cdef Py_ssize_t i, count = check_count(n, "n", 1, 1 << 60), length
+        cdef Py_ssize_t layer
+        cdef BlockTable table
+        self._enter()
+        try:
+            wrong, length = [], self.length
+            for i in range(self.num_layers):
+                table = self._table(i, &layer)
+                if table.lengths[layer] != length + count:
+                    wrong.append(f"layer {i} has {table.lengths[layer]}")
+            if wrong:
+                raise ValueError(f"advance({n}) needs {length + count} tokens in every layer, but "
+                                 + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
+            for table in self.tables:
+                table.prepare(count)
+            if begin is not None:
+                begin(length)
+            for table in self.tables:
+                table.advance(count)
+        finally:
+            self._leave()
+
+    def truncate(self, n, begin=None):
+        """`begin` is called with the new length."""
+        cdef BlockTable table
+        cdef Py_ssize_t count
+        try:
+            number = n.__index__()
+        except AttributeError:
+            raise TypeError(f"n must be an integer, got {n!r}") from None
+        self._enter()
+        try:
+            if not 0 <= number <= self.length:
+                raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, got {number}")
+            count = number
+            for table in self.tables:
+                table.check_truncate(count)
+            if begin is not None:
+                begin(number)
+            for table in self.tables:
+                table.truncate(count)
+            self._drop_surplus()
+        finally:
+            self._leave()
+
+    @property
+    def length(self):
+        return (<BlockTable>self.tables[0]).length
+
+    def layer_length(self, index):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        return table.lengths[layer]
+
+    def positions(self, index):
+        """Absolute positions that a layer shows."""
+        cdef Py_ssize_t layer, oldest, length
+        cdef BlockTable table = self._table(index, &layer)
+        length = table.lengths[layer]
+        oldest = table.oldest(length)
+        window = np.arange(oldest, length)
+        if oldest == 0:
+            return window
+        return np.concatenate((np.arange(min(oldest, (<RingTable>table).num_sink_tokens)), window))
+
+    def rows(self, index, bint values):
+        """Keys or values of a layer as float32, and their positions: a view where they are stored so in one piece, else decoded."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef BlockPool pool = table.pool
+        cdef kv_store *store = pool.stores + layer
+        cdef kv_side *side = &store.v if values else &store.k
+        self.enter_reading()
+        try:
+            if (side.dtype == KV_FLOAT32 and not store.latent and not store.finishes and not pool.grows and not pool.is_shared
+                    and table.is_in_one_piece()):
+                return np.ndarray((table.lengths[layer], pool.num_kv_heads, side.head_dim), np.float32,
+                                  buffer=view_of(pool.arenas[0]),
+                                  offset=store.chunks.v if values else store.chunks.k,
+                                  strides=(side.row_stride, store.chunks.v_head_stride if values
+                                           else store.chunks.k_head_stride, 4)), np.arange(table.lengths[layer])
+            positions = self.positions(index)
+            return table.rows(layer, positions, values), positions
+        finally:
+            self.leave_reading()
+
+    def copy(self):
+        """An independent deep copy with pools of its own."""
+        cdef BlockTable table
+        copies = {}
+        self.enter_reading()
+        try:
+            for table in self.tables:
+                copies[table] = clone_table(table, table.pool.clone())
+            return self._like(copies)
+        finally:
+            self.leave_reading()
+
+    def share(self, then=None):
+        """The complete tokens, as they are now, in the same blocks."""
+        cdef BlockTable table, other
+        shared = {}
+        self._enter()
+        try:
+            for table in self.tables:
+                shared[table] = other = table.empty(table.pool)
+                other.share(table)
+                other.truncate(other.length)
+            if then is not None:
+                then()
+            return self._like(shared)
+        finally:
+            self._leave()
+
+    def _like(self, tables):
+        """A buffer with these tables in the place of its own."""
+        return SequenceBuffer([tables[table] for table in self.tables],
+                              [(tables[table], layer) for table, layer in self.places], self.max_seq_len)
+
+    def restore(self, SequenceBuffer other, begin=None, then=None):
+        """Become the equal of a buffer with the same settings: by sharing its blocks, or copying those of another pool.
+        `begin` is called when nothing but a signal can keep the tokens from changing, `then` when they have changed."""
+        self._enter()
+        try:
+            if other._pool() is self._pool():
+                self._share_blocks(other, begin)
+            else:
+                other.enter_reading()
+                try:
+                    self._copy_blocks(other, begin)
+                finally:
+                    other.leave_reading()
+            self._drop_surplus()
+            if then is not None:
+                then()
+        finally:
+            self._leave()
+
+    # Both first do for all tables what can fail.
+
+    cdef int _share_blocks(self, SequenceBuffer other, begin) except -1:
+        cdef Py_ssize_t i
+        for i in range(len(self.tables)):
+            (<BlockTable>self.tables[i]).reserve_list((<BlockTable>other.tables[i]).count)
+        if begin is not None:
+            begin()
+        for i in range(len(self.tables)):
+            (<BlockTable>self.tables[i]).share(other.tables[i])
+        return 0
+
+    cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1:
+        cdef Py_ssize_t i
+        cdef BlockTable table
+        cdef list pieces = [(<BlockTable>mine).pieces_of(<BlockTable>table) for mine, table in zip(self.tables, other.tables)]
+        for i in range(len(self.tables)):
+            table = self.tables[i]
+            table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
+        if begin is not None:
+            begin()
+        for i in range(len(self.tables)):
+            copy_table(other.tables[i], self.tables[i], pieces[i], False)
+        return 0
+
+    cdef int _drop_surplus(self) except -1:
+        cdef BlockTable table
+        for table in self.tables:
+            table.pool.drop_surplus()
+        return 0
+
+    cdef BlockPool _pool(self):
+        return (<BlockTable>self.tables[0]).pool
+
+    def places_of_tables(self):
+        """For `streams.reopen`."""
+        self._enter()
+        try:
+            return [(<BlockTable>table).place() for table in self.tables]
+        finally:
+            self._leave()
+
+    @property
+    def nbytes_alone(self):
+        """Bytes that nothing but this buffer keeps."""
+        cdef BlockTable table
+        total = 0
+        for table in self.tables:
+            total += table.nbytes_alone
+        return total
+
+    def __del__(self):
+        cdef BlockTable table
+        if self.tables is not None and not self.closed:
+            for table in self.tables:
+                self._pool().abandon(table)
+
+    @property
+    def formats(self):
+        """KVFormat of each layer."""
+        return [(<BlockTable>table).pool.formats[layer] for table, layer in self.places]
+
+    def block_ids(self, index):
+        """Blocks of a layer in the order of their tokens, int32."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        return table.block_ids()
+
+    def capacity(self, index):
+        """Tokens that the blocks a layer's pool holds have room for."""
+        cdef Py_ssize_t layer
+        cdef BlockPool pool = self._table(index, &layer).pool
+        return (pool.num_blocks - pool.num_gaps) * pool.block_size
+
+    def shape(self, index):
+        """KV heads, head_dim and v_head_dim of a layer."""
+        cdef Py_ssize_t layer
+        return _shape_of(self._table(index, &layer))
+
+    def _of_layers(self, Py_ssize_t which):
+        """A part of `shape`: a number, or a tuple of one per layer where layers differ."""
+        values = {_shape_of(table)[which] for table in self.tables}
+        return values.pop() if len(values) == 1 else tuple([self.shape(i)[which] for i in range(self.num_layers)])
+
+    @property
+    def num_kv_heads(self):
+        return self._of_layers(0)
+
+    @property
+    def head_dim(self):
+        return self._of_layers(1)
+
+    @property
+    def v_head_dim(self):
+        return self._of_layers(2)
+
+    @property
+    def rope_dim(self):
+        return (<BlockTable>self.tables[0]).pool.rope_dim
+
+    @property
+    def secure(self):
+        return bool((<BlockTable>self.tables[0]).pool.secure)
+
+    @property
+    def block_size(self):
+        return (<BlockTable>self.tables[0]).pool.block_size
+
+    @property
+    def nbytes(self):
+        return sum(table.pool.nbytes for table in self.tables)
+
+    @property
+    def nbytes_used(self):
+        """Bytes of the blocks and float rows that hold the tokens."""
+        return sum([(<BlockTable>table).pool.bytes_of_blocks(table.block_ids()) for table in self.tables])
+
+    @property
+    def bytes_per_token(self):
+        return sum(table.pool.block_bytes for table in self.tables) // self.block_size

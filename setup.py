@@ -8,6 +8,7 @@ import glob
 import gzip
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,11 +21,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 
-MODULES = ["_kernels", "_openmp", "_arrays", "blocks", "quant", "span", "attention", "options", "attend_call", "plain", "encode",
-           "finish", "codebook", "books", "fused", "prefix", "block_memory", "float_rows", "pool", "block_map", "table",
-           "transfer", "ring", "sequence", "streams", "heads", "paged", "machine", "capi"]
-PARALLEL = {"_openmp", "quant", "attention", "codebook", "books", "encode", "finish", "fused", "transfer", "heads", "machine"}
-
 # No -ffast-math: the softmax needs its infinities. No -march: one binary runs on any CPU. A product and a sum are rounded at
 # once where vf_fma says so: compilers that choose do it differently for one row and for four, and plain C on ARM, too.
 COMPILE = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
@@ -32,6 +28,11 @@ COMPILE = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-
 
 # See `BlockPool.enter` for what takes the place of the GIL.
 DIRECTIVES = {"freethreading_compatible": True}
+
+# Path of each extension module, and of those with parallel loops.
+MODULES = sorted(glob.glob("kvfast/**/*.pyx", recursive=True))
+PARALLEL = [path for path in MODULES if re.search(r"\bprange\(|cimport .*\bprange\b|<omp\.h>|cimport openmp", Path(path).read_text())]
+HEADERS = sorted(path for kind in ("h", "pxd") for path in glob.glob(f"kvfast/**/*.{kind}", recursive=True))
 
 
 def openmp_works():
@@ -52,15 +53,15 @@ def openmp_works():
     return found
 
 
-def extension(name, openmp):
-    flags = (["-fopenmp"] if openmp and name in PARALLEL else []) + shlex.split(os.environ.get("KVFAST_CFLAGS", ""))
-    sources = [f"kvfast/{name}.pyx"]
-    if name == "_kernels":
+def extension(path, openmp):
+    flags = (["-fopenmp"] if openmp and path in PARALLEL else []) + shlex.split(os.environ.get("KVFAST_CFLAGS", ""))
+    sources = [path]
+    if path == "kvfast/core/kernels.pyx":
         sources.append("kvfast/simd/dispatch.c")
     return Extension(
-        f"kvfast.{name}",
+        path.removesuffix(".pyx").replace("/", "."),
         sources,
-        depends=sorted([*glob.glob("kvfast/simd/*.h"), "kvfast/kvfast.h", *glob.glob("kvfast/*.pxd")]),
+        depends=HEADERS,
         include_dirs=["kvfast"],
         extra_compile_args=COMPILE + flags,
         extra_link_args=flags,
@@ -114,4 +115,4 @@ if "SOURCE_DATE_EPOCH" in os.environ:
     os.umask(0o022)  # wheels hold the modes of files, too
 
 OPENMP = openmp_works()
-setup(ext_modules=[extension(name, OPENMP) for name in MODULES], cmdclass={"build_ext": BuildExt, "sdist": Sdist})
+setup(ext_modules=[extension(path, OPENMP) for path in MODULES], cmdclass={"build_ext": BuildExt, "sdist": Sdist})

@@ -174,7 +174,7 @@ def shared_objects(arguments, folder):
                 wheel.extractall(folder, inside)
             yield from (Path(folder, name) for name in inside)
         elif argument.is_dir():
-            yield from sorted(argument.glob("*.so"))
+            yield from sorted(argument.rglob("*.so"))
         else:
             yield argument
 

@@ -31,7 +31,7 @@ def setup(ext_modules, **rest):
         modules[module.name.removeprefix("kvfast.")] = module.extra_compile_args, module.extra_link_args
 setuptools.setup = setup
 parallel = runpy.run_path("setup.py")["PARALLEL"]
-print(json.dumps([modules, sorted(parallel)]))
+print(json.dumps([modules, [path[len("kvfast/"):-len(".pyx")].replace("/", ".") for path in parallel]]))
 """
 
 
@@ -68,7 +68,7 @@ def compiler(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
 def test_openmp_where_it_is_found(compiler):
     with_openmp, parallel = decide(CC=compiler["with"])
-    assert with_openmp == parallel and "attention" in parallel and "_kernels" not in parallel
+    assert with_openmp == parallel and "attention.tasks" in parallel and "core.kernels" not in parallel
     assert decide(CC=compiler["without"]) == (set(), parallel)
     assert decide(CC="/nowhere/cc") == (set(), parallel)
 
@@ -92,10 +92,10 @@ def test_flags_of_ones_own_come_last():
 @needs_compiler
 def test_modules_with_parallel_regions_are_listed():
     """One that is not would run serially, and nothing would say so."""
-    sources = sorted((ROOT / "kvfast").glob("*.pyx"))
+    sources = sorted((ROOT / "kvfast").rglob("*.pyx"))
     if not sources:
         pytest.skip("the sources are not here")
-    uses = {path.stem for path in sources if "prange" in (text := path.read_text()) or "parallel(" in text or "omp.h" in text}
+    uses = {".".join(path.relative_to(ROOT / "kvfast").with_suffix("").parts) for path in sources if "prange" in (text := path.read_text()) or "parallel(" in text or "omp.h" in text}
     assert uses == decide(KVFAST_OPENMP="0")[1]
 
 

@@ -39,9 +39,11 @@ def installed(tmp_path_factory):
     # What is compiled already need not be again.
     built = folder / "source" / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "kvfast"
     built.mkdir(parents=True)
-    for module in package.glob("*.so"):
-        shutil.copy(module, built)
-        (folder / "source" / "kvfast" / module.name).unlink()
+    for module in package.rglob("*.so"):
+        name = module.relative_to(package)
+        (built / name).parent.mkdir(exist_ok=True)
+        shutil.copy(module, built / name)
+        (folder / "source" / "kvfast" / name).unlink()
     options = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check", "-q")
     command("-m", "pip", "wheel", *options, "-w", folder, folder / "source", cwd=folder)
     (wheel,) = folder.glob("*.whl")
@@ -72,9 +74,12 @@ def runtimes(installed, tmp_path_factory):
 def test_the_wheel_has_all_that_is_needed(installed):
     package = installed / "kvfast"
     names = {str(path.relative_to(package)) for path in package.rglob("*.*")}
-    assert {"kvfast.h", "capi.pxd", "__init__.pxd", "_kernels.pxd", "simd/kernels.h", "py.typed"} <= names
+    assert {"kvfast.h", "capi.pxd", "__init__.pxd", "core/kernels.pxd", "simd/kernels.h", "py.typed"} <= names
     compiled = {name.partition(".")[0] for name in names if name.endswith(".so")}
-    assert compiled == {name.partition(".")[0] for name in names if name.endswith(".pyi")} - {"__init__"}
+    if (sources := ROOT / "kvfast").is_dir():
+        found = {suffix: {path.relative_to(sources) for path in sources.rglob(f"*.{suffix}")} for suffix in ("pyx", "py", "pyi", "pxd", "h")}
+        assert compiled == {str(path.with_suffix("")) for path in found.pop("pyx")}
+        assert {str(path) for paths in found.values() for path in paths} <= names
     assert not [name for name in names if name.endswith((".pyx", ".c"))]
     code = "import kvfast, os; print(os.path.samefile(os.path.dirname(kvfast.__file__), kvfast.get_include()))"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(installed)}, cwd=installed,

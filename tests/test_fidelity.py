@@ -9,7 +9,7 @@ import reference
 
 import kvfast
 
-module = sys.modules["kvfast.fidelity"]
+module = sys.modules["kvfast.planning.fidelity"]
 
 
 def tensors(rng, num_queries=20, num_tokens=150, num_q_heads=6, num_kv_heads=2, head_dim=64):

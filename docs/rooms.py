@@ -1,0 +1,112 @@
+"""The packages of kvfast and what each imports, read from the sources.
+
+    python docs/rooms.py
+
+prints the floors, and what breaks the rules: a package imports only from floors below its own, and takes no private
+names of another. `docs/pictures.py` draws them.
+"""
+
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "kvfast"
+# From the bottom up. Packages of one floor do not import each other.
+FLOORS = (
+    ("errors", "simd"),
+    ("core",),
+    ("codec",),
+    ("attention",),
+    ("storage",),
+    ("files",),
+    ("caches",),
+    ("capi", "compression", "interop"),
+    ("planning",),
+    ("__init__",),  # the public names, which is what those above use
+    ("llama", "transformers"),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+_IMPORT = re.compile(r"^[ \t]*from +(kvfast(?:\.\w+)*) +c?import +(\([^)]*\)|[^\n#]*)", re.M)
+_WHOLE = re.compile(r"^[ \t]*c?import +(kvfast(?:\.\w+)*)", re.M)
+_INCLUDE = re.compile(r'^[ \t]*cdef extern from "(\w+)/', re.M)
+_USE = re.compile(r"[\w)\]]\.(_[a-z]\w*)")
+_NAMED = (
+    re.compile(r"\b(?:def|class) +(_[a-z]\w*)"),
+    re.compile(r"^[ \t]*c?p?def [^=\n]*?[ *](_[a-z]\w*)\(", re.M),
+    re.compile(r"[\"'](_[a-z]\w*)[\"']"),
+    re.compile(r"^[ \t]*(?:cdef [^=(\n]*[ *])?(_[a-z]\w*)\b[^=\n]*(?:=|$)", re.M),
+)
+_ASSIGNED = re.compile(r"^[ \t]*((?:\w+\.)?\w+(?:, *(?:\w+\.)?\w+)*)(?:: [^=\n]+)? *=", re.M)
+_FOREIGN = {"_make_subclass"}  # PyTorch's
+
+
+def rooms():
+    """The sources of each package or module at the top of kvfast: a dict of lists of paths."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.p*")):
+        if path.suffix in (".py", ".pyx", ".pxd"):
+            found.setdefault(path.relative_to(PACKAGE).parts[0].partition(".")[0], []).append(path)
+    return found
+
+
+def imports_of(text):
+    """(line number, package, names) of each import and cimport from kvfast; (line number, "simd", []) for its C files."""
+    for match in _IMPORT.finditer(text):
+        line, parts = text.count("\n", 0, match.start()) + 1, match[1].split(".")
+        names = re.findall(r"\w+", re.sub(r"\bas +\w+", "", match[2]))
+        if len(parts) > 1:
+            yield line, parts[1], names
+        for name in names if len(parts) == 1 else ():
+            yield line, name if name in FLOOR_OF else "__init__", []
+    for match in _WHOLE.finditer(text):
+        line, parts = text.count("\n", 0, match.start()) + 1, match[1].split(".")
+        yield line, parts[1] if len(parts) > 1 else "__init__", []
+    for match in _INCLUDE.finditer(text):
+        yield text.count("\n", 0, match.start()) + 1, match[1], []
+
+
+def arrows():
+    """Packages that each package imports: a dict of sorted lists."""
+    return {
+        room: sorted({other for path in paths for _, other, _ in imports_of(path.read_text()) if other != room}, key=lambda other: (FLOOR_OF[other], other))
+        for room, paths in rooms().items()
+    }
+
+
+def private_names(paths):
+    """Names with an underscore that the sources of a package give to what is their own."""
+    found = set()
+    for text in (path.read_text() for path in paths):
+        for pattern in _NAMED:
+            found.update(pattern.findall(text))
+        for assigned in _ASSIGNED.findall(text):
+            found.update(re.findall(r"\b(?:self|other)\.(_\w+)", assigned))
+    return found
+
+
+def violations():
+    """What breaks the rules, as texts."""
+    wrong = []
+    for room, paths in rooms().items():
+        own = private_names(paths)
+        for path in paths:
+            text, name = path.read_text(), path.relative_to(PACKAGE.parent)
+            for line, other, names in imports_of(text):
+                if other != room and FLOOR_OF[other] >= FLOOR_OF[room]:
+                    wrong.append(f"{name}:{line}: {room} imports {other}, which is not below it")
+                if other != room:
+                    wrong += [f"{name}:{line}: {one} is private to {other}" for one in names if one.startswith("_")]
+            wrong += [
+                f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match[1]} is private to another package"
+                for match in _USE.finditer(text)
+                if match[1] not in own | _FOREIGN
+            ]
+    return wrong
+
+
+if __name__ == "__main__":
+    for room, others in sorted(arrows().items(), key=lambda item: FLOOR_OF[item[0]]):
+        print(f"{room:12} {', '.join(others)}")
+    print("\n".join(violations()))

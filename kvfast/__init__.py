@@ -52,9 +52,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import kvfast.core.spin as _spin  # noqa: F401  (before what loads OpenMP)
 from kvfast.attention.dense import attention, merge_states
 from kvfast.attention.plan import AttendPlan, PlanItem
 from kvfast.caches.contiguous import KVCache
+from kvfast.caches.loading import load
 from kvfast.caches.mla import MLAKVCache
 from kvfast.caches.multi_head import MultiHeadKVCache
 from kvfast.caches.multi_head_config import MultiHeadConfig
@@ -78,7 +80,6 @@ from kvfast.compression import (
     ReconstructionError,
     VectorQuantization,
 )
-from kvfast.core import spin as _spin  # noqa: F401  (before what loads OpenMP)
 from kvfast.core.kernels import active_isa, available_isas, cpu_features, use_isa
 from kvfast.core.machine import peak_rate, read_bandwidth
 from kvfast.core.threads import get_num_threads, has_openmp, set_num_threads
@@ -89,7 +90,7 @@ from kvfast.errors import (
     IncompatibleSnapshotError,
     NonFiniteInputError,
 )
-from kvfast.files.cache_file import load
+from kvfast.interop import ggml, llama_cpp_state  # noqa: F401  (kvfast.ggml, kvfast.llama_cpp_state)
 from kvfast.planning.fidelity import Fidelity, choose_format, fidelity
 from kvfast.planning.model_shape import LayerShape, ModelShape
 from kvfast.planning.plan import DtypePlan, MemoryPlan, plan

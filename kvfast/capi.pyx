@@ -72,14 +72,14 @@ cdef class Handle:
     cdef char text[MOST_TEXT]
 
     def __cinit__(self, cache):
-        from kvfast.caches.stored_sequence import StoredSequence
+        from kvfast.caches.stored_sequence import StoredSequence, buffer_of
 
         cdef Py_ssize_t i
         if not isinstance(cache, StoredSequence):
             raise TypeError(f"a KVCache, RingKVCache, MLAKVCache or Sequence is needed, got {type(cache).__name__}")
         if getattr(cache, "_rope", None) is not None:
             raise ValueError('a cache with rope="cache", which turns queries and keys itself, has no C interface')
-        self.cache, self.buffer, self.is_paged = cache, cache._buffer, cache.is_paged
+        self.cache, self.buffer, self.is_paged = cache, buffer_of(cache), cache.is_paged
         self.tables = <void **>calloc(self.buffer.num_layers, sizeof(void *))
         self.layers = <Py_ssize_t *>calloc(self.buffer.num_layers, sizeof(Py_ssize_t))
         if self.tables == NULL or self.layers == NULL:
@@ -88,7 +88,7 @@ cdef class Handle:
             self.tables[i], self.layers[i] = <void *>table, layer
         self.call = AttendCall.__new__(AttendCall)
         self.call.options, self.call.workspace = Options(), Workspace()
-        self.call.workspace.secure = self.buffer._pool().secure
+        self.call.workspace.secure = self.buffer.secure
         self.latent = (<BlockTable>self.tables[0]).pool.stores.latent
 
     def __dealloc__(self):

@@ -10,7 +10,6 @@ from kvfast.caches.storage_properties import size_text
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
-from kvfast.files.state import KINDS
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool
 
@@ -111,6 +110,3 @@ class KVCache(SequenceCache):
     def __repr__(self) -> str:
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
         return f"KVCache({self._shape()}, {len(self)}{most} tokens, {size_text(self.nbytes)})"
-
-
-KINDS["full"] = KVCache

@@ -13,7 +13,6 @@ from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS, StoredSequenc
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.interchange import as_float32, as_floats
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-from kvfast.files.state import KINDS
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool
 from kvfast.storage.sequence import SequenceBuffer
@@ -279,6 +278,3 @@ class MLAKVCache(LatentSequence):
     def __repr__(self) -> str:
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
         return f"MLAKVCache({self._shape()}, {len(self)}{most} tokens, {size_text(self.nbytes)})"
-
-
-KINDS["latent"] = MLAKVCache

@@ -14,7 +14,6 @@ from kvfast.caches.storage_properties import size_text
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from kvfast.core.checks import check_size
 from kvfast.errors import DimensionMismatchError
-from kvfast.files.state import KINDS
 from kvfast.storage.heads import HeadsBuffer, HeadsTable
 from kvfast.storage.pool import BlockPool
 
@@ -262,7 +261,7 @@ class MultiHeadKVCache(_Heads):
         -------
         Snapshot
         """
-        return Snapshot(self._with_buffer(self._buffer.share()), None, metadata)
+        return Snapshot(self.fork(), None, metadata)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go to where a snapshot was taken, of this cache or of another with as many heads and the same configuration.
@@ -324,6 +323,10 @@ class MultiHeadKVCache(_Heads):
         """An independent deep copy."""
         return self._with_buffer(self._buffer.copy())
 
+    def fork(self) -> Self:
+        """Another cache with the same tokens, in the same blocks; see `KVCache.fork`."""
+        return self._with_buffer(self._buffer.share())
+
     def _with_buffer(self, buffer):
         other = object.__new__(type(self))
         for name in ("_signs", "config", "num_heads", "num_q_heads"):
@@ -374,9 +377,6 @@ class MultiHeadKVCache(_Heads):
     def __repr__(self) -> str:
         return (f"MultiHeadKVCache({self.num_heads} heads x {self.head_dim}, {self.config.format}, {len(self)} tokens, "
                 f"{size_text(self.nbytes)})")  # fmt: skip
-
-
-KINDS["heads"] = MultiHeadKVCache
 
 
 class HeadView(_Heads):

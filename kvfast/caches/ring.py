@@ -14,7 +14,6 @@ from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.checks import check_block_size, check_size
-from kvfast.files.state import KINDS
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool
 from kvfast.storage.ring_table import RingTable
@@ -215,9 +214,6 @@ class RingKVCache(SequenceCache):
         window = self.window if not isinstance(self.window, tuple) else "mixed"
         sinks = f" + {self._num_sink_tokens} sinks" if self._num_sink_tokens else ""
         return f"RingKVCache({self._shape()}, window {window}{sinks}, {len(self)} tokens seen, {size_text(self.nbytes)})"
-
-
-KINDS["ring"] = RingKVCache
 
 
 def _num_tokens(array):

@@ -11,7 +11,7 @@ from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_floats
 from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
-from kvfast.files.state import KINDS, arrays_of, from_arrays, to_arrays
+from kvfast.files.state import arrays_of, from_arrays, to_arrays
 from kvfast.storage.prefix_index import checked_token_ids
 
 if TYPE_CHECKING:
@@ -131,7 +131,9 @@ class Snapshot(StorageProperties):
         seq_len = len(keys[0])
         if len(values[0]) != seq_len:
             raise DimensionMismatchError(f"keys and values must hold as many tokens as each other, got {seq_len} and {len(values[0])}")
-        cache = KINDS["full"](len(keys), num_kv_heads, dims[0], max(1, seq_len), dtype, k_dtype, v_dtype, v_head_dim=dims[1])
+        from kvfast.caches.contiguous import KVCache  # which imports this module
+
+        cache = KVCache(len(keys), num_kv_heads, dims[0], max(1, seq_len), dtype, k_dtype, v_dtype, v_head_dim=dims[1])
         if seq_len:
             for layer, pair in enumerate(zip(keys, values)):
                 cache.append(layer, *(one.reshape(seq_len, num_kv_heads, dim) for one, dim in zip(pair, dims)))
@@ -152,7 +154,7 @@ class Snapshot(StorageProperties):
 
     def _empty_cache(self, max_seq_len):
         settings = self._cache._settings() | {"secure": self.secure}
-        return KINDS[settings.pop("kind")]._from_settings(settings, self.block_size, max_seq_len)
+        return new_cache(settings, self.block_size, max_seq_len)[0]
 
     def truncated(self, n: int) -> Snapshot:
         """The snapshot of the first `n` tokens alone.
@@ -162,7 +164,7 @@ class Snapshot(StorageProperties):
         ValueError
             If a ring has dropped some of them; see `RingKVCache.truncate`.
         """
-        cache = self._cache._with_buffer(self._cache._buffer.share())
+        cache = self._cache.fork()
         cache.truncate(n)
         return Snapshot(cache, None if self._token_ids is None else self._token_ids[:n], self._metadata)
 
@@ -176,7 +178,7 @@ class Snapshot(StorageProperties):
             shape (num_blocks, bytes of a block); ``"layers.0.k.tail"`` ...: the block that is not full, of each head;
             ``"header"``: JSON in uint8; ``"token_ids"``: int64, where they are known.
         """
-        return to_arrays(self._cache, self._token_ids, self._metadata)
+        return to_arrays(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata)
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -187,16 +189,16 @@ class Snapshot(StorageProperties):
         CorruptFileError, IncompatibleSnapshotError
             If that cannot be.
         """
-        return cls(*from_arrays(arrays))
+        return cls(*from_arrays(arrays, new_cache))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file; see `KVCache.save`."""
-        cache_file.write(self._cache, self._token_ids, self._metadata, path)
+        cache_file.write(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> Self:
         """Read from a file; see `kvfast.load`."""
-        return cls(*cache_file.read(path, mmap, None))
+        return cls(*cache_file.read(path, new_cache, mmap, None))
 
     def to_bytes(self) -> bytes:
         """What `save` writes to a file, as bytes, for a database or a socket.
@@ -206,7 +208,7 @@ class Snapshot(StorageProperties):
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """
-        return cache_file.to_bytes(self._cache, self._token_ids, self._metadata)
+        return cache_file.to_bytes(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata)
 
     @classmethod
     def from_bytes(cls, data: Any) -> Self:
@@ -222,7 +224,7 @@ class Snapshot(StorageProperties):
             As `kvfast.load`.
         TypeError, ModuleNotFoundError
         """
-        return cls(*cache_file.from_bytes(data))
+        return cls(*cache_file.from_bytes(data, new_cache))
 
     def _fitted(self, cache, convert):
         """What `cache` can become: this, or with `convert` its tokens in the formats of `cache`."""
@@ -230,8 +232,8 @@ class Snapshot(StorageProperties):
         settings = cache._settings() | {"secure": cache.secure}
         if not convert or self._cache._settings()["dtype"] == settings["dtype"]:
             return self
-        kind = settings.pop("kind")
-        other = KINDS[kind]._from_settings(settings, cache.block_size, None)
+        kind = settings["kind"]
+        other = new_cache(settings, cache.block_size, None)[0]
         for layer in range(self.num_layers):
             rows = (self._cache.get_latent(layer),) if kind == "latent" else self._cache._decoded(layer)
             if len(rows[0]) < self.seq_len:
@@ -267,7 +269,7 @@ class Snapshot(StorageProperties):
             other = Snapshot(cache)
         if self._cache._buffer.places_of_tables() != other._cache._buffer.places_of_tables():
             return False
-        mine, others = arrays_of(self._cache), arrays_of(other._cache)
+        mine, others = arrays_of(self._cache._buffer), arrays_of(other._cache._buffer)
         return all(np.array_equal(array, others[name]) for name, array in mine.items())
 
     __hash__ = None  # type: ignore[assignment]
@@ -293,6 +295,13 @@ class Snapshot(StorageProperties):
 
     def __repr__(self) -> str:
         return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"
+
+
+def new_cache(settings, block_size, max_seq_len):
+    """See `loading.new_cache`. All classes of caches make snapshots, and so import this module first."""
+    from kvfast.caches import loading
+
+    return loading.new_cache(settings, block_size, max_seq_len)
 
 
 def _shown(name, value):

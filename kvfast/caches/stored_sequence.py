@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from kvfast.caches.snapshot import Snapshot
+from kvfast.caches.snapshot import Snapshot, new_cache
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 # cache starts with.
 BLOCK_SIZE = 64
 GROW_BLOCKS = 8
+
+
+def buffer_of(cache):
+    """The `SequenceBuffer` of a cache, for what stands above the caches."""
+    return cache._buffer
 
 
 class StoredSequence(StorageProperties):
@@ -64,6 +69,13 @@ class StoredSequence(StorageProperties):
         """An independent deep copy."""
         return self._with_buffer(self._buffer.copy())
 
+    def fork(self) -> Self:
+        """Another cache with the same complete tokens, in the same blocks.
+
+        A block is copied when one of the two writes to it. The two share their memory, and are one to threads.
+        """
+        return self._with_buffer(self._buffer.share())
+
     def _with_buffer(self, buffer):
         """A cache of the same settings with other contents."""
         other = object.__new__(type(self))
@@ -88,7 +100,7 @@ class StoredSequence(StorageProperties):
         -------
         Snapshot
         """
-        return Snapshot(self._with_buffer(self._buffer.share()), token_ids, metadata)
+        return Snapshot(self.fork(), token_ids, metadata)
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         """Go to where a snapshot was taken, of this cache or of another with the same settings.
@@ -153,7 +165,7 @@ class StoredSequence(StorageProperties):
         CorruptFileError, IncompatibleSnapshotError
             If that cannot be.
         """
-        cache, _, _ = from_arrays(arrays)
+        cache, _, _ = from_arrays(arrays, new_cache)
         if type(cache) is not cls:
             raise IncompatibleSnapshotError(f"this is the state of a {type(cache).__name__}, not of a {cls.__name__}")
         return cache

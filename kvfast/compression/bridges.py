@@ -12,6 +12,7 @@ from kvfast.caches.paged import PagedKVCache
 from kvfast.caches.paged_mla import PagedMLAKVCache
 from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.ring import RingKVCache
+from kvfast.caches.stored_sequence import buffer_of
 from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ class CacheBridges:
         latents, and whose values the rotary parts; the shorter are filled up with zeros. It is for
         `decompress_to_mla_cache`, not to attend to."""
         cache = _latents_of(cache, sequence)
-        return self._compress_pair(layer, *(_filled(one, _width(cache)) for one in cache._decoded(layer)))
+        rows = cache.get_latent(layer)[:, None]
+        latent, rope = rows[..., : cache.latent_dim], rows[..., cache.latent_dim :]
+        return self._compress_pair(layer, *(_filled(one, _width(cache)) for one in (latent, rope)))
 
     def decompress_to_mla_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any = None) -> None:
         """As `decompress_to_cache`, to an `MLAKVCache`, or to a sequence of a `PagedMLAKVCache`."""
@@ -97,7 +100,7 @@ class CacheBridges:
     def _append_layer(self, compressed, cache, layer):
         k, v = self.decompress_kv_3d(compressed)
         heads, _, dim = k.shape
-        shape = cache._buffer.shape(layer)
+        shape = buffer_of(cache).shape(layer)
         if shape != (heads, dim, dim):
             dims = shape[1] if shape[1] == shape[2] else f"{shape[1]} (values {shape[2]})"
             raise DimensionMismatchError(f"the cache has {shape[0]} heads of {dims}, what was compressed {heads} of {dim}")
@@ -123,8 +126,8 @@ def _sequence_of(cache, sequence, kind=PagedKVCache):
     _of_kind(cache, kind)
     if not isinstance(sequence, PagedSequence):
         raise TypeError(f"sequence must be a sequence of the cache, got {type(sequence).__name__}")
-    (one,) = cache._own([sequence])
-    return one
+    cache.seq_lens([sequence])  # raises for one that is freed, or another pool's
+    return sequence
 
 
 def _latents_of(cache, sequence):

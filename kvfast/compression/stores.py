@@ -242,4 +242,8 @@ def runs_of(visible):
 
 
 def _first_tokens(cache, n):
-    return cache if n == len(cache) else cache.snapshot().truncated(n)._cache
+    if n == len(cache):
+        return cache
+    first = cache.fork()
+    first.truncate(n)
+    return first

@@ -13,7 +13,6 @@ import os
 import sys
 from itertools import accumulate
 from threading import Lock
-from typing import Any
 
 import numpy as np
 
@@ -21,57 +20,25 @@ from kvfast.core.threads import get_num_threads
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
 
-__all__ = ["load"]
-
 ALIGNMENT = 4096     # of the tensors in a file, so that they can be mapped: a page, and above all whole cache lines
 PIECE = 1 << 20      # bytes that are read and then summed while they are in the processor's cache
 
 
-def load(path: str | os.PathLike[str], mmap: bool = False, max_seq_len: int | None = None) -> Any:
-    """Read a cache from a file that `KVCache.save` or `Snapshot.save` wrote.
-
-    Parameters
-    ----------
-    path : path-like
-    mmap : bool
-        Do not read the blocks but map them: memory is read from the file when attention comes to it, and
-        changes stay in this process. The checksums of full blocks are then not verified. The file must not be cut
-        short while the cache lives; that `save` replaces it is harmless.
-    max_seq_len : int, optional
-        Reserve room for so many tokens, instead of what was saved.
-
-    Returns
-    -------
-    KVCache, RingKVCache, MLAKVCache or MultiHeadKVCache
-        Of a `Sequence`, a `KVCache` or `RingKVCache` with its block_size; ``Snapshot.load(path)`` can be restored into a sequence.
-
-    Raises
-    ------
-    CorruptFileError
-        If the file is truncated, damaged, or not one of kvfast.
-    IncompatibleSnapshotError
-        If it has a version that this kvfast does not know.
-    ModuleNotFoundError
-        Without the packages of ``kvfast[files]``.
-    """
-    return read(path, mmap, max_seq_len)[0]
-
-
-def write(cache, token_ids, metadata, path):
-    """Write the complete tokens of a cache."""
+def write(settings, buffer, token_ids, metadata, path):
+    """Write the complete tokens of a buffer; see `state.header_of`."""
     _import("safetensors.numpy")  # before the work
-    write_tensors(_tensors_of(cache, token_ids), state.header_of(cache, metadata), path)
+    write_tensors(_tensors_of(buffer, token_ids), state.header_of(settings, buffer, metadata), path)
 
 
-def to_bytes(cache, token_ids, metadata):
+def to_bytes(settings, buffer, token_ids, metadata):
     """The bytes of the file that `write` writes."""
     library = _import("safetensors.numpy")
-    tensors = _tensors_of(cache, token_ids)
-    return library.save(tensors, _metadata_of(tensors, state.header_of(cache, metadata)))
+    tensors = _tensors_of(buffer, token_ids)
+    return library.save(tensors, _metadata_of(tensors, state.header_of(settings, buffer, metadata)))
 
 
-def _tensors_of(cache, token_ids):
-    tensors = state.arrays_of(cache)
+def _tensors_of(buffer, token_ids):
+    tensors = state.arrays_of(buffer)
     if token_ids is not None:
         # As bytes, like the others: tensors are sorted by their dtypes, and the blocks are to start at a page.
         tensors["token_ids"] = token_ids.astype("<i8").view(np.uint8).reshape(-1, 8)
@@ -138,21 +105,21 @@ def _drop_pages(path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read(path, mmap, max_seq_len):
-    """The arguments of a Snapshot: cache, token ids, metadata."""
+def read(path, new_cache, mmap, max_seq_len):
+    """The arguments of a Snapshot: cache, token ids, metadata; `new_cache` is that of a `state.Opening`."""
     with _opened(path) as content:
-        return _snapshot_of(content, mmap, max_seq_len)
+        return _snapshot_of(content, new_cache, mmap, max_seq_len)
 
 
-def from_bytes(data):
+def from_bytes(data, new_cache):
     """The same, of what `to_bytes` returned."""
     content = _BytesContent(data)
     content.check_header()
-    return _snapshot_of(content, False, None)
+    return _snapshot_of(content, new_cache, False, None)
 
 
-def _snapshot_of(content, mmap, max_seq_len):
-    opening = state.Opening(content.header, content.sides, max_seq_len)
+def _snapshot_of(content, new_cache, mmap, max_seq_len):
+    opening = state.Opening(content.header, content.sides, new_cache, max_seq_len)
     token_ids = content.token_ids(opening.seq_len)
     places = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
     with _pool() as threads:

@@ -12,8 +12,6 @@ from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import block_bytes as streams
 from kvfast.storage.prefix_index import checked_token_ids
 
-# The class of each kind of cache; the modules of the classes enter them.
-KINDS: dict[str, type] = {}
 SIZED = ("full", "latent")  # those with a max_seq_len
 VERSION = 3
 MOST_TOKENS = 1 << 40
@@ -26,8 +24,16 @@ def json_of(value, **options):
     return json.dumps(value, default=KVFormat.to_dict, **options)
 
 
-def header_of(cache, metadata):
-    """All that a file tells of a cache but its bytes and its token ids.
+def header_of(settings, buffer, metadata):
+    """All that a file says of a cache but its bytes and its token ids.
+
+    Parameters
+    ----------
+    settings : dict
+        Kind, shape and formats, as the class of the cache writes them.
+    buffer : SequenceBuffer
+        Its tokens.
+    metadata : dict of str to str
 
     Returns
     -------
@@ -36,11 +42,11 @@ def header_of(cache, metadata):
     """
     fields = {
         "version": VERSION,
-        "settings": cache._settings(),
-        "block_size": cache.block_size,
-        "max_seq_len": cache.max_seq_len,
-        "seq_len": cache._buffer.length,
-        "tables": cache._buffer.places_of_tables(),
+        "settings": settings,
+        "block_size": buffer.block_size,
+        "max_seq_len": buffer.max_seq_len,
+        "seq_len": buffer.length,
+        "tables": buffer.places_of_tables(),
         "metadata": metadata,
     }
     return json_of(fields, separators=(",", ":"))
@@ -68,9 +74,9 @@ def named(layers):
                 yield f"{start}floats", floats
 
 
-def arrays_of(cache):
+def arrays_of(buffer):
     """The stored bytes of a cache by their names."""
-    found = named(streams.arrays(cache._buffer))
+    found = named(streams.arrays(buffer))
     return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
 
 
@@ -83,6 +89,9 @@ class Opening:
         The JSON.
     shapes : dict of str to tuple
         Shapes of the uint8 arrays that came with it; nothing is allocated before they are found to be right.
+    new_cache : callable
+        Makes an empty cache of settings, a block_size and a max_seq_len, and returns it with its buffer and with what it
+        writes as its settings; KeyError for a kind that is not known.
     max_seq_len : int, optional
         Instead of what the header says.
 
@@ -93,7 +102,7 @@ class Opening:
         If the tokens do not fit `max_seq_len`.
     """
 
-    def __init__(self, text, shapes, max_seq_len=None):
+    def __init__(self, text, shapes, new_cache, max_seq_len=None):
         fields = _fields(text)
         settings, block_size, self.seq_len = fields["settings"], fields["block_size"], fields["seq_len"]
         self.metadata, self.tables = fields["metadata"], fields["tables"]
@@ -102,17 +111,17 @@ class Opening:
         try:
             # Without max_seq_len nothing is reserved: a file's word is not enough for that.
             given = json.dumps(settings, sort_keys=True)
-            self.cache = KINDS[settings.pop("kind")]._from_settings(settings, block_size, None)
-            layout = streams.layout(self.cache._buffer, self.seq_len, self.tables)
+            self.cache, self.buffer, written = new_cache(settings, block_size, None)
+            layout = streams.layout(self.buffer, self.seq_len, self.tables)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
-        if json_of(self.cache._settings(), sort_keys=True) != given:
+        if json_of(written, sort_keys=True) != given:
             raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
-        if max_seq_len is not None and self.cache._settings()["kind"] not in SIZED:
+        if max_seq_len is not None and settings["kind"] not in SIZED:
             raise ValueError(f"a {type(self.cache).__name__} has no max_seq_len, got {max_seq_len}")
         self._streams = self._checked_streams(layout, shapes)
-        self._reserve = None if max_seq_len is None else (settings, block_size, max_seq_len)
-        self.cache._buffer.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
+        self._new_cache, self._reserve = new_cache, None if max_seq_len is None else (settings, block_size, max_seq_len)
+        self.buffer.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
 
     def _checked_streams(self, layout, shapes):
         """Names of the arrays of full blocks; all arrays have the right shapes."""
@@ -142,8 +151,7 @@ class Opening:
 
     def _heads(self):
         """KV heads of each layer."""
-        buffer = self.cache._buffer
-        return [buffer.shape(layer)[0] for layer in range(buffer.num_layers)]
+        return [self.buffer.shape(layer)[0] for layer in range(self.buffer.num_layers)]
 
     def take(self):
         """Give the cache its blocks.
@@ -154,9 +162,9 @@ class Opening:
             By name, where the bytes belong, row after row.
         """
         if self._reserve is not None:
-            self.cache = type(self.cache)._from_settings(*self._reserve)
-        streams.reopen(self.cache._buffer, self.seq_len, self.tables)
-        for name, array in named(streams.streams(self.cache._buffer)):
+            self.cache, self.buffer, _ = self._new_cache(*self._reserve)
+        streams.reopen(self.buffer, self.seq_len, self.tables)
+        for name, array in named(streams.streams(self.buffer)):
             yield name, [array] if isinstance(array, np.ndarray) else array
 
     def take_mapped(self, memory, offsets):
@@ -173,7 +181,7 @@ class Opening:
         iterable of (str, list of arrays)
             As of `take`, for the blocks that are not full.
         """
-        buffer, names, sides = self.cache._buffer, iter(self._streams), []
+        buffer, names, sides = self.buffer, iter(self._streams), []
         for heads in np.repeat(self._heads(), 2).tolist():  # keys and values
             starts = np.array([offsets[name] for name in islice(names, heads)], np.int64)
             strides = np.diff(starts) if heads > 1 else np.zeros(1, np.int64)
@@ -201,7 +209,7 @@ def _fields(text):
     good = (
         fields.keys() == _FIELDS
         and isinstance(fields["settings"], dict)
-        and fields["settings"].get("kind") in list(KINDS)  # which asks nothing of it but to be compared
+        and isinstance(fields["settings"].get("kind"), str)
         and _is_count(fields["settings"].get("num_layers"))
         and _is_count(fields["block_size"])
         and (fields["max_seq_len"] is None or _is_count(fields["max_seq_len"]) and fields["settings"]["kind"] in SIZED)
@@ -232,12 +240,12 @@ def _is_count(value):
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def to_arrays(cache, token_ids, metadata):
-    """`Snapshot.state_dict`."""
-    arrays = {"header": np.frombuffer(header_of(cache, metadata).encode(), np.uint8)}
+def to_arrays(settings, buffer, token_ids, metadata):
+    """`Snapshot.state_dict`; see `header_of`."""
+    arrays = {"header": np.frombuffer(header_of(settings, buffer, metadata).encode(), np.uint8)}
     if token_ids is not None:
         arrays["token_ids"] = token_ids.copy()
-    return arrays | {name: array.copy() for name, array in arrays_of(cache).items()}
+    return arrays | {name: array.copy() for name, array in arrays_of(buffer).items()}
 
 
 def checked_arrays(arrays):
@@ -247,8 +255,8 @@ def checked_arrays(arrays):
     return {name: np.asarray(array) for name, array in arrays.items()}
 
 
-def from_arrays(arrays):
-    """`Snapshot.from_state_dict`: the arguments of a Snapshot."""
+def from_arrays(arrays, new_cache):
+    """`Snapshot.from_state_dict`: the arguments of a Snapshot; `new_cache` is that of an `Opening`."""
     arrays = checked_arrays(arrays)
     token_ids = arrays.pop("token_ids", None)
     header = arrays.pop("header", None)
@@ -257,7 +265,8 @@ def from_arrays(arrays):
     for name, array in [("header", header), *arrays.items()]:
         if array.dtype != np.uint8:
             raise CorruptFileError(f"{name} must be uint8, got {array.dtype}")
-    opening = Opening(header.tobytes().decode(errors="replace"), {name: array.shape for name, array in arrays.items()})
+    shapes = {name: array.shape for name, array in arrays.items()}
+    opening = Opening(header.tobytes().decode(errors="replace"), shapes, new_cache)
     if token_ids is not None:
         try:
             token_ids = checked_token_ids(token_ids, opening.seq_len)

@@ -8,6 +8,7 @@ import torch
 
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.ring import RingKVCache
+from kvfast.caches.stored_sequence import buffer_of
 
 EVERYTHING = slice(None)
 
@@ -225,7 +226,7 @@ class Rows:
         rows, taken, chosen = self.settled(), set(), []
         for index in indices:
             row = rows[index]
-            chosen.append(row._with_buffer(row._buffer.share()) if index in taken else row)
+            chosen.append(row.fork() if index in taken else row)
             taken.add(index)
         self.rows = chosen
         if self._padding is not None:
@@ -243,7 +244,7 @@ class Rows:
     @property
     def nbytes(self):
         """Bytes reserved, what rows share counted once."""
-        pools = {id(table.pool): table.pool for row in self.rows for table in row._buffer.tables}
+        pools = {id(table.pool): table.pool for row in self.rows for table in buffer_of(row).tables}
         return sum(pool.nbytes for pool in pools.values())
 
 

@@ -39,6 +39,6 @@ python -c 'import sys, kvfast, kvfast.compression; assert not sys._is_gil_enable
 [ $# -gt 0 ] || set -- tests/test_{threads,processes,interrupt,hostile,memory,security,quant,cache,paged,ring,mla,mla_paged,multihead,fused,\
 finished_blocks,cache_machine,paged_machine,ring_machine,explain,formats,capi}.py --deselect tests/test_memory.py::test_every_allocation_of_the_modules \
     --deselect tests/test_mla.py::test_going_back_and_keeping --deselect tests/test_mla_paged.py::test_between_paged_and_contiguous \
-    --deselect tests/test_finished_blocks.py::test_same_bytes_whatever_the_way \
+    --deselect tests/test_sealed_blocks.py::test_same_bytes_whatever_the_way \
     --deselect tests/test_formats.py::TestRefusals::test_snapshots_of_other_formats --deselect tests/test_capi.py::test_the_wheel_has_all_that_is_needed
 python -m pytest -q -p no:cacheprovider "$@"

@@ -28,17 +28,17 @@ FLOORS = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-_IMPORT = re.compile(r"^[ \t]*from +(kvfast(?:\.\w+)*) +c?import +(\([^)]*\)|[^\n#]*)", re.M)
-_WHOLE = re.compile(r"^[ \t]*c?import +(kvfast(?:\.\w+)*)", re.M)
-_INCLUDE = re.compile(r'^[ \t]*cdef extern from "(\w+)/', re.M)
+_IMPORT = re.compile(r"^[ \t]*from +(kvfast(?:\.\w+)*) +c?import +(\([^)]*\)|[^\n#]*)", re.MULTILINE)
+_WHOLE = re.compile(r"^[ \t]*c?import +(kvfast(?:\.\w+)*)", re.MULTILINE)
+_INCLUDE = re.compile(r'^[ \t]*cdef extern from "(\w+)/', re.MULTILINE)
 _USE = re.compile(r"[\w)\]]\.(_[a-z]\w*)")
 _NAMED = (
     re.compile(r"\b(?:def|class) +(_[a-z]\w*)"),
-    re.compile(r"^[ \t]*c?p?def [^=\n]*?[ *](_[a-z]\w*)\(", re.M),
+    re.compile(r"^[ \t]*c?p?def [^=\n]*?[ *](_[a-z]\w*)\(", re.MULTILINE),
     re.compile(r"[\"'](_[a-z]\w*)[\"']"),
-    re.compile(r"^[ \t]*(?:cdef [^=(\n]*[ *])?(_[a-z]\w*)\b[^=\n]*(?:=|$)", re.M),
+    re.compile(r"^[ \t]*(?:cdef [^=(\n]*[ *])?(_[a-z]\w*)\b[^=\n]*(?:=|$)", re.MULTILINE),
 )
-_ASSIGNED = re.compile(r"^[ \t]*((?:\w+\.)?\w+(?:, *(?:\w+\.)?\w+)*)(?:: [^=\n]+)? *=", re.M)
+_ASSIGNED = re.compile(r"^[ \t]*((?:\w+\.)?\w+(?:, *(?:\w+\.)?\w+)*)(?:: [^=\n]+)? *=", re.MULTILINE)
 _FOREIGN = {"_make_subclass"}  # PyTorch's
 
 

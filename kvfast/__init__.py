@@ -54,7 +54,7 @@ from typing import Any
 
 import kvfast.core.spin as _spin  # noqa: F401  (before what loads OpenMP)
 from kvfast.attention.dense import attention, merge_states
-from kvfast.attention.plan import AttendPlan, PlanItem
+from kvfast.attention.plan import AttendItem, AttendPlan
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.loading import load
 from kvfast.caches.mla import MLAKVCache
@@ -71,17 +71,17 @@ from kvfast.codec.projection import split_qkv_norm_rope
 from kvfast.codec.quantize import dequantize, quantize
 from kvfast.compression import (
     CompressedKV,
+    CompressedShape,
     Hybrid,
     KVCacheCompressor,
-    KVLayout,
     LowRank,
     PrefixKVCache,
     Quantize,
     ReconstructionError,
     VectorQuantization,
 )
+from kvfast.core.hardware import peak_rate, read_bandwidth
 from kvfast.core.kernels import active_isa, available_isas, cpu_features, use_isa
-from kvfast.core.machine import peak_rate, read_bandwidth
 from kvfast.core.threads import get_num_threads, has_openmp, set_num_threads
 from kvfast.errors import (
     CacheFullError,
@@ -99,9 +99,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "AttendItem",
     "AttendPlan",
     "CacheFullError",
     "CompressedKV",
+    "CompressedShape",
     "CorruptFileError",
     "DimensionMismatchError",
     "DtypePlan",
@@ -111,7 +113,6 @@ __all__ = [
     "KVCache",
     "KVCacheCompressor",
     "KVFormat",
-    "KVLayout",
     "LayerShape",
     "LowRank",
     "MLAKVCache",
@@ -123,7 +124,6 @@ __all__ = [
     "NonFiniteInputError",
     "PagedKVCache",
     "PagedMLAKVCache",
-    "PlanItem",
     "PrefixKVCache",
     "PromptCache",
     "Quantize",

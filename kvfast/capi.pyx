@@ -84,7 +84,7 @@ cdef class Handle:
         self.layers = <Py_ssize_t *>calloc(self.buffer.num_layers, sizeof(Py_ssize_t))
         if self.tables == NULL or self.layers == NULL:
             raise MemoryError("cannot allocate the layers of a cache")
-        for i, (table, layer) in enumerate(self.buffer.places):
+        for i, (table, layer) in enumerate(self.buffer.layer_tables):
             self.tables[i], self.layers[i] = <void *>table, layer
         self.call = AttendCall.__new__(AttendCall)
         self.call.options, self.call.workspace = Options(), Workspace()
@@ -106,7 +106,7 @@ cdef class Handle:
 
     cdef bint is_tidy(self) noexcept nogil:
         return (not (<BlockTable>self.tables[0]).closed
-                and PyList_GET_SIZE(<void *>(<BlockTable>self.tables[0]).pool.abandoned) == 0)
+                and PyList_GET_SIZE(<void *>(<BlockTable>self.tables[0]).pool.to_release) == 0)
 
     cdef void leave(self) noexcept nogil:
         (<BlockTable>self.tables[0]).pool.leave()

@@ -11,7 +11,7 @@ PACKED = kvfast.KVFormat("int5/int3", rotation="kv", codebook="gaussian")
 TRELLIS = kvfast.KVFormat("int4", rotation="kv", codebook="trellis")
 DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED, TRELLIS]
 # Of those, the ones whose blocks may have any size, as no block is encoded as a whole.
-ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).finishes]
+ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).seals]
 LAYERS, HEADS, DIM = 2, 2, 20
 QUERIES = np.random.default_rng(99).standard_normal((3, 4, DIM)).astype(np.float32)
 
@@ -40,18 +40,18 @@ def make(kind, dtype="int4"):
     if kind == "bounded":
         return kvfast.KVCache(LAYERS, HEADS, DIM, 400, dtype=dtype)
     if kind == "sequence":
-        size = None if finishes(dtype) else 32
+        size = None if seals(dtype) else 32
         return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=40, block_size=size, dtype=dtype).new_sequence()
     if kind == "sequence with window":
-        size = None if finishes(dtype) else 16
+        size = None if seals(dtype) else 16
         window = {"sliding_window": 90, "num_sink_tokens": 5}
         return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=80, block_size=size, dtype=dtype, **window).new_sequence()
     return kvfast.RingKVCache(LAYERS, HEADS, DIM, dtype=dtype, **RINGS[kind])
 
 
-def finishes(dtype):
+def seals(dtype):
     """Whether a format encodes blocks as a whole."""
-    return kvfast.KVFormat.of(dtype).finishes
+    return kvfast.KVFormat.of(dtype).seals
 
 
 def storage_settings():
@@ -69,7 +69,7 @@ def format_of(storage):
 
 def coded(cache, table=0):
     """Tokens of a cache or a snapshot that have their codes alone, as it tells a file; -1 where that is not told."""
-    return getattr(cache, "_cache", cache)._buffer.places_of_tables()[table].get("coded_tokens", -1)
+    return getattr(cache, "_cache", cache)._buffer.resume_states()[table].get("coded_tokens", -1)
 
 
 def close(got, given):

@@ -42,13 +42,13 @@ class Reader:
         names = form["dtype"].split("/")
         dtype, dim = names[0] if side == "k" else names[-1], self.dims[layer][side == "v"]
         together = [one for one, group in zip(self.formats, self.group) if group == self.group[layer]]
-        whole, finishes = any("block" in one for one in together), "block" in form
+        whole, seals = any("block" in one for one in together), "block" in form
         skipped = table["skipped_blocks"]
         windowed = "evicted_tokens" in table
         sinks = -(-self.settings.get("num_sink_tokens", 0) // size) if windowed else 0
         encoded = max(table["coded_tokens"], length // size * size) if whole else length
         full = (encoded - skipped * size) // size
-        end = max(encoded, table["coded_tokens"] + table["kept_tokens"]) if finishes else length
+        end = max(encoded, table["coded_tokens"] + table["kept_tokens"]) if seals else length
         tails = -(-(end - skipped * size) // size) - full
         heads = self.heads[layer]
         start = f"layers.{layer:0{len(str(self.num_layers - 1))}}.{side}."
@@ -57,10 +57,10 @@ class Reader:
             tail = self.take(f"{start}tail", tails * heads).reshape(tails, heads, -1)
             blocks = [np.concatenate([one, tail[:, head]]) for head, one in enumerate(blocks)]
         codes = np.stack([self.decode(one, form, side, dtype, dim) for one in blocks], axis=1)
-        begin = table["coded_tokens"] if finishes else length
-        patches = dict(table.get("patches", [])) if finishes else {}
+        begin = table["coded_tokens"] if seals else length
+        patches = dict(table.get("patches", [])) if seals else {}
         pieces, floats = {}, None
-        if finishes or "num_float_tokens" in form:
+        if seals or "num_float_tokens" in form:
             order = self.pieces(table, together, whole, sinks, length)
             pieces = {position: i for i, position in enumerate(order)}
             if order:

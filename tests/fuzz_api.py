@@ -133,14 +133,14 @@ def state(one):
         if one._buffer.closed:
             return "freed"
         shown = [decoded(one, layer) for layer in range(one.num_layers)]
-        return len(one), one.context_lens.tolist(), shown, one._buffer.places_of_tables()
+        return len(one), one.context_lens.tolist(), shown, one._buffer.resume_states()
     if isinstance(one, kvfast.Snapshot | kvfast.CompressedKV):
         return {name: array.tobytes() for name, array in one.state_dict().items()}
     if isinstance(one, PagedStorage):
         pool = one._buffer.pool
         if not one._buffer.is_external:
             return one.num_sequences, one._buffer.num_owned
-        return [pool.stream(layer, 0, pool.num_blocks, head, side).tobytes() for layer in range(pool.num_layers)
+        return [pool.bytes_of_head(layer, 0, pool.num_blocks, head, side).tobytes() for layer in range(pool.num_layers)
                 for head in range(pool.num_kv_heads) for side in (False, True)]  # fmt: skip
     if isinstance(one, kvfast.MultiHeadKVCache):
         return len(one), one.decode_keys().tobytes(), one.decode_values().tobytes()

@@ -42,7 +42,7 @@ class Track:
     def append(self, layer, k, v):
         first = self.layer_length(layer)
         self.rows[layer] = [np.concatenate(pair) for pair in zip(self.rows[layer], (k, v))]
-        if self.formats[layer].finishes:
+        if self.formats[layer].seals:
             rows = self.sides[layer][0].turned(k.astype(np.float64))
             for block in range(first // self.block_size, (first + len(k) - 1) // self.block_size + 1):
                 part = rows[max(block * self.block_size - first, 0) : (block + 1) * self.block_size - first]
@@ -72,7 +72,7 @@ class Track:
 
     def spans_of(self, layer, positions):
         """The range of each channel over the block of each position, (tokens, heads, dim); 0 where there are no blocks."""
-        if not self.formats[layer].finishes or not len(positions):
+        if not self.formats[layer].seals or not len(positions):
             return np.zeros(1)
         blocks, inverse = np.unique(positions // self.block_size, return_inverse=True)
         return np.stack([self.spans[layer][int(one)][1] - self.spans[layer][int(one)][0] for one in blocks])[inverse]
@@ -105,13 +105,13 @@ class Track:
         if known.any():
             moved = np.abs(got[known] - before[known])
             # Where blocks are finished, tokens that are written to again are float16 rows of their codes meanwhile.
-            most = 2.0**-9 * np.linalg.norm(before[known], axis=-1, keepdims=True) + 2.0**-20 if side.finishes else 0.0
+            most = 2.0**-9 * np.linalg.norm(before[known], axis=-1, keepdims=True) + 2.0**-20 if side.seals else 0.0
             if (moved > most).any():
                 at = int(np.argmax((moved > most).any((1, 2))))
                 raise Finding(f"kept tokens changed | {'values' if values else 'keys'} of {where}",
                               f"token {positions[known][at]} by {moved[at].max():.3g}")  # fmt: skip
         # The blocks of a found prefix may have their floats yet, of the sequence that they come from.
-        stays = positions < (min(self.coded, self._coded_at(self.longest)) if self.formats[layer].finishes else length)
+        stays = positions < (min(self.coded, self._coded_at(self.longest)) if self.formats[layer].seals else length)
         new = stays & ~known
         if new.any():
             self.seen[layer][values] = seen = seen.copy()  # which a copy of this may have, too
@@ -311,7 +311,7 @@ class World:
     def reads_what_is_shown(self, track, layer, at):
         """Whether all queries read floats and codes where k() and v() do: those that look back from tokens that are not
         complete may read codes of tokens that still have their floats."""
-        if not track.formats[layer].finishes:
+        if not track.formats[layer].seals:
             return True
         size = track.block_size
         codes = np.maximum(at - OPEN_TOKENS, 0) // size * size

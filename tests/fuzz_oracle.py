@@ -64,7 +64,7 @@ class Side:
         self.rotated = "v" in form.rotation if values else "k" in form.rotation
         self.is_float = self.dtype not in INTEGERS
         self.per_channel, self.centred = form.per_channel and not values, form.centring and not values
-        self.finishes, self.num_float_tokens = form.finishes, form.num_float_tokens
+        self.seals, self.num_float_tokens = form.seals, form.num_float_tokens
         codebook = form.codebook if self.dtype in ("int2", "int3", "int4", "int5") else "uniform"
         if codebook == "trellis" and self.dtype != "int4":
             codebook = "gaussian"
@@ -85,7 +85,7 @@ class Side:
         if self.is_float or rows.shape[-1] == 0:
             return np.zeros_like(rows)
         slack = 2e-6 * norms(rows, True) + 1e-36
-        if self.finishes:  # float16 before they are coded, and again where a block that was cut is written to
+        if self.seals:     # float16 before they are coded, and again where a block that was cut is written to
             slack = slack + 2 * HALF * np.abs(rows).max(-1, keepdims=True) + 2.0**-22
         if self.per_channel:
             # Up to 1.25 of 15 steps outside of the codes; float16 offsets, and scales in 32,767ths of the largest.
@@ -116,7 +116,7 @@ class Side:
             raise Finding(f"rows that are not finite | {where}")
         rows, error = self.turned(given.astype(np.float64)), np.abs(self.turned(got.astype(np.float64) - given))
         floats = positions < (1 << 62 if self.is_float else self.num_float_tokens)
-        if self.finishes:
+        if self.seals:
             floats = floats | (positions >= lossy)
         excess = error - self.float_bounds(rows)
         bad = floats & (excess > 0).any((1, 2))

@@ -16,7 +16,7 @@ class PoolWorld(SingleWorld):
     def arrange(self):
         rng = self.rng
         self.settings["num_blocks"] = int(one_of(rng, [8, 20, 60, 300]))
-        if not any(one.finishes for one in self.formats) and often(rng, 0.7):
+        if not any(one.seals for one in self.formats) and often(rng, 0.7):
             self.settings["block_size"] = int(one_of(rng, [16, 16, 32, 64]))
         self.prompts = []
         later = self.case.later
@@ -181,7 +181,7 @@ class PoolWorld(SingleWorld):
         if counts != [1] * len(some) or often(rng, 0.5):
             given["cu_seqlens_q"] = bounds
         sequences = [held.cache for held in some]
-        if often(rng, 0.3) and not any(one.finishes or one.num_float_tokens for one in self.formats):
+        if often(rng, 0.3) and not any(one.seals or one.num_float_tokens for one in self.formats):
             lengths = [held.track.layer_length(layer) for held in some]
             given |= {"block_table": self.pool.block_table(sequences), "seq_lens": np.array(lengths, np.int32)}
         else:
@@ -234,7 +234,7 @@ class SchedulerWorld(PoolWorld):
 
     def shape(self):
         super().shape()
-        self.formats = [kvfast.KVFormat.of("int8") if one.finishes or one.num_float_tokens else one for one in self.formats]
+        self.formats = [kvfast.KVFormat.of("int8") if one.seals or one.num_float_tokens else one for one in self.formats]
 
     def make(self):
         self.pool = self.make_pool()

@@ -16,7 +16,7 @@ import kvfast
 
 # Made by kvfast alone, for reading: they check nothing, and are made but not used.
 RECORDS = {
-    "AttendPlan", "PlanItem", "DtypePlan", "MemoryPlan", "Fidelity", "LayerShape", "ModelShape", "KVLayout",
+    "AttendPlan", "AttendItem", "DtypePlan", "MemoryPlan", "Fidelity", "LayerShape", "ModelShape", "CompressedShape",
     "ReconstructionError", "Snapshot", "CompressedKV", "Sequence", "MLASequence", "CacheFullError", "CorruptFileError",
     "DimensionMismatchError", "IncompatibleSnapshotError", "NonFiniteInputError",
 }  # fmt: skip

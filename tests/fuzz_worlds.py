@@ -36,7 +36,7 @@ class SingleWorld(World):
     def arrange(self):
         self.max_seq_len = int(one_of(self.rng, [1, 20, 64, 100, 300])) if often(self.rng, 0.4) else None
         self.settings["max_seq_len"] = self.max_seq_len
-        if not any(one.finishes for one in self.formats) and often(self.rng, 0.6):
+        if not any(one.seals for one in self.formats) and often(self.rng, 0.6):
             self.settings["block_size"] = int(one_of(self.rng, BLOCKS))
 
     def make(self):

@@ -8,7 +8,7 @@ import kvfast
 from kvfast import KVFormat
 
 # Those that finish blocks, with every block, codebook and kind of value; and those that do not.
-FINISHING = {
+SEALING = {
     "int4": KVFormat.of("int4"),
     "channels, 32": KVFormat("int4/int8", per_channel=True, block=32, clip_search=False),
     "channels, 128": KVFormat("int4/bfloat16", per_channel=True, block=128, num_float_tokens=16),
@@ -34,7 +34,7 @@ PLAIN = {
     "trellis": KVFormat("int4", rotation="kv", codebook="trellis", clip_search=True),
     "trellis/int5": KVFormat("int4/int5", rotation="v", codebook="trellis", num_float_tokens=3),
 }
-FORMATS = FINISHING | PLAIN
+FORMATS = SEALING | PLAIN
 MIXED = ["float16", "int8", "int4"]  # of layers in one pool
 HEADS = 2
 

@@ -30,9 +30,9 @@ from cache_kinds import (
     QUERIES,
     contents,
     fill,
-    finishes,
     make,
     same,
+    seals,
     stored,
     tokens,
 )
@@ -137,7 +137,7 @@ def test_restored_into_a_sequence_with_its_ids(path, rng, mmap):
     for dtype, found in (("int8", 96), ("int4", 64), (CENTRED, 96)):
         cache = fill(make("growing", dtype), rng, 100)
         cache.save(path, token_ids=range(100))
-        size = None if finishes(dtype) else 16
+        size = None if seals(dtype) else 16
         pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=8, block_size=size, dtype=dtype)
         sequence = pool.new_sequence()
         sequence.restore(kvfast.Snapshot.load(path, mmap=mmap))
@@ -190,7 +190,7 @@ def test_max_seq_len(path, rng, mmap, dtype):
             with pytest.raises(kvfast.CacheFullError):
                 loaded.append(0, *tokens(rng, 1))
         loaded.truncate(100)
-        assert same(loaded, cache) or finishes(dtype) and most > 116
+        assert same(loaded, cache) or seals(dtype) and most > 116
         loaded.clear()
         assert loaded.nbytes <= reserved
     for wrong, error in (
@@ -254,7 +254,7 @@ def test_dropped_tokens_are_not_in_the_file(path, rng, kind, dtype):
             secret.append(layer, *tokens(rng, 70))
         secret.truncate(90)
     else:
-        fill(secret, rng, 5 if finishes(dtype) else 170)  # after more, tokens before 90 have no float rows any more
+        fill(secret, rng, 5 if seals(dtype) else 170)     # after more, tokens before 90 have no float rows any more
         secret.append(0, *tokens(rng, 30))
         secret.truncate(90)
     assert parts(saved(secret, path)) == expected

@@ -39,7 +39,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def is_fresh(self):
         """Whether a fresh cache has the same float rows."""
-        if not self.format.finishes:
+        if not self.format.seals:
             return True
         natural = max(0, self.length - 16) // self.format.block * self.format.block
         return self.lost_from is None and coded(self.cache) == natural
@@ -47,7 +47,7 @@ class CacheMachine(RuleBasedStateMachine):
     def note_truncation(self, n):
         if self.lost_from is not None and n <= self.lost_from:
             self.lost_from = None
-        if self.format.finishes and n < coded(self.cache) and n % self.format.block:
+        if self.format.seals and n < coded(self.cache) and n % self.format.block:
             begin = n // self.format.block * self.format.block
             self.lost_from = begin if self.lost_from is None else min(begin, self.lost_from)
 
@@ -127,7 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
         out = self.cache.attend(layer, q, sliding_window=window)
         expected, _ = attention(q, self.cache.k(layer), self.cache.v(layer), sliding_window=window)
         # Queries of tokens that are not yet advanced may read codes where `k` tells float rows.
-        pending = self.format.finishes and len(self.given[layer][0]) > self.length
+        pending = self.format.seals and len(self.given[layer][0]) > self.length
         assert relative_error(out, expected) < (0.4 if pending else bound(*self.storage.values()))
 
     @invariant()

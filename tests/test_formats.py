@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 from reference import attention, relative_error
-from storage_formats import FINISHING, FORMATS, HEADS, MIXED, relative_rms, tokens
+from storage_formats import FORMATS, HEADS, MIXED, SEALING, relative_rms, tokens
 
 import kvfast
 from kvfast import PRESETS, KVFormat
@@ -74,7 +74,7 @@ class TestKVFormat:
         assert set(PRESETS) == {"int8", "k8v4", "int4", "int8-plain", "int4-plain"}
         for name, preset in PRESETS.items():
             assert str(preset) == name and KVFormat.of(name) is preset is KVFormat.of(preset)
-        assert PRESETS["int4"].finishes and PRESETS["int4"].block == 64 and not PRESETS["k8v4"].finishes
+        assert PRESETS["int4"].seals and PRESETS["int4"].block == 64 and not PRESETS["k8v4"].seals
         assert str(KVFormat("int8/int4")) == "int8/int4" and str(KVFormat("float32")) == "float32"
         assert str(KVFormat("int4", rotation="kv", clip_search=True)) == "int4(rotation=kv, clip_search=True)"
 
@@ -217,7 +217,7 @@ def test_stored_error(isa, name):
         assert 0.85 * most <= relative_rms(got[16:512], given[16:512]) <= most
         first = FORMATS[name].num_float_tokens
         assert np.allclose(got[:first], given[:first], rtol=rounding, atol=2e-3)
-        if name in FINISHING:  # the rest is still floats
+        if name in SEALING:    # the rest is still floats
             assert np.allclose(got[512:], given[512:], rtol=rounding, atol=2e-3)
 
 
@@ -376,7 +376,7 @@ class TestRefusals:
             pool.restore(snapshot)
         assert pool.num_free_blocks == 8
 
-    @pytest.mark.parametrize("name", [*FINISHING, "int4, gaussian"])
+    @pytest.mark.parametrize("name", [*SEALING, "int4, gaussian"])
     def test_foreign_slots_and_tables(self, rng, name):
         pool = kvfast.PagedKVCache(1, HEADS, 32, 4, dtype=FORMATS[name])
         with pytest.raises(ValueError, match="this pool needs sequences"):

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from cache_kinds import CENTRED, DTYPES, finishes
+from cache_kinds import CENTRED, DTYPES, seals
 from reference import attention, bound, relative_error, ways_agree
 
 import kvfast
@@ -44,7 +44,7 @@ def filled_with(pool, k, v):
 
 @pytest.mark.parametrize(
     ("dtype", "block_size"),
-    [(dtype, size) for dtype in DTYPES for size in ([None] if finishes(dtype) else [16, 32, 64, 128])],
+    [(dtype, size) for dtype in DTYPES for size in ([None] if seals(dtype) else [16, 32, 64, 128])],
 )
 def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, block_size):
     pool = new_pool(2048 // (block_size or 32), block_size=block_size, dtype=dtype)
@@ -64,7 +64,7 @@ def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, bloc
     out, lse = pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, return_lse=True)
     table = pool.block_table(sequences)
     plain = {"block_table": table, "seq_lens": pool.seq_lens(sequences) + counts, "cu_seqlens_q": bounds.astype(np.int32)}
-    if finishes(dtype):
+    if seals(dtype):
         with pytest.raises(ValueError, match="this pool needs sequences"):
             pool.attend_batch(0, q, **plain)
     else:
@@ -162,7 +162,7 @@ class TestPrefixes:
         pool = new_pool(16, dtype=dtype)
         ids = rng.integers(0, 1000, 100)
         first = filled(pool, rng, 100, ids)
-        if finishes(dtype):
+        if seals(dtype):
             first.append(0, *tokens(rng, 20))  # whose tokens have lost their float rows: found blocks have none
             first.advance(20, range(20))
         with pool.match_prefix(ids) as second:

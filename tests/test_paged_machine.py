@@ -212,7 +212,7 @@ class PagedMachine(RuleBasedStateMachine):
         sequence = self.pool.match_prefix(ids, salt)
         assert len(sequence) == sequence.num_cached_tokens == found
         model = Model(sequence, self.new_whole(), [], self.without_skipped(every[: max(counts)], found), salt, high=found)
-        if found and self.format.finishes:
+        if found and self.format.seals:
             # The codes of a block depend on what its tokens were when it became full: another sequence's rows.
             model.whole.restore(sequence.snapshot())
             model.ids = ids[:found]

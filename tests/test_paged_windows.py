@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from reference import attention, bound, relative_error
-from storage_formats import FINISHING, FORMATS, PLAIN, Stream
+from storage_formats import FORMATS, PLAIN, SEALING, Stream
 
 import kvfast
 
@@ -180,7 +180,7 @@ def test_prefixes_are_found_behind_the_window(name, step):
             expected = ring_of(form, sliding_window=window)  # which reads codes where `first` may have floats
             expected.restore(sequence.snapshot())
             for layer in range(2):
-                if not pool.format.finishes and not pool.format.num_float_tokens:
+                if not pool.format.seals and not pool.format.num_float_tokens:
                     assert np.array_equal(sequence.k(layer)[ours], shown[layer][at])
                 assert relative_error(sequence.k(layer), stream.arrays[layer, 0, sequence.positions()]) < 0.5
             for attend in (lambda: sequence.attend(0, Q[:22]),  # the first needs a key from before what was found
@@ -212,7 +212,7 @@ def test_a_prefix_needs_those_of_its_blocks_that_it_holds():
     del held
 
 
-@pytest.mark.parametrize("name", FINISHING)
+@pytest.mark.parametrize("name", SEALING)
 def test_known_blocks_behind_the_window_keep_no_float_rows(name):
     """Those of a prompt in one piece go with it, whether its blocks stay known or not."""
     sizes = []
@@ -332,7 +332,7 @@ def test_secure_pools_wipe_what_a_window_has_left(name):
     sequence = pool.new_sequence()
 
     def held():
-        return np.concatenate([np.asarray(pool._buffer.pool.stream(layer, 0, pool.num_blocks, head, values)).any(1)[:, None]
+        return np.concatenate([np.asarray(pool._buffer.pool.bytes_of_head(layer, 0, pool.num_blocks, head, values)).any(1)[:, None]
                                for layer in range(2) for head in range(2) for values in (False, True)], 1).any(1)  # fmt: skip
 
     stream = Stream(11, 900, layers=2)

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 
 import numpy as np
 import pytest
-from cache_kinds import CENTRED, finishes
+from cache_kinds import CENTRED, seals
 from prompt_tokens import extend, filled, holds, resembles, work
 
 import kvfast
@@ -83,7 +83,7 @@ def test_every_format(tmp_path, dtype):
         ):
             assert prompts.restore(cache, token_ids[:found] + [500]) == found
             assert resembles(cache, token_ids[:found])
-            if found >= 192 or not finishes(dtype):
+            if found >= 192 or not seals(dtype):
                 assert holds(cache, token_ids[:found])
             extend(cache, token_ids[found:])
             assert holds(cache, token_ids)  # the same tokens: the same bytes

@@ -54,7 +54,7 @@ class RingMachine(RuleBasedStateMachine):
             seen = self.visible(layer, len(k) - n + i + 1)
             expected, _ = attention(q[i : i + 1], k[seen], v[seen])
             # Queries of tokens that are not yet advanced may read codes where `k` tells float rows.
-            pending = self.format.finishes and len(k) > len(self.whole)
+            pending = self.format.seals and len(k) > len(self.whole)
             assert relative_error(out[i : i + 1], expected) < (0.4 if pending else bound(*self.storage.values()))
 
     @rule(n=st.integers(1, 200), asked=st.floats(0, 1), group=st.integers(1, 3))
@@ -150,7 +150,7 @@ class RingMachine(RuleBasedStateMachine):
         held = self.windows[0] + self.rollback + self.num_sink_tokens + self.chunk
         blocks = 1.5 * (held / self.ring.block_size + 4) + 8
         # Float rows: of the chunk, of up to two blocks before it, and of the sinks.
-        rows = 2 * (self.chunk + 3 * self.ring.block_size + 48) * self.format.finishes
+        rows = 2 * (self.chunk + 3 * self.ring.block_size + 48) * self.format.seals
         limit = 1.01 * blocks * self.ring.block_size * self.ring.bytes_per_token + rows * 4 * LAYERS * HEADS * 32
         assert self.ring.nbytes <= limit + 4096
 

@@ -161,7 +161,7 @@ def test_what_is_written_meanwhile_is_private(tmp_path, monkeypatch):
 def raw(cache):
     """All bytes of a cache's blocks, as (num_blocks, bytes)."""
     pool = cache._buffer.pool if hasattr(cache._buffer, "pool") else cache._buffer.tables[0].pool
-    sides = [pool.stream(layer, first, min(8, pool.num_blocks - first), head, values).copy()
+    sides = [pool.bytes_of_head(layer, first, min(8, pool.num_blocks - first), head, values).copy()
              for first in range(0, pool.num_blocks, 8) for layer in range(pool.num_layers)
              for head in range(pool.num_kv_heads) for values in (False, True)]  # fmt: skip
     per = pool.num_layers * pool.num_kv_heads * 2
@@ -203,7 +203,7 @@ def test_truncated_tokens_are_zero(pool, rng):
     other = pool.new_sequence()
     other.restore(kvfast.Snapshot(sequence.snapshot()._cache.copy()))  # whose last block is filled up with zeros
     mine, copy = raw(pool)[sequence.block_indices()], raw(pool)[other.block_indices()]
-    if not pool.format.finishes:
+    if not pool.format.seals:
         assert np.array_equal(mine, copy)
     else:  # 6 of 32 or 64 tokens, and the statistics of the block
         assert np.count_nonzero(mine[-1]) * 3 < np.count_nonzero(mine[0])
@@ -211,7 +211,7 @@ def test_truncated_tokens_are_zero(pool, rng):
 
 def test_a_copied_block_takes_over_only_what_is_kept(pool, rng):
     """A snapshot keeps the block as it was; who goes back and writes gets a copy without the tokens behind."""
-    if pool.format.finishes:
+    if pool.format.seals:
         pytest.skip("blocks that are encoded as a whole have no codes of single tokens")
     sequence = fill(pool.new_sequence(), rng, 30)
     snapshot = sequence.snapshot()

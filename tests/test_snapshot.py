@@ -21,9 +21,9 @@ from cache_kinds import (
     RINGS,
     contents,
     fill,
-    finishes,
     make,
     same,
+    seals,
     stored,
     tokens,
 )
@@ -215,7 +215,7 @@ def test_equality(rng, kind, dtype):
         hash(snapshot)
     if kind not in RINGS:
         assert snapshot != filled(n=129)
-        for size in () if finishes(dtype) else (16, 256):
+        for size in () if seals(dtype) else (16, 256):
             assert snapshot == filled(block_size=size) == snapshot
             assert snapshot != filled(0, block_size=size) and snapshot != filled(n=129, block_size=size)
         assert snapshot != filled(dtype="float16") and snapshot != filled(k_dtype="int4")
@@ -230,9 +230,9 @@ def test_equal_whatever_lies_behind_the_tokens(rng, dtype):
     fill(other, np.random.default_rng(5), 300)
     other.clear()
     other.restore(one.snapshot())
-    fill(other, rng, 10 if finishes(dtype) else 100)  # not so many that tokens of `one` lose their float rows
-    other.truncate(70 if not finishes(dtype) else 100)
-    one.truncate(70 if not finishes(dtype) else 100)
+    fill(other, rng, 10 if seals(dtype) else 100)     # not so many that tokens of `one` lose their float rows
+    other.truncate(70 if not seals(dtype) else 100)
+    one.truncate(70 if not seals(dtype) else 100)
     assert one.snapshot() == other.snapshot() and stored(one) == stored(other)
     for cache in (one, other):
         fill(cache, np.random.default_rng(6), 100)
@@ -567,7 +567,7 @@ def test_truncate_keeps_the_bytes_of_what_stays(rng, dtype, owner):
             cache.truncate(n)
             now = [np.array(side(layer)) for layer in range(LAYERS) for side in (cache.k, cache.v)]
             assert all(map(np.array_equal, rows, now))
-            if n >= 84 or not finishes(dtype):
+            if n >= 84 or not seals(dtype):
                 kept = extended(make(kind, dtype), n)
                 assert stored(cache) == stored(kept) and cache.snapshot() == kept.snapshot()
             else:

@@ -64,7 +64,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     def is_fresh(self, cache, length, lost_from):
         """Whether a fresh cache has the same codes and float rows."""
-        if not self.format.finishes:
+        if not self.format.seals:
             return True
         return lost_from is None and coded(cache) == max(0, length - 16) // self.format.block * self.format.block
 
@@ -73,7 +73,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         block = self.format.block
         if model.lost_from is not None and n <= model.lost_from:
             model.lost_from = None
-        if self.format.finishes and n % block and any(n < coded(model.cache, i) for i in range(self.num_tables)):
+        if self.format.seals and n % block and any(n < coded(model.cache, i) for i in range(self.num_tables)):
             begin = n // block * block
             model.lost_from = begin if model.lost_from is None else min(begin, model.lost_from)
 
@@ -296,7 +296,7 @@ class RingMachine(SnapshotMachine):
         assert fresh.snapshot() == snapshot
 
     def is_fresh(self, cache, length, lost_from):
-        return not self.format.finishes or lost_from is None and all(
+        return not self.format.seals or lost_from is None and all(
             coded(cache, i) == max(0, length - 16) // self.format.block * self.format.block for i in range(self.num_tables)
         )
 

@@ -11,7 +11,7 @@ cdef class Workspace:
     cdef void *data[5]
     cdef bint secure           # wiped before it is given back
     cdef Py_ssize_t sizes[5]
-    cdef void drop(self, int which) noexcept nogil
+    cdef void release(self, int which) noexcept nogil
     cdef Workspace lend(self)
     cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil  # NULL: cannot be had
 
@@ -22,7 +22,7 @@ cdef class AttendCall:
     cdef Workspace workspace
     cdef Rows q, sink_q, rope_q, result
     cdef object out, lse, sinks, slopes
-    cdef object kept           # arrays that the items look into
+    cdef object keepalive      # arrays that the items look into
     cdef Py_ssize_t window, num_splits, work, context
     cdef bint wide
     cdef int bad               # whether the output is not finite

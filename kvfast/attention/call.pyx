@@ -26,7 +26,7 @@ from kvfast.attention.tiles cimport bytes_of, choose_tile, kv_item, kv_query, kv
 from kvfast.core.wipe cimport kv_wipe
 
 from kvfast.core import slow_paths
-from kvfast.attention.plan import AttendPlan, PlanItem
+from kvfast.attention.plan import AttendPlan, AttendItem
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef extern from "<stdlib.h>" nogil:
@@ -63,9 +63,9 @@ cdef class Workspace:
     def __dealloc__(self):
         cdef int i
         for i in range(5):
-            self.drop(i)
+            self.release(i)
 
-    cdef void drop(self, int which) noexcept nogil:
+    cdef void release(self, int which) noexcept nogil:
         if self.secure:
             kv_wipe(self.data[which], self.sizes[which])
         free(self.data[which])
@@ -81,7 +81,7 @@ cdef class Workspace:
 
     cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil:
         if size > self.sizes[which] or self.data[which] == NULL:
-            self.drop(which)
+            self.release(which)
             self.sizes[which] = 0
             self.data[which] = aligned_alloc(64, (size + 63) // 64 * 64)
             if self.data[which] != NULL:
@@ -387,7 +387,7 @@ cdef class AttendCall:
         items = []
         for i in range(self.call.num_items):
             item = self.call.items + i
-            items.append(PlanItem(item.num_queries, item.begin, item.end, item.splits, item.split_tokens, item.row_blocks))
+            items.append(AttendItem(item.num_queries, item.begin, item.end, item.splits, item.split_tokens, item.row_blocks))
             rows = max(rows, min(item.num_queries * self.call.group, <Py_ssize_t>item.block_rows))
         return AttendPlan(
             isa=self.call.kernels.isa.decode(), storage=storage,

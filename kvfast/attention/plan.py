@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["AttendPlan", "PlanItem"]
+__all__ = ["AttendItem", "AttendPlan"]
 
 
 @dataclass(frozen=True)
-class PlanItem:
+class AttendItem:
     """Queries that read the same keys together, and how that is cut: KV heads x splits x row blocks are its tasks.
 
     Parameters
@@ -57,7 +57,7 @@ class AttendPlan:
     rows : int
         Most query rows that share a pass.
     num_threads, num_tasks : int
-    items : tuple of PlanItem
+    items : tuple of AttendItem
         One for most calls; more in a batch, and where a few queries would each be split differently alone.
     code_bytes, scale_bytes, float_bytes : int
         What the kernels read of codes, of scales (of tokens and channels, means) and of float rows, in all passes; from
@@ -82,7 +82,7 @@ class AttendPlan:
     rows: int
     num_threads: int
     num_tasks: int
-    items: tuple[PlanItem, ...]
+    items: tuple[AttendItem, ...]
     code_bytes: int
     scale_bytes: int
     float_bytes: int

@@ -87,7 +87,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     # Ask for the first keys early; nothing was running ahead of them.
     if sinks_end > 0:
         touch_sinks(&task, sinks_end)
-    if not call.store.finishes or begin < item.context.coded:
+    if not call.store.seals or begin < item.context.floats_begin:
         touch(&task, begin, call.tile)
     if call.store.float_tokens and (sinks_end > 0 or begin < call.store.float_tokens):
         touch_first_floats(&task)
@@ -118,7 +118,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
             for i in range(padded // KV_LANES):
                 memcpy(acc + i * KV_LANES, panel.acc + (i * KV_ROWS + r % KV_ROWS) * KV_LANES, KV_LANES * sizeof(float))
         if query.parts == 1:
-            _finish(call, task.tokens[r], task.q_heads[r], acc, m, l)
+            _write_output(call, task.tokens[r], task.q_heads[r], acc, m, l)
         else:
             partial = _partials_of(call, query, task.q_heads[r]) + (item.part + split) * (padded + 2)
             partial[0] = m
@@ -133,7 +133,7 @@ cdef inline float *_partials_of(const kv_call *call, const kv_query *query, Py_s
     return call.partials + (query.partial * call.q.heads + q_head * query.parts) * (values_of(call.store).padded_dim + 2)
 
 
-cdef void _finish(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, float *acc, float m, float l) noexcept nogil:
+cdef void _write_output(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, float *acc, float m, float l) noexcept nogil:
     """Write the output row, and its log-sum-exp."""
     cdef float scale, top = m
     cdef const kv_side *v = values_of(call.store)
@@ -176,7 +176,7 @@ cdef void _merge(const kv_call *call, Py_ssize_t token) noexcept nogil:
                 weight = expf(part[0] - m)
                 l += part[1] * weight
                 call.kernels.scale_add(acc, 1.0, part + 2, weight, padded)
-        _finish(call, token, q_head, acc, m, l)
+        _write_output(call, token, q_head, acc, m, l)
     if call.store.secure:
         kv_wipe(acc, sizeof(acc))
 

@@ -10,10 +10,10 @@ from libc.string cimport memset
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
-                                  kv_panel, kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile)
+                                  kv_panel, kv_scratch, kv_side, kv_softmax, kv_prefetch, kv_tile)
 from kvfast.codec.blocks cimport (PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of,
                                   v_block_at, v_offset_of, values_of)
-from kvfast.codec.finish cimport OPEN_TOKENS
+from kvfast.codec.seal cimport OPEN_TOKENS
 
 cdef extern from *:
     """
@@ -75,15 +75,15 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
         v.at[i] = v_offset_of(store, block, task.head)
 
 
-cdef inline void _aim(kv_stream *stream, const kv_side *side, kv_tile *tile, int tokens,
+cdef inline void _aim(kv_prefetch *prefetch, const kv_side *side, kv_tile *tile, int tokens,
                       Py_ssize_t count) noexcept nogil:
     """Make a tile what is prefetched: of float rows `count`, of codes the `tokens` of a whole tile."""
     cdef Py_ssize_t token = _token_bytes(side), block_tokens = min(tokens, side.block_size)
-    stream.base, stream.at = tile.base, tile.at
-    stream.offset, stream.piece = token * tile.first, token * block_tokens
-    stream.bytes = token * (count if side.dtype < KV_NUM_FLOATS and count < tokens else tokens)
-    stream.scales = side.scales + side.scale_bytes * tile.first
-    stream.scale_bytes = side.bytes - side.scales if side.means else side.scale_bytes * block_tokens
+    prefetch.base, prefetch.at = tile.base, tile.at
+    prefetch.offset, prefetch.piece = token * tile.first, token * block_tokens
+    prefetch.bytes = token * (count if side.dtype < KV_NUM_FLOATS and count < tokens else tokens)
+    prefetch.scales = side.scales + side.scale_bytes * tile.first
+    prefetch.scale_bytes = side.bytes - side.scales if side.means else side.scale_bytes * block_tokens
 
 
 cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
@@ -335,10 +335,10 @@ cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py
     """First position that a query reads from float rows, but for the start of the sequence: that which follows from its
     own position, where codes and float rows are both there."""
     cdef Py_ssize_t codes
-    if not store.finishes:
+    if not store.seals:
         return context.length
     codes = (position - OPEN_TOKENS) >> store.block_shift << store.block_shift if position > OPEN_TOKENS else 0
-    return max(context.coded, min(codes, context.encoded))
+    return max(context.floats_begin, min(codes, context.codes_end))
 
 
 cdef Py_ssize_t _next_patch(const kv_store *store, const kv_context *context, Py_ssize_t position, Py_ssize_t end,
@@ -346,7 +346,7 @@ cdef Py_ssize_t _next_patch(const kv_store *store, const kv_context *context, Py
     """The first position from `position` on that has float rows for good, and where these stop; or `end`."""
     cdef Py_ssize_t index = position >> store.block_shift, begin
     stop[0] = end
-    if store.kept == NULL or store.num_patched[0] == 0:
+    if store.kept_codes == NULL or store.num_patched[0] == 0:
         return end
     while index << store.block_shift < end:
         if index < context.sink_blocks or index >= context.sink_blocks + context.skipped:

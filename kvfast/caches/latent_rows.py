@@ -25,7 +25,7 @@ def checked_sizes(num_layers, latent_dim, rope_dim, dtype):
 def latent_format(fmt):
     """What a format is of latent rows; ValueError if it cannot be."""
     fmt = _PRESETS.get(fmt, fmt)
-    if fmt.finishes or fmt.num_float_tokens:
+    if fmt.seals or fmt.num_float_tokens:
         raise ValueError(f"{fmt} is a format of keys and values apart: latent rows, which are both, have a scale per token, and "
                          "no tokens that stay floats")  # fmt: skip
     return fmt

@@ -267,7 +267,7 @@ class Snapshot(StorageProperties):
             cache = self._empty_cache(None)
             cache.restore(other)
             other = Snapshot(cache)
-        if self._cache._buffer.places_of_tables() != other._cache._buffer.places_of_tables():
+        if self._cache._buffer.resume_states() != other._cache._buffer.resume_states():
             return False
         mine, others = arrays_of(self._cache._buffer), arrays_of(other._cache._buffer)
         return all(np.array_equal(array, others[name]) for name, array in mine.items())

@@ -28,7 +28,7 @@ ctypedef struct kv_chunk:
 # The blocks of one layer; block b lies in chunks[chunk_of[b >> CHUNK_SHIFT]].
 #
 # Tokens may also have float rows, float16 where the side is integers: in pieces of PIECE tokens, blocks of a store of
-# their own. The first `float_tokens` of a sequence always; with `finishes` all tokens until their block is encoded, and a
+# their own. The first `float_tokens` of a sequence always; with `seals` all tokens until their block is encoded, and a
 # little longer. Rows and codes of a side that is rotated are both so. A finished block that was cut, and to which tokens
 # were added that its statistics do not fit, is patched: the tokens before have their codes, and these float rows for good.
 ctypedef struct kv_store:
@@ -41,11 +41,11 @@ ctypedef struct kv_store:
     const uint8_t *chunk_of    # NULL: all in the first
     bint secure                # memory is wiped before it is given back
     bint latent                # rows are keys and values at once, on the K side; on the V side is their rotary part
-    bint finishes              # blocks are encoded as a whole
+    bint seals                 # blocks are encoded as a whole
     int float_tokens
     const kv_store *floats     # NULL: no token of this layer has float rows
     const int32_t *float_of    # (num_blocks, block_size / PIECE) piece of PIECE places of a block, or -1
-    const int16_t *kept        # (num_blocks,) as in FloatRows, or NULL
+    const int16_t *kept_codes  # (num_blocks,) as in FloatRows, or NULL
     const Py_ssize_t *num_patched  # blocks that kept tells have float rows for good
 
 
@@ -56,8 +56,8 @@ ctypedef struct kv_context:
     Py_ssize_t length          # tokens
     Py_ssize_t sink_blocks
     Py_ssize_t skipped
-    Py_ssize_t coded           # of a store that finishes: all tokens below have codes alone,
-    Py_ssize_t encoded         # all below codes, and all from `coded` on float rows
+    Py_ssize_t floats_begin    # of a store that finishes: all tokens below have codes alone,
+    Py_ssize_t codes_end       # all below codes, and all from `floats_begin` on float rows
 
 
 cdef inline Py_ssize_t k_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
@@ -82,16 +82,16 @@ cdef inline char *v_block_at(const kv_store *store, int32_t block, Py_ssize_t he
     return store.base + v_offset_of(store, block, head)
 
 
-cdef inline int32_t piece_of(const kv_store *store, int32_t block, Py_ssize_t place) noexcept nogil:
+cdef inline int32_t piece_of(const kv_store *store, int32_t block, Py_ssize_t offset) noexcept nogil:
     """The piece of a place in a block, or -1."""
-    return store.float_of[((<Py_ssize_t>block << store.block_shift) + place) // PIECE]
+    return store.float_of[((<Py_ssize_t>block << store.block_shift) + offset) // PIECE]
 
 
 cdef inline Py_ssize_t patched_from(const kv_store *store, int32_t block) noexcept nogil:
     """First place of a block that has float rows for good, or block_size."""
-    if store.kept == NULL or store.kept[block] >= 0:
+    if store.kept_codes == NULL or store.kept_codes[block] >= 0:
         return store.k.block_size
-    return -store.kept[block]
+    return -store.kept_codes[block]
 
 
 cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexcept nogil:

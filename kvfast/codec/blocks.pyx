@@ -121,7 +121,7 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, i
         k = best
     if v == KV_INT4:
         v = best
-    init_side(&store.k, k, head_dim, block_size, fmt.finishes, fmt.per_channel)
+    init_side(&store.k, k, head_dim, block_size, fmt.seals, fmt.per_channel)
     if rope_dim is None:
         init_side(&store.v, v, v_head_dim, block_size)
     else:  # nothing of float16 takes no bytes, neither for scales
@@ -130,7 +130,7 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, i
     store.k.gaussian = store.v.gaussian = best != KV_INT4
     store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
     store.k.clip_search = store.v.clip_search = fmt.clip_search
-    store.finishes, store.float_tokens = fmt.finishes, fmt.num_float_tokens
+    store.seals, store.float_tokens = fmt.seals, fmt.num_float_tokens
     return 0
 
 

@@ -87,7 +87,7 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
         call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % PIECE, source, stride, count)
     elif piece >= 0:
         call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % PIECE, source, stride, count)
-    if call.store.finishes:
+    if call.store.seals:
         return
     if values:
         call.kernels.encode_v(side, v_block_at(call.store, block, head), slot, source, stride, count)

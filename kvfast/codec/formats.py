@@ -126,7 +126,7 @@ class KVFormat:
             raise ValueError("centring is for int8 keys and int4 keys without a trellis")
         if self.centring and self.k_dtype not in _INTEGERS:
             raise ValueError(f"centring is for int8 and int4 keys, got {self.k_dtype}")
-        if self.finishes:
+        if self.seals:
             if self.block is None:
                 object.__setattr__(self, "block", 64)
             if self.block not in (32, 64, 128, 256):
@@ -145,7 +145,7 @@ class KVFormat:
         return self.dtype.rpartition("/")[2]
 
     @property
-    def finishes(self) -> bool:
+    def seals(self) -> bool:
         """Whether blocks are encoded as a whole, when they are full."""
         return self.centring or self.per_channel
 
@@ -212,7 +212,7 @@ def formats_of(dtype, k_dtype, v_dtype, num_layers):
 
 def floats_of(fmt):
     """The format of a layer's tokens while they are floats, None if they never are: a side that is a float stays what it is."""
-    if not fmt.finishes and not fmt.num_float_tokens:
+    if not fmt.seals and not fmt.num_float_tokens:
         return None
     return KVFormat("/".join("float16" if one in _INTEGERS + _PACKED else one for one in (fmt.k_dtype, fmt.v_dtype)))
 

@@ -28,7 +28,7 @@ ctypedef struct kv_codec_call:
     char *floats
     char *codes
     float *scales
-    bint streams               # floats are written past the caches
+    bint nontemporal           # floats are written past the caches
     kv_watch *watch            # or NULL
 
 
@@ -71,9 +71,9 @@ cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept n
     cdef Py_ssize_t half = call.width
     cdef int8_t *codes
     cdef const uint8_t *packed
-    cdef float *floats = <float *>malloc((call.dim * sizeof(float) if call.streams else 0)
+    cdef float *floats = <float *>malloc((call.dim * sizeof(float) if call.nontemporal else 0)
                                          + (2 * half if call.bits == 4 else 1))
-    cdef int8_t *scratch = <int8_t *>(floats + (call.dim if call.streams else 0))
+    cdef int8_t *scratch = <int8_t *>(floats + (call.dim if call.nontemporal else 0))
     if floats == NULL:
         return -2
     for row in range(first, last):
@@ -86,13 +86,13 @@ cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept n
                 scratch[j] = <int8_t>((packed[j] & 15) - 8)
                 scratch[half + j] = <int8_t>((packed[j] >> 4) - 8)
             codes = scratch
-        if call.streams:
+        if call.nontemporal:
             call.kernels.dequantize(codes, call.dim, call.scales[row], floats)
-            call.kernels.stream_out(floats, call.dim, <float *>call.floats + row * call.dim)
+            call.kernels.store_nontemporal(floats, call.dim, <float *>call.floats + row * call.dim)
         else:
             call.kernels.dequantize(codes, call.dim, call.scales[row], <float *>call.floats + row * call.dim)
-    if call.streams:
-        call.kernels.stream_out(NULL, 0, NULL)
+    if call.nontemporal:
+        call.kernels.store_nontemporal(NULL, 0, NULL)
     free(floats)
     return 0
 
@@ -223,7 +223,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     elif not out.flags.carray or np.may_share_memory(out, codes) or np.may_share_memory(out, scales):
         raise ValueError("out must be C-contiguous, aligned, writable, and apart from codes and scales")
     call.floats, call.codes, call.scales = _address(out), _address(codes), <float *>_address(scales)
-    call.streams = out.nbytes >= STREAMED_BYTES
+    call.nontemporal = out.nbytes >= STREAMED_BYTES
     tasks = (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
     threads = num_threads_for(None, <double>out.nbytes)
     call.watch = watch_of(&watch, <double>out.nbytes)

@@ -11,16 +11,16 @@ From the bottom up::
     prefix_cache    `PrefixKVCache`: a compressed prefix, and live tokens behind it
 """
 
-from kvfast.compression.compressed import CompressedKV, KVLayout, ReconstructionError
+from kvfast.compression.compressed import CompressedKV, CompressedShape, ReconstructionError
 from kvfast.compression.compressor import KVCacheCompressor
 from kvfast.compression.methods import Hybrid, LowRank, Quantize, VectorQuantization
 from kvfast.compression.prefix_cache import PrefixKVCache
 
 __all__ = [
     "CompressedKV",
+    "CompressedShape",
     "Hybrid",
     "KVCacheCompressor",
-    "KVLayout",
     "LowRank",
     "PrefixKVCache",
     "Quantize",

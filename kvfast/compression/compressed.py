@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
-__all__ = ["CompressedKV", "KVLayout", "ReconstructionError"]
+__all__ = ["CompressedKV", "CompressedShape", "ReconstructionError"]
 
 VERSION = 1
 STORES = {"LowRank": RankStore, "Hybrid": RankStore, "VectorQuantization": ProductStore, "Quantize": CacheStore}
 
 
 @dataclass(frozen=True)
-class KVLayout:
+class CompressedShape:
     """Shape of what was compressed: (num_heads, seq_len, head_dim), behind `batch` unless that is None."""
 
     num_heads: int
@@ -137,12 +137,12 @@ class CompressedKV:
 
     __slots__ = ("_error", "_layout", "_method", "_parts")
 
-    def __init__(self, layout: KVLayout, method: Any, parts: Any, error: Any) -> None:
+    def __init__(self, layout: CompressedShape, method: Any, parts: Any, error: Any) -> None:
         self._layout, self._method, self._parts, self._error = layout, method, parts, error
 
     @property
-    def layout(self) -> KVLayout:
-        """The `KVLayout`."""
+    def layout(self) -> CompressedShape:
+        """The `CompressedShape`."""
         return self._layout
 
     @property
@@ -303,7 +303,7 @@ class CompressedKV:
             kind = "this is no CompressedKV" if version is None else f"the format has version {version!r}"
             raise IncompatibleSnapshotError(f"{kind}; this kvfast reads compressed keys and values of version {VERSION}")
         try:
-            layout, method = KVLayout(**fields["layout"]), method_from_dict(fields["method"])
+            layout, method = CompressedShape(**fields["layout"]), method_from_dict(fields["method"])
             for size in layout.shape:
                 check_size(size, "layout", 1, 1 << 40)
             check_size(layout.head_dim, "head_dim", 1, 512)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvfast.codec.formats import PRESETS
 from kvfast.compression.bridges import CacheBridges
-from kvfast.compression.compressed import CompressedKV, KVLayout, Part, ReconstructionError, checked
+from kvfast.compression.compressed import CompressedKV, CompressedShape, Part, ReconstructionError, checked
 from kvfast.compression.methods import METHODS, Hybrid, LowRank, Quantize, VectorQuantization, check_bits
 from kvfast.compression.product import ProductStore
 from kvfast.compression.stores import FLOAT16_MOST, HYBRID_FORMATS, CacheStore, RankStore
@@ -157,7 +157,7 @@ class KVCacheCompressor(CacheBridges):
             for sums, given, decoded in zip(squares, pair, part.decode()):
                 sums += square_sum(decoded - given), square_sum(given)
         error = ReconstructionError(*(float(np.sqrt(wrong / all_)) if all_ else 0.0 for wrong, all_ in squares))
-        return CompressedKV(KVLayout(*k.shape[1:], batch), method, parts, error)
+        return CompressedKV(CompressedShape(*k.shape[1:], batch), method, parts, error)
 
     def __repr__(self) -> str:
         return f"KVCacheCompressor({self._method}, quant_bits={self._quant_bits})"

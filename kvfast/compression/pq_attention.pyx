@@ -9,7 +9,7 @@ from libc.string cimport memcpy, memset
 
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast.core.kernels cimport (KV_FLOAT16, KV_LANES, KV_ROWS, active, kv_ahead, kv_codes, kv_kernels, kv_score_options,
-                                  kv_scratch, kv_side, kv_softmax, kv_stream, kv_tile)
+                                  kv_scratch, kv_side, kv_softmax, kv_prefetch, kv_tile)
 from kvfast.core.threads cimport num_threads_for
 
 cdef enum:
@@ -18,7 +18,7 @@ cdef enum:
     TILE_TOKENS = 64
 
 
-cdef class Books:
+cdef class PQCodes:
     """One side of attention: the codes of all heads, and their codebooks.
 
     Parameters
@@ -68,7 +68,7 @@ cdef class Books:
         return rows.astype(np.float32)
 
 
-ctypedef struct kv_books_call:
+ctypedef struct kv_pq_call:
     const kv_kernels *kernels
     Py_ssize_t rows            # of a head
     Py_ssize_t n               # tokens
@@ -84,30 +84,30 @@ ctypedef struct kv_books_call:
 
 
 # What a task works in, on its thread's stack.
-ctypedef struct kv_books_scratch:
+ctypedef struct kv_pq_scratch:
     kv_scratch attention
     uint16_t rows[64 * 512]    # (TILE_TOKENS, padded_dim) float16 of at most KV_MAX_HEAD_DIM
 
 
-cdef void _decode_tile(const kv_books_call *call, Books books, Py_ssize_t head, Py_ssize_t first, int count,
+cdef void _decode_tile(const kv_pq_call *call, PQCodes codes_of_side, Py_ssize_t head, Py_ssize_t first, int count,
                        uint16_t *rows, kv_tile *tile, kv_ahead *ahead) noexcept nogil:
     """Rows of some tokens, and behind the last whole lines of zeros; attention prefetches the codes that follow them."""
-    cdef kv_codes codes = books.of(head, first)
-    cdef kv_stream *stream = &ahead.next
-    if books.side.padded_dim > books.side.head_dim or count < TILE_TOKENS:
-        memset(rows, 0, TILE_TOKENS * books.side.row_stride)
-    call.kernels.decode_codes(&codes, count, <char *>rows, books.side.row_stride)
+    cdef kv_codes codes = codes_of_side.of(head, first)
+    cdef kv_prefetch *prefetch = &ahead.next
+    if codes_of_side.side.padded_dim > codes_of_side.side.head_dim or count < TILE_TOKENS:
+        memset(rows, 0, TILE_TOKENS * codes_of_side.side.row_stride)
+    call.kernels.decode_codes(&codes, count, <char *>rows, codes_of_side.side.row_stride)
     tile.base, tile.at[0], tile.first, tile.count = <const char *>rows, 0, 0, count
     memset(ahead, 0, sizeof(kv_ahead))
-    stream.base, stream.at = <const char *>codes.data + count * codes.stride, tile.at
-    stream.bytes = stream.piece = TILE_TOKENS * codes.stride
-    ahead.after = stream[0]
+    prefetch.base, prefetch.at = <const char *>codes.data + count * codes.stride, tile.at
+    prefetch.bytes = prefetch.piece = TILE_TOKENS * codes.stride
+    ahead.after = prefetch[0]
 
 
-cdef void _attend_task(const kv_books_call *call, Books keys, Books values, Py_ssize_t task) noexcept nogil:
+cdef void _attend_task(const kv_pq_call *call, PQCodes keys, PQCodes values, Py_ssize_t task) noexcept nogil:
     """One (split, head, block of rows): tile by tile, codes become float16 rows in the processor's cache, and these are read
     as those of any cache."""
-    cdef kv_books_scratch scratch
+    cdef kv_pq_scratch scratch
     cdef kv_scratch *own = &scratch.attention
     cdef kv_softmax *state = &own.softmax
     cdef const kv_side *k = &keys.side
@@ -149,7 +149,7 @@ cdef void _attend_task(const kv_books_call *call, Books keys, Books values, Py_s
         memcpy(call.out + at * v.head_dim, own.acc + r * v.padded_dim, v.head_dim * sizeof(float))
 
 
-def attend(const float[:, :, ::1] queries, Books keys, Books values, const Py_ssize_t[::1] visible, num_threads=None):
+def attend(const float[:, :, ::1] queries, PQCodes keys, PQCodes values, const Py_ssize_t[::1] visible, num_threads=None):
     """Attention on codes.
 
     Parameters
@@ -166,7 +166,7 @@ def attend(const float[:, :, ::1] queries, Books keys, Books values, const Py_ss
     lse : ndarray of shape (heads, rows), float32
         -inf, and an output of 0, for a row that sees nothing.
     """
-    cdef kv_books_call call
+    cdef kv_pq_call call
     cdef Py_ssize_t task, tasks
     cdef int threads
     cdef double work

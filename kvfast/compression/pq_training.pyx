@@ -14,7 +14,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast.core.kernels cimport active, kv_book, kv_kernels
+from kvfast.core.kernels cimport active, kv_pq_codebook, kv_kernels
 from kvfast.core.threads cimport num_threads_for
 
 cdef enum:
@@ -63,18 +63,18 @@ cdef void _take(const kv_training *call, const float *points, Py_ssize_t t, int 
         centroid[i] = points[i * call.stride + t]
 
 
-cdef void _find(const kv_training *call, const float *points, const kv_book *book, uint8_t *codes,
+cdef void _find(const kv_training *call, const float *points, const kv_pq_codebook *codebook, uint8_t *codes,
                 float *distances) noexcept nogil:
     """Nearest centroids, and half squared distances less half squared norms."""
     cdef float half_norms[256]
     cdef float norm
     cdef int c, i
-    for c in range(book.count):
+    for c in range(codebook.count):
         norm = 0
-        for i in range(book.dim):
-            norm += book.centroids[c * book.dim + i] * book.centroids[c * book.dim + i]
+        for i in range(codebook.dim):
+            norm += codebook.centroids[c * codebook.dim + i] * codebook.centroids[c * codebook.dim + i]
         half_norms[c] = 0.5 * norm
-    call.kernels.nearest(points, call.stride, call.stride, book, half_norms, codes, distances)
+    call.kernels.nearest(points, call.stride, call.stride, codebook, half_norms, codes, distances)
 
 
 cdef Py_ssize_t _drawn(const kv_training *call, const kv_scratch_of_training *scratch, double target) noexcept nogil:
@@ -95,7 +95,7 @@ cdef Py_ssize_t _drawn(const kv_training *call, const kv_scratch_of_training *sc
 cdef void _seed(const kv_training *call, const float *points, float *centroids, int dim, kv_scratch_of_training *scratch,
                 uint64_t *random) noexcept nogil:
     """k-means++ (Arthur and Vassilvitskii, 2007): each next centroid is a point, drawn by its squared distance."""
-    cdef kv_book book
+    cdef kv_pq_codebook codebook
     cdef Py_ssize_t t, chosen = <Py_ssize_t>(_uniform(random) * call.n)
     cdef double total, target
     cdef float gap
@@ -107,13 +107,13 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
             scratch.squares[t] += points[i * call.stride + t] * points[i * call.stride + t]
     for t in range(call.stride):
         scratch.gaps[t] = INFINITY if t < call.n else 0
-    book.count, book.dim = 1, dim
+    codebook.count, codebook.dim = 1, dim
     _take(call, points, chosen, dim, centroids)
     for c in range(1, call.count):
         if is_stopped(call.watch, 16):
             return
-        book.centroids = centroids + (c - 1) * dim
-        _find(call, points, &book, scratch.codes, scratch.distances)
+        codebook.centroids = centroids + (c - 1) * dim
+        _find(call, points, &codebook, scratch.codes, scratch.distances)
         total = 0
         for t in range(call.stride):  # without sums: whole vectors; 0 behind the last point
             gap = 2 * scratch.distances[t] + scratch.squares[t]
@@ -135,16 +135,16 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
 cdef void _lloyd(const kv_training *call, const float *points, float *centroids, int dim,
                  kv_scratch_of_training *scratch) noexcept nogil:
     """Move each centroid to the mean of the points that are nearest to it, as long as that pays."""
-    cdef kv_book book
+    cdef kv_pq_codebook codebook
     cdef Py_ssize_t members[256]
     cdef Py_ssize_t t, far
     cdef double error, before = INFINITY
     cdef int step, c, i
-    book.centroids, book.count, book.dim = centroids, call.count, dim
+    codebook.centroids, codebook.count, codebook.dim = centroids, call.count, dim
     for step in range(MOST_STEPS):  # no-cython-lint
         if is_stopped(call.watch, 16):
             return
-        _find(call, points, &book, scratch.codes, scratch.distances)
+        _find(call, points, &codebook, scratch.codes, scratch.distances)
         error = 0
         memset(members, 0, sizeof(members))
         memset(scratch.sums, 0, call.count * dim * sizeof(double))
@@ -179,7 +179,7 @@ cdef int _train_task(const kv_training *call, Py_ssize_t task) noexcept nogil:
     cdef const float *points = call.points + (head * call.dims + bounds[j]) * call.stride
     cdef float *centroids = call.centroids + (head * call.dims + bounds[j]) * call.count
     cdef kv_scratch_of_training scratch
-    cdef kv_book book
+    cdef kv_pq_codebook codebook
     cdef uint8_t *target
     cdef uint64_t random = call.seed + <uint64_t>task * <uint64_t>0xD1342543DE82EF95
     cdef char *memory
@@ -197,8 +197,8 @@ cdef int _train_task(const kv_training *call, Py_ssize_t task) noexcept nogil:
         _seed(call, points, centroids, dim, &scratch, &random)
         _lloyd(call, points, centroids, dim, &scratch)
     else:
-        book.centroids, book.count, book.dim = centroids, call.count, dim
-        _find(call, points, &book, scratch.codes, scratch.distances)
+        codebook.centroids, codebook.count, codebook.dim = centroids, call.count, dim
+        _find(call, points, &codebook, scratch.codes, scratch.distances)
         target = call.codes + head * call.n * call.subvectors + j
         for t in range(call.n):
             target[t * call.subvectors] = scratch.codes[t]

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvfast.compression import pq_training as codebook
 from kvfast.compression.basis import Basis
-from kvfast.compression.pq_attention import Books
+from kvfast.compression.pq_attention import PQCodes
 from kvfast.compression.pq_attention import attend as attend_codes
 from kvfast.compression.stores import FLOAT16_MOST, LANES
 from kvfast.errors import CorruptFileError, NonFiniteInputError
@@ -44,30 +44,30 @@ class ProductStore:
 
     @property
     def nbytes(self):
-        return sum(basis.nbytes + books.centroids.nbytes + books.bounds.nbytes + books.codes.nbytes for basis, books in self.sides)
+        return sum(basis.nbytes + codes_of_side.centroids.nbytes + codes_of_side.bounds.nbytes + codes_of_side.codes.nbytes for basis, codes_of_side in self.sides)
 
     def attend(self, q, visible, scale, num_threads=None):
         """As `CacheStore.attend`, for any counts of visible tokens."""
         (key_basis, keys), (value_basis, values) = self.sides
         heads, group = self.num_heads, q.shape[1] // self.num_heads
-        turned, offsets = key_basis.of_queries(q * np.float32(scale), group)
-        rows = np.ascontiguousarray(turned.transpose(1, 0, 2, 3)).reshape(heads, len(q) * group, -1)
+        rotated, offsets = key_basis.of_queries(q * np.float32(scale), group)
+        rows = np.ascontiguousarray(rotated.transpose(1, 0, 2, 3)).reshape(heads, len(q) * group, -1)
         out, lse = attend_codes(rows, keys, values, np.repeat(visible, group), num_threads)
         out = out.reshape(heads, len(q), group, -1).swapaxes(0, 1)
         lse = lse.reshape(heads, len(q), group).swapaxes(0, 1)
         return value_basis.of_outputs(out, group), (lse + offsets).reshape(len(q), -1)
 
     def decode(self):
-        return tuple(basis.vectors(books.decode()) for basis, books in self.sides)
+        return tuple(basis.vectors(codes_of_side.decode()) for basis, codes_of_side in self.sides)
 
     def settings(self):
         return {"subvectors": self.subvectors, "count": self.sides[0][1].count}
 
     def arrays(self):
         parts = {}
-        for side, (basis, books) in zip("kv", self.sides):
+        for side, (basis, codes_of_side) in zip("kv", self.sides):
             parts |= {f"{side}.{name}": array for name, array in basis.arrays().items()}
-            parts |= {f"{side}.centroids": books.centroids, f"{side}.bounds": books.bounds, f"{side}.codes": books.codes}
+            parts |= {f"{side}.centroids": codes_of_side.centroids, f"{side}.bounds": codes_of_side.bounds, f"{side}.codes": codes_of_side.codes}
         return parts
 
     @classmethod
@@ -87,7 +87,7 @@ class ProductStore:
             sound = (bounds[:, 0] == 0).all() and (bounds[:, -1] == dim).all() and (np.diff(bounds, axis=1) > 0).all()
             if not sound or not np.isfinite(centroids).all() or unpacked(codes, subvectors, count).max() >= count:
                 raise CorruptFileError(f"the codebooks of side {side} are none of kvfast")
-            sides.append((basis, Books(centroids, bounds, codes, count)))
+            sides.append((basis, PQCodes(centroids, bounds, codes, count)))
         return cls(*sides, subvectors)
 
 
@@ -138,7 +138,7 @@ def _learned(x, subvectors, count, seed):
     centroids = codebook.train(some, -(-tokens // step), bounds, count, seed)
     centroids = centroids.astype(np.float16)  # so stored: the nearest are the nearest of these
     codes = codebook.encode(points, tokens, bounds, count, centroids.astype(np.float32))
-    return basis, Books(centroids, bounds, packed(codes, count), count)
+    return basis, PQCodes(centroids, bounds, packed(codes, count), count)
 
 
 def _padded(points):

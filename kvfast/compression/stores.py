@@ -37,7 +37,7 @@ class CacheStore:
         """k, v: (heads, tokens, dim), float32."""
         heads, tokens, dim = k.shape
         form = KVFormat.of(dtype)
-        if not form.finishes:
+        if not form.seals:
             cache = KVCache(1, heads, dim, tokens, dtype=form, block_size=_block_size(tokens))
             cache.append(0, k.swapaxes(0, 1), v.swapaxes(0, 1))
             cache.advance(tokens)
@@ -166,8 +166,8 @@ class RankStore:
         out, lse = np.empty(q.shape, np.float32), np.empty(q.shape[:2], np.float32)
         for heads, keys, values, store in self.groups:
             of_heads = (heads[:, None] * group + np.arange(group)).reshape(-1)
-            turned, offsets = keys.of_queries(q[:, of_heads], group)
-            inner, inner_lse = store.attend(turned.reshape(len(q), len(of_heads), -1), visible, scale, num_threads)
+            rotated, offsets = keys.of_queries(q[:, of_heads], group)
+            inner, inner_lse = store.attend(rotated.reshape(len(q), len(of_heads), -1), visible, scale, num_threads)
             out[:, of_heads] = values.of_outputs(inner, group)
             lse[:, of_heads] = inner_lse + np.float32(scale) * offsets.reshape(len(q), -1)
         return out, lse

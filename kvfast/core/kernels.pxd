@@ -99,7 +99,7 @@ cdef extern from "simd/kernels.h" nogil:
         float *rows
         float *rope_rows
 
-    ctypedef struct kv_stream:
+    ctypedef struct kv_prefetch:
         const char *base
         const Py_ssize_t *at
         Py_ssize_t offset
@@ -109,8 +109,8 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t scale_bytes
 
     ctypedef struct kv_ahead:
-        kv_stream next
-        kv_stream after
+        kv_prefetch next
+        kv_prefetch after
         Py_ssize_t lead
 
     ctypedef struct kv_transform:
@@ -121,7 +121,7 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t pairs
         int interleaved
 
-    ctypedef struct kv_book:
+    ctypedef struct kv_pq_codebook:
         const float *centroids
         int count
         int dim
@@ -143,14 +143,14 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t (*find_unstorable)(const float *row, Py_ssize_t n, float limit) noexcept nogil
         float (*quantize)(const float *row, Py_ssize_t n, int levels, int8_t *codes) noexcept nogil
         void (*dequantize)(const int8_t *codes, Py_ssize_t n, float scale, float *row) noexcept nogil
-        void (*stream_out)(const float *row, Py_ssize_t n, float *target) noexcept nogil
+        void (*store_nontemporal)(const float *row, Py_ssize_t n, float *target) noexcept nogil
         void (*encode_k)(const kv_side *side, char *block, int slot, const float *rows, Py_ssize_t stride,
                          int count) noexcept nogil
         void (*encode_v)(const kv_side *side, char *block, int slot, const float *rows, Py_ssize_t stride,
                          int count) noexcept nogil
         void (*decode_k)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
         void (*decode_v)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
-        int (*finish_k)(const kv_side *side, char *block, const float *rows, Py_ssize_t stride,
+        int (*seal_k)(const kv_side *side, char *block, const float *rows, Py_ssize_t stride,
                          int kept) noexcept nogil
         void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                            int to_slot, int values) noexcept nogil
@@ -175,10 +175,10 @@ cdef extern from "simd/kernels.h" nogil:
                                  kv_operands *operands, kv_panel *panels, int num_panels) noexcept nogil
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil
-        void (*nearest)(const float *points, Py_ssize_t stride, Py_ssize_t n, const kv_book *book, const float *half_norms,
+        void (*nearest)(const float *points, Py_ssize_t stride, Py_ssize_t n, const kv_pq_codebook *book, const float *half_norms,
                         uint8_t *codes, float *distances) noexcept nogil
         void (*decode_codes)(const kv_codes *codes, Py_ssize_t n, char *rows, Py_ssize_t stride) noexcept nogil
-        uint32_t (*stream)(const char *source, Py_ssize_t n) noexcept nogil
+        uint32_t (*read_bytes)(const char *source, Py_ssize_t n) noexcept nogil
         double (*multiply[2])(Py_ssize_t steps, float *sink) noexcept nogil
 
 

@@ -13,15 +13,15 @@ from kvfast.storage.copying cimport clone_table, copy_slots
 cdef Py_ssize_t _full_blocks(BlockTable table) noexcept:
     """Blocks of the table that all layers have codes for."""
     cdef Py_ssize_t slots = table.num_slots()
-    if table.pool.finishes:
-        slots = min(slots, table.encoded() - table.skipped * table.pool.block_size)
+    if table.pool.seals:
+        slots = min(slots, table.codes_end() - table.skipped * table.pool.block_size)
     return slots // table.pool.block_size
 
 
 cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) noexcept:
     """Blocks with codes of a layer that follow on the full ones."""
     cdef Py_ssize_t slots = table.num_slots()
-    if table.pool.stores[layer].finishes:
+    if table.pool.stores[layer].seals:
         slots = min(slots, table.slots_with_codes())
     return (slots + table.pool.block_size - 1) // table.pool.block_size - _full_blocks(table)
 
@@ -63,49 +63,49 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     result = []
     if store.floats == NULL:
         return result
-    begin = {index: index * size + kept for index, kept in table.patches(longest)}
+    begin = {index: index * size + kept_codes for index, kept_codes in table.patches(longest)}
     for position in table.pieces(longest):
         for head in range(floats.pieces.num_kv_heads):
-            piece = floats.pieces.stream(layer, floats.float_of[table.slot(position) // PIECE], 1, head, values)[0]
+            piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.slot(position) // PIECE], 1, head, values)[0]
             if copies:
                 piece, row_bytes = piece.copy(), store.floats.v.row_stride if values else store.floats.k.row_stride
                 first = max(store.float_tokens - position, <Py_ssize_t>0)
-                last = max(begin.get(position // size, table.coded) - position, <Py_ssize_t>0) if store.finishes else PIECE
+                last = max(begin.get(position // size, table.floats_begin) - position, <Py_ssize_t>0) if store.seals else PIECE
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0
                 piece[min(longest - position, PIECE) * row_bytes:] = 0
             result.append(piece)
     return result
 
 
-cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict place):
-    """A table without blocks that tells how many there will be of each kind; ValueError if `place` cannot be."""
+cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict state):
+    """A table without blocks that tells how many there will be of each kind; ValueError if `state` cannot be."""
     cdef BlockTable other = table.empty(table.pool)
-    other.check_place(length, place)
-    other.set_place(length, place)
-    other.kept, other.patched = place.get("kept_tokens", 0), place.get("patches", [])
+    other.check_resume_state(length, state)
+    other.set_resume_state(length, state)
+    other.kept_codes, other.patched = state.get("kept_tokens", 0), state.get("patches", [])
     return other
 
 
-cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict place) except -1:
-    """The blocks of a sequence of `length` tokens, for their bytes to be put in; ValueError if `place` cannot be."""
-    cdef Py_ssize_t count = table.check_place(length, place), position
+cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1:
+    """The blocks of a sequence of `length` tokens, for their bytes to be put in; ValueError if `state` cannot be."""
+    cdef Py_ssize_t count = table.check_resume_state(length, state), position
     cdef int64_t slot
     cdef BlockPool pool = table.pool
     if pool.num_blocks == 0:
         # A file's window is no reason to reserve more than what its bytes speak for.
         pool.first_blocks = min(pool.first_blocks, max(4 * count, <Py_ssize_t>8))
     table.open(count)
-    table.set_place(length, place)
-    table.set_kept(place.get("kept_tokens", 0))
-    table.set_patches(place.get("patches", []))
+    table.set_resume_state(length, state)
+    table.set_kept_codes(state.get("kept_tokens", 0))
+    table.set_patches(state.get("patches", []))
     for position in table.pieces(length):
         slot = table.slot(position)
         pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + PIECE)
     return 0
 
 
-def layout(SequenceBuffer buffer, Py_ssize_t length, list places):
-    """The shapes of `streams`, for `length` tokens; ValueError if `places` cannot be.
+def layout(SequenceBuffer buffer, Py_ssize_t length, list states):
+    """The shapes of `targets`, for `length` tokens; ValueError if `states` cannot be.
 
     Returns
     -------
@@ -115,11 +115,11 @@ def layout(SequenceBuffer buffer, Py_ssize_t length, list places):
     cdef BlockTable table
     cdef kv_store *store
     cdef Py_ssize_t layer
-    if len(places) != len(buffer.tables):
-        raise ValueError(f"{len(buffer.tables)} block tables are needed, got {len(places)}")
-    measured = {table: _measured(table, length, place) for table, place in zip(buffer.tables, places)}
+    if len(states) != len(buffer.tables):
+        raise ValueError(f"{len(buffer.tables)} block tables are needed, got {len(states)}")
+    measured = {table: _measured(table, length, state) for table, state in zip(buffer.tables, states)}
     result = []
-    for table, layer in buffer.places:
+    for table, layer in buffer.layer_tables:
         store = table.pool.stores + layer
         table = measured[table]
         blocks = _full_blocks(table), _tail_blocks(table, layer)
@@ -130,23 +130,23 @@ def layout(SequenceBuffer buffer, Py_ssize_t length, list places):
     return result
 
 
-def reopen(SequenceBuffer buffer, Py_ssize_t length, list places, memory=None, offsets=None, Py_ssize_t reserve=0):
-    """After `layout`: be a sequence of `length` complete tokens, whose bytes are to be put into `streams`.
+def reopen(SequenceBuffer buffer, Py_ssize_t length, list states, memory=None, offsets=None, Py_ssize_t reserve=0):
+    """After `layout`: be a sequence of `length` complete tokens, whose bytes are to be put into `targets`.
 
     `offsets`: of the full blocks, if they lie in `memory` already, see `BlockPool.map`; `reserve`: tokens to have
     blocks for at once.
     """
     cdef BlockTable table
     cdef Py_ssize_t full, size
-    for table, place in zip(buffer.tables, places):
-        full, size = _full_blocks(_measured(table, length, place)), table.pool.block_size
+    for table, state in zip(buffer.tables, states):
+        full, size = _full_blocks(_measured(table, length, state)), table.pool.block_size
         if memory is not None and full:
-            table.pool.map(memory, full, [offsets[i] for i in range(buffer.num_layers) if buffer.places[i][0] is table])
-        _take_blocks(table, length, place)
+            table.pool.map(memory, full, [offsets[i] for i in range(buffer.num_layers) if buffer.layer_tables[i][0] is table])
+        _take_blocks(table, length, state)
         table.pool.ensure(max(<Py_ssize_t>0, (reserve + size - 1) // size - table.count))
 
 
-def streams(SequenceBuffer buffer):
+def targets(SequenceBuffer buffer):
     """Where the bytes of a sequence that was reopened belong.
 
     Returns
@@ -155,31 +155,31 @@ def streams(SequenceBuffer buffer):
         Each three lists: of each head the full blocks, uint8 of shape (num_blocks, bytes of a block); the blocks
         after them, block after block and head after head, uint8 of shape (bytes,); and so the pieces of float rows.
     """
-    return _streams(buffer, {table: (table, table, _full_blocks(table)) for table in buffer.tables}, False)
+    return _targets(buffer, {table: (table, table, _full_blocks(table)) for table in buffer.tables}, False)
 
 
 def arrays(SequenceBuffer buffer):
-    """The bytes of all tokens, as `streams`: views where they lie in a row, as long as the buffer lives, else copies.
+    """The bytes of all tokens, as `targets`: views where they lie in a row, as long as the buffer lives, else copies.
     Behind the last token there are zeros."""
     buffer.enter_reading()
     try:
-        return _streams(buffer, {table: (_straight(table), _tail(table), 0) for table in buffer.tables}, True)
+        return _targets(buffer, {table: (_straight(table), _tail(table), 0) for table in buffer.tables}, True)
     finally:
         buffer.leave_reading()
 
 
-cdef list _streams(SequenceBuffer buffer, dict sources, bint copies):
-    """`streams` of each table: of (its full blocks, a table whose blocks from `first` on are behind them, first)."""
+cdef list _targets(SequenceBuffer buffer, dict sources, bint copies):
+    """`targets` of each table: of (its full blocks, a table whose blocks from `first` on are behind them, first)."""
     cdef BlockTable table, source, tail
     cdef Py_ssize_t layer, full, first, behind, i
     result = []
-    for table, layer in buffer.places:
+    for table, layer in buffer.layer_tables:
         source, tail, first = sources[table]
         full, behind = _full_blocks(source), _tail_blocks(table, layer)
         heads, pair = range(source.pool.num_kv_heads), []
         for values in (False, True):
-            whole = [source.pool.stream(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]
-            rests = [tail.pool.stream(layer, tail.blocks[first + i], 1, head, values)[0] for i in range(behind) for head in heads]
+            whole = [source.pool.bytes_of_head(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]
+            rests = [tail.pool.bytes_of_head(layer, tail.blocks[first + i], 1, head, values)[0] for i in range(behind) for head in heads]
             pair.append((whole, rests, _floats(table, layer, values, copies)))
         result.append(tuple(pair))
     return result

@@ -21,7 +21,7 @@ from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
 
 ALIGNMENT = 4096     # of the tensors in a file, so that they can be mapped: a page, and above all whole cache lines
-PIECE = 1 << 20      # bytes that are read and then summed while they are in the processor's cache
+BYTES_AT_ONCE = 1 << 20  # bytes that are read and then summed while they are in the processor's cache
 
 
 def write(settings, buffer, token_ids, metadata, path):
@@ -121,9 +121,9 @@ def from_bytes(data, new_cache):
 def _snapshot_of(content, new_cache, mmap, max_seq_len):
     opening = state.Opening(content.header, content.sides, new_cache, max_seq_len)
     token_ids = content.token_ids(opening.seq_len)
-    places = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
+    states = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
     with _pool() as threads:
-        for _ in threads.map(content.fill, *zip(*places)):
+        for _ in threads.map(content.fill, *zip(*states)):
             pass
     return opening.cache, token_ids, opening.metadata
 
@@ -223,8 +223,8 @@ class _Content:
         checksum, at = self._xxhash.xxh3_128(), self.offsets[name]
         for row in rows:
             view = memoryview(row.reshape(-1))
-            for start in range(0, len(view), PIECE):
-                piece = view[start : start + PIECE]
+            for start in range(0, len(view), BYTES_AT_ONCE):
+                piece = view[start : start + BYTES_AT_ONCE]
                 self._read(piece, at, name)
                 checksum.update(piece)
                 at += len(piece)

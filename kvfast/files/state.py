@@ -9,7 +9,7 @@ import numpy as np
 from kvfast.codec.formats import KVFormat
 from kvfast.core.checks import check_size
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
-from kvfast.files import block_bytes as streams
+from kvfast.files import block_bytes
 from kvfast.storage.prefix_index import checked_token_ids
 
 SIZED = ("full", "latent")  # those with a max_seq_len
@@ -46,14 +46,14 @@ def header_of(settings, buffer, metadata):
         "block_size": buffer.block_size,
         "max_seq_len": buffer.max_seq_len,
         "seq_len": buffer.length,
-        "tables": buffer.places_of_tables(),
+        "tables": buffer.resume_states(),
         "metadata": metadata,
     }
     return json_of(fields, separators=(",", ":"))
 
 
 def named(layers):
-    """Names for what `streams.streams` and `streams.arrays` return, one after the other.
+    """Names for what `block_bytes.streams` and `block_bytes.arrays` return, one after the other.
 
     Yields
     ------
@@ -76,7 +76,7 @@ def named(layers):
 
 def arrays_of(buffer):
     """The stored bytes of a cache by their names."""
-    found = named(streams.arrays(buffer))
+    found = named(block_bytes.arrays(buffer))
     return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
 
 
@@ -112,18 +112,18 @@ class Opening:
             # Without max_seq_len nothing is reserved: a file's word is not enough for that.
             given = json.dumps(settings, sort_keys=True)
             self.cache, self.buffer, written = new_cache(settings, block_size, None)
-            layout = streams.layout(self.buffer, self.seq_len, self.tables)
+            layout = block_bytes.layout(self.buffer, self.seq_len, self.tables)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
         if json_of(written, sort_keys=True) != given:
             raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
         if max_seq_len is not None and settings["kind"] not in SIZED:
             raise ValueError(f"a {type(self.cache).__name__} has no max_seq_len, got {max_seq_len}")
-        self._streams = self._checked_streams(layout, shapes)
+        self._sides = self._checked_sides(layout, shapes)
         self._new_cache, self._reserve = new_cache, None if max_seq_len is None else (settings, block_size, max_seq_len)
         self.buffer.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
 
-    def _checked_streams(self, layout, shapes):
+    def _checked_sides(self, layout, shapes):
         """Names of the arrays of full blocks; all arrays have the right shapes."""
         numbers = self._heads()
         count = sum(heads + (tails > 0) + (pieces > 0) for heads, pair in zip(numbers, layout) for _, tails, _, pieces, _ in pair)
@@ -163,8 +163,8 @@ class Opening:
         """
         if self._reserve is not None:
             self.cache, self.buffer, _ = self._new_cache(*self._reserve)
-        streams.reopen(self.buffer, self.seq_len, self.tables)
-        for name, array in named(streams.streams(self.buffer)):
+        block_bytes.reopen(self.buffer, self.seq_len, self.tables)
+        for name, array in named(block_bytes.targets(self.buffer)):
             yield name, [array] if isinstance(array, np.ndarray) else array
 
     def take_mapped(self, memory, offsets):
@@ -181,7 +181,7 @@ class Opening:
         iterable of (str, list of arrays)
             As of `take`, for the blocks that are not full.
         """
-        buffer, names, sides = self.buffer, iter(self._streams), []
+        buffer, names, sides = self.buffer, iter(self._sides), []
         for heads in np.repeat(self._heads(), 2).tolist():  # keys and values
             starts = np.array([offsets[name] for name in islice(names, heads)], np.int64)
             strides = np.diff(starts) if heads > 1 else np.zeros(1, np.int64)
@@ -190,8 +190,8 @@ class Opening:
                                        "else write the file?); load it without mmap")
             sides.append((int(starts[0]), int(strides[0])))
         reserve = 0 if self._reserve is None else self._reserve[-1]
-        streams.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
-        for name, array in named(streams.streams(buffer)):
+        block_bytes.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
+        for name, array in named(block_bytes.targets(buffer)):
             if not isinstance(array, np.ndarray):
                 yield name, array
 
@@ -217,7 +217,7 @@ def _fields(text):
         and _is_count(fields["seq_len"])
         and fields["seq_len"] <= (MOST_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MOST_TOKENS
         and isinstance(fields["tables"], list)
-        and all(map(_is_place, fields["tables"]))
+        and all(map(_is_resume_state, fields["tables"]))
         and isinstance(fields["metadata"], dict)
         and all(isinstance(value, str) for value in fields["metadata"].values())
     )
@@ -226,13 +226,13 @@ def _fields(text):
     return fields
 
 
-def _is_place(place):
+def _is_resume_state(state):
     """Numbers, and pairs of them for patched blocks; whether they can be, the tables check."""
-    return isinstance(place, dict) and all(
+    return isinstance(state, dict) and all(
         isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value)
         if name == "patches"
         else _is_count(value)
-        for name, value in place.items()
+        for name, value in state.items()
     )
 
 

@@ -94,8 +94,8 @@ class LlamaCppState:
                                                 f"{heads} heads of {dim} make {wanted}")  # fmt: skip
         try:
             for layer, (k_type, v_type) in enumerate(zip(self.k_types, self.v_types)):
-                k = _turned(from_ggml(self.k[layer], k_type, heads, dim), k_type, rotated, _largest_turn(dim))
-                v = _turned(from_ggml(self.v[layer], v_type, heads, dim), v_type, rotated, 64)
+                k = _rotated(from_ggml(self.k[layer], k_type, heads, dim), k_type, rotated, _largest_rotation(dim))
+                v = _rotated(from_ggml(self.v[layer], v_type, heads, dim), v_type, rotated, 64)
                 cache.append(layer, k[:, :, _by_halves(dim, rope_dims)], v)
             cache.advance(self.num_tokens)
         except BaseException:
@@ -259,12 +259,12 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
     cells = np.zeros((count, 3), "<i4")
     cells[:, 0], cells[:, 1] = np.arange(count), 1
     parts += [struct.pack("<II", 1, count), cells.tobytes(), struct.pack("<II", transposed, cache.num_layers)]
-    for kind, of, turn, places in ((k_type, cache.k, _largest_turn(dim), order), (v_type, cache.v, 64, slice(None))):
+    for kind, of, rotation, places in ((k_type, cache.k, _largest_rotation(dim), order), (v_type, cache.v, 64, slice(None))):
         for layer in range(cache.num_layers):
             rows = of(layer)[:, :, places]
             if len(rows) < count:
                 raise ValueError(f"layer {layer} has dropped tokens: it holds {len(rows)} of {count}")
-            blocks = to_ggml(_turned(rows[:count], kind, rotated, turn), kind)
+            blocks = to_ggml(_rotated(rows[:count], kind, rotated, rotation), kind)
             parts.append(struct.pack("<i", _type(kind)))
             if transposed and of == cache.v:
                 size = row_bytes(kind, 1)
@@ -297,19 +297,19 @@ def _by_halves(dim, rope_dims):
     return np.r_[0:rope_dims:2, 1:rope_dims:2, rope_dims:dim]
 
 
-def _largest_turn(dim):
+def _largest_rotation(dim):
     """Size of the Hadamard matrix that llama.cpp turns keys with: the largest power of two, from 64 on, that divides dim."""
     return max(64, dim & -dim)
 
 
-def _turned(rows, kind, rotated, size):
+def _rotated(rows, kind, rotated, size):
     """Rows multiplied by llama.cpp's Hadamard matrix, which is its own inverse, or as they are."""
     dim = rows.shape[2]
     if rotated is False or rotated is None and (kind[0] != "q" or dim % 64):
         return rows
     if dim % 64:
         raise ValueError(f"llama.cpp turns heads of a multiple of 64 elements, got {dim}")
-    turn = np.ones((1, 1), np.float32)
-    while len(turn) < size:
-        turn = np.block([[turn, turn], [turn, -turn]])
-    return (rows.reshape(-1, size) @ (turn / np.float32(np.sqrt(size)))).reshape(rows.shape)
+    rotation = np.ones((1, 1), np.float32)
+    while len(rotation) < size:
+        rotation = np.block([[rotation, rotation], [rotation, -rotation]])
+    return (rows.reshape(-1, size) @ (rotation / np.float32(np.sqrt(size)))).reshape(rows.shape)

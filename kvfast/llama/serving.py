@@ -105,7 +105,7 @@ class BatchGenerator:
         list of Request
             Those that got a token, or ended.
         """
-        batch = self._plan()
+        batch = self._next_batch()
         if not batch:
             return []
         requests, counts = zip(*batch, strict=True)
@@ -133,7 +133,7 @@ class BatchGenerator:
         while self.waiting or self.running:
             yield self.step()
 
-    def _plan(self):
+    def _next_batch(self):
         """(request, number of tokens) of the next step; its blocks are there."""
         self._admit()
         while True:

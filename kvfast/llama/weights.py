@@ -158,8 +158,8 @@ def _read_layer(tensors, config, prefix):
 
     # The llama converter interleaves the two rotary halves of every Q and K head. Putting them back
     # side by side leaves every q.k unchanged and lets the model rotate two contiguous halves.
-    turned = config.rope_dims if ARCHITECTURES[config.architecture] else 0
-    order = np.r_[0:turned:2, 1:turned:2, turned:head_dim]
+    rotary = config.rope_dims if ARCHITECTURES[config.architecture] else 0
+    order = np.r_[0:rotary:2, 1:rotary:2, rotary:head_dim]
 
     def side_by_side(array):
         return array.reshape(-1, head_dim, *array.shape[1:])[:, order].reshape(array.shape)

@@ -10,7 +10,7 @@ from kvfast.caches.ring import ROLLBACK, ring_blocks
 from kvfast.caches.stored_sequence import BLOCK_SIZE
 from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of
 from kvfast.core.checks import check_size
-from kvfast.core.machine import read_bandwidth
+from kvfast.core.hardware import read_bandwidth
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
 from kvfast.storage.pool import BlockPool
@@ -260,7 +260,7 @@ class _Cache:
             total += _with_more(pool, first, blocks)
             floats = pool.float_pool()
             if floats is not None:
-                pieces = -(-context // PIECE) if any(form.finishes for form in pool.formats) else 1
+                pieces = -(-context // PIECE) if any(form.seals for form in pool.formats) else 1
                 total += _with_more(floats, floats.first_blocks, pieces)
         return total
 
@@ -269,7 +269,7 @@ class _Cache:
         total = 0
         for count, window, form, pool in self.kinds:
             seen = min(context, window or context)
-            newest = context - max(0, context - OPEN_TOKENS) // self.block_size * self.block_size if form.finishes else 0
+            newest = context - max(0, context - OPEN_TOKENS) // self.block_size * self.block_size if form.seals else 0
             first = min(context, form.num_float_tokens) if seen == context else 0
             floats, newest = pool.float_pool(), min(newest, seen)
             bytes_of_floats = 0 if floats is None else (newest + first) * floats.block_bytes // PIECE

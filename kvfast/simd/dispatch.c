@@ -64,7 +64,7 @@
 #define kv_prefetch(address) __builtin_prefetch(address, 0, 3)
 #define kv_prefetch_write(address) __builtin_prefetch(address, 1, 3)
 
-static inline void kv_prefetch_scales(const kv_stream *stream, ptrdiff_t at)
+static inline void kv_prefetch_scales(const kv_prefetch *stream, ptrdiff_t at)
 {
     for (ptrdiff_t i = 0; i < stream->scale_bytes; i += 64) kv_prefetch(stream->base + at + stream->scales + i);
 }
@@ -79,7 +79,7 @@ static inline void kv_prefetch_end(const kv_ahead *ahead)
    in the order of memory, whatever the order of its loads. */
 static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offset)
 {
-    const kv_stream *stream = &ahead->next;
+    const kv_prefetch *stream = &ahead->next;
     offset += ahead->lead;
     if (offset >= stream->bytes) {
         offset -= stream->bytes;
@@ -158,7 +158,7 @@ static const float kv_hadamard[4][16] = {
 
 #include "transpose.h"
 
-static void kv_stream_out(const float *row, ptrdiff_t n, float *target)
+static void kv_store_nontemporal(const float *row, ptrdiff_t n, float *target)
 {
 #if KV_SSE2
     if (n == 0) _mm_sfence(); /* such stores are not ordered otherwise */

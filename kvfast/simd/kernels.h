@@ -37,7 +37,7 @@
    side, laid out as keys are.
 
    A finished block has statistics of its own (means, channel scales): it is encoded at once by
-   finish_k, when all its tokens are there, and read like any other. */
+   seal_k, when all its tokens are there, and read like any other. */
 #ifndef KVFAST_KERNELS_H
 #define KVFAST_KERNELS_H
 
@@ -139,7 +139,7 @@ typedef struct {
     const char *base;
     const ptrdiff_t *at;
     ptrdiff_t offset, piece, bytes, scales, scale_bytes;
-} kv_stream;
+} kv_prefetch;
 
 /* KV_ROWS query rows for the matrix unit, and their running softmax. */
 typedef struct {
@@ -203,7 +203,7 @@ typedef struct {
    GB/s when the key pass fetches the values and the value pass the next keys, in the order of memory;
    15.7 GB/s when each fetches the counterpart of its own loads one tile further on. */
 typedef struct {
-    kv_stream next, after;
+    kv_prefetch next, after;
     ptrdiff_t lead;
 } kv_ahead;
 
@@ -211,7 +211,7 @@ typedef struct {
 typedef struct {
     const float *centroids;
     int count, dim;
-} kv_book;
+} kv_pq_codebook;
 
 /* Codes of tokens, `stride` bytes from token to token: one for each subvector, bytes or (packed) nibbles, the first low.
    Subvector j has the elements bounds[j] to bounds[j + 1], `width` of them if all have as many and else 0; the `count`
@@ -237,19 +237,19 @@ typedef struct {
     void (*dequantize)(const int8_t *codes, ptrdiff_t n, float scale, float *row);
     /* A copy of n floats that does not go through the caches, where the target is aligned to 16 bytes; the same for all
        tiers. NULL, 0, NULL after the last. */
-    void (*stream_out)(const float *row, ptrdiff_t n, float *target);
+    void (*store_nontemporal)(const float *row, ptrdiff_t n, float *target);
 
     /* Rows of head_dim floats, `stride` floats apart, into a block from `slot` on; one row out of it. A side with
-       means is encoded by finish_k instead. */
+       means is encoded by seal_k instead. */
     void (*encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
     void (*encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
     void (*decode_k)(const kv_side *side, const char *block, int slot, float *row);
     void (*decode_v)(const kv_side *side, const char *block, int slot, float *row);
     /* All keys of a block with means: its statistics, then its codes. The first `kept` tokens have their codes
        already, which stay, and so do the statistics. 0: the other rows are beyond these, more than 1.25 steps beyond the
-       codes of their channel, and have no codes; means alone fit all. finish_k itself leaves no value more than one step
+       codes of their channel, and have no codes; means alone fit all. seal_k itself leaves no value more than one step
        beyond, so that finishing the same rows again changes nothing. */
-    int (*finish_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept);
+    int (*seal_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept);
     /* A token's codes and scale into a block of perhaps another size; `values`: of the V side. */
     void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                        int to_slot, int values);
@@ -287,13 +287,13 @@ typedef struct {
 
     /* Codebooks, see codebook.inc.h. Points are (dim, n), `stride` floats from one dimension to the next, n a multiple of
        KV_LANES; of each the first of the nearest centroids, and its half squared distance less half its squared norm. */
-    void (*nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, const kv_book *book, const float *half_norms,
+    void (*nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, const kv_pq_codebook *book, const float *half_norms,
                     uint8_t *codes, float *distances);
     void (*decode_codes)(const kv_codes *codes, ptrdiff_t n, char *rows, ptrdiff_t stride);
 
     /* For measuring the machine: read n bytes (a multiple of 256) as the kernels do; multiply and add integers, or
        float32, on registers alone, which returns how many operations that was. */
-    uint32_t (*stream)(const char *source, ptrdiff_t n);
+    uint32_t (*read_bytes)(const char *source, ptrdiff_t n);
     double (*multiply[2])(ptrdiff_t steps, float *sink);
 } kv_kernels;
 

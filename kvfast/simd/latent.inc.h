@@ -4,7 +4,7 @@
 
 /* Four lines of INT8 keys, 16 tokens x 16 depths, become four of values: a dword of 4 depths of a token one of 4 tokens
    of a depth. */
-static inline void KV(turn_square)(const void *lines, void *out)
+static inline void KV(transpose_square)(const void *lines, void *out)
 {
 #if W == 16
     const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -23,7 +23,7 @@ static inline void KV(turn_square)(const void *lines, void *out)
 #else
     for (int g = 0; g < 4; g++)
         for (int h = 0; h < 4; h++)
-            kv_turn_dwords((const uint8_t *)lines + 64 * g + 16 * h, (uint8_t *)out + 64 * h + 16 * g);
+            kv_transpose_dwords((const uint8_t *)lines + 64 * g + 16 * h, (uint8_t *)out + 64 * h + 16 * g);
 #endif
 }
 
@@ -46,55 +46,55 @@ static inline void KV(widen_lines)(const char *lines, const int dtype, uint8_t *
         }
 }
 
-static inline __attribute__((always_inline)) void KV(turn_lanes)(const kv_side *side, const char *codes, uint8_t *out,
-                                                                 ptrdiff_t stride, const int dtype)
+static inline __attribute__((always_inline)) void KV(transpose_lanes)(const kv_side *side, const char *codes, uint8_t *out,
+                                                                      ptrdiff_t stride, const int dtype)
 {
     KV_ALIGNED uint8_t square[4 * 64];
     for (int d = 0; d < side->padded_dim; d += KV_LANES, codes += KV_LANES / KV_DEPTHS(dtype) * 64, out += stride) {
         if (dtype == KV_INT8) {
-            KV(turn_square)(codes, out);
+            KV(transpose_square)(codes, out);
         } else {
             KV(widen_lines)(codes, dtype, square);
-            KV(turn_square)(square, out);
+            KV(transpose_square)(square, out);
         }
     }
 }
 
 /* A tile of codes as a block of INT8 values that holds nothing else. */
-static void KV(turn_tile)(const kv_side *side, const kv_tile *tile, KV(expanded) *turned)
+static void KV(transpose_tile)(const kv_side *side, const kv_tile *tile, KV(expanded) *transposed)
 {
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
     const ptrdiff_t lane_bytes = (ptrdiff_t)(side->padded_dim / KV_DEPTHS(side->dtype)) * 64, stride = tokens * KV_LANES;
-    float *scales = (float *)(turned->block + tokens * side->padded_dim);
+    float *scales = (float *)(transposed->block + tokens * side->padded_dim);
     for (int t = 0, slot = tile->first, block = 0; t < tokens; t += KV_LANES) {
         const char *at = tile->base + tile->at[block], *codes = at + slot / KV_LANES * lane_bytes;
-        uint8_t *out = turned->block + t * KV_LANES;
-        if (side->dtype == KV_INT8) KV(turn_lanes)(side, codes, out, stride, KV_INT8);
-        else if (side->dtype == KV_INT4) KV(turn_lanes)(side, codes, out, stride, KV_INT4);
-        else KV(turn_lanes)(side, codes, out, stride, KV_GAUSS4);
+        uint8_t *out = transposed->block + t * KV_LANES;
+        if (side->dtype == KV_INT8) KV(transpose_lanes)(side, codes, out, stride, KV_INT8);
+        else if (side->dtype == KV_INT4) KV(transpose_lanes)(side, codes, out, stride, KV_INT4);
+        else KV(transpose_lanes)(side, codes, out, stride, KV_GAUSS4);
         for (int i = 0; i < KV_LANES; i++) scales[t + i] = KV(get_scale)(side, at, slot + i);
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
-    KV(describe_expanded)(side, tile, tokens, turned);
+    KV(describe_expanded)(side, tile, tokens, transposed);
 }
 
-static __attribute__((noinline)) void KV(turn_packed)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead,
-                                                      KV(expanded) *turned)
+static __attribute__((noinline)) void KV(transpose_packed)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead,
+                                                           KV(expanded) *transposed)
 {
     KV(expanded) keys;
     KV(expand_tile)(side, tile, ahead, 0, &keys);
-    KV(turn_tile)(&keys.side, &keys.tile, turned);
+    KV(transpose_tile)(&keys.side, &keys.tile, transposed);
 }
 
-static __attribute__((noinline)) void KV(accumulate_turned)(
+static __attribute__((noinline)) void KV(accumulate_transposed)(
     const kv_side *side, const float *weights, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
     const float *rescale, float *acc)
 {
-    KV(expanded) turned;
-    if (side->dtype >= KV_FIRST_PACKED) KV(turn_packed)(side, tile, ahead, &turned);
-    else KV(turn_tile)(side, tile, &turned);
-    KV(accumulate_int8)(&turned.side, weights, num_rows, &turned.tile, &turned.ahead, rescale, acc);
+    KV(expanded) transposed;
+    if (side->dtype >= KV_FIRST_PACKED) KV(transpose_packed)(side, tile, ahead, &transposed);
+    else KV(transpose_tile)(side, tile, &transposed);
+    KV(accumulate_int8)(&transposed.side, weights, num_rows, &transposed.tile, &transposed.ahead, rescale, acc);
 }
 
 static void KV(accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
@@ -104,6 +104,6 @@ static void KV(accumulate_latent)(const kv_side *side, const float *weights, int
     case KV_FLOAT32: KV(accumulate_float32)(side, weights, num_rows, tile, ahead, rescale, acc); break;
     case KV_FLOAT16: KV(accumulate_float16)(side, weights, num_rows, tile, ahead, rescale, acc); break;
     case KV_BFLOAT16: KV(accumulate_bfloat16)(side, weights, num_rows, tile, ahead, rescale, acc); break;
-    default: KV(accumulate_turned)(side, weights, num_rows, tile, ahead, rescale, acc);
+    default: KV(accumulate_transposed)(side, weights, num_rows, tile, ahead, rescale, acc);
     }
 }

@@ -105,7 +105,7 @@ static void KV(encode_k)(const kv_side *side, char *block, int slot, const float
         uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, per_line);
         int d = 0;
         if (here == 4)
-            for (; d + 16 <= nbytes; d += 16, line += 4 * 64) kv_turn_words(codes + d, STRIDE, line, 64);
+            for (; d + 16 <= nbytes; d += 16, line += 4 * 64) kv_transpose_words(codes + d, STRIDE, line, 64);
         for (int t = 0; t < here && d < nbytes; t++) KV(put_words_k)(line + 4 * t, codes + t * STRIDE + d, nbytes - d);
     }
 }
@@ -137,7 +137,7 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
         }
         uint8_t *line = KV(locate)((uint8_t *)block, side->block_size, 0, slot, per_line);
         for (int d = 0; d < dims; d += KV_LANES, line += line_step) {
-            if (here > 1) kv_turn_bytes(codes + d, STRIDE, line);
+            if (here > 1) kv_transpose_bytes(codes + d, STRIDE, line);
             else if (per_line == 4) kv_put_column(line - slot % 4, codes + d, 0xFF, slot % 4 * 8);
             else kv_put_column(line - slot % 4, codes + d, 15, slot % 4 * 8 + slot / 4 % 2 * 4);
         }

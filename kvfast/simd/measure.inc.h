@@ -1,6 +1,6 @@
 /* What the machine can do: reading memory as the kernels do, and their arithmetic on registers alone. */
 
-static uint32_t KV(stream)(const char *source, ptrdiff_t n)
+static uint32_t KV(read_bytes)(const char *source, ptrdiff_t n)
 {
     vi a = vi_set1(0), b = a, c = a, d = a;
     for (const char *end = source + n; source < end; source += 256) {

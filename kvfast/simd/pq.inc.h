@@ -2,23 +2,23 @@
 
 /* Lanes are points. What is largest is x.c - |c|^2/2. Its running maximum over the centroids is kept, so that the first
    centroid at the maximum is as many centroids on as the running maximum was below it: no comparison keeps an index. */
-static void KV(nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, const kv_book *book, const float *half_norms,
+static void KV(nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, const kv_pq_codebook *codebook, const float *half_norms,
                         uint8_t *codes, float *distances)
 {
     KV_ALIGNED float running[KV_MAX_CENTROIDS * W];
     KV_ALIGNED float index[W];
     for (ptrdiff_t t = 0; t < n; t += W) {
         vf most = vf_set1(-INFINITY);
-        const float *centroid = book->centroids;
-        for (int c = 0; c < book->count; c++, centroid += book->dim) {
+        const float *centroid = codebook->centroids;
+        for (int c = 0; c < codebook->count; c++, centroid += codebook->dim) {
             vf closeness = vf_set1(-half_norms[c]);
-            for (int i = 0; i < book->dim; i++)
+            for (int i = 0; i < codebook->dim; i++)
                 closeness = vf_fma(vf_load(points + i * stride + t), vf_set1(centroid[i]), closeness);
             most = vf_max(closeness, most);
             vf_store(running + c * W, most);
         }
         vi first = vi_set1(0);
-        for (int c = 0; c < book->count - 1; c++) first = vi_count_above(first, most, vf_load(running + c * W));
+        for (int c = 0; c < codebook->count - 1; c++) first = vi_count_above(first, most, vf_load(running + c * W));
         vf_store(distances + t, vf_sub(vf_set1(0.0f), most));
         vf_store(index, vi_to_float(first));
         for (int i = 0; i < W; i++) codes[t + i] = (uint8_t)index[i];
@@ -32,20 +32,20 @@ static inline __attribute__((always_inline)) void KV(decode_as)(const kv_codes *
 {
     const size_t bytes = 2 * (size_t)width;
     const uint8_t *token = codes->data;
-    const char *books = (const char *)codes->centroids;
+    const char *codebooks = (const char *)codes->centroids;
     const ptrdiff_t token_stride = codes->stride; /* which no row overwrites, as the compiler now knows */
     const int subvectors = codes->subvectors;
     for (; n > 0; n--, token += token_stride, rows += stride) {
-        const char *book = books;
+        const char *codebook = codebooks;
         char *at = rows;
         int j = 0;
 #pragma GCC unroll 4
-        for (; j + 2 <= subvectors; j += 2, at += 2 * bytes, book += 2 * count * bytes) {
+        for (; j + 2 <= subvectors; j += 2, at += 2 * bytes, codebook += 2 * count * bytes) {
             const size_t both = token[j >> 1], first = count == 16 ? both & 15 : token[j];
-            memcpy(at, book + first * bytes, bytes);
-            memcpy(at + bytes, book + (count + (count == 16 ? both >> 4 : token[j + 1])) * bytes, bytes);
+            memcpy(at, codebook + first * bytes, bytes);
+            memcpy(at + bytes, codebook + (count + (count == 16 ? both >> 4 : token[j + 1])) * bytes, bytes);
         }
-        if (j < subvectors) memcpy(at, book + (count == 16 ? token[j >> 1] & 15 : token[j]) * bytes, bytes);
+        if (j < subvectors) memcpy(at, codebook + (count == 16 ? token[j >> 1] & 15 : token[j]) * bytes, bytes);
     }
 }
 

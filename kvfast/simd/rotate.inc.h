@@ -116,8 +116,8 @@ static void KV(rotate)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, 
     const ptrdiff_t size = n & -n, m = n / size;
     float cas[KV_MAX_HEAD_DIM];
     for (ptrdiff_t k = 0; k < m && m > 1; k++) { /* (cos + sin) / sqrt(m) */
-        const double turn = 6.283185307179586 * (double)k / (double)m;
-        cas[k] = (float)((cos(turn) + sin(turn)) / __builtin_sqrt((double)m));
+        const double angle = 6.283185307179586 * (double)k / (double)m;
+        cas[k] = (float)((cos(angle) + sin(angle)) / __builtin_sqrt((double)m));
     }
     if (size >= 4 * W) KV(hadamard4)(rows, stride, num_rows, n, 1.0f / __builtin_sqrtf((float)size), out, out_stride);
     for (; num_rows > 0; num_rows--, rows += stride, out += out_stride) {

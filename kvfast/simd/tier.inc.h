@@ -6,7 +6,7 @@
 #include "trellis.inc.h"
 #include "packed.inc.h"
 #include "layout.inc.h"
-#include "finish.inc.h"
+#include "seal.inc.h"
 #include "activations.inc.h"
 #include "integer.inc.h"
 #include "expand.inc.h"
@@ -22,12 +22,12 @@
     .find_unstorable = KV(find_unstorable),                                                                           \
     .quantize = KV(quantize),                                                                                         \
     .dequantize = KV(dequantize),                                                                                     \
-    .stream_out = kv_stream_out,                                                                                      \
+    .store_nontemporal = kv_store_nontemporal,                                                                                      \
     .encode_k = KV(encode_k),                                                                                         \
     .encode_v = KV(encode_v),                                                                                         \
     .decode_k = KV(decode_k),                                                                                         \
     .decode_v = KV(decode_v),                                                                                         \
-    .finish_k = KV(finish_k),                                                                                         \
+    .seal_k = KV(seal_k),                                                                                         \
     .copy_token = KV(copy_token),                                                                                     \
     .rotate = KV(rotate),                                                                                             \
     .transform = KV(transform),                                                                                       \
@@ -42,7 +42,7 @@
     .scale_add = KV(scale_add),                                                                                       \
     .nearest = KV(nearest),                                                                                           \
     .decode_codes = KV(decode_codes),                                                                                 \
-    .stream = KV(stream),
+    .read_bytes = KV(read_bytes),
 
 static const kv_kernels KV(kernels) = {
     .isa = KV_ISA, KV_TABLE .multiply = {KV(multiply_int8), KV(multiply_float32)}};

@@ -1,7 +1,7 @@
 /* Codes of rows, turned into those of lines (see kernels.h): the same for all tiers, with what every CPU of a kind has. */
 
 /* 4 rows of 4 words, `stride` bytes apart, turned: row i becomes word i of 4 runs of 4, `to_stride` bytes apart. */
-static inline void kv_turn_words(const uint8_t *rows, ptrdiff_t stride, uint8_t *to, ptrdiff_t to_stride)
+static inline void kv_transpose_words(const uint8_t *rows, ptrdiff_t stride, uint8_t *to, ptrdiff_t to_stride)
 {
 #if KV_SSE2
     const __m128i a = _mm_loadu_si128((const __m128i *)rows), b = _mm_loadu_si128((const __m128i *)(rows + stride));
@@ -28,7 +28,7 @@ static inline void kv_turn_words(const uint8_t *rows, ptrdiff_t stride, uint8_t 
 }
 
 /* 4 rows of 16 bytes, turned: one line of 16 words with a byte of each row. */
-static inline void kv_turn_bytes(const uint8_t *rows, ptrdiff_t stride, uint8_t *line)
+static inline void kv_transpose_bytes(const uint8_t *rows, ptrdiff_t stride, uint8_t *line)
 {
 #if KV_SSE2
     const __m128i a = _mm_loadu_si128((const __m128i *)rows), b = _mm_loadu_si128((const __m128i *)(rows + stride));
@@ -49,7 +49,7 @@ static inline void kv_turn_bytes(const uint8_t *rows, ptrdiff_t stride, uint8_t 
 }
 
 /* 4 x 4 bytes, turned. */
-static inline void kv_turn_dwords(const uint8_t *from, uint8_t *to)
+static inline void kv_transpose_dwords(const uint8_t *from, uint8_t *to)
 {
 #if KV_SSE2
     const __m128i x = _mm_loadu_si128((const __m128i *)from);

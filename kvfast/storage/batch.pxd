@@ -14,9 +14,9 @@ cdef class PagedBuffer:
     cdef Py_ssize_t *given_at          # and the block's index in it
     cdef BlockTable kind               # without tokens: what the tables of sequences are
 
-    cdef int _check_plain(self) except -1
+    cdef int _check_external(self) except -1
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
-    cdef AttendCall _plan(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
-                          object cu_seqlens_q, Options options, bint cascade)
+    cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
+                               object cu_seqlens_q, Options options, bint cascade)
     cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,
-                    list kept) except -1
+                    list keepalive) except -1

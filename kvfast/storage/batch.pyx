@@ -126,24 +126,24 @@ cdef class PagedBuffer:
         try:
             if self.num_owned:
                 raise ValueError(f"{self.num_owned} blocks still belong to sequences or snapshots; free them first")
-            self._forget()
+            self._evict_all()
             self.is_external = False
         finally:
             self.pool.leave()
 
-    def _forget(self):
+    def _evict_all(self):
         """No block is known by its tokens any more."""
         while self.index.num_idle:
-            self.pool.give_back(self.index.evict())
+            self.pool.put_free(self.index.evict())
 
     @property
     def num_free(self):
-        self.pool.settle()
+        self.pool.release_pending()
         return self.pool.available()
 
     @property
     def num_sequences(self):
-        self.pool.settle()
+        self.pool.release_pending()
         return self.pool.num_sequences
 
     @property
@@ -247,7 +247,7 @@ cdef class PagedBuffer:
                 gains[table] = gains.get(table, 0) + end - i
             i = end
         if foreign:
-            self._check_plain()
+            self._check_external()
             # Also one that has no blocks yet: it would take those of the other scheduler.
             if self.num_owned or self.pool.num_sequences:
                 raise ValueError(f"slot_mapping holds {foreign[0][0]}, a slot that no sequence has; while a pool has "
@@ -292,7 +292,7 @@ cdef class PagedBuffer:
                 check_storable(store, keys, values)
             write_rows(store, keys, values, NULL if transform is None else &transform.c, &slots[0], False, not foreign)
             if foreign:
-                self._forget()
+                self._evict_all()
                 self.is_external = True
             for i in range(counts.shape[0]):
                 table = tables[i]
@@ -306,7 +306,7 @@ cdef class PagedBuffer:
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
         self.pool.enter_reading()
         try:
-            return self._plan(number, q, rope_q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
+            return self._open_call(number, q, rope_q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
         finally:
             self.pool.leave_reading()
 
@@ -317,13 +317,13 @@ cdef class PagedBuffer:
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.stores[number])
         self.pool.enter_reading()
         try:
-            return self._plan(number, rows, None, tables, block_table, seq_lens, cu_seqlens_q, options,
-                              cascade).explain(str(self.pool.formats[number]))
+            return self._open_call(number, rows, None, tables, block_table, seq_lens, cu_seqlens_q, options,
+                                   cascade).explain(str(self.pool.formats[number]))
         finally:
             self.pool.leave_reading()
 
-    cdef AttendCall _plan(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
-                          object cu_seqlens_q, Options options, bint cascade):
+    cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
+                               object cu_seqlens_q, Options options, bint cascade):
         cdef Py_ssize_t i, count, first
         cdef AttendCall call
         cdef Context context
@@ -370,20 +370,20 @@ cdef class PagedBuffer:
                 check_held(table, call, context.first_query)
             contexts.append(context)
 
-        begins, parts, kept = [0] * count, [0] * count, []
+        begins, parts, keepalive = [0] * count, [0] * count, []
         if call.call.store.latent and call.call.group % KV_ROWS == 0:
             cascade = False  # whole passes for each query: reading together would save bytes, of which there are few, alone
         if cascade and call.window == 0 and call.options.attention_chunk_size == 0 and count > 1:
             self._share(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, begins,
-                        parts, kept)
+                        parts, keepalive)
         for i in range(count):
             context = contexts[i]
             call.add(&context.c, context.first_query, context.num_queries, begins[i], parts[i])
-        call.kept = block_table, seq_lens, kept
+        call.keepalive = block_table, seq_lens, keepalive
         return call
 
     cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,
-                    list kept) except -1:
+                    list keepalive) except -1:
         """Add items for prefixes that members of the batch share from block `depth` on; set for each member
         where its own item begins, and how many partial results come before."""
         cdef Context context, first
@@ -413,7 +413,7 @@ cdef class PagedBuffer:
             if tokens - begin >= MIN_SHARED_TOKENS:
                 n = sum([(<Context>contexts[member]).num_queries for member in group])
                 queries = np.empty(n, np.int32)
-                kept.append(queries)
+                keepalive.append(queries)
                 j = 0
                 for member in group:
                     context = contexts[member]
@@ -427,10 +427,10 @@ cdef class PagedBuffer:
                 call.close(item, tokens)
                 for member in group:
                     begins[member], parts[member] = tokens, item.part + <int>item.splits
-            self._share(call, contexts, group, common, begins, parts, kept)
+            self._share(call, contexts, group, common, begins, parts, keepalive)
         return 0
 
-    cdef int _check_plain(self) except -1:
+    cdef int _check_external(self) except -1:
         """Some formats need to know more of a sequence than its blocks."""
         if self.pool.floats is not None:
             raise ValueError(f"this pool needs sequences, whose first or newest tokens it keeps as floats "
@@ -445,7 +445,7 @@ cdef class PagedBuffer:
         """
         cdef Py_ssize_t size = self.pool.block_size, i
         cdef const int32_t[::1] blocks
-        self._check_plain()
+        self._check_external()
         table = _integers(block_table, "block_table", np.int32, 2)
         if table.shape[0] != seq_lens.shape[0] or table.shape[1] == 0:
             raise DimensionMismatchError(f"block_table must have shape ({seq_lens.shape[0]}, max_blocks), one row per "

@@ -17,7 +17,7 @@ cdef class BlockMap:
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int ensure(self, Py_ssize_t count) except -1
     cdef int reserve_blocks(self, Py_ssize_t last) except -1
-    cdef void shrink(self, Py_ssize_t count) noexcept
+    cdef void release_from(self, Py_ssize_t count) noexcept
     cdef int reserve_list(self, Py_ssize_t count) except -1
     cdef void _use_list(self, Py_ssize_t count) noexcept
     cdef int adopt(self, list blocks) except -1

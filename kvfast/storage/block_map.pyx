@@ -49,7 +49,7 @@ cdef class BlockMap:
                 self.capacity = max(2 * self.capacity, count)
         return 0
 
-    cdef void shrink(self, Py_ssize_t count) noexcept:
+    cdef void release_from(self, Py_ssize_t count) noexcept:
         """Give back the blocks from index `count` on, the last ones first: so that the next to be taken is the first."""
         while self.count > count:
             self.count -= 1

@@ -39,10 +39,10 @@ cdef class BlockMemory:
     cdef int ensure_apart(self, Py_ssize_t count) except -1
     cdef int32_t take(self, int32_t after) except -1
     cdef int release(self, int32_t block) except -1
-    cdef int give_back(self, int32_t block) except -1
+    cdef int put_free(self, int32_t block) except -1
     cdef void copy(self, int32_t source, int32_t target) noexcept
     cdef void wipe_block(self, int32_t block) noexcept
-    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
+    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
     cdef int trim(self) except -1
     cdef bint has_room_below(self, int32_t block) noexcept
     cdef int32_t _free_group(self) noexcept

@@ -224,10 +224,10 @@ cdef class BlockMemory:
     cdef int release(self, int32_t block) except -1:
         self.owners[block] -= 1
         if self.owners[block] == 0:
-            self.give_back(block)
+            self.put_free(block)
         return 0
 
-    cdef int give_back(self, int32_t block) except -1:
+    cdef int put_free(self, int32_t block) except -1:
         """Put a block without owners among the free ones."""
         cdef int32_t behind = 0
         if self.secure:
@@ -249,15 +249,15 @@ cdef class BlockMemory:
                 kv_wipe(k_block_at(store, block, h), store.k.bytes)
                 kv_wipe(v_block_at(store, block, h), store.v.bytes)
 
-    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
+    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
         """Overwrite a layer's tokens of a block from place `first` on."""
         cdef kv_store *store = self.stores + layer
         cdef const kv_kernels *kernels = active()
-        cdef Py_ssize_t place, h
-        for place in range(first, self.block_size):
+        cdef Py_ssize_t offset, h
+        for offset in range(first, self.block_size):
             for h in range(self.num_kv_heads):
-                kernels.copy_token(&store.k, self.zeros, 0, &store.k, k_block_at(store, block, h), <int>place, False)
-                kernels.copy_token(&store.v, self.zeros, 0, &store.v, v_block_at(store, block, h), <int>place, True)
+                kernels.copy_token(&store.k, self.zeros, 0, &store.k, k_block_at(store, block, h), <int>offset, False)
+                kernels.copy_token(&store.v, self.zeros, 0, &store.v, v_block_at(store, block, h), <int>offset, True)
 
     cdef void copy(self, int32_t source, int32_t target) noexcept:
         """Copy what a block holds."""
@@ -273,7 +273,7 @@ cdef class BlockMemory:
         """Let the first blocks, where there are none yet, be bytes of `memory`, see `_add_chunk`."""
         self._add_chunk(num_blocks, arena_over(memory), offsets)
 
-    def stream(self, Py_ssize_t layer, int32_t first, Py_ssize_t count, Py_ssize_t head, bint values):
+    def bytes_of_head(self, Py_ssize_t layer, int32_t first, Py_ssize_t count, Py_ssize_t head, bint values):
         """Bytes of blocks in a row: a writable view, uint8 of shape (count, bytes of a block)."""
         cdef kv_store *store = self.stores + layer
         cdef Py_ssize_t nbytes = store.v.bytes if values else store.k.bytes

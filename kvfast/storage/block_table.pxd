@@ -11,10 +11,10 @@ from kvfast.storage.pool cimport BlockPool
 cdef class BlockTable(BlockMap):
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
-    cdef Py_ssize_t coded              # first tokens without float rows, where blocks are finished; see kv_context
+    cdef Py_ssize_t floats_begin       # first tokens without float rows, where blocks are finished; see kv_context
     cdef bint closed                   # its blocks were given back for good
     cdef bint is_counted               # among the sequences of its pool
-    cdef Py_ssize_t kept               # of a table without blocks, see `streams`: what it will keep,
+    cdef Py_ssize_t kept_codes         # of a table without blocks, see `block_bytes`: what it will keep,
     cdef list patched                  # and `_patches`
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
@@ -27,25 +27,25 @@ cdef class BlockTable(BlockMap):
     cdef int advance(self, Py_ssize_t n) except -1
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil
     cdef void count_tokens(self, Py_ssize_t n) noexcept nogil
-    cdef int forget(self) except -1
-    cdef Py_ssize_t _coded_at(self, Py_ssize_t length) noexcept nogil
-    cdef int _drop_coded(self) except -1
+    cdef int release_evicted(self) except -1
+    cdef Py_ssize_t _floats_begin_at(self, Py_ssize_t length) noexcept nogil
+    cdef int _release_float_rows(self) except -1
     cdef int _reopen_block(self) except -1
-    cdef Py_ssize_t encoded(self) noexcept nogil
+    cdef Py_ssize_t codes_end(self) noexcept nogil
     cdef Py_ssize_t num_positions(self) noexcept nogil
-    cdef Py_ssize_t _kept(self) noexcept nogil
+    cdef Py_ssize_t _kept_codes(self) noexcept nogil
     cdef Py_ssize_t slots_with_codes(self) noexcept nogil
-    cdef void set_kept(self, Py_ssize_t kept) noexcept
+    cdef void set_kept_codes(self, Py_ssize_t kept_codes) noexcept
     cdef list pieces(self, Py_ssize_t longest)
     cdef list patches(self, Py_ssize_t longest)
     cdef int set_patches(self, list patches) except -1
-    cdef int16_t _kept_of_cut(self) noexcept nogil
+    cdef int16_t _kept_codes_of_cut(self) noexcept nogil
     cdef int truncate(self, Py_ssize_t n) except -1
     cdef int _wipe_behind(self, Py_ssize_t index) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1
-    cdef dict _check_coded(self, Py_ssize_t length, dict place)
+    cdef dict _check_codes(self, Py_ssize_t length, dict state)
     cdef BlockTable empty(self, BlockPool pool)
-    cdef int copy_place(self, BlockTable other) except -1
+    cdef int copy_resume_state(self, BlockTable other) except -1
     cdef Py_ssize_t num_slots(self) noexcept nogil
     cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
@@ -55,9 +55,9 @@ cdef class BlockTable(BlockMap):
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1
     cdef int _exchange(self, Py_ssize_t count) except -1
     cdef int open(self, Py_ssize_t count) except -1
-    cdef dict place(self)
-    cdef int set_place(self, Py_ssize_t length, dict place) except -1
-    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1
+    cdef dict resume_state(self)
+    cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1
+    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1
     cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil
     cdef bint holds(self, Py_ssize_t position) noexcept nogil
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil

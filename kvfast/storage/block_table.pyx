@@ -11,7 +11,7 @@ from kvfast.core.arrays cimport Rows
 from kvfast.storage.block_map cimport BlockMap, entry_of
 from kvfast.codec.blocks cimport PIECE, kv_context, kv_store
 from kvfast.codec.encode cimport check_rows, kv_rotary, write_rows
-from kvfast.codec.finish cimport OPEN_TOKENS, decode_tokens, finish_blocks
+from kvfast.codec.seal cimport OPEN_TOKENS, decode_tokens, seal_blocks
 from kvfast.core.checks cimport check_count
 from kvfast.storage.pool cimport BlockPool
 
@@ -34,34 +34,34 @@ cdef class BlockTable(BlockMap):
         context.length = self.lengths[layer]
         context.sink_blocks = self.sink_blocks
         context.skipped = self.skipped
-        context.coded, context.encoded = self.coded, self.encoded()
+        context.floats_begin, context.codes_end = self.floats_begin, self.codes_end()
 
-    cdef Py_ssize_t encoded(self) noexcept nogil:
+    cdef Py_ssize_t codes_end(self) noexcept nogil:
         """Tokens whose blocks are encoded, where blocks are finished."""
-        return max(self.coded, self.length // self.pool.block_size * self.pool.block_size)
+        return max(self.floats_begin, self.length // self.pool.block_size * self.pool.block_size)
 
     cdef Py_ssize_t num_positions(self) noexcept nogil:
         return self.num_slots() + self.skipped * self.pool.block_size
 
-    cdef Py_ssize_t _kept(self) noexcept nogil:
+    cdef Py_ssize_t _kept_codes(self) noexcept nogil:
         """Tokens behind the coded ones whose block was cut: they have codes as well, which stay when it is full again."""
         cdef Py_ssize_t longest = self.num_positions()
-        if not self.pool.finishes or self.coded % self.pool.block_size or self.coded >= longest:
+        if not self.pool.seals or self.floats_begin % self.pool.block_size or self.floats_begin >= longest:
             return 0
         if self.count == 0:
-            return self.kept
-        return min(abs(self.pool.floats.kept[self.slot(self.coded) // self.pool.block_size]), longest - self.coded)
+            return self.kept_codes
+        return min(abs(self.pool.floats.kept_codes[self.slot(self.floats_begin) // self.pool.block_size]), longest - self.floats_begin)
 
     cdef Py_ssize_t slots_with_codes(self) noexcept nogil:
         """Of the blocks in use, where blocks are finished."""
-        return max(self.encoded(), self.coded + self._kept()) - self.skipped * self.pool.block_size
+        return max(self.codes_end(), self.floats_begin + self._kept_codes()) - self.skipped * self.pool.block_size
 
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
         """Whether `make_writable` has nothing to do."""
         cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
         cdef int32_t block
         # What a pool knows by its tokens only Python can tell.
-        if end > self.count + self.skipped or self.pool.index is not None or self.pool.finishes and self.coded % size:
+        if end > self.count + self.skipped or self.pool.index is not None or self.pool.seals and self.floats_begin % size:
             return False
         for index in range(first // size, end):
             block = self.blocks[entry_of(self, index)]
@@ -84,7 +84,7 @@ cdef class BlockTable(BlockMap):
             if block >= 0 and self.pool.is_frozen(block):
                 block, source = -1, block
             begin = first - index * size
-            if self.coded % size and index == self.coded // size:
+            if self.floats_begin % size and index == self.floats_begin // size:
                 begin = 0  # see `_reopen_block`
             needed += self.pool.floats.needed(block, source, index, begin, last - index * size)
         return needed
@@ -111,30 +111,30 @@ cdef class BlockTable(BlockMap):
                 self.blocks[at] = block
                 if self.pool.secure:
                     self._wipe_behind(index)
-            if self.pool.finishes and self.coded % size and index == self.coded // size:
+            if self.pool.seals and self.floats_begin % size and index == self.floats_begin // size:
                 self._reopen_block()
             if self.pool.floats is not None:
                 self.pool.floats.open(self.blocks[at], index, first - index * size, last - index * size)
         return 0
 
-    cdef int16_t _kept_of_cut(self) noexcept nogil:
+    cdef int16_t _kept_codes_of_cut(self) noexcept nogil:
         """What FloatRows keeps of a finished block that was cut, or 0 where none is."""
-        if not self.pool.finishes or self.coded % self.pool.block_size == 0:
+        if not self.pool.seals or self.floats_begin % self.pool.block_size == 0:
             return 0
-        return self.pool.floats.kept[self.slot(self.coded - 1) // self.pool.block_size]
+        return self.pool.floats.kept_codes[self.slot(self.floats_begin - 1) // self.pool.block_size]
 
     cdef int _reopen_block(self) except -1:
         """Give the tokens of a finished block that was cut float rows again, for others to follow."""
-        cdef Py_ssize_t size = self.pool.block_size, index = self.coded // size
-        self.pool.floats.restore(<int32_t>(self.slot(index * size) // size), index, self.coded % size)
-        self.coded = index * size
+        cdef Py_ssize_t size = self.pool.block_size, index = self.floats_begin // size
+        self.pool.floats.restore(<int32_t>(self.slot(index * size) // size), index, self.floats_begin % size)
+        self.floats_begin = index * size
         return 0
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
         """Write tokens behind those of a layer. A value that cannot be stored leaves the table as it was."""
         cdef kv_store *store = self.pool.stores + layer
-        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, coded = self.coded, count = self.count
-        cdef int16_t kept = self._kept_of_cut()
+        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, floats_begin = self.floats_begin, count = self.count
+        cdef int16_t kept_codes = self._kept_codes_of_cut()
         cdef int64_t[::1] view
         cdef int64_t slot
         check_rows(store, k, v)
@@ -150,10 +150,10 @@ cdef class BlockTable(BlockMap):
                     view[i] = self.slot(first + i)
                 write_rows(store, k, v, rotary, &view[0], True, True)
         except BaseException:
-            self.coded = coded  # a block that was cut is still what its codes tell, and the float rows of a patch
-            if kept < 0:
-                self.pool.floats.keep(<int32_t>(self.slot(coded - 1) // self.pool.block_size), kept)
-            self.shrink(count)
+            self.floats_begin = floats_begin  # a block that was cut is still what its codes tell, and the float rows of a patch
+            if kept_codes < 0:
+                self.pool.floats.set_kept_codes(<int32_t>(self.slot(floats_begin - 1) // self.pool.block_size), kept_codes)
+            self.release_from(count)
             raise
         self.lengths[layer] += n
         return 0
@@ -163,7 +163,7 @@ cdef class BlockTable(BlockMap):
         cdef Py_ssize_t size = self.pool.block_size, skipped = self.skipped, index, gone
         cdef int32_t[::1] view
         cdef uint8_t[::1] unfit
-        if not self.pool.finishes:
+        if not self.pool.seals:
             return 0
         if self.pool.index is None:  # else also those that go at once may be found by their tokens
             skipped = self.skipped_at(self.length + n)
@@ -173,19 +173,19 @@ cdef class BlockTable(BlockMap):
         if full:
             view = np.array(full, np.int32)
             unfit = np.zeros(len(full), np.uint8)
-            finish_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
-                          self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.floats.kept, &unfit[0])
+            seal_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
+                        self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.floats.kept_codes, &unfit[0])
             for index in range(view.shape[0]):
                 if unfit[index]:
-                    self.pool.floats.keep(view[index], -abs(self.pool.floats.kept[view[index]]))
+                    self.pool.floats.set_kept_codes(view[index], -abs(self.pool.floats.kept_codes[view[index]]))
         return 0
 
     cdef int advance(self, Py_ssize_t n) except -1:
         """Count tokens as complete, after `prepare`."""
         self.length += n
-        self.forget()
-        if self.pool.finishes:
-            self._drop_coded()
+        self.release_evicted()
+        if self.pool.seals:
+            self._release_float_rows()
         return 0
 
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
@@ -195,37 +195,37 @@ cdef class BlockTable(BlockMap):
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
         """Whether `advance` encodes no block and gives none back."""
         cdef Py_ssize_t size = self.pool.block_size, length = self.length + n
-        return not self.pool.finishes or length // size == self.length // size and self._coded_at(length) <= self.coded
+        return not self.pool.seals or length // size == self.length // size and self._floats_begin_at(length) <= self.floats_begin
 
     cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
         """`advance` where it just counts."""
         self.length += n
 
-    cdef int forget(self) except -1:
+    cdef int release_evicted(self) except -1:
         """Give back what a sequence of this length needs no more; see `ring`."""
         return 0
 
-    cdef Py_ssize_t _coded_at(self, Py_ssize_t length) noexcept nogil:
+    cdef Py_ssize_t _floats_begin_at(self, Py_ssize_t length) noexcept nogil:
         """First tokens that a sequence of `length` needs no float rows of."""
         return (length - OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > OPEN_TOKENS else 0
 
-    cdef int _drop_coded(self) except -1:
+    cdef int _release_float_rows(self) except -1:
         """Give back the float rows that no query reads any more."""
-        cdef Py_ssize_t size = self.pool.block_size, index, coded
+        cdef Py_ssize_t size = self.pool.block_size, index, floats_begin
         cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
         cdef int32_t block
-        coded = max(self.coded, self._coded_at(self.length), gone * size)
-        for index in range(self.coded // size, coded // size):
+        floats_begin = max(self.floats_begin, self._floats_begin_at(self.length), gone * size)
+        for index in range(self.floats_begin // size, floats_begin // size):
             if gone > index >= self.sink_blocks:
                 continue
             block = <int32_t>(self.slot(index * size) // size)
             # A fork or a snapshot may still read them; they go with the block then.
             if self.pool.owners[block] == 1:
-                self.pool.floats.drop_coded(block, 1 if index == 0 and self.pool.has_sinks else 0)
-        if coded > self.coded:
-            self.coded = coded
+                self.pool.floats.release_sealed(block, 1 if index == 0 and self.pool.has_sinks else 0)
+        if floats_begin > self.floats_begin:
+            self.floats_begin = floats_begin
             # What the newest tokens of a prompt have lies behind all that went.
-            for index in range(coded // size, (self.length + size - 1) // size):
+            for index in range(floats_begin // size, (self.length + size - 1) // size):
                 self.pool.floats.move_down(<int32_t>(self.slot(index * size) // size))
             self.pool.floats.pieces.trim()
         return 0
@@ -248,15 +248,15 @@ cdef class BlockTable(BlockMap):
 
     cdef int truncate(self, Py_ssize_t n) except -1:
         """Keep the first n tokens, after `check_truncate`."""
-        cdef Py_ssize_t kept = (n + self.pool.block_size - 1) // self.pool.block_size, i
-        if kept <= self.sink_blocks:
-            kept += self.skipped
-        kept -= self.skipped
-        self.shrink(kept)
-        if kept <= self.sink_blocks:
+        cdef Py_ssize_t count = (n + self.pool.block_size - 1) // self.pool.block_size, i
+        if count <= self.sink_blocks:
+            count += self.skipped
+        count -= self.skipped
+        self.release_from(count)
+        if count <= self.sink_blocks:
             self.skipped = 0
         self.length = n
-        self.coded = min(self.coded, n)
+        self.floats_begin = min(self.floats_begin, n)
         for i in range(self.pool.num_layers):
             self.lengths[i] = min(self.lengths[i], n)
         if self.pool.secure and n % self.pool.block_size:
@@ -269,16 +269,16 @@ cdef class BlockTable(BlockMap):
         if at >= self.count or self.pool.is_frozen(self.blocks[at]):
             return 0
         for i in range(self.pool.num_layers):
-            self.pool.wipe_places(self.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)))
+            self.pool.wipe_from(self.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)))
         return 0
 
     cdef BlockTable empty(self, BlockPool pool):
         """A table of the same kind for another pool."""
         return BlockTable(pool)
 
-    cdef int copy_place(self, BlockTable other) except -1:
+    cdef int copy_resume_state(self, BlockTable other) except -1:
         """Take over how many tokens there are, and which of them are left, of a sequence of the same kind."""
-        self.skipped, self.length, self.coded = self.skipped_of(other), other.length, other.coded
+        self.skipped, self.length, self.floats_begin = self.skipped_of(other), other.length, other.floats_begin
         memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
         return 0
 
@@ -292,7 +292,7 @@ cdef class BlockTable(BlockMap):
         self.release()
         self._use_list(other.count)
         self.count = other.count
-        self.copy_place(other)
+        self.copy_resume_state(other)
         return 0
 
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1:
@@ -321,7 +321,7 @@ cdef class BlockTable(BlockMap):
         cdef Py_ssize_t i
         self.adopt(blocks)
         self.skipped = skipped
-        self.length = self.coded = (self.count + skipped) * self.pool.block_size
+        self.length = self.floats_begin = (self.count + skipped) * self.pool.block_size
         for i in range(self.pool.num_layers):
             self.lengths[i] = self.length
         return 0
@@ -365,87 +365,87 @@ cdef class BlockTable(BlockMap):
         """`_pieces` of this table where it is the equal of another; see `ring`."""
         return other.pieces(other.num_positions())
 
-    cdef void set_kept(self, Py_ssize_t kept) noexcept:
-        """Take over `_kept`."""
-        if kept:
-            self.pool.floats.kept[self.slot(self.coded) // self.pool.block_size] = <int16_t>kept
+    cdef void set_kept_codes(self, Py_ssize_t kept_codes) noexcept:
+        """Take over `_kept_codes`."""
+        if kept_codes:
+            self.pool.floats.kept_codes[self.slot(self.floats_begin) // self.pool.block_size] = <int16_t>kept_codes
 
     cdef list pieces(self, Py_ssize_t longest):
         """First positions of the pieces of float rows that a sequence of `longest` tokens reads, or will."""
         first = [0] if self.pool.has_sinks and longest > 0 and (self.skipped == 0 or self.sink_blocks) else []
-        if not self.pool.finishes:
+        if not self.pool.seals:
             return first
         size, pieces = self.pool.block_size, first
-        for index, kept in self.patches(longest):
-            begin = max(index * size + kept // PIECE * PIECE, PIECE * len(first))
+        for index, kept_codes in self.patches(longest):
+            begin = max(index * size + kept_codes // PIECE * PIECE, PIECE * len(first))
             pieces = pieces + list(range(begin, min((index + 1) * size, longest), PIECE))
-        begin = self.coded // PIECE * PIECE if self.coded < longest else longest
+        begin = self.floats_begin // PIECE * PIECE if self.floats_begin < longest else longest
         return pieces + list(range(max(begin, PIECE * len(first)), longest, PIECE))
 
     cdef list patches(self, Py_ssize_t longest):
-        """Blocks below `coded` that are patched, see `kv_store`: the index of each, and how many of its tokens have codes."""
-        cdef Py_ssize_t size = self.pool.block_size, index, kept
+        """Blocks below `floats_begin` that are patched, see `kv_store`: the index of each, and how many of its tokens have codes."""
+        cdef Py_ssize_t size = self.pool.block_size, index, kept_codes
         cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
-        if not self.pool.finishes:
+        if not self.pool.seals:
             return []
         if self.count == 0:
             return self.patched or []
         patches = []
-        for index in range((self.coded + size - 1) // size if self.pool.floats.num_patched else 0):
+        for index in range((self.floats_begin + size - 1) // size if self.pool.floats.num_patched else 0):
             if index >= gone or index < self.sink_blocks:
-                kept = -self.pool.floats.kept[self.slot(index * size) // size]
-                if kept > 0 and index * size + kept < longest:
-                    patches.append((index, kept))
+                kept_codes = -self.pool.floats.kept_codes[self.slot(index * size) // size]
+                if kept_codes > 0 and index * size + kept_codes < longest:
+                    patches.append((index, kept_codes))
         return patches
 
     cdef int set_patches(self, list patches) except -1:
         """Take over `_patches`."""
-        for index, kept in patches:
-            self.pool.floats.keep(<int32_t>(self.slot(index * self.pool.block_size) // self.pool.block_size), -kept)
+        for index, kept_codes in patches:
+            self.pool.floats.set_kept_codes(<int32_t>(self.slot(index * self.pool.block_size) // self.pool.block_size), -kept_codes)
         return 0
 
-    cdef dict place(self):
-        """What a file tells of a table besides its blocks, for `set_place`."""
-        coded = {"coded_tokens": self.coded, "kept_tokens": self._kept()} if self.pool.finishes else {}
+    cdef dict resume_state(self):
+        """What a file tells of a table besides its blocks, for `set_resume_state`."""
+        floats_begin = {"coded_tokens": self.floats_begin, "kept_tokens": self._kept_codes()} if self.pool.seals else {}
         patches = [list(patch) for patch in self.patches(self.length)]
-        return {"skipped_blocks": self.skipped} | coded | ({"patches": patches} if patches else {})
+        return {"skipped_blocks": self.skipped} | floats_begin | ({"patches": patches} if patches else {})
 
-    cdef int set_place(self, Py_ssize_t length, dict place) except -1:
-        """Be a sequence of `length` tokens, after `check_place`; its blocks are the caller's."""
+    cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
+        """Be a sequence of `length` tokens, after `check_resume_state`; its blocks are the caller's."""
         cdef Py_ssize_t i
-        self.skipped, self.length, self.coded = place["skipped_blocks"], length, place.get("coded_tokens", 0)
+        self.skipped, self.length, self.floats_begin = state["skipped_blocks"], length, state.get("coded_tokens", 0)
         for i in range(self.pool.num_layers):
             self.lengths[i] = length
         return 0
 
-    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1:
-        """Number of blocks of a sequence of `length` tokens; ValueError if `place` cannot be."""
-        if self._check_coded(length, place) != {"skipped_blocks": 0}:
-            raise ValueError(f"a cache that keeps everything cannot be {place}")
+    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
+        """Number of blocks of a sequence of `length` tokens; ValueError if `state` cannot be."""
+        if self._check_codes(length, state) != {"skipped_blocks": 0}:
+            raise ValueError(f"a cache that keeps everything cannot be {state}")
         return (length + self.pool.block_size - 1) // self.pool.block_size
 
-    cdef dict _check_coded(self, Py_ssize_t length, dict place):
-        """The other entries of `place`, after a check of what it tells of finished blocks."""
-        cdef Py_ssize_t coded, kept
-        if not self.pool.finishes:
-            return place
+    cdef dict _check_codes(self, Py_ssize_t length, dict state):
+        """The other entries of `state`, after a check of what it tells of finished blocks."""
+        cdef Py_ssize_t floats_begin, kept_codes
+        if not self.pool.seals:
+            return state
         # What no query reads as floats any more has none; and however long a file says it is, few tokens have.
-        coded = check_count(place.get("coded_tokens"), "coded_tokens", self._coded_at(length), length)
-        if coded != length and coded % self.pool.block_size:
-            raise ValueError(f"of {length} tokens the first {coded} cannot be coded alone: blocks have {self.pool.block_size}")
-        kept = min(length - coded, self.pool.block_size)
-        check_count(place.get("kept_tokens"), "kept_tokens", 0, kept)
-        self._check_patches(coded, place.get("patches", []))
-        return {name: value for name, value in place.items() if name not in ("coded_tokens", "kept_tokens", "patches")}
+        floats_begin = check_count(state.get("coded_tokens"), "coded_tokens", self._floats_begin_at(length), length)
+        if floats_begin != length and floats_begin % self.pool.block_size:
+            raise ValueError(f"of {length} tokens the first {floats_begin} cannot be coded alone: blocks have {self.pool.block_size}")
+        kept_codes = min(length - floats_begin, self.pool.block_size)
+        check_count(state.get("kept_tokens"), "kept_tokens", 0, kept_codes)
+        self._check_patches(floats_begin, state.get("patches", []))
+        return {name: value for name, value in state.items() if name not in ("coded_tokens", "kept_tokens", "patches")}
 
-    def _check_patches(self, Py_ssize_t coded, patches):
+    def _check_patches(self, Py_ssize_t floats_begin, patches):
         """Each in a block of its own, below the coded tokens."""
         cdef Py_ssize_t size = self.pool.block_size, last = -1
-        for index, kept in patches:
-            index = check_count(index, "the block of a patch", last + 1, max(last + 1, (coded + size - 1) // size - 1))
-            kept = check_count(kept, "the coded tokens of a patched block", 1, size - 1)
-            if index * size + kept >= coded:
-                raise ValueError(f"a patch behind {kept} tokens of block {index} cannot be among {coded} coded tokens")
+        for index, kept_codes in patches:
+            index = check_count(index, "the block of a patch", last + 1, max(last + 1, (floats_begin + size - 1) // size - 1))
+            kept_codes = check_count(kept_codes, "the coded tokens of a patched block", 1, size - 1)
+            if index * size + kept_codes >= floats_begin:
+                raise ValueError(f"a patch behind {kept_codes} tokens of block {index} cannot be among {floats_begin} coded tokens")
             last = index
 
     @property
@@ -468,7 +468,7 @@ cdef class BlockTable(BlockMap):
         cdef Py_ssize_t i
         for i in range(at.shape[0]):
             slots[i] = self.slot(at[i])
-        return decode_tokens(self.pool.stores + layer, at, slots, self.coded, values)
+        return decode_tokens(self.pool.stores + layer, at, slots, self.floats_begin, values)
 
     cdef int close(self) except -1:
         """Give all blocks back, for good."""
@@ -482,7 +482,7 @@ cdef class BlockTable(BlockMap):
             raise ValueError("this sequence has been freed")
         return 0
 
-    def give_up(self):
+    def free_entered(self):
         """Close, for a pool that has been entered."""
         self.close()
-        self.pool.drop_surplus()
+        self.pool.trim_surplus()

@@ -26,13 +26,13 @@ cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_
     """Let a table become the equal of one of another pool, with a copy of its tokens: after `reserve`, with its `pieces_of`
     the source."""
     target._exchange(target.blocks_of(source))
-    target.copy_place(source)
+    target.copy_resume_state(source)
     if source.pool.block_size != target.pool.block_size and (source.skipped or target.skipped):
         _copy_held(source, target)
     else:
         copy_slots(source.pool.stores, source.blocks, target.pool.stores, target.blocks, target.pool.num_layers,
                    source.num_slots(), source.slots_with_codes(), may_stop)
-    target.set_kept(source._kept())
+    target.set_kept_codes(source._kept_codes())
     target.set_patches(source.patches(source.num_positions()))
     if target.pool.floats is not None:
         _copy_floats(source, target, pieces)
@@ -92,10 +92,10 @@ cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTab
 
 
 cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv_store *target, const int32_t *to_blocks,
-                    Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t encoded, bint may_stop) except -1:
+                    Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t codes_end, bint may_stop) except -1:
     """Copy the first `num_slots` slots of a list of blocks into another; what is behind them in the last block is zeroed.
 
-    Both have the same layers, heads, head_dim and formats. Of layers that finish blocks only `encoded` slots have codes.
+    Both have the same layers, heads, head_dim and formats. Of layers that finish blocks only `codes_end` slots have codes.
     A signal handler that raises ends it where it `may_stop`.
     """
     cdef const kv_kernels *kernels = active()
@@ -111,16 +111,16 @@ cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv
     with nogil:
         if threads == 1:
             for task in range(num_layers * heads * 2):
-                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, encoded, task, watch)
+                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, codes_end, task, watch)
         else:
             for task in prange(num_layers * heads * 2, schedule="dynamic", num_threads=threads):
-                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, encoded, task, watch)
+                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, codes_end, task, watch)
     check_stopped(watch)
     return 0
 
 
 cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const int32_t *from_blocks,
-                     const kv_store *target, const int32_t *to_blocks, Py_ssize_t num_slots, Py_ssize_t encoded,
+                     const kv_store *target, const int32_t *to_blocks, Py_ssize_t num_slots, Py_ssize_t codes_end,
                      Py_ssize_t task, kv_watch *watch) noexcept nogil:
     """One side of one head of one layer."""
     cdef bint values = task % 2
@@ -129,10 +129,10 @@ cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const in
     target += task // 2 // source.num_kv_heads
     cdef const kv_side *side = &source.v if values else &source.k
     cdef const kv_side *into = &target.v if values else &target.k
-    if source.finishes:
-        for slot in range(encoded // side.block_size, (num_slots + side.block_size - 1) // side.block_size):
+    if source.seals:
+        for slot in range(codes_end // side.block_size, (num_slots + side.block_size - 1) // side.block_size):
             memset(_block(target, to_blocks[slot], head, values), 0, side.bytes)
-        num_slots = min(num_slots, encoded)
+        num_slots = min(num_slots, codes_end)
     if side.block_size == into.block_size:
         whole = num_slots // side.block_size
         for slot in range(whole):

@@ -8,13 +8,13 @@ from kvfast.codec.blocks cimport kv_store
 cdef class FloatRows:
     cdef BlockMemory pieces            # blocks of PIECE tokens
     cdef int per_block                 # pieces
-    cdef bint finishes                 # some layers encode blocks as a whole
+    cdef bint seals                    # some layers encode blocks as a whole
     cdef Py_ssize_t num_layers
     cdef kv_store *stores              # (num_layers,) of the blocks, whose owner has these rows
     cdef int32_t *float_of             # as in kv_store
     # (num_blocks,) first tokens of a block with float rows whose codes are good, too. Below 0 of a block that is patched, whose
     # codes are read, and the float rows behind them.
-    cdef int16_t *kept
+    cdef int16_t *kept_codes
     cdef Py_ssize_t num_patched        # blocks
 
     cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1
@@ -23,13 +23,13 @@ cdef class FloatRows:
     cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
-    cdef void keep(self, int32_t block, Py_ssize_t kept) noexcept
-    cdef int drop(self, int32_t block, int first) except -1
-    cdef int drop_coded(self, int32_t block, int first) except -1
-    cdef int _release(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept
+    cdef int release(self, int32_t block, int first) except -1
+    cdef int release_sealed(self, int32_t block, int first) except -1
+    cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int move_down(self, int32_t block) except -1
     cdef int copy(self, int32_t source, int32_t target) except -1
-    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
+    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
     cdef Py_ssize_t count(self, int32_t block) noexcept
 
 

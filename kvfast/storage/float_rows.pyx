@@ -5,7 +5,7 @@ from libc.stdlib cimport abs, free
 
 from kvfast.storage.block_memory cimport BlockMemory, grown
 from kvfast.codec.blocks cimport CHUNK_SHIFT, PIECE
-from kvfast.codec.finish cimport restore_floats
+from kvfast.codec.seal cimport restore_floats
 
 from kvfast.codec.formats import floats_of
 
@@ -16,7 +16,7 @@ cdef enum:
 cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
     """Which places of a sequence's block `index` need float rows before its places first to last, of which some may lie
     outside, are written."""
-    if rows.finishes:
+    if rows.seals:
         first[0], last[0] = max(first[0], <Py_ssize_t>0), min(last[0], <Py_ssize_t>rows.per_block * PIECE)
     else:
         first[0], last[0] = 0, PIECE if index == 0 else 0
@@ -31,7 +31,7 @@ cdef class FloatRows:
 
     def __dealloc__(self):
         free(self.float_of)
-        free(self.kept)
+        free(self.kept_codes)
 
     cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1:
         """Room for `total` blocks instead of `num_blocks`; the new ones have no pieces."""
@@ -39,12 +39,12 @@ cdef class FloatRows:
         self.float_of = <int32_t *>grown(self.float_of, total * self.per_block * sizeof(int32_t))
         for i in range(self.num_layers):
             self.stores[i].float_of = self.float_of
-        self.kept = <int16_t *>grown(self.kept, total * sizeof(int16_t))
-        for i in range(self.num_layers if self.finishes else 0):
-            if self.stores[i].finishes:
-                self.stores[i].kept, self.stores[i].num_patched = self.kept, &self.num_patched
+        self.kept_codes = <int16_t *>grown(self.kept_codes, total * sizeof(int16_t))
+        for i in range(self.num_layers if self.seals else 0):
+            if self.stores[i].seals:
+                self.stores[i].kept_codes, self.stores[i].num_patched = self.kept_codes, &self.num_patched
         for i in range(num_blocks, total):
-            self.kept[i] = 0
+            self.kept_codes[i] = 0
         for i in range(num_blocks * self.per_block, total * self.per_block):
             self.float_of[i] = -1
         return 0
@@ -53,7 +53,7 @@ cdef class FloatRows:
         """Whether `open` has nothing to do."""
         cdef Py_ssize_t i
         _wanted(self, index, &first, &last)
-        if self.finishes and (self.kept[block] < 0 or self.kept[block] > first):
+        if self.seals and (self.kept_codes[block] < 0 or self.kept_codes[block] > first):
             return False
         for i in range(first // PIECE, (last + PIECE - 1) // PIECE):
             if self.float_of[block * self.per_block + i] < 0:
@@ -75,8 +75,8 @@ cdef class FloatRows:
         """Give a sequence's block `index` the float rows that it needs before the places first to last are written."""
         _wanted(self, index, &first, &last)
         self.add(block, first, last)
-        if self.finishes:
-            self.keep(block, min(abs(self.kept[block]), first))
+        if self.seals:
+            self.set_kept_codes(block, min(abs(self.kept_codes[block]), first))
         return 0
 
     cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1:
@@ -84,16 +84,16 @@ cdef class FloatRows:
 
         The codes stay: with the same tokens, the block will be what it was. Of a patched block some have float rows still.
         """
-        cdef Py_ssize_t coded = min(count, -self.kept[block] if self.kept[block] < 0 else count)
+        cdef Py_ssize_t with_codes = min(count, -self.kept_codes[block] if self.kept_codes[block] < 0 else count)
         self.add(block, 0, count)
-        restore_floats(self.stores, self.num_layers, block, index == 0, coded)
-        self.keep(block, coded)
+        restore_floats(self.stores, self.num_layers, block, index == 0, with_codes)
+        self.set_kept_codes(block, with_codes)
         return 0
 
-    cdef void keep(self, int32_t block, Py_ssize_t kept) noexcept:
-        """Set how many tokens of a block have good codes, see `kept`."""
-        self.num_patched += (kept < 0) - (self.kept[block] < 0)
-        self.kept[block] = <int16_t>kept
+    cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept:
+        """Set how many tokens of a block have good codes, see `kept_codes`."""
+        self.num_patched += (kept_codes < 0) - (self.kept_codes[block] < 0)
+        self.kept_codes[block] = <int16_t>kept_codes
 
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the places first to last of a block float rows. They may have some; MemoryError leaves it as it was."""
@@ -107,15 +107,15 @@ cdef class FloatRows:
                 self.float_of[i] = self.pieces.take(self.float_of[i - 1] if i > begin else -1)
         return 0
 
-    cdef int drop(self, int32_t block, int first) except -1:
+    cdef int release(self, int32_t block, int first) except -1:
         """Give back the pieces of a block from its piece `first` on."""
-        return self._release(block, first, self.per_block)
+        return self._release_range(block, first, self.per_block)
 
-    cdef int drop_coded(self, int32_t block, int first) except -1:
+    cdef int release_sealed(self, int32_t block, int first) except -1:
         """Give back the pieces of a finished block from its piece `first` on, all of whose tokens have codes."""
-        return self._release(block, first, self.per_block if self.kept[block] >= 0 else -self.kept[block] // PIECE)
+        return self._release_range(block, first, self.per_block if self.kept_codes[block] >= 0 else -self.kept_codes[block] // PIECE)
 
-    cdef int _release(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
+    cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         cdef Py_ssize_t i
         for i in range(block * self.per_block + first, block * self.per_block + last):
             if self.float_of[i] >= 0:
@@ -142,17 +142,17 @@ cdef class FloatRows:
             if self.float_of[source * self.per_block + i] >= 0:
                 self.add(target, i * PIECE, (i + 1) * PIECE)
                 self.pieces.copy(self.float_of[source * self.per_block + i], self.float_of[target * self.per_block + i])
-        self.keep(target, self.kept[source])
+        self.set_kept_codes(target, self.kept_codes[source])
         return 0
 
-    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
+    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
         """Overwrite the float rows of a layer's tokens from place `first` of a block on."""
         cdef Py_ssize_t i
         if self.stores[layer].floats == NULL:
             return
         for i in range(first // PIECE, self.per_block):
             if self.float_of[block * self.per_block + i] >= 0:
-                self.pieces.wipe_places(self.float_of[block * self.per_block + i], layer, max(first - i * PIECE, <Py_ssize_t>0))
+                self.pieces.wipe_from(self.float_of[block * self.per_block + i], layer, max(first - i * PIECE, <Py_ssize_t>0))
 
     cdef Py_ssize_t count(self, int32_t block) noexcept:
         """Pieces that a block has."""
@@ -172,13 +172,13 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     self = FloatRows.__new__(FloatRows)
     self.per_block = blocks.block_size // PIECE
     # What one sequence has between prompts: a block, those that are open behind it, and the start.
-    most = self.per_block + 2 if any([one is not None and one.finishes for one in blocks.formats]) else 1
+    most = self.per_block + 2 if any([one is not None and one.seals for one in blocks.formats]) else 1
     self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, PIECE, formats,
                               (most + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS, True, secure=blocks.secure,
                               v_head_dim=blocks.v_head_dim)
     self.stores, self.num_layers = blocks.stores, blocks.num_layers
     for i in range(self.num_layers):
-        self.finishes |= self.stores[i].finishes
+        self.seals |= self.stores[i].seals
         if formats[i] is not None:
             self.stores[i].floats = self.pieces.stores + i
     return self

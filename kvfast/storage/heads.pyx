@@ -18,7 +18,7 @@ from kvfast.core.threads cimport num_threads_for
 from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.codec.blocks cimport block_of, dtype_limit, k_offset_of, kv_chunk, kv_context, kv_store
 from kvfast.codec.encode cimport open_pair
-from kvfast.codec.finish cimport decode_tokens
+from kvfast.codec.seal cimport decode_tokens
 from kvfast.attention.options cimport Options
 from kvfast.core.checks cimport check_count
 from kvfast.storage.pool cimport BlockPool
@@ -41,7 +41,7 @@ cdef class HeadsTable(RingTable):
         if window == 0:
             return self.truncate(0)
         self.evicted = max(self.evicted, self.length - window)
-        return RingTable.forget(self)
+        return RingTable.release_evicted(self)
 
     cdef Py_ssize_t num_held(self) noexcept nogil:
         return self.length - self.evicted
@@ -49,10 +49,10 @@ cdef class HeadsTable(RingTable):
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
         return min(self.evicted, length)
 
-    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1:
+    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
         # What has been dropped was told, and follows from no window.
-        self.evicted = check_count(place.get("evicted_tokens"), "evicted_tokens", 0, length)
-        return RingTable.check_place(self, length, place)
+        self.evicted = check_count(state.get("evicted_tokens"), "evicted_tokens", 0, length)
+        return RingTable.check_resume_state(self, length, state)
 
     cdef BlockTable empty(self, BlockPool pool):
         return HeadsTable(pool, NO_WINDOW, 0, 0)

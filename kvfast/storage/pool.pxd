@@ -13,7 +13,7 @@ from kvfast.storage.prefix_index cimport PrefixIndex
 
 
 cdef class BlockPool(BlockMemory):
-    cdef bint finishes                 # some layers encode blocks as a whole
+    cdef bint seals                    # some layers encode blocks as a whole
     cdef bint has_sinks                # some keep the first tokens of a sequence as floats
     cdef FloatRows floats              # of tokens, or None
     cdef readonly Py_ssize_t num_sequences  # where it is shared
@@ -21,7 +21,7 @@ cdef class BlockPool(BlockMemory):
     cdef Workspace workspace
     cdef int busy                      # for those who enter and leave alone
     cdef unsigned long tidier          # thread that tidies up, or 0
-    cdef list abandoned                # tables to be released when the pool is next entered
+    cdef list to_release               # tables to be released when the pool is next entered
 
     cdef bint try_enter(self) noexcept nogil
     cdef int enter(self) except -1
@@ -32,10 +32,10 @@ cdef class BlockPool(BlockMemory):
     cdef bint _waits_for(self, int holder) noexcept
     cdef bint _start_tidying(self) noexcept
     cdef void _stop_tidying(self) noexcept
-    cdef int _release_abandoned(self) except -1
+    cdef int _release_pending(self) except -1
     cdef int retain(self, int32_t block) except -1
     cdef bint is_frozen(self, int32_t block) noexcept
     cdef int copy_block(self, int32_t source, int32_t target) except -1
     cdef BlockPool clone(self)
     cdef BlockPool exact(self, Py_ssize_t num_blocks)
-    cdef int drop_surplus(self) except -1
+    cdef int trim_surplus(self) except -1

@@ -33,10 +33,10 @@ cdef class BlockPool(BlockMemory):
                   bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None):
         cdef Py_ssize_t i
         for i in range(self.num_layers):
-            self.finishes |= self.stores[i].finishes
+            self.seals |= self.stores[i].seals
             self.has_sinks |= self.stores[i].float_tokens > 0
         self.floats = float_rows_of(self)
-        self.abandoned = []
+        self.to_release = []
         self.workspace = Workspace()
         self.workspace.secure = secure
         if not grows:
@@ -66,7 +66,7 @@ cdef class BlockPool(BlockMemory):
     cdef int enter_reading(self) except -1:
         """For a call that only reads, as other threads may at the same time."""
         cdef int holder
-        self.settle()
+        self.release_pending()
         holder = kv_share(&self.busy)
         while self._waits_for(holder):
             holder = kv_share(&self.busy)
@@ -81,7 +81,7 @@ cdef class BlockPool(BlockMemory):
         if holder:
             raise RuntimeError("this cache is in use by another thread; one that changes it must be alone")
         try:
-            self._release_abandoned()
+            self._release_pending()
         except BaseException:
             self.leave()
             raise
@@ -97,26 +97,26 @@ cdef class BlockPool(BlockMemory):
         self.tidier = 0  # or this thread would take another's tidying for its own
         self.leave()
 
-    cdef int _release_abandoned(self) except -1:
-        while self.abandoned:
-            self.abandoned.pop().give_up()
+    cdef int _release_pending(self) except -1:
+        while self.to_release:
+            self.to_release.pop().free_entered()
         return 0
 
-    def abandon(self, table):
+    def release_later(self, table):
         """Release a table that Python collects, of this pool or one entered with it: now, or when it is next entered."""
         if self._start_tidying():
             try:
-                table.give_up()
+                table.free_entered()
             finally:
                 self._stop_tidying()
         else:
-            self.abandoned.append(table)
+            self.to_release.append(table)
 
-    def settle(self):
+    def release_pending(self):
         """Release what was abandoned while the pool was busy."""
-        if self.abandoned and self._start_tidying():
+        if self.to_release and self._start_tidying():
             try:
-                self._release_abandoned()
+                self._release_pending()
             finally:
                 self._stop_tidying()
 
@@ -141,14 +141,14 @@ cdef class BlockPool(BlockMemory):
                 self.wipe_block(block)
             self.owners[block] = 1
         if self.floats is not None:
-            self.floats.drop(block, 0)
-            self.floats.keep(block, 0)
+            self.floats.release(block, 0)
+            self.floats.set_kept_codes(block, 0)
         return block
 
     cdef int retain(self, int32_t block) except -1:
         """One owner more, the first perhaps, of a block whose contents are known."""
         if self.owners[block] == 0:
-            self.index.reuse(block)
+            self.index.take_known(block)
         self.owners[block] += 1
         return 0
 
@@ -156,23 +156,23 @@ cdef class BlockPool(BlockMemory):
         self.owners[block] -= 1
         if self.owners[block] > 0:
             return 0
-        if self.index is None or not self.index.keep(block):
-            self.give_back(block)
+        if self.index is None or not self.index.retain_known(block):
+            self.put_free(block)
         elif self.floats is not None:
-            self.floats.drop(block, 1 if self.has_sinks else 0)  # whoever finds it reads codes, and the sequence's start
+            self.floats.release(block, 1 if self.has_sinks else 0)  # whoever finds it reads codes, and the sequence's start
         return 0
 
-    cdef int give_back(self, int32_t block) except -1:
-        BlockMemory.give_back(self, block)
+    cdef int put_free(self, int32_t block) except -1:
+        BlockMemory.put_free(self, block)
         if self.floats is not None:
-            self.floats.drop(block, 0)
-            self.floats.keep(block, 0)
+            self.floats.release(block, 0)
+            self.floats.set_kept_codes(block, 0)
         return 0
 
-    cdef void wipe_places(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
-        BlockMemory.wipe_places(self, block, layer, first)
+    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
+        BlockMemory.wipe_from(self, block, layer, first)
         if self.floats is not None:
-            self.floats.wipe_places(block, layer, first)
+            self.floats.wipe_from(block, layer, first)
 
     cdef bint is_frozen(self, int32_t block) noexcept:
         """Whether a block must be copied before it is written."""
@@ -180,7 +180,7 @@ cdef class BlockPool(BlockMemory):
 
     def is_patched(self, int32_t block):
         """Whether some tokens of a finished block are float rows for good, see `kv_store`."""
-        return self.floats is not None and self.floats.kept[block] < 0
+        return self.floats is not None and self.floats.kept_codes[block] < 0
 
     cdef int copy_block(self, int32_t source, int32_t target) except -1:
         """Copy a block with its float rows."""
@@ -198,7 +198,7 @@ cdef class BlockPool(BlockMemory):
         return BlockPool(*self.settings[:5], max(num_blocks, 1), rope_dim=self.rope_dim, secure=self.secure,
                          v_head_dim=self.v_head_dim)
 
-    cdef int drop_surplus(self) except -1:
+    cdef int trim_surplus(self) except -1:
         """Give back what a pool that had its memory from the start got beside it, while snapshots kept its blocks."""
         if not self.grows:
             self.trim()

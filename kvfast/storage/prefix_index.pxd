@@ -11,6 +11,6 @@ cdef class PrefixIndex:
     cdef int32_t *_previous            # entry b + 1 that of block b
 
     cdef bint knows(self, int32_t block) noexcept
-    cdef bint keep(self, int32_t block) noexcept
-    cdef void reuse(self, int32_t block) noexcept
+    cdef bint retain_known(self, int32_t block) noexcept
+    cdef void take_known(self, int32_t block) noexcept
     cdef int32_t evict(self) except -1

@@ -81,7 +81,7 @@ cdef class PrefixIndex:
     cdef bint knows(self, int32_t block) noexcept:
         return self._digest_of[block] is not None
 
-    cdef bint keep(self, int32_t block) noexcept:
+    cdef bint retain_known(self, int32_t block) noexcept:
         """Whether a block that lost its last owner is known, and so stays."""
         cdef int32_t entry = block + 1, newest = self._previous[0]
         if not self.knows(block):
@@ -91,7 +91,7 @@ cdef class PrefixIndex:
         self.num_idle += 1
         return True
 
-    cdef void reuse(self, int32_t block) noexcept:
+    cdef void take_known(self, int32_t block) noexcept:
         """A block that was kept has an owner again."""
         cdef int32_t entry = block + 1
         self._next[self._previous[entry]] = self._next[entry]
@@ -103,5 +103,5 @@ cdef class PrefixIndex:
         cdef int32_t block = self._next[0] - 1
         del self._block_of[self._digest_of[block]]
         self._digest_of[block] = None
-        self.reuse(block)
+        self.take_known(block)
         return block

@@ -46,7 +46,7 @@ cdef class RingTable(BlockTable):
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
         return self.skipped + max(<Py_ssize_t>0, self._gone(self._evicted_at(length)))
 
-    cdef int forget(self) except -1:
+    cdef int release_evicted(self) except -1:
         cdef Py_ssize_t i, gone
         cdef int32_t block
         self.evicted = self._evicted_at(self.length)
@@ -56,7 +56,7 @@ cdef class RingTable(BlockTable):
         for i in range(gone):
             block = self.blocks[self.sink_blocks + i]
             if self.pool.floats is not None and self.sink_blocks + self.skipped + i and self.pool.owners[block] == 1:
-                self.pool.floats.drop(block, 0)  # a block that stays known keeps those of the sequence's start alone
+                self.pool.floats.release(block, 0)  # a block that stays known keeps those of the sequence's start alone
             self.pool.release(block)
         memmove(self.blocks + self.sink_blocks, self.blocks + self.sink_blocks + gone,
                 (self.count - self.sink_blocks - gone) * sizeof(self.blocks[0]))
@@ -99,32 +99,32 @@ cdef class RingTable(BlockTable):
     cdef BlockTable empty(self, BlockPool pool):
         return RingTable(pool, self.window, self.num_sink_tokens, self.rollback)
 
-    cdef int copy_place(self, BlockTable other) except -1:
-        BlockTable.copy_place(self, other)
+    cdef int copy_resume_state(self, BlockTable other) except -1:
+        BlockTable.copy_resume_state(self, other)
         self.evicted = (<RingTable>other).evicted
         return 0
 
-    cdef dict place(self):
-        return BlockTable.place(self) | {"evicted_tokens": self.evicted}
+    cdef dict resume_state(self):
+        return BlockTable.resume_state(self) | {"evicted_tokens": self.evicted}
 
-    cdef int set_place(self, Py_ssize_t length, dict place) except -1:
-        self.evicted = place["evicted_tokens"]
-        return BlockTable.set_place(self, length, place)
+    cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
+        self.evicted = state["evicted_tokens"]
+        return BlockTable.set_resume_state(self, length, state)
 
-    cdef Py_ssize_t check_place(self, Py_ssize_t length, dict place) except -1:
+    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
         """The blocks skipped must be behind the sinks, and hold only what has been evicted."""
         cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
-        if set(self._check_coded(length, place)) != {"skipped_blocks", "evicted_tokens"}:
-            raise ValueError(f"a ring cannot be {place}")
-        skipped = check_count(place["skipped_blocks"], "skipped_blocks", 0, 1 << 40)
-        evicted = check_count(place["evicted_tokens"], "evicted_tokens", 0, 1 << 40)
+        if set(self._check_codes(length, state)) != {"skipped_blocks", "evicted_tokens"}:
+            raise ValueError(f"a ring cannot be {state}")
+        skipped = check_count(state["skipped_blocks"], "skipped_blocks", 0, 1 << 40)
+        evicted = check_count(state["evicted_tokens"], "evicted_tokens", 0, 1 << 40)
         if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
             raise ValueError(f"a ring with a window of {self.window} and {self.num_sink_tokens} sinks that holds {length} "
-                             f"tokens cannot be {place}")
-        if self.pool.finishes and skipped and (
-                place["coded_tokens"] < (self.sink_blocks + skipped) * size
-                or any([self.sink_blocks <= index < self.sink_blocks + skipped for index, _ in place.get("patches", [])])):
-            raise ValueError(f"a ring that has dropped {skipped} blocks cannot be {place}")
+                             f"tokens cannot be {state}")
+        if self.pool.seals and skipped and (
+                state["coded_tokens"] < (self.sink_blocks + skipped) * size
+                or any([self.sink_blocks <= index < self.sink_blocks + skipped for index, _ in state.get("patches", [])])):
+            raise ValueError(f"a ring that has dropped {skipped} blocks cannot be {state}")
         return (length + size - 1) // size - skipped
 
     cdef bint holds(self, Py_ssize_t position) noexcept nogil:

@@ -11,7 +11,7 @@ cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) e
 
 cdef class SequenceBuffer:
     cdef readonly list tables          # of BlockTable: one for each group of layers with one window and one shape
-    cdef list places                   # of (table, layer in it) for each layer
+    cdef list layer_tables             # of (table, layer in it) for each layer
     cdef readonly Py_ssize_t num_layers
     cdef Py_ssize_t most               # tokens, or -1: any number
 
@@ -22,9 +22,9 @@ cdef class SequenceBuffer:
     cdef int enter_reading(self) except -1
     cdef int leave_reading(self) except -1
     cdef BlockPool _pool(self)
-    cdef int _drop_surplus(self) except -1
+    cdef int _trim_surplus(self) except -1
     cdef int _share_blocks(self, SequenceBuffer other, begin) except -1
     cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
-    cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
-                          Options options)
+    cdef AttendCall _open_call(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
+                               Options options)

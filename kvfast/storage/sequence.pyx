@@ -44,9 +44,9 @@ cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) e
 
 
 cdef class SequenceBuffer:
-    def __init__(self, list tables, list places, max_seq_len=None):
-        self.tables, self.places, self.max_seq_len = tables, places, max_seq_len
-        self.num_layers = len(places)
+    def __init__(self, list tables, list layer_tables, max_seq_len=None):
+        self.tables, self.layer_tables, self.max_seq_len = tables, layer_tables, max_seq_len
+        self.num_layers = len(layer_tables)
 
     @property
     def max_seq_len(self):
@@ -59,7 +59,7 @@ cdef class SequenceBuffer:
 
     cdef BlockTable _table(self, object index, Py_ssize_t *layer):
         self._check_open()
-        table, layer[0] = self.places[check_layer(index, self.num_layers)]
+        table, layer[0] = self.layer_tables[check_layer(index, self.num_layers)]
         return table
 
     @property
@@ -139,7 +139,7 @@ cdef class SequenceBuffer:
         cdef BlockTable table = self._table(index, &layer)
         self.enter_reading()
         try:
-            return self._plan(index, table, layer, q, sink_q, rope_q, options).run()
+            return self._open_call(index, table, layer, q, sink_q, rope_q, options).run()
         finally:
             self.leave_reading()
 
@@ -150,12 +150,12 @@ cdef class SequenceBuffer:
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.stores[layer])
         self.enter_reading()
         try:
-            return self._plan(index, table, layer, rows, None, None, options).explain(str(table.pool.formats[layer]))
+            return self._open_call(index, table, layer, rows, None, None, options).explain(str(table.pool.formats[layer]))
         finally:
             self.leave_reading()
 
-    cdef AttendCall _plan(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
-                          Options options):
+    cdef AttendCall _open_call(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
+                               Options options):
         cdef AttendCall call
         cdef kv_context context
         table.context(layer, &context)
@@ -223,7 +223,7 @@ cdef class SequenceBuffer:
                 begin(number)
             for table in self.tables:
                 table.truncate(count)
-            self._drop_surplus()
+            self._trim_surplus()
         finally:
             self._leave()
 
@@ -256,7 +256,7 @@ cdef class SequenceBuffer:
         cdef kv_side *side = &store.v if values else &store.k
         self.enter_reading()
         try:
-            if (side.dtype == KV_FLOAT32 and not store.latent and not store.finishes and not pool.grows and not pool.is_shared
+            if (side.dtype == KV_FLOAT32 and not store.latent and not store.seals and not pool.grows and not pool.is_shared
                     and table.is_in_one_piece()):
                 return np.ndarray((table.lengths[layer], pool.num_kv_heads, side.head_dim), np.float32,
                                   buffer=view_of(pool.arenas[0]),
@@ -299,7 +299,7 @@ cdef class SequenceBuffer:
     def _like(self, tables):
         """A buffer with these tables in the place of its own."""
         return SequenceBuffer([tables[table] for table in self.tables],
-                              [(tables[table], layer) for table, layer in self.places], self.max_seq_len)
+                              [(tables[table], layer) for table, layer in self.layer_tables], self.max_seq_len)
 
     def restore(self, SequenceBuffer other, begin=None, then=None):
         """Become the equal of a buffer with the same settings: by sharing its blocks, or copying those of another pool.
@@ -314,7 +314,7 @@ cdef class SequenceBuffer:
                     self._copy_blocks(other, begin)
                 finally:
                     other.leave_reading()
-            self._drop_surplus()
+            self._trim_surplus()
             if then is not None:
                 then()
         finally:
@@ -345,20 +345,20 @@ cdef class SequenceBuffer:
             copy_table(other.tables[i], self.tables[i], pieces[i], False)
         return 0
 
-    cdef int _drop_surplus(self) except -1:
+    cdef int _trim_surplus(self) except -1:
         cdef BlockTable table
         for table in self.tables:
-            table.pool.drop_surplus()
+            table.pool.trim_surplus()
         return 0
 
     cdef BlockPool _pool(self):
         return (<BlockTable>self.tables[0]).pool
 
-    def places_of_tables(self):
-        """For `streams.reopen`."""
+    def resume_states(self):
+        """For `block_bytes.reopen`."""
         self._enter()
         try:
-            return [(<BlockTable>table).place() for table in self.tables]
+            return [(<BlockTable>table).resume_state() for table in self.tables]
         finally:
             self._leave()
 
@@ -375,12 +375,12 @@ cdef class SequenceBuffer:
         cdef BlockTable table
         if self.tables is not None and not self.closed:
             for table in self.tables:
-                self._pool().abandon(table)
+                self._pool().release_later(table)
 
     @property
     def formats(self):
         """KVFormat of each layer."""
-        return [(<BlockTable>table).pool.formats[layer] for table, layer in self.places]
+        return [(<BlockTable>table).pool.formats[layer] for table, layer in self.layer_tables]
 
     def block_ids(self, index):
         """Blocks of a layer in the order of their tokens, int32."""

@@ -114,7 +114,7 @@ static void KV(attend_integers)(const kv_side *k, const kv_side *v, const kv_til
                                 kv_operands *operands, kv_panel *panels, int num_panels)
 {
     KV(load_all_keys)(k, v, keys, values, operands);
-    if (v->as_keys && k->dtype >= KV_NUM_FLOATS) KV(turn_keys)(keys, operands);
+    if (v->as_keys && k->dtype >= KV_NUM_FLOATS) KV(transpose_keys)(keys, operands);
     else KV(load_values)(v->as_keys ? k : v, v->as_keys ? keys : values, operands);
     KV(attend_all)(k, v, next_keys, next_values, position, operands, panels, num_panels, 0);
 }

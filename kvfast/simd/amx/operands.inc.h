@@ -51,7 +51,7 @@ static inline void KV(halve_query)(const float *row, int n, vf factor, int r, in
 }
 
 /* 16 lines of 16 dwords, turned: dword l of line r becomes dword r of line l. */
-static void KV(turn_lines)(const int8_t *lines, int8_t *out)
+static void KV(transpose_lines)(const int8_t *lines, int8_t *out)
 {
     vi a[16], b[16];
     for (int i = 0; i < 16; i++) a[i] = _mm512_load_si512(lines + 64 * i);
@@ -149,11 +149,11 @@ static inline void KV(load_value_rows)(const kv_side *side, const char *row, int
             const vi x2 = _mm512_unpacklo_epi16(high_01, high_23), x3 = _mm512_unpackhi_epi16(high_01, high_23);
             const vi a = _mm512_shuffle_i32x4(x0, x1, 0x44), b = _mm512_shuffle_i32x4(x0, x1, 0xEE);
             const vi c = _mm512_shuffle_i32x4(x2, x3, 0x44), d = _mm512_shuffle_i32x4(x2, x3, 0xEE);
-            const vi turned[4] = {_mm512_shuffle_i32x4(a, c, 0x88), _mm512_shuffle_i32x4(a, c, 0xDD),
-                                  _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xDD)};
+            const vi transposed[4] = {_mm512_shuffle_i32x4(a, c, 0x88), _mm512_shuffle_i32x4(a, c, 0xDD),
+                                      _mm512_shuffle_i32x4(b, d, 0x88), _mm512_shuffle_i32x4(b, d, 0xDD)};
             for (int i = 0; i < 4 && lane + 16 * i < side->padded_dim; i++)
                 _mm512_store_si512(out + ((lane / 16 + i) * 2 + part) * (TOKEN_TILES * TILE_BYTES) + 64 * line,
-                                   turned[i]);
+                                   transposed[i]);
         }
 }
 
@@ -199,15 +199,15 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
 }
 
 /* Values that are the keys just loaded, codes of one part. */
-static void KV(turn_keys)(const kv_tile *tile, kv_operands *operands)
+static void KV(transpose_keys)(const kv_tile *tile, kv_operands *operands)
 {
     const int tiles = (operands->dim + TILE_DEPTH - 1) / TILE_DEPTH;
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
     operands->value_parts = 1;
     for (int d = 0; d < operands->dim; d += KV_LANES)
         for (int t = 0; t < tokens; t += KV_LANES)
-            KV(turn_square)(operands->keys + t / KV_LANES * tiles * TILE_BYTES + d * KV_LANES,
-                            operands->values + d / KV_LANES * (TOKEN_TILES * TILE_BYTES) + t * KV_LANES);
+            KV(transpose_square)(operands->keys + t / KV_LANES * tiles * TILE_BYTES + d * KV_LANES,
+                                 operands->values + d / KV_LANES * (TOKEN_TILES * TILE_BYTES) + t * KV_LANES);
     for (int t = 0; t < KV_TILE; t++) operands->value_scales[t] = t < tile->count ? operands->key_scales[t] : 0.0f;
 }
 

@@ -52,7 +52,7 @@ static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, int8_t 
                 KV(put_halves)(a, b, lines[0][i] + 64 * t, lines[1][i] + 64 * t);
             }
         for (int part = 0; part < parts; part++)
-            for (int i = 0; i < tiles; i++, out += TILE_BYTES) KV(turn_lines)(lines[part][i], out);
+            for (int i = 0; i < tiles; i++, out += TILE_BYTES) KV(transpose_lines)(lines[part][i], out);
     }
     return parts;
 }

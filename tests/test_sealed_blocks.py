@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from reference import attention, bound, relative_error, ways_agree
-from storage_formats import FINISHING, FORMATS, HEADS, KINDS, MIXED, Stream, make, relative_rms, told
+from storage_formats import FORMATS, HEADS, KINDS, MIXED, SEALING, Stream, make, relative_rms, told
 
 import kvfast
 from kvfast import KVFormat
@@ -13,7 +13,7 @@ from kvfast import KVFormat
 DIM = 20
 MIXED_SINKS = [KVFormat("int8", num_float_tokens=2), "int4", KVFormat("int8", centring=True, num_float_tokens=9)]
 SETS = FORMATS | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS}
-FINISHING_SETS = FINISHING | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS}
+FINISHING_SETS = SEALING | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS}
 # Past the border of every block by more than the 16 tokens for which it is open.
 LENGTH = 333
 ODD = [1, 2, 5, 17, 63, 1, 65, 33, 100, 3]
@@ -213,10 +213,10 @@ def test_snapshots_do_not_change(kind, name):
 
 
 @pytest.mark.parametrize("kind", ["growing", "sequence", "wide ring"])
-@pytest.mark.parametrize("name", FINISHING)
+@pytest.mark.parametrize("name", SEALING)
 def test_going_back_to_other_tokens(kind, name):
     """The tokens before stay what their codes tell; how exact they were is not lost."""
-    stream, form, n = Stream(1, LENGTH), FINISHING[name], 250
+    stream, form, n = Stream(1, LENGTH), SEALING[name], 250
     for size in (1.0, 0.3):
         others = Stream(77, LENGTH)
         others.arrays *= size
@@ -241,7 +241,7 @@ def test_going_back_to_other_tokens(kind, name):
 @pytest.mark.parametrize("name", ["int4", "means, k8v4"])
 def test_refused_tokens_leave_a_cut_block_as_it_was(name):
     stream = Stream(1, LENGTH)
-    cache = stream.feed(make("growing", FINISHING[name]), LENGTH)
+    cache = stream.feed(make("growing", SEALING[name]), LENGTH)
     cache.truncate(250)
     before, k = told(cache), cache.k(0)
     bad = np.full((1, HEADS, DIM), np.nan, np.float32)
@@ -250,13 +250,13 @@ def test_refused_tokens_leave_a_cut_block_as_it_was(name):
     assert told(cache) == before and np.array_equal(cache.k(0), k)
 
 
-@pytest.mark.parametrize("name", FINISHING)
+@pytest.mark.parametrize("name", SEALING)
 def test_a_cut_block_that_goes_on_is_copied_with_its_codes(name):
     stream = Stream(1, LENGTH)
-    expected = told(stream.feed(make("growing", FINISHING[name]), LENGTH))
+    expected = told(stream.feed(make("growing", SEALING[name]), LENGTH))
     wrong = []
     for number in range(3):
-        cache = stream.feed(make("growing", FINISHING[name]), LENGTH)
+        cache = stream.feed(make("growing", SEALING[name]), LENGTH)
         cache.truncate(240)
         stream.feed(cache, 245)
         cache = [cache, cache.copy(), cache.snapshot().to_cache()][number]
@@ -315,11 +315,11 @@ def test_threads_finish_the_same_blocks():
     for stream, num_threads in zip(streams, (1, 3)):
         kvfast.set_num_threads(num_threads)
         try:
-            for name in FINISHING:
-                states.append((name, told(stream.feed(kvfast.KVCache(1, 8, 128, dtype=FINISHING[name]), 2048))))
+            for name in SEALING:
+                states.append((name, told(stream.feed(kvfast.KVCache(1, 8, 128, dtype=SEALING[name]), 2048))))
         finally:
             kvfast.set_num_threads(None)
-    assert states[: len(FINISHING)] == states[len(FINISHING) :]
+    assert states[: len(SEALING)] == states[len(SEALING) :]
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -443,12 +443,12 @@ def test_float_rows_of_a_long_prompt_are_given_back(rng):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", FINISHING)
+@pytest.mark.parametrize("name", SEALING)
 def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name):
     """Regenerate, edit, go back: what was kept is what it was, and what came behind is as faithful as ever."""
-    cache = make(kind, FINISHING[name])
+    cache = make(kind, SEALING[name])
     layers, dim = range(2), 20
-    size = FINISHING[name].block
+    size = SEALING[name].block
     cut, n = size + size // 2 + 3, 2 * size + 20
 
     def extend(count, loud=1):
@@ -466,7 +466,7 @@ def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name
         cache.truncate(cut)
         last = extend(n - cut, 1 + 3 * (edit % 2))
     assert np.array_equal(cache.k(0)[:cut], kept)
-    assert relative_rms(cache.k(0)[cut:], last) < (0.15 if FINISHING[name].k_dtype == "int4" else 0.01)
+    assert relative_rms(cache.k(0)[cut:], last) < (0.15 if SEALING[name].k_dtype == "int4" else 0.01)
     for count in (1, 40):
         q = rng.standard_normal((count, 2 * HEADS, dim)).astype(np.float32)
         out = cache.attend(1, q)

@@ -11,7 +11,7 @@ from kvfast.core.kernels cimport active, kv_kernels
 from kvfast.core.threads cimport num_threads_for
 
 cdef enum:
-    PIECE = 1 << 20
+    BYTES_AT_ONCE = 1 << 20
 
 cdef double SECONDS = 8e-3  # some of the turns that processes take on a processor
 
@@ -36,18 +36,18 @@ def read_bandwidth(nbytes=1 << 28, num_threads=None):
     """
     global _buffer
     cdef const kv_kernels *kernels = active()
-    cdef Py_ssize_t i, pieces = max(1, nbytes // PIECE)
+    cdef Py_ssize_t i, pieces = max(1, nbytes // BYTES_AT_ONCE)
     cdef uint32_t total = 0
-    cdef int threads = num_threads_for(num_threads, <double>pieces * PIECE)
+    cdef int threads = num_threads_for(num_threads, <double>pieces * BYTES_AT_ONCE)
     buffer = _buffer  # held: another thread may put a larger one there meanwhile
-    if buffer.nbytes < pieces * PIECE:
-        buffer = _buffer = np.ones(pieces * PIECE // 8, np.int64)
+    if buffer.nbytes < pieces * BYTES_AT_ONCE:
+        buffer = _buffer = np.ones(pieces * BYTES_AT_ONCE // 8, np.int64)
     cdef const char *data = <const char *><Py_ssize_t>buffer.ctypes.data
     start = time.perf_counter()
     with nogil:
         for i in prange(pieces, schedule="static", num_threads=threads):
-            total += kernels.stream(data + i * PIECE, PIECE)
-    return pieces * PIECE / (time.perf_counter() - start)
+            total += kernels.read_bytes(data + i * BYTES_AT_ONCE, BYTES_AT_ONCE)
+    return pieces * BYTES_AT_ONCE / (time.perf_counter() - start)
 
 
 def peak_rate(kind="int8", num_threads=None):

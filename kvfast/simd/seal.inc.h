@@ -118,7 +118,7 @@ static int KV(code_channels)(const kv_side *side, char *block, const float *rows
     return 1;
 }
 
-static int KV(finish_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept)
+static int KV(seal_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept)
 {
     if (side->channels) {
         if (kept) return KV(code_channels)(side, block, rows, stride, kept, 1);

@@ -10,9 +10,9 @@ cdef enum:
     OPEN_TOKENS = 16
 
 
-cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
-                       bint at_start, const int16_t *kept, uint8_t *unfit) except -1
+cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
+                     bint at_start, const int16_t *kept_codes, uint8_t *unfit) except -1
 cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
                         Py_ssize_t count) except -1
-cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t coded,
+cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values)

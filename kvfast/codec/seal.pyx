@@ -19,8 +19,8 @@ cdef extern from *:
     void kv_set(uint8_t *flag) noexcept nogil
 
 
-cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
-                       bint at_start, const int16_t *kept, uint8_t *unfit) except -1:
+cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
+                     bint at_start, const int16_t *kept_codes, uint8_t *unfit) except -1:
     """Encode blocks whose tokens all have float rows; `at_start`: the first is the first of its sequence.
 
     Of block b the first abs(kept[b]) tokens have their codes already, which stay, and so do their statistics. unfit[i] is set
@@ -39,13 +39,13 @@ cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int3
     with nogil:
         if threads == 1:
             for i in range(tasks):
-                _finish(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
-                        at_start and i < num_layers * heads, kept, rows, unfit + i // heads // num_layers, watch)
+                _seal(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
+                      at_start and i < num_layers * heads, kept_codes, rows, unfit + i // heads // num_layers, watch)
         else:
             for i in prange(tasks, schedule="dynamic", num_threads=threads):
-                _finish(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
-                        at_start and i < num_layers * heads, kept, rows + threadid() * elements,
-                        unfit + i // heads // num_layers, watch)
+                _seal(kernels, stores + i // heads % num_layers, blocks[i // heads // num_layers], i % heads,
+                      at_start and i < num_layers * heads, kept_codes, rows + threadid() * elements,
+                      unfit + i // heads // num_layers, watch)
     if stores.secure:
         kv_wipe(rows, threads * elements * sizeof(float))
     free(rows)
@@ -53,15 +53,15 @@ cdef int finish_blocks(const kv_store *stores, Py_ssize_t num_layers, const int3
     return 0
 
 
-cdef void _finish(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start,
-                  const int16_t *kept, float *rows, uint8_t *unfit, kv_watch *watch) noexcept nogil:
+cdef void _seal(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start,
+                const int16_t *kept_codes, float *rows, uint8_t *unfit, kv_watch *watch) noexcept nogil:
     """One head of one block."""
     cdef Py_ssize_t v_dim = store.v.head_dim
-    cdef int size = store.k.block_size, good = abs(kept[block])
-    if not store.finishes or is_stopped(watch, 16):
+    cdef int size = store.k.block_size, good = abs(kept_codes[block])
+    if not store.seals or is_stopped(watch, 16):
         return
     _load(kernels, store, block, head, at_start, False, rows)
-    if not kernels.finish_k(&store.k, k_block_at(store, block, head), rows, store.k.head_dim, good):
+    if not kernels.seal_k(&store.k, k_block_at(store, block, head), rows, store.k.head_dim, good):
         kv_set(unfit)
     _load(kernels, store, block, head, at_start, True, rows)
     kernels.encode_v(&store.v, v_block_at(store, block, head), good, rows + good * v_dim, v_dim, size - good)
@@ -71,10 +71,10 @@ cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block,
                 float *rows) noexcept nogil:
     """The float rows of a block, one after the other. Nobody reads the codes of a sequence's first tokens: the next one
     stands in for them, so that what is unlike all others in them does not widen the statistics."""
-    cdef Py_ssize_t place, first = store.float_tokens if at_start else 0
+    cdef Py_ssize_t offset, first = store.float_tokens if at_start else 0
     cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
-    for place in range(store.k.block_size):
-        kernels.to_float[_dtype(store, values)](_row(store, block, max(place, first), head, values), dim, rows + place * dim)
+    for offset in range(store.k.block_size):
+        kernels.to_float[_dtype(store, values)](_row(store, block, max(offset, first), head, values), dim, rows + offset * dim)
 
 
 cdef inline int _dtype(const kv_store *store, bint values) noexcept nogil:
@@ -82,12 +82,12 @@ cdef inline int _dtype(const kv_store *store, bint values) noexcept nogil:
     return store.floats.v.dtype if values else store.floats.k.dtype
 
 
-cdef inline char *_row(const kv_store *store, int32_t block, Py_ssize_t place, Py_ssize_t head, bint values) noexcept nogil:
+cdef inline char *_row(const kv_store *store, int32_t block, Py_ssize_t offset, Py_ssize_t head, bint values) noexcept nogil:
     """The float row of a token."""
-    cdef int32_t piece = piece_of(store, block, place)
+    cdef int32_t piece = piece_of(store, block, offset)
     if values:
-        return v_block_at(store.floats, piece, head) + place % PIECE * store.floats.v.row_stride
-    return k_block_at(store.floats, piece, head) + place % PIECE * store.floats.k.row_stride
+        return v_block_at(store.floats, piece, head) + offset % PIECE * store.floats.v.row_stride
+    return k_block_at(store.floats, piece, head) + offset % PIECE * store.floats.k.row_stride
 
 
 cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
@@ -96,25 +96,25 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
     some already."""
     cdef const kv_kernels *kernels = active()
     cdef const kv_store *store
-    cdef Py_ssize_t layer, head, place
+    cdef Py_ssize_t layer, head, offset
     cdef float row[512]
     for layer in range(num_layers):
         store = stores + layer
-        if not store.finishes:
+        if not store.seals:
             continue
         for head in range(store.num_kv_heads):
-            for place in range(store.float_tokens if at_start else 0, count):
-                kernels.decode_k(&store.k, k_block_at(store, block, head), <int>place, row)
-                kernels.from_float[_dtype(store, False)](row, store.k.head_dim, _row(store, block, place, head, False))
-                kernels.decode_v(&store.v, v_block_at(store, block, head), <int>place, row)
-                kernels.from_float[_dtype(store, True)](row, store.v.head_dim, _row(store, block, place, head, True))
+            for offset in range(store.float_tokens if at_start else 0, count):
+                kernels.decode_k(&store.k, k_block_at(store, block, head), <int>offset, row)
+                kernels.from_float[_dtype(store, False)](row, store.k.head_dim, _row(store, block, offset, head, False))
+                kernels.decode_v(&store.v, v_block_at(store, block, head), <int>offset, row)
+                kernels.from_float[_dtype(store, True)](row, store.v.head_dim, _row(store, block, offset, head, True))
     return 0
 
 
-cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t coded,
+cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values):
     """Keys or values in all heads as they were given, float32: of each token its position, its slot, and from position
-    `coded` on, where blocks are finished, its float rows."""
+    `floats_begin` on, where blocks are finished, its float rows."""
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t i, n = positions.shape[0], heads = store.num_kv_heads
     cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
@@ -122,7 +122,7 @@ cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, c
     cdef kv_watch memory
     cdef kv_watch *watch = watch_of(&memory, <double>n * heads * dim * 8)
     cdef float[:, :, ::1] out
-    cdef bint streams = n * heads * dim * <Py_ssize_t>sizeof(float) >= STREAMED_BYTES
+    cdef bint nontemporal = n * heads * dim * <Py_ssize_t>sizeof(float) >= STREAMED_BYTES
     array = np.empty((n, heads, dim), np.float32)
     if array.size == 0:
         return array
@@ -130,39 +130,39 @@ cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, c
     with nogil:
         if threads == 1:
             for i in range(n):
-                _decode(kernels, store, positions[i], slots[i], coded, values, streams, &out[i, 0, 0],
+                _decode(kernels, store, positions[i], slots[i], floats_begin, values, nontemporal, &out[i, 0, 0],
                         watch)
-            kernels.stream_out(NULL, 0, NULL)
+            kernels.store_nontemporal(NULL, 0, NULL)
         else:  # at whose end a barrier orders what was streamed
             for i in prange(n, schedule="static", num_threads=threads):
-                _decode(kernels, store, positions[i], slots[i], coded, values, streams, &out[i, 0, 0],
+                _decode(kernels, store, positions[i], slots[i], floats_begin, values, nontemporal, &out[i, 0, 0],
                         watch)
     check_stopped(watch)
     return array
 
 
-cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t position, int64_t slot, Py_ssize_t coded,
-                  bint values, bint streams, float *out, kv_watch *watch) noexcept nogil:
+cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t position, int64_t slot, Py_ssize_t floats_begin,
+                  bint values, bint nontemporal, float *out, kv_watch *watch) noexcept nogil:
     """A token, from its float rows or its codes."""
     cdef float buffer[512]
     cdef float *row
     cdef int32_t block = <int32_t>(slot // store.k.block_size)
-    cdef Py_ssize_t place = slot % store.k.block_size, head
-    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.finishes and (
-        position >= coded or place >= patched_from(store, block)))
+    cdef Py_ssize_t offset = slot % store.k.block_size, head
+    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.seals and (
+        position >= floats_begin or offset >= patched_from(store, block)))
     cdef const kv_side *side = &store.v if values else &store.k
     if is_stopped(watch):
         return
     for head in range(store.num_kv_heads):
-        row = &buffer[0] if streams else out
+        row = &buffer[0] if nontemporal else out
         if floats:
-            kernels.to_float[_dtype(store, values)](_row(store, block, place, head, values), side.head_dim, row)
+            kernels.to_float[_dtype(store, values)](_row(store, block, offset, head, values), side.head_dim, row)
         elif values:
-            kernels.decode_v(side, v_block_at(store, block, head), <int>place, row)
+            kernels.decode_v(side, v_block_at(store, block, head), <int>offset, row)
         else:
-            kernels.decode_k(side, k_block_at(store, block, head), <int>place, row)
+            kernels.decode_k(side, k_block_at(store, block, head), <int>offset, row)
         if side.rotated:
             kernels.rotate(row, side.head_dim, 1, side.head_dim, row, side.head_dim)
-        if streams:
-            kernels.stream_out(row, side.head_dim, out)
+        if nontemporal:
+            kernels.store_nontemporal(row, side.head_dim, out)
         out += side.head_dim

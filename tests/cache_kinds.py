@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 import kvfast
 
 PLAIN = ["float32", "float16", "bfloat16", "int8-plain", "int4-plain"]
-CENTRED = kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block=32)
+CENTRED = kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block_size=32)
 PACKED = kvfast.KVFormat("int5/int3", rotation="kv", codebook="gaussian")
 TRELLIS = kvfast.KVFormat("int4", rotation="kv", codebook="trellis")
 DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED, TRELLIS]

@@ -1,6 +1,7 @@
 """What `fuzz_caches` gives to caches: random formats, rows, and queries, in any dtype and layout."""
 
 import contextlib
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -56,7 +57,7 @@ def random_formats(rng, layers, latent=False):
     formats = [first if often(rng, 0.6) else random_format(rng, latent) for _ in range(layers)]
     if latent:  # what the preset is of rows that are keys and values at once
         return [KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True) if one.seals else one for one in formats]
-    return [KVFormat(**(one.to_dict() | {"block": block})) if one.seals else one for one in formats]
+    return [replace(one, block_size=block) if one.seals else one for one in formats]
 
 
 def told(form):

@@ -10,13 +10,13 @@ from kvfast import KVFormat
 # Those that finish blocks, with every block, codebook and kind of value; and those that do not.
 SEALING = {
     "int4": KVFormat.of("int4"),
-    "channels, 32": KVFormat("int4/int8", per_channel=True, block=32, clip_search=False),
-    "channels, 128": KVFormat("int4/bfloat16", per_channel=True, block=128, num_float_tokens=16),
-    "channels, 256": KVFormat("int4", per_channel=True, block=256, num_float_tokens=1, clip_search=True),
+    "channels, 32": KVFormat("int4/int8", per_channel=True, block_size=32, clip_search=False),
+    "channels, 128": KVFormat("int4/bfloat16", per_channel=True, block_size=128, num_float_tokens=16),
+    "channels, 256": KVFormat("int4", per_channel=True, block_size=256, num_float_tokens=1, clip_search=True),
     "means, int8": KVFormat("int8", rotation="v", centring=True),
-    "means, k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, block=32, num_float_tokens=5),
-    "means, int4": KVFormat("int4", rotation="k", codebook="gaussian", centring=True, block=128, clip_search=True),
-    "channels, packed values": KVFormat("int4/int3", per_channel=True, codebook="gaussian", block=32, num_float_tokens=2),
+    "means, k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, block_size=32, num_float_tokens=5),
+    "means, int4": KVFormat("int4", rotation="k", codebook="gaussian", centring=True, block_size=128, clip_search=True),
+    "channels, packed values": KVFormat("int4/int3", per_channel=True, codebook="gaussian", block_size=32, num_float_tokens=2),
     "channels, trellis": KVFormat("int4", rotation="v", per_channel=True, codebook="trellis", num_float_tokens=4),
     "means, float values": KVFormat("int4/float32", centring=True, num_float_tokens=4),
 }

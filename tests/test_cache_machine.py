@@ -41,14 +41,14 @@ class CacheMachine(RuleBasedStateMachine):
         """Whether a fresh cache has the same float rows."""
         if not self.format.seals:
             return True
-        natural = max(0, self.length - 16) // self.format.block * self.format.block
+        natural = max(0, self.length - 16) // self.format.block_size * self.format.block_size
         return self.lost_from is None and coded(self.cache) == natural
 
     def note_truncation(self, n):
         if self.lost_from is not None and n <= self.lost_from:
             self.lost_from = None
-        if self.format.seals and n < coded(self.cache) and n % self.format.block:
-            begin = n // self.format.block * self.format.block
+        if self.format.seals and n < coded(self.cache) and n % self.format.block_size:
+            begin = n // self.format.block_size * self.format.block_size
             self.lost_from = begin if self.lost_from is None else min(begin, self.lost_from)
 
     @rule(n=st.integers(1, 70), layers=st.sampled_from([(0,), (1,), (0, 1)]))

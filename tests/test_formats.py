@@ -34,9 +34,9 @@ class TestKVFormat:
             ({"dtype": "int5/int8", "centring": True}, "centring is for int8 and int4 keys, got int5"),
             ({"dtype": "int8", "clip_search": True}, "clip_search is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "clip_search": True, "per_channel": True}, "clip_search is for int4"),
-            ({"dtype": "int4", "block": 64}, "block is for centring and per_channel"),
-            ({"dtype": "int4", "per_channel": True, "block": 16}, "block must be 32, 64, 128 or 256 tokens, got 16"),
-            ({"dtype": "int8", "centring": True, "block": 100}, "block must be 32, 64, 128 or 256 tokens, got 100"),
+            ({"dtype": "int4", "block_size": 64}, "block_size is for centring and per_channel"),
+            ({"dtype": "int4", "per_channel": True, "block_size": 16}, "block_size must be 32, 64, 128 or 256 tokens, got 16"),
+            ({"dtype": "int8", "centring": True, "block_size": 100}, "block_size must be 32, 64, 128 or 256 tokens, got 100"),
             ({"dtype": "int4", "num_float_tokens": 17}, "num_float_tokens must be between 0 and 16, got 17"),
             ({"dtype": "int4", "num_float_tokens": -1}, "num_float_tokens must be between 0 and 16, got -1"),
             ({"dtype": "float16", "num_float_tokens": 4}, "num_float_tokens is for integer formats"),
@@ -74,7 +74,7 @@ class TestKVFormat:
         assert set(PRESETS) == {"int8", "k8v4", "int4", "int8-plain", "int4-plain"}
         for name, preset in PRESETS.items():
             assert str(preset) == name and KVFormat.of(name) is preset is KVFormat.of(preset)
-        assert PRESETS["int4"].seals and PRESETS["int4"].block == 64 and not PRESETS["k8v4"].seals
+        assert PRESETS["int4"].seals and PRESETS["int4"].block_size == 64 and not PRESETS["k8v4"].seals
         assert str(KVFormat("int8/int4")) == "int8/int4" and str(KVFormat("float32")) == "float32"
         assert str(KVFormat("int4", rotation="kv", clip_search=True)) == "int4(rotation=kv, clip_search=True)"
 
@@ -92,7 +92,7 @@ class TestKVFormat:
         assert kvfast.KVCache(1, 1, 16, dtype=form.to_dict()).format == form
 
     def test_block_sizes(self):
-        wide = KVFormat("int4", per_channel=True, block=128)
+        wide = KVFormat("int4", per_channel=True, block_size=128)
         for make in (
             lambda **options: kvfast.KVCache(2, 1, 16, **options),
             lambda **options: kvfast.PagedKVCache(2, 1, 16, 4, **options),
@@ -362,7 +362,7 @@ class TestRefusals:
         for loaded in (snapshot, kvfast.Snapshot.load(tmp_path / "cache")):
             for dtype, told in (
                 ("k8v4", "'k8v4'"),
-                (other, r"'int4\(per_channel=True, block=64\)'"),
+                (other, r"'int4\(per_channel=True, block_size=64\)'"),
                 (["int4", "float16"], r"\('int4', 'float16'\)"),
             ):
                 cache = filled(dtype)

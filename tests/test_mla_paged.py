@@ -148,7 +148,7 @@ def test_sizes_and_names(rng):
     pool = new_pool(8, layers=2)
     assert (pool.latent_dim, pool.rope_dim, pool.head_dim, pool.entry_size, pool.num_kv_heads) == (LATENT, ROPE, 64, 64, 1)
     assert pool.bytes_per_token == kvfast.MLAKVCache(2, LATENT, ROPE).bytes_per_token == 2 * (64 + 8)
-    assert pool.bytes_per_element == 72 / 64 and pool.capacity == 8 * 32 and pool.is_paged
+    assert pool.bytes_per_element == 72 / 64 and pool.capacity() == 8 * 32 and pool.is_paged
     assert repr(pool).startswith("PagedMLAKVCache(int8, 2 layers x (48 + 16), 0/8 blocks of 32")
     sequence = filled(pool, rng, 40)
     assert sequence.pool is pool and sequence.is_paged and sequence.nbytes == 2 * pool.bytes_per_token * 32

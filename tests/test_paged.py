@@ -441,7 +441,7 @@ class TestRefused:
 
 def test_accessors(rng):
     pool = new_pool(8, layers=2, k_dtype="int8", v_dtype="int4")
-    assert (pool.block_size, pool.num_blocks, pool.capacity, pool.usage) == (32, 8, 256, 0)
+    assert (pool.block_size, pool.num_blocks, pool.capacity(), pool.usage) == (32, 8, 256, 0)
     assert pool.dtype == pool.dtype_name == "int8/int4" and pool.is_paged
     assert pool.bytes_per_token == kvfast.KVCache(2, HEADS, DIM, k_dtype="int8", v_dtype="int4").bytes_per_token
     assert pool.bytes_per_element == pytest.approx((1 + 0.5) / 2 + 4 / DIM)

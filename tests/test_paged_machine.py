@@ -94,7 +94,7 @@ class PagedMachine(RuleBasedStateMachine):
         if ring is not None:
             self.window, self.rollback, self.num_sink_tokens = *ring[:2], min(ring[2], ring[0])
         self.dtypes, self.format = storage, self.format_of(storage)
-        block_size = self.format.block or block_size
+        block_size = self.format.block_size or block_size
         self.rng, self.size = np.random.default_rng(seed), block_size
         self.pool = self.new_pool(num_blocks, block_size)
         self.live, self.owners = [], np.zeros(num_blocks, int)
@@ -190,7 +190,7 @@ class PagedMachine(RuleBasedStateMachine):
         model.ids = ids
 
     def new_ids(self, n):
-        n = min(n, self.pool.capacity * 2 // 3)
+        n = min(n, self.pool.capacity() * 2 // 3)
         return [1] * n if self.rng.random() < 0.5 else self.rng.integers(1, 3, n).tolist()
 
     def some(self, which):

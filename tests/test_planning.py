@@ -19,8 +19,8 @@ from kvfast.planning.plan import DTYPES
 
 QUIET = {"memory": 1 << 30, "bandwidth": 1e10}  # nothing of this machine
 OTHERS = [
-    KVFormat("int4/bfloat16", per_channel=True, block=128, num_float_tokens=16),
-    KVFormat("int4", per_channel=True, block=256, num_float_tokens=1),
+    KVFormat("int4/bfloat16", per_channel=True, block_size=128, num_float_tokens=16),
+    KVFormat("int4", per_channel=True, block_size=256, num_float_tokens=1),
     KVFormat("int8", rotation="v", centring=True),
     KVFormat("int8", num_float_tokens=4),
     "int5/int2",

@@ -448,7 +448,7 @@ def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name
     """Regenerate, edit, go back: what was kept is what it was, and what came behind is as faithful as ever."""
     cache = make(kind, SEALING[name])
     layers, dim = range(2), 20
-    size = SEALING[name].block
+    size = SEALING[name].block_size
     cut, n = size + size // 2 + 3, 2 * size + 20
 
     def extend(count, loud=1):
@@ -527,7 +527,7 @@ def test_few_values_far_from_all_others_do_not_widen_their_channel(isa, rng):
     """The line of least squares goes through the many, and would leave the few several steps outside of the codes."""
     k = np.ones((128, 1, 16), np.float32) + rng.standard_normal((128, 1, 16)).astype(np.float32) * 0.01
     k[:6, 0] = np.array([-1.555, -0.458, 0.229, 0.917, 1.778, 1.02], np.float32)[:, None]
-    cache = kvfast.KVCache(1, 1, 16, dtype=KVFormat("int4", per_channel=True, block=128))
+    cache = kvfast.KVCache(1, 1, 16, dtype=KVFormat("int4", per_channel=True, block_size=128))
     cache.append(0, k, k)
     cache.advance(128)
     cache.append(0, k[:40], k[:40])

@@ -38,7 +38,7 @@ class SnapshotMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def start(self, storage, size, seed, first):
         self.shape, self.format = storage, format_of(storage)
-        size = self.format.block or size
+        size = self.format.block_size or size
         self.rng, self.size, self.most = np.random.default_rng(seed), size, 200 if self.kind == "bounded" else None
         if self.kind == "sequence":
             self.pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 1600 // size, size, **self.shape)
@@ -53,7 +53,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     def replayed(self, given, length):
         """A fresh cache with the same tokens, the first `length` of them complete, in blocks of its own size."""
-        cache = kvfast.KVCache(LAYERS, HEADS, DIM, block_size=self.format.block or 64, **self.shape)
+        cache = kvfast.KVCache(LAYERS, HEADS, DIM, block_size=self.format.block_size or 64, **self.shape)
         for first, last in ((0, length), (length, None)):
             for layer, (k, v) in enumerate(given):
                 if len(k[first:last]):
@@ -66,11 +66,11 @@ class SnapshotMachine(RuleBasedStateMachine):
         """Whether a fresh cache has the same codes and float rows."""
         if not self.format.seals:
             return True
-        return lost_from is None and coded(cache) == max(0, length - 16) // self.format.block * self.format.block
+        return lost_from is None and coded(cache) == max(0, length - 16) // self.format.block_size * self.format.block_size
 
     def note_truncation(self, model, n):
         """Before a cache goes back to n tokens."""
-        block = self.format.block
+        block = self.format.block_size
         if model.lost_from is not None and n <= model.lost_from:
             model.lost_from = None
         if self.format.seals and n % block and any(n < coded(model.cache, i) for i in range(self.num_tables)):
@@ -177,7 +177,7 @@ class SnapshotMachine(RuleBasedStateMachine):
     def other_block_size(self, which, size):
         """Into a cache with other blocks; its snapshot can come back."""
         model = self.one(which)
-        other = kvfast.KVCache(LAYERS, HEADS, DIM, block_size=self.format.block or size, **self.shape)
+        other = kvfast.KVCache(LAYERS, HEADS, DIM, block_size=self.format.block_size or size, **self.shape)
         other.restore(model.cache.snapshot())
         given = [rows[:, : model.length] for rows in model.given]
         self.taken.append(Model(other.snapshot(), given, model.length, lost_from=model.lost_from))
@@ -297,7 +297,7 @@ class RingMachine(SnapshotMachine):
 
     def is_fresh(self, cache, length, lost_from):
         return not self.format.seals or lost_from is None and all(
-            coded(cache, i) == max(0, length - 16) // self.format.block * self.format.block for i in range(self.num_tables)
+            coded(cache, i) == max(0, length - 16) // self.format.block_size * self.format.block_size for i in range(self.num_tables)
         )
 
     def check(self, ring, given, length, lost_from):

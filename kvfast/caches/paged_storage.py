@@ -193,7 +193,6 @@ class PagedStorage(StorageProperties):
         """Share of the blocks that have an owner, 0 to 1."""
         return 1 - self.num_free_blocks / self.num_blocks
 
-    @property
     def capacity(self) -> int:
         """Tokens that the pool has room for."""
         return self.num_blocks * self.block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from kvfast.codec.blocks import canonical_dtype
@@ -43,7 +43,7 @@ class KVFormat:
     per_channel : bool
         INT4 keys get a scale and an offset per channel for each full block, and none per token (KIVI, arXiv
         2402.02750).
-    block : int or None
+    block_size : int or None
         Tokens that share means or channel scales: 32, 64, 128 or 256, the `block_size` of the cache. With `centring`
         or `per_channel` only, where the tokens of a block stay float16 until it is full.
     num_float_tokens : int
@@ -67,7 +67,7 @@ class KVFormat:
     --------
     >>> import kvfast
     >>> kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian")
-    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block=None, num_float_tokens=0, clip_search=False)
+    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block_size=None, num_float_tokens=0, clip_search=False)
     >>> str(kvfast.KVFormat("int8/int4"))
     'int8/int4'
     """
@@ -77,7 +77,7 @@ class KVFormat:
     codebook: str = "uniform"
     centring: bool = False
     per_channel: bool = False
-    block: int | None = None
+    block_size: int | None = None
     num_float_tokens: int = 0
     clip_search: bool = False
 
@@ -127,12 +127,12 @@ class KVFormat:
         if self.centring and self.k_dtype not in _INTEGERS:
             raise ValueError(f"centring is for int8 and int4 keys, got {self.k_dtype}")
         if self.seals:
-            if self.block is None:
-                object.__setattr__(self, "block", 64)
-            if self.block not in (32, 64, 128, 256):
-                raise ValueError(f"block must be 32, 64, 128 or 256 tokens, got {self.block!r}")
-        elif self.block is not None:
-            raise ValueError("block is for centring and per_channel keys, and this format has neither")
+            if self.block_size is None:
+                object.__setattr__(self, "block_size", 64)
+            if self.block_size not in (32, 64, 128, 256):
+                raise ValueError(f"block_size must be 32, 64, 128 or 256 tokens, got {self.block_size!r}")
+        elif self.block_size is not None:
+            raise ValueError("block_size is for centring and per_channel keys, and this format has neither")
 
     @property
     def k_dtype(self) -> str:
@@ -151,11 +151,8 @@ class KVFormat:
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from ``KVFormat()``, for JSON."""
-        return {"dtype": self.dtype} | {
-            field.name: value
-            for field, value in zip(fields(self), asdict(self).values())
-            if field.name != "dtype" and value != field.default
-        }
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default or name == "dtype"}
 
     @classmethod
     def of(cls, value: Any) -> KVFormat:
@@ -219,7 +216,7 @@ def floats_of(fmt):
 
 def block_size_of(formats, block_size, default):
     """Tokens of a block: what the formats ask for, which `block_size` must be where it is given."""
-    blocks = {one.block for one in formats if one.block is not None}
+    blocks = {one.block_size for one in formats if one.block_size is not None}
     if len(blocks) > 1:
         raise ValueError(f"the layers' formats must have blocks of one size, got {', '.join(map(str, sorted(blocks)))} tokens")
     if not blocks:

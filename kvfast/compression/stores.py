@@ -44,9 +44,9 @@ class CacheStore:
             return cls(cache)
         # The text is finished, and so is its last block: tokens of it once more fill it up, and one block more, until which
         # it would be floats; these go again.
-        form = replace(form, block=min(BLOCKS_OF_CHANNELS, key=lambda block: _channel_bits(tokens, block)))
-        filled = -(-tokens // form.block) * form.block
-        again = np.arange(filled + form.block) % tokens
+        form = replace(form, block_size=min(BLOCKS_OF_CHANNELS, key=lambda size: _channel_bits(tokens, size)))
+        filled = -(-tokens // form.block_size) * form.block_size
+        again = np.arange(filled + form.block_size) % tokens
         cache = KVCache(1, heads, dim, dtype=form)
         cache.append(0, k.swapaxes(0, 1)[again], v.swapaxes(0, 1)[again])
         cache.advance(len(again))

@@ -21,7 +21,21 @@ _FIELDS = {"version", "settings", "block_size", "max_seq_len", "seq_len", "table
 
 def json_of(value, **options):
     """JSON of settings, formats included."""
-    return json.dumps(value, default=KVFormat.to_dict, **options)
+    return json.dumps(value, default=_fields_of_format, **options)
+
+
+def _fields_of_format(form):
+    """A KVFormat in a header, where its `block_size` is called ``"block"``; see `_formats_of`."""
+    return {"block" if name == "block_size" else name: value for name, value in form.to_dict().items()}
+
+
+def _formats_of(value):
+    """What a header says of formats, with the names of `KVFormat`."""
+    if isinstance(value, list):
+        return [_formats_of(one) for one in value]
+    if isinstance(value, dict):
+        return {"block_size" if name == "block" else name: one for name, one in value.items()}
+    return value
 
 
 def header_of(settings, buffer, metadata):
@@ -111,6 +125,8 @@ class Opening:
         try:
             # Without max_seq_len nothing is reserved: a file's word is not enough for that.
             given = json.dumps(settings, sort_keys=True)
+            if "dtype" in settings:
+                settings["dtype"] = _formats_of(settings["dtype"])
             self.cache, self.buffer, written = new_cache(settings, block_size, None)
             layout = block_bytes.layout(self.buffer, self.seq_len, self.tables)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:

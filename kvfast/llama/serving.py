@@ -91,8 +91,8 @@ class BatchGenerator:
         """
         if not len(prompt):
             raise ValueError("the prompt is empty: there is no token to start from")
-        if len(prompt) + max_tokens > self.pool.capacity:
-            raise ValueError(f"{len(prompt)} tokens and {max_tokens} more do not fit a pool of {self.pool.capacity}")
+        if len(prompt) + max_tokens > self.pool.capacity():
+            raise ValueError(f"{len(prompt)} tokens and {max_tokens} more do not fit a pool of {self.pool.capacity()}")
         request = Request([int(token) for token in prompt], max_tokens)
         self.waiting.append(request)
         return request

@@ -1,0 +1,101 @@
+"""The drawings of `docs/architecture.md`: the floors, read from the sources, and the life of a token. See `pictures.py`."""
+
+from matplotlib.patches import FancyBboxPatch
+from rooms import FLOORS, arrows
+
+# What stands in each package, in a few words.
+WORDS = {
+    "simd": "C kernels: one row or one tile, once per instruction set",
+    "errors": "exceptions",
+    "core": "kernel table, threads, array arguments, checks, interrupts",
+    "codec": "formats, blocks, encode, seal, decode, projection",
+    "attention": "options, a call and its tasks, tiles, the plan of a call",
+    "storage": "memory, pool, block tables, sequences, batches",
+    "files": "bytes of blocks, header, safetensors",
+    "caches": "KVCache, RingKVCache, PagedKVCache, MLAKVCache, Snapshot, ...",
+    "compression": "low rank, product quantisation, hybrid",
+    "interop": "ggml, llama.cpp, GGUF",
+    "capi": "kvfast.h for C and Cython",
+    "planning": "plan, fidelity",
+    "__init__": "import kvfast",
+    "llama": "the example runtime",
+    "transformers": "a cache for Hugging Face",
+    "cli": "python -m kvfast, bench",
+}
+EDGE, INK = "#2f78bd", "#777777"  # which can be read on white and on a dark page
+
+
+def rooms_data():
+    """Packages by floor, and what each imports."""
+    return {"floors": [[room for room in floor if room in WORDS] for floor in FLOORS], "arrows": arrows(), "words": WORDS}
+
+
+def rooms(figure, data):
+    """Floor above floor; under its name each package says what it imports of those below."""
+    floors = [floor for floor in data["floors"] if floor]
+    axes = _empty(figure, 12, len(floors))
+    for level, floor in enumerate(floors):
+        width = 12 / len(floor)
+        for place, room in enumerate(floor):
+            below = [other for other in data["arrows"].get(room, ["errors"] if room == "simd" else []) if other != "errors"]
+            name = "kvfast" if room == "__init__" else room
+            _box(axes, place * width + 0.06, level + 0.07, width - 0.12, 0.86)
+            middle = place * width + width / 2
+            axes.text(middle, level + 0.68, name, ha="center", va="center", size=10.5, weight="bold", color=INK)
+            axes.text(middle, level + 0.42, data["words"][room], ha="center", va="center", size=7.5, color=INK)
+            if below:
+                axes.text(middle, level + 0.2, "imports " + ", ".join(below), ha="center", va="center", size=6.5, color=INK)
+
+
+LIFE = (
+    ("float row", "append writes the token\nas float16, in pieces of 16", "appended"),
+    ("open block", "attention reads float rows\nuntil the block is full and\n16 tokens follow it", "read as float16"),
+    ("sealed block", "advance encodes the block:\nchannel scales from its tokens,\nfloat rows go back", "read as INT4 codes"),
+    ("shared block", "fork, snapshot and prefix\nuse it as it is; it never\nchanges again", "one more owner"),
+)
+BACK = (
+    ("reopened block", "truncate cut a sealed block:\nthe kept tokens keep their codes,\nand get float rows from them"),
+    ("patched block", "full again, but new tokens do\nnot fit the block's scales:\nthey stay float16"),
+)
+
+
+def life_data():
+    return {"life": LIFE, "back": BACK}
+
+
+def life(figure, data):
+    """The states of an INT4 token in a format that seals blocks."""
+    axes = _empty(figure, 12.2, 3.9)
+    for place, (name, text, note) in enumerate(data["life"]):
+        x = place * 3.1
+        _state(axes, x, 2.1, name, text)
+        axes.text(x + 1.25, 3.6, note, ha="center", va="bottom", size=7.5, color=INK)
+        if place:
+            _arrow(axes, (x - 0.58, 2.85), (x - 0.02, 2.85))
+    for place, (name, text) in enumerate(data["back"]):
+        _state(axes, 3.1 + place * 3.1, 0, name, text)
+    _arrow(axes, (6.5, 2.08), (5.3, 1.43))
+    _arrow(axes, (5.62, 1.05), (7.2, 2.08))
+    _arrow(axes, (5.62, 0.5), (6.18, 0.5))
+    axes.text(5.6, 1.8, "truncate", ha="right", va="center", size=7.5, color=INK)
+    axes.text(6.95, 1.62, "full again", ha="left", va="center", size=7.5, color=INK)
+
+
+def _empty(figure, width, height):
+    axes = figure.add_subplot(xlim=(0, width), ylim=(0, height))
+    axes.set_axis_off()
+    return axes
+
+
+def _box(axes, x, y, width, height):
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor="none", edgecolor=EDGE, linewidth=0.8))
+
+
+def _state(axes, x, y, name, text):
+    _box(axes, x, y, 2.5, 1.4)
+    axes.text(x + 1.25, y + 1.16, name, ha="center", va="center", size=10, weight="bold", color=INK)
+    axes.text(x + 1.25, y + 0.53, text, ha="center", va="center", size=7.5, color=INK)
+
+
+def _arrow(axes, begin, end):
+    axes.annotate("", end, begin, arrowprops={"arrowstyle": "-|>", "color": EDGE, "linewidth": 1.2})

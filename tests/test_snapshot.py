@@ -78,6 +78,22 @@ def test_restored_cache_goes_on_like_the_first_time(rng, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_forks_of_every_cache_share_blocks_until_one_writes(rng, kind, dtype):
+    cache = fill(make(kind, dtype), rng, 100)
+    before, used = contents(cache), cache.nbytes_used
+    for first, second in ((0, 1), (1, 0)):
+        pair = cache.fork(), cache.fork()
+        assert type(pair[0]) is type(cache) and all(same(one, before) for one in pair)
+        assert cache.nbytes_used == used == pair[0].nbytes_used
+        fill(pair[first], rng, 70)
+        assert len(pair[first]) == 170 and same(pair[second], before) and same(cache, before)
+        fill(pair[second], rng, 30)
+        assert len(pair[first]) == 170 and len(pair[second]) == 130 and same(cache, before)
+    fill(cache, rng, 1)
+    assert not same(cache, before) and len(cache) == 101
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_snapshot_outlives_its_cache(rng, kind, dtype):
     cache = fill(make(kind, dtype), rng, 200)
     snapshot, before, bytes_before = cache.snapshot(), contents(cache), stored(cache)

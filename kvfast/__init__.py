@@ -1,50 +1,18 @@
-"""kvfast: the KV cache for language models on CPUs.
+"""The KV cache for language models on CPUs.
 
-Keys and values are stored as INT8 or INT4, rotated, centred or with scales per channel where that keeps
-them more faithful (or as float32, float16, bfloat16), and attention is computed straight on the stored
-bytes.
+Keys and values are stored in 4 or 8 bits (or as float32, float16, bfloat16), and attention reads the stored bytes.
 
-How the package is built, from the bottom up; each room imports only from those before it::
+- Caches: `KVCache` (one sequence), `RingKVCache` (a sliding window), `PagedKVCache` (many sequences over one pool),
+  `MLAKVCache` and `PagedMLAKVCache` (latent rows), `MultiHeadKVCache` (head by head).
+- Formats: a ``dtype`` names what is stored; `KVFormat` describes it, `PRESETS` has names, `fidelity` measures the cost.
+- A cache at one point in time: `Snapshot`, `load`, `PromptCache`.
+- Finished prompts in fewer bits: `KVCacheCompressor`, `PrefixKVCache`.
+- Attention without a cache: `attention`, `merge_states`.
+- Planning and tuning: `plan`, `config`, `set_num_threads`, `use_isa`.
 
-    simd/                   C: arithmetic on one row or one tile, once per instruction set
-    _kernels, _openmp, _spin, _flags, slow_paths
-                            the table of kernels and the CPU dispatch; the thread policy; whose turn it is; what is told of
-                            slow calls
-    interchange             arrays of other libraries, by DLPack and the like
-    _arrays, blocks, quant  array arguments; the block format and its memory; the public codecs
-    span, attention, options, attend_plan, attend_call
-                            what a task of attention reads; fused attention over blocks; its arguments; what is told of
-                            a call; a call, cut into tasks
-    plain, codebook, books  attention on arrays without a cache; how codebooks are learned; attention on indices into them
-    encode, fused           rows into blocks; split, norm and rotation on the way
-    formats, finish         what is stored of a token; blocks that are encoded as a whole
-    block_memory, float_rows, prefix, pool
-                            memory of blocks, and how many owners each has; float rows of tokens beside it; blocks known by
-                            their tokens; the pool that has all three
-    block_map, table, ring, transfer
-                            which block holds which position of a sequence; its tokens; one that forgets; copies from pool to
-                            pool
-    sequence, streams       all layers of one sequence; their bytes as files know them
-    heads, paged            some heads of one layer; batches of many in one pool
-    rope                    tables of angles
-    state, cache_file       a cache as plain arrays; as a file (extra ``files``)
-    snapshot                a cache at one point in time
-    layer_groups, storage_properties, latent_rows, stored_sequence, sequence_cache, cache, mla_cache, ring_cache, paged_sequence,
-    paged_storage, paged_cache, paged_mla_cache, prompt_cache, multi_head, multi_head_config
-                            the classes that users see
-    capi                    the same for C and Cython, without Python in between (``kvfast.h``)
-    ggml, llama_cpp_state   ggml's rows; the state of a sequence of llama.cpp (both extra ``llama``)
-    compression/            finished keys and values in fewer bits
-    fidelity, machine       what a storage format costs on tensors of one's own; what the machine can do at most
-    model_shape, memory, planning
-                            what a model keeps of a token; what the machine has; what a cache will take, told before it is made
-    bench/, plotting        how fast it is here (extra ``bench``); files with plots (extra ``plot``)
-    llama/, cli             an example runtime (extra ``llama``) and ``python -m kvfast``
-    transformers/           a cache and an attention for Hugging Face models (extra ``transformers``)
-
-A sequence is a table of blocks of a pool. The caches differ in the pool and the table only: `KVCache` has a pool
-of its own, `RingKVCache` also drops blocks that left the window, the sequences of a `PagedKVCache` share one. A
-`Snapshot` is one more table: a block with several owners is copied before one of them writes to it.
+The packages below, each importing only from those before it: ``simd``, ``core``, ``codec``, ``attention``, ``storage``,
+``files``, ``caches``, ``compression``, ``interop``, ``planning``; above stand ``transformers``, ``llama`` and ``cli``. See
+``docs/architecture.md``.
 """
 
 from __future__ import annotations

@@ -11,17 +11,18 @@ from libc.stdint cimport int64_t, intptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from kvfast.core.arrays cimport Rows, find_unstorable, kv_rows
+from kvfast.attention.call cimport LOGS, AttendCall
+from kvfast.attention.options cimport Options
+from kvfast.attention.tasks cimport run
+from kvfast.attention.workspace cimport Workspace
+from kvfast.codec.blocks cimport kv_context, kv_store, values_of
+from kvfast.codec.encode cimport encode_rows, work_of
+from kvfast.core.arrays cimport Rows, find_unstorable, kv_rows, overlap
 from kvfast.core.flags cimport kv_drop, kv_take
 from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active
 from kvfast.core.threads cimport take_threads
-from kvfast.attention.call cimport LOGS, AttendCall, Workspace, overlap
-from kvfast.attention.tasks cimport run
-from kvfast.codec.blocks cimport kv_context, kv_store, values_of
-from kvfast.codec.encode cimport encode_rows, work_of
-from kvfast.attention.options cimport Options
-from kvfast.storage.sequence cimport SequenceBuffer
 from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.sequence cimport SequenceBuffer
 
 from kvfast.errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
 

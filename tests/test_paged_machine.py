@@ -265,7 +265,7 @@ class PagedMachine(RuleBasedStateMachine):
     def restore_from_another_cache(self, which, size, told):
         """One with blocks of another size, if that may be."""
         [model] = self.some([which])
-        other = self.new_whole(self.size if self.format.block else size)
+        other = self.new_whole(self.size if self.format.block_size else size)
         other.restore(model.sequence.snapshot())
         assert self.same(other, model.whole)
         copy = Model(self.pool.new_sequence(), other, model.ids, [], b"", told or not model.ids, model.high)

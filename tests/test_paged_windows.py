@@ -41,7 +41,7 @@ def blocks_held(table):
 def test_a_pool_serves_texts_far_longer_than_itself(name, block_size):
     """With the bits of a ring, in steps of any size, by calls of its own and in batches."""
     form, stream = FORMATS[name], Stream(3, 3000, layers=2)
-    size = FORMATS[name].block or block_size or 32
+    size = FORMATS[name].block_size or block_size or 32
     pool = pool_of(form, num_blocks=2 * (-(-170 // size) + 2), block_size=block_size)
     sequences, rings = [pool.new_sequence() for _ in range(2)], [ring_of(form) for _ in range(2)]
     rng, steps = np.random.default_rng(0), [1, 40, 7, 33, 1, 1, 16]
@@ -61,7 +61,7 @@ def test_a_pool_serves_texts_far_longer_than_itself(name, block_size):
             assert np.array_equal(pool.attend_batch(layer, q, sequences, cu_seqlens_q=bounds), np.concatenate(out))
         for one in (*sequences, *rings):
             one.advance(n)
-    assert sum(map(len, sequences)) > 1.5 * pool.capacity
+    assert sum(map(len, sequences)) > 1.5 * pool.capacity()
     assert all(same(*pair, 21) for pair in zip(sequences, rings))
     for sequence in sequences:
         assert len(sequence.block_indices()) <= -(-120 // size) + 2 and sequence.num_cached_tokens == 0
@@ -161,7 +161,7 @@ def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
 def test_prefixes_are_found_behind_the_window(name, step):
     """Also of a prompt that comes in one piece, whose first blocks go back as soon as they are full."""
     form, stream, ids = FORMATS[name], Stream(5, 900, layers=2), np.arange(900)
-    window = 100 if form.block in (None, 32, 64) else 290
+    window = 100 if form.block_size in (None, 32, 64) else 290
     pool = pool_of(form, num_blocks=120, sliding_window=window)
     size = pool.block_size
     first = stream.feed(pool.new_sequence(), 600, step, token_ids=ids)

@@ -1,19 +1,9 @@
 """One call of `attend`: its arguments checked, its work cut into tasks."""
-from kvfast.core.arrays cimport Rows, kv_rows
-from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.attention.options cimport Options
 from kvfast.attention.tiles cimport kv_call, kv_item, kv_query
-
-
-cdef class Workspace:
-    """Memory of one cache for its calls, one at a time; grows, never shrinks."""
-    cdef int lent              # for `lend` alone
-    cdef void *data[5]
-    cdef bint secure           # wiped before it is given back
-    cdef Py_ssize_t sizes[5]
-    cdef void release(self, int which) noexcept nogil
-    cdef Workspace lend(self)
-    cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil  # NULL: cannot be had
+from kvfast.attention.workspace cimport Workspace
+from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.core.arrays cimport Rows, kv_rows
 
 
 cdef class AttendCall:
@@ -46,7 +36,5 @@ cdef class AttendCall:
 
 
 cdef bint LOGS                 # whether calls tell of slow paths
-cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil
-cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts)
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store)

@@ -9,28 +9,24 @@ import math
 
 import numpy as np
 
-from libc.stdlib cimport free
 from libc.string cimport memset
 
-from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows, width_of
-from kvfast.core.flags cimport kv_drop, kv_take
+from kvfast.attention.options cimport Options
+from kvfast.attention.tasks cimport measure, run
+from kvfast.attention.tiles cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
+from kvfast.attention.workspace cimport ITEMS, PARTIALS, QUERIES, ROPE, WIDE, Workspace
+from kvfast.codec.blocks cimport codes_name, dtype_limit, dtype_name, kv_context, kv_store, parse_dtype, values_of
+from kvfast.core.arrays cimport Rows, check_apart, check_finite, open_rows
+from kvfast.core.checks cimport check_count, check_number, check_per_head
+from kvfast.core.flags cimport kv_drop
 from kvfast.core.interrupt cimport check_stopped, kv_watch, watch_of
 from kvfast.core.kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS, KV_ROWS,
                                   KV_TILE, active, kv_rope_scratch, kv_wide_scratch)
 from kvfast.core.threads cimport num_threads_for, threads_for
-from kvfast.attention.tasks cimport measure, run
-from kvfast.codec.blocks cimport codes_name, dtype_limit, dtype_name, kv_context, kv_store, parse_dtype, values_of
-from kvfast.attention.options cimport Options
-from kvfast.core.checks cimport check_count, check_number, check_per_head
-from kvfast.attention.tiles cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
-from kvfast.core.wipe cimport kv_wipe
 
 from kvfast.core import slow_paths
 from kvfast.attention.plan import AttendPlan, AttendItem
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-
-cdef extern from "<stdlib.h>" nogil:
-    void *aligned_alloc(size_t alignment, size_t size)
 
 cdef enum:
     # More tasks of one item than this do not balance better.
@@ -50,67 +46,6 @@ cdef enum:
     FEW_QUERIES = 16
 
 LOGS = slow_paths.LOGS
-
-cdef enum:
-    ITEMS
-    QUERIES
-    PARTIALS
-    WIDE
-    ROPE
-
-
-cdef class Workspace:
-    def __dealloc__(self):
-        cdef int i
-        for i in range(5):
-            self.release(i)
-
-    cdef void release(self, int which) noexcept nogil:
-        if self.secure:
-            kv_wipe(self.data[which], self.sizes[which])
-        free(self.data[which])
-
-    cdef Workspace lend(self):
-        """This one, until its `lent` is dropped; or another, while a call of another thread has it."""
-        cdef Workspace other
-        if kv_take(&self.lent, 1) == 0:
-            return self
-        other = Workspace()
-        other.secure = self.secure
-        return other
-
-    cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil:
-        if size > self.sizes[which] or self.data[which] == NULL:
-            self.release(which)
-            self.sizes[which] = 0
-            self.data[which] = aligned_alloc(64, (size + 63) // 64 * 64)
-            if self.data[which] != NULL:
-                self.sizes[which] = size
-        return self.data[which]
-
-
-cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil:
-    cdef char *a_low = a.data
-    cdef char *a_high = a.data
-    cdef char *b_low = b.data
-    cdef char *b_high = b.data
-    _extent(a, &a_low, &a_high)
-    _extent(b, &b_low, &b_high)
-    return a_low < b_high and b_low < a_high
-
-
-cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept nogil:
-    cdef Py_ssize_t tokens = (rows.tokens - 1) * rows.token_stride, heads = (rows.heads - 1) * rows.head_stride
-    low[0] += min(tokens, 0) + min(heads, 0)
-    high[0] += max(tokens, 0) + max(heads, 0) + width_of(rows)
-
-
-cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1:
-    """Refuse an `out` that is written while what shares its memory is still read."""
-    if overlap(out, given):
-        raise ValueError(f"out must not share memory with {name}")
-    return 0
-
 
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts):
     """Check everything but the contexts, which `ask` and `add` bring. With the `imagined_rows` of a call that is only to

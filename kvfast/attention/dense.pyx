@@ -5,11 +5,12 @@ import numpy as np
 from libc.stdint cimport intptr_t
 from libc.string cimport memset
 
-from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows, width_of
-from kvfast.core.kernels cimport KV_LANES, KV_TILE
-from kvfast.attention.call cimport AttendCall, Workspace, check_apart, open_call
-from kvfast.codec.blocks cimport init_side, kv_chunk, kv_context, kv_store
+from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
+from kvfast.attention.workspace cimport Workspace
+from kvfast.codec.blocks cimport init_side, kv_chunk, kv_context, kv_store
+from kvfast.core.arrays cimport Rows, check_apart, check_finite, kv_rows, open_rows, width_of
+from kvfast.core.kernels cimport KV_LANES, KV_TILE
 
 from kvfast.errors import DimensionMismatchError
 from kvfast.core.interchange import aligned, as_array, as_float32

@@ -10,11 +10,11 @@ from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, expf, logf
 from libc.string cimport memcpy, memset
 
-from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
-from kvfast.codec.blocks cimport dtype_limit, values_of
 from kvfast.attention.tiles cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load,
                                      touch, touch_first_floats, touch_sinks)
+from kvfast.codec.blocks cimport dtype_limit, values_of
+from kvfast.core.interrupt cimport is_stopped
+from kvfast.core.kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
 from kvfast.core.wipe cimport kv_wipe
 
 cdef enum:

@@ -1,10 +1,10 @@
 """What a call of attention is made of, and how one of its tasks reads keys and values."""
 from libc.stdint cimport int32_t
 
+from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport kv_kernels, kv_rope_scratch, kv_score_options, kv_scratch, kv_wide_scratch
-from kvfast.codec.blocks cimport kv_context, kv_store
 
 
 # One query token. It sees the positions below sink_stop and those from start to stop.

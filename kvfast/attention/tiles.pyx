@@ -7,13 +7,12 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
 from libc.string cimport memset
 
+from kvfast.codec.blocks cimport (OPEN_TOKENS, PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from,
+                                  piece_of, v_block_at, v_offset_of, values_of)
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
-                                  kv_panel, kv_scratch, kv_side, kv_softmax, kv_prefetch, kv_tile)
-from kvfast.codec.blocks cimport (PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of,
-                                  v_block_at, v_offset_of, values_of)
-from kvfast.codec.seal cimport OPEN_TOKENS
+                                  kv_panel, kv_prefetch, kv_scratch, kv_side, kv_softmax, kv_tile)
 
 cdef extern from *:
     """

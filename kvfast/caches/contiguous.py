@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvfast.caches.layer_groups import buffer_of, shapes_of
 from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.caches.storage_properties import size_text
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
+from kvfast.core.text import size_text
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool
 

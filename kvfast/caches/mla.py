@@ -8,10 +8,10 @@ import numpy as np
 
 from kvfast.attention.options import Options
 from kvfast.caches.latent_rows import LatentRows, checked_sizes
-from kvfast.caches.storage_properties import size_text
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS, StoredSequence
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.interchange import as_float32, as_floats
+from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool

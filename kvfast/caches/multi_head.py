@@ -10,9 +10,9 @@ import numpy as np
 from kvfast.attention.options import Options
 from kvfast.caches.multi_head_config import MultiHeadConfig, signs_of, tokens, vectors
 from kvfast.caches.snapshot import Snapshot
-from kvfast.caches.storage_properties import size_text
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from kvfast.core.checks import check_size
+from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.heads import HeadsBuffer, HeadsTable
 from kvfast.storage.pool import BlockPool

@@ -9,8 +9,7 @@ import numpy as np
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import StoredSequence
-from kvfast.core.checks import check_size
-from kvfast.storage.prefix_index import checked_token_ids
+from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.storage.sequence import SequenceBuffer
 
 if TYPE_CHECKING:

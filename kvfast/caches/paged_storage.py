@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from kvfast.caches.paged_sequence import PagedSequence
-from kvfast.caches.storage_properties import StorageProperties, size_text
-from kvfast.core.checks import check_size
+from kvfast.caches.storage_properties import StorageProperties
+from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.core.text import size_text
 from kvfast.storage.batch import PagedBuffer
-from kvfast.storage.prefix_index import checked_token_ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,11 +12,10 @@ import numpy as np
 
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import StoredSequence
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import cache_file
 from kvfast.files.state import json_of
-from kvfast.storage.prefix_index import checked_token_ids
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

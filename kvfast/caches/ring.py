@@ -8,12 +8,12 @@ import numpy as np
 
 from kvfast.caches.layer_groups import buffer_of, per_layer, shapes_of
 from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.caches.storage_properties import same_or_tuple, size_text
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.checks import check_block_size, check_size
+from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool
 from kvfast.storage.ring_table import RingTable

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from kvfast.caches.storage_properties import StorageProperties, same_or_tuple, size_text
-from kvfast.core.checks import check_size
+from kvfast.caches.storage_properties import StorageProperties
+from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.interchange import as_floats
+from kvfast.core.text import same_or_tuple, size_text
 from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
 from kvfast.files.state import arrays_of, from_arrays, to_arrays
-from kvfast.storage.prefix_index import checked_token_ids
 
 if TYPE_CHECKING:
     import os

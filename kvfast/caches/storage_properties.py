@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvfast.core.text import each, same_or_tuple
 
 if TYPE_CHECKING:
     from kvfast.codec.formats import KVFormat
-
-
-def size_text(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-
-
-def same_or_tuple(values: list[Any]) -> Any:
-    return values[0] if len(set(values)) == 1 else tuple(values)
-
-
-def each(values: Any) -> str:
-    """The values of `same_or_tuple` for reading, each once."""
-    return "/".join(map(str, dict.fromkeys(values))) if isinstance(values, tuple) else str(values)
 
 
 class StorageProperties:

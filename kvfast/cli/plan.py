@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from kvfast.caches.storage_properties import size_text
+from kvfast.core.text import size_text
 from kvfast.planning.plan import plan
 
 

@@ -10,6 +10,9 @@ from kvfast.core.kernels cimport kv_side
 cdef enum:
     CHUNK_SHIFT = 3            # chunks hold multiples of 2^3 blocks
     PIECE = 16                 # tokens of a piece of floats
+    # A block is read as float rows until so many tokens follow it, and as codes from then on. So a rollback of so many tokens
+    # is exact, and so many queries in one call see what each would see alone.
+    OPEN_TOKENS = 16
 
 
 # A piece of memory with the blocks of one layer from `first` on. Block b of KV head h starts at the store's
@@ -125,3 +128,16 @@ cdef int parse_dtype(object dtype) except -1
 cdef str codes_name(int dtype)
 cdef str dtype_name(int dtype)
 cdef float dtype_limit(int dtype) noexcept nogil
+
+
+cdef inline char *float_row_at(const kv_store *store, int32_t block, Py_ssize_t offset, Py_ssize_t head, bint values) noexcept nogil:
+    """The float row of a token."""
+    cdef int32_t piece = piece_of(store, block, offset)
+    if values:
+        return v_block_at(store.floats, piece, head) + offset % PIECE * store.floats.v.row_stride
+    return k_block_at(store.floats, piece, head) + offset % PIECE * store.floats.k.row_stride
+
+
+cdef inline int float_dtype_of(const kv_store *store, bint values) noexcept nogil:
+    """Of the float rows."""
+    return store.floats.v.dtype if values else store.floats.k.dtype

@@ -1,10 +1,10 @@
 """Rows of keys and values into blocks, normalised and rotated on the way where a model asks for it."""
 from libc.stdint cimport int64_t
 
+from kvfast.codec.blocks cimport kv_store
 from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport kv_kernels, kv_transform
-from kvfast.codec.blocks cimport kv_store
 
 
 # What becomes of the rows of Q or K before they are used. cos and sin are tables (positions, pairs): token t
@@ -18,7 +18,6 @@ ctypedef struct kv_rotary:
 cdef bint is_identity(const kv_rotary *rotary) noexcept nogil
 cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
                     Py_ssize_t num_heads, const kv_rotary *rotary, float *out, Py_ssize_t stride) noexcept nogil
-cdef tuple open_pair(object k, object v, bint latent)
 cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1
 cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1
 cdef double work_of(const kv_rows *k) noexcept nogil

@@ -4,11 +4,11 @@ from cython.parallel cimport prange
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast.codec.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
+from kvfast.core.arrays cimport Rows, check_finite, kv_rows
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
 from kvfast.core.threads cimport num_threads_for
-from kvfast.codec.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
 from kvfast.core.wipe cimport kv_wipe
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -135,17 +135,6 @@ cdef void _write_task(const kv_write *call, Py_ssize_t task) noexcept nogil:
         _write_tokens(call, max(<Py_ssize_t>0, border - call.range_tokens), min(border, call.k.tokens), 0, call.k.heads)
     else:
         _write_tokens(call, 0, call.k.tokens, task, task + 1)
-
-
-cdef tuple open_pair(object k, object v, bint latent):
-    """The Rows of keys and values; or of latents and their rotary part, None for one without elements."""
-    cdef Rows keys = open_rows(k, "latent" if latent else "k"), values
-    if v is not None:
-        return keys, open_rows(v, "latent" if latent else "v")
-    values = Rows.__new__(Rows)
-    values.rows = keys.rows
-    values.rows.dim = 0
-    return keys, values
 
 
 cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:

@@ -1,6 +1,6 @@
 """What a model does to Q and K on their way into a cache."""
-from kvfast.core.arrays cimport Rows
 from kvfast.codec.encode cimport kv_rotary
+from kvfast.core.arrays cimport Rows
 
 
 cdef class Transform:

@@ -6,13 +6,13 @@ from cython.parallel cimport prange
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
+from kvfast.codec.blocks cimport dtype_limit, dtype_name
+from kvfast.codec.encode cimport kv_rotary, load_rows
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
+from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast.core.threads cimport num_threads_for
-from kvfast.codec.blocks cimport dtype_limit, dtype_name
-from kvfast.codec.encode cimport kv_rotary, load_rows
-from kvfast.core.checks cimport check_count
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import as_array, as_numbers

@@ -8,7 +8,7 @@ from libc.stdlib cimport free, malloc
 
 from kvfast.core.arrays cimport dtype_of
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast.core.kernels cimport STREAMED_BYTES, KV_FLOAT32, active, kv_kernels
+from kvfast.core.kernels cimport KV_FLOAT32, STREAMED_BYTES, active, kv_kernels
 from kvfast.core.threads cimport num_threads_for
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError

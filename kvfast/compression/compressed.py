@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from kvfast.attention.dense import merge_states
-from kvfast.caches.storage_properties import size_text
 from kvfast.compression.methods import method_from_dict, method_to_dict
 from kvfast.compression.product import ProductStore
 from kvfast.compression.stores import CacheStore, RankStore
 from kvfast.core.arrays import check_writable
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_float32, as_floats
+from kvfast.core.text import size_text
 from kvfast.errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
 from kvfast.files import cache_file
 from kvfast.files.state import checked_arrays

@@ -8,8 +8,8 @@ from libc.stdint cimport uint8_t, uint16_t
 from libc.string cimport memcpy, memset
 
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast.core.kernels cimport (KV_FLOAT16, KV_LANES, KV_ROWS, active, kv_ahead, kv_codes, kv_kernels, kv_score_options,
-                                  kv_scratch, kv_side, kv_softmax, kv_prefetch, kv_tile)
+from kvfast.core.kernels cimport (KV_FLOAT16, KV_LANES, KV_ROWS, active, kv_ahead, kv_codes, kv_kernels, kv_prefetch,
+                                  kv_score_options, kv_scratch, kv_side, kv_softmax, kv_tile)
 from kvfast.core.threads cimport num_threads_for
 
 cdef enum:

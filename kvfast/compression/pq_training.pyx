@@ -14,7 +14,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast.core.kernels cimport active, kv_pq_codebook, kv_kernels
+from kvfast.core.kernels cimport active, kv_kernels, kv_pq_codebook
 from kvfast.core.threads cimport num_threads_for
 
 cdef enum:

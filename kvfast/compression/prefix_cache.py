@@ -9,10 +9,10 @@ import numpy as np
 from kvfast.attention.dense import merge_states
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.paged_sequence import Sequence
-from kvfast.caches.storage_properties import size_text
 from kvfast.compression.compressed import CompressedKV, check_out
 from kvfast.compression.compressor import KVCacheCompressor
 from kvfast.core.checks import check_size
+from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:

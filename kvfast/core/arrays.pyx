@@ -124,3 +124,37 @@ cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1
         raise NonFiniteInputError(f"{name}{list(position)} is {value:g}, beyond the range of {limit_of} "
                                   f"(+-{limit:g})")
     raise NonFiniteInputError(f"{name} must be finite, got {value} at {list(position)}")
+
+
+cdef tuple open_pair(object k, object v, bint latent):
+    """The Rows of keys and values; or of latents and their rotary part, None for one without elements."""
+    cdef Rows keys = open_rows(k, "latent" if latent else "k"), values
+    if v is not None:
+        return keys, open_rows(v, "latent" if latent else "v")
+    values = Rows.__new__(Rows)
+    values.rows = keys.rows
+    values.rows.dim = 0
+    return keys, values
+
+
+cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil:
+    cdef char *a_low = a.data
+    cdef char *a_high = a.data
+    cdef char *b_low = b.data
+    cdef char *b_high = b.data
+    _extent(a, &a_low, &a_high)
+    _extent(b, &b_low, &b_high)
+    return a_low < b_high and b_low < a_high
+
+
+cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept nogil:
+    cdef Py_ssize_t tokens = (rows.tokens - 1) * rows.token_stride, heads = (rows.heads - 1) * rows.head_stride
+    low[0] += min(tokens, 0) + min(heads, 0)
+    high[0] += max(tokens, 0) + max(heads, 0) + width_of(rows)
+
+
+cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1:
+    """Refuse an `out` that is written while what shares its memory is still read."""
+    if overlap(out, given):
+        raise ValueError(f"out must not share memory with {name}")
+    return 0

@@ -61,3 +61,14 @@ cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
     if not np.isfinite(array).all():
         raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
     return array
+
+
+def checked_token_ids(token_ids, count=None):
+    """Token ids as a new int64 array, `count` of them if given; else ValueError."""
+    array = np.asarray(token_ids)
+    if array.ndim != 1 or count is not None and len(array) != count or array.size and array.dtype.kind not in "iu":
+        wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"
+        raise ValueError(f"token_ids must be {wanted}, got {array.dtype} of shape {array.shape}")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # which would be the same as a negative one
+    return array.astype(np.int64)

@@ -3,11 +3,11 @@
 from libc.stdint cimport int32_t, int64_t
 
 from kvfast.codec.blocks cimport CHUNK_SHIFT, PIECE, kv_store
+from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.copying cimport clone_table, copy_slots
 from kvfast.storage.float_rows cimport FloatRows
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.sequence cimport SequenceBuffer
-from kvfast.storage.block_table cimport BlockTable
-from kvfast.storage.copying cimport clone_table, copy_slots
 
 
 cdef Py_ssize_t _full_blocks(BlockTable table) noexcept:
@@ -179,7 +179,8 @@ cdef list _targets(SequenceBuffer buffer, dict sources, bint copies):
         heads, pair = range(source.pool.num_kv_heads), []
         for values in (False, True):
             whole = [source.pool.bytes_of_head(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]
-            rests = [tail.pool.bytes_of_head(layer, tail.blocks[first + i], 1, head, values)[0] for i in range(behind) for head in heads]
+            rests = [tail.pool.bytes_of_head(layer, tail.blocks[first + i], 1, head, values)[0]
+                     for i in range(behind) for head in heads]
             pair.append((whole, rests, _floats(table, layer, values, copies)))
         result.append(tuple(pair))
     return result

@@ -6,11 +6,9 @@ from itertools import islice
 
 import numpy as np
 
-from kvfast.codec.formats import KVFormat
-from kvfast.core.checks import check_size
+from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import block_bytes
-from kvfast.storage.prefix_index import checked_token_ids
 
 SIZED = ("full", "latent")  # those with a max_seq_len
 VERSION = 3

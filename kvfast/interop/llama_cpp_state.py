@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfast.caches.storage_properties import each
+from kvfast.core.text import each
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.interop.ggml import TYPES, _type, from_ggml, row_bytes, to_ggml
 

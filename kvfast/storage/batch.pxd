@@ -1,9 +1,9 @@
 """Many sequences in one pool."""
 from kvfast.attention.call cimport AttendCall
 from kvfast.attention.options cimport Options
+from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.prefix_index cimport PrefixIndex
-from kvfast.storage.block_table cimport BlockTable
 
 
 cdef class PagedBuffer:

@@ -8,21 +8,21 @@ from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from kvfast.core.arrays cimport Rows, open_rows
-from kvfast.core.kernels cimport KV_ROWS, KV_TILE
 from kvfast.attention.call cimport AttendCall, imagined_rows, open_call
-from kvfast.storage.block_map cimport entry_of
-from kvfast.codec.blocks cimport kv_context, kv_store
-from kvfast.codec.encode cimport check_rows, check_storable, open_pair, write_rows
-from kvfast.codec.projection cimport Projection, Transform, open_projection, transform_rows, write_queries
 from kvfast.attention.options cimport Options
+from kvfast.attention.tiles cimport floats_from, kv_item
+from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.codec.encode cimport check_rows, check_storable, write_rows
+from kvfast.codec.projection cimport Projection, Transform, open_projection, transform_rows, write_queries
+from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport check_layer
+from kvfast.core.kernels cimport KV_ROWS, KV_TILE
+from kvfast.storage.block_map cimport entry_of
+from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.prefix_index cimport PrefixIndex
 from kvfast.storage.ring_table cimport RingTable
 from kvfast.storage.sequence cimport check_held, fit_window
-from kvfast.attention.tiles cimport floats_from, kv_item
-from kvfast.storage.block_table cimport BlockTable
 
 from kvfast.errors import DimensionMismatchError
 from kvfast.core.checks import check_block_size

@@ -6,9 +6,9 @@ from libc.stdint cimport int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
-from kvfast.core.kernels cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM, active, kv_kernels
 from kvfast.codec.blocks cimport CHUNK_SHIFT, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store, v_block_at
 from kvfast.core.checks cimport check_count
+from kvfast.core.kernels cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM, active, kv_kernels
 from kvfast.core.wipe cimport kv_wipe
 
 from kvfast.errors import CacheFullError

@@ -1,10 +1,10 @@
 """The tokens of a sequence."""
 from libc.stdint cimport int16_t
 
-from kvfast.core.arrays cimport Rows
-from kvfast.storage.block_map cimport BlockMap
 from kvfast.codec.blocks cimport kv_context
 from kvfast.codec.encode cimport kv_rotary
+from kvfast.core.arrays cimport Rows
+from kvfast.storage.block_map cimport BlockMap
 from kvfast.storage.pool cimport BlockPool
 
 

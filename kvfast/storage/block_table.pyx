@@ -7,12 +7,13 @@ from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
 from libc.stdlib cimport abs, calloc, free
 from libc.string cimport memcpy
 
-from kvfast.core.arrays cimport Rows
-from kvfast.storage.block_map cimport BlockMap, entry_of
-from kvfast.codec.blocks cimport PIECE, kv_context, kv_store
+from kvfast.codec.blocks cimport OPEN_TOKENS, PIECE, kv_context, kv_store
+from kvfast.codec.decode cimport decode_tokens
 from kvfast.codec.encode cimport check_rows, kv_rotary, write_rows
-from kvfast.codec.seal cimport OPEN_TOKENS, decode_tokens, seal_blocks
+from kvfast.codec.seal cimport seal_blocks
+from kvfast.core.arrays cimport Rows
 from kvfast.core.checks cimport check_count
+from kvfast.storage.block_map cimport BlockMap, entry_of
 from kvfast.storage.pool cimport BlockPool
 
 from kvfast.core.interchange import aligned

@@ -2,8 +2,8 @@
 from libc.stdint cimport int32_t
 
 from kvfast.codec.blocks cimport kv_store
-from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.pool cimport BlockPool
 
 cdef BlockTable clone_table(BlockTable table, BlockPool pool)
 cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_stop) except -1

@@ -4,12 +4,12 @@ from cython.parallel cimport prange
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
+from kvfast.codec.blocks cimport PIECE, k_block_at, kv_store, v_block_at
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast.core.kernels cimport active, kv_kernels, kv_side
 from kvfast.core.threads cimport num_threads_for
-from kvfast.codec.blocks cimport PIECE, k_block_at, kv_store, v_block_at
-from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.pool cimport BlockPool
 
 
 cdef BlockTable clone_table(BlockTable table, BlockPool pool):

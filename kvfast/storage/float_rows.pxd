@@ -1,8 +1,8 @@
 """Float rows of tokens, beside the blocks with their codes."""
 from libc.stdint cimport int16_t, int32_t
 
-from kvfast.storage.block_memory cimport BlockMemory
 from kvfast.codec.blocks cimport kv_store
+from kvfast.storage.block_memory cimport BlockMemory
 
 
 cdef class FloatRows:

@@ -3,9 +3,9 @@
 from libc.stdint cimport int16_t, int32_t
 from libc.stdlib cimport abs, free
 
-from kvfast.storage.block_memory cimport BlockMemory, grown
 from kvfast.codec.blocks cimport CHUNK_SHIFT, PIECE
-from kvfast.codec.seal cimport restore_floats
+from kvfast.codec.decode cimport restore_floats
+from kvfast.storage.block_memory cimport BlockMemory, grown
 
 from kvfast.codec.formats import floats_of
 

@@ -10,21 +10,20 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from kvfast.core.arrays cimport Rows, kv_rows, open_rows
+from kvfast.attention.call cimport AttendCall, open_call
+from kvfast.attention.options cimport Options
+from kvfast.codec.blocks cimport block_of, dtype_limit, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.codec.decode cimport decode_tokens
+from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
+from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast.core.kernels cimport (KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_kernels, kv_scratch, kv_side,
                                   kv_tile)
 from kvfast.core.threads cimport num_threads_for
-from kvfast.attention.call cimport AttendCall, open_call
-from kvfast.codec.blocks cimport block_of, dtype_limit, k_offset_of, kv_chunk, kv_context, kv_store
-from kvfast.codec.encode cimport open_pair
-from kvfast.codec.seal cimport decode_tokens
-from kvfast.attention.options cimport Options
-from kvfast.core.checks cimport check_count
+from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.ring_table cimport RingTable
 from kvfast.storage.sequence cimport SequenceBuffer
-from kvfast.storage.block_table cimport BlockTable
 
 from kvfast.errors import NonFiniteInputError
 

@@ -6,7 +6,7 @@ critical section of it, and so does who moves the lists of a pool or sequence.
 """
 from libc.stdint cimport int32_t
 
-from kvfast.attention.call cimport Workspace
+from kvfast.attention.workspace cimport Workspace
 from kvfast.storage.block_memory cimport BlockMemory
 from kvfast.storage.float_rows cimport FloatRows
 from kvfast.storage.prefix_index cimport PrefixIndex

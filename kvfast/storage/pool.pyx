@@ -4,8 +4,8 @@ cimport cython
 
 from libc.stdint cimport int32_t
 
+from kvfast.attention.workspace cimport Workspace
 from kvfast.core.flags cimport kv_drop, kv_share, kv_take, kv_unshare
-from kvfast.attention.call cimport Workspace
 from kvfast.storage.block_memory cimport BlockMemory
 from kvfast.storage.float_rows cimport float_rows_of
 

@@ -8,17 +8,6 @@ from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 
 
-def checked_token_ids(token_ids, count=None):
-    """Token ids as a new int64 array, `count` of them if given; else ValueError."""
-    array = np.asarray(token_ids)
-    if array.ndim != 1 or count is not None and len(array) != count or array.size and array.dtype.kind not in "iu":
-        wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"
-        raise ValueError(f"token_ids must be {wanted}, got {array.dtype} of shape {array.shape}")
-    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # which would be the same as a negative one
-    return array.astype(np.int64)
-
-
 cdef class PrefixIndex:
     """Which of `num_blocks` blocks holds the keys and values of which prefix.
 

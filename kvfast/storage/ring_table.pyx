@@ -5,8 +5,8 @@ from libc.stdint cimport int32_t
 from libc.string cimport memmove
 
 from kvfast.core.checks cimport check_count
-from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.pool cimport BlockPool
 
 
 cdef class RingTable(BlockTable):

@@ -1,8 +1,8 @@
 """All layers of one sequence."""
 from kvfast.attention.call cimport AttendCall
 from kvfast.attention.options cimport Options
-from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.pool cimport BlockPool
 
 
 cdef int fit_window(BlockTable table, AttendCall call) except -1

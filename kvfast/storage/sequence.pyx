@@ -2,18 +2,17 @@
 """The storage of one sequence: append, attend, go back. The caches are names for it."""
 import numpy as np
 
-from kvfast.core.arrays cimport Rows, open_rows
-from kvfast.core.kernels cimport KV_FLOAT32, kv_side
 from kvfast.attention.call cimport AttendCall, imagined_rows, open_call
-from kvfast.codec.blocks cimport kv_context, kv_store, view_of
-from kvfast.codec.encode cimport open_pair
-from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
 from kvfast.attention.options cimport Options
+from kvfast.codec.blocks cimport kv_context, kv_store, view_of
+from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
+from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport check_count, check_layer
-from kvfast.storage.pool cimport BlockPool
-from kvfast.storage.ring_table cimport RingTable
+from kvfast.core.kernels cimport KV_FLOAT32, kv_side
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.copying cimport clone_table, copy_table
+from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.ring_table cimport RingTable
 
 from kvfast.errors import CacheFullError
 

@@ -4,9 +4,9 @@ import copy
 
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
-from kvfast.caches.storage_properties import size_text
 from kvfast.codec.formats import formats_of
 from kvfast.core.checks import check_size
+from kvfast.core.text import size_text
 from kvfast.transformers.layers import KINDS, check_croppable, new_layer, select_states
 from kvfast.transformers.rows import Rows
 

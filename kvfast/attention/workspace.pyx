@@ -1,0 +1,39 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Memory that calls of attention work in."""
+from libc.stdlib cimport free
+
+from kvfast.core.flags cimport kv_take
+from kvfast.core.wipe cimport kv_wipe
+
+cdef extern from "<stdlib.h>" nogil:
+    void *aligned_alloc(size_t alignment, size_t size)
+
+
+cdef class Workspace:
+    def __dealloc__(self):
+        cdef int i
+        for i in range(NUM_WORKSPACES):
+            self.release(i)
+
+    cdef void release(self, int which) noexcept nogil:
+        if self.secure:
+            kv_wipe(self.data[which], self.sizes[which])
+        free(self.data[which])
+
+    cdef Workspace lend(self):
+        """This one, until its `lent` is dropped; or another, while a call of another thread has it."""
+        cdef Workspace other
+        if kv_take(&self.lent, 1) == 0:
+            return self
+        other = Workspace()
+        other.secure = self.secure
+        return other
+
+    cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil:
+        if size > self.sizes[which] or self.data[which] == NULL:
+            self.release(which)
+            self.sizes[which] = 0
+            self.data[which] = aligned_alloc(64, (size + 63) // 64 * 64)
+            if self.data[which] != NULL:
+                self.sizes[which] = size
+        return self.data[which]

@@ -88,6 +88,8 @@ class Reader:
             found.append(0)
         if whole:
             for index, n in table.get("patches", []):
+                if index * self.block_size >= table["coded_tokens"]:
+                    continue  # among those that follow
                 found += range(index * self.block_size + n // 16 * 16, min((index + 1) * self.block_size, length), 16)
             found += range(table["coded_tokens"] // 16 * 16, length, 16) if table["coded_tokens"] < length else []
         return list(dict.fromkeys(found))

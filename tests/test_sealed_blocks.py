@@ -550,6 +550,56 @@ def test_a_patched_block_that_is_open_again_is_saved(rng, tmp_path):
     assert np.array_equal(loaded.k(0), cache.k(0)) and np.array_equal(loaded.attend(0, k[:2]), cache.attend(0, k[:2]))
 
 
+WAYS = {
+    "copy": lambda cache, path: cache.copy(),
+    "fork": lambda cache, path: cache.fork(),
+    "restore": lambda cache, path: cache.snapshot().to_cache(),
+    "state_dict": lambda cache, path: type(cache).from_state_dict(cache.state_dict()),
+    "file": lambda cache, path: (cache.save(path), kvfast.load(path))[1],
+    "mapped file": lambda cache, path: (cache.save(path), kvfast.load(path, mmap=True))[1],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SEALING)
+def test_a_patched_block_that_queries_read_as_floats_yet_is_taken_over(rng, tmp_path, name, way):
+    """It is full, and its codes are never those of the tokens that do not fit its scales."""
+    size = SEALING[name].block_size
+    cache = kvfast.KVCache(1, HEADS, DIM, dtype=SEALING[name])
+    for cut, n, loud in ((0, 2 * size + 40, 0.1), (size + 10, size - 4, 3), (2 * size + 6, 60, 1)):
+        if cut:
+            cache.truncate(cut)
+        k, v = loud * rng.standard_normal((2, n, HEADS, DIM)).astype(np.float32)
+        cache.append(0, k, v)
+        cache.advance(n)
+        if loud == 3:  # 2 * size + 6 tokens: the block is full, and fewer than 16 tokens follow it
+            before, loud_k = cache.k(0), k
+            other = WAYS[way](cache, tmp_path / "cache")
+            assert np.array_equal(other.k(0), before) and other.snapshot() == cache.snapshot()
+    other.append(0, k, v)
+    other.advance(60)
+    assert np.array_equal(other.k(0), cache.k(0)) and np.array_equal(other.v(0), cache.v(0))
+    assert relative_rms(other.k(0)[size + 10 : 2 * size], loud_k[: size - 10]) < (0.2 if SEALING[name].k_dtype == "int4" else 0.02)
+
+
+@pytest.mark.parametrize("name", SEALING)
+def test_tokens_that_never_came_leave_a_cut_block_as_it_was(rng, name):
+    size = SEALING[name].block_size
+    cache = kvfast.KVCache(2, HEADS, DIM, dtype=SEALING[name])
+    k, v = rng.standard_normal((2, 3 * size, HEADS, DIM)).astype(np.float32)
+    for layer in range(2):
+        cache.append(layer, k, v)
+    cache.advance(3 * size)
+    for cut in (size + 17, size + 5, 7):
+        cache.truncate(cut)
+        q = rng.standard_normal((3, HEADS, DIM)).astype(np.float32)
+        before = [cache.k(layer) for layer in range(2)], cache.attend(1, q[: min(cut, 3)]), cache.nbytes_used
+        cache.append(0, k[:20], v[:20])
+        cache.truncate(cut)
+        assert np.array_equal([cache.k(layer) for layer in range(2)], before[0])
+        assert np.array_equal(cache.attend(1, q[: min(cut, 3)]), before[1]) and cache.nbytes_used == before[2]
+
+
 def test_forged_patches_are_refused_or_read(rng):
     """What a state says of patched blocks is checked before it is believed; what is believed has its float rows."""
     cache = kvfast.KVCache(1, 1, 16, dtype="int4")

@@ -63,7 +63,7 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     result = []
     if store.floats == NULL:
         return result
-    begin = {index: index * size + kept_codes for index, kept_codes in table.patches(longest)}
+    begin = {index: index * size + kept_codes for index, kept_codes in table.patches(longest) if index * size < table.floats_begin}
     for position in table.pieces(longest):
         for head in range(floats.pieces.num_kv_heads):
             piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.slot(position) // PIECE], 1, head, values)[0]

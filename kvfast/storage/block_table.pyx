@@ -131,6 +131,19 @@ cdef class BlockTable(BlockMap):
         self.floats_begin = index * size
         return 0
 
+    cdef int _undo_reopening(self) except -1:
+        """A cut block whose new tokens are all gone again is read as its codes, as before they came."""
+        cdef Py_ssize_t size = self.pool.block_size, begin = self.length // size * size
+        cdef int32_t block
+        if self.floats_begin != begin or begin == self.length:
+            return 0
+        block = <int32_t>(self.slot(begin) // size)
+        if self.pool.owners[block] == 1 and self.pool.floats.kept_codes[block] >= self.length - begin:
+            self.pool.floats.release(block, 1 if begin == 0 and self.pool.has_sinks else 0)
+            self.pool.floats.set_kept_codes(block, 0)
+            self.floats_begin = self.length
+        return 0
+
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
         """Write tokens behind those of a layer. A value that cannot be stored leaves the table as it was."""
         cdef kv_store *store = self.pool.stores + layer
@@ -260,6 +273,8 @@ cdef class BlockTable(BlockMap):
         self.floats_begin = min(self.floats_begin, n)
         for i in range(self.pool.num_layers):
             self.lengths[i] = min(self.lengths[i], n)
+        if self.pool.seals:
+            self._undo_reopening()
         if self.pool.secure and n % self.pool.block_size:
             self._wipe_behind(n // self.pool.block_size)
         return 0
@@ -378,13 +393,16 @@ cdef class BlockTable(BlockMap):
             return first
         size, pieces = self.pool.block_size, first
         for index, kept_codes in self.patches(longest):
+            if index * size >= self.floats_begin:
+                continue
             begin = max(index * size + kept_codes // PIECE * PIECE, PIECE * len(first))
             pieces = pieces + list(range(begin, min((index + 1) * size, longest), PIECE))
         begin = self.floats_begin // PIECE * PIECE if self.floats_begin < longest else longest
         return pieces + list(range(max(begin, PIECE * len(first)), longest, PIECE))
 
     cdef list patches(self, Py_ssize_t longest):
-        """Blocks below `floats_begin` that are patched, see `kv_store`: the index of each, and how many of its tokens have codes."""
+        """Sealed blocks that are patched, see `kv_store`: the index of each, and how many of its tokens have codes. Queries read
+        those from `floats_begin` on as float rows still, in full."""
         cdef Py_ssize_t size = self.pool.block_size, index, kept_codes
         cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
         if not self.pool.seals:
@@ -392,7 +410,7 @@ cdef class BlockTable(BlockMap):
         if self.count == 0:
             return self.patched or []
         patches = []
-        for index in range((self.floats_begin + size - 1) // size if self.pool.floats.num_patched else 0):
+        for index in range(max((self.floats_begin + size - 1) // size, self.length // size) if self.pool.floats.num_patched else 0):
             if index >= gone or index < self.sink_blocks:
                 kept_codes = -self.pool.floats.kept_codes[self.slot(index * size) // size]
                 if kept_codes > 0 and index * size + kept_codes < longest:
@@ -436,16 +454,16 @@ cdef class BlockTable(BlockMap):
             raise ValueError(f"of {length} tokens the first {floats_begin} cannot be coded alone: blocks have {self.pool.block_size}")
         kept_codes = min(length - floats_begin, self.pool.block_size)
         check_count(state.get("kept_tokens"), "kept_tokens", 0, kept_codes)
-        self._check_patches(floats_begin, state.get("patches", []))
+        self._check_patches(floats_begin, length, state.get("patches", []))
         return {name: value for name, value in state.items() if name not in ("coded_tokens", "kept_tokens", "patches")}
 
-    def _check_patches(self, Py_ssize_t floats_begin, patches):
-        """Each in a block of its own, below the coded tokens."""
-        cdef Py_ssize_t size = self.pool.block_size, last = -1
+    def _check_patches(self, Py_ssize_t floats_begin, Py_ssize_t length, patches):
+        """Each in a block of its own: one that is full, or below the coded tokens."""
+        cdef Py_ssize_t size = self.pool.block_size, last = -1, blocks = max((floats_begin + size - 1) // size, length // size)
         for index, kept_codes in patches:
-            index = check_count(index, "the block of a patch", last + 1, max(last + 1, (floats_begin + size - 1) // size - 1))
+            index = check_count(index, "the block of a patch", last + 1, max(last + 1, blocks - 1))
             kept_codes = check_count(kept_codes, "the coded tokens of a patched block", 1, size - 1)
-            if index * size + kept_codes >= floats_begin:
+            if index >= blocks or index * size < floats_begin <= index * size + kept_codes:
                 raise ValueError(f"a patch behind {kept_codes} tokens of block {index} cannot be among {floats_begin} coded tokens")
             last = index
 

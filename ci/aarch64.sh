@@ -46,7 +46,7 @@ fi
 # Cython's C files are the same for all processors: those of a build of this machine will do, and others are written here,
 # as the emulated setup.py has no Cython.
 mkdir -p "$work/$mode"
-{ git ls-files -z && find kvfast -name '*.c' -print0; } |
+{ git ls-files -z && find kvfast -name '*.c' ! -name dispatch.c -print0; } |
     xargs -0 cp --parents --update --preserve=timestamps -t "$work/$mode"
 cat >"$work/cc" <<'END'
 #!/usr/bin/env bash
@@ -57,7 +57,7 @@ chmod +x "$work/cc"
 audit=$PWD/ci/audit_instructions.py
 cd "$work/$mode"
 export PYTHONPATH=$PWD:$work/site
-PYTHONPATH='' cythonize -q -j "$(nproc)" $(git ls-files "kvfast/*.pyx")
+PYTHONPATH='' cythonize -q -j "$(nproc)" $(find kvfast -name '*.pyx')
 MODE=$mode CC=$work/cc LDSHARED="aarch64-linux-gnu-gcc -shared" CFLAGS="-I$root/usr/include -I$root/usr/include/$version" \
     "$python" setup.py -q build_ext --inplace -j "$(nproc)"
 python "$audit" $(find kvfast -name "*-aarch64-linux-gnu.so")

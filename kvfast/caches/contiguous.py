@@ -28,44 +28,44 @@ class KVCache(SequenceCache):
     num_kv_heads, head_dim : int, or a list with one per layer
         head_dim is 1 to 512; a multiple of 16 is stored without padding.
     max_seq_len : int, optional
-        Most tokens; all memory is then reserved at once and appending allocates nothing. Without it the
-        cache grows by blocks and never copies what it holds.
+        Largest number of tokens. All memory is then reserved at once, and appending allocates nothing. Without it
+        the cache grows by blocks and never copies what it holds.
     dtype : str, dtype or KVFormat, or a list of them with one per layer
-        Storage: a name of `kvfast.PRESETS` (``"int4"``, ``"k8v4"``, ``"int8"``, or ``"int8-plain"`` and ``"int4-plain"``
-        with nothing but a scale per token per KV head), ``"float32"``, ``"float16"`` or ``"bfloat16"``, two plain
-        dtypes for K and V (``"int8/int4"``), or a `KVFormat`.
+        Storage format: a name in `kvfast.PRESETS` (``"int4"``, ``"k8v4"``, ``"int8"``, or ``"int8-plain"`` and
+        ``"int4-plain"``, which have only a scale per token per KV head), ``"float32"``, ``"float16"`` or ``"bfloat16"``,
+        two plain dtypes for keys and values (``"int8/int4"``), or a `KVFormat`.
     k_dtype, v_dtype : optional
-        Plain storage of keys and values apart; where only one is given, the other is plain `dtype`.
+        Plain dtypes for keys and for values. If only one is given, the other side is plain `dtype`.
     block_size : int, optional
-        Tokens that are stored, shared with snapshots and copied together: 16, 32, 64, 128 or 256. By default 64, or
-        what the format asks for.
+        Tokens of a block, the unit that is stored, shared with snapshots and copied: 16, 32, 64, 128 or 256. By default
+        64, or what the format requires.
     secure : bool
-        Overwrite what is no longer needed before its memory serves anybody else: freed, dropped, truncated and evicted
-        tokens, and the memory that calls work in. Costs
-        a write of what is given back.
+        Overwrite memory before it is used for anything else: that of freed, dropped, truncated and evicted tokens,
+        and the scratch memory of calls. Costs one write of the memory that is given back.
     v_head_dim : int, or a list with one per layer, optional
-        Of the values, where it is another than that of the keys, as in multi-head latent attention that is not absorbed
-        (DeepSeek: 192 and 128). What `attend` returns is as wide as the values.
+        head_dim of the values if it differs from that of the keys, as in multi-head latent attention without absorbed
+        projections (DeepSeek: 192 and 128). The output of `attend` is as wide as the values.
 
     Raises
     ------
     ValueError
         For a size out of range or an unknown dtype.
     MemoryError
-        If the memory cannot be had.
+        If the memory cannot be allocated.
 
     Notes
     -----
     Each layer keeps its own length: append to every layer, then `advance`. All checks run before anything
     is written; a refused call leaves the cache as it was.
 
-    With a format that finishes blocks, as ``"int4"`` does (see `KVFormat`), tokens stay float16 until they are
-    advanced and their block is full, and queries read them so for 16 tokens more. Going back further than that,
-    with `truncate`, leaves tokens that only have their codes, and keep them; what follows in their block stays float16
-    where the block's scales do not fit it.
+    A format that seals blocks, such as ``"int4"`` (see `KVFormat`), keeps tokens as float16 until they are advanced
+    and their block is full. Queries still read the float16 rows until 16 further tokens follow the block. If
+    `truncate` goes back further than that, the block's remaining tokens have only their codes, and keep them. New
+    tokens in that block stay float16 if its scales do not fit them.
 
-    Thread safety: distinct caches may be used from distinct threads, and one cache by any number that only read it
-    (`attend`, `k`, `v`, `copy`). Who changes it must be alone, and the thread that comes second gets a RuntimeError.
+    Thread safety: different threads may use different caches, and any number of threads may read one cache
+    (`attend`, `k`, `v`, `copy`). A thread that changes a cache must be its only user: the second thread gets a
+    RuntimeError.
 
     Examples
     --------

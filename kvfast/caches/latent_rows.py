@@ -1,4 +1,4 @@
-"""Rows of latents with a rotary part behind them: what all caches of them check and tell."""
+"""Latent rows, each a latent followed by a rotary part: checks and properties that all their caches share."""
 
 
 from kvfast.caches.storage_properties import StorageProperties
@@ -9,13 +9,13 @@ from kvfast.errors import DimensionMismatchError
 
 MOST_LATENT_DIM, MOST_ROPE_DIM = 512, 128
 
-# A preset of keys and values as one of latent rows, where they cannot be the same: a row that is read as values cannot
-# have a scale for each channel, nor tokens that are floats beside their codes.
+# Presets of keys and values that need another format for latent rows: a row that is also read as values can have neither
+# channel scales nor float rows beside its codes.
 _PRESETS = {PRESETS["int4"]: KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True)}
 
 
 def checked_sizes(num_layers, latent_dim, rope_dim, dtype):
-    """The sizes and the KVFormat of each layer; ValueError for what latent rows cannot be."""
+    """The checked sizes, and the KVFormat of each layer; ValueError for a format that latent rows cannot have."""
     num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
     latent_dim = check_size(latent_dim, "latent_dim", 1, MOST_LATENT_DIM)
     rope_dim = check_size(rope_dim, "rope_dim", 0, MOST_ROPE_DIM)
@@ -23,7 +23,7 @@ def checked_sizes(num_layers, latent_dim, rope_dim, dtype):
 
 
 def latent_format(fmt):
-    """What a format is of latent rows; ValueError if it cannot be."""
+    """The format of latent rows for a format of keys and values; ValueError if there is none."""
     fmt = _PRESETS.get(fmt, fmt)
     if fmt.seals or fmt.num_float_tokens:
         raise ValueError(f"{fmt} is a format of keys and values apart: latent rows, which are both, have a scale per token, and "
@@ -37,7 +37,7 @@ class LatentRows(StorageProperties):
     __slots__ = ()
 
     def _row_parts(self, latent):
-        """Latents and rotary parts of tokens, (num_tokens, 1, dim); the second None if there are none."""
+        """Latents and rotary parts of tokens, (num_tokens, 1, dim). The second is None if rope_dim is 0."""
         rows = as_array(latent, "latent")
         if rows.ndim != 2 or rows.shape[1] != self.head_dim or len(rows) == 0:
             raise DimensionMismatchError(f"latent must have shape (num_tokens, {self.latent_dim} + {self.rope_dim}) and at least "
@@ -45,13 +45,13 @@ class LatentRows(StorageProperties):
         return self._parts(rows[:, None])
 
     def _query_parts(self, q):
-        """The same of queries, (num_tokens, num_q_heads, dim)."""
+        """Latents and rotary parts of queries, (num_tokens, num_q_heads, dim); see `_row_parts`."""
         rows = as_array(q, "q")
         self._check_query_shape(rows.shape)
         return self._parts(rows)
 
     def _latent_shape(self, q_shape, num_q_heads):
-        """Of queries, or what tells of them, their shape or their number, the same without the rotary part."""
+        """Queries, their shape, or their number, without the rotary part: the latents, or a shape."""
         if getattr(q_shape, "ndim", 0):
             return self._query_parts(q_shape)[0]
         shape = q_shape if isinstance(q_shape, (tuple, list)) else (q_shape, num_q_heads, self.head_dim)
@@ -89,7 +89,7 @@ class LatentRows(StorageProperties):
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes that one number of a row takes, scales and padding included."""
+        """Bytes per element of a row, scales and padding included."""
         return self.bytes_per_token / (self.num_layers * self.head_dim)
 
     def _shape(self):

@@ -1,4 +1,4 @@
-"""Layers that are stored alike share pools and block tables; those of one cache may differ."""
+"""Layers with the same shape and format share a pool and a block table; the layers of a cache may differ."""
 
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.sequence import SequenceBuffer
@@ -13,7 +13,7 @@ def per_layer(value, name, num_layers):
 
 
 def shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers):
-    """KV heads, head_dim and v_head_dim of each layer; v_head_dim None, or None for a layer: its head_dim."""
+    """KV heads, head_dim and v_head_dim of each layer. A v_head_dim of None, for all layers or for one, means head_dim."""
     heads, dims = per_layer(num_kv_heads, "num_kv_heads", num_layers), per_layer(head_dim, "head_dim", num_layers)
     v_dims = per_layer(v_head_dim, "v_head_dim", num_layers)
     return [(n, k, k if v is None else v) for n, k, v in zip(heads, dims, v_dims)]
@@ -25,9 +25,9 @@ def buffer_of(kinds, new_table, max_seq_len=None):
     Parameters
     ----------
     kinds : list
-        What is the same for the layers of a table, hashable, one for each layer.
+        One hashable value per layer. Layers with equal values share a table.
     new_table : callable
-        Makes the BlockTable of a kind, given it and the indices of its layers.
+        Makes the BlockTable of a kind from the kind and the indices of its layers.
     max_seq_len : int, optional
     """
     groups = {}

@@ -1,4 +1,4 @@
-"""Caches from files: the class of each kind, by the name that headers have for it."""
+"""Reading caches from files, and the class for each kind that a header can name."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ def load(path: str | os.PathLike[str], mmap: bool = False, max_seq_len: int | No
     ----------
     path : path-like
     mmap : bool
-        Do not read the blocks but map them: memory is read from the file when attention comes to it, and
-        changes stay in this process. The checksums of full blocks are then not verified. The file must not be cut
-        short while the cache lives; that `save` replaces it is harmless.
+        Map the blocks instead of reading them: the system reads the file when attention needs a block, and
+        changes stay in this process. The checksums of full blocks are then not verified. The file must not be
+        shortened while the cache exists; `save` may replace it.
     max_seq_len : int, optional
-        Reserve room for so many tokens, instead of what was saved.
+        Reserve room for this many tokens, instead of the saved `max_seq_len`.
 
     Returns
     -------
     KVCache, RingKVCache, MLAKVCache or MultiHeadKVCache
-        Of a `Sequence`, a `KVCache` or `RingKVCache` with its block_size; ``Snapshot.load(path)`` can be restored into a sequence.
+        A saved `Sequence` comes back as a `KVCache` or `RingKVCache` with the same block_size; ``Snapshot.load(path)``
+        can be restored into a sequence.
 
     Raises
     ------
     CorruptFileError
-        If the file is truncated, damaged, or not one of kvfast.
+        If the file is truncated or damaged, or kvfast did not write it.
     IncompatibleSnapshotError
-        If it has a version that this kvfast does not know.
+        If this kvfast cannot read the version of the file.
     ModuleNotFoundError
         Without the packages of ``kvfast[files]``.
     """
@@ -49,7 +50,7 @@ def load(path: str | os.PathLike[str], mmap: bool = False, max_seq_len: int | No
 
 
 def new_cache(settings, block_size, max_seq_len):
-    """An empty cache of what a header says, its buffer, and what it writes as its settings itself."""
+    """An empty cache with the settings of a header, its buffer, and the settings that it would write itself."""
     others = dict(settings)
     cache = CLASSES[others.pop("kind")]._from_settings(others, block_size, max_seq_len)
     return cache, cache._buffer, cache._settings()

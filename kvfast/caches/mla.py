@@ -26,18 +26,18 @@ __all__ = ["MLAKVCache"]
 
 
 class LatentSequence(LatentRows, StoredSequence):
-    """What the caches of latent rows of one sequence have in common."""
+    """Methods that all caches of latent rows of one sequence share."""
 
     __slots__ = ()
 
     def append(self, layer: int, latent: ArrayLike) -> None:
-        """Store the rows of one or more tokens behind those of a layer.
+        """Append the rows of one or more tokens to a layer.
 
         Parameters
         ----------
         layer : int
         latent : array of shape (num_tokens, latent_dim + rope_dim), float32, float16 or bfloat16
-            Of each token the latent, normalised as the model does, then the rotary part, turned by its position.
+            For each token the latent, normalised as in the model, then the rotary part, rotated for its position.
 
         Raises
         ------
@@ -45,14 +45,14 @@ class LatentSequence(LatentRows, StoredSequence):
         NonFiniteInputError
             For NaN, infinity, or a value beyond the range of the storage dtype.
         CacheFullError
-            If `max_seq_len` would be passed.
+            If the layer would hold more than `max_seq_len` tokens.
         """
         self._buffer.append(layer, *self._row_parts(latent))
 
     def append_kv(self, layer: int, k: ArrayLike, v: ArrayLike, down_k: ArrayLike, down_v: ArrayLike) -> None:
-        """Store tokens that come as keys and values of all heads, through down-projections.
+        """Store tokens given as keys and values of all heads, through down-projections.
 
-        The latent is the sum of what both are projected to; `get_kv` goes the other way.
+        The latent is the sum of the projected keys and the projected values. `get_kv` does the reverse.
 
         Parameters
         ----------
@@ -62,7 +62,7 @@ class LatentSequence(LatentRows, StoredSequence):
         v : array of shape (num_tokens, num_heads, v_dim)
         down_k : array of shape (num_heads, k_dim, latent_dim)
         down_v : array of shape (num_heads, v_dim, latent_dim)
-            All float32, float16 or bfloat16.
+            All arrays are float32, float16 or bfloat16.
 
         Raises
         ------
@@ -88,7 +88,7 @@ class LatentSequence(LatentRows, StoredSequence):
         self.append(layer, np.concatenate((latent, rope[:, 0]), axis=1))
 
     def get_latent(self, layer: int) -> NDArray[np.float32]:
-        """The rows of a layer, tokens that are not yet advanced included.
+        """Decode the rows of a layer, including tokens that are not yet advanced.
 
         Returns
         -------
@@ -98,7 +98,7 @@ class LatentSequence(LatentRows, StoredSequence):
         return np.concatenate([one[:, 0] for one in self._decoded(layer)], axis=1)
 
     def get_kv(self, layer: int, up_k: ArrayLike, up_v: ArrayLike) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values of all heads, through up-projections.
+        """Decode a layer to the keys and values of all heads, through up-projections.
 
         Parameters
         ----------
@@ -109,7 +109,7 @@ class LatentSequence(LatentRows, StoredSequence):
         Returns
         -------
         k : ndarray of shape (layer_length(layer), num_heads, k_dim + rope_dim), float32
-            The rotary part is behind the others, the same in all heads.
+            The rotary part comes last, and is the same in all heads.
         v : ndarray of shape (layer_length(layer), num_heads, v_dim), float32
 
         Raises
@@ -132,9 +132,9 @@ class LatentSequence(LatentRows, StoredSequence):
                num_threads: int | None = None) -> Any:  # fmt: skip
         """Attention of the last tokens to all that a layer holds, in latents, computed on the stored bytes.
 
-        Scores are ``scale * (q . row)`` of the whole row, the output is the weighted sum of latents. With the projections
-        of a model, `up_k` and `up_v` as in `get_kv`, the queries of head h are ``concatenate(up_k[:, h] @ q_nope, q_rope)``,
-        and its output is ``out[:, h] @ up_v[:, h]``.
+        Scores are ``scale * (q . row)`` over the whole row; the output is the weighted sum of latents. With a model's
+        projections `up_k` and `up_v`, as in `get_kv`, the queries of head h are
+        ``concatenate(up_k[:, h] @ q_nope, q_rope)``, and the output of head h is ``out[:, h] @ up_v[:, h]``.
 
         Parameters
         ----------
@@ -144,8 +144,8 @@ class LatentSequence(LatentRows, StoredSequence):
         out : array of shape (num_tokens, num_q_heads, latent_dim), float32, float16 or bfloat16, optional
             Where to write the output.
         scale : float, optional
-            Factor of the scores, ``(latent_dim + rope_dim) ** -0.5`` by default. What a model was trained with is that of
-            its own heads: 192 ** -0.5 for DeepSeek's, of 128 and 64 elements.
+            Factor of the scores, ``(latent_dim + rope_dim) ** -0.5`` by default. Models are trained with the scale of
+            their own heads: ``192 ** -0.5`` for DeepSeek, whose heads have 128 + 64 elements.
         causal, softcap, return_lse, num_splits, num_threads
             As in `KVCache.attend`.
 
@@ -165,7 +165,7 @@ class LatentSequence(LatentRows, StoredSequence):
 
     def explain(self, q_shape: Any = 1, layer: int = 0, *, num_q_heads: int = 1, dtype: Any = "float32",
                 causal: bool = True, num_splits: int = 0, num_threads: int | None = None) -> AttendPlan:
-        """What `attend` would do now; see `KVCache.explain`. Its queries and KV heads are told without their rotary part.
+        """Plan of the `attend` call without running it; see `KVCache.explain`. Its sizes leave out the rotary part.
 
         Parameters
         ----------
@@ -173,9 +173,9 @@ class LatentSequence(LatentRows, StoredSequence):
             Shape of q, (num_tokens, num_q_heads, latent_dim + rope_dim); or q itself; or the number of its tokens.
         layer : int
         num_q_heads : int
-            With a number of tokens.
+            Query heads, if `q_shape` is a number of tokens.
         dtype : str or dtype
-            Of q, where `q_shape` is no array.
+            dtype of q, if `q_shape` is not an array.
         causal, num_splits, num_threads
             As in `attend`.
 
@@ -211,8 +211,8 @@ def _floats(array, name):
 class MLAKVCache(LatentSequence):
     """Contiguous cache of one sequence of a model with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
-    A token has one row in a layer, for all heads: a latent, from which the model projects keys and values up, and the
-    rotary part of its keys. Attention works on these rows, with the projections absorbed into queries and outputs.
+    Each layer stores one row per token, shared by all heads: a latent, from which the model computes keys and values,
+    and the rotary part of the keys. Attention runs on these rows, with the projections absorbed into queries and outputs.
 
     Parameters
     ----------
@@ -220,14 +220,14 @@ class MLAKVCache(LatentSequence):
     latent_dim : int
         1 to 512.
     rope_dim : int
-        Of the rotary part, 0 to 128; 0 for none.
+        Elements of the rotary part, 0 to 128; 0 for none.
     max_seq_len : int, optional
         As in `KVCache`.
     dtype : str, dtype or KVFormat, or a list of them with one per layer
-        As in `KVCache`, with the latent in the place of keys and the rotary part in that of values: of ``"int8/bfloat16"``
-        the latent is INT8 and the rotary part bfloat16. ``"int8"`` and ``"int4"`` rotate both by a Hadamard transform;
-        ``"int4"`` is Gaussian then, with a scale per token. Formats that finish blocks (`centring`, `per_channel`) or keep
-        first tokens as floats are refused.
+        As in `KVCache`, with the latent in place of the keys and the rotary part in place of the values: with
+        ``"int8/bfloat16"`` the latent is INT8 and the rotary part bfloat16. ``"int8"`` and ``"int4"`` rotate both by a
+        Hadamard transform; ``"int4"`` then has a Gaussian codebook and a scale per token. Formats that seal blocks
+        (`centring`, `per_channel`) or keep first tokens as floats are refused.
     block_size : int, optional
         As in `KVCache`; 64 by default.
     secure : bool
@@ -236,13 +236,13 @@ class MLAKVCache(LatentSequence):
     Raises
     ------
     ValueError
-        For a size out of range, and for an unknown or unfit dtype.
+        For a size out of range, and for an unknown or unsuitable dtype.
     MemoryError
 
     Notes
     -----
-    Latent and rotary part have a scale each, where they are integers. Everything that a `KVCache` does with its tokens,
-    `truncate`, `snapshot`, `save` and what belongs to them, is the same here, with the same guarantees.
+    Latent and rotary part each have their own scale if they are integers. `truncate`, `snapshot`, `save` and the other
+    methods of a `KVCache` work here in the same way, with the same guarantees.
 
     Examples
     --------

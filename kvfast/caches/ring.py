@@ -31,29 +31,29 @@ ROLLBACK = 64
 class RingKVCache(SequenceCache):
     """Key/value cache of a sliding window: constant memory for endless generation.
 
-    Keeps the last `window` tokens, the first `num_sink_tokens` for ever (attention sinks, StreamingLLM, arXiv
-    2309.17453), and `rollback` tokens behind the window, so that going back is exact. Positions stay absolute:
-    ``len(cache)`` counts all tokens that were ever complete, less those taken back.
+    Keeps the last `window` tokens, the first `num_sink_tokens` permanently (attention sinks, StreamingLLM, arXiv
+    2309.17453), and `rollback` tokens behind the window, so that `truncate` can go back exactly. Positions stay
+    absolute: ``len(cache)`` counts all tokens that were ever complete, minus those that `truncate` removed.
 
     Parameters
     ----------
     num_layers, num_kv_heads, head_dim : int
         As in `KVCache`.
     window : int, or a list with one per layer
-        Tokens that a query sees, itself included. None in a list is a layer that keeps everything, for models
+        Tokens that a query sees, itself included. None in a list stands for a layer that keeps everything, for models
         that mix local and global layers.
     num_sink_tokens : int
-        First tokens that the layers with a window keep and see for ever, at most the smallest window.
+        Number of first tokens that layers with a window always keep and see, at most the smallest window.
     dtype, k_dtype, v_dtype
         As in `KVCache`.
     rollback : int
         How far `truncate` can go back from the longest the cache has been.
     rope : {None, "cache"}
-        ``"cache"``: keys and queries come without rotary embedding and are turned here, as if by the position
-        inside what the cache holds: the sinks stay directly before the window, however far it has moved.
+        ``"cache"``: pass keys and queries without rotary embedding, and the cache rotates them. It uses positions among
+        the tokens that it holds, so the sinks stay directly before the window, however far the window has moved.
     rope_theta, rotary_dim, rope_frequencies, rope_interleaved
-        For ``rope="cache"``: base of the angles, dimensions that turn (all of head_dim by default), radians per
-        position for each pair instead of `rope_theta`, and whether dimension 2i turns with 2i + 1 instead of
+        For ``rope="cache"``: base of the angles; number of dimensions to rotate (all of head_dim by default); radians
+        per position for each pair, instead of `rope_theta`; and whether element 2i forms a pair with 2i + 1, instead of
         i with i + rotary_dim // 2.
     secure, block_size
         As in `KVCache`.
@@ -63,17 +63,16 @@ class RingKVCache(SequenceCache):
     Raises
     ------
     ValueError
-        For a window of 0, sinks that are more than a window, or a size out of range.
+        For a window of 0, more sinks than the window holds, or a size out of range.
 
     Notes
     -----
-    A query sees its own window whatever was appended since, so a prompt may come in chunks of any size; while a
-    chunk is in progress the memory grows by it, and `advance` gives that back.
+    A query sees its own window whatever was appended since, so a prompt may come in chunks of any size. The memory
+    grows by a chunk while it is in progress; `advance` gives that memory back.
 
-    Keys under ``rope="cache"`` are stored turned by their absolute position, which leaves all distances inside
-    the window as they are; the sinks are read with a second set of queries, turned by the position inside the
-    cache. Scores depend on distances only, so this is what turning every key again would give, without
-    the work.
+    With ``rope="cache"``, keys are stored rotated for their absolute position, which preserves all distances inside
+    the window. The sinks are read with a second set of queries, rotated for the position inside the cache. Scores
+    depend on distances only, so the result equals that of rotating every key again, without the work.
 
     Examples
     --------
@@ -157,7 +156,7 @@ class RingKVCache(SequenceCache):
         window, num_sink_tokens = options.window_or(self._windows[layer]), options.sinks_or(self._num_sink_tokens)
         if window is None or not num_sink_tokens or length <= window:
             return at_window, None
-        # The last place of a cache that holds the sinks and the window before the query.
+        # The last position in a cache that holds the sinks and the window up to the query.
         return at_window, rotated(q, *self._rope(first, n, num_sink_tokens + window - 1), self._interleaved)
 
     def _unrotated(self, k, positions):
@@ -186,28 +185,28 @@ class RingKVCache(SequenceCache):
         return cls(window=window, block_size=block_size, **settings)
 
     def positions(self, layer: int = 0) -> NDArray[np.int64]:
-        """Absolute positions of the tokens that a layer shows, in the order of `k` and `v`.
+        """Absolute positions of the visible tokens of a layer, in the order of `k` and `v`.
 
         Returns
         -------
         ndarray of shape (num_tokens,), int64
-            The sinks, then the window; what `rollback` keeps behind the window is not among them.
+            The sinks, then the window. Tokens that `rollback` keeps behind the window are not included.
         """
         return self._buffer.positions(layer)
 
     @property
     def window(self) -> int | tuple[int | None, ...]:
-        """Window in tokens: one number, or a tuple with one per layer, None for a layer without."""
+        """Window in tokens: one number, or a tuple with one per layer (None for a layer without a window)."""
         return same_or_tuple(self._windows)
 
     @property
     def num_sink_tokens(self) -> int:
-        """First tokens that are kept for ever."""
+        """Number of first tokens that are always kept."""
         return self._num_sink_tokens
 
     @property
     def rollback(self) -> int:
-        """How many tokens `truncate` can go back from the longest the cache has been."""
+        """Number of tokens that `truncate` can go back from the longest the cache has been."""
         return self._rollback
 
     def __repr__(self) -> str:
@@ -217,7 +216,7 @@ class RingKVCache(SequenceCache):
 
 
 def _num_tokens(array):
-    """Rows of an array, at least one: what has none is refused where it is opened."""
+    """Rows of an array, at least 1: arrays without rows are refused later, in `open_rows`."""
     shape = np.shape(array)
     return max(1, shape[0]) if shape else 1
 

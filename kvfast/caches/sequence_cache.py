@@ -1,4 +1,4 @@
-"""What the caches of keys and values of one sequence have in common: names and documentation over the compiled buffer."""
+"""Methods that all caches of keys and values of one sequence share: names and documentation over the compiled buffer."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 class SequenceCache(StoredSequence):
-    """What the caches of keys and values of one sequence have in common."""
+    """Methods that all caches of keys and values of one sequence share."""
 
     __slots__ = ()
 
-    # What a cache that rotates queries and keys itself does differently.
+    # Overridden by a cache that rotates queries and keys itself.
 
     def _transform(self, layer, array, norm, eps):
-        """What becomes of the new keys of `array`, or None."""
+        """The Transform of the new keys of `array`, or None to store them as they are."""
 
     def _rotated(self, layer, q, options):
-        """Queries for the window, and for the sinks where they differ."""
+        """Queries for the window, and queries for the sinks, or None if they are the same."""
         return q, None
 
     def _unrotated(self, k, positions):
-        """Keys as they were given."""
+        """Keys as they were given, without the rotation of the cache."""
         return k
 
     def append(self, layer: int, k: ArrayLike, v: ArrayLike) -> None:
-        """Store the keys and values of one or more tokens behind those of a layer.
+        """Append the keys and values of one or more tokens to a layer.
 
         Parameters
         ----------
@@ -46,11 +46,11 @@ class SequenceCache(StoredSequence):
         Raises
         ------
         DimensionMismatchError, TypeError, IndexError
-            If shape, dtype or layer do not fit.
+            For a wrong shape, dtype or layer.
         NonFiniteInputError
             For NaN, infinity, or a value beyond the range of a float16 or bfloat16 cache.
         CacheFullError
-            If `max_seq_len` would be passed.
+            If the layer would hold more than `max_seq_len` tokens.
         """
         self._buffer.append(layer, k, v, self._transform(layer, k, None, 0.0))
 
@@ -60,7 +60,7 @@ class SequenceCache(StoredSequence):
               out: NDArray[Any] | None = None, num_threads: int | None = None) -> NDArray[Any]:
         """Split a fused projection, normalise and rotate its queries and keys, and store keys and values.
 
-        The same as `kvfast.split_qkv_norm_rope` followed by `append`, without arrays between.
+        The same as `kvfast.split_qkv_norm_rope` followed by `append`, without intermediate arrays.
 
         Parameters
         ----------
@@ -68,9 +68,9 @@ class SequenceCache(StoredSequence):
         qkv : array of shape (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim)
             float32, float16 or bfloat16: all query heads of a token, then its key heads, then its value heads.
         num_q_heads : int, optional
-            Checked against the width of `qkv`, from which it follows.
+            Computed from the width of `qkv`; if given, it is checked against it.
         cos, sin : arrays of shape (num_positions, rotary_dim // 2), float32, optional
-            Of the rotary angles; None for no rotation.
+            Cosines and sines of the rotary angles; None for no rotation.
         positions : integers of shape (num_tokens,), optional
             Row of `cos` and `sin` for each token; by default its position in the layer.
         q_norm, k_norm, eps, interleaved
@@ -78,7 +78,7 @@ class SequenceCache(StoredSequence):
         out : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16, optional
             Where to write the queries.
         num_threads : int, optional
-            Most threads of the split.
+            Largest number of threads for the split.
 
         Returns
         -------
@@ -103,7 +103,7 @@ class SequenceCache(StoredSequence):
                num_sink_tokens: int | None = None, sinks: ArrayLike | None = None,
                alibi_slopes: ArrayLike | None = None, return_lse: bool = False, num_splits: int = 0,
                num_threads: int | None = None, attention_chunk_size: int | None = None) -> Any:
-        """Attention of the last tokens to all that a layer holds, computed on the stored bytes.
+        """Attention of the last tokens to all tokens of a layer, computed on the stored bytes.
 
         Parameters
         ----------
@@ -116,25 +116,25 @@ class SequenceCache(StoredSequence):
         scale : float, optional
             Factor of the scores; ``head_dim ** -0.5`` by default.
         causal : bool
-            A query at position p sees the keys up to p; else all of them.
+            If True, a query at position p sees the keys up to p; otherwise it sees all keys.
         softcap : float, optional
             Scores become ``softcap * tanh(score / softcap)``.
         sliding_window : int, optional
-            A query at position p sees no key before ``p - sliding_window + 1``, but for the sinks.
+            A query at position p sees no key before ``p - sliding_window + 1``, except the sinks.
         num_sink_tokens : int, optional
-            With a sliding window or chunks: the first so many tokens stay visible (StreamingLLM, arXiv 2309.17453).
+            With a sliding window or chunks: number of first tokens that stay visible (StreamingLLM, arXiv 2309.17453).
         sinks : array of shape (num_q_heads,), optional
-            Logits that join the softmax's denominator only.
+            Logits that are added to the denominator of the softmax only.
         alibi_slopes : array of shape (num_q_heads,), optional
             ``slope * (key position - query position)`` is added to the scores (arXiv 2108.12409).
         return_lse : bool
             Also return the log-sum-exp of the scores, for `kvfast.merge_states`.
         num_splits : int
-            Parts that the context is cut into; 0 lets kvfast choose, from the lengths alone.
+            Number of parts that the context is cut into. With 0 kvfast chooses, from the lengths alone.
         num_threads : int, optional
-            Most threads of this call. The result is the same bits for every number.
+            Largest number of threads for this call. The result has the same bits for every number.
         attention_chunk_size : int, optional
-            Positions are cut into chunks of so many, and a query sees no key of the chunks before its own, but for the sinks.
+            Positions are cut into chunks of this size. A query sees no key of the chunks before its own, except the sinks.
 
         Returns
         -------
@@ -153,7 +153,7 @@ class SequenceCache(StoredSequence):
                 causal: bool = True, sliding_window: int | None = None, num_sink_tokens: int | None = None,
                 num_splits: int = 0, num_threads: int | None = None,
                 attention_chunk_size: int | None = None) -> AttendPlan:
-        """What `attend` would do now: its kernels, tasks, threads, the bytes it would read, and slow paths it would take.
+        """Plan of the `attend` call without running it: kernels, tasks, threads, bytes to read, and slow paths.
 
         Parameters
         ----------
@@ -161,16 +161,16 @@ class SequenceCache(StoredSequence):
             Shape of q, (num_tokens, num_q_heads, head_dim); or q itself; or the number of its tokens.
         layer : int
         num_q_heads : int, optional
-            With a number of tokens; one for each KV head by default.
+            Query heads, if `q_shape` is a number of tokens; one for each KV head by default.
         dtype : str or dtype
-            Of q, where `q_shape` is no array.
+            dtype of q, if `q_shape` is not an array.
         causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size
             As in `attend`.
 
         Returns
         -------
         AttendPlan
-            Print it, or look at its fields.
+            Print it, or read its fields.
 
         Raises
         ------
@@ -191,13 +191,13 @@ class SequenceCache(StoredSequence):
         return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:
-        """Keys of a layer, tokens that are not yet advanced included.
+        """Keys of a layer, including tokens that are not yet advanced.
 
         Returns
         -------
         ndarray of shape (layer_length(layer), num_kv_heads, head_dim), float32
-            A read-only view for float32 storage with `max_seq_len`; else a decoded copy. A view shows what
-            is stored now: truncating and appending again changes it.
+            A read-only view for float32 storage with `max_seq_len`; otherwise a decoded copy. A view shows the current
+            contents: truncating and appending again changes it.
         """
         return self._unrotated(*self._buffer.rows(layer, False))
 
@@ -212,7 +212,7 @@ class SequenceCache(StoredSequence):
         return self.k(layer), self.v(layer)
 
     def _shape_settings(self, kind):
-        """What must be the same for the bytes of one cache to be good in another; see `state.json_of` for files."""
+        """Settings that two caches must share for the bytes of one to be valid in the other; see `state.json_of` for files."""
         head_dim, v_head_dim = self._buffer.head_dim, self._buffer.v_head_dim
         settings = {
             "kind": kind,
@@ -221,5 +221,5 @@ class SequenceCache(StoredSequence):
             "head_dim": head_dim,
             "dtype": self._buffer.formats,
         }
-        # Files of one width are what they were before values could have their own.
+        # With one head_dim, files stay as they were before v_head_dim existed.
         return settings if v_head_dim == head_dim else settings | {"v_head_dim": v_head_dim}

@@ -1,4 +1,4 @@
-"""A cache for callers who think head by head."""
+"""A cache whose interface is head by head."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ __all__ = ["MultiHeadKVCache"]
 
 
 class _Heads:
-    """What all heads and one have in common: `_first` and `_count` tell which of the cache's they are."""
+    """Methods that the whole cache and one head share. `_first` and `_count` say which heads of the cache they use."""
 
     __slots__ = ()
 
     def attention_scores(self, queries: ArrayLike, *, softmax: bool = False,
                          num_threads: int | None = None) -> NDArray[np.float32]:
-        """Scores of each query with all tokens that its head holds, ``q . k / sqrt(head_dim)``.
+        """Scores of each query with all tokens of its head, ``q . k / sqrt(head_dim)``.
 
         Parameters
         ----------
         queries : num_q_heads vectors of head_dim
             An array of float32, float16 or bfloat16 (ml_dtypes, or its bits in uint16), or a list of arrays or of lists of numbers.
         softmax : bool
-            Return the weights of attention instead: of each query they sum to 1.
+            Return attention weights instead; the weights of each query sum to 1.
         num_threads : int, optional
-            Most threads of this call. The result is the same bits for every number.
+            Largest number of threads for this call. The result has the same bits for every number.
 
         Returns
         -------
@@ -57,7 +57,7 @@ class _Heads:
         return self._cache._buffer.scores(q, self._first, self._count, softmax, num_threads)
 
     def attend(self, queries: ArrayLike, *, num_threads: int | None = None) -> NDArray[np.float32]:
-        """Attention of each query to all tokens that its head holds, on the stored bytes.
+        """Attention of each query to all tokens of its head, computed on the stored bytes.
 
         Parameters
         ----------
@@ -72,29 +72,29 @@ class _Heads:
         ------
         DimensionMismatchError, NonFiniteInputError, TypeError
         ValueError
-            If no token is held.
+            If the cache is empty.
         """
         q = self._queries(queries)
         out = self._cache._buffer.attend_heads(q, self._first, self._count, Options(num_threads=num_threads))
         return self._signed(out, q.shape[1])[0]
 
     def decode_keys(self) -> NDArray[np.float32]:
-        """Keys as they are stored, without rotation: ndarray of shape (len(cache), num_heads, head_dim), float32."""
+        """Decoded keys, rotated back: ndarray of shape (len(cache), num_heads, head_dim), float32."""
         return self._signed(self._cache._buffer.rows_of(self._first, self._count, False), self._count)
 
     def decode_values(self) -> NDArray[np.float32]:
-        """Values; see `decode_keys`."""
+        """Decoded values; see `decode_keys`."""
         return self._signed(self._cache._buffer.rows_of(self._first, self._count, True), self._count)
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token is held."""
+        """Whether the cache holds no tokens."""
         return len(self) == 0
 
     @property
     def compression_ratio(self) -> float:
-        """How many times smaller than float32 the tokens are, all that is stored of them included: codes, scales, padding,
-        and the places of the last block that no token has taken yet. 1.0 without tokens."""
+        """Size of the tokens in float32 divided by their stored size. The stored size includes codes, scales, padding,
+        and the empty slots of the last block. 1.0 without tokens."""
         tokens = len(self)
         return 2 * 4 * tokens * self._count * self.head_dim / self.nbytes_used if tokens else 1.0
 
@@ -120,10 +120,10 @@ class _Heads:
         return self._signed(vectors(queries, "queries", self.num_q_heads, self.head_dim)[None], self.num_q_heads)
 
     def _signed(self, rows, num_heads):
-        """Rows of the shape (..., num_heads, head_dim) with the signs of the transform, in place."""
+        """Multiply rows of shape (..., num_heads, head_dim) by the signs of the transform, in place."""
         cache = self._cache
         if cache.config.rotation:
-            if cache._signs is None:  # not sooner: what a file says is not believed before its tokens are there
+            if cache._signs is None:  # not sooner: sizes from a file are not trusted before its tokens are read
                 cache._signs = signs_of(cache.config.seed, cache.num_heads, cache.head_dim)
             signs = cache._signs[self._first : self._first + self._count]
             grouped = rows.reshape(-1, self._count, num_heads // self._count, self.head_dim)
@@ -139,24 +139,25 @@ class MultiHeadKVCache(_Heads):
     num_heads : int
         Heads of keys and values.
     config : MultiHeadConfig
-        Of each of them.
+        Configuration of each head.
 
     Raises
     ------
     DimensionMismatchError
-        If `num_q_heads` is no multiple of `num_heads`.
+        If `num_q_heads` is not a multiple of `num_heads`.
     ValueError, TypeError, MemoryError
 
     Notes
     -----
-    A vector takes ``head_dim * bits / 8`` bytes, whatever the width, and its scale, of 2 bytes (of 4 with 8 bits, or 4 bits
-    that are evenly spaced). 4 and 8 bits are read as they are; the others become 8 bits in the processor's cache.
+    A vector takes ``head_dim * bits / 8`` bytes at every width, plus a scale of 2 bytes (4 bytes with 8 bits, or with 4
+    bits that are evenly spaced). Codes of 4 and 8 bits are read as they are; other widths become 8 bits in the
+    processor's cache.
 
-    A scale for each vector is all that adapts to the data. On Gaussian vectors of 128 (32 heads, 512 tokens) the outputs
-    of attention have a mean cosine similarity with the exact ones of 0.89 (2 bits), 0.97 (3), 0.992 (4), 0.995 (keys 5,
+    Only the scale of each vector adapts to the data. On Gaussian vectors of 128 elements (32 heads, 512 tokens), the mean
+    cosine similarity of attention outputs with the exact ones is 0.89 (2 bits), 0.97 (3), 0.992 (4), 0.995 (keys 5,
     values 4), 0.998 (5), 0.9993 (6), 0.9998 (7) and 0.99996 (8).
 
-    Queries are turned once for each call, and outputs turned back once.
+    Queries are rotated once per call, and outputs are rotated back once.
 
     Examples
     --------
@@ -199,17 +200,17 @@ class MultiHeadKVCache(_Heads):
         return self.num_heads
 
     def push_token(self, keys: ArrayLike, values: ArrayLike) -> None:
-        """Compress and keep the key and the value of one token in every head.
+        """Compress and store the key and the value of one token in every head.
 
         Parameters
         ----------
         keys, values : num_heads vectors of head_dim
-            As `queries` of `attention_scores`. A token that is refused leaves every head as it was.
+            As `queries` of `attention_scores`. If a token is refused, every head stays as it was.
 
         Raises
         ------
         DimensionMismatchError
-            If there are more or fewer vectors, or elements of one.
+            For a wrong number of vectors, or of elements in a vector.
         NonFiniteInputError
             For NaN, infinity, or a magnitude above 6e35.
         TypeError
@@ -219,12 +220,12 @@ class MultiHeadKVCache(_Heads):
         self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def push_tokens(self, keys: ArrayLike, values: ArrayLike) -> None:
-        """Compress and keep the keys and values of many tokens, as `push_token` does one by one.
+        """Compress and store the keys and values of many tokens, as `push_token` does one by one.
 
         Parameters
         ----------
         keys, values : arrays of shape (num_tokens, num_heads, head_dim), float32, float16 or bfloat16
-            If one token is refused, none is kept.
+            If one token is refused, none is stored.
 
         Raises
         ------
@@ -237,12 +238,12 @@ class MultiHeadKVCache(_Heads):
         self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def truncate(self, n: int) -> None:
-        """Keep the first `n` of the tokens that are held.
+        """Keep the first `n` tokens of the cache.
 
         Raises
         ------
         ValueError
-            If fewer are held.
+            If the cache holds fewer.
         TypeError
         """
         if check_size(n, "n", 0, 1 << 60) > len(self):
@@ -250,12 +251,12 @@ class MultiHeadKVCache(_Heads):
         self._buffer.truncate(self._buffer.length - len(self) + n if n else 0)
 
     def snapshot(self, metadata: Mapping[str, str] | None = None) -> Snapshot:
-        """The tokens as they are now, in shared memory: see `KVCache.snapshot`.
+        """Snapshot of the current tokens, in shared memory; see `KVCache.snapshot`.
 
         Parameters
         ----------
         metadata : dict of str to str, optional
-            Anything that is to be kept with them.
+            Anything to store with them.
 
         Returns
         -------
@@ -264,12 +265,12 @@ class MultiHeadKVCache(_Heads):
         return Snapshot(self.fork(), None, metadata)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go to where a snapshot was taken, of this cache or of another with as many heads and the same configuration.
+        """Return to the state of a snapshot of this cache, or of another with as many heads and the same configuration.
 
         Raises
         ------
         IncompatibleSnapshotError
-            If these differ; the cache is as it was.
+            If the heads or the configuration differ; the cache stays as it was.
         TypeError
         """
         if not isinstance(snapshot, Snapshot):
@@ -277,7 +278,7 @@ class MultiHeadKVCache(_Heads):
         self._buffer.restore(snapshot._fitted(self, False)._cache._buffer)
 
     def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
-        """Write the tokens to a file for `kvfast.load`, as they are stored; see `KVCache.save`.
+        """Write the stored bytes of the tokens to a file for `kvfast.load`; see `KVCache.save`.
 
         Raises
         ------
@@ -288,17 +289,17 @@ class MultiHeadKVCache(_Heads):
         self.snapshot(metadata).save(path)
 
     def evict_outside_window(self, window: int) -> int:
-        """Drop all but the last `window` tokens; the memory of blocks that hold none of these is used again.
+        """Drop all tokens before the last `window`. Blocks that hold none of those are reused.
 
         Returns
         -------
         int
-            How many were dropped.
+            Number of dropped tokens.
         """
         return self._buffer.evict(check_size(window, "window", 0, 1 << 60))
 
     def head(self, i: int) -> HeadView:
-        """One head: its `attention_scores`, `attend`, `decode_keys` and so on, as the cache is at the time of the call.
+        """View of one head, with `attention_scores`, `attend`, `decode_keys` and so on. Calls use the cache as it is then.
 
         Parameters
         ----------
@@ -307,7 +308,7 @@ class MultiHeadKVCache(_Heads):
         Returns
         -------
         HeadView
-            Its arrays have one head, its queries the ``num_q_heads // num_heads`` that read it.
+            Its arrays have one head, and its queries the ``num_q_heads // num_heads`` heads that read it.
 
         Raises
         ------
@@ -316,7 +317,7 @@ class MultiHeadKVCache(_Heads):
         return HeadView(self, i)
 
     def clear(self) -> None:
-        """Drop all tokens; the memory is kept for the next."""
+        """Drop all tokens; the memory is kept for new ones."""
         self._buffer.truncate(0)
 
     def copy(self) -> Self:
@@ -334,13 +335,13 @@ class MultiHeadKVCache(_Heads):
         other._buffer = buffer
         return other
 
-    # What `Snapshot` and `state` ask of every cache.
+    # Members that `Snapshot` and `state` need from every cache.
 
     max_seq_len = None
 
     @property
     def secure(self) -> bool:
-        """Whether memory is overwritten before it is given back: never."""
+        """Whether memory is overwritten before it is given back; always False."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""What a `MultiHeadKVCache` is told: how it stores vectors, and the vectors."""
+"""The configuration of a `MultiHeadKVCache`, and the checks of its vectors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_float32
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
-# Sums of 512 elements that are turned stay finite, and so do their scales.
+# With this limit, sums of 512 rotated elements stay finite, and so do their scales.
 _LARGEST = 6e35
 
 
@@ -25,19 +25,19 @@ class MultiHeadConfig:
     head_dim : int
         1 to 512; a multiple of 16 is stored without padding.
     bits : int or (int, int)
-        2 to 8, of an element of keys and values, or of keys and of values.
+        Bits per element, 2 to 8: one number for keys and values, or one for each.
     rotation : bool
-        Turn vectors by a randomised Hadamard transform before they are coded, so that their elements are near to a
-        Gaussian and none stands out (QuaRot, arXiv 2404.00456; TurboQuant, arXiv 2504.19874).
+        Rotate vectors by a randomised Hadamard transform before encoding, so that their elements are close to Gaussian and
+        have no outliers (QuaRot, arXiv 2404.00456; TurboQuant, arXiv 2504.19874).
     codebook : {"gaussian", "uniform", "trellis"}
-        The levels of 2 to 5 bits: those with the least squared error for a Gaussian (Lloyd-Max), or evenly spaced. From 6
-        bits on both are evenly spaced over the vector's own range, which is as good. Of 4 bits there is also a trellis,
-        whose levels depend on the codes before them: it is closer, as small, and takes longer to write and to read.
+        Levels for 2 to 5 bits: those with the least squared error for a Gaussian (Lloyd-Max), or evenly spaced. With 6 bits
+        or more, both are evenly spaced over the vector's own range, which is as good. 4 bits can also use a trellis, whose
+        levels depend on the codes before them: it is more exact at the same size, and takes longer to write and to read.
     num_q_heads : int, optional
-        A multiple of the cache's heads; as many as these by default. Query head i reads head
+        A multiple of the cache's heads; by default the same number. Query head i reads head
         ``i // (num_q_heads // num_heads)``.
     seed : int
-        Of the signs of the transform, which differ from head to head; below 2**64.
+        Seed of the signs of the transform, which differ between heads; below 2**64.
 
     Raises
     ------
@@ -84,7 +84,7 @@ class MultiHeadConfig:
 
 
 def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
-    """A float32 array of its own, (count, dim), of an array or of a sequence of vectors."""
+    """A new float32 array of shape (count, dim) from an array or a sequence of vectors."""
     try:
         num = len(given)
     except TypeError:
@@ -95,7 +95,7 @@ def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
         rows = [_floats(row, f"{name}[{i}]", dim) for i, row in enumerate(given)]
     else:
         rows = _floats(given, name, count, dim)
-    with np.errstate(over="ignore"):  # which is found below
+    with np.errstate(over="ignore"):  # overflow is reported below
         array = np.array(rows, np.float32)
     largest = np.abs(array).max()
     if not largest <= _LARGEST:
@@ -107,7 +107,7 @@ def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
 
 
 def tokens(given: Any, name: Any, count: Any, dim: Any) -> Any:
-    """A float32 array of its own, (num_tokens, count, dim), of an array."""
+    """A new float32 array of shape (num_tokens, count, dim) from an array."""
     array = as_float32(given, name)
     if array.ndim != 3 or array.shape[1:] != (count, dim) or not len(array):
         raise DimensionMismatchError(f"{name} must have shape (num_tokens, {count}, {dim}) and at least one token, got {array.shape}")
@@ -131,7 +131,7 @@ def _floats(given, name, *shape):
 
 
 def signs_of(seed: Any, num_heads: int, head_dim: int) -> Any:
-    """(num_heads, head_dim) of -1 and 1 as a random-looking function of seed, head and element (SplitMix64)."""
+    """Signs -1 and 1 of shape (num_heads, head_dim): a pseudo-random function of seed, head and element (SplitMix64)."""
     with np.errstate(over="ignore"):
         step = np.uint64(0x9E3779B97F4A7C15)
         heads = _mixed(np.uint64(seed) + step * np.arange(1, num_heads + 1, dtype=np.uint64))

@@ -31,17 +31,17 @@ class PagedKVCache(PagedStorage):
     num_blocks : int
         Blocks of the pool. A block spans all layers.
     block_size : int
-        Tokens of a block: 16, 32, 64, 128 or 256; by default 32, or what the format asks for.
+        Tokens of a block: 16, 32, 64, 128 or 256; by default 32, or what the format requires.
     dtype, k_dtype, v_dtype
         As in `KVCache`.
     secure : bool
-        As in `KVCache`: no block comes to another sequence, or back to the system, with what was in it.
+        As in `KVCache`: a block is overwritten before another sequence or the system gets it.
     sliding_window : int, optional
-        Tokens that a query sees, itself included; the blocks behind go back to the pool. None for all.
+        Tokens that a query sees, itself included; blocks behind the window go back to the pool. None for all tokens.
     num_sink_tokens : int
-        First tokens of a sequence that it keeps and sees for ever, at most `sliding_window`.
+        Number of first tokens that a sequence always keeps and sees, at most `sliding_window`.
     rollback : int
-        With a window: how far `Sequence.truncate` can go back from the longest a sequence has been.
+        With a window: how far `Sequence.truncate` can go back from the longest the sequence has been.
     v_head_dim : int, optional
         As in `KVCache`.
 
@@ -50,24 +50,24 @@ class PagedKVCache(PagedStorage):
     ValueError
         For a size out of range.
     TypeError
-        For a list with a shape or window per layer: a block spans all layers, so that layers which differ need a pool for
-        each kind, and a model's sequence is one in each of them.
+        For a list with a shape or window per layer. A block spans all layers, so layers that differ need one pool per
+        kind, and a model's sequence needs one sequence in each pool.
     MemoryError
 
     Notes
     -----
-    Blocks have owners: sequences, and forks that share them. A block goes back to the pool with its last owner;
-    a full block whose tokens are known (see `Sequence.advance`) stays findable until the pool needs it, the
-    least recently used first.
+    The owners of a block are the sequences and forks that share it. A block goes back to the pool when its last owner
+    releases it. A full block whose token ids are known (see `Sequence.advance`) can still be found until the pool needs
+    it; the least recently used block is reused first.
 
-    A scheduler that keeps its own tables uses `append_batch`, `write_batch` and `attend_batch` with its own
-    slots and block tables, and no sequences; in one pool it is one or the other.
+    A scheduler with its own tables passes its own slots and block tables to `append_batch`, `write_batch` and
+    `attend_batch`, and makes no sequences. A pool can be used in one of the two ways, not in both.
 
-    With a window, a sequence is what a `RingKVCache` is to a `KVCache`. Its block table has -1 where blocks have gone
-    back, and a scheduler's own may have anything there: what no query sees is not read. A prefix is found as long as the
-    pool has those of its blocks that a sequence of its length holds.
+    With a window, a sequence behaves like a `RingKVCache`. Its block table has -1 where blocks have gone back to the
+    pool. A scheduler's own table may have anything there: blocks that no query sees are not read. A prefix can be found
+    as long as the pool has those of its blocks that a sequence of that length would hold.
 
-    Threads that only read a pool and its sequences go together; one that changes them must be alone.
+    Any number of threads may read a pool and its sequences at once; a thread that changes them must be its only user.
 
     Examples
     --------
@@ -96,7 +96,7 @@ class PagedKVCache(PagedStorage):
         check_block_size(block_size)
         num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, 1 << 40)
         rollback = check_size(rollback, "rollback", 0, 1 << 40)
-        # What has the tokens of a sequence to itself, without any.
+        # An empty cache with the settings of one sequence: the template of its snapshots and files.
         if sliding_window is None:
             if num_sink_tokens:
                 raise ValueError(f"num_sink_tokens is for a sliding_window, without which all tokens are kept, got {num_sink_tokens}")
@@ -118,12 +118,12 @@ class PagedKVCache(PagedStorage):
 
     @property
     def num_sink_tokens(self) -> int:
-        """First tokens that sequences keep for ever, behind a window."""
+        """Number of first tokens that sequences with a window always keep."""
         return getattr(self._alone, "num_sink_tokens", 0)
 
     @property
     def rollback(self) -> int | None:
-        """How many tokens `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
+        """Number of tokens that `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
         return getattr(self._alone, "rollback", None)
 
     def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> None:
@@ -135,15 +135,15 @@ class PagedKVCache(PagedStorage):
         k : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
         v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         slot_mapping : integers of shape (num_tokens,)
-            From `slot_mapping`, the same for every layer, -1 for a token to leave out; or another scheduler's
-            slots in a pool without sequences.
+            From `slot_mapping`, the same for every layer, with -1 for a token to leave out; or, in a pool without
+            sequences, the slots of another scheduler.
 
         Raises
         ------
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
             As `KVCache.append`.
         ValueError
-            For slots out of range, given twice, or not the next of their sequence.
+            For slots that are out of range, given twice, or not the next slots of their sequence.
         """
         self._buffer.append_batch(layer, k, v, slot_mapping)
 
@@ -152,7 +152,7 @@ class PagedKVCache(PagedStorage):
                     q_norm: ArrayLike | None = None, k_norm: ArrayLike | None = None, eps: float = 1e-6,
                     interleaved: bool = False, out: NDArray[Any] | None = None,
                     num_threads: int | None = None) -> NDArray[Any]:
-        """Split a fused projection of several sequences' tokens, and store their keys and values.
+        """Split a fused projection of the tokens of several sequences, and store their keys and values.
 
         Parameters
         ----------
@@ -186,25 +186,26 @@ class PagedKVCache(PagedStorage):
         q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
             Queries of the last tokens of each sequence, sequence after sequence.
         sequences : list of Sequence
-            Each with the tokens that this layer of it holds; or instead
+            Each is read with the tokens that this layer holds. Instead, pass `block_table` and `seq_lens`.
         block_table : integers of shape (num_sequences, max_blocks)
         seq_lens : integers of shape (num_sequences,)
-            Plain tables of blocks and the tokens in them, those of `q` included. In a pool with a window no more than
-            the blocks of the sinks and of what the queries see need be there.
+            Plain block tables, and the tokens in them including those of `q`. In a pool with a window, only the blocks of
+            the sinks and of the tokens that the queries see have to be present.
         cu_seqlens_q : integers of shape (num_sequences + 1,), optional
-            Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; one each by default.
+            Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``; by default one query each.
         cascade : bool
-            Read blocks that several sequences share once for all of them (from 256 shared tokens on, and not
-            with a sliding window or chunks). The result differs by rounding.
+            Read blocks that several sequences share only once (from 256 shared tokens on, and not with a sliding
+            window or chunks). The result differs by rounding.
         out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse, num_splits, \
         num_threads, attention_chunk_size
-            As in `KVCache.attend`; in a pool with a window its own by default, and at most.
+            As in `KVCache.attend`. In a pool with a window, the window and sinks of the pool are the defaults and the
+            largest values allowed.
 
         Returns
         -------
         ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32, or `out`
             With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
-            blocks, the same bits as `Sequence.attend` of each sequence alone.
+            blocks, the result has the same bits as `Sequence.attend` of each sequence alone.
 
         Raises
         ------
@@ -221,7 +222,7 @@ class PagedKVCache(PagedStorage):
                       dtype: Any = "float32", causal: bool = True, sliding_window: int | None = None,
                       num_sink_tokens: int | None = None, num_splits: int = 0,
                       num_threads: int | None = None, attention_chunk_size: int | None = None) -> AttendPlan:
-        """What `attend_batch` would do now; see `KVCache.explain`.
+        """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
         Parameters
         ----------

@@ -43,7 +43,7 @@ class MLASequence(PagedSequence, LatentSequence):
 
 
 class PagedMLAKVCache(LatentRows, PagedStorage):
-    """Cache of latent rows of many sequences in one pool of blocks: an `MLAKVCache` for each, and a `PagedKVCache` for all.
+    """Cache of latent rows of many sequences in one pool of blocks: rows as in `MLAKVCache`, a pool as in `PagedKVCache`.
 
     Parameters
     ----------
@@ -59,13 +59,13 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
     Raises
     ------
     ValueError
-        For a size out of range, and for an unknown or unfit dtype.
+        For a size out of range, and for an unknown or unsuitable dtype.
     MemoryError
 
     Notes
     -----
-    Sequences, forks, known prefixes and another scheduler's tables are those of `PagedKVCache`. A snapshot of a sequence can
-    be restored into an `MLAKVCache`, and the other way round.
+    Sequences, forks, known prefixes and the tables of another scheduler work as in `PagedKVCache`. A snapshot of a sequence
+    can be restored into an `MLAKVCache`, and the reverse.
 
     Examples
     --------
@@ -101,7 +101,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError
             As `MLAKVCache.append`.
         ValueError
-            For slots out of range, given twice, or not the next of their sequence.
+            For slots that are out of range, given twice, or not the next slots of their sequence.
         """
         self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping)
 
@@ -110,7 +110,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
                      out: NDArray[Any] | None = None, scale: float | None = None, causal: bool = True,
                      softcap: float | None = None, return_lse: bool = False, num_splits: int = 0,
                      num_threads: int | None = None) -> Any:  # fmt: skip
-        """Attention of a ragged batch in latents, prompts and single tokens mixed.
+        """Attention of a ragged batch in latents; prompts and single tokens may be mixed.
 
         Parameters
         ----------
@@ -119,7 +119,8 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
             Queries of the last tokens of each sequence, sequence after sequence, with the projection absorbed; see
             `MLAKVCache.attend`.
         sequences, block_table, seq_lens, cu_seqlens_q, cascade
-            As in `PagedKVCache.attend_batch`; a multiple of 16 query heads gains nothing by shared reading, and reads apart.
+            As in `PagedKVCache.attend_batch`. A multiple of 16 query heads gains nothing from shared reading, so each
+            sequence is then read separately.
         out, scale, causal, softcap, return_lse, num_splits, num_threads
             As in `MLAKVCache.attend`.
 
@@ -127,7 +128,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         -------
         ndarray of shape (num_tokens, num_q_heads, latent_dim), float32, or `out`
             With `return_lse` a tuple of it and float32 of shape (num_tokens, num_q_heads). Without shared
-            blocks, the same bits as `MLASequence.attend` of each sequence alone.
+            blocks, the result has the same bits as `MLASequence.attend` of each sequence alone.
 
         Raises
         ------
@@ -143,7 +144,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
                       seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
                       num_q_heads: int = 1, dtype: Any = "float32", causal: bool = True, num_splits: int = 0,
                       num_threads: int | None = None) -> AttendPlan:  # fmt: skip
-        """What `attend_batch` would do now; see `KVCache.explain`.
+        """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""One of the sequences of a paged cache."""
+"""One sequence of a paged cache."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ __all__ = ["Sequence"]
 
 
 class PagedSequence(StoredSequence):
-    """A sequence whose blocks are those of a pool, whatever is stored in them."""
+    """A sequence with blocks from a pool, for any kind of contents."""
 
     __slots__ = ("_digests", "_pool", "_salt", "_table", "_token_ids", "num_cached_tokens")
 
     is_paged = True
 
     def __init__(self, pool: Any, token_ids: Any = (), digests: Any = (), salt: bytes = b"") -> None:
-        """`digests`: of the full blocks of `token_ids`; those that the pool has are what the sequence starts with."""
-        # A pool makes its sequences itself: what else comes here is no pool, and must not be taken for one.
+        """`digests`: of the full blocks of `token_ids`. The sequence starts with those of them that the pool has."""
+        # Only a pool makes sequences of its class; any other argument is refused here.
         if getattr(type(pool), "_sequence", None) is not type(self):
             raise TypeError(f"a {type(self).__name__} is made by its pool: see new_sequence(), match_prefix() and fork()")
         self._pool, self._table = pool, pool._buffer.new_table()
-        # Whatever fails below, this one gives back what the table has by then.
+        # If a later step fails, this buffer releases the blocks that the table holds by then.
         self._buffer = SequenceBuffer([self._table], [(self._table, layer) for layer in range(pool.num_layers)])
         pool._buffer.start(self._table, digests)
         found = self._table.length
-        # None once tokens came without their ids: what follows them cannot be known by its tokens.
+        # None after tokens came without ids: later blocks cannot be indexed by their tokens.
         self._token_ids = np.asarray(token_ids[:found], np.int64).tolist()
         self._digests, self._salt = list(digests[: found // pool.block_size]), salt
         self.num_cached_tokens = found  # tokens that match_prefix found
@@ -49,29 +49,29 @@ class PagedSequence(StoredSequence):
         return self._pool
 
     def advance(self, n: int = 1, token_ids: ArrayLike | None = None) -> None:
-        """Count `n` tokens as complete; every layer must have got exactly that many.
+        """Count `n` tokens as complete; every layer must hold exactly that many new ones.
 
         Parameters
         ----------
         n : int
         token_ids : integers of shape (n,), optional
-            The tokens. Blocks that they fill can then be found by `PagedKVCache.match_prefix`; tokens without
-            ids end that for the rest of the sequence.
+            The token ids. `PagedKVCache.match_prefix` can then find the blocks that these tokens fill. After tokens
+            without ids, later blocks of the sequence cannot be found.
 
         Raises
         ------
         ValueError
-            Naming the layers that hold more or fewer, or if `token_ids` are not `n` integers.
+            If layers hold more or fewer (the message names them), or if `token_ids` are not `n` integers.
         """
         if token_ids is not None:
             token_ids = checked_token_ids(token_ids, n)
         self._buffer.advance(n, lambda before: self._take_ids(before, token_ids))
 
     def _take_ids(self, before, token_ids):
-        """What the tokens behind the first `before` are, while no other thread is in the pool.
+        """Keep the ids of the tokens after the first `before`, while no other thread is in the pool.
 
-        A call that was interrupted may have left other ids than there were tokens: they are dropped, and so they are for
-        want of memory, which only keeps blocks from being found.
+        An interrupted call may have left more or fewer ids than tokens; all ids are then dropped. They are also dropped if
+        memory runs out. Without ids, the blocks only cannot be found.
         """
         if token_ids is None or self._token_ids is None or len(self._token_ids) != before:
             self._token_ids = None
@@ -84,7 +84,7 @@ class PagedSequence(StoredSequence):
             self._token_ids = None
 
     def _make_known(self):
-        """Let `match_prefix` find the blocks that are full since the last time."""
+        """Let `match_prefix` find the blocks that have filled up since the last call."""
         index, size, first = self._pool._buffer.index, self._pool.block_size, len(self._digests)
         if len(self._token_ids) // size > first:
             self._digests = index.digests(self._token_ids, size, self._salt, self._digests)
@@ -100,13 +100,13 @@ class PagedSequence(StoredSequence):
 
     def _cut_ids(self, n):
         if self._token_ids is not None:
-            del self._digests[n // self._pool.block_size :]  # first: should the other fail, none is wrong
+            del self._digests[n // self._pool.block_size :]  # first, so that no digest is wrong if the next line fails
             del self._token_ids[n:]
         elif n == 0:
             self._token_ids, self._digests = [], []
 
     def clear(self) -> None:
-        """Drop all tokens, and give their blocks back."""
+        """Drop all tokens and release their blocks."""
         self.truncate(0)
 
     def fork(self) -> Self:
@@ -114,7 +114,7 @@ class PagedSequence(StoredSequence):
 
         Returns
         -------
-        Sequence, or what this is
+        Sequence or MLASequence
         """
         self._check_open()
         other = type(self)(self._pool)
@@ -160,19 +160,20 @@ class PagedSequence(StoredSequence):
             self._token_ids = None
 
     def _with_buffer(self, buffer):
-        """A cache that has the same tokens to itself."""
+        """A cache outside the pool around a buffer with the same tokens."""
         raise NotImplementedError
 
     def can_append(self, n: int) -> bool:
-        """Whether the pool has the blocks that `n` more tokens take, all of them before the next `advance`.
+        """Whether the pool has enough blocks for `n` more tokens, all of them appended before the next `advance`.
 
-        What leaves a window then comes back to the pool: in steps, a sequence with a window gets on with fewer.
+        `advance` returns the blocks that have left a window to the pool, so a sequence with a window needs fewer blocks if
+        the tokens come in several steps.
         """
         self._check_open()
         return self._pool._buffer.blocks_needed([self._table], [check_size(n, "n", 0, 1 << 60)]) <= self._pool.num_free_blocks
 
     def free(self) -> None:
-        """Give all blocks back. The sequence cannot be used any more; freeing it twice is harmless."""
+        """Release all blocks. The sequence cannot be used afterwards; freeing it twice is harmless."""
         if not self._buffer.closed:
             self._pool._buffer.free(self._table)
 
@@ -189,7 +190,7 @@ class PagedSequence(StoredSequence):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks of this sequence, those that it shares included."""
+        """Bytes of the blocks of this sequence, shared blocks included."""
         return self.nbytes_used
 
     def __repr__(self) -> str:
@@ -200,8 +201,8 @@ class PagedSequence(StoredSequence):
 class Sequence(PagedSequence, SequenceCache):
     """One sequence of a `PagedKVCache`; made by its `new_sequence`, `match_prefix`, or by `fork`.
 
-    Has the methods of `KVCache`. Use it in a ``with`` statement or call `free` to give its blocks back; one that
-    is forgotten gives them back when Python collects it.
+    Has the methods of `KVCache`. Use it in a ``with`` statement or call `free` to release its blocks. Otherwise they are
+    released when Python collects the sequence.
 
     Examples
     --------
@@ -220,18 +221,18 @@ class Sequence(PagedSequence, SequenceCache):
     __slots__ = ()
 
     def positions(self, layer: int = 0) -> NDArray[np.int64]:
-        """Positions of the tokens that a layer shows, in the order of `k` and `v`.
+        """Positions of the visible tokens of a layer, in the order of `k` and `v`.
 
         Returns
         -------
         ndarray of shape (num_tokens,), int64
-            All of them; of a pool with a window the sinks, then the window, as `RingKVCache.positions`.
+            All positions. In a pool with a window: the sinks, then the window, as in `RingKVCache.positions`.
         """
         return self._buffer.positions(layer)
 
     @property
     def rollback(self) -> int | None:
-        """How many tokens `truncate` can go back from the longest the sequence has been; None for any number."""
+        """Number of tokens that `truncate` can go back from the longest the sequence has been; None for any number."""
         return self._pool.rollback
 
     def _with_buffer(self, buffer):

@@ -1,4 +1,4 @@
-"""Many sequences in one pool of blocks, whatever is stored of their tokens."""
+"""Many sequences in one pool of blocks, for any kind of contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvfast.caches.snapshot import Snapshot
 
-# Small blocks share more of a prompt.
+# With small blocks, sequences share more of a prompt.
 BLOCK_SIZE = 32
 
 
@@ -26,7 +26,7 @@ class PagedStorage(StorageProperties):
 
     is_paged = True
 
-    _sequence = PagedSequence  # what its sequences are
+    _sequence = PagedSequence  # class of its sequences
 
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
                  v_head_dim=None, ring=None):
@@ -38,12 +38,12 @@ class PagedStorage(StorageProperties):
 
         Returns
         -------
-        Sequence, or MLASequence of latent rows
+        Sequence, or MLASequence for latent rows
         """
         return self._sequence(self)
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> Any:
-        """A new sequence with the tokens of a snapshot, of a sequence of this pool or of another cache.
+        """A new sequence with the tokens of a snapshot. The snapshot may be of a sequence of this pool or of another cache.
 
         Parameters
         ----------
@@ -68,15 +68,15 @@ class PagedStorage(StorageProperties):
         return sequence
 
     def match_prefix(self, token_ids: Any, salt: bytes = b"") -> Any:
-        """A sequence that starts with the blocks that the pool still has of a prompt.
+        """A new sequence that starts with the blocks of a prompt that the pool still has.
 
         Parameters
         ----------
         token_ids : sequence of int
-            The prompt. Of its tokens at least the last stays to be computed.
+            The prompt. Its last token is never part of the result, so at least one token remains to be computed.
         salt : bytes
-            Keeps apart those who must not learn of each other's prompts: blocks are found only under the salt
-            that they were made with.
+            Separates users who must not learn about each other's prompts: blocks are found only with the salt that
+            they were made with. At most 64 bytes.
 
         Returns
         -------
@@ -90,13 +90,13 @@ class PagedStorage(StorageProperties):
         return self._sequence(self, token_ids, digests, salt)
 
     def block_table(self, sequences: Any) -> NDArray[np.int32]:
-        """Blocks of some sequences.
+        """Block tables of some sequences.
 
         Returns
         -------
         ndarray of shape (num_sequences, max_blocks), int32
-            Column i has the blocks of the positions from ``i * block_size`` on: -1 behind the last, and where a window has
-            left a block.
+            Column i has the blocks of the ``block_size`` positions from ``i * block_size``: -1 behind the last block, and
+            for blocks behind a window.
         """
         blocks = [table.block_row() for table in self._tables(sequences)]
         table = np.full((len(blocks), max([len(one) for one in blocks], default=0)), -1, np.int32)
@@ -114,8 +114,8 @@ class PagedStorage(StorageProperties):
     def slot_mapping(self, sequences: Any, num_tokens: int | list[int] = 1) -> NDArray[np.int64]:
         """Slots of the next tokens of some sequences, for `append_batch`.
 
-        Takes the blocks for them, and copies those that are shared, for all of the sequences or for none. The
-        slots are good until the tokens are complete; after `Sequence.fork` or `truncate` ask again.
+        Takes the blocks for these tokens and copies shared ones, for all of the sequences or for none. The slots are
+        valid until the tokens are complete; after `Sequence.fork` or `truncate`, call this again.
 
         Parameters
         ----------
@@ -125,12 +125,12 @@ class PagedStorage(StorageProperties):
         Returns
         -------
         ndarray of shape (sum of num_tokens,), int64
-            ``block * block_size + place``, sequence after sequence.
+            ``block * block_size + offset``, sequence after sequence.
 
         Raises
         ------
         CacheFullError
-            With the blocks needed and free.
+            The message has the numbers of needed and free blocks.
         """
         tables = self._tables(sequences)
         counts = list(num_tokens) if np.ndim(num_tokens) else [num_tokens] * len(tables)
@@ -139,22 +139,22 @@ class PagedStorage(StorageProperties):
         return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, 1 << 40) for n in counts])
 
     def _batch(self, sequences, block_table, seq_lens):
-        """Tables of sequences, or other people's tables and lengths."""
+        """Block tables of sequences, or the given tables and lengths of another scheduler."""
         if (sequences is None) == (block_table is None) or (block_table is None) != (seq_lens is None):
             raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
         return None if sequences is None else self._tables(sequences), block_table, seq_lens
 
     def can_append(self, n: int) -> bool:
-        """Whether a new sequence of `n` tokens would find its blocks, all of them before the next `advance`."""
+        """Whether the pool has enough blocks for a new sequence of `n` tokens, all of them appended before the next `advance`."""
         return -(-check_size(n, "n", 0, 1 << 60) // self.block_size) <= self.num_free_blocks
 
     def clear(self) -> None:
-        """Forget all known prefixes and another scheduler's slots; every sequence and snapshot must be gone.
+        """Forget all known prefixes and the slots of another scheduler. No sequence or snapshot may be left.
 
         Raises
         ------
         ValueError
-            If one is left.
+            If a sequence or snapshot is left.
         """
         self._buffer.clear()
 
@@ -175,7 +175,7 @@ class PagedStorage(StorageProperties):
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without an owner, those of known prefixes included."""
+        """Blocks without an owner, including those of known prefixes."""
         return self._buffer.num_free
 
     @property
@@ -185,7 +185,7 @@ class PagedStorage(StorageProperties):
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that are not freed."""
+        """Number of sequences that are not freed."""
         return self._buffer.num_sequences
 
     @property

@@ -1,4 +1,4 @@
-"""Prompts whose caches are kept in a folder."""
+"""Caches of prompts in a folder."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 __all__ = ["PromptCache"]
 
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}\.safetensors")
-_STALE = 3600  # seconds after which an unfinished file is taken to be that of a process that was killed
+_STALE = 3600  # seconds after which an unfinished file counts as left by a killed process
 
 
 class PromptCache:
     """Caches of prompts in a folder, found again by their tokens.
 
-    An entry is a file of `KVCache.save`, known by the model, the settings of the cache, and the token ids.
-    When the folder grows beyond `max_bytes`, the least recently used entries go. Any number of processes may share
-    a folder: files appear complete, and one that disappears or is damaged is as good as none.
+    An entry is a file of `KVCache.save`. Its key is the model, the settings of the cache, and the token ids. When the
+    folder grows beyond `max_bytes`, the least recently used entries are removed. Any number of processes may share a
+    folder: files appear complete, and a missing or damaged file counts as no entry.
 
     Parameters
     ----------
     folder : path-like
-        Made if it is not there. Others' files in it are left alone.
+        Created if it does not exist. Other files in it are left alone.
     max_bytes : int, optional
-        Most bytes of all entries together.
+        Largest number of bytes of all entries together.
 
     Examples
     --------
@@ -61,10 +61,10 @@ class PromptCache:
         self.folder = Path(folder)
         self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0, 1 << 60)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._token_ids = {}  # of files by their names, which tell their contents
+        self._token_ids = {}  # of files, by their names: a name identifies the contents
 
     def save(self, cache: Any, token_ids: ArrayLike, model: str = "") -> bool:
-        """Keep the complete tokens of a cache.
+        """Save the complete tokens of a cache.
 
         Parameters
         ----------
@@ -76,7 +76,7 @@ class PromptCache:
         Returns
         -------
         bool
-            False if the cache is empty or alone larger than `max_bytes`; it is then not kept.
+            False if the cache is empty, or larger than `max_bytes` by itself; it is then not saved.
         """
         snapshot = _checked_cache(cache).snapshot(token_ids, {"model": model})
         if not len(snapshot) or self.max_bytes is not None and len(snapshot) * cache.bytes_per_token > self.max_bytes:
@@ -84,11 +84,11 @@ class PromptCache:
         token_ids = snapshot.token_ids
         for common, name in self._matches(cache, token_ids, model):
             if common == len(token_ids) and self._touch(name):
-                return True  # there already, perhaps with more behind it
+                return True  # saved already, perhaps with more tokens after these
         name = f"{_key(cache, model)}-{_digest(token_ids.tobytes())}.safetensors"
         snapshot.save(self.folder / name)
-        with contextlib.suppress(FileNotFoundError):  # which another process may have evicted
-            # Float rows and headers are more than the bytes per token.
+        with contextlib.suppress(FileNotFoundError):  # another process may have evicted it
+            # Float rows and headers come on top of the bytes per token.
             if self.max_bytes is not None and os.stat(self.folder / name).st_size > self.max_bytes:
                 self._remove(name)
                 return False
@@ -97,14 +97,14 @@ class PromptCache:
         return True
 
     def restore(self, cache: Any, token_ids: ArrayLike, model: str = "") -> int:
-        """Start a cache with the longest prefix of a prompt that is kept.
+        """Fill an empty cache with the longest saved prefix of a prompt.
 
         Parameters
         ----------
         cache : KVCache, RingKVCache or Sequence
             Empty.
         token_ids : integers of shape (num_tokens,)
-            The prompt. At least its last token stays to be computed.
+            The prompt. Its last token is never restored, so at least one token remains to be computed.
         model : str
             As in `save`.
 
@@ -128,7 +128,7 @@ class PromptCache:
             except (CorruptFileError, IncompatibleSnapshotError):
                 self._remove(name)
                 continue
-            with contextlib.suppress(ValueError):  # a ring that cannot go back so far
+            with contextlib.suppress(ValueError):  # a ring that cannot go back that far
                 cache.restore(snapshot.truncated(common))
                 self._touch(name)
                 return common
@@ -155,7 +155,7 @@ class PromptCache:
         return f"PromptCache({str(self.folder)!r}, max_bytes={self.max_bytes})"
 
     def _matches(self, cache, token_ids, model):
-        """(tokens in common, name) of the entries for this model and such caches, best first."""
+        """(tokens in common, name) of the entries for this model and these cache settings, best first."""
         key, matches = _key(cache, model), []
         for name, _ in self._entries():
             if not name.startswith(key):
@@ -182,7 +182,7 @@ class PromptCache:
         return entries
 
     def _touch(self, name):
-        """Mark as just used; whether it is still there."""
+        """Mark an entry as just used. Returns whether it still exists."""
         try:
             os.utime(self.folder / name)
         except FileNotFoundError:
@@ -191,12 +191,12 @@ class PromptCache:
 
     def _remove(self, name):
         self._token_ids.pop(name, None)
-        # Another process may have been faster; some systems do not remove a file that one has open.
+        # Another process may have removed it already; some systems do not remove a file that is open.
         with contextlib.suppress(FileNotFoundError, PermissionError):
             os.unlink(self.folder / name)
 
     def _evict(self, newest):
-        """Make room, the least recently used first, and clear away what killed processes have left."""
+        """Remove the least recently used entries until the rest fits, and the files that killed processes have left."""
         for part in self.folder.glob("*.part"):
             with contextlib.suppress(FileNotFoundError):
                 if _NAME.match(part.name) and time.time() - part.stat().st_mtime > _STALE:
@@ -220,7 +220,7 @@ def _checked_cache(cache):
 
 
 def _key(cache, model):
-    """What must be the same for an entry to be of use."""
+    """Digest of everything that must be equal for an entry to be usable."""
     if not isinstance(model, str):
         raise TypeError(f"model must be a str, got {model!r}")
     settings = json_of([model, cache._settings()])

@@ -25,11 +25,11 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot(StorageProperties):
-    """The complete tokens of a cache as they were: from `KVCache.snapshot`, a file, or arrays.
+    """The complete tokens of a cache at one point in time: from `KVCache.snapshot`, a file, or arrays.
 
-    Shares the blocks of its cache: what is taken is a table of them, and a block is copied only when the cache
-    writes to it. It lives on when the cache is gone, and can be restored any number of times, into its cache or
-    into another with the same settings, where it is copied. A snapshot and its cache are one to threads: see `KVCache`.
+    Shares the blocks of its cache: only the block table is copied, and a block is copied when the cache writes to it. The
+    snapshot stays valid after the cache is gone. It can be restored any number of times, into its own cache or into
+    another with the same settings, which copies it. For threads, a snapshot and its cache count as one: see `KVCache`.
 
     Examples
     --------
@@ -49,32 +49,32 @@ class Snapshot(StorageProperties):
 
     def __init__(self, cache: Any, token_ids: ArrayLike | None = None,
                  metadata: Mapping[str, str] | None = None) -> None:
-        # A cache that nobody else has: it is not changed any more.
+        # A cache that nothing else refers to, so that it never changes.
         self._cache = cache
         self._token_ids = None
         if token_ids is not None:
             ids = checked_token_ids(token_ids, len(cache))
-            self._token_ids = np.ndarray(ids.shape, ids.dtype, ids.tobytes())  # which cannot be made writable
+            self._token_ids = np.ndarray(ids.shape, ids.dtype, ids.tobytes())  # bytes cannot be made writable
         self._metadata = _checked_metadata(metadata)
 
     @property
     def seq_len(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self._cache)
 
     @property
     def token_ids(self) -> NDArray[np.int64] | None:
-        """What the tokens are, if that is known: int64 of shape (seq_len,), read-only; else None."""
+        """The token ids, int64 of shape (seq_len,), read-only; None if they are not known."""
         return self._token_ids
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What was given to `KVCache.snapshot`: a dict of str to str."""
+        """The metadata given to `KVCache.snapshot`: a dict of str to str."""
         return dict(self._metadata)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that exist for this snapshot alone: its table, and blocks that its cache has overwritten or dropped since."""
+        """Bytes that only this snapshot needs: its table, and blocks that its cache has overwritten or dropped since."""
         return self._cache._buffer.nbytes_alone
 
     def to_arrays(self) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
@@ -84,8 +84,8 @@ class Snapshot(StorageProperties):
         -------
         keys : list with one ndarray of shape (seq_len, num_kv_heads * head_dim), float32, per layer
         values : list with one ndarray of shape (seq_len, num_kv_heads * v_head_dim), float32, per layer
-            Of a ring, the tokens that it shows; see `RingKVCache.positions`. Of an `MLAKVCache`, latents and their rotary
-            parts.
+            For a ring: the visible tokens, see `RingKVCache.positions`. For an `MLAKVCache`: the latents, and their
+            rotary parts.
         """
         pairs = [self._cache._decoded(layer) for layer in range(self.num_layers)]
         keys, values = ([np.array(one).reshape(len(one), one.shape[1] * one.shape[2]) for one in side] for side in zip(*pairs))
@@ -95,13 +95,13 @@ class Snapshot(StorageProperties):
     def from_arrays(cls, keys: Sequence[ArrayLike], values: Sequence[ArrayLike], num_kv_heads: int, dtype: Any = "int4",
                     k_dtype: Any = None, v_dtype: Any = None, *, token_ids: ArrayLike | None = None,
                     metadata: Mapping[str, str] | None = None) -> Self:
-        """Encode tokens, for a `KVCache` or a `Sequence`.
+        """Encode tokens to a snapshot that a `KVCache` or a `Sequence` can restore.
 
         Parameters
         ----------
         keys : sequence of arrays of shape (seq_len, num_kv_heads * head_dim), one per layer
         values : sequence of arrays of shape (seq_len, num_kv_heads * v_head_dim), one per layer
-            float32, float16 or bfloat16.
+            Arrays of float32, float16 or bfloat16.
         num_kv_heads : int
         dtype, k_dtype, v_dtype
             As in `KVCache`.
@@ -157,7 +157,7 @@ class Snapshot(StorageProperties):
         return new_cache(settings, self.block_size, max_seq_len)[0]
 
     def truncated(self, n: int) -> Snapshot:
-        """The snapshot of the first `n` tokens alone.
+        """A snapshot of the first `n` tokens.
 
         Raises
         ------
@@ -174,9 +174,16 @@ class Snapshot(StorageProperties):
         Returns
         -------
         dict of str to ndarray
-            ``"layers.0.k.0"``, ``"layers.0.v.0"`` ...: the full blocks of a layer and head as they are stored, uint8 of
-            shape (num_blocks, bytes of a block); ``"layers.0.k.tail"`` ...: the block that is not full, of each head;
-            ``"header"``: JSON in uint8; ``"token_ids"``: int64, where they are known.
+            All arrays but ``"token_ids"`` are uint8:
+
+            - ``"header"``: JSON.
+            - ``"layers.0.k.0"``, ``"layers.0.v.0"`` ...: the full blocks of a layer and head, of shape (num_blocks, bytes
+              of a block).
+            - ``"layers.0.k.tail"`` ...: the blocks behind the full ones, block after block and head after head. Only present
+              if there are any.
+            - ``"layers.0.k.floats"`` ...: float rows in pieces of 16 tokens, of shape (num_pieces * num_kv_heads, bytes of
+              a piece), piece after piece and head after head. Only present if there are any.
+            - ``"token_ids"``: int64 of shape (seq_len,), if they are known.
         """
         return to_arrays(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata)
 
@@ -187,7 +194,7 @@ class Snapshot(StorageProperties):
         Raises
         ------
         CorruptFileError, IncompatibleSnapshotError
-            If that cannot be.
+            If the arrays are damaged, or of a version that this kvfast cannot read.
         """
         return cls(*from_arrays(arrays, new_cache))
 
@@ -201,7 +208,7 @@ class Snapshot(StorageProperties):
         return cls(*cache_file.read(path, new_cache, mmap, None))
 
     def to_bytes(self) -> bytes:
-        """What `save` writes to a file, as bytes, for a database or a socket.
+        """The bytes that `save` would write to a file, for a database or a socket.
 
         Raises
         ------
@@ -212,11 +219,11 @@ class Snapshot(StorageProperties):
 
     @classmethod
     def from_bytes(cls, data: Any) -> Self:
-        """From what `to_bytes` returned, or any file that kvfast wrote.
+        """A snapshot from the result of `to_bytes`, or from the bytes of any file that kvfast wrote.
 
         Parameters
         ----------
-        data : bytes, or anything with a buffer
+        data : bytes, or any object with a buffer
 
         Raises
         ------
@@ -227,7 +234,7 @@ class Snapshot(StorageProperties):
         return cls(*cache_file.from_bytes(data, new_cache))
 
     def _fitted(self, cache, convert):
-        """What `cache` can become: this, or with `convert` its tokens in the formats of `cache`."""
+        """A snapshot that `cache` can restore: this one, or with `convert` its tokens in the formats of `cache`."""
         self._check_fits(cache, {"dtype"} if convert else set())
         settings = cache._settings() | {"secure": cache.secure}
         if not convert or self._cache._settings()["dtype"] == settings["dtype"]:
@@ -246,9 +253,9 @@ class Snapshot(StorageProperties):
         return Snapshot(other, self._token_ids, self._metadata)
 
     def _check_fits(self, cache, but):
-        """Raise unless `cache` can become what this is, but for some settings."""
+        """Raise unless `cache` can restore this snapshot; the settings in `but` may differ."""
         mine, other = self._cache._settings(), cache._settings()
-        for name in mine | other:  # the kind first, and layers before what is told of each
+        for name in mine | other:  # the kind first, and the number of layers before their settings
             if name not in but and mine.get(name) != other.get(name):
                 wrong = [_shown(name, settings.get(name)) for settings in (mine, other)]
                 raise IncompatibleSnapshotError(f"the snapshot has {name} {wrong[0]!r}, the cache {wrong[1]!r}")
@@ -256,14 +263,14 @@ class Snapshot(StorageProperties):
             raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {cache.max_seq_len}")
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same bytes for the same tokens, whatever the size of their blocks."""
+        """Whether both hold the same bytes for the same tokens; their block sizes may differ."""
         if not isinstance(other, Snapshot):
             return NotImplemented
         if self._cache._settings() != other._cache._settings() or self.seq_len != other.seq_len:
             return False
         if self.block_size > other.block_size:
             return other == self
-        if self.block_size != other.block_size:  # of a ring the smaller blocks may have less of what is behind the window
+        if self.block_size != other.block_size:  # a ring with smaller blocks may hold fewer tokens behind the window
             cache = self._empty_cache(None)
             cache.restore(other)
             other = Snapshot(cache)
@@ -281,7 +288,7 @@ class Snapshot(StorageProperties):
         return True
 
     def __copy__(self) -> Snapshot:
-        return self  # nothing changes it
+        return self  # a snapshot never changes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -298,14 +305,14 @@ class Snapshot(StorageProperties):
 
 
 def new_cache(settings, block_size, max_seq_len):
-    """See `loading.new_cache`. All classes of caches make snapshots, and so import this module first."""
+    """See `loading.new_cache`. It is imported here because all classes of caches import this module."""
     from kvfast.caches import loading
 
     return loading.new_cache(settings, block_size, max_seq_len)
 
 
 def _shown(name, value):
-    """A setting as messages tell it: formats by their names, and once what all layers have."""
+    """A setting as messages show it: formats by name, and a value that all layers share only once."""
     if name == "dtype":
         value = [str(one) for one in value]
     return same_or_tuple(value) if isinstance(value, list) else value

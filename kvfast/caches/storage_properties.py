@@ -1,4 +1,4 @@
-"""Sizes and dtypes, the same for every kind of cache."""
+"""Properties for sizes and dtypes, shared by every kind of cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class StorageProperties:
-    """What a cache tells of its storage: of ``_storage``, a buffer or a pool."""
+    """Sizes and dtypes of ``_storage``, which is a buffer or a pool."""
 
     __slots__ = ()
 
@@ -55,7 +55,7 @@ class StorageProperties:
 
     @property
     def bytes_per_element(self) -> float:
-        """Bytes that one number of a key or value takes, scales and padding included."""
+        """Bytes per element of a key or value, scales and padding included."""
         return self.bytes_per_token / sum(self._entry_sizes(self.head_dim) + self._entry_sizes(self.v_head_dim))
 
     @property
@@ -65,13 +65,13 @@ class StorageProperties:
 
     @property
     def nbytes_used(self) -> int:
-        """Bytes of the blocks that hold tokens, all that is stored of them included."""
+        """Bytes of the blocks that hold tokens, with all that is stored for these tokens."""
         return self._storage.nbytes_used
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes over all layers, scales, padding and its share of what a block has for all of its
-        tokens included; tokens that are floats, see `KVFormat`, take more."""
+        """Bytes of one token over all layers, including scales, padding and its share of a block's statistics. Tokens that
+        are float rows take more; see `KVFormat`."""
         return self._storage.bytes_per_token
 
     @property

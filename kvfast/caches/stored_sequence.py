@@ -1,4 +1,4 @@
-"""What all caches of one sequence do with its tokens, whatever is stored of them."""
+"""Methods that all caches of one sequence share, for any kind of contents."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
-# Tokens of a block of the caches that own their memory, unless the format asks for others, and blocks that a growing
-# cache starts with.
+# For caches that own their memory: tokens of a block, unless the format requires another number, and the blocks that a
+# growing cache starts with.
 BLOCK_SIZE = 64
 GROW_BLOCKS = 8
 
 
 def buffer_of(cache):
-    """The `SequenceBuffer` of a cache, for what stands above the caches."""
+    """The `SequenceBuffer` of a cache, for packages above the caches."""
     return cache._buffer
 
 
@@ -41,12 +41,12 @@ class StoredSequence(StorageProperties):
         raise NotImplementedError
 
     def advance(self, n: int = 1) -> None:
-        """Count `n` tokens as complete; every layer must have got exactly that many.
+        """Count `n` tokens as complete; every layer must hold exactly that many new ones.
 
         Raises
         ------
         ValueError
-            Naming the layers that hold more or fewer.
+            If layers hold more or fewer; the message names them.
         """
         self._buffer.advance(n)
 
@@ -55,14 +55,14 @@ class StoredSequence(StorageProperties):
         return self._buffer.layer_length(layer)
 
     def truncate(self, n: int) -> None:
-        """Keep the first `n` complete tokens; tokens that are not yet advanced go too.
+        """Keep the first `n` complete tokens. Tokens that are not yet advanced are dropped too.
 
         The bytes of the kept tokens do not change.
         """
         self._buffer.truncate(n)
 
     def clear(self) -> None:
-        """Drop all tokens; the memory is kept for the next."""
+        """Drop all tokens; the memory is kept for new ones."""
         self._buffer.truncate(0)
 
     def copy(self) -> Self:
@@ -72,12 +72,12 @@ class StoredSequence(StorageProperties):
     def fork(self) -> Self:
         """Another cache with the same complete tokens, in the same blocks.
 
-        A block is copied when one of the two writes to it. The two share their memory, and are one to threads.
+        A block is copied when one of the two writes to it. The two share memory, and for threads they count as one cache.
         """
         return self._with_buffer(self._buffer.share())
 
     def _with_buffer(self, buffer):
-        """A cache of the same settings with other contents."""
+        """A cache with the same settings and another buffer."""
         other = object.__new__(type(self))
         for name in type(self).__slots__:
             setattr(other, name, getattr(self, name))
@@ -85,16 +85,16 @@ class StoredSequence(StorageProperties):
         return other
 
     def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
-        """The complete tokens, as they are now.
+        """Snapshot of the current complete tokens.
 
-        Takes no copy but of the block table: blocks are shared, and copied when this cache writes to them.
+        Copies the block table only. Blocks are shared, and copied when this cache writes to them.
 
         Parameters
         ----------
         token_ids : integers of shape (len(cache),), optional
-            What the tokens are, to be kept with them.
+            The token ids, to store with the tokens.
         metadata : dict of str to str, optional
-            Anything else that is to be kept, the name of the model for example.
+            Anything else to store, for example the name of the model.
 
         Returns
         -------
@@ -103,23 +103,23 @@ class StoredSequence(StorageProperties):
         return Snapshot(self.fork(), token_ids, metadata)
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
-        """Go to where a snapshot was taken, of this cache or of another with the same settings.
+        """Return to the state of a snapshot of this cache, or of another with the same settings.
 
-        A snapshot of this cache is shared as it was; another's bytes are copied. A snapshot of a `KVCache` can be
-        restored into a `Sequence`, and the other way round.
+        A snapshot of this cache is restored by sharing its blocks; the bytes of another's are copied. A snapshot of a
+        `KVCache` can be restored into a `Sequence`, and the reverse.
 
         Parameters
         ----------
         snapshot : Snapshot
         convert : bool
-            Take one whose storage formats differ, too: its tokens are decoded, and encoded as this cache stores them. From
-            few bits to more they do not become more exact.
+            Also accept a snapshot with other storage formats: its tokens are decoded, and encoded in the formats of this
+            cache. They do not become more exact if these have more bits.
 
         Raises
         ------
         IncompatibleSnapshotError
-            If layers, heads, head_dim, windows, or without `convert` dtypes differ, if a ring has dropped tokens that are to
-            be converted, or there is no room for the tokens; the cache is as it was.
+            If layers, heads, head_dim or windows differ, or the dtypes without `convert`; if a ring has dropped tokens that
+            are to be converted; or if there is no room for the tokens. The cache stays as it was.
         NonFiniteInputError
             For converted values beyond the range of a dtype.
         CacheFullError
@@ -134,9 +134,9 @@ class StoredSequence(StorageProperties):
 
     def save(self, path: str | os.PathLike[str], token_ids: ArrayLike | None = None,
              metadata: Mapping[str, str] | None = None) -> None:
-        """Write the complete tokens to a file, as they are stored: safetensors, with checksums.
+        """Write the stored bytes of the complete tokens to a file: safetensors, with checksums.
 
-        If the process dies on the way, the file is the old one or the new one.
+        If the process dies meanwhile, the file is either the old one or the new one.
 
         Parameters
         ----------
@@ -158,12 +158,12 @@ class StoredSequence(StorageProperties):
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """A cache from what `state_dict` returned.
+        """A cache from the result of `state_dict`.
 
         Raises
         ------
         CorruptFileError, IncompatibleSnapshotError
-            If that cannot be.
+            If the arrays are damaged, of another kind of cache, or of a version that this kvfast cannot read.
         """
         cache, _, _ = from_arrays(arrays, new_cache)
         if type(cache) is not cls:
@@ -196,7 +196,7 @@ class StoredSequence(StorageProperties):
 
     @property
     def context_lens(self) -> NDArray[np.int32]:
-        """Tokens of each layer, advanced or not: int32 of shape (num_layers,)."""
+        """Tokens that each layer holds, advanced or not: int32 of shape (num_layers,)."""
         return np.array([self._buffer.layer_length(layer) for layer in range(self.num_layers)], np.int32)
 
     def capacity(self, layer: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""What a cache stores of a token, and its names."""
+"""Storage formats of a cache, and their names."""
 
 from __future__ import annotations
 
@@ -25,43 +25,42 @@ class KVFormat:
     ----------
     dtype : str
         ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``, or two of them for keys and values,
-        ``"int8/int4"``. The integers have one scale per token per KV head, unless `per_channel`. ``"int2"``, ``"int3"``,
-        ``"int5"``, ``"int6"`` and ``"int7"`` are packed, bit for bit, and become INT8 when they are read: they save
-        memory, and time at most where memory is what is waited for.
+        ``"int8/int4"``. Integers have one scale per token per KV head, unless `per_channel`. ``"int2"``, ``"int3"``,
+        ``"int5"``, ``"int6"`` and ``"int7"`` are packed without unused bits, and become INT8 when they are read: they
+        save memory, and save time only where memory bandwidth is the limit.
     rotation : {"", "k", "v", "kv"}
-        Which of keys and values are turned by a Hadamard transform of their head_dim elements before they are coded,
-        so that no element stands out (QuaRot, arXiv 2404.00456). Queries are turned as keys are, and outputs turned
-        back, so that attention stays what it was.
+        The sides (keys, values) that are rotated by a Hadamard transform of their head_dim elements before encoding, so
+        that there are no outliers (QuaRot, arXiv 2404.00456). Queries are rotated like keys, and outputs are rotated
+        back, so the result of attention stays the same.
     codebook : {"uniform", "gaussian", "trellis"}
-        The levels of INT4, INT2, INT3 and INT5: evenly spaced, or those with the least squared error for a Gaussian
-        (Lloyd-Max). Rotated rows are close to one. Keys with `per_channel` are always coded uniformly, and so are INT6 and
-        above, where a row's own range is as good. A trellis is for INT4, and of other widths the same as "gaussian": levels
-        depend on the codes before them (trellis-coded quantisation, Marcellin and Fischer 1990), which leaves 0.6 to
-        two thirds of the squared error in as many bits, and takes longer to write and to read.
+        Levels of INT4, INT2, INT3 and INT5: evenly spaced, or those with the least squared error for a Gaussian
+        (Lloyd-Max). Rotated rows are close to Gaussian. Keys with `per_channel` always have evenly spaced levels, and so
+        have INT6 and above, where a row's own range is as good. "trellis" is for INT4, and equals "gaussian" at other
+        widths. Its levels depend on the codes before them (trellis-coded quantisation, Marcellin and Fischer 1990). That
+        leaves 0.6 to two thirds of the squared error in the same number of bits, and takes longer to write and to read.
     centring : bool
-        Of each full block of keys, take off the mean of every channel before coding.
+        Subtract the mean of every channel from the keys of each full block before encoding.
     per_channel : bool
-        INT4 keys get a scale and an offset per channel for each full block, and none per token (KIVI, arXiv
-        2402.02750).
+        INT4 keys have a scale and an offset per channel and full block, and none per token (KIVI, arXiv 2402.02750).
     block_size : int or None
-        Tokens that share means or channel scales: 32, 64, 128 or 256, the `block_size` of the cache. With `centring`
-        or `per_channel` only, where the tokens of a block stay float16 until it is full.
+        Tokens that share means or channel scales: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring`
+        or `per_channel`, where the tokens of a block stay float16 until it is full.
     num_float_tokens : int
-        The integers of the first tokens of a sequence, up to 16, stay float16 for ever: much attention goes to them, whatever they
-        say (attention sinks, StreamingLLM, arXiv 2309.17453).
+        Number of first tokens of a sequence, up to 16, whose integer sides always stay float16. These tokens receive much
+        attention, whatever their content (attention sinks, StreamingLLM, arXiv 2309.17453).
     clip_search : bool
-        Choose each token's INT4 scale for the least squared error, also where that clips the largest elements.
-        Takes longer to write, and not to read.
+        Choose each token's INT4 scale for the least squared error, even if that clips the largest elements. Writing takes
+        longer; reading does not.
 
     Raises
     ------
     ValueError
-        For an unknown name, or for parts that exclude each other.
+        For an unknown name, or for options that exclude each other.
 
     Notes
     -----
-    ``str(format)`` is the name of the preset, if it is one. Every ``dtype=`` of kvfast takes a format, the name of a
-    preset, of a storage dtype or of two, or a list with one of these per layer.
+    ``str(format)`` is the name of the preset, if the format is one. Every ``dtype=`` argument of kvfast takes a format,
+    the name of a preset, one or two names of storage dtypes, or a list with one of these per layer.
 
     Examples
     --------
@@ -146,17 +145,17 @@ class KVFormat:
 
     @property
     def seals(self) -> bool:
-        """Whether blocks are encoded as a whole, when they are full."""
+        """Whether full blocks are sealed, that is, encoded as a whole."""
         return self.centring or self.per_channel
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from ``KVFormat()``, for JSON."""
+        """The fields that differ from ``KVFormat()``, and `dtype`, for JSON."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default or name == "dtype"}
 
     @classmethod
     def of(cls, value: Any) -> KVFormat:
-        """The format of a name, a dict of `to_dict`, a NumPy dtype, or a format.
+        """The format for a name, a dict of `to_dict`, a NumPy dtype, or a format.
 
         Raises
         ------
@@ -193,7 +192,7 @@ PRESETS = {
 
 
 def formats_of(dtype, k_dtype, v_dtype, num_layers):
-    """A format for each layer, of the arguments of a cache.
+    """A format for each layer, from the arguments of a cache.
 
     Returns
     -------
@@ -208,14 +207,14 @@ def formats_of(dtype, k_dtype, v_dtype, num_layers):
 
 
 def floats_of(fmt):
-    """The format of a layer's tokens while they are floats, None if they never are: a side that is a float stays what it is."""
+    """The format of the float rows of a layer, or None if it has none. A side that is stored as floats keeps its dtype."""
     if not fmt.seals and not fmt.num_float_tokens:
         return None
     return KVFormat("/".join("float16" if one in _INTEGERS + _PACKED else one for one in (fmt.k_dtype, fmt.v_dtype)))
 
 
 def block_size_of(formats, block_size, default):
-    """Tokens of a block: what the formats ask for, which `block_size` must be where it is given."""
+    """Tokens of a block: what the formats require, otherwise `block_size` or the default. A given `block_size` must agree."""
     blocks = {one.block_size for one in formats if one.block_size is not None}
     if len(blocks) > 1:
         raise ValueError(f"the layers' formats must have blocks of one size, got {', '.join(map(str, sorted(blocks)))} tokens")

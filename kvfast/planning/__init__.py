@@ -1,1 +1,1 @@
-"""What a cache will take (`plan`, `model_shape`, `memory`), and what a storage format costs (`fidelity`)."""
+"""The memory that a cache will take (`plan`, `model_shape`, `memory`), and the accuracy of a storage format (`fidelity`)."""

@@ -1,4 +1,4 @@
-"""What a storage format costs in accuracy, measured on one's own tensors."""
+"""The accuracy that a storage format costs, measured on the tensors of a model."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ FORMATS = ("float16", *PRESETS)
 """Formats that `fidelity` measures by default."""
 
 CANDIDATES = (*FORMATS, "float32")
-"""Formats that `choose_format` chooses from by default: float32, for bounds that no other meets."""
+"""Formats that `choose_format` chooses from by default. float32 is for bounds that no other format meets."""
 
 METRICS = ("output_error", "kl")
 
-# Scores at a time: 8 MB in float64, of which a handful of copies are alive at once.
+# Scores at a time: 8 MB in float64. A few copies of them exist at once.
 _MOST_SCORES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How close one format came to exact attention; see `fidelity`.
+    """How close one format comes to exact attention; see `fidelity`.
 
     Attributes
     ----------
     format : str, dtype or KVFormat
-        As it was given.
+        The format as it was given.
     bits_per_element : float
-        Bits stored per number of a key or value, with all that is stored beside them: scales, padding.
+        Stored bits per element of a key or value, scales and padding included.
     k_error, v_error : float
-        Root-mean-square error of the decoded keys and values, relative to that of the given ones:
-        ``norm(decoded - given) / norm(given)``.
+        Relative root-mean-square error of the decoded keys and values: ``norm(decoded - given) / norm(given)``.
     output_error : float
-        The same of the outputs of attention.
+        The same for the outputs of attention.
     output_cosine : float
         Mean over queries and heads of the cosine between the output and the exact one; 1 is best.
     kl : float
@@ -61,15 +60,15 @@ class Fidelity:
 
 def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | None = None,
              causal: bool = True) -> list[Fidelity]:
-    """Measure what storage formats cost on the queries, keys and values of one layer.
+    """Measure the error of storage formats on the queries, keys and values of one layer.
 
-    Keys and values go through a `KVCache` of each format and its kernels. What comes out is compared with attention
-    on the given numbers, computed in float64.
+    For each format, keys and values go through a `KVCache` and its kernels. The output is compared with attention on
+    the given numbers, computed in float64.
 
     Parameters
     ----------
     q : array of shape (num_queries, num_q_heads, head_dim), float32, float16 or bfloat16
-        Queries of the last `num_queries` tokens, as in `KVCache.attend`. A few hundred tell enough: the time grows
+        Queries of the last `num_queries` tokens, as in `KVCache.attend`. A few hundred are enough; the time grows
         with num_queries * num_tokens.
     k : array of shape (num_tokens, num_kv_heads, head_dim), float32, float16 or bfloat16
     v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
@@ -79,21 +78,21 @@ def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | N
     scale : float, optional
         Factor of the scores; ``head_dim ** -0.5`` by default.
     causal : bool
-        A query at position p sees the keys up to p; else all of them.
+        If True, a query at position p sees the keys up to p; otherwise it sees all keys.
 
     Returns
     -------
     list of Fidelity
-        One per format, in their order.
+        One per format, in the given order.
 
     Raises
     ------
     DimensionMismatchError, TypeError
-        If shapes or dtypes do not fit.
+        For wrong shapes or dtypes.
     NonFiniteInputError
         For NaN, infinity, or a value beyond the range of a format.
     ValueError
-        For an unknown format, none at all, or more queries than tokens.
+        For an unknown format, no format, or more queries than tokens.
 
     Examples
     --------
@@ -127,17 +126,17 @@ def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | N
 
 def choose_format(q: Any, k: Any, v: Any, max_error: float = 0.02, formats: Any = CANDIDATES,
                   metric: str = "output_error", *, scale: float | None = None, causal: bool = True) -> Any:
-    """The format of the fewest bits that is accurate enough for a layer, or for each of several.
+    """Choose the format with the fewest bits that is accurate enough for a layer, or for each of several layers.
 
     Parameters
     ----------
     q, k, v : arrays, or lists of arrays with one per layer
         As in `fidelity`.
     max_error : float
-        Most that the metric may be.
+        Largest allowed value of the metric.
     formats : iterable, or one format
-        What to choose from; see `fidelity`. Of formats with the same bits the first that meets the bound is chosen.
-        One whose range a layer's keys or values exceed is passed over.
+        Formats to choose from; see `fidelity`. Among formats with the same number of bits, the first that meets the
+        bound is chosen. A format is skipped if the keys or values of the layer exceed its range.
     metric : str
         ``"output_error"`` or ``"kl"`` of `Fidelity`.
     scale, causal
@@ -146,12 +145,12 @@ def choose_format(q: Any, k: Any, v: Any, max_error: float = 0.02, formats: Any 
     Returns
     -------
     format, or list of them
-        As given in `formats`. A list, for lists of arrays, is good as `dtype` of a cache with so many layers.
+        As given in `formats`. For lists of arrays, a list that can be the `dtype` of a cache with as many layers.
 
     Raises
     ------
     ValueError
-        If no format meets the bound, naming the one that came closest; for an unknown metric; and as `fidelity`.
+        If no format meets the bound (the message names the closest one); for an unknown metric; and as `fidelity`.
     DimensionMismatchError, TypeError, NonFiniteInputError
         As `fidelity`; for lists of different lengths.
 
@@ -187,7 +186,7 @@ def _choose(layer, max_error, metric, where):
     for format, cache in layer.caches:
         try:
             layer.store(cache)
-        except NonFiniteInputError:  # beyond its range: the numbers themselves are known to be finite
+        except NonFiniteInputError:  # beyond the range of the format; the numbers themselves have been checked to be finite
             errors.append((np.inf, str(format)))
         else:
             candidates.append((layer.bits_per_element(cache), format, cache))
@@ -216,7 +215,7 @@ class _Layer:
         v_dim = arrays[2].shape[2]
         self.caches = [(format, KVCache(1, *heads, num_tokens, dtype=format, v_head_dim=v_dim)) for format in formats]
         attention(*arrays, scale=scale, causal=causal)  # for its checks
-        # In one piece, as NumPy sums in another order otherwise.
+        # Contiguous, because NumPy sums in another order otherwise.
         self.q, self.k, self.v = (aligned(as_float32(array, name)) for name, array in zip("qkv", arrays))
         self.scale, self.causal = scale, causal
         self._exact_output = None
@@ -244,16 +243,16 @@ class _Layer:
         return self._exact_output
 
     def kl(self, decoded):
-        """Mean divergence of the attention weights, if the keys are `decoded`."""
+        """Mean KL divergence from the exact attention weights to those with the keys `decoded`."""
         total = 0.0
         for kv_head, _, queries, keys, scores in self._slices():
             shift = queries @ (decoded[: len(keys), kv_head] - keys).T  # of the scores
             weights, lse = _softmax(scores)
             scores += shift
-            # The mean of log(weights / other weights), each of which is exp(score - lse).
+            # The mean of log(weights / other weights); a weight is exp(score - lse).
             _, other_lse = _softmax(scores)
             total += (other_lse - lse - np.einsum("ij,ij->i", weights, shift)).sum()
-        return max(0.0, float(total) / (self.q.shape[0] * self.q.shape[1]))  # rounding may pass below 0
+        return max(0.0, float(total) / (self.q.shape[0] * self.q.shape[1]))  # rounding may go below 0
 
     def _slices(self):
         """The exact scores, a part at a time.
@@ -262,11 +261,11 @@ class _Layer:
         ------
         kv_head : int
         rows : tuple of slices
-            The tokens and heads of q whose scores these are.
+            The tokens and heads of q that the scores belong to.
         queries : ndarray of shape (num_rows, head_dim), float64
-            Scaled; the heads of a token lie together.
+            Scaled; the heads of a token are adjacent.
         keys : ndarray of shape (num_keys, head_dim), float64
-            As many as the last query sees.
+            All keys that the last query sees.
         scores : ndarray of shape (num_rows, num_keys), float64
             -inf where a query does not see a key.
         """
@@ -290,7 +289,7 @@ class _Layer:
 
 
 def _listed(formats):
-    # A dtype or a KVFormat is one format, as a name is.
+    # A dtype or a KVFormat is one format, like a name.
     formats = list(formats) if isinstance(formats, Iterable) and not isinstance(formats, str) else [formats]
     if not formats:
         raise ValueError("formats must hold at least one storage format, got none")
@@ -309,7 +308,7 @@ def _softmax(scores):
 def _relative_error(got, expected):
     """Root-mean-square error over all tokens, relative to that of `expected`."""
     error = norm = 0.0
-    for head in range(expected.shape[1]):  # float64 of a head at a time
+    for head in range(expected.shape[1]):  # float64 for one head at a time
         exact = expected[:, head].astype(np.float64)
         norm += np.vdot(exact, exact)
         exact -= got[:, head]
@@ -323,6 +322,6 @@ def _mean_cosine(got, expected):
     got = got.astype(np.float64)
     norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(expected, axis=-1)
     dots = np.einsum("ijk,ijk->ij", got, expected)
-    # Outputs of zero: as good as parallel if both are.
+    # Where an output is zero, the cosine counts as 1 if both are equal.
     same = (got == expected).all(axis=-1)
     return float(np.minimum(1.0, np.where(norms > 0, dots / np.where(norms > 0, norms, 1), same)).mean())

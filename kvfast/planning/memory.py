@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""The memory that this process can still use."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ __all__ = ["available_memory"]
 
 
 def available_memory(root="/"):
-    """Bytes of memory that are free, or would be if files' pages in memory were dropped, within the limits of the cgroup.
+    """Available bytes of memory, within the limits of the cgroup. Cached pages of files count as available.
 
     Parameters
     ----------
     root : path-like
-        Where ``proc`` and ``sys`` are.
+        Folder that holds ``proc`` and ``sys``.
 
     Returns
     -------
     int or None
-        None where the system does not tell (it does on Linux, and elsewhere if it knows ``SC_AVPHYS_PAGES``).
+        None if the system does not report it. Linux does, and other systems do if they have ``SC_AVPHYS_PAGES``.
     """
     root = os.fspath(root).rstrip("/")
     found = [_of_system(root), *_of_cgroups(root)]
@@ -37,7 +37,7 @@ def _of_system(root):
 
 
 def _of_cgroups(root):
-    """What this process's cgroups leave it, and those above them."""
+    """Available bytes in each cgroup of this process, and in their parents."""
     for line in _text(f"{root}/proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -1,4 +1,4 @@
-"""What a model keeps of a token in each layer, read from its ``config.json`` or its GGUF file."""
+"""The keys and values that each layer of a model stores per token, read from its ``config.json`` or its GGUF file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["LayerShape", "ModelShape", "read_shape"]
 
 MOST_JSON_BYTES = 16 << 20
 
-# Architectures that say how many tokens a window has, but not which layers have one: all of them, or all but each n-th.
+# Architectures whose files give the size of the window, but not which layers have it: all layers, or all but each n-th.
 _ALL_SLIDE = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")
 _EACH_NTH_IS_FULL = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "gpt-oss": 2, "cohere2": 4}
-# What Gemma 3's published files leave out, because transformers has it as defaults.
+# Keys that the published files of Gemma leave out, because transformers has defaults for them.
 _DEFAULTS = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gemma4_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
 }
 
-# Names of the same thing; the first is the one that is missed.
+# Other names of a key; error texts use the key itself.
 _NAMES = {
     "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
     "num_attention_heads": ("n_head", "num_heads", "n_heads"),
@@ -43,20 +43,20 @@ _GGUF_NAMES = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps of a token.
+    """Shape of what one layer stores for a token.
 
     Parameters
     ----------
     num_kv_heads : int
         1 for latent rows.
     head_dim : int
-        Of latent rows the latent's.
+        For latent rows, that of the latent.
     window : int or None
         Tokens that a query sees, itself included; None for all.
     rope_dim : int or None
-        Of latent rows, see `MLAKVCache`; None for keys and values.
+        For latent rows, see `MLAKVCache`; None for keys and values.
     v_head_dim : int or None
-        Of values that are not as wide as the keys; else None.
+        head_dim of the values if it differs from that of the keys; otherwise None.
     """
 
     num_kv_heads: int
@@ -68,22 +68,22 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model keeps of a token, and what it reads for one.
+    """What a model stores for a token, and the weights that it reads for one.
 
     Parameters
     ----------
     name : str
         The architecture.
     layers : tuple of LayerShape
-        Those that have keys and values.
+        The layers that store keys and values.
     context_length : int or None
-        The longest that the model was made for.
+        The longest context that the model was made for.
     weight_bytes : int or None
-        Of all weights, where the file has them.
+        Bytes of all weights, if the file holds them.
     weight_bytes_read : int or None
-        Of those that one token takes: not the embeddings that are only looked up, nor the experts that are not asked.
+        Bytes of the weights that one token reads, without embeddings that are only looked up, and without unused experts.
     notes : tuple of str
-        What the shape leaves out.
+        Notes on what the shape leaves out.
     """
 
     name: str
@@ -100,7 +100,7 @@ def read_shape(source):
     Parameters
     ----------
     source : path-like, mapping, object with ``to_dict``, or ModelShape
-        A ``config.json`` as Hugging Face has it, its folder, a GGUF file, or the contents of such a configuration.
+        A ``config.json`` of Hugging Face, its folder, a GGUF file, or the contents of such a configuration.
 
     Returns
     -------
@@ -109,7 +109,7 @@ def read_shape(source):
     Raises
     ------
     ValueError
-        Naming the key that is missing or wrong; `kvfast.llama.ModelFileError` for a damaged GGUF file.
+        For a missing or wrong key, which the message names; `kvfast.llama.ModelFileError` for a damaged GGUF file.
     OSError
     ModuleNotFoundError
         For a GGUF file, without the packages of ``kvfast[llama]``.
@@ -135,19 +135,19 @@ def read_shape(source):
         text = file.read()
     try:
         values = json.loads(text)
-    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError too
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError too
         raise ValueError(f"{path} is neither a GGUF file nor JSON: {error}") from None
     return _shape(_Config(values, path))
 
 
 class _Config:
-    """Keys of a configuration, checked as they are read."""
+    """The keys of a configuration, checked when they are read."""
 
     def __init__(self, values, source, gguf_prefix=None):
         if not isinstance(values, Mapping):
             raise ValueError(f"{source} should hold a JSON object with the keys of a model, got {type(values).__name__}")  # noqa: TRY004
         inner = values.get("text_config")
-        if isinstance(inner, Mapping):  # of a model that also sees or hears
+        if isinstance(inner, Mapping):  # of a multimodal model
             values = inner
         self.values, self.source, self.gguf_prefix = dict(values), source, gguf_prefix
         self.name = str(self.values.get("model_type") or "unknown architecture")
@@ -155,7 +155,7 @@ class _Config:
             self.values.setdefault(key, value)
 
     def spelled(self, key):
-        """The key as the file has it."""
+        """The key as the file spells it."""
         return key if self.gguf_prefix is None else f"{self.gguf_prefix}.{_GGUF_NAMES.get(key, key)}"
 
     def get(self, key):
@@ -165,7 +165,7 @@ class _Config:
         return None
 
     def count(self, key, default=None, least=1):
-        """A whole number; `default`, where there is one, if the key is missing."""
+        """A whole number. `default`, if given, is returned for a missing key."""
         value = self.get(key)
         if value is None:
             if default is None:
@@ -174,7 +174,7 @@ class _Config:
         return self._checked(key, value, least)
 
     def counts(self, key, number, default):
-        """One for each layer."""
+        """A whole number for each layer."""
         value = self.get(key)
         if not isinstance(value, (list, tuple)):
             return [self.count(key, default)] * number
@@ -204,14 +204,14 @@ def _shape(config, **weights):
     else:
         heads = config.count("num_attention_heads")
         kv_heads = config.counts("num_key_value_heads", number, 1 if config.get("multi_query") is True else heads)
-        if config.get("qk_nope_head_dim") is not None:  # of which head_dim, where it is told, is the rotary part
+        if config.get("qk_nope_head_dim") is not None:  # here head_dim, if present, is the rotary part
             dim = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim", least=0)
         else:
             dim = config.count("head_dim", 0) or config.count("hidden_size") // heads
         if dim < 1:
             raise ValueError(f"{config.source}: {config.spelled('hidden_size')} of {config.get('hidden_size')} does not make "
                              f"{heads} heads")  # fmt: skip
-        # The last layers of some models read what an earlier one keeps.
+        # In some models the last layers read the keys and values of an earlier layer.
         own = number - config.count("num_kv_shared_layers", 0, least=0)
         shapes = _shapes(config, kv_heads, dim, windows)
         layers = [LayerShape(n, k, window, v_head_dim=None if v == k else v)
@@ -227,18 +227,18 @@ def _shape(config, **weights):
 
 
 def _shapes(config, kv_heads, dim, windows):
-    """KV heads, head_dim and v_head_dim of each layer, where layers with and without a window, or each by itself, may differ."""
+    """KV heads, head_dim and v_head_dim of each layer. They may depend on the window, or on the layer."""
     ours = config.get("per_layer_config")
     ours = {} if ours is None else ours
     if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):
         raise ValueError(f"{config.source}: per_layer_config should map layers to their keys, got {ours!r:.80}")
     values = config.count("v_head_dim", dim)
-    values = 0 if values == dim else values  # 0: those of a layer are as wide as its keys
+    values = 0 if values == dim else values  # 0: the values of a layer are as wide as its keys
     shapes = []
     for layer, (heads, window) in enumerate(zip(kv_heads, windows)):
         v_dim = values
         if window:
-            # MiMo V2 keeps twice the heads where there is a window, and says so by its name alone.
+            # MiMo V2 has twice the heads in layers with a window; only its name says so.
             heads = config.count("swa_num_key_value_heads", 2 * heads if config.name == "mimo_v2_flash" else heads)
             shape, v_dim = (heads, config.count("swa_head_dim", dim)), config.count("swa_v_head_dim", 0) or values
         elif config.get("global_head_dim") is not None and not ours:  # Gemma 4
@@ -254,7 +254,7 @@ def _shapes(config, kv_heads, dim, windows):
 
 
 def _windows(config, number, notes):
-    """Of each layer its window: None for one that sees everything, 0 for one that has no keys and values."""
+    """The window of each layer: None for a layer that sees everything, 0 for a layer without keys and values."""
     window = config.get("sliding_window")
     if config.get("use_sliding_window") is False or window in (0, None):
         window = None
@@ -316,7 +316,7 @@ def _of_gguf(path):
 
 
 def _weight_bytes(file, arch):
-    """Bytes of all tensors, and of those that one token is multiplied with."""
+    """Bytes of all tensors, and of those that one token is multiplied by."""
     used, experts = file.get(f"{arch}.expert_used_count"), file.get(f"{arch}.expert_count")
     share = used / experts if isinstance(used, int) and isinstance(experts, int) and 0 < used <= experts else 1
     looked_up = {"token_embd.weight"} if "output.weight" in file.tensor_names else set()

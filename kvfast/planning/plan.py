@@ -1,4 +1,4 @@
-"""What a model's cache will take on this machine, in every format, before one is made."""
+"""The memory that the cache of a model will take on this machine, in every format, before it is created."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvfast.storage.pool import BlockPool
 
 __all__ = ["DtypePlan", "MemoryPlan", "plan"]
 
-# What is planned when nothing else is said: all presets, and the storage dtypes by themselves.
+# Formats that are planned by default: all presets, and the plain storage dtypes.
 DTYPES = ("float32", "float16", "bfloat16", *PRESETS, "int7", "int6", "int5", "int3", "int2")
 MOST_TOKENS = 1 << 40
 PIECE = 16  # tokens of a piece of float rows
-CHUNK_BLOCKS = 8  # memory is taken for multiples of so many blocks or pieces
-OPEN_TOKENS = 16  # of a finished block's successor, before the block's float rows go
+CHUNK_BLOCKS = 8  # memory is taken for multiples of this many blocks or pieces
+OPEN_TOKENS = 16  # tokens that must follow a sealed block before its float rows are released
 BANDWIDTH_PASSES = 5
 
 
@@ -35,29 +35,29 @@ class DtypePlan:
     dtype : str
         Name of the format, or ``"mixed"`` where layers differ.
     cache : str
-        The class that holds a sequence; two, with a plus, if some layers have latent rows.
+        The class that holds a sequence; two classes, joined by a plus, if only some layers have latent rows.
     bytes_per_token : int
-        Over all layers, as the `bytes_per_token` of the cache.
+        Over all layers, like the `bytes_per_token` of the cache.
     bytes_per_sequence : int
-        The most that a sequence takes on its way to `MemoryPlan.context` tokens: whole blocks, and the tokens that are
-        floats for a while.
+        Largest size of a sequence while it grows to `MemoryPlan.context` tokens: whole blocks, and the float rows of its
+        newest tokens.
     bytes_of_prompt : int
-        The most that it takes where all of these come in one append: the float rows of formats that finish blocks, and what
-        will leave the windows, are there until `advance`. Of a prompt in chunks it is those of a chunk.
+        Largest size if all of these tokens come in one append. Until `advance`, the float rows of formats that seal blocks
+        exist for all tokens, and so do tokens that will leave the windows. For a prompt in chunks, only one chunk's do.
     nbytes : int
-        Of all sequences of the batch.
+        Bytes of all sequences of the batch.
     bytes_read : int
-        Of keys and values, for one token of one sequence at the end of the context.
+        Bytes of keys and values that one token of one sequence reads at the end of the context.
     fits : bool or None
-        Whether the batch fits into the memory; None if that is unknown. So are the next two, then.
+        Whether the batch fits into the memory. None if the memory is unknown, as in the next two.
     longest_context : int or None
-        Tokens that every sequence of the batch can get to. None too where nothing limits it: all layers have windows.
+        Tokens that every sequence of the batch can reach. Also None if there is no limit, because all layers have windows.
     largest_batch : int or None
-        Sequences of this context.
+        Largest number of sequences with this context.
     tokens_per_second : float
-        Of the batch, at the end of the context, if reading keys and values took all the time: no machine gets there.
+        Upper bound for the batch at the end of the context: the speed if reading keys and values took all the time.
     tokens_per_second_with_weights : float or None
-        The same with the model's weights, read once for each step of the batch; None if their size is unknown.
+        The same including the model's weights, read once per step of the batch; None if their size is unknown.
     """
 
     dtype: str
@@ -76,19 +76,19 @@ class DtypePlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a model's cache takes in each of some formats; see `kvfast.plan`. ``plan["int8"]`` is that of one.
+    """The memory of a model's cache in several formats; see `kvfast.plan`. ``plan["int8"]`` is the `DtypePlan` of one.
 
     Parameters
     ----------
     model : ModelShape
     context, batch : int
     memory : int or None
-        Bytes that there are for keys and values: what was asked for, or what the machine has without the weights.
+        Bytes for keys and values: the `memory` argument, or by default the available memory minus the weights.
     bandwidth : float
-        Bytes per second that the machine reads.
+        Bytes per second that the machine can read.
     dtypes : tuple of DtypePlan
     notes : tuple of str
-        What is not in the figures.
+        Notes on what the figures leave out.
     """
 
     model: ModelShape
@@ -111,27 +111,27 @@ class MemoryPlan:
 
 
 def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=None, weight_bytes=None):
-    """What the cache of a model will take: memory, and time at the least, for each storage format.
+    """Memory that the cache of a model will take, and its largest possible speed, for each storage format.
 
     Parameters
     ----------
     model : path-like, mapping, object with ``to_dict``, or ModelShape
-        A ``config.json`` as Hugging Face has it, its folder, a GGUF file (with the packages of ``kvfast[llama]``), or the
-        contents of such a configuration, ``model.config`` of transformers for example. Multi-head, grouped, multi-query
-        and latent attention are known, and layers with windows.
+        A ``config.json`` of Hugging Face, its folder, a GGUF file (with the packages of ``kvfast[llama]``), or the
+        contents of such a configuration, for example ``model.config`` of transformers. Multi-head, grouped, multi-query
+        and latent attention are supported, and layers with windows.
     context : int, optional
-        Tokens of each sequence; by default the longest that the model was made for, or 4,096 if it does not say.
+        Tokens of each sequence; by default the longest context that the model was made for, or 4,096 if that is unknown.
     batch : int
-        Sequences at once, each with a cache of its own. A `PagedKVCache` with as many blocks takes the same.
+        Number of sequences, each with its own cache. A `PagedKVCache` with as many blocks takes the same memory.
     dtype : str, dtype or KVFormat, or a list of them, optional
-        Formats to compare; by default all presets and all storage dtypes. One that is a list itself has one per layer.
+        Formats to compare; by default all presets and all storage dtypes. An entry that is a list has one per layer.
     memory : int, optional
-        Bytes that there are; by default what the machine has available now, within the limits of its cgroup, without the
+        Bytes for keys and values; by default what the machine has available now, within the limits of its cgroup, minus the
         weights if their size is known.
     bandwidth : float, optional
-        Bytes per second that the machine reads; measured in less than a second if left out.
+        Bytes per second that the machine can read. Measured by default, which takes less than a second.
     weight_bytes : int, optional
-        That one token reads of the model's weights. A GGUF file tells that itself.
+        Bytes of the model's weights that one token reads. Known from the file if `model` is a GGUF file.
 
     Returns
     -------
@@ -140,16 +140,16 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
     Raises
     ------
     ValueError
-        Naming the key that is missing or wrong, or a size out of range.
+        For a missing or wrong key, which the message names, or a size out of range.
     OSError, TypeError
     ModuleNotFoundError
         For a GGUF file, without the packages of ``kvfast[llama]``.
 
     Notes
     -----
-    The sizes are those of the caches themselves, `KVCache` with `max_seq_len`, `RingKVCache` where layers have windows, and
-    `MLAKVCache`: scales, padding and whole blocks included. Formats that latent rows cannot have are left out, unless they
-    are asked for.
+    The sizes are those of the caches themselves: `KVCache` with `max_seq_len`, `RingKVCache` if layers have windows, or
+    `MLAKVCache`. Scales, padding and whole blocks are included. Formats that latent rows cannot have are left out, unless
+    `dtype` names them.
 
     Examples
     --------
@@ -181,7 +181,7 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
 
 
 def _chosen(dtype, shape):
-    """Names and formats, each a format or a list with one per layer."""
+    """(name, format) pairs; a format may be a list with one per layer."""
     if dtype is None:
         latent = any(layer.rope_dim is not None for layer in shape.layers)
         return [(name, name) for name in DTYPES if not (latent and _is_refused(name))]
@@ -201,7 +201,7 @@ def _is_refused(name):
 
 
 def _caches(shape, dtype):
-    """A `_Cache` for the layers that one cache can hold: all, or all with latent rows of one shape."""
+    """One `_Cache` per set of layers that one cache can hold: layers with keys and values, and latent rows of each shape."""
     formats = formats_of(dtype, None, None, len(shape.layers))
     groups = {}
     for layer, form in zip(shape.layers, formats):
@@ -211,7 +211,7 @@ def _caches(shape, dtype):
 
 
 class _Cache:
-    """One cache of a sequence, as pools without memory: one for the layers of each window and shape, as the caches have them."""
+    """The cache of one sequence, as pools without memory: one pool per window and shape of layers, as in the real caches."""
 
     def __init__(self, rope_dim, layers):
         self.rope_dim = rope_dim
@@ -229,7 +229,7 @@ class _Cache:
             return BlockPool(len(forms), *shape, self.block_size, forms, 1, True, rope_dim=rope_dim, v_head_dim=v_dim)
 
         self.pools = [(kind[0], pool(kind, forms)) for kind, forms in by_kind.items()]
-        # Layers that read the same for a token: how many, their window, their format, and one of them.
+        # Per kind of layer (they read the same for a token): number of layers, window, format, and a pool of one layer.
         self.kinds = [(count, kind[0], form, pool(kind, [form])) for (kind, form), count in Counter(layers).items()]
         self.bytes_per_token = sum(pool.block_bytes for _, pool in self.pools) // self.block_size
 
@@ -265,7 +265,7 @@ class _Cache:
         return total
 
     def bytes_read(self, context):
-        """For one token: codes of what it sees, or float rows where it is those that are read."""
+        """Bytes that one token reads: the codes of the tokens that it sees, or their float rows where those are read."""
         total = 0
         for count, window, form, pool in self.kinds:
             seen = min(context, window or context)
@@ -278,7 +278,7 @@ class _Cache:
 
 
 def _with_more(memory, first, count):
-    """Bytes of memory for `first` blocks that has grown to hold `count`; see `BlockMemory.ensure`."""
+    """Bytes of a memory of `first` blocks after it has grown to `count`; see `BlockMemory.ensure`."""
     if count <= first:
         return memory.bytes_for(first)
     return memory.bytes_for(first) + memory.bytes_for(-(-max(count - first, first // 2) // CHUNK_BLOCKS) * CHUNK_BLOCKS)
@@ -307,7 +307,7 @@ def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes):
 
 
 def _longest(nbytes, room):
-    """The most tokens of which a sequence has room; None for no limit."""
+    """The largest number of tokens that fit into `room` bytes; None for no limit."""
     low, high = 0, MOST_TOKENS
     if nbytes(high) <= room:
         return None

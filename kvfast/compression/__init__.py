@@ -1,10 +1,10 @@
-"""Compression of finished keys and values, and attention on what is compressed.
+"""Compression of keys and values that no longer change, and attention on the compressed form.
 
 From the bottom up::
 
-    methods         how to compress, and what may be asked for
+    methods         the compression methods and their options
     basis           principal directions of each head
-    stores, product tokens in a cache, as coordinates or as they are; as indices into codebooks
+    stores, product tokens in a cache, as coordinates or unchanged; tokens as indices into codebooks
     compressed      `CompressedKV`: a store and exact tokens for each sequence; files
     bridges, compressor
                     `KVCacheCompressor`

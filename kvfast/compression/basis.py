@@ -6,19 +6,19 @@ import numpy as np
 
 from kvfast.errors import CorruptFileError
 
-# A query alone is multiplied as it would be among others, up to so many: see `KVCache.attend`.
+# Up to this many queries in one call get the same bits as each query alone: see `KVCache.attend`.
 FEW_QUERIES = 16
 
 
 class Basis:
-    """For each head a mean, and directions that its vectors are sums of: ``x = mean + coordinates @ lift``.
+    """A mean and directions for each head; its vectors are ``x = mean + coordinates @ lift``.
 
     Parameters
     ----------
     mean : array of shape (heads, head_dim), float32
     lift : array of shape (heads, rank, head_dim), float16 or float32
-        The directions as they are stored: nearly orthonormal. Coordinates are taken for these, by least squares, so that
-        storing them briefly costs next to nothing.
+        The directions as they are stored, nearly orthonormal. Coordinates are fitted to the stored directions by least
+        squares, so storing the directions as float16 costs almost no accuracy.
     """
 
     def __init__(self, mean, lift):
@@ -28,16 +28,16 @@ class Basis:
 
     @classmethod
     def fit(cls, x, rank, centred=True, dtype=np.float16):
-        """The best directions for vectors.
+        """Find the best directions for some vectors.
 
         Parameters
         ----------
         x : array of shape (heads, tokens, head_dim), float32
         rank : int
         centred : bool
-            Take off the mean first.
+            Subtract the mean first.
         dtype : dtype
-            Of `lift`.
+            dtype of `lift`.
         """
         mean = x.mean(axis=1, dtype=np.float64) if centred else np.zeros(x.shape[::2])
         directions = np.empty((len(x), rank, x.shape[2]), dtype)
@@ -46,17 +46,17 @@ class Basis:
         return cls(mean.astype(np.float32), directions)
 
     def coordinates(self, x):
-        """Of vectors (heads, tokens, head_dim): float32 of shape (heads, tokens, rank)."""
+        """Coordinates of vectors (heads, tokens, head_dim): float32 of shape (heads, tokens, rank)."""
         if self._project is None:
             self._project = np.linalg.pinv(self.lift.astype(np.float64)).astype(np.float32)
         return np.matmul(x - self.mean[:, None], self._project)
 
     def vectors(self, coordinates):
-        """Of coordinates (heads, tokens, rank): float32 of shape (heads, tokens, head_dim)."""
+        """Vectors of coordinates (heads, tokens, rank): float32 of shape (heads, tokens, head_dim)."""
         return np.matmul(coordinates, self._lift) + self.mean[:, None]
 
     def of_queries(self, q, group):
-        """What queries are for coordinates of keys.
+        """Transform queries so that they can be multiplied by coordinates of keys.
 
         Parameters
         ----------
@@ -66,13 +66,13 @@ class Basis:
         -------
         coordinates : ndarray of shape (num_tokens, heads, group, rank)
         offsets : ndarray of shape (num_tokens, heads, group)
-            Their products with the mean.
+            Products of the queries with the mean.
         """
         q = q.reshape(len(q), len(self.mean), group, -1)
         return by_token(q, self._lift.swapaxes(1, 2)), by_token(q, self.mean[..., None])[..., 0]
 
     def of_outputs(self, out, group):
-        """The outputs in rank space (num_tokens, heads * group, rank) as vectors."""
+        """Transform outputs in rank space (num_tokens, heads * group, rank) to vectors."""
         out = by_token(out.reshape(len(out), len(self.mean), group, -1), self._lift)
         return (out + self.mean[:, None]).reshape(len(out), -1, self.mean.shape[1])
 
@@ -89,7 +89,7 @@ class Basis:
 
     @classmethod
     def open(cls, arrays, heads, rank, head_dim, dtype=np.float16):
-        """From `arrays`, checked by ``take`` of a state."""
+        """A basis from `arrays`, whose ``take`` checks them."""
         mean = arrays.take("mean", np.float32, (heads, head_dim))
         lift = arrays.take("lift", dtype, (heads, rank, head_dim))
         if not (np.isfinite(mean).all() and np.isfinite(lift).all()):
@@ -98,8 +98,8 @@ class Basis:
 
 
 def by_token(x, matrices):
-    """``x @ matrices`` for (num_tokens, heads, group, n) and (heads, n, m). Few tokens get the bits that each would get
-    alone."""
+    """``x @ matrices`` for (num_tokens, heads, group, n) and (heads, n, m). Up to `FEW_QUERIES` tokens get the same bits
+    as each token alone."""
     if len(x) > FEW_QUERIES:
         return np.matmul(x, matrices)
     return np.stack([np.matmul(one, matrices) for one in x])
@@ -113,7 +113,7 @@ def eigen(x, mean=0.0):
     moments : ndarray of shape (head_dim,), float64
         Mean squares along the directions, the largest first.
     directions : ndarray of shape (head_dim, head_dim), float64
-        One per row.
+        One direction per row.
     """
     x = x.astype(np.float64) - mean
     moments, directions = np.linalg.eigh(x.T @ x / len(x))
@@ -121,7 +121,7 @@ def eigen(x, mean=0.0):
 
 
 def rank_of_energy(moments, energy):
-    """How many of the largest moments hold this share of their sum; at least one."""
+    """The smallest number of largest moments that hold this share of their sum; at least one."""
     held = np.cumsum(moments)
     if not held[-1] > 0:
         return 1

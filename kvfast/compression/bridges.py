@@ -1,4 +1,4 @@
-"""From caches to compressed keys and values, and back."""
+"""Conversion between caches and compressed keys and values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class CacheBridges:
-    """What `KVCacheCompressor` does with whole caches. All pairs rest on `_compress_layer` and `_append_layer`."""
+    """Methods of `KVCacheCompressor` for whole caches. All pairs are based on `_compress_layer` and `_append_layer`."""
 
     def compress_cache(self, cache: Any, layer: int) -> CompressedKV:
-        """Compress what a layer of a `KVCache` holds; the cache stays as it is.
+        """Compress the tokens of a layer of a `KVCache`; the cache stays as it is.
 
         Parameters
         ----------
@@ -39,49 +39,49 @@ class CacheBridges:
         ------
         IndexError
         ValueError
-            If the layer is empty, and as `compress_kv`.
+            If the layer is empty, and as in `compress_kv`.
         """
         return self._compress_layer(_of_kind(cache, KVCache), layer)
 
     def decompress_to_cache(self, compressed: CompressedKV, cache: Any, layer: int) -> None:
-        """Append the decoded tokens to a layer of a `KVCache`. As with `KVCache.append`, call `advance` when all layers have
-        theirs.
+        """Append the decoded tokens to a layer of a `KVCache`. As after `KVCache.append`, call `advance` when all layers have
+        their tokens.
 
         Raises
         ------
         DimensionMismatchError
-            If heads or head_dim differ, or it was compressed as a batch.
+            If heads or head_dim differ, or if `compressed` is a batch.
         CacheFullError, IndexError
         """
         self._append_layer(compressed, _of_kind(cache, KVCache), layer)
 
     def compress_ring_cache(self, cache: Any, layer: int) -> CompressedKV:
-        """As `compress_cache`, of a `RingKVCache`: the tokens that the layer shows, see `RingKVCache.positions`."""
+        """As `compress_cache`, for a `RingKVCache`: the visible tokens of the layer, see `RingKVCache.positions`."""
         return self._compress_layer(_of_kind(cache, RingKVCache), layer)
 
     def decompress_to_ring_cache(self, compressed: CompressedKV, cache: Any, layer: int) -> None:
-        """As `decompress_to_cache`, to a `RingKVCache`."""
+        """As `decompress_to_cache`, for a `RingKVCache`."""
         self._append_layer(compressed, _of_kind(cache, RingKVCache), layer)
 
     def compress_paged_cache(self, cache: Any, layer: int, sequence: Any) -> CompressedKV:
-        """As `compress_cache`, of a `Sequence` of a `PagedKVCache`."""
+        """As `compress_cache`, for a `Sequence` of a `PagedKVCache`."""
         return self._compress_layer(_sequence_of(cache, sequence), layer)
 
     def decompress_to_paged_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any) -> None:
-        """As `decompress_to_cache`, to a `Sequence` of a `PagedKVCache`; CacheFullError if the pool has too few blocks."""
+        """As `decompress_to_cache`, for a `Sequence` of a `PagedKVCache`; CacheFullError if the pool has too few blocks."""
         self._append_layer(compressed, _sequence_of(cache, sequence), layer)
 
     def compress_mla_cache(self, cache: Any, layer: int, sequence: Any = None) -> CompressedKV:
-        """As `compress_cache`, of an `MLAKVCache`, or of a sequence of a `PagedMLAKVCache`: one head, whose keys are the
-        latents, and whose values the rotary parts; the shorter are filled up with zeros. It is for
-        `decompress_to_mla_cache`, not to attend to."""
+        """As `compress_cache`, for an `MLAKVCache`, or for a sequence of a `PagedMLAKVCache`. The result has one head: its
+        keys are the latents and its values the rotary parts, and the shorter of the two are padded with zeros. Use it with
+        `decompress_to_mla_cache`, not with `attend`."""
         cache = _latents_of(cache, sequence)
         rows = cache.get_latent(layer)[:, None]
         latent, rope = rows[..., : cache.latent_dim], rows[..., cache.latent_dim :]
         return self._compress_pair(layer, *(_filled(one, _width(cache)) for one in (latent, rope)))
 
     def decompress_to_mla_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any = None) -> None:
-        """As `decompress_to_cache`, to an `MLAKVCache`, or to a sequence of a `PagedMLAKVCache`."""
+        """As `decompress_to_cache`, for an `MLAKVCache`, or for a sequence of a `PagedMLAKVCache`."""
         cache = _latents_of(cache, sequence)
         latent, rope = self.decompress_kv_3d(compressed)
         if latent.shape[::2] != (1, _width(cache)):
@@ -118,7 +118,7 @@ def _width(cache):
 
 
 def _filled(array, width):
-    """(tokens, 1, dim) with zeros up to `width`."""
+    """An array of shape (tokens, 1, dim), padded with zeros to `width`."""
     return np.pad(array, ((0, 0), (0, 0), (0, width - array.shape[2])))
 
 
@@ -126,7 +126,7 @@ def _sequence_of(cache, sequence, kind=PagedKVCache):
     _of_kind(cache, kind)
     if not isinstance(sequence, PagedSequence):
         raise TypeError(f"sequence must be a sequence of the cache, got {type(sequence).__name__}")
-    cache.seq_lens([sequence])  # raises for one that is freed, or another pool's
+    cache.seq_lens([sequence])  # raises if the sequence is freed, or of another pool
     return sequence
 
 

@@ -36,7 +36,7 @@ STORES = {"LowRank": RankStore, "Hybrid": RankStore, "VectorQuantization": Produ
 
 @dataclass(frozen=True)
 class CompressedShape:
-    """Shape of what was compressed: (num_heads, seq_len, head_dim), behind `batch` unless that is None."""
+    """Shape of the compressed arrays: (batch, num_heads, seq_len, head_dim), without `batch` if that is None."""
 
     num_heads: int
     seq_len: int
@@ -54,21 +54,21 @@ class CompressedShape:
 
 
 class ReconstructionError(NamedTuple):
-    """``norm(decoded - given) / norm(given)`` of all keys and of all values."""
+    """``norm(decoded - given) / norm(given)`` for all keys and for all values."""
 
     k: float
     v: float
 
 
 class Part:
-    """One sequence: a store of most tokens, and the others as they are.
+    """One sequence: a store of most tokens, and the exact tokens.
 
     Parameters
     ----------
     store
         See ``stores.py``.
     positions : array of shape (num_exact,), int64
-        Of the exact tokens, ascending.
+        Positions of the exact tokens, ascending.
     exact : CacheStore or None
     """
 
@@ -129,10 +129,10 @@ class Part:
 
 
 class CompressedKV:
-    """Keys and values of one layer, compressed: what `KVCacheCompressor` returns.
+    """Compressed keys and values of one layer: the result of `KVCacheCompressor`.
 
-    Nothing changes it. `attend` computes on the compressed form; `KVCacheCompressor.decompress_kv` decodes. As of a
-    `KVCache`, one thread at a time may call them: another gets a RuntimeError.
+    The contents never change. `attend` computes on the compressed form; `KVCacheCompressor.decompress_kv` decodes it. One
+    thread at a time may call these methods: a second thread gets a RuntimeError. Use `copy` to make one for another thread.
     """
 
     __slots__ = ("_error", "_layout", "_method", "_parts")
@@ -147,7 +147,7 @@ class CompressedKV:
 
     @property
     def method(self) -> Any:
-        """How it was compressed, with the bits that were used."""
+        """The compression method, with the bits that were used."""
         return self._method
 
     @property
@@ -157,26 +157,26 @@ class CompressedKV:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits per number of a key or value."""
+        """Stored bits per element of a key or value."""
         return 8 * self.nbytes / (2 * math.prod(self._layout.shape))
 
     @property
     def compression_ratio(self) -> float:
-        """How many times smaller than float32."""
+        """Size in float32 divided by the stored size."""
         return 32 / self.bits_per_element
 
     @property
     def reconstruction_error(self) -> ReconstructionError:
-        """A `ReconstructionError`, measured when it was compressed."""
+        """The `ReconstructionError`, measured during compression."""
         return self._error
 
     @property
     def num_exact_tokens(self) -> int:
-        """Tokens that are stored as they are, over all sequences of a batch."""
+        """Number of tokens that are stored exactly, over all sequences of a batch."""
         return sum(len(part.positions) for part in self._parts)
 
     def decode(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values, float32 of the layout's shape."""
+        """Decoded keys and values, float32 with the shape of `layout`."""
         pairs = [part.decode() for part in self._parts]
         if not self._layout.is_batched:
             return pairs[0]
@@ -186,8 +186,8 @@ class CompressedKV:
                num_threads: int | None = None) -> Any:
         """Attention to the compressed tokens, without decompressing them.
 
-        With low rank, queries are projected and outputs lifted; with codebooks, scores are sums of table entries, and
-        each centroid is weighted once.
+        With low rank, queries are projected to the stored directions, and outputs are transformed back. With codebooks, the
+        codes of a tile become float16 rows in the processor's cache, and attention reads these like the rows of a cache.
 
         Parameters
         ----------
@@ -196,7 +196,7 @@ class CompressedKV:
         scale : float, optional
             Factor of the scores; ``head_dim ** -0.5`` by default.
         causal : bool
-            The queries are those of the last tokens, and see nothing behind their own; else all of them.
+            If True, the queries are those of the last tokens, and see no later token; otherwise they see all tokens.
         return_lse : bool
             Also return the log-sum-exp of the scores, for `kvfast.merge_states`.
         num_threads : int, optional
@@ -228,30 +228,31 @@ class CompressedKV:
         return (out, lse) if return_lse else out
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """All that is stored as plain arrays.
+        """Everything that is stored, as plain arrays.
 
         Returns
         -------
         dict of str to ndarray
-            ``"header"``: JSON in uint8; the others by their places, for example ``"0.store.k.codes"``.
+            ``"header"``: JSON in uint8. The names of the other arrays say what they hold, for example
+            ``"0.store.k.codes"``.
         """
         return {"header": np.frombuffer(self._header().encode(), np.uint8)} | {name: one.copy() for name, one in self._arrays().items()}
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """From what `state_dict` returned.
+        """Compressed keys and values from the result of `state_dict`.
 
         Raises
         ------
         CorruptFileError, IncompatibleSnapshotError
-            If that cannot be.
+            If the arrays are damaged, or of a version that this kvfast cannot read.
         """
         arrays = checked_arrays(arrays)
         header = arrays.pop("header", np.empty(0, np.uint8))
         return cls._open(header.tobytes().decode(errors="replace"), _Arrays(arrays))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to a file: safetensors with checksums, as of `KVCache.save`.
+        """Write to a file: safetensors with checksums, as `KVCache.save`.
 
         Raises
         ------
@@ -322,7 +323,7 @@ class CompressedKV:
         return cls(layout, method, parts, error)
 
     def copy(self) -> Self:
-        """An independent deep copy, for another thread for example."""
+        """An independent deep copy, for example for another thread."""
         return self._open(self._header(), _Arrays(self._arrays()))
 
     __copy__ = copy
@@ -339,7 +340,7 @@ class CompressedKV:
 
 
 class _Arrays:
-    """Arrays by their names, each of which is taken once and found to be what it should."""
+    """Arrays by name. Each array is taken once, and its dtype and shape are checked."""
 
     def __init__(self, arrays, prefix="", left=None):
         self._all, self._prefix = arrays, prefix
@@ -352,12 +353,12 @@ class _Arrays:
         return sorted(self._left)
 
     def take(self, name, dtype, shape):
-        """The array, of that dtype or as bytes of it."""
+        """Take an array of this dtype and shape, or one of its bytes."""
         name = self._prefix + name
         if name not in self._left:
             raise CorruptFileError(f"{name} is missing")
         self._left.remove(name)
-        # A copy: what is checked must not change before it is used, nor the caller's with it.
+        # A copy: it must not change between check and use, and must not share memory with the caller's array.
         array, dtype = np.array(self._all[name], order="C"), np.dtype(dtype)
         if array.dtype == np.uint8 and dtype != np.uint8 and array.shape == (math.prod(shape) * dtype.itemsize,):
             array = array.view(dtype).reshape(shape)
@@ -366,14 +367,14 @@ class _Arrays:
         return array
 
     def take_all(self):
-        """What is left below the prefix, by the rest of the names."""
+        """All remaining arrays below the prefix, by name without the prefix."""
         names = [name for name in sorted(self._left) if name.startswith(self._prefix)]
         self._left.difference_update(names)
         return {name[len(self._prefix) :]: self._all[name] for name in names}
 
 
 def checked(array, name, rank, shape):
-    """float32 of an array of so many dimensions, all of which hold something and are finite."""
+    """An array as float32. It must have `rank` dimensions, none of them 0, and finite elements."""
     array = as_floats(array, name)
     if array.ndim != rank or 0 in array.shape:
         raise DimensionMismatchError(f"{name} must have shape {shape} and hold at least one of each, got shape {array.shape}")
@@ -385,7 +386,7 @@ def checked(array, name, rank, shape):
 
 
 def check_out(out, shape):
-    """Check that results of a shape can be written there."""
+    """Check that results of a shape can be written to `out`."""
     if not isinstance(out, np.ndarray) or out.dtype.name not in ("float32", "float16", "bfloat16") or not out.flags.writeable:
         raise TypeError(f"out must be a writable array of float32, float16 or bfloat16, got {getattr(out, 'dtype', type(out))}")
     if out.shape != tuple(shape):

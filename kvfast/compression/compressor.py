@@ -1,4 +1,4 @@
-"""Compression of finished keys and values."""
+"""Compression of keys and values that no longer change."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ __all__ = ["KVCacheCompressor"]
 FIRST_TOKENS = 4
 FAR = 2.0        # times the distance of the median token from the mean of the head
 SMALL = 0.5      # times the norm of the median token's value
-MOST_EXACT = 64  # one token in so many; of few tokens, beside the first ones
+MOST_EXACT = 64  # at most one token in this many is exact; for few tokens, the first ones come in addition
 
 
 class KVCacheCompressor(CacheBridges):
-    """Compresses finished keys and values: a prompt that is archived, shipped, or kept small.
+    """Compresses keys and values that no longer change, such as a prompt that is archived, sent, or kept small.
 
     Parameters
     ----------
     method : LowRank, VectorQuantization, Hybrid or Quantize
     quant_bits : {8, 4}
-        Of a `Hybrid` or `Quantize` that does not say.
+        Bits of a `Hybrid` or `Quantize` that does not set its own.
 
     Notes
     -----
-    `Hybrid` and `VectorQuantization` keep some tokens exactly, in float16 (float32, where a number is beyond its range): the
-    first 4; those whose value has, in any head, less than half the norm of the median token's, which is how models mark
-    the tokens that attention goes to when it has nowhere to go (attention sinks); and those whose keys or values are, in any
-    head, more than twice as far from the head's mean as the median token's. Those farthest beyond these bounds come
-    first, and there are at most one token in 64, or of few tokens the first 4, no more than one in 16, and one or two others.
+    `Hybrid` and `VectorQuantization` store some tokens exactly, in float16 (or float32 if a number exceeds its range):
 
-    Keys may come before or after rotary embedding; attention to what was compressed is attention to keys as they came.
-    Without it, they need fewer directions (Palu, arXiv 2407.21118).
+    - the first 4 tokens;
+    - tokens whose value has, in any head, less than half the norm of the median token's value. Models mark attention sinks
+      in this way: tokens that receive attention when nothing else is relevant;
+    - tokens whose keys or values are, in any head, more than twice as far from the head's mean as the median token's.
+
+    The tokens farthest beyond these bounds are chosen first, at most one token in 64. For few tokens the limit is the first
+    4, but no more than one in 16, and one or two others.
+
+    Keys may be given before or after rotary embedding; attention uses them as they were given. Keys without rotary
+    embedding need fewer directions (Palu, arXiv 2407.21118).
 
     Examples
     --------
@@ -76,7 +80,7 @@ class KVCacheCompressor(CacheBridges):
         return self._quant_bits
 
     def compress_kv(self, k: ArrayLike, v: ArrayLike) -> CompressedKV:
-        """Compress a batch of sequences, each by itself.
+        """Compress a batch of sequences, each independently.
 
         Parameters
         ----------
@@ -89,21 +93,21 @@ class KVCacheCompressor(CacheBridges):
         Raises
         ------
         DimensionMismatchError, TypeError
-            If shapes or dtypes do not fit, and for empty arrays.
+            For wrong shapes or dtypes, and for empty arrays.
         NonFiniteInputError
         ValueError
-            For a rank above head_dim, and for codebooks larger than the data.
+            For a rank above head_dim, and for codebooks with more centroids than there are tokens.
         """
         k, v = self._checked(k, v, 4, "(batch, num_heads, seq_len, head_dim)")
         return self._compress(k, v, len(k))
 
     def compress_kv_3d(self, k: ArrayLike, v: ArrayLike) -> CompressedKV:
-        """As `compress_kv`, of one sequence: arrays of shape (num_heads, seq_len, head_dim)."""
+        """As `compress_kv`, for one sequence: arrays of shape (num_heads, seq_len, head_dim)."""
         k, v = self._checked(k, v, 3, "(num_heads, seq_len, head_dim)")
         return self._compress(k[None], v[None], None)
 
     def decompress_kv(self, compressed: CompressedKV) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values of `compress_kv`, whatever the method was.
+        """Decode the keys and values of `compress_kv`, for any method.
 
         Returns
         -------
@@ -112,7 +116,7 @@ class KVCacheCompressor(CacheBridges):
         Raises
         ------
         DimensionMismatchError
-            If it was compressed without a batch.
+            If `compressed` has no batch.
         """
         if not _layout_of(compressed).is_batched:
             shape = compressed.layout.shape
@@ -120,7 +124,7 @@ class KVCacheCompressor(CacheBridges):
         return compressed.decode()
 
     def decompress_kv_3d(self, compressed: CompressedKV) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values of `compress_kv_3d`: ndarrays of shape (num_heads, seq_len, head_dim), float32."""
+        """Decode the keys and values of `compress_kv_3d`: ndarrays of shape (num_heads, seq_len, head_dim), float32."""
         if _layout_of(compressed).is_batched:
             raise DimensionMismatchError(f"this was compressed as a batch, {compressed.layout.shape}: use decompress_kv")
         return compressed.decode()
@@ -152,7 +156,7 @@ class KVCacheCompressor(CacheBridges):
         elif isinstance(method, VectorQuantization) and method.num_subvectors is None:
             method = replace(method, num_subvectors=max(1, k.shape[3] // 4))
         parts = [_part(method, *pair) for pair in zip(k, v)]
-        squares = np.zeros((2, 2))  # of keys and of values: errors, and numbers
+        squares = np.zeros((2, 2))  # for keys and for values: squares of the errors, and of the given numbers
         for part, *pair in zip(parts, k, v):
             for sums, given, decoded in zip(squares, pair, part.decode()):
                 sums += square_sum(decoded - given), square_sum(given)
@@ -164,7 +168,7 @@ class KVCacheCompressor(CacheBridges):
 
 
 def _part(method, k, v):
-    """k, v: (heads, tokens, dim), float32."""
+    """The `Part` of one sequence. k, v: (heads, tokens, dim), float32."""
     positions, exact = np.empty(0, np.int64), None
     if isinstance(method, Quantize):
         bits = method.bits
@@ -184,7 +188,7 @@ def _part(method, k, v):
 
 
 def outliers(k, v):
-    """Positions of the tokens that are kept exactly, ascending; see `KVCacheCompressor`."""
+    """Positions of the tokens that are stored exactly, ascending; see `KVCacheCompressor`."""
     tokens = k.shape[1]
     room = _room(tokens)
     k, v = k.astype(np.float64), v.astype(np.float64)
@@ -201,18 +205,18 @@ def outliers(k, v):
 
 
 def _exact(k, v):
-    """Tokens as float16, or as float32 where that is too small for them."""
+    """Tokens as float16, or as float32 if they exceed the range of float16."""
     return CacheStore.of(k, v, "float16" if max(abs(k).max(), abs(v).max()) <= FLOAT16_MOST else "float32")
 
 
 def _room(tokens):
-    """Most tokens that are kept exactly."""
+    """Largest number of tokens that are stored exactly."""
     first = min(FIRST_TOKENS, tokens // 16)
     return max(tokens // MOST_EXACT, first + min(tokens // MOST_EXACT, -(-tokens // (4 * MOST_EXACT))))
 
 
 def square_sum(x):
-    """Of an array of three dimensions, in float64."""
+    """Sum of squares of an array of three dimensions, in float64."""
     return float(np.einsum("htd,htd->", x, x, dtype=np.float64))
 
 

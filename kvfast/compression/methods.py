@@ -1,4 +1,4 @@
-"""How keys and values may be compressed."""
+"""The methods that can compress keys and values."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ MOST_CENTROIDS = 256
 
 @dataclass(frozen=True)
 class LowRank:
-    """The best basis of a few directions for the keys, and for the values, of each head.
+    """The best basis of a few directions for the keys of each head, and for its values.
 
-    What is left out is what the discarded singular values say: no other basis of this rank leaves out less.
+    The discarded singular values give the error: no other basis of this rank has a smaller one.
 
     Parameters
     ----------
     rank : int, optional
-        Directions that are kept, at most head_dim. A multiple of 16 is stored without padding.
+        Number of directions, at most head_dim. A multiple of 16 is stored without padding.
     energy : float, optional
-        Instead of `rank`: keep as many directions, for each head, as hold this share of the sum of squares.
+        Instead of `rank`: each head keeps as many directions as it needs to hold this share of the sum of squares.
     dtype : str, dtype or KVFormat
-        Storage of the coordinates, as of a `KVCache`.
+        Storage format of the coordinates, as in a `KVCache`.
 
     Raises
     ------
     ValueError
-        Unless one of `rank` and `energy` is given.
+        Unless exactly one of `rank` and `energy` is given.
     """
 
     rank: int | None = None
@@ -52,16 +52,16 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Low-rank coordinates, quantised, and exact tokens where quantisation would do badly.
+    """Quantised low-rank coordinates, and exact tokens where quantisation would have large errors.
 
-    Keys and values are taken relative to their means, which cost attention nothing.
+    Keys and values are stored relative to their means, at no cost for attention.
 
     Parameters
     ----------
     rank : int, optional
-        Directions that are kept; head_dim by default, where nothing is left out.
+        Number of directions; by default head_dim, so that nothing is left out.
     quant_bits : {8, 4}, optional
-        By default that of the compressor.
+        By default the `quant_bits` of the compressor.
     """
 
     rank: int | None = None
@@ -75,17 +75,18 @@ class Hybrid:
 
 @dataclass(frozen=True)
 class VectorQuantization:
-    """Product quantisation: the principal coordinates of a head are cut into subvectors of about the same spread, and
-    each is stored as the index of its nearest centroid.
+    """Product quantisation: the principal coordinates of a head are cut into subvectors of about equal variance, and
+    each subvector is stored as the index of its nearest centroid.
 
     Parameters
     ----------
     codebook_size : int
-        Centroids of a subvector, 2 to 256, and no more than tokens. Indices take 4 bits up to 16, else 8.
+        Centroids of a subvector, 2 to 256, and no more than there are tokens. An index takes 4 bits for up to 16 centroids,
+        otherwise 8.
     num_subvectors : int, optional
-        A quarter of head_dim by default: with more than 16 centroids that is 2 bits for each element.
+        By default a quarter of head_dim: with more than 16 centroids that is 2 bits per element.
     seed : int
-        Of the random choice of the first centroids. The same seed gives the same bytes.
+        Seed for the random choice of the first centroids. The same seed gives the same bytes.
     """
 
     codebook_size: int = 256
@@ -101,12 +102,12 @@ class VectorQuantization:
 
 @dataclass(frozen=True)
 class Quantize:
-    """Storage as in a `KVCache`.
+    """Storage in a format of `KVCache`.
 
     Parameters
     ----------
     bits : {8, 4} or str, optional
-        ``"int8"`` or ``"int4"``, or the name of any other format; by default the bits of the compressor.
+        8 or 4 for ``"int8"`` or ``"int4"``, or the name of any format; by default the `quant_bits` of the compressor.
     """
 
     bits: int | str | None = None
@@ -131,18 +132,18 @@ def check_bits(bits):
 
 
 def _set(method, **fields):
-    """What was given as plain numbers, which JSON takes."""
+    """Set fields to plain numbers, which JSON can store."""
     for name, value in fields.items():
         object.__setattr__(method, name, value)
 
 
 def method_to_dict(method):
-    """For JSON."""
+    """A method as a dict for JSON."""
     return {"name": type(method).__name__} | asdict(method)
 
 
 def method_from_dict(fields):
-    """The method of `method_to_dict`.
+    """The method from the result of `method_to_dict`.
 
     Raises
     ------

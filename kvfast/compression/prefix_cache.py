@@ -23,18 +23,18 @@ __all__ = ["PrefixKVCache"]
 
 
 class PrefixKVCache:
-    """Key/value cache of one sequence that starts with compressed tokens, and stores the next in blocks as a `KVCache` does.
+    """Key/value cache of one sequence with a compressed prefix; later tokens are stored in blocks as in a `KVCache`.
 
-    Attention to both parts is joined by their log-sum-exps.
+    Attention to the two parts is merged by their log-sum-exps.
 
     Parameters
     ----------
     layers : list of CompressedKV
-        The prefix of each layer, of one shape and without a batch.
+        The prefix of each layer. All have the same shape, without a batch.
     max_seq_len : int, optional
-        Most tokens, those of the prefix included; without it the cache grows.
+        Largest number of tokens, including the prefix; without it the cache grows.
     dtype, k_dtype, v_dtype
-        Of the live tokens, as in `KVCache`.
+        Storage of the live tokens, as in `KVCache`.
 
     Examples
     --------
@@ -70,14 +70,14 @@ class PrefixKVCache:
     @classmethod
     def compress(cls, cache: Any, compressor: Any, max_seq_len: int | None = None, dtype: Any = "int4",
                  k_dtype: Any = None, v_dtype: Any = None) -> Self:
-        """With the complete tokens of a `KVCache` or `Sequence` as the prefix; the cache stays as it is.
+        """A cache whose prefix is the complete tokens of a `KVCache` or `Sequence`; that cache stays as it is.
 
         Parameters
         ----------
         cache : KVCache or Sequence
         compressor : KVCacheCompressor
         max_seq_len, dtype, k_dtype, v_dtype
-            As of the class.
+            As in `PrefixKVCache`.
 
         Returns
         -------
@@ -86,7 +86,7 @@ class PrefixKVCache:
         Raises
         ------
         ValueError
-            If the cache is empty, and as `KVCacheCompressor.compress_kv`.
+            If the cache is empty, and as in `KVCacheCompressor.compress_kv`.
         """
         if not isinstance(cache, (KVCache, Sequence)):
             raise TypeError(f"cache must be a KVCache or a Sequence, got {type(cache).__name__}")
@@ -108,7 +108,7 @@ class PrefixKVCache:
 
     def write(self, layer: int, qkv: ArrayLike, *, positions: ArrayLike | None = None, cos: ArrayLike | None = None,
               **options: Any) -> NDArray[Any]:
-        """See `KVCache.write`; by default positions go on behind the prefix."""
+        """See `KVCache.write`; by default positions continue after the prefix."""
         if positions is None and cos is not None:
             start, shape = self.layer_length(layer), np.shape(qkv)
             positions = np.arange(start, start + (shape[0] if shape else 1))
@@ -128,7 +128,7 @@ class PrefixKVCache:
         return (result, lse) if return_lse else result
 
     def advance(self, n: int = 1) -> None:
-        """Count `n` tokens as complete; every layer must have got exactly that many."""
+        """Count `n` tokens as complete; every layer must hold exactly that many new ones."""
         self._live.advance(n)
 
     def k(self, layer: int) -> NDArray[np.float32]:
@@ -146,7 +146,7 @@ class PrefixKVCache:
         return self.prefix_len + self._live.layer_length(layer)
 
     def truncate(self, n: int) -> None:
-        """Keep the first `n` complete tokens, at least the prefix."""
+        """Keep the first `n` complete tokens; `n` must include the prefix."""
         check_size(n, "n", self.prefix_len, 1 << 60)
         self._live.truncate(n - self.prefix_len)
 
@@ -186,7 +186,7 @@ class PrefixKVCache:
 
     @property
     def max_seq_len(self) -> int | None:
-        """Most tokens, or None for a cache that grows."""
+        """Largest number of tokens, or None for a cache that grows."""
         return None if self._live.max_seq_len is None else self.prefix_len + self._live.max_seq_len
 
     @property

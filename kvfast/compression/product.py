@@ -11,7 +11,7 @@ from kvfast.compression.pq_attention import attend as attend_codes
 from kvfast.compression.stores import FLOAT16_MOST, LANES
 from kvfast.errors import CorruptFileError, NonFiniteInputError
 
-# Most tokens that codebooks are learned from, evenly spaced among all.
+# Largest number of tokens that codebooks are trained on, evenly spaced among all tokens.
 TRAINED_TOKENS = 16384
 
 
@@ -29,7 +29,7 @@ class ProductStore:
 
     @classmethod
     def of(cls, k, v, method):
-        """k, v: (heads, tokens, dim), float32. No random choice depends on anything but the seed."""
+        """k, v: (heads, tokens, dim), float32. Random choices depend on the seed only."""
         subvectors = method.num_subvectors or max(1, k.shape[2] // 4)
         sides = [_learned(x, subvectors, method.codebook_size, method.seed + i) for i, x in enumerate((k, v))]
         return cls(*sides, subvectors)
@@ -47,7 +47,7 @@ class ProductStore:
         return sum(basis.nbytes + codes_of_side.centroids.nbytes + codes_of_side.bounds.nbytes + codes_of_side.codes.nbytes for basis, codes_of_side in self.sides)
 
     def attend(self, q, visible, scale, num_threads=None):
-        """As `CacheStore.attend`, for any counts of visible tokens."""
+        """As `CacheStore.attend`, but `visible` may hold any counts."""
         (key_basis, keys), (value_basis, values) = self.sides
         heads, group = self.num_heads, q.shape[1] // self.num_heads
         rotated, offsets = key_basis.of_queries(q * np.float32(scale), group)
@@ -92,8 +92,8 @@ class ProductStore:
 
 
 def balanced(moments, subvectors):
-    """Cuts coordinates into subvectors of sizes as equal as can be, whose products of variances are about the same: what
-    is best for a Gaussian at so many centroids each (Ge et al., Optimized product quantization, 2013).
+    """Cut coordinates into subvectors of sizes as equal as possible and with about the same product of variances. For a
+    Gaussian, this is the best cut if all have the same number of centroids (Ge et al., Optimized product quantization, 2013).
 
     Parameters
     ----------
@@ -136,13 +136,13 @@ def _learned(x, subvectors, count, seed):
     step = -(-tokens // TRAINED_TOKENS)
     some = points if step == 1 else _padded(points[:, :, :tokens:step])
     centroids = codebook.train(some, -(-tokens // step), bounds, count, seed)
-    centroids = centroids.astype(np.float16)  # so stored: the nearest are the nearest of these
+    centroids = centroids.astype(np.float16)  # as they are stored, so that codes name the nearest stored centroids
     codes = codebook.encode(points, tokens, bounds, count, centroids.astype(np.float32))
     return basis, PQCodes(centroids, bounds, packed(codes, count), count)
 
 
 def _padded(points):
-    """A contiguous copy whose last axis is filled up with zeros to what the kernels read at once."""
+    """A contiguous copy whose last axis is padded with zeros to whole vectors of the kernels."""
     filled = np.zeros((*points.shape[:2], -(-points.shape[2] // LANES) * LANES), np.float32)
     filled[:, :, : points.shape[2]] = points
     return filled

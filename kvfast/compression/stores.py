@@ -1,6 +1,6 @@
-"""What holds the compressed tokens of all heads of one sequence.
+"""Stores: the compressed tokens of all heads of one sequence.
 
-A store has `attend`, `decode`, `nbytes`, `num_tokens` and `arrays`; `open` makes one of arrays again. Its tokens are those
+A store has `attend`, `decode`, `nbytes`, `num_tokens` and `arrays`; `open` makes a store from the arrays. It holds the tokens
 that are not exact, in their order.
 """
 
@@ -16,18 +16,18 @@ from kvfast.codec.formats import KVFormat
 from kvfast.compression.basis import Basis, eigen, rank_of_energy
 from kvfast.errors import CorruptFileError
 
-# What a Hybrid stores coordinates in. As of a KVCache, without first tokens in floats: those are exact anyway.
+# Formats of the coordinates of a Hybrid: the presets without float rows for the first tokens, which are exact anyway.
 HYBRID_FORMATS = {
     8: KVFormat("int8", rotation="kv"),
     4: KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True),
 }
 BLOCKS_OF_CHANNELS = (64, 32)
-LANES = 16  # a row of a KVCache is filled up to a multiple of it
+LANES = 16  # rows of a KVCache are padded to a multiple of this
 FLOAT16_MOST = 65504.0
 
 
 class CacheStore:
-    """Keys and values in a `KVCache`, as they are."""
+    """Keys and values in a `KVCache`, in their own coordinates."""
 
     def __init__(self, cache):
         self.cache = cache
@@ -42,8 +42,8 @@ class CacheStore:
             cache.append(0, k.swapaxes(0, 1), v.swapaxes(0, 1))
             cache.advance(tokens)
             return cls(cache)
-        # The text is finished, and so is its last block: tokens of it once more fill it up, and one block more, until which
-        # it would be floats; these go again.
+        # No tokens follow, so the last block must be sealed now. Repeated tokens fill it, and one more block after it, because
+        # a block is read as float rows until further tokens follow. The repeated tokens are then truncated.
         form = replace(form, block_size=min(BLOCKS_OF_CHANNELS, key=lambda size: _channel_bits(tokens, size)))
         filled = -(-tokens // form.block_size) * form.block_size
         again = np.arange(filled + form.block_size) % tokens
@@ -68,7 +68,7 @@ class CacheStore:
         ----------
         q : array of shape (num_queries, num_q_heads, dim), float32
         visible : array of shape (num_queries,), intp
-            How many tokens each query sees: each as many as the one before it, or one more.
+            Number of tokens that each query sees: the same as for the query before it, or one more.
         scale : float
 
         Returns
@@ -88,7 +88,7 @@ class CacheStore:
 
     @staticmethod
     def _attend_many(cache, q, options):
-        """More queries than the cache has tokens: as so many heads of one query."""
+        """Attend with more queries than the cache has tokens, passed as heads of one query."""
         n, heads, group = len(q), cache.num_kv_heads, q.shape[1] // cache.num_kv_heads
         together = q.reshape(n, heads, group, -1).swapaxes(0, 1).reshape(1, heads * n * group, -1)
         out, lse = cache.attend(0, together, **options)
@@ -96,7 +96,7 @@ class CacheStore:
         return [array.reshape(shape) for array, shape in zip(back, (q.shape, q.shape[:2]))]
 
     def decode(self):
-        """Keys and values, (heads, tokens, dim) float32."""
+        """Decoded keys and values, float32 of shape (heads, tokens, dim)."""
         return self.cache.k(0).swapaxes(0, 1), self.cache.v(0).swapaxes(0, 1)
 
     def settings(self):
@@ -111,17 +111,17 @@ class CacheStore:
 
 
 def _block_size(tokens):
-    """Tokens of a block: few where many places of the last one would stay empty."""
+    """Tokens of a block: a small number if many slots of the last block would stay empty."""
     return next((size for size in (64, 32) if -tokens % size * 16 <= tokens), 16)
 
 
 def _channel_bits(tokens, block):
-    """Bits that a channel of keys and values of INT4 takes: codes of whole blocks, and a scale and an offset for each."""
+    """Bits of a channel of INT4 keys and values: the codes of whole blocks, and a scale and an offset per block."""
     return -(-tokens // block) * (2 * 4 * block + 2 * 16)
 
 
 class RankStore:
-    """Coordinates in the bases of the heads, in a `KVCache` for the heads of each rank.
+    """Coordinates in the bases of the heads. Heads of the same rank share a `KVCache`.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class RankStore:
 
     @classmethod
     def of(cls, k, v, ranks, centred, dtype):
-        """`ranks`: one per head; so few tokens have no more directions than they are, in whole lanes."""
+        """`ranks`: one per head; at most the number of tokens, rounded up to whole lanes."""
         groups, most = [], -(-k.shape[1] // LANES) * LANES
         ranks = [min(rank, most) for rank in ranks]
         of_basis = np.float32 if str(dtype) == "float32" else np.float16
@@ -148,8 +148,8 @@ class RankStore:
 
     @staticmethod
     def ranks_of_energy(k, v, energy):
-        """For each head the rank that keeps this share of the keys', and of the values', sum of squares; filled up to what
-        is stored anyway."""
+        """For each head the rank that keeps this share of the sum of squares of its keys, and of its values. It is rounded
+        up to the width that is stored in any case."""
         ranks = [max(rank_of_energy(eigen(x)[0], energy) for x in pair) for pair in zip(k, v)]
         return [min(k.shape[2], -(-rank // LANES) * LANES) for rank in ranks]
 
@@ -211,7 +211,7 @@ class RankStore:
 
 
 def open_cache(arrays, shape, num_tokens):
-    """The `KVCache` of its `state_dict`, found to have the layers, heads, head_dim and tokens that it should."""
+    """A `KVCache` from its `state_dict`. Its layers, heads, head_dim and tokens are checked."""
     cache = KVCache.from_state_dict(arrays.take_all())
     found = cache.num_layers, cache.num_kv_heads, cache.head_dim
     if found != shape or cache.v_head_dim != cache.head_dim or len(cache) != num_tokens:
@@ -220,13 +220,13 @@ def open_cache(arrays, shape, num_tokens):
 
 
 def runs_of(visible):
-    """Cuts queries into runs where each sees as many tokens as the one before it, or each one more.
+    """Cut queries into runs. In a run, each query sees as many tokens as the one before it, or each sees one more.
 
     Yields
     ------
     first, last : int
     causal : bool
-        Whether each sees one more.
+        Whether each query sees one more token than the one before it.
     """
     first = 0
     while first < len(visible):
@@ -234,7 +234,7 @@ def runs_of(visible):
         while last < len(visible) and visible[last] - visible[last - 1] == visible[first + 1] - visible[first]:
             last += 1
         causal = last > first + 1 and visible[first + 1] > visible[first]
-        # Tokens that a query sees come with it: a query that sees none is a run of its own.
+        # In a causal call a query sees at least one token, so a query that sees none is a run of its own.
         if causal and visible[first] == 0:
             last, causal = first + 1, False
         yield first, last, causal

@@ -1,4 +1,4 @@
-"""What a call of `attend` will do, as users see it."""
+"""The plan of a call of `attend`, as users see it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ __all__ = ["AttendItem", "AttendPlan"]
 
 @dataclass(frozen=True)
 class AttendItem:
-    """Queries that read the same keys together, and how that is cut: KV heads x splits x row blocks are its tasks.
+    """Queries that read the same keys together. Its tasks are KV heads x splits x row blocks.
 
     Parameters
     ----------
     num_queries : int
         Query tokens.
     begin, end : int
-        Positions that they read; sink tokens come in addition.
+        Range of positions that they read; sink tokens come in addition.
     num_splits, split_tokens : int
-        Parts that these are cut into, and tokens of each but perhaps the last.
+        Number of parts that this range is cut into, and tokens of a part; the last part may have fewer.
     row_blocks : int
-        Passes over the same keys: a pass serves some of the rows, which are query tokens x query heads of a KV head.
+        Number of passes over the same keys. Each pass computes some of the rows (query tokens x query heads of a KV head).
     """
 
     num_queries: int
@@ -33,7 +33,7 @@ class AttendItem:
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """What a call of `attend` will do; see `KVCache.explain`. ``str(plan)`` is for reading.
+    """The plan of a call of `attend`; see `KVCache.explain`. ``str(plan)`` is a readable text.
 
     Parameters
     ----------
@@ -42,30 +42,30 @@ class AttendPlan:
     storage : str
         Format of the layer.
     kernels : tuple of str
-        Kernels of the stored bytes, for scores and for sums of values; ``attend_panels`` does both for many rows.
+        Kernels that read the stored bytes, for scores and for sums of values; ``attend_panels`` does both for many rows.
     float_kernels : tuple of str
-        Those of the first and newest tokens, where the format keeps them as floats; else empty.
+        Kernels for the first and newest tokens if the format keeps these as float rows; otherwise empty.
     q_shape : tuple of int
     q_dtype : str
     num_kv_heads : int
     v_head_dim : int
-        Of the output.
+        Width of the output.
     context : int
-        Tokens that the layer holds, of a batch all sequences together.
+        Tokens that the layer holds; for a batch, those of all sequences together.
     tile, float_tile : int
-        Tokens between two softmax corrections, in codes and in float rows; 0 where there are none.
+        Tokens between two softmax corrections, for codes and for float rows; 0 if there are none.
     rows : int
-        Most query rows that share a pass.
+        Largest number of query rows in one pass.
     num_threads, num_tasks : int
     items : tuple of AttendItem
-        One for most calls; more in a batch, and where a few queries would each be split differently alone.
+        One for most calls. There are more in a batch, and if some queries would be split differently when computed alone.
     code_bytes, scale_bytes, float_bytes : int
-        What the kernels read of codes, of scales (of tokens and channels, means) and of float rows, in all passes; from
-        memory, or from the processor's caches where another pass has just read the same.
+        Bytes that the kernels read in all passes: of codes, of scales (of tokens and channels, and means) and of float
+        rows. They come from memory, or from the processor's caches if another pass has just read them.
     operations : int
-        Multiplications and additions of scores and sums, masked tokens in their tiles included.
+        Multiplications and additions for scores and sums, including masked tokens in their tiles.
     notes : tuple of str
-        Slow paths that the call takes, and what they cost.
+        Slow paths of the call, and their cost.
     """
 
     isa: str
@@ -91,12 +91,12 @@ class AttendPlan:
 
     @property
     def bytes_read(self) -> int:
-        """All bytes that the kernels read of keys and values."""
+        """Bytes of keys and values that the kernels read in total."""
         return self.code_bytes + self.scale_bytes + self.float_bytes
 
     @property
     def num_splits(self) -> int:
-        """Most splits of an item."""
+        """Largest number of splits of an item."""
         return max(item.num_splits for item in self.items)
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class AttendPlan:
         return "\n".join(lines)
 
 
-# Items that are told one by one.
+# Items that the text lists one by one.
 MOST_ITEMS = 8
 
 

@@ -1,7 +1,7 @@
-"""Paths on which calls take more than 10 % longer than they could: `explain` tells them, and ``KVFAST_LOG=1`` logs each once.
+"""Slow paths, on which a call takes more than 10 % longer than it could. `explain` lists them; ``KVFAST_LOG=1`` logs each once.
 
-What was measured and costs less is not told: queries whose rows do not lie in one piece, float16 and bfloat16 in the place
-of float32, rotation with ``interleaved``, blocks of 16 tokens. Times are of a Xeon with AVX-512 VNNI, one thread.
+Paths that cost less in measurements are not listed: queries whose rows are not contiguous, float16 and bfloat16 instead of
+float32, rotation with ``interleaved``, blocks of 16 tokens. Times were measured on a Xeon with AVX-512 VNNI, one thread.
 """
 
 import os
@@ -12,7 +12,7 @@ from kvfast.core.threads import has_openmp, lost_threads
 
 LOGS = os.environ.get("KVFAST_LOG", "") not in ("", "0")
 
-# Decoding at 4,096 and 32,768 tokens on other tiers, next to AVX-512 VNNI.
+# Decoding at 4,096 and 32,768 tokens on other tiers, compared with AVX-512 VNNI.
 _TIERS = {
     "avx512": "decoding took up to 1.5 times as long as with AVX-512 VNNI on integers, as long on float16",
     "avx_vnni": "decoding took up to 1.5 times as long as with AVX-512 VNNI on integers, up to 1.3 times on float16",
@@ -38,20 +38,20 @@ _lock = threading.Lock()
 
 
 def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False):
-    """Slow paths of a call of attend, as (kind, text) each.
+    """The slow paths of a call of attend, each as (kind, text).
 
     Parameters
     ----------
     sides : dict of int to bool
-        The head_dim of keys and that of values, and whether the format turns them.
+        The head_dim of keys and that of values, and whether the format rotates them.
     work : float
         As in ``num_threads_for``.
     num_threads, num_tasks : int
-        Of the call.
+        Threads and tasks of the call.
     wanted_threads : int or None
         ``num_threads=`` of the call.
     packed : bool
-        Whether many queries go without the matrix unit, because of the width of the codes.
+        Whether many queries are computed without the matrix unit because of the width of the codes.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def _threads(work, wanted):
 
 
 def log_gathered(name):
-    """Rows that had to be copied into one piece."""
+    """Log that rows had to be copied to become contiguous."""
     if name in _GATHERED:
         log([(f"gathered {name}", (f"the elements of a row of {_GATHERED[name]} do not follow each other in memory, and are "
                                    f"copied first: append took 1.3 to 3 times as long; let the last axis be contiguous"))])  # fmt: skip
@@ -125,7 +125,7 @@ def log(found):
 
 
 def _logger():
-    """The logger "kvfast"; it writes to stderr where nobody has set up logging."""
+    """The logger "kvfast"; it writes to stderr if logging is not configured."""
     import logging
 
     logger = logging.getLogger("kvfast")

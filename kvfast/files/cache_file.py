@@ -1,7 +1,7 @@
 """Caches in files: safetensors with a versioned header and a checksum per tensor.
 
-The library writes the file and checks its structure; the bytes of the blocks are read straight to where they
-belong, or mapped.
+The safetensors library writes the file and checks its structure. The bytes of the blocks are read directly into the
+memory of the cache, or mapped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvfast.core.threads import get_num_threads
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
 
-ALIGNMENT = 4096     # of the tensors in a file, so that they can be mapped: a page, and above all whole cache lines
-BYTES_AT_ONCE = 1 << 20  # bytes that are read and then summed while they are in the processor's cache
+ALIGNMENT = 4096     # of the tensors in a file, so that they can be mapped: a page, which is also whole cache lines
+BYTES_AT_ONCE = 1 << 20  # bytes that are read at a time, and then hashed while they are in the processor's cache
 
 
 def write(settings, buffer, token_ids, metadata, path):
     """Write the complete tokens of a buffer; see `state.header_of`."""
-    _import("safetensors.numpy")  # before the work
+    _import("safetensors.numpy")  # to fail before the work
     write_tensors(_tensors_of(buffer, token_ids), state.header_of(settings, buffer, metadata), path)
 
 
@@ -40,13 +40,13 @@ def to_bytes(settings, buffer, token_ids, metadata):
 def _tensors_of(buffer, token_ids):
     tensors = state.arrays_of(buffer)
     if token_ids is not None:
-        # As bytes, like the others: tensors are sorted by their dtypes, and the blocks are to start at a page.
+        # As bytes, like the others: the library sorts tensors by dtype, and the blocks must start at a page.
         tensors["token_ids"] = token_ids.astype("<i8").view(np.uint8).reshape(-1, 8)
     return tensors
 
 
 def _metadata_of(tensors, header):
-    """What a file tells beside its tensors: the header, and the checksums of all."""
+    """The metadata of a file: the header, and the checksums of all tensors."""
     with _pool() as threads:
         sums = threads.map(_import("xxhash").xxh3_128_hexdigest, tensors.values())
         checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
@@ -59,9 +59,9 @@ def write_tensors(tensors, header, path):
     """Write arrays of bytes and a header. At any moment, the file at `path` is the old or the new one, and complete."""
     library, metadata = _import("safetensors.numpy"), _metadata_of(tensors, header)
     path = os.path.realpath(os.fsdecode(path))
-    # In a folder of its own, because the library has temporary files as well.
+    # In a folder of its own, because the library also makes temporary files.
     part = f"{path}.{os.urandom(16).hex()}.part"
-    os.mkdir(part, 0o700)  # fails for whatever is there already, a link included; nobody else can put anything into it
+    os.mkdir(part, 0o700)  # fails if the path exists, even as a link; other users cannot write into the folder
     _drop_pages(path)
     try:
         new = os.path.join(part, "cache")
@@ -82,7 +82,7 @@ def write_tensors(tensors, header, path):
             os.close(folder)
 
 
-# What takes long to import and is needed for files alone is imported there: with it, `import kvfast` took 40 ms more.
+# Slow imports that only files need are inside the functions: at the top, they made `import kvfast` 40 ms slower.
 
 
 def _pool():
@@ -92,27 +92,27 @@ def _pool():
 
 
 def remove_folder(path):
-    """A folder with all that is in it, if it is there."""
+    """Remove a folder with its contents, if it exists."""
     from shutil import rmtree
 
     rmtree(path, ignore_errors=True)
 
 
 def _drop_pages(path):
-    """Let the system forget what it keeps in memory of a file that is about to be replaced; the new one takes its place.
-    Saving 2 GB took 1.9 s so, and 2.5 s where both were kept."""
+    """Drop the cached pages of a file that is about to be replaced, to make room for those of the new file.
+    Saving 2 GB took 1.9 s with this, and 2.5 s without."""
     with contextlib.suppress(OSError, AttributeError), open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read(path, new_cache, mmap, max_seq_len):
-    """The arguments of a Snapshot: cache, token ids, metadata; `new_cache` is that of a `state.Opening`."""
+    """The arguments of a Snapshot: cache, token ids, metadata; see `state.Opening` for `new_cache`."""
     with _opened(path) as content:
         return _snapshot_of(content, new_cache, mmap, max_seq_len)
 
 
 def from_bytes(data, new_cache):
-    """The same, of what `to_bytes` returned."""
+    """The same for the result of `to_bytes`."""
     content = _BytesContent(data)
     content.check_header()
     return _snapshot_of(content, new_cache, False, None)
@@ -129,9 +129,9 @@ def _snapshot_of(content, new_cache, mmap, max_seq_len):
 
 
 def read_tensors(path):
-    """What `write_tensors` wrote, found undamaged: the header, and uint8 arrays by their names."""
+    """Read a file of `write_tensors` and verify it: the header, and uint8 arrays by name."""
     with _opened(path) as content:
-        tensors = {name: np.empty(shape, np.uint8) for name, shape in content.shapes.items()}  # no more than the file has
+        tensors = {name: np.empty(shape, np.uint8) for name, shape in content.shapes.items()}  # never larger than the file
         with _pool() as threads:
             for _ in threads.map(content.fill, tensors, ([array] for array in tensors.values())):
                 pass
@@ -139,7 +139,7 @@ def read_tensors(path):
 
 
 def read_token_ids(path):
-    """What the tokens of a file are: int64 of shape (seq_len,), empty if it does not tell."""
+    """The token ids of a file: int64 of shape (seq_len,), empty if it holds none."""
     with _opened(path) as content:
         token_ids = content.token_ids(content.shapes.get("token_ids", (0,))[0])
         return np.empty(0, np.int64) if token_ids is None else token_ids
@@ -147,13 +147,13 @@ def read_token_ids(path):
 
 @contextlib.contextmanager
 def _opened(path):
-    """The content of a file, whose structure and header are found sound; errors name the file."""
+    """The content of a file, after its structure and header are checked; errors name the file."""
     try:
         path = os.fsdecode(path)
         while True:
             with open(path, "rb", buffering=0) as file:
                 content = _Content(file, path)
-                # Another process may have put a new file in its place between the two openings.
+                # Another process may have replaced the file between the two openings.
                 if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                     content.check_header()
                     yield content
@@ -181,7 +181,7 @@ class _Content:
         self._size = os.fstat(file.fileno()).st_size
 
     def check_header(self):
-        """Read the header; nothing is believed before its checksum is found right."""
+        """Read the header, and verify its checksum before any of it is used."""
         try:
             self.header, checksums, digest = (self._metadata[name] for name in ("kvfast", "checksums", "digest"))
         except KeyError:
@@ -198,7 +198,7 @@ class _Content:
             if dtype != "U8":
                 raise CorruptFileError(f"{name} must have dtype U8, got {dtype}")
         self.sides = {name: shape for name, shape in self.shapes.items() if name != "token_ids"}
-        # A sound file has no gaps, and ends with the last tensor.
+        # A valid file has no gaps, and ends with the last tensor.
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         self.offsets = dict(zip(sizes, accumulate(sizes.values(), initial=self._size - sum(sizes.values()))))
 
@@ -213,13 +213,13 @@ class _Content:
         return token_ids.view("<i8").reshape(-1)
 
     def map(self):
-        """The file as memory, changes to which stay in this process."""
+        """The file as memory; changes to it stay in this process."""
         from mmap import ACCESS_COPY, mmap
 
         return mmap(self._file.fileno(), 0, access=ACCESS_COPY)
 
     def fill(self, name, rows):
-        """Read a tensor into rows that are contiguous each, and verify its checksum."""
+        """Read a tensor into rows, each of them contiguous, and verify its checksum."""
         checksum, at = self._xxhash.xxh3_128(), self.offsets[name]
         for row in rows:
             view = memoryview(row.reshape(-1))
@@ -232,7 +232,7 @@ class _Content:
             raise CorruptFileError(f"{name} is damaged: its checksum is wrong")
 
     def _read(self, piece, at, name):
-        """Fill a piece of memory from byte `at` of the file on."""
+        """Fill a piece of memory with the bytes of the file from `at` on."""
         while piece:
             if hasattr(os, "preadv"):
                 count = os.preadv(self._file.fileno(), [piece], at)
@@ -260,7 +260,7 @@ class _BytesContent(_Content):
             tensors = dict(safetensors.deserialize(data))
         except safetensors.SafetensorError as error:
             raise CorruptFileError(f"not a sound safetensors file: {error}") from None
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # which the library has found sound
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # the library has checked it
         self._metadata = header.pop("__metadata__", None) or {}
         names = sorted(header, key=lambda name: header[name]["data_offsets"])
         self._dtypes = {name: tensors[name]["dtype"] for name in names}
@@ -276,7 +276,7 @@ def _digest(*texts):
 
 
 def _header_bytes(tensors, metadata):
-    """Bytes before the first tensor: a length, and JSON of which the library makes a multiple of 8."""
+    """Bytes before the first tensor: a length, and JSON that the library pads to a multiple of 8."""
     header, at = {"__metadata__": metadata}, 0
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -1,4 +1,4 @@
-"""What a cache is outside the process: a header that describes it, and the bytes of its blocks."""
+"""A cache outside the process: a header that describes it, and the bytes of its blocks."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import block_bytes
 
-SIZED = ("full", "latent")  # those with a max_seq_len
+SIZED = ("full", "latent")  # kinds with a max_seq_len
 VERSION = 3
 MOST_TOKENS = 1 << 40
 
@@ -23,12 +23,12 @@ def json_of(value, **options):
 
 
 def _fields_of_format(form):
-    """A KVFormat in a header, where its `block_size` is called ``"block"``; see `_formats_of`."""
+    """A KVFormat as in a header, where its `block_size` is called ``"block"``; see `_formats_of`."""
     return {"block" if name == "block_size" else name: value for name, value in form.to_dict().items()}
 
 
 def _formats_of(value):
-    """What a header says of formats, with the names of `KVFormat`."""
+    """The formats of a header, with the field names of `KVFormat`."""
     if isinstance(value, list):
         return [_formats_of(one) for one in value]
     if isinstance(value, dict):
@@ -37,14 +37,14 @@ def _formats_of(value):
 
 
 def header_of(settings, buffer, metadata):
-    """All that a file says of a cache but its bytes and its token ids.
+    """Everything about a cache that a file holds, except its bytes and its token ids.
 
     Parameters
     ----------
     settings : dict
         Kind, shape and formats, as the class of the cache writes them.
     buffer : SequenceBuffer
-        Its tokens.
+        The tokens of the cache.
     metadata : dict of str to str
 
     Returns
@@ -65,14 +65,14 @@ def header_of(settings, buffer, metadata):
 
 
 def named(layers):
-    """Names for what `block_bytes.streams` and `block_bytes.arrays` return, one after the other.
+    """Names for the results of `block_bytes.streams` and `block_bytes.arrays`, one after the other.
 
     Yields
     ------
     (str, array) or (str, list of arrays)
         ``layers.0.k.0``: the full blocks of a head, uint8 of shape (num_blocks, bytes of a block); ``layers.0.k.tail``:
-        the blocks behind them, block after block and head after head; ``layers.0.k.floats``: so the pieces of float
-        rows. Numbers have as many digits as the largest, so that names sort as the heads do.
+        the blocks behind them, block after block and head after head; ``layers.0.k.floats``: the pieces of float rows, in
+        the same order. Numbers have as many digits as the largest, so that names sort in the order of the heads.
     """
     layer_digits = len(str(len(layers) - 1))
     for layer, pair in enumerate(layers):
@@ -87,25 +87,25 @@ def named(layers):
 
 
 def arrays_of(buffer):
-    """The stored bytes of a cache by their names."""
+    """The stored bytes of a cache, by name."""
     found = named(block_bytes.arrays(buffer))
     return {name: array if isinstance(array, np.ndarray) else np.stack(array) for name, array in found}
 
 
 class Opening:
-    """A header that was found good, and the empty cache of it.
+    """A checked header, and the empty cache that it describes.
 
     Parameters
     ----------
     text : str
         The JSON.
     shapes : dict of str to tuple
-        Shapes of the uint8 arrays that came with it; nothing is allocated before they are found to be right.
+        Shapes of the uint8 arrays that came with the header. They are checked before anything is allocated.
     new_cache : callable
-        Makes an empty cache of settings, a block_size and a max_seq_len, and returns it with its buffer and with what it
-        writes as its settings; KeyError for a kind that is not known.
+        Makes an empty cache from settings, a block_size and a max_seq_len. Returns the cache, its buffer, and the settings
+        that the cache would write itself. KeyError for an unknown kind.
     max_seq_len : int, optional
-        Instead of what the header says.
+        Replaces the max_seq_len of the header.
 
     Raises
     ------
@@ -121,7 +121,7 @@ class Opening:
         if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MOST_TOKENS) < self.seq_len:
             raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
         try:
-            # Without max_seq_len nothing is reserved: a file's word is not enough for that.
+            # Without max_seq_len, so that nothing is reserved: a size from a file is not trusted for that.
             given = json.dumps(settings, sort_keys=True)
             if "dtype" in settings:
                 settings["dtype"] = _formats_of(settings["dtype"])
@@ -138,7 +138,7 @@ class Opening:
         self.buffer.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
 
     def _checked_sides(self, layout, shapes):
-        """Names of the arrays of full blocks; all arrays have the right shapes."""
+        """Check the shapes of all arrays. Returns the names of those with full blocks."""
         numbers = self._heads()
         count = sum(heads + (tails > 0) + (pieces > 0) for heads, pair in zip(numbers, layout) for _, tails, _, pieces, _ in pair)
         if len(shapes) != count:
@@ -168,12 +168,12 @@ class Opening:
         return [self.buffer.shape(layer)[0] for layer in range(self.buffer.num_layers)]
 
     def take(self):
-        """Give the cache its blocks.
+        """Allocate the blocks of the cache.
 
         Returns
         -------
         iterable of (str, list of arrays)
-            By name, where the bytes belong, row after row.
+            The name of each array, and the rows that its bytes are written to.
         """
         if self._reserve is not None:
             self.cache, self.buffer, _ = self._new_cache(*self._reserve)
@@ -182,18 +182,18 @@ class Opening:
             yield name, [array] if isinstance(array, np.ndarray) else array
 
     def take_mapped(self, memory, offsets):
-        """Let writable bytes be the full blocks of the cache.
+        """Use writable memory as the full blocks of the cache.
 
         Parameters
         ----------
         memory : buffer
         offsets : dict of str to int
-            Where in `memory` each array starts.
+            Start of each array in `memory`.
 
         Returns
         -------
         iterable of (str, list of arrays)
-            As of `take`, for the blocks that are not full.
+            As in `take`, for the blocks that are not full and for float rows.
         """
         buffer, names, sides = self.buffer, iter(self._sides), []
         for heads in np.repeat(self._heads(), 2).tolist():  # keys and values
@@ -211,7 +211,7 @@ class Opening:
 
 
 def _fields(text):
-    """The header as a dict whose values have the right types; the cache's own classes check the rest."""
+    """The header as a dict whose values have the right types. The classes of the caches check the rest."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -241,7 +241,7 @@ def _fields(text):
 
 
 def _is_resume_state(state):
-    """Numbers, and pairs of them for patched blocks; whether they can be, the tables check."""
+    """Whether a state holds numbers, and pairs of numbers for patched blocks. The tables check their values."""
     return isinstance(state, dict) and all(
         isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value)
         if name == "patches"
@@ -270,7 +270,7 @@ def checked_arrays(arrays):
 
 
 def from_arrays(arrays, new_cache):
-    """`Snapshot.from_state_dict`: the arguments of a Snapshot; `new_cache` is that of an `Opening`."""
+    """`Snapshot.from_state_dict`: the arguments of a Snapshot; see `Opening` for `new_cache`."""
     arrays = checked_arrays(arrays)
     token_ids = arrays.pop("token_ids", None)
     header = arrays.pop("header", None)

@@ -14,12 +14,12 @@ TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 
 def row_bytes(kind, num_elements):
-    """Bytes of a row of so many elements.
+    """Bytes of a row with this many elements.
 
     Raises
     ------
     ValueError
-        For an unknown type, or if the row is not whole blocks of it.
+        For an unknown type, or if the row is not a whole number of its blocks.
     """
     block, size = _gguf().GGML_QUANT_SIZES[_type(kind)]
     if num_elements % block:
@@ -28,7 +28,7 @@ def row_bytes(kind, num_elements):
 
 
 def to_ggml(rows, kind):
-    """Keys or values as ggml's bytes, the same as the ``gguf`` package makes.
+    """Convert keys or values to the bytes of a ggml type, with the ``gguf`` package.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def to_ggml(rows, kind):
     Returns
     -------
     ndarray of shape (num_tokens, bytes of a row), uint8
-        A row is the heads of a token, one after the other.
+        A row holds the heads of a token, one after the other.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def to_ggml(rows, kind):
 
 
 def from_ggml(blocks, kind, num_kv_heads, head_dim):
-    """What `to_ggml` made, decoded.
+    """Decode the result of `to_ggml`.
 
     Returns
     -------
@@ -76,19 +76,19 @@ def from_ggml(blocks, kind, num_kv_heads, head_dim):
     blocks = np.ascontiguousarray(blocks)
     if kind.name in dtypes:
         return blocks.view(dtypes[kind.name]).astype(np.float32).reshape(-1, num_kv_heads, head_dim)
-    with np.errstate(all="ignore"):  # damaged scales; the cache refuses what is not finite
+    with np.errstate(all="ignore"):  # damaged scales; the cache refuses numbers that are not finite
         return _gguf().quants.dequantize(blocks, kind).reshape(-1, num_kv_heads, head_dim)
 
 
 def export_layer(cache, layer, k_type="q8_0", v_type=None):
-    """Keys and values of a layer as ggml's rows.
+    """Convert the keys and values of a layer to rows of ggml's types.
 
     Parameters
     ----------
     cache : KVCache, RingKVCache or Sequence
     layer : int
     k_type, v_type : str
-        See `to_ggml`; values are as keys if left out.
+        See `to_ggml`; `v_type` is `k_type` by default.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def export_layer(cache, layer, k_type="q8_0", v_type=None):
 
 
 def import_layer(cache, layer, k, v, k_type="q8_0", v_type=None):
-    """Append rows of ggml's types to a layer; ``cache.advance`` counts them, as after `append`.
+    """Append rows of ggml's types to a layer. Call ``cache.advance`` afterwards, as after `append`.
 
     Parameters
     ----------

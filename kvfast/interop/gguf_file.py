@@ -15,8 +15,8 @@ class ModelFileError(ValueError):
 class _BoundedReader(gguf.GGUFReader):
     """The `gguf` reader, refusing to read past the end of the file.
 
-    The plain reader returns short or empty arrays there, and a damaged length field then keeps it
-    looping over elements that do not exist.
+    The plain reader returns short or empty arrays there. With a damaged length field it then loops over elements that
+    do not exist.
     """
 
     def _get(self, offset, dtype, count=1, override_order=None):
@@ -29,7 +29,7 @@ class _BoundedReader(gguf.GGUFReader):
 class GGUFFile:
     """One open GGUF file.
 
-    The file is memory-mapped: metadata is parsed at once, a tensor is read when it is asked for.
+    The file is memory-mapped. Metadata is parsed at once; a tensor is read on request.
 
     Parameters
     ----------
@@ -55,14 +55,14 @@ class GGUFFile:
         self.path = os.fspath(path)
         if os.path.isdir(self.path):
             raise ModelFileError(f"{self.path} is a folder, not a GGUF file")
-        with open(self.path, "rb") as file:  # a missing file is told by its own OSError
+        with open(self.path, "rb") as file:  # a missing file raises its own OSError
             if file.read(4) != b"GGUF":
                 raise ModelFileError(f"{self.path} is not a GGUF file: it does not start with GGUF")
         try:
             reader = _BoundedReader(self.path)
         except OSError:
             raise
-        except Exception as error:  # any exception of a parser fed with damaged bytes means the same
+        except Exception as error:  # with damaged bytes the parser may raise anything
             raise ModelFileError(f"{self.path} is damaged: {error}") from error
         self._fields = reader.fields
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -127,7 +127,7 @@ class GGUFFile:
         Returns
         -------
         ndarray, shape `shape`, float32, C-contiguous
-            A copy of its own, dequantised: it stays valid when the file goes away.
+            A dequantised copy, which stays valid after the file is gone.
         """
         if name not in self._tensors:
             raise ModelFileError(f"{self.path}: the tensor {name} is missing")

@@ -1,7 +1,7 @@
-"""The state of a sequence of llama.cpp, read into a cache and written from one (extra ``llama``).
+"""Reads the state of a llama.cpp sequence into a cache, and writes it from one (extra ``llama``).
 
-What ``llama_state_seq_get_data`` and ``llama_state_seq_save_file`` make, of a model with one KV cache (no sliding windows,
-nothing recurrent). All numbers are little-endian::
+This is the format of ``llama_state_seq_get_data`` and ``llama_state_seq_save_file`` for models with one KV cache (no sliding
+windows, no recurrent layers). All numbers are little-endian::
 
     file    u32 "ggsq", u32 version 3, u32 number of tokens, i32 of each token; then the cache
     data    u32 0xaf143cd8, i32 sequence; then the cache
@@ -11,7 +11,7 @@ nothing recurrent). All numbers are little-endian::
             keys of each: i32 type, u64 bytes of a row, the rows,
             values of each: the same, or transposed: i32 type, u32 bytes of an element, u32 elements of a row, the columns
 
-llama.cpp does not say in it which version wrote it but for these numbers; others are refused by name.
+These numbers are the only sign of the llama.cpp version that wrote a state. Other numbers are refused, and the error names them.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class LlamaCppState:
     ----------
     num_tokens : int
     token_ids : ndarray of int32, or None
-        Of a file; data has none.
+        The token ids of a file; data has none.
     k_types, v_types : tuple of str
-        ggml's type of each layer.
+        ggml type of each layer.
     k, v : tuple of ndarrays of shape (num_tokens, bytes of a row), uint8
     transposed : bool
-        Whether values lay transposed, as they do without flash attention.
+        Whether the values were stored transposed, as they are without flash attention.
     """
 
     num_tokens: int
@@ -63,13 +63,14 @@ class LlamaCppState:
         Parameters
         ----------
         cache : KVCache, RingKVCache or Sequence
-            With the layers, heads and head_dim of the model.
+            Must have the layers, heads and head_dim of the model.
         rope_dims : int
-            Dimensions of keys that the model turns in pairs (0, 1), (2, 3), ... in llama.cpp, and by halves in the runtime
-            of the cache: those of models of the architecture ``llama``, and of `kvfast.llama`. 0 leaves keys as they are.
+            Number of key dimensions with rotary embedding in pairs (0, 1), (2, 3), ... in llama.cpp, but in halves in the
+            runtime of the cache. Models of the architecture ``llama`` need this for `kvfast.llama`. 0 leaves keys as they
+            are.
         rotated : bool, optional
-            Whether llama.cpp has multiplied keys and values by a Hadamard matrix. By default what llama-cpp-python 0.3.36
-            does: where they are quantised and head_dim is a multiple of 64.
+            Whether llama.cpp has multiplied keys and values by a Hadamard matrix. The default follows llama-cpp-python
+            0.3.36: yes if they are quantised and head_dim is a multiple of 64.
 
         Raises
         ------
@@ -114,14 +115,14 @@ def read_state(source):
     Returns
     -------
     LlamaCppState
-        Views of the bytes, where llama.cpp has them in the order of their positions.
+        Its arrays are views of the bytes if the cells are in the order of their positions.
 
     Raises
     ------
     CorruptFileError
-        If the bytes are none, are cut short, or go on.
+        If the bytes are not a state of llama.cpp, or end too early.
     IncompatibleSnapshotError
-        For another version, a ggml type kvfast does not know, or a model with several caches.
+        For another version, a ggml type that kvfast does not know, or a model with several caches (more bytes follow).
     OSError
     """
     if isinstance(source, (str, os.PathLike)):
@@ -131,7 +132,7 @@ def read_state(source):
 
 
 class _Reader:
-    """Numbers and arrays of the bytes, none of them behind their end."""
+    """Reads numbers and arrays from bytes, and never beyond their end."""
 
     def __init__(self, data):
         self.data, self.at = data, 0
@@ -218,19 +219,20 @@ class _Reader:
 
 
 def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0, rotated=None, transposed=False):
-    """The complete tokens of a cache as a state of llama.cpp.
+    """Write the complete tokens of a cache as a state of llama.cpp.
 
     Parameters
     ----------
     cache : KVCache or Sequence
     k_type, v_type : str
-        Types of the llama.cpp context that is to read it; values are as keys if left out.
+        ggml types of the llama.cpp context that will read the state; `v_type` is `k_type` by default.
     token_ids : integers of shape (len(cache),), optional
-        Makes it the contents of a file, for ``llama_state_seq_load_file``; else it is for ``llama_state_seq_set_data``.
+        With token ids, the result is the contents of a file for ``llama_state_seq_load_file``. Without them, it is for
+        ``llama_state_seq_set_data``.
     rope_dims, rotated
         As in `LlamaCppState.append_to`.
     transposed : bool
-        Whether that context has its values transposed: it has without flash attention.
+        Whether that context stores values transposed, which it does without flash attention.
 
     Returns
     -------
@@ -239,7 +241,7 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
     Raises
     ------
     ValueError
-        If the cache is empty or has dropped tokens, or for parts that exclude each other.
+        If the cache is empty or has dropped tokens, or for options that exclude each other.
     """
     count, (heads, dim) = len(cache), _one_shape(cache)
     v_type = v_type or k_type
@@ -277,7 +279,7 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
 
 
 def _one_shape(cache):
-    """KV heads and head_dim of all layers; ValueError where layers differ, or keys and values."""
+    """KV heads and head_dim of all layers; ValueError if layers differ, or keys and values."""
     heads, dim = cache.num_kv_heads, cache.head_dim
     if tuple in (type(heads), type(dim)):
         raise ValueError(f"a state of llama.cpp has layers of one shape, and this cache has {each(heads)} heads of {each(dim)}")
@@ -293,17 +295,17 @@ def _check_rope(rope_dims, dim):
 
 
 def _by_halves(dim, rope_dims):
-    """Which of llama.cpp's dimensions each of the cache's is."""
+    """For each dimension of the cache, the dimension in llama.cpp."""
     return np.r_[0:rope_dims:2, 1:rope_dims:2, rope_dims:dim]
 
 
 def _largest_rotation(dim):
-    """Size of the Hadamard matrix that llama.cpp turns keys with: the largest power of two, from 64 on, that divides dim."""
+    """Size of the Hadamard matrix that llama.cpp rotates keys by: the largest power of two that divides dim, at least 64."""
     return max(64, dim & -dim)
 
 
 def _rotated(rows, kind, rotated, size):
-    """Rows multiplied by llama.cpp's Hadamard matrix, which is its own inverse, or as they are."""
+    """Rows multiplied by llama.cpp's Hadamard matrix, which is its own inverse; unchanged if they are not rotated."""
     dim = rows.shape[2]
     if rotated is False or rotated is None and (kind[0] != "q" or dim % 64):
         return rows

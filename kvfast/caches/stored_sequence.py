@@ -105,8 +105,8 @@ class StoredSequence(StorageProperties):
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         """Return to the state of a snapshot of this cache, or of another with the same settings.
 
-        A snapshot of this cache is restored by sharing its blocks; the bytes of another's are copied. A snapshot of a
-        `KVCache` can be restored into a `Sequence`, and the reverse.
+        A snapshot of this cache is restored by sharing its blocks. The bytes of a snapshot of another cache are copied. A
+        snapshot of a `KVCache` can be restored into a `Sequence`, and the reverse.
 
         Parameters
         ----------
@@ -191,7 +191,7 @@ class StoredSequence(StorageProperties):
 
     @property
     def max_seq_len(self) -> int | None:
-        """Most tokens, or None for a cache that grows."""
+        """Largest number of tokens, or None for a cache that grows."""
         return self._buffer.max_seq_len
 
     @property

@@ -112,7 +112,7 @@ def read(path, new_cache, mmap, max_seq_len):
 
 
 def from_bytes(data, new_cache):
-    """The same for the result of `to_bytes`."""
+    """The arguments of a Snapshot, from the result of `to_bytes`; see `read`."""
     content = _BytesContent(data)
     content.check_header()
     return _snapshot_of(content, new_cache, False, None)

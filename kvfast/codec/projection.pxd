@@ -16,7 +16,7 @@ cdef class Transform:
 cdef class Projection:
     """The parts of a fused projection, as views."""
     cdef object array
-    cdef Rows keys, q, k, v   # keys: those of queries and keys
+    cdef Rows heads, q, k, v  # heads: of queries and keys, and of values that are as wide
 
 
 cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim,

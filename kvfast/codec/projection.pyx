@@ -129,10 +129,14 @@ cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_k
         raise DimensionMismatchError(f"the query heads of qkv must be a multiple of the {num_kv_heads} KV heads, "
                                      f"got {heads}")
     self.array = array
-    self.keys = open_rows(array[:, :keys_end].reshape(array.shape[0], heads + num_kv_heads, head_dim), "qkv")
-    self.q = _part(self.keys, 0, heads)
-    self.k = _part(self.keys, heads, num_kv_heads)
-    self.v = open_rows(array[:, keys_end:].reshape(array.shape[0], num_kv_heads, v_head_dim), "qkv")
+    if v_head_dim == head_dim:  # one array to open
+        self.heads = open_rows(array.reshape(array.shape[0], heads + 2 * num_kv_heads, head_dim), "qkv")
+        self.v = _part(self.heads, heads + num_kv_heads, num_kv_heads)
+    else:
+        self.heads = open_rows(array[:, :keys_end].reshape(array.shape[0], heads + num_kv_heads, head_dim), "qkv")
+        self.v = open_rows(array[:, keys_end:].reshape(array.shape[0], num_kv_heads, v_head_dim), "qkv")
+    self.q = _part(self.heads, 0, heads)
+    self.k = _part(self.heads, heads, num_kv_heads)
     return self
 
 
@@ -240,8 +244,8 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     cdef Projection parts = open_projection(qkv, num_q_heads, heads, dim, v_dim)
     cdef Transform of_q = Transform(dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
     cdef Transform of_k = Transform(dim, k_norm, eps, name="k_norm", rotation=of_q)
-    of_q.fit(parts.keys.rows.tokens, 0)
-    of_k.fit(parts.keys.rows.tokens, 0)
+    of_q.fit(parts.heads.rows.tokens, 0)
+    of_k.fit(parts.heads.rows.tokens, 0)
     return (transform_rows(parts.q, of_q, None, num_threads), transform_rows(parts.k, of_k, None, num_threads),
             transform_rows(parts.v, Transform(v_dim), None, num_threads))
 

@@ -265,8 +265,8 @@ cdef class PagedBuffer:
     def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
         cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim,
                                                 self.pool.v_head_dim)
-        of_q.fit(parts.keys.rows.tokens, 0)
-        of_k.fit(parts.keys.rows.tokens, 0)
+        of_q.fit(parts.heads.rows.tokens, 0)
+        of_k.fit(parts.heads.rows.tokens, 0)
         number = check_layer(layer, self.pool.num_layers)
         slot_mapping = _integers(slot_mapping, "slot_mapping", np.int64, 1)  # a copy, as the queries may be written over it
         q = write_queries(parts, of_q, out, num_threads)

@@ -124,9 +124,9 @@ cdef class SequenceBuffer:
         self._enter()
         try:
             first = table.lengths[layer]
-            self._check_room(index, first, parts.keys.rows.tokens)
-            of_q.fit(parts.keys.rows.tokens, first)
-            of_k.fit(parts.keys.rows.tokens, first)
+            self._check_room(index, first, parts.heads.rows.tokens)
+            of_q.fit(parts.heads.rows.tokens, first)
+            of_k.fit(parts.heads.rows.tokens, first)
             q = write_queries(parts, of_q, out, num_threads)
             table.append(layer, parts.k, parts.v, &of_k.c)
             return q

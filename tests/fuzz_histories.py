@@ -104,7 +104,7 @@ class Track:
         known = ~np.isnan(before[:, 0, 0])
         if known.any():
             moved = np.abs(got[known] - before[known])
-            # Where blocks are finished, tokens that are written to again are float16 rows of their codes meanwhile.
+            # Where blocks are sealed, tokens that are written to again are float16 rows of their codes meanwhile.
             most = 2.0**-9 * np.linalg.norm(before[known], axis=-1, keepdims=True) + 2.0**-20 if side.seals else 0.0
             if (moved > most).any():
                 at = int(np.argmax((moved > most).any((1, 2))))

@@ -7,7 +7,7 @@ import numpy as np
 import kvfast
 from kvfast import KVFormat
 
-# Those that finish blocks, with every block, codebook and kind of value; and those that do not.
+# Those that seal blocks, with every block, codebook and kind of value; and those that do not.
 SEALING = {
     "int4": KVFormat.of("int4"),
     "channels, 32": KVFormat("int4/int8", per_channel=True, block_size=32, clip_search=False),

@@ -47,7 +47,7 @@ def tokens_first(x):
 def test_attend(method, num_queries, kv, rng, isa):
     """Attention on the compressed form is attention to what it decodes to: several queries, GQA, log-sum-exps."""
     if method == Quantize(4) and num_queries > 16:
-        pytest.skip("of formats that finish blocks, queries further back read some tokens as floats that decode as codes")
+        pytest.skip("of formats that seal blocks, queries further back read some tokens as floats that decode as codes")
     compressor = KVCacheCompressor(method)
     compressed = compressor.compress_kv_3d(*kv)
     k, v = compressor.decompress_kv_3d(compressed)

@@ -27,7 +27,7 @@ METHODS = [kvfast.LowRank(8), kvfast.LowRank(energy=0.9, dtype="float32"), kvfas
 
 
 def cut(cache, rng, n, *, loud=1.0):
-    """A cache that went back into a finished block; where louder keys follow, it is patched."""
+    """A cache that went back into a sealed block; where louder keys follow, it is patched."""
     fill(cache, rng, 150)
     cache.truncate(100)
     for layer in range(LAYERS if n else 0):

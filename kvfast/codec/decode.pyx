@@ -35,7 +35,7 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
 cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values):
     """Keys or values in all heads as they were given, float32: of each token its position, its slot, and from position
-    `floats_begin` on, where blocks are finished, its float rows."""
+    `floats_begin` on, where blocks are sealed, its float rows."""
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t i, n = positions.shape[0], heads = store.num_kv_heads
     cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim

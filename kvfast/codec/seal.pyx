@@ -21,7 +21,7 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
                      bint at_start, const int16_t *kept_codes, uint8_t *unfit) except -1:
     """Encode blocks whose tokens all have float rows; `at_start`: the first is the first of its sequence.
 
-    Of block b the first abs(kept[b]) tokens have their codes already, which stay, and so do their statistics. unfit[i] is set
+    Of block b the first abs(kept_codes[b]) tokens have their codes already, which stay, and so do their statistics. unfit[i] is set
     where those of the i-th block do not fit the others, whose codes are not to be read then.
     """
     cdef const kv_kernels *kernels = active()

@@ -156,7 +156,7 @@ def attend(const float[:, :, ::1] queries, PQCodes keys, PQCodes values, const P
     ----------
     queries : array of shape (heads, rows, dims), float32
         Times the softmax scale.
-    keys, values : Books
+    keys, values : PQCodes
     visible : array of shape (rows,), intp
         How many of the first tokens each row sees.
 

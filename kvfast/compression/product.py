@@ -20,7 +20,7 @@ class ProductStore:
 
     Parameters
     ----------
-    keys, values : (Basis, Books)
+    keys, values : (Basis, PQCodes)
     subvectors : int
     """
 

@@ -66,7 +66,7 @@ def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
 
     A float32 cache and all given caches go through the text together, chunk by chunk. In chunks of
     up to 16 tokens each sees exactly what it would see when decoding one by one. Longer ones are
-    faster, and flatter formats that finish blocks: a chunk's own tokens are floats until it ends.
+    faster, and flatter formats that seal blocks: a chunk's own tokens are floats until it ends.
 
     Parameters
     ----------

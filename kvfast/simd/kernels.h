@@ -36,7 +36,7 @@
    on the K side, and read from there as values, too; what belongs to the scores alone, the rotary part, is on the V
    side, laid out as keys are.
 
-   A finished block has statistics of its own (means, channel scales): it is encoded at once by
+   A sealed block has statistics of its own (means, channel scales): it is encoded at once by
    seal_k, when all its tokens are there, and read like any other. */
 #ifndef KVFAST_KERNELS_H
 #define KVFAST_KERNELS_H

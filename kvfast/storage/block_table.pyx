@@ -20,7 +20,7 @@ from kvfast.core.interchange import aligned
 
 
 cdef class BlockTable(BlockMap):
-    """The tokens of one sequence. It never forgets; see `ring.RingTable` for one that does."""
+    """The tokens of one sequence. It never forgets; see `RingTable` for one that does."""
 
     def __cinit__(self, BlockPool pool, *args):
         self.lengths = <Py_ssize_t *>calloc(pool.num_layers, sizeof(Py_ssize_t))
@@ -38,7 +38,7 @@ cdef class BlockTable(BlockMap):
         context.floats_begin, context.codes_end = self.floats_begin, self.codes_end()
 
     cdef Py_ssize_t codes_end(self) noexcept nogil:
-        """Tokens whose blocks are encoded, where blocks are finished."""
+        """Tokens whose blocks are encoded, where blocks are sealed."""
         return max(self.floats_begin, self.length // self.pool.block_size * self.pool.block_size)
 
     cdef Py_ssize_t num_positions(self) noexcept nogil:
@@ -54,7 +54,7 @@ cdef class BlockTable(BlockMap):
         return min(abs(self.pool.floats.kept_codes[self.slot(self.floats_begin) // self.pool.block_size]), longest - self.floats_begin)
 
     cdef Py_ssize_t slots_with_codes(self) noexcept nogil:
-        """Of the blocks in use, where blocks are finished."""
+        """Of the blocks in use, where blocks are sealed."""
         return max(self.codes_end(), self.floats_begin + self._kept_codes()) - self.skipped * self.pool.block_size
 
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
@@ -119,13 +119,13 @@ cdef class BlockTable(BlockMap):
         return 0
 
     cdef int16_t _kept_codes_of_cut(self) noexcept nogil:
-        """What FloatRows keeps of a finished block that was cut, or 0 where none is."""
+        """What FloatRows keeps of a sealed block that was cut, or 0 where none is."""
         if not self.pool.seals or self.floats_begin % self.pool.block_size == 0:
             return 0
         return self.pool.floats.kept_codes[self.slot(self.floats_begin - 1) // self.pool.block_size]
 
     cdef int _reopen_block(self) except -1:
-        """Give the tokens of a finished block that was cut float rows again, for others to follow."""
+        """Give the tokens of a sealed block that was cut float rows again, for others to follow."""
         cdef Py_ssize_t size = self.pool.block_size, index = self.floats_begin // size
         self.pool.floats.restore(<int32_t>(self.slot(index * size) // size), index, self.floats_begin % size)
         self.floats_begin = index * size
@@ -203,7 +203,7 @@ cdef class BlockTable(BlockMap):
         return 0
 
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
-        """Blocks that are skipped once a sequence has `length` tokens; see `ring`."""
+        """Blocks that are skipped once a sequence has `length` tokens; see `RingTable`."""
         return self.skipped
 
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
@@ -216,7 +216,7 @@ cdef class BlockTable(BlockMap):
         self.length += n
 
     cdef int release_evicted(self) except -1:
-        """Give back what a sequence of this length needs no more; see `ring`."""
+        """Give back what a sequence of this length needs no more; see `RingTable`."""
         return 0
 
     cdef Py_ssize_t _floats_begin_at(self, Py_ssize_t length) noexcept nogil:
@@ -245,7 +245,7 @@ cdef class BlockTable(BlockMap):
         return 0
 
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
-        """First position outside the sinks that a sequence of `length` tokens holds; see `ring`."""
+        """First position outside the sinks that a sequence of `length` tokens holds; see `RingTable`."""
         return 0
 
     cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
@@ -370,7 +370,7 @@ cdef class BlockTable(BlockMap):
         return longest - self.skipped * self.pool.block_size
 
     cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
-        """Blocks that this table skips where it is the equal of another; see `ring`."""
+        """Blocks that this table skips where it is the equal of another; see `RingTable`."""
         return other.skipped
 
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept:
@@ -378,7 +378,7 @@ cdef class BlockTable(BlockMap):
         return (other.num_positions() + self.pool.block_size - 1) // self.pool.block_size - self.skipped_of(other)
 
     cdef list pieces_of(self, BlockTable other):
-        """`_pieces` of this table where it is the equal of another; see `ring`."""
+        """`pieces` of this table where it is the equal of another; see `RingTable`."""
         return other.pieces(other.num_positions())
 
     cdef void set_kept_codes(self, Py_ssize_t kept_codes) noexcept:
@@ -418,7 +418,7 @@ cdef class BlockTable(BlockMap):
         return patches
 
     cdef int set_patches(self, list patches) except -1:
-        """Take over `_patches`."""
+        """Take over `patches`."""
         for index, kept_codes in patches:
             self.pool.floats.set_kept_codes(<int32_t>(self.slot(index * self.pool.block_size) // self.pool.block_size), -kept_codes)
         return 0
@@ -444,7 +444,7 @@ cdef class BlockTable(BlockMap):
         return (length + self.pool.block_size - 1) // self.pool.block_size
 
     cdef dict _check_codes(self, Py_ssize_t length, dict state):
-        """The other entries of `state`, after a check of what it tells of finished blocks."""
+        """The other entries of `state`, after a check of what it tells of sealed blocks."""
         cdef Py_ssize_t floats_begin, kept_codes
         if not self.pool.seals:
             return state

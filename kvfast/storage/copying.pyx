@@ -61,7 +61,7 @@ cdef int _copy_held(BlockTable source, BlockTable target) except -1:
     """Copy the codes of the positions that both tables have blocks for, and zero all others.
 
     For rings whose blocks have different sizes: one may skip what the other still has, before what a query can see. That is
-    no more than a window, and no layer finishes blocks.
+    no more than a window, and no layer seals blocks.
     """
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t task
@@ -95,7 +95,7 @@ cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv
                     Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t codes_end, bint may_stop) except -1:
     """Copy the first `num_slots` slots of a list of blocks into another; what is behind them in the last block is zeroed.
 
-    Both have the same layers, heads, head_dim and formats. Of layers that finish blocks only `codes_end` slots have codes.
+    Both have the same layers, heads, head_dim and formats. Of layers that seal blocks only `codes_end` slots have codes.
     A signal handler that raises ends it where it `may_stop`.
     """
     cdef const kv_kernels *kernels = active()

@@ -25,7 +25,7 @@ cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py
 cdef class FloatRows:
     """The pieces of float rows that the blocks of a pool have; they are blocks themselves, of a memory of their own.
 
-    Where blocks are finished, all tokens that are written get float rows, until nobody reads them any more; else the
+    Where blocks are sealed, all tokens that are written get float rows, until nobody reads them any more; else the
     first tokens of a sequence do, and keep them.
     """
 
@@ -80,7 +80,7 @@ cdef class FloatRows:
         return 0
 
     cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1:
-        """Give the first `count` tokens of a sequence's finished block `index` float rows again, as its codes tell them.
+        """Give the first `count` tokens of a sequence's sealed block `index` float rows again, as its codes tell them.
 
         The codes stay: with the same tokens, the block will be what it was. Of a patched block some have float rows still.
         """
@@ -112,7 +112,7 @@ cdef class FloatRows:
         return self._release_range(block, first, self.per_block)
 
     cdef int release_sealed(self, int32_t block, int first) except -1:
-        """Give back the pieces of a finished block from its piece `first` on, all of whose tokens have codes."""
+        """Give back the pieces of a sealed block from its piece `first` on, all of whose tokens have codes."""
         return self._release_range(block, first, self.per_block if self.kept_codes[block] >= 0 else -self.kept_codes[block] // PIECE)
 
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:

@@ -179,7 +179,7 @@ cdef class BlockPool(BlockMemory):
         return self.owners[block] > 1 or (self.index is not None and self.index.knows(block))
 
     def is_patched(self, int32_t block):
-        """Whether some tokens of a finished block are float rows for good, see `kv_store`."""
+        """Whether some tokens of a sealed block are float rows for good, see `kv_store`."""
         return self.floats is not None and self.floats.kept_codes[block] < 0
 
     cdef int copy_block(self, int32_t source, int32_t target) except -1:

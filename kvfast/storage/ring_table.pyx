@@ -93,7 +93,7 @@ cdef class RingTable(BlockTable):
     cdef list pieces_of(self, BlockTable other):
         if self.pool.block_size == other.pool.block_size:
             return BlockTable.pieces_of(self, other)
-        # Only the start of the sequence: where blocks are finished, all have one size.
+        # Only the start of the sequence: where blocks are sealed, all have one size.
         return [0] if self.pool.has_sinks and other.num_positions() and (self.sink_blocks or self.skipped_of(other) == 0) else []
 
     cdef BlockTable empty(self, BlockPool pool):

@@ -19,6 +19,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,20 @@ import kvfast
 WORLDS = {SingleWorld: 30, RingWorld: 14, PoolWorld: 24, LatentWorld: 8, LatentPoolWorld: 7, SchedulerWorld: 5, HeadsWorld: 4, PlainWorld: 6,
           CompressedWorld: 2}  # fmt: skip
 
-SECONDS = 10  # for a case
+SECONDS = 10  # of one processor for a case: a busy machine is no finding
+ASLEEP = 120  # seconds of the clock for a case that computes nothing
+
+
+def watch():
+    """Ends this process, and prints where it was, when the case that begins now takes too long."""
+    faulthandler.register(signal.SIGPROF, chain=True)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    faulthandler.dump_traceback_later(ASLEEP, exit=True)
+
+
+def end_watch():
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    faulthandler.cancel_dump_traceback_later()
 
 
 class Case:
@@ -137,7 +151,7 @@ def run_child(path, options):
         if seconds > options.seconds:
             break
         os.pwrite(now, b"%20d" % number, 0)
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        watch()
         case, found = run_case(options.seed, number)
         report.add(case, found)
         if found:
@@ -145,7 +159,7 @@ def run_child(path, options):
         if found or seconds - saved > 1:
             save()
             saved = seconds
-    faulthandler.cancel_dump_traceback_later()
+    end_watch()
     save()
 
 
@@ -179,7 +193,7 @@ def run(options):
                 continue
             now = Path(f"{path}.now")
             number = int(now.read_text() or first) if now.exists() else first
-            end = "never came to its end" if "Timeout" in text else f"ended with {code}"
+            end = "never came to its end" if "Timeout" in text or code == -signal.SIGPROF else f"ended with {code}"
             frames = re.findall(r'File "[^"]*?([^/"]+)", line (\d+) in (\w+)', text) + [("", 0, "")]
             report.find(f"{end} | {' '.join(map(str, frames[0]))}", number, text.strip().partition("\n\n")[0][-400:],
                         time.perf_counter() - start)  # fmt: skip
@@ -201,9 +215,9 @@ def main():
     if options.child:
         run_child(options.child, options)
     elif options.case is not None:
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        watch()
         _, found = run_case(options.seed, options.case, loud=True)
-        faulthandler.cancel_dump_traceback_later()
+        end_watch()
         print(*(found or ["nothing found"]), sep="\n")
         sys.exit(found is not None)
     else:

@@ -98,11 +98,13 @@ class Bad:
             os.abort()
         if self.case.number == 8:
             time.sleep(60)
+        while self.case.number == 13:
+            pass
         if self.case.number % 5 == 1:
             raise fuzz_caches.Finding("one and the same", "each time")
 
 fuzz_caches.WORLDS = {{Bad: 1}}
-fuzz_caches.SECONDS = 2
+fuzz_caches.SECONDS, fuzz_caches.ASLEEP = 1, 2
 fuzz_caches.main()
 """
     )
@@ -111,5 +113,6 @@ fuzz_caches.main()
     assert child.returncode == 1, child.stderr
     assert re.search(r"ended with -6 .*\n(.*\n)*?.*--seed 4 --case 3\n", child.stdout), child.stdout
     assert re.search(r"never came to its end .*\n(.*\n)*?.*--seed 4 --case 8\n", child.stdout), child.stdout
+    assert re.search(r"never came to its end .*\n(.*\n)*?.*--seed 4 --case 13\n", child.stdout), child.stdout
     assert re.search(r"one and the same\n.*\n +8 times, .*--seed 4 --case 1\n", child.stdout), child.stdout
-    assert "38 cases" in child.stdout and "3 findings" in child.stdout
+    assert "37 cases" in child.stdout and "4 findings" in child.stdout

@@ -23,6 +23,7 @@ from typing import Any
 import kvfast.core.spin as _spin  # noqa: F401  (before what loads OpenMP)
 from kvfast.attention.dense import attention, merge_states
 from kvfast.attention.plan import AttendItem, AttendPlan
+from kvfast.caches.buffer_layout import BufferLayout, buffer_layout
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.loading import load
 from kvfast.caches.mla import MLAKVCache
@@ -69,6 +70,7 @@ __all__ = [
     "PRESETS",
     "AttendItem",
     "AttendPlan",
+    "BufferLayout",
     "CacheFullError",
     "CompressedKV",
     "CompressedShape",
@@ -103,6 +105,7 @@ __all__ = [
     "active_isa",
     "attention",
     "available_isas",
+    "buffer_layout",
     "choose_format",
     "config",
     "cpu_features",

@@ -5,6 +5,9 @@ compiled with. The kernels are in `kvfast.core.kernels`, which promises no such 
 struct as it was: set all of a kvfast_options to 0 first.
 """
 
+from cpython.ref cimport PyObject
+
+
 cdef extern from "kvfast.h" nogil:
     int KVFAST_ABI, KVFAST_API
     enum:
@@ -46,6 +49,15 @@ cdef extern from "kvfast.h" nogil:
         int num_splits
         int num_threads
 
+    ctypedef struct kvfast_shape:
+        int num_layers, num_kv_heads, head_dim
+        int v_head_dim
+        int block_size
+        Py_ssize_t num_blocks
+        const char *dtype
+
+    int KVFAST_ALIGNMENT
+
 
 cdef kvfast_cache *open(object cache) except NULL
 cdef void close(kvfast_cache *cache) noexcept with gil
@@ -57,3 +69,5 @@ cdef int truncate(kvfast_cache *cache, Py_ssize_t n) noexcept nogil
 cdef Py_ssize_t length(kvfast_cache *cache) noexcept nogil
 cdef Py_ssize_t layer_length(kvfast_cache *cache, int layer) noexcept nogil
 cdef const char *error(kvfast_cache *cache) noexcept nogil
+cdef Py_ssize_t block_nbytes(const kvfast_shape *shape) except -1
+cdef object open_pool(const kvfast_shape *shape, void *const *layers, Py_ssize_t block_stride, PyObject *owner)

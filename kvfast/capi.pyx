@@ -4,8 +4,10 @@
 Every call first tries what needs no interpreter: tokens into blocks that are there, attention with memory that is there.
 Whatever is not so simple, errors among it, goes the way that Python takes.
 """
+import numpy as np
+
 from cpython.pycapsule cimport PyCapsule_New
-from cpython.ref cimport Py_DECREF, Py_INCREF
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.math cimport isfinite, pow, sqrt
 from libc.stdint cimport int64_t, intptr_t
 from libc.stdlib cimport calloc, free
@@ -40,6 +42,8 @@ cdef extern from "kvfast.h":
         Py_ssize_t (*layer_length)(kvfast_cache *cache, int layer) noexcept nogil
         const char *(*error)(kvfast_cache *cache) noexcept nogil
         const void *(*kernels)() noexcept nogil
+        Py_ssize_t (*block_nbytes)(const kvfast_shape *shape) except -1
+        object (*open_pool)(const kvfast_shape *shape, void *const *layers, Py_ssize_t block_stride, PyObject *owner)
 
 cdef extern from "Python.h" nogil:
     Py_ssize_t PyList_GET_SIZE(void *list)
@@ -407,9 +411,50 @@ cdef const void *kernels() noexcept nogil:
     return active()
 
 
+class _Memory:
+    """Memory at an address, for NumPy, and whose it is."""
+
+    def __init__(self, address, shape, stride, owner):
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "strides": (stride, 1), "data": (address, False)}
+        self.owner = owner
+
+
+cdef dict _arguments(const kvfast_shape *shape):
+    """Those of `PagedKVCache`."""
+    if shape == NULL or shape.dtype == NULL:
+        raise ValueError("a shape and its dtype are needed, got NULL")
+    return {
+        "num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim,
+        "num_blocks": shape.num_blocks, "block_size": shape.block_size or None, "dtype": shape.dtype.decode(),
+        "v_head_dim": shape.v_head_dim or None,
+    }
+
+
+cdef Py_ssize_t block_nbytes(const kvfast_shape *shape) except -1:
+    from kvfast.caches.buffer_layout import buffer_layout
+
+    return buffer_layout(**_arguments(shape)).block_nbytes[0]
+
+
+cdef object open_pool(const kvfast_shape *shape, void *const *layers, Py_ssize_t block_stride, PyObject *owner):
+    from kvfast.caches.buffer_layout import buffer_layout
+    from kvfast.caches.paged import PagedKVCache
+
+    arguments = _arguments(shape)
+    layout = buffer_layout(**arguments)
+    buffer = []
+    for i in range(shape.num_layers if layers != NULL else 0):
+        if layers[i] == NULL:
+            raise ValueError(f"layers[{i}] must not be NULL")
+        buffer.append(np.asarray(_Memory(<intptr_t>layers[i], (layout.num_blocks, layout.block_nbytes[i]),
+                                         block_stride or layout.block_nbytes[i], None if owner == NULL else <object>owner)))
+    return PagedKVCache(**arguments, buffer=buffer)
+
+
 cdef kvfast_api _api
 _api.abi, _api.api = KVFAST_ABI, KVFAST_API
 _api.open, _api.close, _api.append, _api.attend = open, close, append, attend
 _api.advance, _api.truncate, _api.length, _api.layer_length = advance, truncate, length, layer_length
 _api.error, _api.kernels = error, kernels
+_api.block_nbytes, _api.open_pool = block_nbytes, open_pool
 C_API = PyCapsule_New(&_api, "kvfast.capi.C_API", NULL)

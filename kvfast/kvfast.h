@@ -25,7 +25,7 @@
 #include <stddef.h>
 
 #define KVFAST_ABI 1 /* of the structs; the functions of a table with the same number stay where they are */
-#define KVFAST_API 1 /* of the functions; a table with a higher number has more of them, behind the others */
+#define KVFAST_API 2 /* of the functions; a table with a higher number has more of them, behind the others */
 
 enum {
     KVFAST_OK = 0,
@@ -69,6 +69,17 @@ typedef struct {
     int num_threads;           /* 0: as kvfast.set_num_threads says */
 } kvfast_options;
 
+/* What the blocks of a PagedKVCache are like. */
+typedef struct {
+    int num_layers, num_kv_heads, head_dim;
+    int v_head_dim;        /* 0: head_dim */
+    int block_size;        /* 0: 32 tokens */
+    ptrdiff_t num_blocks;
+    const char *dtype;     /* "int8", "k8v4", "bfloat16", ...: a format without float rows */
+} kvfast_shape;
+
+#define KVFAST_ALIGNMENT 64 /* of the address of each block, in bytes */
+
 typedef struct {
     int abi, api;
 
@@ -92,6 +103,14 @@ typedef struct {
     /* The kernels in use, a kv_kernels of "simd/kernels.h". That header may be another with each version of kvfast:
        compile against the one that runs. */
     const void *(*kernels)(void);
+
+    /* From API 2 on; both need the GIL.
+       Bytes of one block of one layer, as `kvfast.buffer_layout` has them; -1 with a Python exception. */
+    ptrdiff_t (*block_nbytes)(const kvfast_shape *shape);
+    /* A new PagedKVCache whose blocks lie in memory of the caller: those of layer i from layers[i] on, block_stride bytes apart (0:
+       block after block). It keeps a reference to owner, unless that is NULL; the memory must be there as long as the pool and
+       its sequences. NULL with a Python exception. */
+    PyObject *(*open_pool)(const kvfast_shape *shape, void *const *layers, ptrdiff_t block_stride, PyObject *owner);
 } kvfast_api;
 
 /* The functions of the kvfast that Python imports, or NULL with a Python exception. Needs the GIL. */

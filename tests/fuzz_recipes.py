@@ -7,6 +7,7 @@ a recipe is found by `parameters_without_recipe`.
 import copy
 import functools
 import inspect
+import mmap
 import pickle
 
 import numpy as np
@@ -16,7 +17,7 @@ import kvfast
 
 # Made by kvfast alone, for reading: they check nothing, and are made but not used.
 RECORDS = {
-    "AttendPlan", "AttendItem", "DtypePlan", "MemoryPlan", "Fidelity", "LayerShape", "ModelShape", "CompressedShape",
+    "AttendPlan", "AttendItem", "BufferLayout", "DtypePlan", "MemoryPlan", "Fidelity", "LayerShape", "ModelShape", "CompressedShape",
     "ReconstructionError", "Snapshot", "CompressedKV", "Sequence", "MLASequence", "CacheFullError", "CorruptFileError",
     "DimensionMismatchError", "IncompatibleSnapshotError", "NonFiniteInputError",
 }  # fmt: skip
@@ -207,6 +208,7 @@ RECIPES = {
     "explain.dtype": small("float32", "float16"),
     "explain_batch.dtype": small("float32", "bfloat16"), "LowRank.dtype": small("float16", "int8"), "plan.dtype": fmt,
     "secure": small(False, True), "convert": small(False, True),
+    "buffer": lambda c: c.pick(None, None, np.frombuffer(mmap.mmap(-1, 1 << 22), np.uint8)),
     "data": lambda c: c.any("Snapshot").to_bytes() if c.any("Snapshot") is not None else b"",
     # rope
     "rope": none_or("cache"), "rope_theta": small(10000.0, 1.5), "rope_frequencies": lambda c: None,

@@ -166,6 +166,37 @@ def test_what_cannot_be_opened(runtimes):
         runtimes[1].Layer(kvfast.RingKVCache(1, 2, 64, window=16, rope="cache"), 0)
 
 
+def test_a_pool_in_memory_of_c(runtimes, rng):
+    layout = kvfast.buffer_layout(2, 2, 64, 4, 16, "int8")
+    memory = np.full(2 * layout.nbytes + 128, 255, np.uint8)
+    start, gap = -memory.ctypes.data % 64, 64
+    memory = memory[start : start + 2 * 4 * (layout.block_nbytes[0] + gap)]
+    references = sys.getrefcount(memory)
+    nbytes, pool = runtimes[0].pool_over(memory, 2, 2, 64, 4, 16, b"int8", layout.block_nbytes[0] + gap)
+    assert nbytes == layout.block_nbytes[0] and sys.getrefcount(memory) > references
+    k, v = rng.standard_normal((2, 40, 2, 64), np.float32)
+    own = kvfast.PagedKVCache(2, 2, 64, 4, 16, "int8")
+    for one in (pool, own):
+        one.append_batch(1, k, v, np.arange(40))
+    q = rng.standard_normal((1, 4, 64), np.float32)
+    first, second = (one.attend_batch(1, q, block_table=[[0, 1, 2]], seq_lens=[40]) for one in (pool, own))
+    assert np.array_equal(first, second)
+    blocks = memory.reshape(8, -1)
+    assert (blocks[:, nbytes:] == 255).all() and (blocks[:4] == 255).all() and not (blocks[4:7, :nbytes] == 255).all(1).any()
+    del pool
+    assert sys.getrefcount(memory) == references
+    for arguments, message in [
+        ((memory, 2, 2, 64, 4, 0, b"int4", 0), "a format without num_float_tokens"),
+        ((memory, 2, 2, 64, 4, 24, b"int8", 0), "block_size must be"),
+        ((memory, 2, 2, 64, 4, 16, b"int8", 64), "must not overlap"),
+        ((memory, 2, 2, 64, 4, 16, b"int8", nbytes + 4), "aligned to 64 bytes"),
+        ((None, 2, 2, 64, 4, 16, b"int8", 0), "layers.0. must not be NULL"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            runtimes[0].pool_over(*arguments)
+    assert sys.getrefcount(memory) == references
+
+
 def test_a_freed_sequence_and_a_cache_in_use(runtimes, rng):
     pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=4)
     sequence, rows = pool.new_sequence(), rng.standard_normal((1, 2, 64), dtype=np.float32)

@@ -76,8 +76,8 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     store.block_shift = _TILE_SHIFT
     store.num_kv_heads = <int>keys.rows.heads
     store.k.row_stride, store.v.row_stride = keys.rows.token_stride, values.rows.token_stride
-    store.k.bytes, store.v.bytes = KV_TILE * store.k.row_stride, KV_TILE * store.v.row_stride
     memset(&chunk, 0, sizeof(chunk))
+    chunk.k_block_stride, chunk.v_block_stride = KV_TILE * store.k.row_stride, KV_TILE * store.v.row_stride
     chunk.v = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
     chunk.k_head_stride, chunk.v_head_stride = keys.rows.head_stride, values.rows.head_stride
     store.base, store.chunks = keys.rows.data, &chunk

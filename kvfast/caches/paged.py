@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.attention.options import Options
+from kvfast.caches.buffer_layout import check_buffered
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.paged_storage import BLOCK_SIZE, PagedStorage
@@ -44,11 +45,19 @@ class PagedKVCache(PagedStorage):
         With a window: how far `Sequence.truncate` can go back from the longest the sequence has been.
     v_head_dim : int, optional
         As in `KVCache`.
+    buffer : buffer of bytes, or one array per layer, optional
+        Memory of the caller that the blocks lie in, as `buffer_layout` describes it: one piece of memory, layer after layer
+        and block after block; or for each layer an array of shape (num_blocks, ...) whose blocks may lie any multiple of the
+        alignment apart. What it holds at first does not matter. kvfast keeps a reference to it, and never frees it or makes
+        it larger. Without it the pool has memory of its own.
 
     Raises
     ------
     ValueError
-        For a size out of range.
+        For a size out of range; for a `buffer` that is read-only, too small, not aligned or that overlaps itself, and with
+        one for a format with float rows, and for `secure`.
+    DimensionMismatchError
+        For a `buffer` of another shape.
     TypeError
         For a list with a shape or window per layer. A block spans all layers, so layers that differ need one pool per
         kind, and a model's sequence needs one sequence in each pool.
@@ -66,6 +75,9 @@ class PagedKVCache(PagedStorage):
     With a window, a sequence behaves like a `RingKVCache`. Its block table has -1 where blocks have gone back to the
     pool. A scheduler's own table may have anything there: blocks that no query sees are not read. A prefix can be found
     as long as the pool has those of its blocks that a sequence of that length would hold.
+
+    In a `buffer`, all that belongs to a block of a layer lies in its bytes, scales included. So whoever owns the memory may
+    copy the bytes of a block to another, and that block then has the same tokens.
 
     Any number of threads may read a pool and its sequences at once; a thread that changes them must be its only user.
 
@@ -85,7 +97,7 @@ class PagedKVCache(PagedStorage):
     def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int,
                  block_size: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
                  secure: bool = False, sliding_window: int | None = None, num_sink_tokens: int = 0,
-                 rollback: int = ROLLBACK, v_head_dim: int | None = None) -> None:
+                 rollback: int = ROLLBACK, v_head_dim: int | None = None, buffer: Any = None) -> None:
         for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim), ("sliding_window", sliding_window)):
             if isinstance(value, (list, tuple)):
                 raise TypeError(f"{name} must be one number for all layers of a pool, got {value!r}: for layers that differ make "
@@ -94,6 +106,8 @@ class PagedKVCache(PagedStorage):
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
         check_block_size(block_size)
+        if buffer is not None:
+            check_buffered(formats, secure)
         num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, 1 << 40)
         rollback = check_size(rollback, "rollback", 0, 1 << 40)
         # An empty cache with the settings of one sequence: the template of its snapshots and files.
@@ -109,7 +123,7 @@ class PagedKVCache(PagedStorage):
                                       block_size=block_size, v_head_dim=v_head_dim)
             ring = window, num_sink_tokens, rollback
         super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, secure=secure,
-                         v_head_dim=v_head_dim, ring=ring)
+                         v_head_dim=v_head_dim, ring=ring, buffer=buffer)
 
     @property
     def sliding_window(self) -> int | None:

@@ -29,9 +29,9 @@ class PagedStorage(StorageProperties):
     _sequence = PagedSequence  # class of its sequences
 
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
-                 v_head_dim=None, ring=None):
+                 v_head_dim=None, ring=None, buffer=None):
         self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim,
-                                   ring)
+                                   ring, buffer)
 
     def new_sequence(self) -> Any:
         """An empty sequence.

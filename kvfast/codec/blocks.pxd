@@ -16,7 +16,7 @@ cdef enum:
 
 
 # A piece of memory with the blocks of one layer from `first` on. Block b of KV head h starts at the store's
-# base + k + h * k_head_stride + (b - first) * the side's bytes, and so for v.
+# base + k + h * k_head_stride + (b - first) * k_block_stride, and so for v.
 #
 # Distances from one base, not addresses: loading a pointer for each block costs up to a quarter of the
 # bandwidth, measured on a Xeon with AVX-512, perhaps because its prefetcher follows them.
@@ -26,6 +26,8 @@ ctypedef struct kv_chunk:
     Py_ssize_t v
     Py_ssize_t k_head_stride
     Py_ssize_t v_head_stride
+    Py_ssize_t k_block_stride
+    Py_ssize_t v_block_stride
 
 
 # The blocks of one layer; block b lies in chunks[chunk_of[b >> CHUNK_SHIFT]].
@@ -67,14 +69,14 @@ cdef inline Py_ssize_t k_offset_of(const kv_store *store, int32_t block, Py_ssiz
     cdef const kv_chunk *chunk = store.chunks
     if store.chunk_of != NULL:
         chunk += store.chunk_of[block >> CHUNK_SHIFT]
-    return chunk.k + head * chunk.k_head_stride + (block - chunk.first) * store.k.bytes
+    return chunk.k + head * chunk.k_head_stride + (block - chunk.first) * chunk.k_block_stride
 
 
 cdef inline Py_ssize_t v_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
     cdef const kv_chunk *chunk = store.chunks
     if store.chunk_of != NULL:
         chunk += store.chunk_of[block >> CHUNK_SHIFT]
-    return chunk.v + head * chunk.v_head_stride + (block - chunk.first) * store.v.bytes
+    return chunk.v + head * chunk.v_head_stride + (block - chunk.first) * chunk.v_block_stride
 
 
 cdef inline char *k_block_at(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
@@ -110,7 +112,7 @@ cdef inline const kv_side *values_of(const kv_store *store) noexcept nogil:
 
 cdef class Arena:
     cdef void *_raw
-    cdef unsigned char[::1] _foreign
+    cdef object _foreign       # whose memory it is, if it is another's
     cdef char *data
     cdef readonly Py_ssize_t nbytes
     cdef bint secure
@@ -121,6 +123,7 @@ cdef class ArenaView:
 
 
 cdef Arena arena_over(object memory)
+cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes)
 cdef ArenaView view_of(Arena arena)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
 cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1

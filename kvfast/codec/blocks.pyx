@@ -5,8 +5,9 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from kvfast.core.kernels cimport (KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_GAUSS4, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_TRELLIS4,
-                                  kv_side)
+from kvfast.core.checks cimport check_count
+from kvfast.core.kernels cimport (KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_GAUSS4, KV_INT4, KV_LANES, KV_MAX_HEAD_DIM, KV_NUM_FLOATS,
+                                  KV_TRELLIS4, kv_side)
 from kvfast.core.wipe cimport kv_wipe_pages
 
 
@@ -26,6 +27,8 @@ cdef extern from *:
     """
     void kv_advise_huge(void *address, size_t bytes) nogil
 
+
+BLOCK_ALIGNMENT = 64  # bytes: kernels load whole cache lines
 
 # By number; GAUSS4 and TRELLIS4 are int4 by other codebooks.
 _NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int4", "int2", "int3", "int5", "int6", "int7", "int4")
@@ -182,7 +185,22 @@ cdef ArenaView view_of(Arena arena):
 
 cdef Arena arena_over(object memory):
     """An arena that is another's writable memory, a mapped file for example."""
+    cdef unsigned char[::1] view = memory
+    return arena_at(view, <char *>&view[0], view.shape[0])
+
+
+cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes):
+    """An arena whose memory is there as long as its owner."""
     cdef Arena arena = Arena(None)
-    arena._foreign = memory
-    arena.data, arena.nbytes = <char *>&arena._foreign[0], arena._foreign.shape[0]
+    arena._foreign, arena.data, arena.nbytes = owner, data, nbytes
     return arena
+
+
+def block_nbytes(fmt, num_kv_heads, head_dim, v_head_dim, int block_size):
+    """Bytes of one block of a layer: the keys and values of all heads, scales included."""
+    cdef kv_store store
+    cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
+    memset(&store, 0, sizeof(store))
+    init_sides(&store, fmt, <int>check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM),
+               <int>check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM), block_size, None)
+    return heads * (store.k.bytes + store.v.bytes)

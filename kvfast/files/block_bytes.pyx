@@ -30,6 +30,8 @@ cdef BlockTable _straight(BlockTable table):
     """The table, or a copy of it, whose full blocks lie one after the other in memory."""
     cdef Py_ssize_t i
     cdef BlockPool pool = table.pool
+    if pool.layers is not None:
+        return clone_table(table, pool.exact(table.count))
     for i in range(1, _full_blocks(table)):
         if (table.blocks[i] != table.blocks[0] + i
                 or pool.chunk_of[table.blocks[i] >> CHUNK_SHIFT] != pool.chunk_of[table.blocks[0] >> CHUNK_SHIFT]):

@@ -19,6 +19,7 @@ from kvfast.core.checks cimport check_layer
 from kvfast.core.kernels cimport KV_ROWS, KV_TILE
 from kvfast.storage.block_map cimport entry_of
 from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.buffer_layers cimport clean_slots
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.prefix_index cimport PrefixIndex
 from kvfast.storage.ring_table cimport RingTable
@@ -64,13 +65,13 @@ cdef bint _rises(const int32_t[::1] values) noexcept:
 
 cdef class PagedBuffer:
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
-                 v_head_dim=None, ring=None):
-        """`ring`: window, sinks and rollback of sequences that forget, see `RingTable`."""
+                 v_head_dim=None, ring=None, buffer=None):
+        """`ring`: window, sinks and rollback of sequences that forget, see `RingTable`; `buffer`: a caller's memory."""
         size = check_block_size(block_size)
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
         self.pool = BlockPool(num_layers, num_kv_heads, head_dim, size, formats, num_blocks, False, True, rope_dim, secure,
-                              v_head_dim)
+                              v_head_dim, buffer)
         self.index = self.pool.index = PrefixIndex(self.pool.num_blocks)
         self.kind = BlockTable(self.pool) if ring is None else RingTable(self.pool, *ring)
         self.given = [None] * self.pool.num_blocks
@@ -290,6 +291,8 @@ cdef class PagedBuffer:
                     keys = open_rows(transform_rows(keys, transform, None, None), "k")
                     transform = None
                 check_storable(store, keys, values)
+                if self.pool.layers is not None:
+                    clean_slots(store, &slots[0], slots.shape[0])
             write_rows(store, keys, values, NULL if transform is None else &transform.c, &slots[0], False, not foreign)
             if foreign:
                 self._evict_all()

@@ -26,6 +26,7 @@ cdef class BlockMemory:
     cdef kv_store *stores              # (num_layers,)
     cdef uint8_t *chunk_of             # as in kv_store
     cdef list arenas                   # of Arena, one per chunk, and perhaps None behind them
+    cdef list layers                   # of Arena, one per layer, where the memory is a caller's, else None
     cdef list sizes                    # bytes of the chunks, or 0
     cdef Py_ssize_t num_chunks
     cdef int32_t *owners               # (num_blocks,) number of owners
@@ -42,6 +43,7 @@ cdef class BlockMemory:
     cdef int put_free(self, int32_t block) except -1
     cdef void copy(self, int32_t source, int32_t target) noexcept
     cdef void wipe_block(self, int32_t block) noexcept
+    cdef void zero_block(self, int32_t block) noexcept
     cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
     cdef int trim(self) except -1
     cdef bint has_room_below(self, int32_t block) noexcept
@@ -50,6 +52,7 @@ cdef class BlockMemory:
     cdef void _remove(self, int32_t block) noexcept
     cdef int _grow_tables(self, Py_ssize_t total) except -1
     cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=*, object offsets=*) except -1
+    cdef int _use_layers(self, list layers, list strides) except -1
 
 
 cdef void *grown(void *memory, Py_ssize_t nbytes) except NULL

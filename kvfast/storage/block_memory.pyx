@@ -4,7 +4,7 @@ import numpy as np
 
 from libc.stdint cimport int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from kvfast.codec.blocks cimport CHUNK_SHIFT, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store, v_block_at
 from kvfast.core.checks cimport check_count
@@ -34,10 +34,10 @@ cdef class BlockMemory:
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
-                  bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None):
+                  bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None, buffer=None):
         """`formats`: a KVFormat for each layer, or None for one that needs no bytes. With `rope_dim`, of latent rows of
         `head_dim` and their rotary part. What is `secure` is wiped when it is given back. `v_head_dim`: of values, where it is
-        another than that of keys."""
+        another than that of keys. `buffer`: see `BlockPool`."""
         cdef Py_ssize_t i, largest = 1
         cdef kv_store *store
         self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
@@ -104,6 +104,7 @@ cdef class BlockMemory:
             chunk = store.chunks + count
             chunk.first = <int32_t>first
             chunk.k_head_stride, chunk.v_head_stride = k_stride, v_stride
+            chunk.k_block_stride, chunk.v_block_stride = store.k.bytes, store.v.bytes
             chunk.k = nbytes
             chunk.v = nbytes + self.num_kv_heads * chunk.k_head_stride
             if offsets is not None:
@@ -138,6 +139,24 @@ cdef class BlockMemory:
         self.num_free += blocks
         self.num_gaps += first - self.num_blocks
         self.num_blocks = total
+        return 0
+
+    cdef int _use_layers(self, list layers, list strides) except -1:
+        """Let all blocks, where there are none yet, lie in an Arena per layer, so many bytes apart. In a block they lie head
+        after head, keys before values."""
+        cdef Py_ssize_t i
+        cdef kv_store *store
+        cdef kv_chunk *chunk
+        cdef list offsets = []
+        for i in range(self.num_layers):
+            store = self.stores + i
+            offsets.append(((0, store.k.bytes + store.v.bytes), (store.k.bytes, store.k.bytes + store.v.bytes)))
+        self._add_chunk(self.first_blocks, layers[0], offsets)
+        for i in range(self.num_layers):
+            store, chunk = self.stores + i, self.stores[i].chunks
+            store.base = (<Arena>layers[i]).data
+            chunk.k_block_stride = chunk.v_block_stride = strides[i]
+        self.layers, self.sizes[0] = layers, self.block_bytes * self.num_blocks
         return 0
 
     cdef int _grow_tables(self, Py_ssize_t total) except -1:
@@ -249,6 +268,13 @@ cdef class BlockMemory:
                 kv_wipe(k_block_at(store, block, h), store.k.bytes)
                 kv_wipe(v_block_at(store, block, h), store.v.bytes)
 
+    cdef void zero_block(self, int32_t block) noexcept:
+        cdef Py_ssize_t i, h
+        for i in range(self.num_layers):
+            for h in range(self.num_kv_heads):
+                memset(k_block_at(self.stores + i, block, h), 0, self.stores[i].k.bytes)
+                memset(v_block_at(self.stores + i, block, h), 0, self.stores[i].v.bytes)
+
     cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
         """Overwrite a layer's tokens of a block from place `first` on."""
         cdef kv_store *store = self.stores + layer
@@ -276,14 +302,17 @@ cdef class BlockMemory:
     def bytes_of_head(self, Py_ssize_t layer, int32_t first, Py_ssize_t count, Py_ssize_t head, bint values):
         """Bytes of blocks in a row: a writable view, uint8 of shape (count, bytes of a block)."""
         cdef kv_store *store = self.stores + layer
+        cdef const kv_chunk *chunk
         cdef Py_ssize_t nbytes = store.v.bytes if values else store.k.bytes
         cdef Arena arena
         cdef char *start
         if count == 0:
             return np.empty((0, nbytes), np.uint8)
-        arena = self.arenas[self.chunk_of[first >> CHUNK_SHIFT]]
+        chunk = store.chunks + self.chunk_of[first >> CHUNK_SHIFT]
+        arena = self.arenas[self.chunk_of[first >> CHUNK_SHIFT]] if self.layers is None else self.layers[layer]
         start = v_block_at(store, first, head) if values else k_block_at(store, first, head)
-        return np.ndarray((count, nbytes), np.uint8, buffer=arena, offset=start - arena.data)
+        return np.ndarray((count, nbytes), np.uint8, buffer=arena, offset=start - arena.data,
+                          strides=(chunk.v_block_stride if values else chunk.k_block_stride, 1))
 
     cdef int trim(self) except -1:
         """Give back the last chunks of what has grown while no block of theirs is in use."""

@@ -9,6 +9,8 @@ from kvfast.core.flags cimport kv_drop, kv_share, kv_take, kv_unshare
 from kvfast.storage.block_memory cimport BlockMemory
 from kvfast.storage.float_rows cimport float_rows_of
 
+from kvfast.storage.buffer_layers import buffer_layers
+
 
 cdef extern from *:
     """
@@ -26,11 +28,12 @@ cdef enum:
 cdef class BlockPool(BlockMemory):
     """Blocks, the float rows of their tokens, and the index of those that are known.
 
-    All memory is there from the start, in one piece, or if the pool `grows` none before it is needed.
+    All memory is there from the start, in one piece, or if the pool `grows` none before it is needed. With a `buffer`, the
+    memory is a caller's, see `buffer_layers`.
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
-                  bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None):
+                  bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None, buffer=None):
         cdef Py_ssize_t i
         for i in range(self.num_layers):
             self.seals |= self.stores[i].seals
@@ -39,7 +42,11 @@ cdef class BlockPool(BlockMemory):
         self.to_release = []
         self.workspace = Workspace()
         self.workspace.secure = secure
-        if not grows:
+        if buffer is not None:
+            sizes = [(self.stores[i].k.bytes + self.stores[i].v.bytes) * self.num_kv_heads for i in range(self.num_layers)]
+            layers, strides = buffer_layers(buffer, sizes, self.first_blocks)
+            self._use_layers(layers, strides)
+        elif not grows:
             self._add_chunk(self.first_blocks)
 
     cdef bint try_enter(self) noexcept nogil:
@@ -140,6 +147,8 @@ cdef class BlockPool(BlockMemory):
             if self.secure:
                 self.wipe_block(block)
             self.owners[block] = 1
+        if self.layers is not None:
+            self.zero_block(block)  # as memory of its own is at first: what a caller's holds may be no numbers
         if self.floats is not None:
             self.floats.release(block, 0)
             self.floats.set_kept_codes(block, 0)

@@ -168,10 +168,37 @@ static PyObject *nanoseconds(PyObject *self, PyObject *args) {
                          ((const kv_kernels *)kvfast->kernels())->isa);
 }
 
+/* pool_over(memory or None, layers, kv_heads, dim, blocks, block_size, dtype, stride) -> bytes of a block, pool: the layers one after
+   the other in a writable buffer, or all NULL */
+static PyObject *pool_over(PyObject *self, PyObject *args) {
+    kvfast_shape shape = {0};
+    ptrdiff_t stride, nbytes;
+    void *layers[4] = {NULL};
+    PyObject *memory, *pool;
+    Py_buffer buffer;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Oiiiniyn", &memory, &shape.num_layers, &shape.num_kv_heads, &shape.head_dim, &shape.num_blocks,
+                          &shape.block_size, &shape.dtype, &stride))
+        return NULL;
+    if ((nbytes = kvfast->block_nbytes(&shape)) < 0)
+        return NULL;
+    if (memory != Py_None) {
+        if (PyObject_GetBuffer(memory, &buffer, PyBUF_WRITABLE))
+            return NULL;
+        for (int i = 0; i < shape.num_layers && i < 4; i++)
+            layers[i] = (char *)buffer.buf + i * (buffer.len / shape.num_layers);
+        PyBuffer_Release(&buffer); /* the pool has its owner */
+    }
+    if ((pool = kvfast->open_pool(&shape, layers, stride, memory)) == NULL)
+        return NULL;
+    return Py_BuildValue("nN", nbytes, pool);
+}
+
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, NULL},
     {"misuse", misuse, METH_O, NULL},
     {"nanoseconds", nanoseconds, METH_VARARGS, NULL},
+    {"pool_over", pool_over, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "runtime_in_c", .m_size = -1, .m_methods = methods};

@@ -1,0 +1,130 @@
+"""vLLM's attention backend for CPUs, where kvfast carries a layer; vLLM's own for all others."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+
+from kvfast.vllm.formats import BLOCK_SIZES, NAMES, content_bytes, format_of
+from kvfast.vllm.memory import GroupMemory, as_numpy
+
+logger = init_logger("vllm.kvfast")
+
+
+class KVFastBackend(CPUAttentionBackend):
+    supported_kv_cache_dtypes = [*CPUAttentionBackend.supported_kv_cache_dtypes, "float16", "bfloat16", *NAMES]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        if kv_cache_spec is None or format_of(kv_cache_spec) is not None:
+            return list(BLOCK_SIZES)
+        return CPUAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
+
+    @classmethod
+    def get_supported_head_sizes(cls):
+        return []  # any
+
+    @classmethod
+    def supports_sink(cls):
+        return True
+
+    @classmethod
+    def customize_spec(cls, spec):
+        fmt = format_of(spec)
+        if fmt is None or spec.state_content_bytes is not None:
+            return spec
+        return replace(spec, state_content_bytes=content_bytes(spec, fmt))
+
+    @staticmethod
+    def get_impl_cls():
+        return KVFastImpl
+
+    @staticmethod
+    def get_builder_cls():
+        return KVFastMetadataBuilder
+
+
+@dataclass
+class KVFastMetadata:
+    """What one step asks of all layers of a group."""
+
+    num_actual_tokens: int
+    block_table: np.ndarray   # (num_reqs, max_blocks), int32
+    seq_lens: np.ndarray      # (num_reqs,), int32
+    cu_seqlens_q: np.ndarray  # (num_reqs + 1,), int32
+    causal: bool
+
+
+class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Prepares tables, lengths and bounds once a step, for all layers of a group."""
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        fmt = format_of(kv_cache_spec)
+        if fmt is None:
+            self._memory = None
+            logger.warning_once("kvfast leaves %s with kv_cache_dtype=%s to vLLM's own backend", type(kv_cache_spec).__name__,
+                                vllm_config.cache_config.cache_dtype)
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            return
+        AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        self._memory = GroupMemory([layers[name] for name in layer_names], kv_cache_spec, fmt)
+        logger.info_once("kvfast keeps the KV cache as %s, %d bytes per token and KV head (kv_cache_dtype=%s)", str(fmt),
+                         content_bytes(kv_cache_spec, fmt), vllm_config.cache_config.cache_dtype)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        if self._memory is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not isinstance(common_attn_metadata.causal, bool):
+            raise NotImplementedError("kvfast has no attention that is causal for some requests of a batch only: set KVFAST_VLLM=0")
+        self._memory.bind()
+        return KVFastMetadata(
+            common_attn_metadata.num_actual_tokens, common_attn_metadata.block_table_tensor.numpy(),
+            common_attn_metadata.seq_lens.numpy(), common_attn_metadata.query_start_loc.numpy(), common_attn_metadata.causal,
+        )
+
+
+class KVFastImpl(CPUAttentionBackendImpl):
+    memory = None  # GroupMemory, once its tensors are bound
+    number = None  # of the layer in it
+    _options = None
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        if self.memory is None:
+            if self._is_carried(kv_cache):
+                return  # a dummy run before there is a cache
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        slots = slot_mapping.numpy()
+        self.memory.pool.append_batch(self.number, as_numpy(key[: len(slots)]), as_numpy(value[: len(slots)]), slots)
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
+        if not isinstance(attn_metadata, KVFastMetadata):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("kvfast has no fused quantization of outputs")
+        n = attn_metadata.num_actual_tokens
+        self.memory.pool.attend_batch(
+            self.number, as_numpy(query[:n]), block_table=attn_metadata.block_table, seq_lens=attn_metadata.seq_lens,
+            cu_seqlens_q=attn_metadata.cu_seqlens_q, out=as_numpy(output[:n]), causal=attn_metadata.causal,
+            **(self._options or self._set_options()),
+        )
+        return output
+
+    def _is_carried(self, kv_cache):
+        return self.attn_type == AttentionType.DECODER and kv_cache.numel() == 0
+
+    def _set_options(self):
+        """Those of this layer's attention, now that its weights are loaded."""
+        self._options = {
+            "scale": self.scale,
+            "softcap": self.logits_soft_cap or None,
+            "sliding_window": None if self.sliding_window < 0 else self.sliding_window,
+            "sinks": None if self.sinks is None else self.sinks.detach().float().numpy(),
+            "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes.numpy(),
+        }
+        return self._options

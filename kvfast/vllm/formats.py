@@ -1,0 +1,42 @@
+"""Which format of kvfast a layer of vLLM has."""
+
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+
+from kvfast import KVFormat, buffer_layout
+
+BLOCK_SIZES = (32, 64, 128, 256)
+FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+def rotated(dtype):
+    return KVFormat(dtype, rotation="kv", codebook="gaussian")
+
+
+# All that a token stores lies in its block: vLLM gives blocks to other tokens, and copies their bytes.
+FORMATS = {
+    KVQuantMode.INT8_PER_TOKEN_HEAD: KVFormat.of("int8"),
+    KVQuantMode.INT4_PER_TOKEN_HEAD: rotated("int4"),
+    KVQuantMode.TURBOQUANT_K8V4: KVFormat.of("k8v4"),
+    KVQuantMode.TURBOQUANT_4BIT_NC: rotated("int4"),
+    KVQuantMode.TURBOQUANT_K3V4_NC: rotated("int3/int4"),
+    KVQuantMode.TURBOQUANT_3BIT_NC: rotated("int3"),
+}
+NAMES = ("int8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+
+
+def format_of(spec):
+    """The KVFormat of a layer's KVCacheSpec, or None for what vLLM's own backend carries: fp8, and layers that are neither causal
+    nor windowed self-attention."""
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        return None
+    if spec.kv_quant_mode is not KVQuantMode.NONE:
+        return FORMATS.get(spec.kv_quant_mode)
+    dtype = FLOATS.get(spec.dtype)
+    return None if dtype is None else KVFormat.of(dtype)
+
+
+def content_bytes(spec, fmt):
+    """Bytes of a token and KV head, the same for all BLOCK_SIZES."""
+    size = BLOCK_SIZES[0]
+    return buffer_layout(1, 1, spec.head_size, 1, size, fmt, v_head_dim=spec.head_size_v).nbytes // size

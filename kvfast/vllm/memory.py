@@ -1,0 +1,43 @@
+"""The layers of a KV cache group as one pool of kvfast, in vLLM's memory."""
+
+import torch
+
+from kvfast import PagedKVCache
+
+_BITS = {torch.bfloat16: torch.uint16, torch.int8: torch.uint8}
+
+
+def as_numpy(tensor):
+    """The memory of a tensor; bfloat16 as its bits."""
+    bits = _BITS.get(tensor.dtype)
+    return (tensor if bits is None else tensor.view(bits)).numpy()
+
+
+class GroupMemory:
+    """The pool of some layers whose keys and values have one format, in the tensors that vLLM has bound to them.
+
+    vLLM binds tensors after it has made the layers, and may do so again; then there is another pool.
+    """
+
+    def __init__(self, layers, spec, fmt):
+        self._layers, self._spec, self._format = layers, spec, fmt
+        self._tensors = []
+        self.pool = None
+
+    def bind(self):
+        """Make the pool over the layers' tensors, unless it is there, and give each layer its number in it."""
+        if self.pool is not None and all(layer.kv_cache is tensor for layer, tensor in zip(self._layers, self._tensors)):
+            return self.pool
+        tensors = [layer.kv_cache for layer in self._layers]
+        numbers, buffer = {}, []
+        for layer, tensor in zip(self._layers, tensors):
+            place = tensor.data_ptr()
+            if place not in numbers:  # layers may share the keys and values of another
+                numbers[place] = len(buffer)
+                buffer.append(as_numpy(tensor))
+            layer.impl.memory, layer.impl.number = self, numbers[place]
+        num_blocks, num_kv_heads, block_size, _ = tensors[0].shape
+        self.pool = PagedKVCache(len(buffer), num_kv_heads, self._spec.head_size, num_blocks, block_size, self._format,
+                                 v_head_dim=self._spec.head_size_v, buffer=buffer)
+        self._tensors = tensors
+        return self.pool

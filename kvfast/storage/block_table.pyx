@@ -7,7 +7,8 @@ from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
 from libc.stdlib cimport abs, calloc, free
 from libc.string cimport memcpy
 
-from kvfast.codec.blocks cimport OPEN_TOKENS, PIECE, kv_context, kv_store
+from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.core.limits cimport KV_OPEN_TOKENS, KV_PIECE
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.codec.encode cimport check_rows, kv_rotary, write_rows
 from kvfast.codec.seal cimport seal_blocks
@@ -221,7 +222,7 @@ cdef class BlockTable(BlockMap):
 
     cdef Py_ssize_t _floats_begin_at(self, Py_ssize_t length) noexcept nogil:
         """First tokens that a sequence of `length` needs no float rows of."""
-        return (length - OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > OPEN_TOKENS else 0
+        return (length - KV_OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > KV_OPEN_TOKENS else 0
 
     cdef int _release_float_rows(self) except -1:
         """Give back the float rows that no query reads any more."""
@@ -395,10 +396,10 @@ cdef class BlockTable(BlockMap):
         for index, kept_codes in self.patches(longest):
             if index * size >= self.floats_begin:
                 continue
-            begin = max(index * size + kept_codes // PIECE * PIECE, PIECE * len(first))
-            pieces = pieces + list(range(begin, min((index + 1) * size, longest), PIECE))
-        begin = self.floats_begin // PIECE * PIECE if self.floats_begin < longest else longest
-        return pieces + list(range(max(begin, PIECE * len(first)), longest, PIECE))
+            begin = max(index * size + kept_codes // KV_PIECE * KV_PIECE, KV_PIECE * len(first))
+            pieces = pieces + list(range(begin, min((index + 1) * size, longest), KV_PIECE))
+        begin = self.floats_begin // KV_PIECE * KV_PIECE if self.floats_begin < longest else longest
+        return pieces + list(range(max(begin, KV_PIECE * len(first)), longest, KV_PIECE))
 
     cdef list patches(self, Py_ssize_t longest):
         """Sealed blocks that are patched, see `kv_store`: the index of each, and how many of its tokens have codes. Queries read

@@ -21,7 +21,7 @@ from kvfast.core.arrays cimport Rows, find_unstorable, kv_rows, overlap
 from kvfast.core.flags cimport kv_drop, kv_take
 from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, active
 from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
-from kvfast.core.threads cimport take_threads
+from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.sequence cimport SequenceBuffer
 
@@ -145,6 +145,7 @@ cdef class Handle:
         cdef int64_t slots[QUICK_TOKENS]
         cdef const kv_store *store = table.pool.stores + layer
         cdef Py_ssize_t first = table.lengths[layer], n = k.tokens, i
+        cdef kv_team team
         if (n > QUICK_TOKENS or self.buffer.most >= 0 and first + n > self.buffer.most or v.tokens != n
                 or k.heads != store.num_kv_heads or k.dim != store.k.head_dim
                 or v.heads != store.num_kv_heads or v.dim != store.v.head_dim or not table.is_writable(first, first + n)):
@@ -152,7 +153,8 @@ cdef class Handle:
         for i in range(n):
             slots[i] = table.slot(first + i)
         # A value that cannot be stored: behind the last token, where nobody reads.
-        if not encode_rows(store, k, v, NULL, slots, True, take_threads(0, work_of(k)), NULL):
+        gather_unwatched(&team, 0, work_of(k))
+        if not encode_rows(store, k, v, NULL, slots, True, &team):
             return False
         table.lengths[layer] += n
         return True
@@ -163,7 +165,7 @@ cdef class Handle:
         cdef kv_context context
         cdef float row[KV_MAX_HEAD_DIM]
         cdef Py_ssize_t i
-        cdef int threads
+        cdef kv_team team
         table.context(layer, &context)
         if (LOGS or q.tokens > context.length or q.dim != store.k.head_dim or q.heads % store.num_kv_heads
                 or out.tokens != q.tokens or out.heads != q.heads or out.dim != values_of(store).head_dim or overlap(out, q)
@@ -197,10 +199,10 @@ cdef class Handle:
         self.call.add(&context, 0, q.tokens, 0, 0)
         if self.call.wide and not store.latent:  # whose memory is not kept
             return False
-        threads = take_threads(options.num_threads, <double>self.call.work)
-        if not self.call.prepare(self.call.workspace, threads):
+        gather_unwatched(&team, options.num_threads, <double>self.call.work)
+        if not self.call.prepare(self.call.workspace, team.threads):
             return False
-        run(&self.call.call, threads)
+        run(&self.call.call, &team)
         return not self.call.bad
 
     cdef bint quick_advance(self, Py_ssize_t n) noexcept nogil:

@@ -20,11 +20,11 @@ from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name, parse_dtyp
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, open_rows
 from kvfast.core.checks cimport check_count, check_number, check_per_head
 from kvfast.core.flags cimport kv_drop
-from kvfast.core.interrupt cimport check_stopped, kv_watch, watch_of
-from kvfast.core.kernels cimport (KV_BFLOAT16, KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED_CODES, active, kv_rope_scratch,
-                                  kv_wide_scratch)
-from kvfast.core.limits cimport (KV_FEW_QUERIES, KV_MAX_FLOAT32, KV_MAX_Q_HEADS, KV_MAX_TOKENS, KV_PANELS, KV_ROWS, KV_TILE)
-from kvfast.core.threads cimport num_threads_for, threads_for
+from kvfast.core.interrupt cimport check_stopped
+from kvfast.core.kernels cimport (KV_BFLOAT16, KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED_CODES, active,
+                                  kv_rope_scratch, kv_wide_scratch)
+from kvfast.core.limits cimport KV_FEW_QUERIES, KV_MAX_FLOAT32, KV_MAX_Q_HEADS, KV_MAX_TOKENS, KV_PANELS, KV_ROWS, KV_TILE
+from kvfast.core.threads cimport gather, kv_team, threads_for
 
 from kvfast.core import slow_paths
 from kvfast.attention.plan import AttendPlan, AttendItem
@@ -291,19 +291,18 @@ cdef class AttendCall:
                 and (self.call.rope_q.data == NULL or self.call.rope != NULL))
 
     cdef object run(self):  # no-cython-lint: of a name that is imported too
-        cdef int threads = num_threads_for(self.options.num_threads, <double>self.work)
-        cdef kv_watch watch
+        cdef kv_team team
         # A megabyte or two for each thread: not to be kept by every cache, but by those whose every token needs it.
         cdef Workspace scratch = Workspace() if self.wide and not self.call.store.latent else self.workspace
         scratch.secure = self.workspace.secure
-        if not self.prepare(scratch, threads):
+        gather(&team, self.options.num_threads, <double>self.work)
+        if not self.prepare(scratch, team.threads):
             raise _no_memory()
         if LOGS:
-            slow_paths.log(self._notes(threads))
-        self.call.watch = watch_of(&watch, <double>self.work)
+            slow_paths.log(self._notes(team.threads))
         with nogil:
-            run(&self.call, threads)
-        check_stopped(self.call.watch)
+            run(&self.call, &team)
+        check_stopped(team.watch)
         if self.bad:
             raise NonFiniteInputError(f"q, keys and values are too large together: a score is beyond float32, or an output beyond "
                                       f"{dtype_name(self.call.out.dtype)} (+-{dtype_limit(self.call.out.dtype):g})")

@@ -7,15 +7,14 @@ starts; its centroids, (count, dims), start at element ``bounds[head, j] * count
 """
 import numpy as np
 
-from cython.parallel cimport prange
 from libc.math cimport INFINITY
 from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
-from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_kernels, kv_pq_codebook
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
 
 cdef enum:
     # Lloyd's steps end when one improves the error by less than 1 / ENOUGH of it, or after so many.
@@ -171,9 +170,10 @@ cdef void _lloyd(const kv_training *call, const float *points, float *centroids,
             scratch.distances[far] = 0
 
 
-cdef int _train_task(const kv_training *call, Py_ssize_t task) noexcept nogil:
+cdef int _train_subvector(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     """The codebook of one subvector, of one head; or its codes. Returns 1 if there is no memory."""
-    cdef Py_ssize_t head = task // call.subvectors, j = task % call.subvectors, t
+    cdef const kv_training *call = <const kv_training *>shared
+    cdef Py_ssize_t head = index // call.subvectors, j = index % call.subvectors, t
     cdef const int *bounds = call.bounds + head * (call.subvectors + 1)
     cdef int dim = bounds[j + 1] - bounds[j]
     cdef const float *points = call.points + (head * call.dims + bounds[j]) * call.stride
@@ -181,10 +181,8 @@ cdef int _train_task(const kv_training *call, Py_ssize_t task) noexcept nogil:
     cdef kv_scratch_of_training scratch
     cdef kv_pq_codebook codebook
     cdef uint8_t *target
-    cdef uint64_t random = call.seed + <uint64_t>task * <uint64_t>0xD1342543DE82EF95
+    cdef uint64_t random = call.seed + <uint64_t>index * <uint64_t>0xD1342543DE82EF95
     cdef char *memory
-    if is_stopped(call.watch, 16):
-        return 0
     memory = <char *>malloc(call.stride * 13 + call.count * dim * 8)
     if memory == NULL:
         return 1
@@ -209,21 +207,13 @@ cdef int _train_task(const kv_training *call, Py_ssize_t task) noexcept nogil:
 cdef object _run(const float[:, :, ::1] points, Py_ssize_t n, const int[:, ::1] bounds, int count, float[:, ::1] centroids,
                  uint8_t *codes, uint64_t seed, object num_threads):
     cdef kv_training call
-    cdef Py_ssize_t task, tasks = points.shape[0] * (bounds.shape[1] - 1)
-    cdef int threads, failed = 0
-    cdef double work
-    cdef kv_watch watch
+    cdef kv_team team
     call.kernels, call.points, call.stride, call.n = active(), &points[0, 0, 0], points.shape[2], n
     call.dims, call.subvectors, call.count = points.shape[1], <int>(bounds.shape[1] - 1), count
     call.bounds, call.centroids, call.codes, call.seed = &bounds[0, 0], &centroids[0, 0], codes, seed
-    work = <double>points.shape[0] * points.shape[1] * n * count
-    threads = num_threads_for(num_threads, work)
-    call.watch = watch_of(&watch, work)
-    with nogil:
-        for task in prange(tasks, schedule="dynamic", chunksize=1, num_threads=threads):
-            failed |= _train_task(&call, task)
-    check_stopped(call.watch)
-    if failed:
+    gather(&team, num_threads, <double>points.shape[0] * points.shape[1] * n * count)
+    call.watch = team.watch
+    if for_each(&team, _train_subvector, &call, points.shape[0] * call.subvectors, DYNAMIC):
         raise MemoryError("cannot allocate the scratch memory of a codebook")
 
 

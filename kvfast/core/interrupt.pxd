@@ -1,9 +1,9 @@
 """Ctrl-C in the middle of a long call.
 
-A call with much to do has a `kv_watch`, and its threads ask `is_stopped` between pieces of its work. Ten times a second the
-thread that made the call then lets Python's signal handlers run. If one of them raises, all threads leave what is left, and
-`check_stopped` passes the exception on. Calls of little work, and those of `capi` that come without an interpreter, have NULL
-for a watch.
+A call with much to do has a `kv_watch`. The loop of core/threads asks `is_stopped` before each piece of work, and long pieces ask
+it on their way. Ten times a second the thread that made the call then lets Python's signal handlers run. If one of them raises,
+all threads leave what is left, and `check_stopped` passes the exception on. The watch is NULL for calls of little work, and for
+those of `capi` that come without an interpreter.
 """
 from libc.stdint cimport int64_t
 

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""How many threads a call may use.
+"""How many threads a call may use, and the loop that they share.
 
 ``num_threads=`` of the call, else `set_num_threads`, else ``KVFAST_NUM_THREADS``, else what OpenMP
 says: ``OMP_NUM_THREADS``, a limit set through threadpoolctl, or the CPUs that this process may use
@@ -7,6 +7,10 @@ says: ``OMP_NUM_THREADS``, a limit set through threadpoolctl, or the CPUs that t
 loaded, and so does this module.
 """
 import os
+
+from cython.parallel cimport prange, threadid
+
+from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 
 
 cdef extern from *:
@@ -113,18 +117,48 @@ def has_openmp():
     return bool(KV_HAVE_OPENMP)
 
 
-cdef int num_threads_for(object num_threads, double work) except -1:
-    """Threads for a call that starts now: at most num_threads, fewer when its work (bytes) does not pay for them."""
-    return take_threads(0 if num_threads is None else _check(num_threads, "num_threads"), work)
+cdef int gather(kv_team *team, object num_threads, double work) except -1:
+    """The team of a call that starts now: at most `num_threads`, fewer when its work (bytes) does not pay for them."""
+    gather_unwatched(team, 0 if num_threads is None else _check(num_threads, "num_threads"), work)
+    team.watch = watch_of(&team.memory, work)
+    return 0
 
 
-cdef int take_threads(int num_threads, double work) noexcept nogil:
-    """`num_threads_for` of a number that was checked, or 0."""
+cdef void gather_unwatched(kv_team *team, int num_threads, double work) noexcept nogil:
+    """`gather` without the GIL, for a number that was checked, or 0; Ctrl-C has to wait for the end of the call."""
     global _pool_started
-    cdef int threads = _count(num_threads, work)
-    if threads > 1:
+    team.threads, team.watch = _count(num_threads, work), NULL
+    if team.threads > 1:
         _pool_started = True
-    return threads
+
+
+cdef int for_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t count, kv_schedule schedule) except -1:
+    """`run_each` of a caller that holds the GIL, which is free meanwhile; raises what a signal handler has raised."""
+    cdef int flags
+    with nogil:
+        flags = run_each(team, piece, call, count, schedule)
+    check_stopped(team.watch)
+    return flags
+
+
+cdef int run_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t count, kv_schedule schedule) noexcept nogil:
+    """Run all pieces, in any order where there are several threads; what is left when a signal handler raises stays undone."""
+    cdef kv_watch *watch = team.watch
+    cdef Py_ssize_t i
+    cdef int flags = 0, weight = 16 if schedule == DYNAMIC else 1
+    if team.threads == 1:  # without waking OpenMP
+        for i in range(count):
+            if not is_stopped(watch, weight):
+                flags |= piece(call, i, 0, watch)
+    elif schedule == DYNAMIC:
+        for i in prange(count, schedule="dynamic", chunksize=1, num_threads=team.threads):
+            if not is_stopped(watch, weight):
+                flags |= piece(call, i, threadid(), watch)
+    else:
+        for i in prange(count, schedule="static", num_threads=team.threads):
+            if not is_stopped(watch, weight):
+                flags |= piece(call, i, threadid(), watch)
+    return flags
 
 
 def lost_threads(num_threads, double work):
@@ -140,7 +174,7 @@ def _cpus():
 
 
 cdef int threads_for(object num_threads, double work) except -1:
-    """What `num_threads_for` will say."""
+    """The threads that `gather` will take."""
     return _count(0 if num_threads is None else _check(num_threads, "num_threads"), work)
 
 

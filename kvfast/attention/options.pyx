@@ -14,17 +14,17 @@ cdef class Options:
         self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
         self.num_sink_tokens = self.made_for = -1  # not given
         if num_sink_tokens is not None:
-            self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0, 1 << 60)
+            self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0)
         self.return_lse, self.num_splits, self.num_threads = return_lse, num_splits, num_threads
         self.attention_chunk_size = 0  # none
         if attention_chunk_size is not None:
-            self.attention_chunk_size = check_count(attention_chunk_size, "attention_chunk_size", 1, 1 << 60)
+            self.attention_chunk_size = check_count(attention_chunk_size, "attention_chunk_size", 1)
             if not causal:
                 raise ValueError("attention_chunk_size is for causal attention")
 
     def window_or(self, window):
         """The sliding window of the call, or else `window`."""
-        return window if self.sliding_window is None else check_size(self.sliding_window, "sliding_window", 1, 1 << 60)
+        return window if self.sliding_window is None else check_size(self.sliding_window, "sliding_window", 1)
 
     def sinks_or(self, num_sink_tokens):
         """The number of sink tokens of the call, or else `num_sink_tokens`."""

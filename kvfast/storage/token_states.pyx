@@ -5,9 +5,9 @@ import numpy as np
 from libc.stdint cimport int16_t, int32_t, uint8_t
 from libc.stdlib cimport abs, calloc, free
 
-from kvfast.codec.blocks cimport OPEN_TOKENS, PIECE
 from kvfast.codec.seal cimport seal_blocks
 from kvfast.core.checks cimport check_count
+from kvfast.core.limits cimport KV_OPEN_TOKENS, KV_PIECE
 from kvfast.storage.block_map cimport BlockMap, entry_of
 from kvfast.storage.pool cimport BlockPool
 
@@ -137,7 +137,7 @@ cdef class TokenStates(BlockMap):
 
     cdef Py_ssize_t _floats_begin_at(self, Py_ssize_t length) noexcept nogil:
         """First tokens that a sequence of `length` needs no float rows of."""
-        return (length - OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > OPEN_TOKENS else 0
+        return (length - KV_OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > KV_OPEN_TOKENS else 0
 
     cdef int _release_float_rows(self) except -1:
         """Give back the float rows that no query reads any more."""
@@ -174,10 +174,10 @@ cdef class TokenStates(BlockMap):
         for index, kept_codes in self.patches(longest):
             if index * size >= self.floats_begin:
                 continue
-            begin = max(index * size + kept_codes // PIECE * PIECE, PIECE * len(first))
-            pieces = pieces + list(range(begin, min((index + 1) * size, longest), PIECE))
-        begin = self.floats_begin // PIECE * PIECE if self.floats_begin < longest else longest
-        return pieces + list(range(max(begin, PIECE * len(first)), longest, PIECE))
+            begin = max(index * size + kept_codes // KV_PIECE * KV_PIECE, KV_PIECE * len(first))
+            pieces = pieces + list(range(begin, min((index + 1) * size, longest), KV_PIECE))
+        begin = self.floats_begin // KV_PIECE * KV_PIECE if self.floats_begin < longest else longest
+        return pieces + list(range(max(begin, KV_PIECE * len(first)), longest, KV_PIECE))
 
     cdef list patches(self, Py_ssize_t longest):
         """Sealed blocks that are patched, see `kv_store`: the index of each, and how many of its tokens have codes. Queries read

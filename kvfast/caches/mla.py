@@ -185,7 +185,7 @@ class LatentSequence(LatentRows, StoredSequence):
         AttendPlan
         """
         shape = self._latent_shape(q_shape, num_q_heads)
-        options = Options(None, None, causal, None, None, None, None, None, False, num_splits, num_threads)
+        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
         return self._buffer.explain(layer, shape, None, dtype, options)
 
     def _decoded(self, layer):

@@ -237,7 +237,7 @@ class PagedKVCache(PagedStorage):
         -------
         AttendPlan
         """
-        options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
-                          num_threads, attention_chunk_size)
+        options = Options(causal=causal, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
+                          num_splits=num_splits, num_threads=num_threads, attention_chunk_size=attention_chunk_size)
         return self._buffer.explain_batch(layer, q_shape, num_q_heads, dtype,
                                           *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options, cascade)

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 
+from libc.stdint cimport int32_t
+
 from kvfast.core.limits cimport KV_MAX_BLOCK_SIZE, KV_MIN_BLOCK_SIZE, KV_UNLIMITED
 
 from kvfast.core.interchange import as_numbers
@@ -65,6 +67,23 @@ cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
     if not np.isfinite(array).all():
         raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
     return array
+
+
+cdef object check_integers(object values, str name, object dtype, int ndim):
+    """Integers as a new array, which nobody can change after its check."""
+    array = np.asarray(values)
+    if array.ndim != ndim or array.dtype.kind not in "iu":
+        raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
+                                     f"{array.dtype} of shape {array.shape}")
+    return np.array(array, dtype, order="C")
+
+
+cdef bint rises(const int32_t[::1] values) noexcept:
+    cdef Py_ssize_t i
+    for i in range(1, values.shape[0]):
+        if values[i] < values[i - 1]:
+            return False
+    return True
 
 
 def checked_token_ids(token_ids, count=None):

@@ -14,6 +14,7 @@ from libc.string cimport memset
 
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_kernels, kv_pq_codebook
+from kvfast.core.limits cimport KV_MAX_CENTROIDS
 from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
 
 cdef enum:
@@ -65,7 +66,7 @@ cdef void _take(const kv_training *call, const float *points, Py_ssize_t t, int 
 cdef void _find(const kv_training *call, const float *points, const kv_pq_codebook *codebook, uint8_t *codes,
                 float *distances) noexcept nogil:
     """Nearest centroids, and half squared distances less half squared norms."""
-    cdef float half_norms[256]
+    cdef float half_norms[KV_MAX_CENTROIDS]
     cdef float norm
     cdef int c, i
     for c in range(codebook.count):
@@ -135,7 +136,7 @@ cdef void _lloyd(const kv_training *call, const float *points, float *centroids,
                  kv_scratch_of_training *scratch) noexcept nogil:
     """Move each centroid to the mean of the points that are nearest to it, as long as that pays."""
     cdef kv_pq_codebook codebook
-    cdef Py_ssize_t members[256]
+    cdef Py_ssize_t members[KV_MAX_CENTROIDS]
     cdef Py_ssize_t t, far
     cdef double error, before = INFINITY
     cdef int step, c, i

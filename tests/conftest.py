@@ -1,17 +1,13 @@
 import os
 import runpy
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_kinds import CENTRED, PACKED, TRELLIS
 
 import kvfast
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cache_kinds import CENTRED, PACKED, TRELLIS
 
 # A shell's background jobs ignore Ctrl-C, and so would those that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_kinds import CENTRED, PACKED, TRELLIS
+from selection import USUAL_TIERS, exhaustive, pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (the last two: hooks)
 
 import kvfast
 
@@ -13,7 +14,7 @@ import kvfast
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(params=kvfast.available_isas())
+@pytest.fixture(params=[pytest.param(tier, marks=() if tier in USUAL_TIERS else exhaustive) for tier in kvfast.available_isas()])
 def isa(request):
     """Every ISA tier of this machine in turn."""
     with kvfast.use_isa(request.param):

@@ -1,4 +1,4 @@
-"""Arguments that are numbers."""
+"""Checks of arguments that are numbers."""
 
 
 cdef float check_number(object value, str name, bint positive) except? -1

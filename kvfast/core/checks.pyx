@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Arguments that are numbers."""
+"""Checks of arguments that are numbers."""
 import math
 
 import numpy as np
@@ -19,7 +19,7 @@ cdef float check_number(object value, str name, bint positive) except? -1:
 
 
 cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1:
-    """An integer between least and most; -1 is never returned, so least is at least 0."""
+    """An integer between least and most. `least` must be at least 0, as -1 reports an error."""
     try:
         number = value.__index__()
     except AttributeError:
@@ -46,7 +46,7 @@ def check_size(value, name, least, most):
 
 
 def check_block_size(value):
-    """Tokens of a block, a power of two."""
+    """Tokens of a block: a power of two from 16 to 256."""
     size = check_count(value, "block_size", 16, 256)
     if size & (size - 1):
         raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {size}")
@@ -64,11 +64,11 @@ cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
 
 
 def checked_token_ids(token_ids, count=None):
-    """Token ids as a new int64 array, `count` of them if given; else ValueError."""
+    """Token ids as a new int64 array. ValueError if they are no integers, or not `count` of them if that is given."""
     array = np.asarray(token_ids)
     if array.ndim != 1 or count is not None and len(array) != count or array.size and array.dtype.kind not in "iu":
         wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"
         raise ValueError(f"token_ids must be {wanted}, got {array.dtype} of shape {array.shape}")
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # which would be the same as a negative one
+        raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # as int64 it would equal a negative id
     return array.astype(np.int64)

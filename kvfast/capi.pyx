@@ -19,7 +19,8 @@ from kvfast.codec.blocks cimport kv_context, kv_store, values_of
 from kvfast.codec.encode cimport encode_rows, work_of
 from kvfast.core.arrays cimport Rows, find_unstorable, kv_rows, overlap
 from kvfast.core.flags cimport kv_drop, kv_take
-from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active
+from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, active
+from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport gather_unwatched, kv_team
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.sequence cimport SequenceBuffer
@@ -47,8 +48,6 @@ cdef extern from "Python.h" nogil:
 cdef enum:
     QUICK_TOKENS = 64      # the most tokens that are appended without the interpreter
     MOST_TEXT = 512        # bytes of an error text
-
-cdef float FLOAT_MAX = 3.4028235e38
 
 _CODES = (
     (CacheFullError, KVFAST_FULL),
@@ -165,17 +164,17 @@ cdef class Handle:
                            const kvfast_options *options, const kv_rows *out) noexcept nogil:
         cdef const kv_store *store = table.pool.stores + layer
         cdef kv_context context
-        cdef float row[512]
+        cdef float row[KV_MAX_HEAD_DIM]
         cdef Py_ssize_t i
         cdef kv_team team
         table.context(layer, &context)
         if (LOGS or q.tokens > context.length or q.dim != store.k.head_dim or q.heads % store.num_kv_heads
                 or out.tokens != q.tokens or out.heads != q.heads or out.dim != values_of(store).head_dim or overlap(out, q)
                 or options.sliding_window < 0 or options.num_splits < 0 or not 0 <= options.num_threads <= 1024
-                or not isfinite(options.scale) or not 0 <= options.softcap <= FLOAT_MAX
-                or find_unstorable(q, FLOAT_MAX, row, &i, NULL) >= 0):
+                or not isfinite(options.scale) or not 0 <= options.softcap <= KV_MAX_FLOAT32
+                or find_unstorable(q, KV_MAX_FLOAT32, row, &i, NULL) >= 0):
             return False
-        if rope_q.dim and (overlap(out, rope_q) or find_unstorable(rope_q, FLOAT_MAX, row, &i, NULL) >= 0):
+        if rope_q.dim and (overlap(out, rope_q) or find_unstorable(rope_q, KV_MAX_FLOAT32, row, &i, NULL) >= 0):
             return False
         for i in range(q.heads):
             if (options.sinks != NULL and not isfinite(options.sinks[i])
@@ -314,7 +313,7 @@ cdef bint _convert(const kvfast_rows *given, kv_rows *rows) noexcept nogil:
         return False
     itemsize = _itemsize(given.dtype)
     if (given.num_tokens < 1 or given.num_heads < 1 or given.dim < 1 or given.dim > 2 * KV_MAX_HEAD_DIM
-            or given.num_tokens > <Py_ssize_t>1 << 40 or given.num_heads > <Py_ssize_t>1 << 20
+            or given.num_tokens > KV_MAX_TOKENS or given.num_heads > KV_MAX_Q_HEADS
             or <intptr_t>given.data % itemsize or given.token_stride % itemsize or given.head_stride % itemsize):
         return False
     rows.data, rows.dtype = <char *>given.data, given.dtype

@@ -15,13 +15,15 @@ from kvfast.attention.options cimport Options
 from kvfast.attention.tasks cimport measure, run
 from kvfast.attention.tiles cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
 from kvfast.attention.workspace cimport ITEMS, PARTIALS, QUERIES, ROPE, WIDE, Workspace
-from kvfast.codec.blocks cimport codes_name, dtype_limit, dtype_name, kv_context, kv_store, parse_dtype, values_of
+from kvfast.codec.blocks cimport kv_context, kv_store, values_of
+from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name, parse_dtype
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, open_rows
 from kvfast.core.checks cimport check_count, check_number, check_per_head
 from kvfast.core.flags cimport kv_drop
 from kvfast.core.interrupt cimport check_stopped
-from kvfast.core.kernels cimport (KV_FIRST_PACKED, KV_FLOAT32, KV_HALVES, KV_INTEGERS, KV_NUM_FLOATS, KV_PANELS, KV_ROWS,
-                                  KV_TILE, active, kv_rope_scratch, kv_wide_scratch)
+from kvfast.core.kernels cimport (KV_BFLOAT16, KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED_CODES, active,
+                                  kv_rope_scratch, kv_wide_scratch)
+from kvfast.core.limits cimport KV_FEW_QUERIES, KV_MAX_FLOAT32, KV_MAX_Q_HEADS, KV_MAX_TOKENS, KV_PANELS, KV_ROWS, KV_TILE
 from kvfast.core.threads cimport gather, kv_team, threads_for
 
 from kvfast.core import slow_paths
@@ -42,8 +44,6 @@ cdef enum:
     # many tokens, as it leaves a partial result for every head.
     LATENT_PANELS = 8
     MIN_LATENT_SPLIT_TOKENS = 2048
-    # Up to so many query tokens of a context give the same bits as each alone.
-    FEW_QUERIES = 16
 
 LOGS = slow_paths.LOGS
 
@@ -68,7 +68,7 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     if options.softcap is not None and options.softcap != 0:
         self.call.softcap = check_number(options.softcap, "softcap", True)
     if options.sliding_window is not None:
-        self.window = check_count(options.sliding_window, "sliding_window", 1, 1 << 60)
+        self.window = check_count(options.sliding_window, "sliding_window", 1)
     if options.sinks is not None:
         self.sinks = view = check_per_head(options.sinks, "sinks", self.call.q.heads)
         self.call.sinks = &view[0]
@@ -80,7 +80,7 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
         raise _no_memory()
     if self.call.q.data == NULL:
         return self
-    check_finite(self.q, "q", 3.4028235e38, "float32")
+    check_finite(self.q, "q", KV_MAX_FLOAT32, "float32")
 
     self.out = options.out
     if self.out is None:
@@ -119,11 +119,11 @@ cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_sto
         shape = q, store.num_kv_heads if num_q_heads is None else num_q_heads, store.k.head_dim
     if len(shape) != 3:
         raise DimensionMismatchError(f"q must have 3 dimensions (num_tokens, num_heads, head_dim), got shape {q!r}")
-    self.rows.tokens = check_count(shape[0], "the tokens of q", 1, 1 << 40)
-    self.rows.heads = check_count(shape[1], "the heads of q", 1, 1 << 20)
+    self.rows.tokens = check_count(shape[0], "the tokens of q", 1, KV_MAX_TOKENS)
+    self.rows.heads = check_count(shape[1], "the heads of q", 1, KV_MAX_Q_HEADS)
     self.rows.dim = check_count(shape[2], "the head_dim of q", 1, 1 << 20)
     self.rows.dtype = parse_dtype(dtype)
-    if self.rows.dtype >= KV_NUM_FLOATS:
+    if self.rows.dtype > KV_BFLOAT16:
         raise ValueError(f"q must be float32, float16 or bfloat16, got {dtype!r}")
     return self
 
@@ -137,7 +137,7 @@ cdef class AttendCall:
     cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil:
         """Set what follows from the store and from q, which was checked to fit it; False if out of memory."""
         # One item for each context, those for shared prefixes, and as many as `add` can make.
-        cdef Py_ssize_t items = 2 * contexts + min(self.call.q.tokens, contexts * <Py_ssize_t>FEW_QUERIES)
+        cdef Py_ssize_t items = 2 * contexts + min(self.call.q.tokens, contexts * <Py_ssize_t>KV_FEW_QUERIES)
         self.call.kernels, self.call.store = active(), store
         self.bad, self.call.bad = 0, &self.bad
         self.call.group = <int>(self.call.q.heads // store.num_kv_heads)
@@ -151,7 +151,7 @@ cdef class AttendCall:
     cdef int set_rope(self, object rope_q) except -1:
         """Set the rotary part of queries to latent rows, (tokens, heads, rope_dim)."""
         self.rope_q = open_rows(rope_q, "q")
-        check_finite(self.rope_q, "the rotary part of q", 3.4028235e38, "float32")
+        check_finite(self.rope_q, "the rotary part of q", KV_MAX_FLOAT32, "float32")
         self.call.rope_q = self.rope_q.rows
         if self.call.q.data != NULL:
             check_apart(&self.call.out, &self.call.rope_q, "q")
@@ -177,7 +177,7 @@ cdef class AttendCall:
         cdef Py_ssize_t splits = self.num_splits, units, least
         if splits == 0:
             # A few queries are split as each of them would be alone; see `add`.
-            units = num_queries if num_queries > FEW_QUERIES else 1
+            units = num_queries if num_queries > KV_FEW_QUERIES else 1
             units = self.call.store.num_kv_heads * ((units * self.call.group + KV_ROWS - 1) // KV_ROWS)
             least = MIN_SPLIT_TOKENS
             if self.call.store.latent:
@@ -200,7 +200,7 @@ cdef class AttendCall:
         cdef Py_ssize_t n
         while num_queries:
             first, n = self.call.queries + first_query, num_queries
-            if self.options.causal and num_queries <= FEW_QUERIES:
+            if self.options.causal and num_queries <= KV_FEW_QUERIES:
                 n = 1
                 while n < num_queries and self._cut_alike(first, first + n, begin):
                     n += 1
@@ -247,9 +247,9 @@ cdef class AttendCall:
             return
         # A single token of latent rows has enough query heads, and every single token then goes this way.
         if not (store.latent and self.call.group > KV_ROWS) and (
-                item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= FEW_QUERIES and item.members == NULL)):
+                item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)):
             return
-        if store.k.dtype >= KV_FIRST_PACKED or store.v.dtype >= KV_FIRST_PACKED:
+        if store.k.family == KV_PACKED_CODES or store.v.family == KV_PACKED_CODES:
             self.packed = True
             return
         # Make enough tasks for several threads, each with so many panels that a tile's operands are worth making.
@@ -258,7 +258,7 @@ cdef class AttendCall:
         item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
         self.wide = True
         # Float rows beside codes are multiplied as integers, too.
-        self.call.wide_kind = (KV_HALVES if store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS
+        self.call.wide_kind = (KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS
                                else KV_INTEGERS)
 
     cdef Py_ssize_t _count_parts(self) noexcept nogil:

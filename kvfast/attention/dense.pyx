@@ -10,7 +10,7 @@ from kvfast.attention.options cimport Options
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport init_side, kv_chunk, kv_context, kv_store
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, kv_rows, open_rows, width_of
-from kvfast.core.kernels cimport KV_LANES, KV_TILE
+from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_TILE
 
 from kvfast.errors import DimensionMismatchError
 from kvfast.core.interchange import aligned, as_array, as_float32
@@ -63,8 +63,8 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
         raise DimensionMismatchError(
             f"k and v must have the same shape except for head_dim, got ({keys.rows.tokens}, {keys.rows.heads}, {keys.rows.dim}) and "
             f"({values.rows.tokens}, {values.rows.heads}, {values.rows.dim})")
-    check_finite(keys, "k", 3.4028235e38, "float32")
-    check_finite(values, "v", 3.4028235e38, "float32")
+    check_finite(keys, "k", KV_MAX_FLOAT32, "float32")
+    check_finite(values, "v", KV_MAX_FLOAT32, "float32")
     if not _is_like_a_block(&keys.rows):
         keys = open_rows(_padded(k), "k")
     if not _is_like_a_block(&values.rows):

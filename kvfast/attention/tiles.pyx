@@ -7,12 +7,13 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport (OPEN_TOKENS, PIECE, block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from,
-                                  piece_of, v_block_at, v_offset_of, values_of)
+from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of, v_block_at,
+                                  v_offset_of, values_of)
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT32, KV_INT4, KV_LANES, KV_NUM_FLOATS, KV_ROWS, KV_TILE, kv_ahead, kv_kernels,
-                                  kv_panel, kv_prefetch, kv_scratch, kv_side, kv_softmax, kv_tile)
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_scratch, kv_side,
+                                  kv_softmax, kv_tile)
+from kvfast.core.limits cimport KV_LANES, KV_OPEN_TOKENS, KV_PIECE, KV_ROWS, KV_TILE
 
 cdef extern from *:
     """
@@ -22,13 +23,13 @@ cdef extern from *:
 cdef enum:
     # Sizes that stream best: 8 KiB of codes, and 4 KiB of float rows (measured).
     INTEGER_TILE = 64
-    INT4_TILE = 128
+    NARROW_TILE = 128
     FLOAT_TILE_BYTES = 4096
 
 
 cdef inline Py_ssize_t _token_bytes(const kv_side *side) noexcept nogil:
     """Bytes of one token, without scales."""
-    return side.row_stride if side.dtype < KV_NUM_FLOATS else side.scales // side.block_size
+    return side.row_stride if side.family == KV_FLOAT_ROWS else side.scales // side.block_size
 
 
 cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil:
@@ -38,14 +39,16 @@ cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogi
 
 cdef int choose_tile(const kv_store *store) noexcept nogil:
     """Tokens of a tile. It does not depend on the block size, so that every cache gives the same bits."""
-    cdef int tile = INT4_TILE if store.k.dtype >= KV_INT4 and store.v.dtype >= KV_INT4 else INTEGER_TILE, i
+    cdef int i, tile = INTEGER_TILE
     cdef const kv_side *side
-    if store.k.dtype < KV_NUM_FLOATS and store.v.dtype < KV_NUM_FLOATS:
+    if kv_dtypes[store.k.dtype].bits < 8 and kv_dtypes[store.v.dtype].bits < 8:
+        tile = NARROW_TILE
+    if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS:
         tile = KV_TILE
     for i in range(2):
         side = &store.v if i else &store.k
-        if side.dtype < KV_NUM_FLOATS:
-            while tile > KV_LANES and tile * side.padded_dim * (4 if side.dtype == KV_FLOAT32 else 2) > FLOAT_TILE_BYTES:
+        if side.family == KV_FLOAT_ROWS:
+            while tile > KV_LANES and tile * side.padded_dim * kv_dtypes[side.dtype].bits // 8 > FLOAT_TILE_BYTES:
                 tile //= 2
     return tile
 
@@ -71,7 +74,7 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
             at = max(at, context.sink_blocks + context.skipped)
         block = block_of(context, at)
         if floats:
-            piece = piece_of(blocks, block, min(index + i, last) * PIECE & (blocks.k.block_size - 1))
+            piece = piece_of(blocks, block, min(index + i, last) * KV_PIECE & (blocks.k.block_size - 1))
             block = max(piece, 0)
         k.at[i] = k_offset_of(store, block, task.head)
         v.at[i] = v_offset_of(store, block, task.head)
@@ -83,7 +86,7 @@ cdef inline void _aim(kv_prefetch *prefetch, const kv_side *side, kv_tile *tile,
     cdef Py_ssize_t token = _token_bytes(side), block_tokens = min(tokens, side.block_size)
     prefetch.base, prefetch.at = tile.base, tile.at
     prefetch.offset, prefetch.piece = token * tile.first, token * block_tokens
-    prefetch.bytes = token * (count if side.dtype < KV_NUM_FLOATS and count < tokens else tokens)
+    prefetch.bytes = token * (count if side.family == KV_FLOAT_ROWS and count < tokens else tokens)
     prefetch.scales = side.scales + side.scale_bytes * tile.first
     prefetch.scale_bytes = side.bytes - side.scales if side.means else side.scale_bytes * block_tokens
 
@@ -236,7 +239,7 @@ cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
     for i in range(2):
         side = &range_.store.v if i else &range_.store.k
         tokens = range_.end - range_.begin
-        if side.dtype < KV_NUM_FLOATS:
+        if side.family == KV_FLOAT_ROWS:
             traffic.floats += tokens * side.row_stride
         else:
             tokens = (tokens + KV_LANES - 1) // KV_LANES * KV_LANES
@@ -281,7 +284,7 @@ cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
     cdef const kv_store *store = task.call.store
     cdef const kv_side *v = &store.v
     cdef const char *block = v_block_at(store, block_of(&task.item.context, 0), task.head)
-    cdef Py_ssize_t lane_tiles = 1 if v.dtype < KV_NUM_FLOATS else v.padded_dim // KV_LANES
+    cdef Py_ssize_t lane_tiles = 1 if v.family == KV_FLOAT_ROWS else v.padded_dim // KV_LANES
     cdef Py_ssize_t stride = _token_bytes(v) * v.block_size // lane_tiles, i, j
     tokens = min((tokens + KV_LANES - 1) // KV_LANES * KV_LANES, <Py_ssize_t>v.block_size)
     touch(task, 0, tokens)
@@ -339,7 +342,7 @@ cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py
     cdef Py_ssize_t codes
     if not store.seals:
         return context.length
-    codes = (position - OPEN_TOKENS) >> store.block_shift << store.block_shift if position > OPEN_TOKENS else 0
+    codes = (position - KV_OPEN_TOKENS) >> store.block_shift << store.block_shift if position > KV_OPEN_TOKENS else 0
     return max(context.floats_begin, min(codes, context.codes_end))
 
 

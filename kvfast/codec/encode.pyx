@@ -3,7 +3,9 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
+from kvfast.codec.blocks cimport k_block_at, kv_store, piece_of, v_block_at
+from kvfast.codec.dtypes cimport dtype_limit, dtype_name
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_ROTATED, KV_PIECE
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
@@ -11,9 +13,6 @@ from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-
-# Of an element of a row that is to be turned back: sums of 512 of them are finite.
-cdef float ROTATED_LIMIT = 6e35
 
 cdef enum:
     RUN = 16             # tokens encoded at once: whole lines of the integer layouts
@@ -83,9 +82,9 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
             call.bad[0] = 1
             return
     if piece >= 0 and values:
-        call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+        call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
     elif piece >= 0:
-        call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+        call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
     if call.store.seals:
         return
     if values:
@@ -99,12 +98,12 @@ cdef float _limit(const kv_store *store, bint values) noexcept nogil:
     cdef const kv_side *side = &store.v if values else &store.k
     if store.floats != NULL:
         return dtype_limit(store.floats.v.dtype if values else store.floats.k.dtype)
-    return ROTATED_LIMIT if side.rotated else dtype_limit(side.dtype)
+    return KV_MAX_ROTATED if side.rotated else dtype_limit(side.dtype)
 
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
                         Py_ssize_t last_head) noexcept nogil:
-    cdef float buffer[RUN * 512]
+    cdef float buffer[RUN * KV_MAX_HEAD_DIM]
     cdef kv_rotary nothing
     cdef Py_ssize_t token = first, head
     cdef int64_t slot
@@ -118,7 +117,7 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
             token += 1
             continue
         while (count < RUN and token + count < last and call.slots[token + count] == slot + count
-               and (slot + count) % (block_size if call.store.floats == NULL else PIECE)):
+               and (slot + count) % (block_size if call.store.floats == NULL else KV_PIECE)):
             count += 1
         for head in range(first_head, last_head):
             _encode_run(call, &call.k, &call.rotary, False, token, count, head, buffer)

@@ -5,7 +5,7 @@ import numpy as np
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport dtype_limit, dtype_name
+from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.codec.encode cimport kv_rotary, load_rows
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
 from kvfast.core.checks cimport check_count

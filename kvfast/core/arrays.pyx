@@ -5,7 +5,8 @@ import numpy as np
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, KV_MAX_HEAD_DIM, active, kv_kernels
+from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, active, kv_kernels
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM
 
 from kvfast.core import slow_paths
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -110,7 +111,7 @@ cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py
 
 cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1:
     """Refuse NaN, infinity and magnitudes above `limit`, the largest that `limit_of` can store."""
-    cdef float row[512]
+    cdef float row[KV_MAX_HEAD_DIM]
     cdef Py_ssize_t bad, index
     cdef kv_watch memory
     cdef kv_watch *watch = watch_of(&memory, 4.0 * array.rows.tokens * array.rows.heads * array.rows.dim)

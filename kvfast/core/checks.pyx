@@ -4,7 +4,13 @@ import math
 
 import numpy as np
 
+from libc.stdint cimport int32_t
+
+from kvfast.core.limits cimport KV_MAX_BLOCK_SIZE, KV_MIN_BLOCK_SIZE, KV_UNLIMITED
+
 from kvfast.core.interchange import as_numbers
+from kvfast.core.limits import BLOCK_SIZES
+from kvfast.core.text import one_of
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 
@@ -18,14 +24,14 @@ cdef float check_number(object value, str name, bint positive) except? -1:
     return number
 
 
-cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1:
+cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most=KV_UNLIMITED) except -1:
     """An integer between least and most. `least` must be at least 0, as -1 reports an error."""
     try:
         number = value.__index__()
     except AttributeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if not least <= number <= most:
-        limits = f"at least {least}" if most == 1 << 60 else f"between {least} and {most}"
+        limits = f"at least {least}" if most == KV_UNLIMITED else f"between {least} and {most}"
         raise ValueError(f"{name} must be {limits}, got {number}")
     return number
 
@@ -40,16 +46,16 @@ cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
     return number
 
 
-def check_size(value, name, least, most):
-    """An integer between least and most."""
+def check_size(value, name, least, most=KV_UNLIMITED):
+    """An integer between least and most; by default there is no limit."""
     return check_count(value, name, least, most)
 
 
 def check_block_size(value):
-    """Tokens of a block: a power of two from 16 to 256."""
-    size = check_count(value, "block_size", 16, 256)
-    if size & (size - 1):
-        raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {size}")
+    """Tokens of a block, a power of two."""
+    size = check_count(value, "block_size", KV_MIN_BLOCK_SIZE, KV_MAX_BLOCK_SIZE)
+    if size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be {one_of(BLOCK_SIZES)}, got {size}")
     return size
 
 
@@ -61,6 +67,23 @@ cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
     if not np.isfinite(array).all():
         raise NonFiniteInputError(f"{name} must be finite, got {array[~np.isfinite(array)][0]}")
     return array
+
+
+cdef object check_integers(object values, str name, object dtype, int ndim):
+    """Integers as a new array, so that the caller cannot change them after the check."""
+    array = np.asarray(values)
+    if array.ndim != ndim or array.dtype.kind not in "iu":
+        raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
+                                     f"{array.dtype} of shape {array.shape}")
+    return np.array(array, dtype, order="C")
+
+
+cdef bint rises(const int32_t[::1] values) noexcept:
+    cdef Py_ssize_t i
+    for i in range(1, values.shape[0]):
+        if values[i] < values[i - 1]:
+            return False
+    return True
 
 
 def checked_token_ids(token_ids, count=None):

@@ -2,7 +2,8 @@
 """The bytes of a sequence in the layout of arrays and files: full blocks head by head, the blocks after them, and float rows."""
 from libc.stdint cimport int32_t, int64_t
 
-from kvfast.codec.blocks cimport CHUNK_SHIFT, PIECE, kv_store
+from kvfast.codec.blocks cimport kv_store
+from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.copying cimport clone_table, copy_slots
 from kvfast.storage.float_rows cimport FloatRows
@@ -32,7 +33,7 @@ cdef BlockTable _straight(BlockTable table):
     cdef BlockPool pool = table.pool
     for i in range(1, _full_blocks(table)):
         if (table.blocks[i] != table.blocks[0] + i
-                or pool.chunk_of[table.blocks[i] >> CHUNK_SHIFT] != pool.chunk_of[table.blocks[0] >> CHUNK_SHIFT]):
+                or pool.chunk_of[table.blocks[i] >> KV_CHUNK_SHIFT] != pool.chunk_of[table.blocks[0] >> KV_CHUNK_SHIFT]):
             return clone_table(table, pool.exact(table.count))
     return table
 
@@ -66,13 +67,13 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     begin = {index: index * size + kept_codes for index, kept_codes in table.patches(longest) if index * size < table.floats_begin}
     for position in table.pieces(longest):
         for head in range(floats.pieces.num_kv_heads):
-            piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.slot(position) // PIECE], 1, head, values)[0]
+            piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.slot(position) // KV_PIECE], 1, head, values)[0]
             if copies:
                 piece, row_bytes = piece.copy(), store.floats.v.row_stride if values else store.floats.k.row_stride
                 first = max(store.float_tokens - position, <Py_ssize_t>0)
-                last = max(begin.get(position // size, table.floats_begin) - position, <Py_ssize_t>0) if store.seals else PIECE
+                last = max(begin.get(position // size, table.floats_begin) - position, <Py_ssize_t>0) if store.seals else KV_PIECE
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0
-                piece[min(longest - position, PIECE) * row_bytes:] = 0
+                piece[min(longest - position, KV_PIECE) * row_bytes:] = 0
             result.append(piece)
     return result
 
@@ -100,7 +101,7 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
     table.set_patches(state.get("patches", []))
     for position in table.pieces(length):
         slot = table.slot(position)
-        pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + PIECE)
+        pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + KV_PIECE)
     return 0
 
 

@@ -1,7 +1,7 @@
 /* kvfast/simd: arithmetic on one row or one tile of a block, compiled once per instruction set.
 
-   This header is the whole interface of simd/: the storage dtypes, the layout of a block and the
-   table of kernels.  Nothing above it knows an instruction set; nothing below it knows Python or
+   This header is the whole interface of simd/: the layout of a block and the table of kernels, with the storage dtypes in
+   dtypes.h and the sizes in limits.h.  Nothing above it knows an instruction set; nothing below it knows Python or
    OpenMP.
 
    A block holds block_size tokens (a multiple of 16) of one layer and one KV head.  Its two sides,
@@ -43,29 +43,17 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum {
-    KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16, KV_INT8, KV_INT4, KV_GAUSS4, KV_INT2, KV_INT3, KV_INT5, KV_INT6, KV_INT7,
-    KV_TRELLIS4, KV_NUM_DTYPES
-};
-enum { KV_NUM_FLOATS = KV_INT8, KV_FIRST_PACKED = KV_INT2 };
-enum { KV_INTEGERS, KV_HALVES }; /* what a matrix unit multiplies */
+#include "dtypes.h"
+#include "limits.h"
 
-enum {
-    KV_LANES = 16,         /* lanes of a tile; tokens come in multiples of it */
-    KV_TILE = 128,         /* most tokens between two softmax corrections */
-    KV_ROWS = 16,          /* most query rows that share one pass over a block */
-    KV_MAX_HEAD_DIM = 512, /* bound of the int32 accumulators, see activations.inc.h */
-    KV_MAX_ROPE_DIM = 128, /* width of the rotary part of latent rows: two tiles of a matrix unit */
-    KV_PANEL = 4,          /* query rows whose activations are interleaved */
-    KV_PANELS = 16,        /* with a matrix unit, most panels of KV_ROWS query rows that share one pass */
-    KV_MAX_CENTROIDS = 256 /* of a codebook: codes are bytes */
-};
+enum { KV_INTEGERS, KV_HALVES }; /* what a matrix unit multiplies */
 
 /* Vectors that do not straddle cache lines. */
 #define KV_ALIGNED __attribute__((aligned(64)))
 
 typedef struct {
     int dtype;
+    int family;            /* of the dtype */
     int block_size;        /* tokens */
     int head_dim;          /* at most KV_MAX_HEAD_DIM */
     int padded_dim;
@@ -75,7 +63,7 @@ typedef struct {
     int clip_search;       /* INT4 and GAUSS4: try several scales and take the one with the least squared error */
     ptrdiff_t row_stride;  /* float dtypes: bytes from token to token */
     ptrdiff_t scales;      /* integer dtypes: byte offset of the tokens' scales, after the codes */
-    int scale_bytes;       /* per token: 4, or 2 for GAUSS4 and packed codes; 0 for float dtypes and with channel scales */
+    int scale_bytes;       /* per token: those of the dtype, or 0 with channel scales */
     ptrdiff_t means;       /* byte offset of the channels' means: (padded_dim,) float16; 0: none */
     ptrdiff_t channels;    /* byte offset of the channels' scales: (padded_dim,) uint16; 0: none */
     ptrdiff_t bytes;       /* of one block of this side */
@@ -226,9 +214,9 @@ typedef struct {
 typedef struct {
     const char *isa;
 
-    /* Codec: rows of n floats. */
-    void (*to_float[KV_NUM_FLOATS])(const void *source, ptrdiff_t n, float *row);
-    void (*from_float[KV_NUM_FLOATS])(const float *row, ptrdiff_t n, void *target);
+    /* Codec: rows of n floats, of the float dtypes. */
+    void (*to_float[KV_NUM_DTYPES])(const void *source, ptrdiff_t n, float *row);
+    void (*from_float[KV_NUM_DTYPES])(const float *row, ptrdiff_t n, void *target);
     /* Index of the first element that is NaN or beyond +-limit, or -1. */
     ptrdiff_t (*find_unstorable)(const float *row, ptrdiff_t n, float limit);
     /* Symmetric codes in -levels..levels; returns the scale, or -1 for a NaN or infinity. */

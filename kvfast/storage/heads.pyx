@@ -11,7 +11,8 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
-from kvfast.codec.blocks cimport block_of, dtype_limit, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.codec.blocks cimport block_of, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
 from kvfast.core.checks cimport check_count

@@ -247,7 +247,7 @@ def test_chunks(dtype):
         for cache in (ring, whole):
             cache.advance(n)
     assert whole.explain(1, attention_chunk_size=48).items[0].begin == 128  # the tile with position 192, where the chunk begins
-    with pytest.raises(ValueError, match="attention_chunk_size is for causal attention"):
+    with pytest.raises(ValueError, match="attention_chunk_size needs causal=True, got causal=False"):
         ring.attend(0, q, attention_chunk_size=48, causal=False)
     with pytest.raises(ValueError, match="attention_chunk_size must be"):
         whole.attend(0, q, attention_chunk_size=0)

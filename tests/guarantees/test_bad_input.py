@@ -142,7 +142,7 @@ def test_constructor():
 
 
 def test_plain_arrays():
-    with pytest.raises(kvfast.DimensionMismatchError, match="one shape"):
+    with pytest.raises(kvfast.DimensionMismatchError, match="k and v must have the same shape"):
         kvfast.attention(ones(1, 1, 8), ones(3, 1, 8), ones(4, 1, 8))
     with pytest.raises(kvfast.NonFiniteInputError):
         kvfast.attention(ones(1, 1, 8), ones(3, 1, 8) * np.inf, ones(3, 1, 8))

@@ -22,7 +22,7 @@ FLOORS = (
     ("capi", "compression", "interop"),
     ("planning",),
     ("__init__",),  # the public names, which is what those above use
-    ("llama", "transformers"),
+    ("llama", "transformers", "vllm"),
     ("cli",),
     ("__main__",),
 )

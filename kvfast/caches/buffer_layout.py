@@ -9,6 +9,7 @@ from kvfast.caches.paged_storage import BLOCK_SIZE
 from kvfast.codec.blocks import BLOCK_ALIGNMENT, block_nbytes
 from kvfast.codec.formats import block_size_of, floats_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
+from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 
 __all__ = ["BufferLayout", "buffer_layout"]
 
@@ -67,8 +68,8 @@ def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks:
     >>> start = -memory.ctypes.data % layout.alignment            # NumPy aligns less
     >>> pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=16, dtype="int8", buffer=memory[:, :, start : start + 8704])
     """
-    num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
-    num_blocks = check_size(num_blocks, "num_blocks", 1, 1 << 40)
+    num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
+    num_blocks = check_size(num_blocks, "num_blocks", 1, MAX_TOKENS)
     formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
     block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
     check_buffered(formats, False)

@@ -11,6 +11,7 @@ from kvfast.caches.latent_rows import LatentRows, checked_sizes
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS, StoredSequence
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.interchange import as_float32, as_floats
+from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.storage.block_table import BlockTable
@@ -184,7 +185,7 @@ class LatentSequence(LatentRows, StoredSequence):
         AttendPlan
         """
         shape = self._latent_shape(q_shape, num_q_heads)
-        options = Options(None, None, causal, None, None, None, None, None, False, num_splits, num_threads)
+        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
         return self._buffer.explain(layer, shape, None, dtype, options)
 
     def _decoded(self, layer):
@@ -264,7 +265,7 @@ class MLAKVCache(LatentSequence):
         block_size = check_block_size(BLOCK_SIZE if block_size is None else block_size)
         num_blocks = GROW_BLOCKS
         if max_seq_len is not None:
-            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
+            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
             num_blocks = -(-max_seq_len // block_size)
         pool = BlockPool(num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim,
                          secure=secure)

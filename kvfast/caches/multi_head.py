@@ -12,6 +12,7 @@ from kvfast.caches.multi_head_config import MultiHeadConfig, signs_of, tokens, v
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from kvfast.core.checks import check_size
+from kvfast.core.limits import MAX_KV_HEADS
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.heads import HeadsBuffer, HeadsTable
@@ -177,7 +178,7 @@ class MultiHeadKVCache(_Heads):
     def __init__(self, num_heads: int, config: MultiHeadConfig) -> None:
         if not isinstance(config, MultiHeadConfig):
             raise TypeError(f"config must be a MultiHeadConfig, got {type(config).__name__}")
-        self.num_heads = check_size(num_heads, "num_heads", 1, 1 << 16)
+        self.num_heads = check_size(num_heads, "num_heads", 1, MAX_KV_HEADS)
         self.config = config
         self.num_q_heads = num_heads if config.num_q_heads is None else config.num_q_heads
         if self.num_q_heads % num_heads:
@@ -246,7 +247,7 @@ class MultiHeadKVCache(_Heads):
             If the cache holds fewer.
         TypeError
         """
-        if check_size(n, "n", 0, 1 << 60) > len(self):
+        if check_size(n, "n", 0) > len(self):
             raise ValueError(f"n must be between 0 and the {len(self)} tokens of the cache, got {n}")
         self._buffer.truncate(self._buffer.length - len(self) + n if n else 0)
 
@@ -296,7 +297,7 @@ class MultiHeadKVCache(_Heads):
         int
             Number of dropped tokens.
         """
-        return self._buffer.evict(check_size(window, "window", 0, 1 << 60))
+        return self._buffer.evict(check_size(window, "window", 0))
 
     def head(self, i: int) -> HeadView:
         """View of one head, with `attention_scores`, `attend`, `decode_keys` and so on. Calls use the cache as it is then.

@@ -13,6 +13,7 @@ from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.checks import check_block_size, check_size
+from kvfast.core.limits import MAX_HEAD_DIM, MAX_LAYERS, MAX_TOKENS
 from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool
@@ -96,18 +97,18 @@ class RingKVCache(SequenceCache):
                  rotary_dim: int | None = None, rope_frequencies: ArrayLike | None = None,
                  rope_interleaved: bool = False, secure: bool = False, block_size: int | None = None,
                  v_head_dim: int | None | Sequence[int | None] = None) -> None:
-        num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
+        num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
         shapes = shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers)
-        dims = [check_size(one, "head_dim", 1, 512) for _, one, _ in shapes]
+        dims = [check_size(one, "head_dim", 1, MAX_HEAD_DIM) for _, one, _ in shapes]
         windows = per_layer(window, "window", num_layers)
-        windows = [one if one is None else check_size(one, "window", 1, 1 << 40) for one in windows]
+        windows = [one if one is None else check_size(one, "window", 1, MAX_TOKENS) for one in windows]
         local = [one for one in windows if one is not None]
         if not local:
             raise ValueError("window must be a number for one layer at least; a KVCache keeps everything")
-        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, 1 << 40)
+        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
         if num_sink_tokens > min(local):
             raise ValueError(f"num_sink_tokens must be at most the window of {min(local)}, got {num_sink_tokens}")
-        rollback = check_size(rollback, "rollback", 0, 1 << 40)
+        rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         if rope not in (None, "cache"):
             raise ValueError(f'rope must be None or "cache", got {rope!r}')
         self._rope = None

@@ -186,8 +186,8 @@ class SequenceCache(StoredSequence):
         >>> plan.kernels, plan.num_tasks, plan.bytes_read
         (('scores_int8', 'accumulate_int8'), 8, 8650752)
         """
-        options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
-                          num_threads, attention_chunk_size)
+        options = Options(causal=causal, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
+                          num_splits=num_splits, num_threads=num_threads, attention_chunk_size=attention_chunk_size)
         return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:

@@ -9,6 +9,7 @@ import numpy as np
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.interchange import as_floats
+from kvfast.core.limits import MAX_KV_HEADS
 from kvfast.core.text import same_or_tuple, size_text
 from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
@@ -119,7 +120,7 @@ class Snapshot(StorageProperties):
         keys, values = ([as_floats(array, name) for array in side] for name, side in (("keys", keys), ("values", values)))
         if not keys or len(keys) != len(values):
             raise DimensionMismatchError(f"keys and values must hold one array per layer, got {len(keys)} and {len(values)}")
-        num_kv_heads, dims = check_size(num_kv_heads, "num_kv_heads", 1, 1 << 16), []
+        num_kv_heads, dims = check_size(num_kv_heads, "num_kv_heads", 1, MAX_KV_HEADS), []
         for name, arrays in (("keys", keys), ("values", values)):
             shape = arrays[0].shape
             if len(shape) != 2 or shape[1] == 0 or shape[1] % num_kv_heads:

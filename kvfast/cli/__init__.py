@@ -11,6 +11,7 @@ import os
 import sys
 
 import kvfast
+from kvfast.core.limits import UNLIMITED
 
 # Package -> the extra that has it.
 EXTRAS = dict.fromkeys(["gguf", "tokenizers", "rich", "safetensors", "xxhash"], "llama")
@@ -261,7 +262,7 @@ def _positive(text):
 
 def _gigabytes(text):
     value = float(text) * 1e9
-    if not 1 <= value < 1 << 60:
+    if not 1 <= value < UNLIMITED:
         raise argparse.ArgumentTypeError(f"{text} is no number of gigabytes above 0")
     return int(value)
 

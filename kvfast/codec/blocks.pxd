@@ -5,14 +5,7 @@ See ``simd/kernels.h`` for what the bytes of a block are.
 from libc.stdint cimport int16_t, int32_t, uint8_t
 
 from kvfast.core.kernels cimport kv_side
-
-
-cdef enum:
-    CHUNK_SHIFT = 3            # chunks hold multiples of 2^3 blocks
-    PIECE = 16                 # tokens of a piece of floats
-    # A block is read as float rows until so many tokens follow it, and as codes from then on. So a rollback of so many tokens
-    # is exact, and so many queries in one call see what each would see alone.
-    OPEN_TOKENS = 16
+from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
 
 
 # A piece of memory with the blocks of one layer from `first` on. Block b of KV head h starts at the store's
@@ -30,9 +23,9 @@ ctypedef struct kv_chunk:
     Py_ssize_t v_block_stride
 
 
-# The blocks of one layer; block b lies in chunks[chunk_of[b >> CHUNK_SHIFT]].
+# The blocks of one layer; block b lies in chunks[chunk_of[b >> KV_CHUNK_SHIFT]].
 #
-# Tokens may also have float rows, float16 where the side is integers: in pieces of PIECE tokens, blocks of a store of
+# Tokens may also have float rows, float16 where the side is integers: in pieces of KV_PIECE tokens, blocks of a store of
 # their own. The first `float_tokens` of a sequence always; with `seals` all tokens until their block is encoded, and a
 # little longer. Rows and codes of a side that is rotated are both so. A finished block that was cut, and to which tokens
 # were added that its statistics do not fit, is patched: the tokens before have their codes, and these float rows for good.
@@ -49,7 +42,7 @@ ctypedef struct kv_store:
     bint seals                 # blocks are encoded as a whole
     int float_tokens
     const kv_store *floats     # NULL: no token of this layer has float rows
-    const int32_t *float_of    # (num_blocks, block_size / PIECE) piece of PIECE places of a block, or -1
+    const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of KV_PIECE places of a block, or -1
     const int16_t *kept_codes  # (num_blocks,) as in FloatRows, or NULL
     const Py_ssize_t *num_patched  # blocks that kept tells have float rows for good
 
@@ -68,14 +61,14 @@ ctypedef struct kv_context:
 cdef inline Py_ssize_t k_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
     cdef const kv_chunk *chunk = store.chunks
     if store.chunk_of != NULL:
-        chunk += store.chunk_of[block >> CHUNK_SHIFT]
+        chunk += store.chunk_of[block >> KV_CHUNK_SHIFT]
     return chunk.k + head * chunk.k_head_stride + (block - chunk.first) * chunk.k_block_stride
 
 
 cdef inline Py_ssize_t v_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
     cdef const kv_chunk *chunk = store.chunks
     if store.chunk_of != NULL:
-        chunk += store.chunk_of[block >> CHUNK_SHIFT]
+        chunk += store.chunk_of[block >> KV_CHUNK_SHIFT]
     return chunk.v + head * chunk.v_head_stride + (block - chunk.first) * chunk.v_block_stride
 
 
@@ -89,7 +82,7 @@ cdef inline char *v_block_at(const kv_store *store, int32_t block, Py_ssize_t he
 
 cdef inline int32_t piece_of(const kv_store *store, int32_t block, Py_ssize_t offset) noexcept nogil:
     """The piece of a place in a block, or -1."""
-    return store.float_of[((<Py_ssize_t>block << store.block_shift) + offset) // PIECE]
+    return store.float_of[((<Py_ssize_t>block << store.block_shift) + offset) // KV_PIECE]
 
 
 cdef inline Py_ssize_t patched_from(const kv_store *store, int32_t block) noexcept nogil:
@@ -127,18 +120,14 @@ cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes)
 cdef ArenaView view_of(Arena arena)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
 cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1
-cdef int parse_dtype(object dtype) except -1
-cdef str codes_name(int dtype)
-cdef str dtype_name(int dtype)
-cdef float dtype_limit(int dtype) noexcept nogil
 
 
 cdef inline char *float_row_at(const kv_store *store, int32_t block, Py_ssize_t offset, Py_ssize_t head, bint values) noexcept nogil:
     """The float row of a token."""
     cdef int32_t piece = piece_of(store, block, offset)
     if values:
-        return v_block_at(store.floats, piece, head) + offset % PIECE * store.floats.v.row_stride
-    return k_block_at(store.floats, piece, head) + offset % PIECE * store.floats.k.row_stride
+        return v_block_at(store.floats, piece, head) + offset % KV_PIECE * store.floats.v.row_stride
+    return k_block_at(store.floats, piece, head) + offset % KV_PIECE * store.floats.k.row_stride
 
 
 cdef inline int float_dtype_of(const kv_store *store, bint values) noexcept nogil:

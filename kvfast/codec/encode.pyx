@@ -1,20 +1,18 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Writing tokens: a slot is block * block_size + place in the block, for every kind of cache."""
-from cython.parallel cimport prange
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
+from kvfast.codec.blocks cimport k_block_at, kv_store, piece_of, v_block_at
+from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows
-from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_ROTATED, KV_PIECE
+from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-
-# Of an element of a row that is to be turned back: sums of 512 of them are finite.
-cdef float ROTATED_LIMIT = 6e35
 
 cdef enum:
     RUN = 16             # tokens encoded at once: whole lines of the integer layouts
@@ -84,9 +82,9 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
             call.bad[0] = 1
             return
     if piece >= 0 and values:
-        call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+        call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
     elif piece >= 0:
-        call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+        call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
     if call.store.seals:
         return
     if values:
@@ -100,12 +98,12 @@ cdef float _limit(const kv_store *store, bint values) noexcept nogil:
     cdef const kv_side *side = &store.v if values else &store.k
     if store.floats != NULL:
         return dtype_limit(store.floats.v.dtype if values else store.floats.k.dtype)
-    return ROTATED_LIMIT if side.rotated else dtype_limit(side.dtype)
+    return KV_MAX_ROTATED if side.rotated else dtype_limit(side.dtype)
 
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
                         Py_ssize_t last_head) noexcept nogil:
-    cdef float buffer[RUN * 512]
+    cdef float buffer[RUN * KV_MAX_HEAD_DIM]
     cdef kv_rotary nothing
     cdef Py_ssize_t token = first, head
     cdef int64_t slot
@@ -119,7 +117,7 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
             token += 1
             continue
         while (count < RUN and token + count < last and call.slots[token + count] == slot + count
-               and (slot + count) % (block_size if call.store.floats == NULL else PIECE)):
+               and (slot + count) % (block_size if call.store.floats == NULL else KV_PIECE)):
             count += 1
         for head in range(first_head, last_head):
             _encode_run(call, &call.k, &call.rotary, False, token, count, head, buffer)
@@ -129,12 +127,15 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
         kv_wipe(buffer, sizeof(buffer))
 
 
-cdef void _write_task(const kv_write *call, Py_ssize_t task) noexcept nogil:
-    cdef Py_ssize_t border = call.first_range + task * call.range_tokens
+cdef int _write_piece(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    """A range of tokens that share no block with another; or, where slots are in no order, a head."""
+    cdef const kv_write *call = <const kv_write *>shared
+    cdef Py_ssize_t border = call.first_range + index * call.range_tokens
     if call.in_order:
         _write_tokens(call, max(<Py_ssize_t>0, border - call.range_tokens), min(border, call.k.tokens), 0, call.k.heads)
     else:
-        _write_tokens(call, 0, call.k.tokens, task, task + 1)
+        _write_tokens(call, 0, call.k.tokens, index, index + 1)
+    return 0
 
 
 cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
@@ -169,13 +170,14 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
     A value that cannot be stored raises, and so does a signal handler where it `may_stop`; slots may then be written in
     part, so they must be such that nobody reads, or the arrays must have been checked before.
     """
-    cdef int threads = num_threads_for(None, work_of(&k.rows))
-    cdef kv_watch memory
-    cdef kv_watch *watch = watch_of(&memory, work_of(&k.rows)) if may_stop else NULL
+    cdef kv_team team
     cdef bint done
+    gather(&team, None, work_of(&k.rows))
+    if not may_stop:
+        team.watch = NULL
     with nogil:
-        done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, threads, watch)
-    check_stopped(watch)
+        done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, &team)
+    check_stopped(team.watch)
     if not done:
         check_storable(store, k, v)
         raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
@@ -189,25 +191,24 @@ cdef double work_of(const kv_rows *k) noexcept nogil:
 
 
 cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
-                      const int64_t *slots, bint in_order, int threads, kv_watch *watch) noexcept nogil:
+                      const int64_t *slots, bint in_order, kv_team *team) noexcept nogil:
     """`write_rows`; False for a value that cannot be stored."""
     cdef kv_write call
     cdef int bad = 0
-    cdef Py_ssize_t i, tasks, n = k.tokens
+    cdef Py_ssize_t pieces = 1, n = k.tokens
     call.kernels, call.store = active(), store
     call.k, call.v = k[0], v[0]
     memset(&call.rotary, 0, sizeof(call.rotary))
     if rotary != NULL:
         call.rotary = rotary[0]
-    call.slots, call.in_order, call.bad, call.watch = slots, in_order, &bad, watch
-    call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
-    call.first_range = call.range_tokens - slots[0] % store.k.block_size
-    tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
-    if not in_order:
-        tasks = k.heads
-    if threads == 1:
-        _write_tokens(&call, 0, n, 0, k.heads)
+    call.slots, call.in_order, call.bad, call.watch = slots, in_order, &bad, team.watch
+    if team.threads == 1:
+        call.in_order, call.first_range, call.range_tokens = True, n, n
+    elif in_order:
+        call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
+        call.first_range = call.range_tokens - slots[0] % store.k.block_size
+        pieces = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
     else:
-        for i in prange(tasks, schedule="dynamic", num_threads=threads):
-            _write_task(&call, i)
+        pieces = k.heads
+    run_each(team, _write_piece, &call, pieces, DYNAMIC)
     return not bad

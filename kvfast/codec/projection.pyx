@@ -2,17 +2,17 @@
 """Split of a fused QKV projection, RMS norm per head and rotary position embedding (arXiv 2104.09864)."""
 import numpy as np
 
-from cython.parallel cimport prange
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport dtype_limit, dtype_name
+from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.codec.encode cimport kv_rotary, load_rows
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
 from kvfast.core.checks cimport check_count
-from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_Q_HEADS
+from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import as_array, as_numbers
@@ -140,28 +140,37 @@ cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_k
     return self
 
 
-cdef bint _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token,
-                           const kv_rotary *rotary, const kv_rows *out, kv_watch *watch) noexcept nogil:
-    """Whether all that was computed is finite."""
-    cdef float row[512]
+ctypedef struct kv_transform_call:
+    const kv_kernels *kernels
+    const kv_rows *rows
+    const kv_rotary *rotary
+    const kv_rows *out
+
+
+cdef int _transform_token(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noexcept nogil:
+    """Normalise and rotate the heads of a token; 1 if a result is not finite."""
+    cdef const kv_transform_call *call = <const kv_transform_call *>shared
+    cdef const kv_kernels *kernels = call.kernels
+    cdef const kv_rows *rows = call.rows
+    cdef const kv_rotary *rotary = call.rotary
+    cdef const kv_rows *out = call.out
+    cdef float row[KV_MAX_HEAD_DIM]
     cdef Py_ssize_t head
     cdef char *target = out.data + token * out.token_stride
     cdef bint good = True
-    if is_stopped(watch):
-        return True
     if out.dtype == KV_FLOAT32:
         load_rows(kernels, rows, token, 0, rows.heads, rotary, <float *>target,
                   out.head_stride // <Py_ssize_t>sizeof(float))
         if out.head_stride == rows.dim * <Py_ssize_t>sizeof(float):  # all heads at once
-            return kernels.find_unstorable(<float *>target, rows.heads * rows.dim, dtype_limit(KV_FLOAT32)) < 0
+            return kernels.find_unstorable(<float *>target, rows.heads * rows.dim, KV_MAX_FLOAT32) >= 0
         for head in range(rows.heads):
-            good &= kernels.find_unstorable(<float *>(target + head * out.head_stride), rows.dim, dtype_limit(KV_FLOAT32)) < 0
-        return good
+            good &= kernels.find_unstorable(<float *>(target + head * out.head_stride), rows.dim, KV_MAX_FLOAT32) < 0
+        return not good
     for head in range(rows.heads):
         load_rows(kernels, rows, token, head, 1, rotary, row, rows.dim)
         good &= kernels.find_unstorable(row, rows.dim, dtype_limit(out.dtype)) < 0
         kernels.from_float[out.dtype](row, rows.dim, target + head * out.head_stride)
-    return good
+    return not good
 
 
 cdef object write_queries(Projection parts, Transform transform, object out, object num_threads):
@@ -173,13 +182,11 @@ cdef object write_queries(Projection parts, Transform transform, object out, obj
 
 cdef object transform_rows(Rows rows, Transform transform, object out, object num_threads):
     """Rows of Q or K, normalised and rotated, as a new array or into `out`."""
-    cdef const kv_kernels *kernels = active()
     cdef Rows target
-    cdef Py_ssize_t i, n = rows.rows.tokens, bad = 0
-    cdef double work = <double>n * rows.rows.heads * rows.rows.dim * 8
-    cdef int threads = num_threads_for(num_threads, work)
-    cdef kv_watch memory
-    cdef kv_watch *watch = watch_of(&memory, work)
+    cdef Py_ssize_t n = rows.rows.tokens
+    cdef kv_team team
+    cdef kv_transform_call call
+    gather(&team, num_threads, <double>n * rows.rows.heads * rows.rows.dim * 8)
     if out is None:
         out = np.empty((n, rows.rows.heads, rows.rows.dim), np.float32)
     elif not isinstance(out, np.ndarray):
@@ -187,16 +194,9 @@ cdef object transform_rows(Rows rows, Transform transform, object out, object nu
     target = open_rows(out, "out", True)
     if (target.rows.tokens != n or target.rows.heads != rows.rows.heads or target.rows.dim != rows.rows.dim):
         raise DimensionMismatchError(f"out must have shape ({n}, {rows.rows.heads}, {rows.rows.dim}), got {out.shape}")
-    with nogil:
-        if threads == 1:
-            for i in range(n):
-                bad += not _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
-        else:
-            for i in prange(n, schedule="static", num_threads=threads):
-                bad += not _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
-    check_stopped(watch)
-    if bad:
-        check_finite(rows, "the projection", dtype_limit(KV_FLOAT32), "float32")
+    call.kernels, call.rows, call.rotary, call.out = active(), &rows.rows, &transform.c, &target.rows
+    if for_each(&team, _transform_token, &call, n, STATIC):
+        check_finite(rows, "the projection", KV_MAX_FLOAT32, "float32")
         raise NonFiniteInputError(f"queries or keys are beyond the range of {dtype_name(target.rows.dtype)} "
                                   f"(+-{dtype_limit(target.rows.dtype):g}) once they are normalised and rotated")
     return out
@@ -237,10 +237,10 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
         If shapes or positions do not fit, or a weight, or what comes of the norm and the rotation, is not finite.
     """
-    num_q_heads = check_count(num_q_heads, "num_q_heads", 1, 1 << 20)
-    cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
-    cdef Py_ssize_t dim = check_count(head_dim, "head_dim", 1, 512)
-    cdef Py_ssize_t v_dim = dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, 512)
+    num_q_heads = check_count(num_q_heads, "num_q_heads", 1, KV_MAX_Q_HEADS)
+    cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, KV_MAX_KV_HEADS)
+    cdef Py_ssize_t dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
+    cdef Py_ssize_t v_dim = dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM)
     cdef Projection parts = open_projection(qkv, num_q_heads, heads, dim, v_dim)
     cdef Transform of_q = Transform(dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
     cdef Transform of_k = Transform(dim, k_norm, eps, name="k_norm", rotation=of_q)

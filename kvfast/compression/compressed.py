@@ -16,6 +16,7 @@ from kvfast.compression.stores import CacheStore, RankStore
 from kvfast.core.arrays import check_writable
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_float32, as_floats
+from kvfast.core.limits import MAX_HEAD_DIM, MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
 from kvfast.files import cache_file
@@ -306,8 +307,8 @@ class CompressedKV:
         try:
             layout, method = CompressedShape(**fields["layout"]), method_from_dict(fields["method"])
             for size in layout.shape:
-                check_size(size, "layout", 1, 1 << 40)
-            check_size(layout.head_dim, "head_dim", 1, 512)
+                check_size(size, "layout", 1, MAX_TOKENS)
+            check_size(layout.head_dim, "head_dim", 1, MAX_HEAD_DIM)
             error = ReconstructionError(*map(float, fields["error"]))
             kind, of_one = type(method).__name__, replace(layout, batch=None)
             if len(fields["parts"]) != (layout.batch or 1):

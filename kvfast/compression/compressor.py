@@ -12,7 +12,8 @@ from kvfast.compression.bridges import CacheBridges
 from kvfast.compression.compressed import CompressedKV, CompressedShape, Part, ReconstructionError, checked
 from kvfast.compression.methods import METHODS, Hybrid, LowRank, Quantize, VectorQuantization, check_bits
 from kvfast.compression.product import ProductStore
-from kvfast.compression.stores import FLOAT16_MOST, HYBRID_FORMATS, CacheStore, RankStore
+from kvfast.compression.stores import HYBRID_FORMATS, CacheStore, RankStore
+from kvfast.core.limits import MAX_FLOAT16, MAX_HEAD_DIM
 from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:
@@ -134,8 +135,8 @@ class KVCacheCompressor(CacheBridges):
         if k.shape != v.shape:
             raise DimensionMismatchError(f"k and v must have one shape, got {k.shape} and {v.shape}")
         seq_len, head_dim = k.shape[-2:]
-        if head_dim > 512:
-            raise DimensionMismatchError(f"head_dim must be at most 512, got {head_dim}")
+        if head_dim > MAX_HEAD_DIM:
+            raise DimensionMismatchError(f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
         rank = getattr(self._method, "rank", None)
         if rank is not None and rank > head_dim:
             raise ValueError(f"rank must be at most head_dim, {head_dim}, got {rank}")
@@ -206,7 +207,7 @@ def outliers(k, v):
 
 def _exact(k, v):
     """Tokens as float16, or as float32 if they exceed the range of float16."""
-    return CacheStore.of(k, v, "float16" if max(abs(k).max(), abs(v).max()) <= FLOAT16_MOST else "float32")
+    return CacheStore.of(k, v, "float16" if max(abs(k).max(), abs(v).max()) <= MAX_FLOAT16 else "float32")
 
 
 def _room(tokens):

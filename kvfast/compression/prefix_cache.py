@@ -12,6 +12,7 @@ from kvfast.caches.paged_sequence import Sequence
 from kvfast.compression.compressed import CompressedKV, check_out
 from kvfast.compression.compressor import KVCacheCompressor
 from kvfast.core.checks import check_size
+from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError
 
@@ -63,7 +64,7 @@ class PrefixKVCache:
                 raise DimensionMismatchError("the layers must have one shape without a batch, "
                                              f"got {layout.shape} and {one.layout.shape}")  # fmt: skip
         if max_seq_len is not None:
-            max_seq_len = check_size(max_seq_len, "max_seq_len", layout.seq_len + 1, 1 << 40) - layout.seq_len
+            max_seq_len = check_size(max_seq_len, "max_seq_len", layout.seq_len + 1, MAX_TOKENS) - layout.seq_len
         self._layers, self._layout = layers, layout
         self._live = KVCache(len(layers), layout.num_heads, layout.head_dim, max_seq_len, dtype, k_dtype, v_dtype)
 
@@ -147,7 +148,7 @@ class PrefixKVCache:
 
     def truncate(self, n: int) -> None:
         """Keep the first `n` complete tokens; `n` must include the prefix."""
-        check_size(n, "n", self.prefix_len, 1 << 60)
+        check_size(n, "n", self.prefix_len)
         self._live.truncate(n - self.prefix_len)
 
     def clear(self) -> None:

@@ -8,7 +8,7 @@ from kvfast.compression import pq_training as codebook
 from kvfast.compression.basis import Basis
 from kvfast.compression.pq_attention import PQCodes
 from kvfast.compression.pq_attention import attend as attend_codes
-from kvfast.compression.stores import FLOAT16_MOST, LANES
+from kvfast.core.limits import LANES, MAX_FLOAT16
 from kvfast.errors import CorruptFileError, NonFiniteInputError
 
 # Largest number of tokens that codebooks are trained on, evenly spaced among all tokens.
@@ -122,9 +122,9 @@ def _learned(x, subvectors, count, seed):
     heads, tokens, dim = x.shape
     basis = Basis.fit(x, dim)
     coordinates = basis.coordinates(x)
-    if abs(coordinates).max() > FLOAT16_MOST:
+    if abs(coordinates).max() > MAX_FLOAT16:
         most = abs(coordinates).max()
-        raise NonFiniteInputError(f"codebooks are float16 (+-{FLOAT16_MOST:g}), and vectors of up to {most:g} are to be coded")
+        raise NonFiniteInputError(f"codebooks are float16 (+-{MAX_FLOAT16:g}), and vectors of up to {most:g} are to be coded")
     moments = coordinates.var(axis=1)
     bounds, order = np.zeros((heads, subvectors + 1), np.int32), np.empty((heads, dim), np.intp)
     for head in range(heads):

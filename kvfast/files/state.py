@@ -7,12 +7,12 @@ from itertools import islice
 import numpy as np
 
 from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import block_bytes
 
 SIZED = ("full", "latent")  # kinds with a max_seq_len
 VERSION = 3
-MOST_TOKENS = 1 << 40
 
 _FIELDS = {"version", "settings", "block_size", "max_seq_len", "seq_len", "tables", "metadata"}
 
@@ -118,7 +118,7 @@ class Opening:
         fields = _fields(text)
         settings, block_size, self.seq_len = fields["settings"], fields["block_size"], fields["seq_len"]
         self.metadata, self.tables = fields["metadata"], fields["tables"]
-        if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MOST_TOKENS) < self.seq_len:
+        if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS) < self.seq_len:
             raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
         try:
             # Without max_seq_len, so that nothing is reserved: a size from a file is not trusted for that.
@@ -229,7 +229,7 @@ def _fields(text):
         and (fields["max_seq_len"] is None or _is_count(fields["max_seq_len"]) and fields["settings"]["kind"] in SIZED)
         and fields["max_seq_len"] != 0
         and _is_count(fields["seq_len"])
-        and fields["seq_len"] <= (MOST_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MOST_TOKENS
+        and fields["seq_len"] <= (MAX_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MAX_TOKENS
         and isinstance(fields["tables"], list)
         and all(map(_is_resume_state, fields["tables"]))
         and isinstance(fields["metadata"], dict)

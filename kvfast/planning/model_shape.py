@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvfast.core.limits import MAX_LAYERS
+
 __all__ = ["LayerShape", "ModelShape", "read_shape"]
 
 MOST_JSON_BYTES = 16 << 20
@@ -191,8 +193,8 @@ class _Config:
 def _shape(config, **weights):
     notes = []
     number = config.count("num_hidden_layers")
-    if number > 1 << 16:
-        raise ValueError(f"{config.source}: {config.spelled('num_hidden_layers')} should be at most {1 << 16}, got {number}")
+    if number > MAX_LAYERS:
+        raise ValueError(f"{config.source}: {config.spelled('num_hidden_layers')} should be at most {MAX_LAYERS}, got {number}")
     windows = _windows(config, number, notes)
     if config.get("kv_lora_rank") is not None:
         latent, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)

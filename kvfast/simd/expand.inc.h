@@ -73,7 +73,7 @@ static void KV(expand)(const kv_side *side, const char *units, int count, const 
     /* 4 and 8 levels, for shuffles that read 16 */
     uint8_t levels[32] = {0};
     const uint8_t *table = kv_packed_table(side), *unit = (const uint8_t *)units;
-    if (table) memcpy(levels, table, (size_t)1 << kv_bits_of(side->dtype));
+    if (table) memcpy(levels, table, (size_t)1 << kv_dtypes[side->dtype].bits);
     switch (side->dtype) {
     case KV_INT2:
         if (table) KV(expand_units)(unit, count, 2, levels, ahead, out);
@@ -186,6 +186,7 @@ static void KV(describe_expanded)(const kv_side *side, const kv_tile *tile, int 
 {
     expanded->side = *side;
     expanded->side.dtype = KV_INT8;
+    expanded->side.family = KV_TILED_CODES;
     expanded->side.block_size = tokens;
     expanded->side.scales = (ptrdiff_t)tokens * side->padded_dim;
     expanded->side.scale_bytes = sizeof(float);
@@ -203,7 +204,7 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
                             KV(expanded) *expanded)
 {
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, lanes = side->padded_dim / KV_LANES;
-    const ptrdiff_t unit_bytes = 32 * kv_bits_of(side->dtype);
+    const ptrdiff_t unit_bytes = 32 * kv_dtypes[side->dtype].bits;
     float *scales = (float *)(expanded->block + tokens * side->padded_dim);
     ptrdiff_t read = 0; /* bytes of the tile, for what is prefetched instead */
     for (int t = 0, slot = tile->first, block = 0; t < tokens; block++, slot = 0) {

@@ -92,7 +92,7 @@ static __attribute__((noinline)) void KV(accumulate_transposed)(
     const float *rescale, float *acc)
 {
     KV(expanded) transposed;
-    if (side->dtype >= KV_FIRST_PACKED) KV(transpose_packed)(side, tile, ahead, &transposed);
+    if (side->family == KV_PACKED_CODES) KV(transpose_packed)(side, tile, ahead, &transposed);
     else KV(transpose_tile)(side, tile, &transposed);
     KV(accumulate_int8)(&transposed.side, weights, num_rows, &transposed.tile, &transposed.ahead, rescale, acc);
 }

@@ -21,7 +21,7 @@ static inline void KV(levels)(const kv_side *side, uint8_t *codes, ptrdiff_t n)
 static inline void KV(put_scale)(const kv_side *side, char *block, int slot, float scale)
 {
     char *scales = block + side->scales;
-    if (side->dtype == KV_GAUSS4) ((uint16_t *)scales)[slot] = kv_to_bfloat16(scale);
+    if (side->scale_bytes == 2) ((uint16_t *)scales)[slot] = kv_to_bfloat16(scale);
     else ((float *)scales)[slot] = scale;
 }
 
@@ -29,7 +29,7 @@ static inline void KV(put_scale)(const kv_side *side, char *block, int slot, flo
 static inline float KV(get_scale)(const kv_side *side, const char *block, int slot)
 {
     const char *scales = block + side->scales;
-    return side->dtype == KV_GAUSS4 ? kv_from_bfloat16(((const uint16_t *)scales)[slot]) : ((const float *)scales)[slot];
+    return side->scale_bytes == 2 ? kv_from_bfloat16(((const uint16_t *)scales)[slot]) : ((const float *)scales)[slot];
 }
 
 /* What the channel scales of a block count: a bfloat16, in the top bits of the first 16. */
@@ -40,7 +40,7 @@ static inline float KV(unit_of)(const uint16_t *scales)
 
 static int KV(encode_floats)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
-    if (side->dtype >= KV_NUM_FLOATS) return 0;
+    if (side->family != KV_FLOAT_ROWS) return 0;
     char *target = block + slot * side->row_stride;
     for (; count > 0; count--, rows += stride, target += side->row_stride) {
         if (side->dtype == KV_FLOAT32) KV(from_float32)(rows, side->head_dim, target);
@@ -56,7 +56,7 @@ static int KV(decode_floats)(const kv_side *side, const char *block, int slot, f
     if (side->dtype == KV_FLOAT32) KV(to_float32)(source, side->head_dim, row);
     else if (side->dtype == KV_FLOAT16) KV(to_float16)(source, side->head_dim, row);
     else if (side->dtype == KV_BFLOAT16) KV(to_bfloat16)(source, side->head_dim, row);
-    return side->dtype < KV_NUM_FLOATS;
+    return side->family == KV_FLOAT_ROWS;
 }
 
 /* In a row of n codes, the nibbles that go into one byte: of each 8 codes 4 bytes. */
@@ -88,7 +88,7 @@ static inline void KV(put_k)(const kv_side *side, char *block, int slot, const u
 static void KV(encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
     if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
-    if (side->dtype >= KV_FIRST_PACKED) {
+    if (side->family == KV_PACKED_CODES) {
         for (; count > 0; count--, slot++, rows += stride) KV(encode_packed)(side, block, slot, rows, 0);
         return;
     }
@@ -117,7 +117,7 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
         return;
     }
     if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
-    if (side->dtype >= KV_FIRST_PACKED) {
+    if (side->family == KV_PACKED_CODES) {
         for (; count > 0; count--, slot++, rows += stride) KV(encode_packed)(side, block, slot, rows, 1);
         return;
     }
@@ -173,7 +173,7 @@ static inline void KV(get_v)(const kv_side *side, const char *block, int slot, u
 static void KV(decode_k)(const kv_side *side, const char *block, int slot, float *row)
 {
     if (KV(decode_floats)(side, block, slot, row)) return;
-    if (side->dtype >= KV_FIRST_PACKED) {
+    if (side->family == KV_PACKED_CODES) {
         KV(decode_packed)(side, block, slot, row, 0);
         return;
     }
@@ -200,7 +200,7 @@ static void KV(decode_v)(const kv_side *side, const char *block, int slot, float
         return;
     }
     if (KV(decode_floats)(side, block, slot, row)) return;
-    if (side->dtype >= KV_FIRST_PACKED) {
+    if (side->family == KV_PACKED_CODES) {
         KV(decode_packed)(side, block, slot, row, 1);
         return;
     }
@@ -215,13 +215,13 @@ static void KV(copy_token)(const kv_side *side, const char *source, int slot, co
                            int to_slot, int values)
 {
     values &= !side->as_keys;
-    if (side->dtype < KV_NUM_FLOATS) {
+    if (side->family == KV_FLOAT_ROWS) {
         memcpy(target + to_slot * to->row_stride, source + slot * side->row_stride, (size_t)side->row_stride);
         return;
     }
     memcpy(target + to->scales + to_slot * to->scale_bytes, source + side->scales + slot * side->scale_bytes,
            (size_t)side->scale_bytes);
-    if (side->dtype >= KV_FIRST_PACKED) {
+    if (side->family == KV_PACKED_CODES) {
         KV(copy_packed)(side, source, slot, to, target, to_slot, values);
         return;
     }

@@ -15,12 +15,6 @@
 
 enum { KV_UNIT = 16 }; /* depths */
 
-static inline int kv_bits_of(int dtype)
-{
-    static const int bits[] = {2, 3, 5, 6, 7, 4};
-    return bits[dtype - KV_INT2];
-}
-
 /* The quantisers of least squared error for a Gaussian whose levels are int8, + 128; the errors are within 1 % of
    Lloyd's and Max's. */
 static const uint8_t kv_gauss_levels2[4] = {8, 92, 164, 248};

@@ -6,7 +6,8 @@ from libc.stdint cimport int32_t, int64_t, uint16_t, uint32_t, uintptr_t
 from libc.string cimport memset
 
 from kvfast.codec.blocks cimport arena_at, k_block_at, kv_store, v_block_at
-from kvfast.core.kernels cimport KV_FLOAT32, KV_LANES, KV_NUM_FLOATS, kv_side
+from kvfast.core.kernels cimport KV_FLOAT_ROWS, kv_dtypes, kv_side
+from kvfast.core.limits cimport KV_LANES
 
 from kvfast.codec.blocks import BLOCK_ALIGNMENT
 from kvfast.core.interchange import as_array
@@ -145,8 +146,8 @@ cdef inline void _clean_token(const kv_side *side, char *block, int offset) noex
     cdef int other
     cdef uint32_t *wide
     cdef uint16_t *narrow
-    if side.dtype < KV_NUM_FLOATS:
-        used = side.head_dim * (4 if side.dtype == KV_FLOAT32 else 2)
+    if side.family == KV_FLOAT_ROWS:
+        used = side.head_dim * (kv_dtypes[side.dtype].bits // 8)
         memset(block + offset * side.row_stride + used, 0, side.row_stride - used)
         return
     if (offset + 1) % KV_LANES == 0:

@@ -5,6 +5,7 @@ from libc.stdint cimport int32_t
 from libc.string cimport memmove
 
 from kvfast.core.checks cimport check_count
+from kvfast.core.limits cimport KV_MAX_TOKENS
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
 
@@ -116,8 +117,8 @@ cdef class RingTable(BlockTable):
         cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
         if set(self._check_codes(length, state)) != {"skipped_blocks", "evicted_tokens"}:
             raise ValueError(f"a ring cannot be {state}")
-        skipped = check_count(state["skipped_blocks"], "skipped_blocks", 0, 1 << 40)
-        evicted = check_count(state["evicted_tokens"], "evicted_tokens", 0, 1 << 40)
+        skipped = check_count(state["skipped_blocks"], "skipped_blocks", 0, KV_MAX_TOKENS)
+        evicted = check_count(state["evicted_tokens"], "evicted_tokens", 0, KV_MAX_TOKENS)
         if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
             raise ValueError(f"a ring with a window of {self.window} and {self.num_sink_tokens} sinks that holds {length} "
                              f"tokens cannot be {state}")

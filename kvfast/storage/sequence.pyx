@@ -181,7 +181,7 @@ cdef class SequenceBuffer:
 
     def advance(self, n, begin=None):
         """`begin` is called with the length as it was."""
-        cdef Py_ssize_t i, count = check_count(n, "n", 1, 1 << 60), length
+        cdef Py_ssize_t i, count = check_count(n, "n", 1), length
         cdef Py_ssize_t layer
         cdef BlockTable table
         self._enter()

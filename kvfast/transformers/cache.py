@@ -6,6 +6,7 @@ from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from kvfast.codec.formats import formats_of
 from kvfast.core.checks import check_size
+from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.transformers.layers import KINDS, check_croppable, new_layer, select_states
 from kvfast.transformers.rows import Rows
@@ -84,11 +85,11 @@ class KVFastCache(Cache):
         configs = config.per_layer_config
         told = [tuple(getattr(configs[index], name, None) for name in ("num_key_value_heads", "head_dim", "v_head_dim")) for index in stored]
         if max_seq_len is not None:
-            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
+            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
             if any(windows):
                 raise ValueError(f"max_seq_len is for models without sliding windows, and {config.model_type} has them")
         formats_of(dtype, k_dtype, v_dtype, len(windows))  # refuses now what it would refuse at the first token
-        rollback = check_size(rollback, "rollback", 0, 1 << 40)
+        rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         self._config, self._dtype, self._max_seq_len = config, dtype, max_seq_len
         settings = {"dtype": dtype, "k_dtype": k_dtype, "v_dtype": v_dtype}
         self._rows = Rows(stored, windows, chunks, told, settings, max_seq_len, rollback)

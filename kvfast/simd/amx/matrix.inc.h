@@ -102,10 +102,10 @@ static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile 
     operands->has_channels = k->channels != 0;
     operands->error = KV(error_of_unit)(k, k->dtype);
     operands->rope_error = KV(error_of_unit)(v, v->dtype);
-    if (k->dtype < KV_NUM_FLOATS) operands->key_halves = KV(load_key_halves)(k, keys, operands->keys);
+    if (k->family == KV_FLOAT_ROWS) operands->key_halves = KV(load_key_halves)(k, keys, operands->keys);
     else KV(load_key_lanes)(k, keys, operands->keys, operands->key_scales);
     if (k->means) KV(load_statistics)(k, keys, operands);
-    if (has_rope && v->dtype < KV_NUM_FLOATS) operands->rope_halves = KV(load_key_halves)(v, values, operands->rope);
+    if (has_rope && v->family == KV_FLOAT_ROWS) operands->rope_halves = KV(load_key_halves)(v, values, operands->rope);
     else if (has_rope) KV(load_key_lanes)(v, values, operands->rope, operands->rope_scales);
 }
 
@@ -114,7 +114,7 @@ static void KV(attend_integers)(const kv_side *k, const kv_side *v, const kv_til
                                 kv_operands *operands, kv_panel *panels, int num_panels)
 {
     KV(load_all_keys)(k, v, keys, values, operands);
-    if (v->as_keys && k->dtype >= KV_NUM_FLOATS) KV(transpose_keys)(keys, operands);
+    if (v->as_keys && k->family != KV_FLOAT_ROWS) KV(transpose_keys)(keys, operands);
     else KV(load_values)(v->as_keys ? k : v, v->as_keys ? keys : values, operands);
     KV(attend_all)(k, v, next_keys, next_values, position, operands, panels, num_panels, 0);
 }

@@ -217,13 +217,13 @@ static void KV(load_values)(const kv_side *side, const kv_tile *tile, kv_operand
     const int depth = KV_DEPTHS(side->dtype);
     const ptrdiff_t lane_bytes = (ptrdiff_t)(side->block_size / depth) * 64;
     const ptrdiff_t *block = tile->at;
-    operands->value_parts = side->dtype < KV_NUM_FLOATS ? 2 : 1;
+    operands->value_parts = side->family == KV_FLOAT_ROWS ? 2 : 1;
     const ptrdiff_t stride = operands->value_parts * (TOKEN_TILES * TILE_BYTES);
     for (int t = 0, slot = tile->first; t < tile->count; block++) {
         const char *at = tile->base + *block;
         const int left = tile->count - t, room = side->block_size - slot;
         const int here = ((left < room ? left : room) + KV_LANES - 1) / KV_LANES * KV_LANES;
-        if (side->dtype < KV_NUM_FLOATS) {
+        if (side->family == KV_FLOAT_ROWS) {
             for (int i = 0; i < here; i += 4)
                 KV(load_value_rows)(side, at + (slot + i) * side->row_stride, (t + i) / 4, operands->values,
                                     operands->value_scales + t + i);

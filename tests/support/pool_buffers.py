@@ -1,0 +1,39 @@
+"""Memory of a caller for the blocks of a pool, which holds no numbers at first."""
+
+import numpy as np
+from cache_kinds import ANY_BLOCK
+
+# Formats without float rows: the integers that are packed, too.
+FORMATS = [*ANY_BLOCK, "int2", "int6", "float16/int8", "int8/float32"]
+CANARY = 0xA5
+
+
+def aligned(nbytes, fill=255):
+    """Memory of a caller, which holds no numbers: its bytes are NaN in every dtype of floats."""
+    memory = np.full(nbytes + 64, fill, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + nbytes]
+
+
+def strided(layout, gap, by_layer):
+    """(one array per layer, all their memory): with a gap behind each block, block after block or layer after layer."""
+    size = max(layout.block_nbytes) + gap
+    layers = len(layout.block_nbytes)
+    outer, inner = (layers, layout.num_blocks) if by_layer else (layout.num_blocks, layers)
+    memory = aligned(outer * inner * size, CANARY).reshape(outer, inner, size)
+    blocks = memory if by_layer else memory.swapaxes(0, 1)
+    arrays = [blocks[i, :, :n] for i, n in enumerate(layout.block_nbytes)]
+    for one in arrays:
+        one[:] = 255
+    return arrays, memory
+
+
+def outside(memory, arrays):
+    """The bytes of memory that are no block's."""
+    arrays = [one.copy() for one in arrays], arrays
+    for one in arrays[1]:
+        one[:] = CANARY
+    rest = memory.copy()
+    for one, given_ in zip(arrays[1], arrays[0]):
+        one[:] = given_
+    return rest

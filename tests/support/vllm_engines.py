@@ -1,0 +1,73 @@
+"""Engines of vLLM over tiny random models, with kvfast and without."""
+
+import contextlib
+import gc
+import os
+
+# Before vLLM is imported: one process, where a failure has its traceback, little memory, and nothing that asks a network.
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import torch
+import transformers
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+import kvfast.vllm
+
+SMALL = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.2, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 70}),
+    "gemma2": ("Gemma2", {"sliding_window": 70, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}),
+    "gemma3": ("Gemma3", {"sliding_window": 70, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
+    "gpt_oss": ("GptOss", {"sliding_window": 70, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "bloom": ("Bloom", {"n_head": 4, "n_layer": 4}),
+}
+
+
+def save_model(name, folder):
+    """Such a model of MODELS with random weights, float32, in a folder."""
+    kind, options = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind + ("TextConfig" if kind == "Gemma3" else "Config"))(**SMALL | options)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for parameter in model.parameters():  # biases and sinks, which are zero at first
+        if parameter.ndim == 1 and not parameter.any():
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def engine(folder, **options):
+    """An LLM of vLLM; with kvfast as KVFAST_VLLM is set now."""
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    selector._cached_get_attn_backend.cache_clear()
+    kvfast.vllm.register()
+    options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True} | options
+    llm = LLM(str(folder), skip_tokenizer_init=True, seed=0, **options)
+    try:
+        yield llm
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def generate(llm, prompts, most=24, **options):
+    """The tokens that follow each prompt, greedily."""
+    parameters = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False, **options)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], parameters, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs]
+
+
+def layers_of(llm):
+    """The attention layers of an engine, by name."""
+    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    return {name: layer for name, layer in model.compilation_config.static_forward_context.items() if hasattr(layer, "impl")}

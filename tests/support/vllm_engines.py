@@ -1,6 +1,5 @@
 """Engines of vLLM over tiny random models, with kvfast and without."""
 
-import contextlib
 import gc
 import os
 
@@ -24,11 +23,12 @@ SMALL = {
 }  # fmt: skip
 MODELS = {
     "llama": ("Llama", {}),
+    "deep": ("Llama", {"num_hidden_layers": 6}),
     "mistral": ("Mistral", {"sliding_window": 70}),
-    "gemma2": ("Gemma2", {"sliding_window": 70, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32}),
-    "gemma3": ("Gemma3", {"sliding_window": 70, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32}),
+    "gemma2": ("Gemma2", {"sliding_window": 70, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "gemma3": ("Gemma3", {"sliding_window": 70, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gpt_oss": ("GptOss", {"sliding_window": 70, "num_local_experts": 2, "num_experts_per_tok": 1}),
-    "bloom": ("Bloom", {"n_head": 4, "n_layer": 4}),
+    "bloom": ("Bloom", {"n_head": 4, "n_layer": 4, "tie_word_embeddings": True}),
 }
 
 
@@ -44,16 +44,16 @@ def save_model(name, folder):
     model.save_pretrained(folder)
 
 
-@contextlib.contextmanager
-def engine(folder, **options):
-    """An LLM of vLLM; with kvfast as KVFAST_VLLM is set now."""
+def in_engine(folder, use, **options):
+    """What `use` returns of an LLM of vLLM over a model, with kvfast as KVFAST_VLLM is set now. Nobody may keep the LLM: it ends the
+    process group, which is the next engine's then."""
     AttentionBackendEnum.CPU_ATTN.clear_override()
     selector._cached_get_attn_backend.cache_clear()
     kvfast.vllm.register()
     options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True} | options
     llm = LLM(str(folder), skip_tokenizer_init=True, seed=0, **options)
     try:
-        yield llm
+        return use(llm)
     finally:
         del llm
         cleanup_dist_env_and_memory()

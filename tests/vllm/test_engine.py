@@ -11,7 +11,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 from vllm_engines import MODELS, generate, in_engine, layers_of, save_model
 
 import kvfast
-from kvfast.vllm import versions
+from kvfast.vllm import backend, versions
 
 LENGTHS = 5, 40, 200, 333
 
@@ -78,23 +78,23 @@ def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_o
 def test_what_is_not_known_is_left_to_vllm(monkeypatch, caplog):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    backend = AttentionBackendEnum.CPU_ATTN
-    backend.clear_override()
+    entry = AttentionBackendEnum.CPU_ATTN
+    entry.clear_override()
     monkeypatch.setenv("KVFAST_VLLM", "off")
     kvfast.vllm.register()
-    assert not backend.is_overridden()
+    assert not entry.is_overridden()
     monkeypatch.delenv("KVFAST_VLLM")
     monkeypatch.setattr(versions, "installed_version", lambda: "9.1.0")
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.WARNING):
         kvfast.vllm.register()
-    assert not backend.is_overridden()
+    assert not entry.is_overridden()
     assert {record.getMessage() for record in caplog.records} == {
         "kvfast leaves attention to vLLM's own backend: it was tested with vLLM 0.32, and 9.1.0 is installed"
     }
     monkeypatch.undo()
     kvfast.vllm.register()
-    assert backend.is_overridden()
+    assert entry.is_overridden()
 
 
 def test_vllm_finds_the_plugin():
@@ -102,15 +102,34 @@ def test_vllm_finds_the_plugin():
     assert found.load() is kvfast.vllm.register
 
 
-def test_fp8_and_odd_blocks_are_left_to_vllm(folder_of, caplog):
-    """Said once, and the tokens are those of vLLM's own backend."""
-    def use(llm):
-        assert all(layer.impl.memory is None for layer in layers_of(llm).values())
-        return generate(llm, prompts((40,)))
+def test_fp8_is_left_to_vllm(folder_of, monkeypatch):
+    """Which is said, and the tokens are those of vLLM's own backend. It needs AVX-512."""
+    if not kvfast.cpu_features()["avx512f"]:
+        pytest.skip("vLLM needs AVX-512 for fp8")
 
-    tokens = in_engine(folder_of("llama"), use, block_size=16)
-    assert len(tokens[0]) == 24
-    with pytest.raises(Exception, match="block_size.*16|block size.*16"):
+    def use(llm):
+        tokens = generate(llm, prompts((40,)))
+        assert all(layer.impl.memory is None for layer in layers_of(llm).values())
+        return tokens
+
+    said = []
+    monkeypatch.setattr(backend.logger, "warning_once", lambda text, *values: said.append(text % values))
+    tokens = in_engine(folder_of("llama"), use, kv_cache_dtype="fp8")
+    assert said == ["kvfast leaves FullAttentionSpec with kv_cache_dtype=fp8 to vLLM's own backend"]
+    monkeypatch.setenv("KVFAST_VLLM", "0")
+    assert in_engine(folder_of("llama"), lambda llm: generate(llm, prompts((40,))), kv_cache_dtype="fp8") == tokens
+
+
+def test_blocks_of_a_size_that_kvfast_does_not_take(folder_of):
+    """vLLM cuts blocks of 96 tokens into three, and refuses others before it starts."""
+    def use(llm):
+        tokens = generate(llm, prompts((200,)))
+        assert {pool.block_size for pool in pools_of(llm)} == {32}
+        return tokens
+
+    (tokens,) = in_engine(folder_of("llama"), use, block_size=96, kv_cache_dtype="int8_per_token_head")
+    assert len(tokens) == 24
+    with pytest.raises(Exception, match="No common block size for 16"):
         in_engine(folder_of("llama"), use, block_size=16, kv_cache_dtype="int8_per_token_head")
 
 

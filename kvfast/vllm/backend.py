@@ -1,13 +1,18 @@
 """vLLM's attention backend for CPUs, where kvfast carries a layer; vLLM's own for all others."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 
 from kvfast.vllm.formats import BLOCK_SIZES, NAMES, content_bytes, format_of
 from kvfast.vllm.memory import GroupMemory, as_numpy
@@ -16,7 +21,7 @@ logger = init_logger("vllm.kvfast")
 
 
 class KVFastBackend(CPUAttentionBackend):
-    supported_kv_cache_dtypes = [*CPUAttentionBackend.supported_kv_cache_dtypes, "float16", "bfloat16", *NAMES]
+    supported_kv_cache_dtypes: ClassVar = [*CPUAttentionBackend.supported_kv_cache_dtypes, "float16", "bfloat16", *NAMES]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):

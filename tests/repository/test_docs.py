@@ -130,6 +130,8 @@ def check_command(words):
         assert all((ROOT / arg).is_dir() for arg in args[2:-1] if not arg.startswith("-"))
     elif program == "python" and args[0].endswith(".py"):
         check_script(args[0], [] if args[0] == "setup.py" else args[1:])
+    elif (program, *args[:1]) == ("vllm", "serve"):
+        assert [f'"{args[args.index("--kv-cache-dtype") + 1]}"'] == re.findall(f'"{args[-1]}"', (ROOT / "kvfast/vllm/formats.py").read_text("utf-8"))
     else:
         raise AssertionError(f"no check of {program} is known")
 

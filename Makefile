@@ -13,6 +13,6 @@ freethreading: ; ci/free_threading.sh
 valgrind:   ; ci/valgrind.sh
 wheel:      ; ci/wheel.sh
 audit:      ; python ci/audit_instructions.py
-docs:       ; pytest tests/test_docs.py
-fuzz:       ; python tests/fuzz_cache_file.py && python tests/fuzz_api.py && python tests/fuzz_caches.py --seconds 3600
+docs:       ; pytest tests/repository/test_docs.py
+fuzz:       ; python tests/fuzz/fuzz_cache_file.py && python tests/fuzz/fuzz_api.py && python tests/fuzz/fuzz_caches.py --seconds 3600
 full: lint test tiers aarch64 serial clang sanitize tsan freethreading valgrind audit wheel docs fuzz

@@ -5,8 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 for tier in ${TIERS:-$(python -c 'import kvfast; print(*kvfast.available_isas())')}; do
     echo "== $tier"
-    KVFAST_ISA=$tier python -m pytest -q -p no:cacheprovider tests/test_{threads,cache,ring,paged,cache_machine,fused}.py "$@"
+    KVFAST_ISA=$tier python -m pytest -q -p no:cacheprovider tests/*/test_{threads,cache,ring,paged,cache_machine,fused}.py "$@"
 done
 if command -v qemu-x86_64 >/dev/null; then
-    python -m pytest -q -p no:cacheprovider tests/test_dispatch.py "$@"
+    python -m pytest -q -p no:cacheprovider tests/core/test_dispatch.py "$@"
 fi

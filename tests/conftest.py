@@ -1,23 +1,20 @@
 import os
 import runpy
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_kinds import CENTRED, PACKED, TRELLIS
+from selection import USUAL_TIERS, exhaustive, pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (the last two: hooks)
 
 import kvfast
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cache_kinds import CENTRED, PACKED, TRELLIS
 
 # A shell's background jobs ignore Ctrl-C, and so would those that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(params=kvfast.available_isas())
+@pytest.fixture(params=[pytest.param(tier, marks=() if tier in USUAL_TIERS else exhaustive) for tier in kvfast.available_isas()])
 def isa(request):
     """Every ISA tier of this machine in turn."""
     with kvfast.use_isa(request.param):

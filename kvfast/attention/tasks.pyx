@@ -11,9 +11,11 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.tiles cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load,
                                      touch, touch_first_floats, touch_sinks)
-from kvfast.codec.blocks cimport dtype_limit, values_of
+from kvfast.codec.blocks cimport values_of
+from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
-from kvfast.core.kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
+from kvfast.core.kernels cimport KV_FLOAT32, kv_panel, kv_side, kv_softmax
+from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS, KV_TILE
 from kvfast.core.threads cimport DYNAMIC, STATIC, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 
@@ -161,7 +163,7 @@ cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noe
     cdef Py_ssize_t padded = values_of(call.store).padded_dim, q_head
     cdef float *partial
     cdef float *part
-    cdef float acc[512]
+    cdef float acc[KV_MAX_HEAD_DIM]
     cdef float m, l, weight
     cdef int i
     if query.parts == 1:

@@ -4,12 +4,8 @@ See ``simd/kernels.h`` for what the bytes of a block are.
 """
 from libc.stdint cimport int16_t, int32_t, uint8_t
 
-from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.kernels cimport kv_side
 from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
-
-cdef enum:
-    PIECE = KV_PIECE
 
 
 # A piece of memory with the blocks of one layer from `first` on. Block b of KV head h starts at the store's

@@ -7,6 +7,7 @@ from libc.stdint cimport int32_t, int64_t
 from kvfast.codec.blocks cimport float_dtype_of, float_row_at, k_block_at, kv_store, patched_from, v_block_at
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport STREAMED_BYTES, active, kv_kernels, kv_side
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM
 from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
 
@@ -28,7 +29,7 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
     cdef const kv_kernels *kernels = active()
     cdef const kv_store *store
     cdef Py_ssize_t layer, head, offset
-    cdef float row[512]
+    cdef float row[KV_MAX_HEAD_DIM]
     for layer in range(num_layers):
         store = stores + layer
         if not store.seals:
@@ -70,7 +71,7 @@ cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
     cdef const kv_store *store = call.store
     cdef bint values = call.values
     cdef const kv_side *side = &store.v if values else &store.k
-    cdef float buffer[512]
+    cdef float buffer[KV_MAX_HEAD_DIM]
     cdef float *row
     cdef float *out = call.out + index * store.num_kv_heads * side.head_dim
     cdef Py_ssize_t position = call.positions[index], offset = call.slots[index] % store.k.block_size, head

@@ -5,10 +5,10 @@ from libc.string cimport memset
 
 from kvfast.codec.blocks cimport k_block_at, kv_store, piece_of, v_block_at
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
-from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_ROTATED, KV_PIECE
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_ROTATED, KV_PIECE
 from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 

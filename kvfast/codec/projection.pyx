@@ -11,6 +11,7 @@ from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
 from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
+from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_Q_HEADS
 from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
@@ -153,7 +154,7 @@ cdef int _transform_token(void *shared, Py_ssize_t token, int thread, kv_watch *
     cdef const kv_rows *rows = call.rows
     cdef const kv_rotary *rotary = call.rotary
     cdef const kv_rows *out = call.out
-    cdef float row[512]
+    cdef float row[KV_MAX_HEAD_DIM]
     cdef Py_ssize_t head
     cdef char *target = out.data + token * out.token_stride
     cdef bint good = True
@@ -161,9 +162,9 @@ cdef int _transform_token(void *shared, Py_ssize_t token, int thread, kv_watch *
         load_rows(kernels, rows, token, 0, rows.heads, rotary, <float *>target,
                   out.head_stride // <Py_ssize_t>sizeof(float))
         if out.head_stride == rows.dim * <Py_ssize_t>sizeof(float):  # all heads at once
-            return kernels.find_unstorable(<float *>target, rows.heads * rows.dim, dtype_limit(KV_FLOAT32)) >= 0
+            return kernels.find_unstorable(<float *>target, rows.heads * rows.dim, KV_MAX_FLOAT32) >= 0
         for head in range(rows.heads):
-            good &= kernels.find_unstorable(<float *>(target + head * out.head_stride), rows.dim, dtype_limit(KV_FLOAT32)) < 0
+            good &= kernels.find_unstorable(<float *>(target + head * out.head_stride), rows.dim, KV_MAX_FLOAT32) < 0
         return not good
     for head in range(rows.heads):
         load_rows(kernels, rows, token, head, 1, rotary, row, rows.dim)
@@ -195,7 +196,7 @@ cdef object transform_rows(Rows rows, Transform transform, object out, object nu
         raise DimensionMismatchError(f"out must have shape ({n}, {rows.rows.heads}, {rows.rows.dim}), got {out.shape}")
     call.kernels, call.rows, call.rotary, call.out = active(), &rows.rows, &transform.c, &target.rows
     if for_each(&team, _transform_token, &call, n, STATIC):
-        check_finite(rows, "the projection", dtype_limit(KV_FLOAT32), "float32")
+        check_finite(rows, "the projection", KV_MAX_FLOAT32, "float32")
         raise NonFiniteInputError(f"queries or keys are beyond the range of {dtype_name(target.rows.dtype)} "
                                   f"(+-{dtype_limit(target.rows.dtype):g}) once they are normalised and rotated")
     return out
@@ -236,10 +237,10 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
         If shapes or positions do not fit, or a weight, or what comes of the norm and the rotation, is not finite.
     """
-    num_q_heads = check_count(num_q_heads, "num_q_heads", 1, 1 << 20)
-    cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
-    cdef Py_ssize_t dim = check_count(head_dim, "head_dim", 1, 512)
-    cdef Py_ssize_t v_dim = dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, 512)
+    num_q_heads = check_count(num_q_heads, "num_q_heads", 1, KV_MAX_Q_HEADS)
+    cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, KV_MAX_KV_HEADS)
+    cdef Py_ssize_t dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
+    cdef Py_ssize_t v_dim = dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM)
     cdef Projection parts = open_projection(qkv, num_q_heads, heads, dim, v_dim)
     cdef Transform of_q = Transform(dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
     cdef Transform of_k = Transform(dim, k_norm, eps, name="k_norm", rotation=of_q)

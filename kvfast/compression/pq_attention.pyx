@@ -6,9 +6,11 @@ from libc.math cimport INFINITY
 from libc.stdint cimport uint8_t, uint16_t
 from libc.string cimport memcpy, memset
 
+from kvfast.codec.blocks cimport init_side
 from kvfast.core.interrupt cimport kv_watch
-from kvfast.core.kernels cimport (KV_FLOAT16, KV_LANES, KV_ROWS, active, kv_ahead, kv_codes, kv_kernels, kv_prefetch,
-                                  kv_score_options, kv_scratch, kv_side, kv_softmax, kv_tile)
+from kvfast.core.kernels cimport (KV_FLOAT16, active, kv_ahead, kv_codes, kv_kernels, kv_prefetch, kv_score_options, kv_scratch,
+                                  kv_side, kv_softmax, kv_tile)
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS
 from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
 
 cdef enum:
@@ -47,17 +49,13 @@ cdef class PQCodes:
         self.centroids, self.bounds, self.codes, self.count = centroids, bounds, codes, count
         self._centroids, self._bounds, self._codes = centroids.view(np.uint16), bounds, codes
         widths = np.diff(bounds, axis=1)
-        cdef kv_side *rows = &self.c.rows
         cdef kv_codes *first = &self.c.codes
         first.data, first.bounds, first.centroids = &self._codes[0, 0, 0], &self._bounds[0, 0], &self._centroids[0, 0]
         first.stride, first.subvectors = codes.shape[2], widths.shape[1]
         first.count, first.packed = count, count <= 16
         first.width = widths[0, 0] if (widths == widths[0, 0]).all() else 0
         self.c.head_bytes, self.c.centroids = codes.shape[1] * codes.shape[2], centroids.shape[1]
-        memset(rows, 0, sizeof(kv_side))
-        rows.dtype, rows.block_size, rows.head_dim = KV_FLOAT16, TILE_TOKENS, centroids.shape[1] // count
-        rows.padded_dim = (rows.head_dim + KV_LANES - 1) // KV_LANES * KV_LANES
-        rows.row_stride = 2 * rows.padded_dim
+        init_side(&self.c.rows, KV_FLOAT16, centroids.shape[1] // count, TILE_TOKENS)
 
     def decode(self):
         """The vectors that the codes stand for: ndarray of shape (heads, n, dims), float32."""
@@ -100,7 +98,7 @@ ctypedef struct kv_pq_call:
 # Working memory of a task, on its thread's stack.
 ctypedef struct kv_pq_scratch:
     kv_scratch attention
-    uint16_t rows[64 * 512]    # (TILE_TOKENS, padded_dim) float16, padded_dim at most KV_MAX_HEAD_DIM
+    uint16_t rows[TILE_TOKENS * KV_MAX_HEAD_DIM]  # (TILE_TOKENS, padded_dim) float16
 
 
 cdef void _decode_tile(const kv_pq_call *call, const kv_pq_side *side, Py_ssize_t head, Py_ssize_t first, int count,

@@ -14,6 +14,7 @@ from libc.string cimport memset
 
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_kernels, kv_pq_codebook
+from kvfast.core.limits cimport KV_MAX_CENTROIDS
 from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
 
 cdef enum:
@@ -65,7 +66,7 @@ cdef void _take(const kv_training *call, const float *points, Py_ssize_t t, int 
 cdef void _find(const kv_training *call, const float *points, const kv_pq_codebook *codebook, uint8_t *codes,
                 float *distances) noexcept nogil:
     """Find the nearest centroids, and half the squared distances minus half the squared norms."""
-    cdef float half_norms[256]
+    cdef float half_norms[KV_MAX_CENTROIDS]
     cdef float norm
     cdef int c, i
     for c in range(codebook.count):
@@ -133,9 +134,9 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
 
 cdef void _lloyd(const kv_training *call, const float *points, float *centroids, int dim,
                  kv_scratch_of_training *scratch) noexcept nogil:
-    """Move each centroid to the mean of the points nearest to it, until the error stops falling."""
+    """Move each centroid to the mean of the points nearest to it, until the error hardly falls."""
     cdef kv_pq_codebook codebook
-    cdef Py_ssize_t members[256]
+    cdef Py_ssize_t members[KV_MAX_CENTROIDS]
     cdef Py_ssize_t t, far
     cdef double error, before = INFINITY
     cdef int step, c, i

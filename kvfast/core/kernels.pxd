@@ -4,7 +4,7 @@ A call reads ``active()`` once, so that it runs on one tier to its end.
 """
 from libc.stdint cimport int8_t, int32_t, uint8_t, uint16_t, uint32_t
 
-from kvfast.core.limits cimport KV_LANES, KV_MAX_CENTROIDS, KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM, KV_PANELS, KV_ROWS, KV_TILE
+from kvfast.core.limits cimport KV_LANES, KV_TILE
 
 
 # Float arrays of at least so many bytes are written past the caches, which they would not fit. This does not read the memory
@@ -20,7 +20,6 @@ cdef extern from "simd/dtypes.h" nogil:
         KV_BFLOAT16
         KV_NUM_DTYPES
         KV_FLOAT_ROWS
-        KV_TILED_CODES
         KV_PACKED_CODES
 
     ctypedef struct kv_dtype:

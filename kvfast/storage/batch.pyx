@@ -15,7 +15,7 @@ from kvfast.codec.encode cimport check_rows, check_storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, transform_rows, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport check_integers, check_layer, rises
-from kvfast.core.kernels cimport KV_ROWS
+from kvfast.core.limits cimport KV_ROWS
 from kvfast.storage.block_map cimport entry_of
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.cascade cimport MAX_SHARED_QUERIES, Context, read_together

@@ -7,7 +7,7 @@ from libc.string cimport memset
 
 from kvfast.attention.call cimport AttendCall
 from kvfast.attention.tiles cimport kv_item
-from kvfast.core.kernels cimport KV_TILE
+from kvfast.core.limits cimport KV_TILE
 
 cdef enum:
     MIN_SHARED_TOKENS = 256    # shorter shared prefixes are read by each sequence for itself

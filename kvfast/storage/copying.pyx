@@ -3,9 +3,10 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from kvfast.codec.blocks cimport PIECE, k_block_at, kv_store, v_block_at
+from kvfast.codec.blocks cimport k_block_at, kv_store, v_block_at
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_kernels, kv_side
+from kvfast.core.limits cimport KV_PIECE
 from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
@@ -56,11 +57,11 @@ cdef int _copy_floats(BlockTable source, BlockTable target, list pieces) except 
     cdef int64_t slot
     for position in pieces:
         slot = target.slot(position)
-        target.pool.floats.add(<int32_t>(slot // size), slot % size, slot % size + PIECE)
-        stores, piece = target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // PIECE]
+        target.pool.floats.add(<int32_t>(slot // size), slot % size, slot % size + KV_PIECE)
+        stores, piece = target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // KV_PIECE]
         if source.keeps(position // source.pool.block_size):
-            _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // PIECE],
-                        stores, piece, target.pool.num_layers, min(longest - position, PIECE))
+            _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // KV_PIECE],
+                        stores, piece, target.pool.num_layers, min(longest - position, KV_PIECE))
         else:
             _copy_piece(stores, piece, stores, piece, target.pool.num_layers, 0)  # zeros, which nobody reads
     return 0

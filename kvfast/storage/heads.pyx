@@ -12,13 +12,12 @@ from libc.string cimport memcpy, memset
 from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
 from kvfast.codec.blocks cimport block_of, k_offset_of, kv_chunk, kv_context, kv_store
-from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
 from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport is_stopped, kv_watch
-from kvfast.core.kernels cimport (KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_kernels, kv_scratch, kv_side,
-                                  kv_tile)
+from kvfast.core.kernels cimport active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
+from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_ROWS, KV_TILE, KV_UNLIMITED
 from kvfast.core.threads cimport DYNAMIC, STATIC, for_each, gather, kv_team
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
@@ -27,7 +26,7 @@ from kvfast.storage.sequence cimport SequenceBuffer
 
 from kvfast.errors import NonFiniteInputError
 
-cdef Py_ssize_t NO_WINDOW = <Py_ssize_t>1 << 60
+cdef Py_ssize_t NO_WINDOW = KV_UNLIMITED
 
 
 cdef class HeadsTable(RingTable):
@@ -140,7 +139,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
             kernels.scores[k.dtype](k, &scratch.queries, rows, &tile, &ahead, scratch.softmax.weights)
             for r in range(rows):
                 row = scratch.softmax.weights + r * KV_TILE + skip
-                good &= kernels.find_unstorable(row, tile.count - skip, dtype_limit(KV_FLOAT32)) < 0
+                good &= kernels.find_unstorable(row, tile.count - skip, KV_MAX_FLOAT32) < 0
                 memcpy(out + (row0 + r) * tokens + t - call.begin, row, (tile.count - skip) * sizeof(float))
             t += tile.count - skip
         row0 += KV_ROWS

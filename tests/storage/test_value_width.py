@@ -214,7 +214,7 @@ def test_wrong_widths_are_refused(rng):
         kvfast.KVCache(1, 2, 24).restore(cache.snapshot())
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="v_head_dim"):
         kvfast.KVCache(1, 2, 24, v_head_dim=32).restore(cache.snapshot())
-    with pytest.raises(kvfast.DimensionMismatchError, match="keys and values must hold as many tokens"):
+    with pytest.raises(kvfast.DimensionMismatchError, match="keys and values must hold the same number of tokens"):
         kvfast.Snapshot.from_arrays([np.ones((3, 48), "f")], [np.ones((2, 32), "f")], 2)
 
 

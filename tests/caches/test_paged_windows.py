@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from reference import attention, bound, relative_error
+from selection import parametrize
 from storage_formats import FORMATS, PLAIN, SEALING, Stream
 
 import kvfast
@@ -114,10 +115,12 @@ def test_forks_and_going_back(name):
 
 
 SIZES = [(name, size, other) for name in PLAIN for size, other in ((16, 256), (256, 16), (32, 64), (64, 32))]
+WINDOWS = [WINDOW, {"sliding_window": 30, "num_sink_tokens": 0, "rollback": 0}, {"sliding_window": 20, "num_sink_tokens": 20, "rollback": 70}]
+SIZED = [*((name, None, None) for name in FORMATS), *SIZES]
 
 
-@pytest.mark.parametrize("window", [WINDOW, {"sliding_window": 30, "num_sink_tokens": 0, "rollback": 0}, {"sliding_window": 20, "num_sink_tokens": 20, "rollback": 70}])
-@pytest.mark.parametrize("name, size, other", [*((name, None, None) for name in FORMATS), *SIZES])
+@parametrize(("name", "size", "other", "window"), [(*sized, window) for window in WINDOWS for sized in SIZED],
+             usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(SIZED)])  # fmt: skip
 def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
     """There and back, to blocks of any size, at any time; and it goes on as if nothing had been."""
     stream, form = Stream(4, 700, layers=2), FORMATS[name]

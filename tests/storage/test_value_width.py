@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from cache_kinds import FORMATS
 from reference import attention, bound, relative_error
 from selection import TIERS, pairwise
-from storage_formats import FORMATS
 
 import kvfast
 

@@ -6,23 +6,25 @@ from kvfast.core.checks import check_size
 
 
 cdef class Options:
+    """All of them have defaults. `attend` passes them by position: by keyword they take 0.4 us more, of 11 for a short call."""
+
     def __init__(self, out=None, scale=None, bint causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
                  sinks=None, alibi_slopes=None, bint return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None):
         self.out, self.scale, self.causal, self.softcap = out, scale, causal, softcap
         self.sliding_window, self.sinks, self.alibi_slopes = sliding_window, sinks, alibi_slopes
         self.num_sink_tokens = self.made_for = -1  # not given
         if num_sink_tokens is not None:
-            self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0, 1 << 60)
+            self.num_sink_tokens = check_count(num_sink_tokens, "num_sink_tokens", 0)
         self.return_lse, self.num_splits, self.num_threads = return_lse, num_splits, num_threads
         self.attention_chunk_size = 0  # none
         if attention_chunk_size is not None:
-            self.attention_chunk_size = check_count(attention_chunk_size, "attention_chunk_size", 1, 1 << 60)
+            self.attention_chunk_size = check_count(attention_chunk_size, "attention_chunk_size", 1)
             if not causal:
-                raise ValueError("attention_chunk_size is for causal attention")
+                raise ValueError("attention_chunk_size needs causal=True, got causal=False")
 
     def window_or(self, window):
         """The sliding window of the call, or else `window`."""
-        return window if self.sliding_window is None else check_size(self.sliding_window, "sliding_window", 1, 1 << 60)
+        return window if self.sliding_window is None else check_size(self.sliding_window, "sliding_window", 1)
 
     def sinks_or(self, num_sink_tokens):
         """The number of sink tokens of the call, or else `num_sink_tokens`."""

@@ -6,19 +6,21 @@ The query rows of one KV head (its query heads x the query tokens, up to KV_ROWS
 pass over a tile; up to KV_PANELS times as many where a matrix unit works. A task is (item, KV head, split of the
 context, row block); partial results merge in order, so that results are the same bits for every number of threads.
 """
-from cython.parallel cimport prange, threadid
 from libc.math cimport INFINITY, expf, logf
 from libc.string cimport memcpy, memset
 
 from kvfast.attention.tiles cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load,
                                      touch, touch_first_floats, touch_sinks)
-from kvfast.codec.blocks cimport dtype_limit, values_of
-from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, kv_panel, kv_side, kv_softmax
+from kvfast.codec.blocks cimport values_of
+from kvfast.codec.dtypes cimport dtype_limit
+from kvfast.core.interrupt cimport kv_watch
+from kvfast.core.kernels cimport KV_FLOAT32, kv_panel, kv_side, kv_softmax
+from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS, KV_TILE
+from kvfast.core.threads cimport DYNAMIC, STATIC, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 
 cdef enum:
-    # Fewer partial results than this are merged sooner than a second team of threads starts.
+    # One thread merges fewer partial results than this before a second team of threads could start.
     SERIAL_MERGE = 512
 
 
@@ -32,8 +34,10 @@ cdef const kv_item *_item_of(const kv_call *call, Py_ssize_t task) noexcept nogi
             high = middle - 1
     return call.items + low
 
-cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexcept nogil:
+
+cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     """One (item, KV head, split, row block)."""
+    cdef const kv_call *call = <const kv_call *>shared
     cdef kv_task task
     cdef kv_softmax *state = &task.scratch.softmax
     cdef kv_panel *panel
@@ -51,8 +55,6 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     cdef float m, l
     cdef float *acc
     cdef float *partial
-    if is_stopped(call.watch, 16):
-        return
     index -= item.first_task
     row0 = index % item.row_blocks * item.block_rows
     split = index // item.row_blocks % item.splits
@@ -77,14 +79,14 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
         begin = min(begin, starts[r])
         end = max(end, stops[r])
         sinks_end = max(sinks_end, sink_stops[r])
-    # The matrix unit adds tokens up in groups, at the same positions for all rows.
+    # The matrix unit sums tokens in groups that lie at the same positions for all rows.
     tile = KV_TILE if task.wide != NULL else call.tile
     begin = max(begin // tile * tile, split_begin)
     end = min(min(end, item.end), split_begin + item.split_tokens)
     if split > 0 or item.part > 0:
         sinks_end = 0
 
-    # Ask for the first keys early; nothing was running ahead of them.
+    # Prefetch the first keys: no earlier tile did.
     if sinks_end > 0:
         touch_sinks(&task, sinks_end)
     if not call.store.seals or begin < item.context.floats_begin:
@@ -106,7 +108,7 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
     if begin < end:
         attend_span(&task, begin, end, starts, stops, NULL)
     if call.traffic != NULL:
-        return
+        return 0
 
     for r in range(task.rows):
         query = call.queries + task.tokens[r]
@@ -124,8 +126,9 @@ cdef void _attend_task(const kv_call *call, Py_ssize_t index, int thread) noexce
             partial[0] = m
             partial[1] = l
             call.kernels.from_float[KV_FLOAT32](acc, padded, partial + 2)
-    if call.store.secure:  # what stays on the stack of a thread
+    if call.store.secure:  # else keys and values stay on the thread's stack
         kv_wipe(&task.scratch, sizeof(task.scratch))
+    return 0
 
 
 cdef inline float *_partials_of(const kv_call *call, const kv_query *query, Py_ssize_t q_head) noexcept nogil:
@@ -145,7 +148,7 @@ cdef void _write_output(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head
     call.kernels.scale_add(acc, scale, acc, 0.0, call.out.dim)
     if v.rotated:
         call.kernels.rotate(acc, v.head_dim, 1, v.head_dim, acc, v.head_dim)
-    # Every query sees a token, its own. Scores beyond float32 leave weights that are NaN, or none; see exp in simd/rows.inc.h.
+    # Every query sees at least its own token, so l is 0 or NaN only if scores were beyond float32; see exp in simd/rows.inc.h.
     if not l > 0 or call.kernels.find_unstorable(acc, call.out.dim, dtype_limit(call.out.dtype)) >= 0:
         call.bad[0] = 1
     call.kernels.from_float[call.out.dtype](acc, call.out.dim, target)
@@ -153,17 +156,18 @@ cdef void _write_output(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head
         call.lse[token * call.q.heads + q_head] = top + logf(l)
 
 
-cdef void _merge(const kv_call *call, Py_ssize_t token) noexcept nogil:
-    """Join the partial results of one query token, in order."""
+cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noexcept nogil:
+    """Merge the partial results of one query token, in order."""
+    cdef const kv_call *call = <const kv_call *>shared
     cdef const kv_query *query = call.queries + token
     cdef Py_ssize_t padded = values_of(call.store).padded_dim, q_head
     cdef float *partial
     cdef float *part
-    cdef float acc[512]
+    cdef float acc[KV_MAX_HEAD_DIM]
     cdef float m, l, weight
     cdef int i
-    if query.parts == 1 or is_stopped(call.watch):
-        return
+    if query.parts == 1:
+        return 0
     for q_head in range(call.q.heads):
         partial = _partials_of(call, query, q_head)
         m, l = -INFINITY, 0.0
@@ -179,34 +183,29 @@ cdef void _merge(const kv_call *call, Py_ssize_t token) noexcept nogil:
         _write_output(call, token, q_head, acc, m, l)
     if call.store.secure:
         kv_wipe(acc, sizeof(acc))
+    return 0
 
 
-cdef void run(const kv_call *call, int threads) noexcept nogil:
+cdef void run(kv_call *call, kv_team *team) noexcept nogil:
     cdef Py_ssize_t i, parts = 0
+    cdef kv_team merging
+    call.watch = team.watch
     for i in range(call.q.tokens):
         if call.queries[i].parts > 1:
             parts += call.queries[i].parts * call.q.heads
-    if threads == 1:
-        for i in range(call.num_tasks):
-            _attend_task(call, i, 0)
-    else:
-        for i in prange(call.num_tasks, schedule="dynamic", chunksize=1, num_threads=threads):
-            _attend_task(call, i, threadid())
-    if parts == 0:
-        return
-    if threads == 1 or parts < SERIAL_MERGE or call.q.tokens == 1:
-        for i in range(call.q.tokens):
-            _merge(call, i)
-    else:
-        for i in prange(call.q.tokens, schedule="static", num_threads=threads):
-            _merge(call, i)
+    run_each(team, _attend_task, call, call.num_tasks, DYNAMIC)
+    if parts:
+        merging = team[0]
+        if parts < SERIAL_MERGE or call.q.tokens == 1:
+            merging.threads = 1
+        run_each(&merging, _merge, call, call.q.tokens, STATIC)
 
 
 cdef void measure(kv_call *call, kv_traffic *traffic) noexcept nogil:
-    """Count what `run` would read, task by task; it needs no queries and writes no output."""
+    """Count what `run` would read, task by task. Reads no queries and writes no output."""
     cdef Py_ssize_t i
     memset(traffic, 0, sizeof(kv_traffic))
     call.traffic = traffic
     for i in range(call.num_tasks):
-        _attend_task(call, i, 0)
+        _attend_task(call, i, 0, NULL)
     call.traffic = NULL

@@ -9,6 +9,7 @@ from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
+from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool
@@ -85,12 +86,12 @@ class KVCache(SequenceCache):
     def __init__(self, num_layers: int, num_kv_heads: int | Sequence[int], head_dim: int | Sequence[int], max_seq_len: int | None = None,
                  dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None, block_size: int | None = None,
                  secure: bool = False, v_head_dim: int | None | Sequence[int | None] = None) -> None:
-        num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
+        num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
         num_blocks = GROW_BLOCKS
         if max_seq_len is not None:
-            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
+            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
             num_blocks = -(-max_seq_len // block_size)
 
         def new_table(shape, layers):

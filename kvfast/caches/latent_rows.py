@@ -5,9 +5,8 @@ from kvfast.caches.storage_properties import StorageProperties
 from kvfast.codec.formats import PRESETS, KVFormat, formats_of
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_array
+from kvfast.core.limits import MAX_HEAD_DIM, MAX_LAYERS, MAX_ROPE_DIM
 from kvfast.errors import DimensionMismatchError
-
-MOST_LATENT_DIM, MOST_ROPE_DIM = 512, 128
 
 # Presets of keys and values that need another format for latent rows: a row that is also read as values can have neither
 # channel scales nor float rows beside its codes.
@@ -16,9 +15,9 @@ _PRESETS = {PRESETS["int4"]: KVFormat("int4", rotation="kv", codebook="gaussian"
 
 def checked_sizes(num_layers, latent_dim, rope_dim, dtype):
     """The checked sizes, and the KVFormat of each layer; ValueError for a format that latent rows cannot have."""
-    num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
-    latent_dim = check_size(latent_dim, "latent_dim", 1, MOST_LATENT_DIM)
-    rope_dim = check_size(rope_dim, "rope_dim", 0, MOST_ROPE_DIM)
+    num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
+    latent_dim = check_size(latent_dim, "latent_dim", 1, MAX_HEAD_DIM)
+    rope_dim = check_size(rope_dim, "rope_dim", 0, MAX_ROPE_DIM)
     return num_layers, latent_dim, rope_dim, [latent_format(one) for one in formats_of(dtype, None, None, num_layers)]
 
 
@@ -26,8 +25,8 @@ def latent_format(fmt):
     """The format of latent rows for a format of keys and values; ValueError if there is none."""
     fmt = _PRESETS.get(fmt, fmt)
     if fmt.seals or fmt.num_float_tokens:
-        raise ValueError(f"{fmt} is a format of keys and values apart: latent rows, which are both, have a scale per token, and "
-                         "no tokens that stay floats")  # fmt: skip
+        raise ValueError(f"latent rows are keys and values at once and need a format with a scale per token and without tokens "
+                         f"that stay floats, got {fmt}")  # fmt: skip
     return fmt
 
 

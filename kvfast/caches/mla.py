@@ -11,6 +11,7 @@ from kvfast.caches.latent_rows import LatentRows, checked_sizes
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS, StoredSequence
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.interchange import as_float32, as_floats
+from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.storage.block_table import BlockTable
@@ -82,7 +83,7 @@ class LatentSequence(LatentRows, StoredSequence):
                                              f"+ {self.rope_dim} elements, got {array.shape}")  # fmt: skip
         rope = k[:, :1, k_dim:]
         if not np.array_equal(np.broadcast_to(rope, (tokens, heads, self.rope_dim)), k[:, :, k_dim:], equal_nan=True):
-            raise ValueError(f"the last {self.rope_dim} elements of k are one rotary part, and must be the same in all heads")
+            raise ValueError(f"the last {self.rope_dim} elements of k must be the same in all heads: they are one rotary part")
         latent = k[:, :, :k_dim].reshape(tokens, -1) @ down_k.reshape(-1, self.latent_dim)
         latent += v.reshape(tokens, -1) @ down_v.reshape(-1, self.latent_dim)
         self.append(layer, np.concatenate((latent, rope[:, 0]), axis=1))
@@ -184,7 +185,7 @@ class LatentSequence(LatentRows, StoredSequence):
         AttendPlan
         """
         shape = self._latent_shape(q_shape, num_q_heads)
-        options = Options(None, None, causal, None, None, None, None, None, False, num_splits, num_threads)
+        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
         return self._buffer.explain(layer, shape, None, dtype, options)
 
     def _decoded(self, layer):
@@ -204,7 +205,7 @@ def _floats(array, name):
     """An array of three dimensions as float32."""
     array = as_floats(array, name)
     if array.ndim != 3 or array.size == 0:
-        raise DimensionMismatchError(f"{name} must have 3 dimensions, none of them 0, got shape {array.shape}")
+        raise DimensionMismatchError(f"{name} must have 3 dimensions, each at least 1, got shape {array.shape}")
     return as_float32(array, name)
 
 
@@ -264,7 +265,7 @@ class MLAKVCache(LatentSequence):
         block_size = check_block_size(BLOCK_SIZE if block_size is None else block_size)
         num_blocks = GROW_BLOCKS
         if max_seq_len is not None:
-            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, 1 << 40)
+            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
             num_blocks = -(-max_seq_len // block_size)
         pool = BlockPool(num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim,
                          secure=secure)

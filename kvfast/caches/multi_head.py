@@ -12,6 +12,7 @@ from kvfast.caches.multi_head_config import MultiHeadConfig, signs_of, tokens, v
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from kvfast.core.checks import check_size
+from kvfast.core.limits import MAX_KV_HEADS
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.heads import HeadsBuffer, HeadsTable
@@ -177,7 +178,7 @@ class MultiHeadKVCache(_Heads):
     def __init__(self, num_heads: int, config: MultiHeadConfig) -> None:
         if not isinstance(config, MultiHeadConfig):
             raise TypeError(f"config must be a MultiHeadConfig, got {type(config).__name__}")
-        self.num_heads = check_size(num_heads, "num_heads", 1, 1 << 16)
+        self.num_heads = check_size(num_heads, "num_heads", 1, MAX_KV_HEADS)
         self.config = config
         self.num_q_heads = num_heads if config.num_q_heads is None else config.num_q_heads
         if self.num_q_heads % num_heads:
@@ -234,7 +235,7 @@ class MultiHeadKVCache(_Heads):
         """
         k, v = (tokens(one, name, self.num_heads, self.head_dim) for name, one in (("keys", keys), ("values", values)))
         if len(k) != len(v):
-            raise DimensionMismatchError(f"keys and values must hold as many tokens as each other, got {len(k)} and {len(v)}")
+            raise DimensionMismatchError(f"keys and values must hold the same number of tokens, got {len(k)} and {len(v)}")
         self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def truncate(self, n: int) -> None:
@@ -246,7 +247,7 @@ class MultiHeadKVCache(_Heads):
             If the cache holds fewer.
         TypeError
         """
-        if check_size(n, "n", 0, 1 << 60) > len(self):
+        if check_size(n, "n", 0) > len(self):
             raise ValueError(f"n must be between 0 and the {len(self)} tokens of the cache, got {n}")
         self._buffer.truncate(self._buffer.length - len(self) + n if n else 0)
 
@@ -296,7 +297,7 @@ class MultiHeadKVCache(_Heads):
         int
             Number of dropped tokens.
         """
-        return self._buffer.evict(check_size(window, "window", 0, 1 << 60))
+        return self._buffer.evict(check_size(window, "window", 0))
 
     def head(self, i: int) -> HeadView:
         """View of one head, with `attention_scores`, `attend`, `decode_keys` and so on. Calls use the cache as it is then.
@@ -389,7 +390,7 @@ class HeadView(_Heads):
 
     def __init__(self, cache: Any, i: int) -> None:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-            raise TypeError(f"a head is known by its number, got {i!r}")
+            raise TypeError(f"head must be an integer, got {i!r}")
         if not 0 <= i < cache.num_heads:
             raise IndexError(f"head must be between 0 and {cache.num_heads - 1}, got {i}")
         self._cache, self._first = cache, int(i)

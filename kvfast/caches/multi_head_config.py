@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from kvfast.codec.dtypes import CODEBOOKS, ROWS, dtype_row
 from kvfast.codec.formats import KVFormat
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_float32
+from kvfast.core.limits import MAX_HEAD_DIM, MAX_Q_HEADS, MAX_ROTATED
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
-# With this limit, sums of 512 rotated elements stay finite, and so do their scales.
-_LARGEST = 6e35
+_BITS = [row.bits for row in ROWS if row.name.startswith("int")]
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,21 @@ class MultiHeadConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_size(self.head_dim, "head_dim", 1, 512)
+        check_size(self.head_dim, "head_dim", 1, MAX_HEAD_DIM)
         if isinstance(self.bits, (tuple, list)):
             if len(self.bits) != 2:
-                raise ValueError(f"bits must be one number or two, of keys and of values, got {self.bits!r}")
+                raise ValueError(f"bits must be one number, or two for keys and values, got {self.bits!r}")
             object.__setattr__(self, "bits", tuple(self.bits))
         for bits in self.bits if isinstance(self.bits, tuple) else (self.bits,):
-            check_size(bits, "bits", 2, 8)
+            check_size(bits, "bits", min(_BITS), max(_BITS))
         if not isinstance(self.rotation, bool):
             raise TypeError(f"rotation must be a bool, got {self.rotation!r}")
-        if self.codebook not in ("gaussian", "uniform", "trellis"):
+        if self.codebook not in CODEBOOKS:
             raise ValueError(f'codebook must be "gaussian", "uniform" or "trellis", got {self.codebook!r}')
         if self.codebook == "trellis" and 4 not in np.atleast_1d(self.bits):
-            raise ValueError(f"a trellis is for 4 bits, got {self.bits!r}")
+            raise ValueError(f'codebook="trellis" needs 4 bits, got {self.bits!r}')
         if self.num_q_heads is not None:
-            check_size(self.num_q_heads, "num_q_heads", 1, 1 << 20)
+            check_size(self.num_q_heads, "num_q_heads", 1, MAX_Q_HEADS)
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed must be an integer between 0 and 2**64 - 1, got {self.seed!r}")
 
@@ -74,12 +75,12 @@ class MultiHeadConfig:
     def format(self) -> KVFormat | tuple[KVFormat, ...]:
         """The `KVFormat` of the vectors."""
         k, v = self.bits if isinstance(self.bits, tuple) else (self.bits, self.bits)
-        coded = {k, v} - {8}
+        rows = [dtype_row(f"int{bits}", self.codebook) for bits in (k, v)]
         return KVFormat(
             f"int{k}/int{v}",
             rotation="kv" if self.rotation else "",
-            codebook=self.codebook if coded else "uniform",
-            clip_search=4 in coded,
+            codebook=self.codebook if any(self.codebook in row.codebooks for row in rows) else "uniform",
+            clip_search=any("clip_search" in row.options for row in rows),
         )
 
 
@@ -98,10 +99,10 @@ def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
     with np.errstate(over="ignore"):  # overflow is reported below
         array = np.array(rows, np.float32)
     largest = np.abs(array).max()
-    if not largest <= _LARGEST:
-        head, element = map(int, np.argwhere(~(np.abs(array) <= _LARGEST))[0])
+    if not largest <= MAX_ROTATED:
+        head, element = map(int, np.argwhere(~(np.abs(array) <= MAX_ROTATED))[0])
         value = array[head, element]
-        most = f", and at most {_LARGEST:g} in magnitude" if np.isfinite(value) else ""
+        most = f", and at most {MAX_ROTATED:g} in magnitude" if np.isfinite(value) else ""
         raise NonFiniteInputError(f"{name} must be finite{most}, got {value} in element {element} of head {head}")
     return array
 
@@ -111,10 +112,10 @@ def tokens(given: Any, name: Any, count: Any, dim: Any) -> Any:
     array = as_float32(given, name)
     if array.ndim != 3 or array.shape[1:] != (count, dim) or not len(array):
         raise DimensionMismatchError(f"{name} must have shape (num_tokens, {count}, {dim}) and at least one token, got {array.shape}")
-    good = np.abs(array) <= _LARGEST
+    good = np.abs(array) <= MAX_ROTATED
     if not good.all():
         where = np.argwhere(~good)[0].tolist()
-        raise NonFiniteInputError(f"{name} must be finite, and at most {_LARGEST:g} in magnitude, got {array[tuple(where)]} at {where}")
+        raise NonFiniteInputError(f"{name} must be finite, and at most {MAX_ROTATED:g} in magnitude, got {array[tuple(where)]} at {where}")
     return np.array(array, order="C")
 
 

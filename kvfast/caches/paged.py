@@ -12,6 +12,7 @@ from kvfast.caches.ring import ROLLBACK, RingKVCache
 from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.codec.projection import Transform
 from kvfast.core.checks import check_block_size, check_size
+from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -90,21 +91,21 @@ class PagedKVCache(PagedStorage):
             if isinstance(value, (list, tuple)):
                 raise TypeError(f"{name} must be one number for all layers of a pool, got {value!r}: for layers that differ make "
                                 f"a PagedKVCache for each kind, and a sequence in each of them")
-        num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
+        num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
         check_block_size(block_size)
-        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, 1 << 40)
-        rollback = check_size(rollback, "rollback", 0, 1 << 40)
+        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
+        rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         # An empty cache with the settings of one sequence: the template of its snapshots and files.
         if sliding_window is None:
             if num_sink_tokens:
-                raise ValueError(f"num_sink_tokens is for a sliding_window, without which all tokens are kept, got {num_sink_tokens}")
+                raise ValueError(f"num_sink_tokens needs a sliding_window, as all tokens are kept without one, got {num_sink_tokens}")
             ring = None
             self._alone = KVCache(num_layers, num_kv_heads, head_dim, dtype=formats, block_size=block_size,
                                   v_head_dim=v_head_dim)
         else:
-            window = check_size(sliding_window, "sliding_window", 1, 1 << 40)
+            window = check_size(sliding_window, "sliding_window", 1, MAX_TOKENS)
             self._alone = RingKVCache(num_layers, num_kv_heads, head_dim, window, num_sink_tokens, formats, rollback=rollback,
                                       block_size=block_size, v_head_dim=v_head_dim)
             ring = window, num_sink_tokens, rollback
@@ -236,7 +237,7 @@ class PagedKVCache(PagedStorage):
         -------
         AttendPlan
         """
-        options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
-                          num_threads, attention_chunk_size)
+        options = Options(causal=causal, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
+                          num_splits=num_splits, num_threads=num_threads, attention_chunk_size=attention_chunk_size)
         return self._buffer.explain_batch(layer, q_shape, num_q_heads, dtype,
                                           *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options, cascade)

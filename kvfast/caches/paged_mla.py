@@ -158,6 +158,6 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         AttendPlan
         """
         shape = self._latent_shape(q_shape, num_q_heads)
-        options = Options(None, None, causal, None, None, None, None, None, False, num_splits, num_threads)
+        options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
         return self._buffer.explain_batch(layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q,
                                           options, cascade)  # fmt: skip

@@ -170,7 +170,7 @@ class PagedSequence(StoredSequence):
         the tokens come in several steps.
         """
         self._check_open()
-        return self._pool._buffer.blocks_needed([self._table], [check_size(n, "n", 0, 1 << 60)]) <= self._pool.num_free_blocks
+        return self._pool._buffer.blocks_needed([self._table], [check_size(n, "n", 0)]) <= self._pool.num_free_blocks
 
     def free(self) -> None:
         """Release all blocks. The sequence cannot be used afterwards; freeing it twice is harmless."""

@@ -9,6 +9,7 @@ import numpy as np
 from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.storage.batch import PagedBuffer
 
@@ -108,7 +109,7 @@ class PagedStorage(StorageProperties):
         """Complete tokens of some sequences: int32 of shape (num_sequences,)."""
         lengths = [len(sequence) for sequence in self._own(sequences)]
         if max(lengths, default=0) > np.iinfo(np.int32).max:
-            raise ValueError(f"seq_lens are for at most {np.iinfo(np.int32).max} tokens, got {max(lengths)}")
+            raise ValueError(f"seq_lens must be at most {np.iinfo(np.int32).max}, got {max(lengths)}")
         return np.array(lengths, np.int32)
 
     def slot_mapping(self, sequences: Any, num_tokens: int | list[int] = 1) -> NDArray[np.int64]:
@@ -136,7 +137,7 @@ class PagedStorage(StorageProperties):
         counts = list(num_tokens) if np.ndim(num_tokens) else [num_tokens] * len(tables)
         if len(counts) != len(tables):
             raise ValueError(f"num_tokens must be one number or {len(tables)}, one per sequence, got {len(counts)}")
-        return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, 1 << 40) for n in counts])
+        return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, MAX_TOKENS) for n in counts])
 
     def _batch(self, sequences, block_table, seq_lens):
         """Block tables of sequences, or the given tables and lengths of another scheduler."""
@@ -146,7 +147,7 @@ class PagedStorage(StorageProperties):
 
     def can_append(self, n: int) -> bool:
         """Whether the pool has enough blocks for a new sequence of `n` tokens, all of them appended before the next `advance`."""
-        return -(-check_size(n, "n", 0, 1 << 60) // self.block_size) <= self.num_free_blocks
+        return -(-check_size(n, "n", 0) // self.block_size) <= self.num_free_blocks
 
     def clear(self) -> None:
         """Forget all known prefixes and the slots of another scheduler. No sequence or snapshot may be left.

@@ -59,7 +59,7 @@ class PromptCache:
         from pathlib import Path
 
         self.folder = Path(folder)
-        self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0, 1 << 60)
+        self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._token_ids = {}  # of files, by their names: a name identifies the contents
 

@@ -13,6 +13,7 @@ from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.checks import check_block_size, check_size
+from kvfast.core.limits import MAX_HEAD_DIM, MAX_LAYERS, MAX_TOKENS
 from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool
@@ -96,25 +97,25 @@ class RingKVCache(SequenceCache):
                  rotary_dim: int | None = None, rope_frequencies: ArrayLike | None = None,
                  rope_interleaved: bool = False, secure: bool = False, block_size: int | None = None,
                  v_head_dim: int | None | Sequence[int | None] = None) -> None:
-        num_layers = check_size(num_layers, "num_layers", 1, 1 << 16)
+        num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
         shapes = shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers)
-        dims = [check_size(one, "head_dim", 1, 512) for _, one, _ in shapes]
+        dims = [check_size(one, "head_dim", 1, MAX_HEAD_DIM) for _, one, _ in shapes]
         windows = per_layer(window, "window", num_layers)
-        windows = [one if one is None else check_size(one, "window", 1, 1 << 40) for one in windows]
+        windows = [one if one is None else check_size(one, "window", 1, MAX_TOKENS) for one in windows]
         local = [one for one in windows if one is not None]
         if not local:
-            raise ValueError("window must be a number for one layer at least; a KVCache keeps everything")
-        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, 1 << 40)
+            raise ValueError("window must be a number for at least one layer, got None for all; a KVCache keeps everything")
+        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
         if num_sink_tokens > min(local):
             raise ValueError(f"num_sink_tokens must be at most the window of {min(local)}, got {num_sink_tokens}")
-        rollback = check_size(rollback, "rollback", 0, 1 << 40)
+        rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         if rope not in (None, "cache"):
             raise ValueError(f'rope must be None or "cache", got {rope!r}')
         self._rope = None
         if rope:
             head_dim = dims[0]
             if dims != [head_dim] * num_layers:
-                raise ValueError(f'rope="cache" turns all layers alike, and needs one head_dim for all of them, got {dims}')
+                raise ValueError(f'rope="cache" rotates all layers alike and needs the same head_dim in all of them, got {dims}')
             rotary_dim = head_dim if rotary_dim is None else check_size(rotary_dim, "rotary_dim", 2, head_dim)
             if rope_frequencies is None and rotary_dim % 2:
                 raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
@@ -148,7 +149,7 @@ class RingKVCache(SequenceCache):
         if self._rope is None:
             return q, None
         if options.attention_chunk_size:
-            raise ValueError('attention_chunk_size is not known to rope="cache", whose windows move with the queries')
+            raise ValueError('attention_chunk_size must be None with rope="cache", whose windows move with the queries')
         n, length = _num_tokens(q), self.layer_length(layer)
         options.made_for = length
         first = max(0, length - n)

@@ -95,7 +95,7 @@ class SequenceCache(StoredSequence):
         if of_k is None:
             of_k = Transform(head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         elif cos is not None or sin is not None:
-            raise ValueError('a cache with rope="cache" turns queries and keys itself: leave out cos and sin')
+            raise ValueError('a cache with rope="cache" rotates queries and keys itself: leave out cos and sin')
         return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
 
     def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
@@ -186,8 +186,8 @@ class SequenceCache(StoredSequence):
         >>> plan.kernels, plan.num_tasks, plan.bytes_read
         (('scores_int8', 'accumulate_int8'), 8, 8650752)
         """
-        options = Options(None, None, causal, None, sliding_window, num_sink_tokens, None, None, False, num_splits,
-                          num_threads, attention_chunk_size)
+        options = Options(causal=causal, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
+                          num_splits=num_splits, num_threads=num_threads, attention_chunk_size=attention_chunk_size)
         return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:

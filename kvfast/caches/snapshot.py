@@ -9,6 +9,7 @@ import numpy as np
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.interchange import as_floats
+from kvfast.core.limits import MAX_KV_HEADS
 from kvfast.core.text import same_or_tuple, size_text
 from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
@@ -119,7 +120,7 @@ class Snapshot(StorageProperties):
         keys, values = ([as_floats(array, name) for array in side] for name, side in (("keys", keys), ("values", values)))
         if not keys or len(keys) != len(values):
             raise DimensionMismatchError(f"keys and values must hold one array per layer, got {len(keys)} and {len(values)}")
-        num_kv_heads, dims = check_size(num_kv_heads, "num_kv_heads", 1, 1 << 16), []
+        num_kv_heads, dims = check_size(num_kv_heads, "num_kv_heads", 1, MAX_KV_HEADS), []
         for name, arrays in (("keys", keys), ("values", values)):
             shape = arrays[0].shape
             if len(shape) != 2 or shape[1] == 0 or shape[1] % num_kv_heads:
@@ -130,7 +131,7 @@ class Snapshot(StorageProperties):
             dims.append(shape[1] // num_kv_heads)
         seq_len = len(keys[0])
         if len(values[0]) != seq_len:
-            raise DimensionMismatchError(f"keys and values must hold as many tokens as each other, got {seq_len} and {len(values[0])}")
+            raise DimensionMismatchError(f"keys and values must hold the same number of tokens, got {seq_len} and {len(values[0])}")
         from kvfast.caches.contiguous import KVCache  # which imports this module
 
         cache = KVCache(len(keys), num_kv_heads, dims[0], max(1, seq_len), dtype, k_dtype, v_dtype, v_head_dim=dims[1])
@@ -244,7 +245,7 @@ class Snapshot(StorageProperties):
         for layer in range(self.num_layers):
             rows = (self._cache.get_latent(layer),) if kind == "latent" else self._cache._decoded(layer)
             if len(rows[0]) < self.seq_len:
-                raise IncompatibleSnapshotError(f"only a snapshot of all tokens can be converted, and layer {layer} has dropped "
+                raise IncompatibleSnapshotError(f"a snapshot must hold all tokens to be converted, but layer {layer} has dropped "
                                                 f"{self.seq_len - len(rows[0])} of {self.seq_len}")  # fmt: skip
             if self.seq_len:
                 other.append(layer, *rows)

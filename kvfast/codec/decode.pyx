@@ -1,24 +1,35 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Codes and float rows to floats."""
+"""Decodes codes and float rows to floats."""
 import numpy as np
 
-from cython.parallel cimport prange
 from libc.stdint cimport int32_t, int64_t
 
 from kvfast.codec.blocks cimport float_dtype_of, float_row_at, k_block_at, kv_store, patched_from, v_block_at
-from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport STREAMED_BYTES, active, kv_kernels, kv_side
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM
+from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
+
+
+ctypedef struct kv_decode:
+    const kv_kernels *kernels
+    const kv_store *store
+    const int64_t *positions   # (tokens,)
+    const int64_t *slots       # (tokens,)
+    Py_ssize_t floats_begin
+    bint values
+    bint nontemporal           # the output is written past the caches
+    float *out                 # (tokens, heads, head_dim)
 
 
 cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
                         Py_ssize_t count) except -1:
-    """Give the first `count` tokens of a block the float rows that their codes tell; those that start a sequence have
-    some already."""
+    """Decode the first `count` tokens of a block to float rows. With `at_start` the first `float_tokens` have theirs
+    already."""
     cdef const kv_kernels *kernels = active()
     cdef const kv_store *store
     cdef Py_ssize_t layer, head, offset
-    cdef float row[512]
+    cdef float row[KV_MAX_HEAD_DIM]
     for layer in range(num_layers):
         store = stores + layer
         if not store.seals:
@@ -34,48 +45,41 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
 
 cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values):
-    """Keys or values in all heads as they were given, float32: of each token its position, its slot, and from position
-    `floats_begin` on, where blocks are sealed, its float rows."""
-    cdef const kv_kernels *kernels = active()
-    cdef Py_ssize_t i, n = positions.shape[0], heads = store.num_kv_heads
-    cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
-    cdef int threads = num_threads_for(None, <double>n * heads * dim * 8)
-    cdef kv_watch memory
-    cdef kv_watch *watch = watch_of(&memory, <double>n * heads * dim * 8)
+    """Keys or values of tokens in all heads, float32, rotated back. Each token has a position and a slot. If blocks are sealed,
+    tokens from position `floats_begin` on are read from their float rows."""
+    cdef Py_ssize_t n = positions.shape[0], dim = store.v.head_dim if values else store.k.head_dim
+    cdef kv_team team
+    cdef kv_decode call
     cdef float[:, :, ::1] out
-    cdef bint nontemporal = n * heads * dim * <Py_ssize_t>sizeof(float) >= STREAMED_BYTES
-    array = np.empty((n, heads, dim), np.float32)
+    array = np.empty((n, store.num_kv_heads, dim), np.float32)
     if array.size == 0:
         return array
     out = array
-    with nogil:
-        if threads == 1:
-            for i in range(n):
-                _decode(kernels, store, positions[i], slots[i], floats_begin, values, nontemporal, &out[i, 0, 0],
-                        watch)
-            kernels.store_nontemporal(NULL, 0, NULL)
-        else:  # at whose end a barrier orders what was streamed
-            for i in prange(n, schedule="static", num_threads=threads):
-                _decode(kernels, store, positions[i], slots[i], floats_begin, values, nontemporal, &out[i, 0, 0],
-                        watch)
-    check_stopped(watch)
+    call.kernels, call.store, call.positions, call.slots = active(), store, &positions[0], &slots[0]
+    call.floats_begin, call.values, call.out = floats_begin, values, &out[0, 0, 0]
+    call.nontemporal = array.nbytes >= STREAMED_BYTES
+    gather(&team, None, 2.0 * array.nbytes)
+    for_each(&team, _decode, &call, n, STATIC)
+    call.kernels.store_nontemporal(NULL, 0, NULL)  # for this thread; the end of the loop orders the writes of the others
     return array
 
 
-cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t position, int64_t slot, Py_ssize_t floats_begin,
-                  bint values, bint nontemporal, float *out, kv_watch *watch) noexcept nogil:
-    """A token, from its float rows or its codes."""
-    cdef float buffer[512]
-    cdef float *row
-    cdef int32_t block = <int32_t>(slot // store.k.block_size)
-    cdef Py_ssize_t offset = slot % store.k.block_size, head
-    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.seals and (
-        position >= floats_begin or offset >= patched_from(store, block)))
+cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    """Decode a token from its float rows or its codes."""
+    cdef const kv_decode *call = <const kv_decode *>shared
+    cdef const kv_kernels *kernels = call.kernels
+    cdef const kv_store *store = call.store
+    cdef bint values = call.values
     cdef const kv_side *side = &store.v if values else &store.k
-    if is_stopped(watch):
-        return
+    cdef float buffer[KV_MAX_HEAD_DIM]
+    cdef float *row
+    cdef float *out = call.out + index * store.num_kv_heads * side.head_dim
+    cdef Py_ssize_t position = call.positions[index], offset = call.slots[index] % store.k.block_size, head
+    cdef int32_t block = <int32_t>(call.slots[index] // store.k.block_size)
+    cdef bint floats = store.floats != NULL and (position < store.float_tokens or store.seals and (
+        position >= call.floats_begin or offset >= patched_from(store, block)))
     for head in range(store.num_kv_heads):
-        row = &buffer[0] if nontemporal else out
+        row = &buffer[0] if call.nontemporal else out
         if floats:
             kernels.to_float[float_dtype_of(store, values)](float_row_at(store, block, offset, head, values), side.head_dim, row)
         elif values:
@@ -84,6 +88,7 @@ cdef void _decode(const kv_kernels *kernels, const kv_store *store, Py_ssize_t p
             kernels.decode_k(side, k_block_at(store, block, head), <int>offset, row)
         if side.rotated:
             kernels.rotate(row, side.head_dim, 1, side.head_dim, row, side.head_dim)
-        if nontemporal:
+        if call.nontemporal:
             kernels.store_nontemporal(row, side.head_dim, out)
         out += side.head_dim
+    return 0

@@ -1,14 +1,14 @@
-"""Rows of keys and values into blocks, normalised and rotated on the way where a model asks for it."""
+"""Writes rows of keys and values into blocks, normalised and rotated if a model needs it."""
 from libc.stdint cimport int64_t
 
 from kvfast.codec.blocks cimport kv_store
 from kvfast.core.arrays cimport Rows, kv_rows
-from kvfast.core.interrupt cimport kv_watch
+from kvfast.core.threads cimport kv_team
 from kvfast.core.kernels cimport kv_kernels, kv_transform
 
 
-# What becomes of the rows of Q or K before they are used. cos and sin are tables (positions, pairs): token t
-# turns by row first + t, or by row positions[t].
+# RMS norm and rotation of rows of Q or K. cos and sin are tables (positions, pairs): token t is rotated by row first + t,
+# or by row positions[t].
 ctypedef struct kv_rotary:
     kv_transform row
     Py_ssize_t first
@@ -22,6 +22,6 @@ cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1
 cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1
 cdef double work_of(const kv_rows *k) noexcept nogil
 cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
-                      const int64_t *slots, bint in_order, int threads, kv_watch *watch) noexcept nogil
+                      const int64_t *slots, bint in_order, kv_team *team) noexcept nogil
 cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order, bint may_stop) except -1

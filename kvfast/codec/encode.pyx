@@ -1,20 +1,18 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Writing tokens: a slot is block * block_size + place in the block, for every kind of cache."""
-from cython.parallel cimport prange
+"""Writes tokens into slots, for every kind of cache. A slot is block * block_size + offset in the block."""
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport PIECE, dtype_limit, dtype_name, k_block_at, kv_store, piece_of, v_block_at
+from kvfast.codec.blocks cimport k_block_at, kv_store, piece_of, v_block_at
+from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows
-from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_ROTATED, KV_PIECE
+from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-
-# Of an element of a row that is to be turned back: sums of 512 of them are finite.
-cdef float ROTATED_LIMIT = 6e35
 
 cdef enum:
     RUN = 16             # tokens encoded at once: whole lines of the integer layouts
@@ -28,8 +26,8 @@ ctypedef struct kv_write:
     kv_rows v
     kv_rotary rotary     # of the keys
     const int64_t *slots       # (tokens,)
-    bint in_order              # the tokens of a block follow each other: tasks may be ranges of tokens
-    Py_ssize_t first_range     # tokens before the first border of blocks
+    bint in_order              # the tokens of a block follow each other, so tasks may be ranges of tokens
+    Py_ssize_t first_range     # tokens of the first range, which ends at a border of blocks
     Py_ssize_t range_tokens    # a multiple of block_size
     int *bad                   # set when a value cannot be stored
     kv_watch *watch            # or NULL
@@ -61,7 +59,7 @@ cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t t
 
 cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary *rotary, bint values,
                       Py_ssize_t token, int count, Py_ssize_t head, float *buffer) noexcept nogil:
-    """`count` tokens with slots that follow each other in one block; the buffer is for RUN rows."""
+    """Encode `count` tokens with consecutive slots in one block. `buffer` has room for RUN rows."""
     cdef const float *source = buffer
     cdef Py_ssize_t stride = rows.dim
     cdef const kv_side *side = &call.store.v if values else &call.store.k
@@ -84,9 +82,9 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
             call.bad[0] = 1
             return
     if piece >= 0 and values:
-        call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+        call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
     elif piece >= 0:
-        call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % PIECE, source, stride, count)
+        call.kernels.encode_k(&floats.k, k_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
     if call.store.seals:
         return
     if values:
@@ -96,16 +94,16 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
 
 
 cdef float _limit(const kv_store *store, bint values) noexcept nogil:
-    """Largest magnitude of an element that can be stored, turned or not."""
+    """Largest magnitude of an element that can be stored, before and after the rotation."""
     cdef const kv_side *side = &store.v if values else &store.k
     if store.floats != NULL:
         return dtype_limit(store.floats.v.dtype if values else store.floats.k.dtype)
-    return ROTATED_LIMIT if side.rotated else dtype_limit(side.dtype)
+    return KV_MAX_ROTATED if side.rotated else dtype_limit(side.dtype)
 
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
                         Py_ssize_t last_head) noexcept nogil:
-    cdef float buffer[RUN * 512]
+    cdef float buffer[RUN * KV_MAX_HEAD_DIM]
     cdef kv_rotary nothing
     cdef Py_ssize_t token = first, head
     cdef int64_t slot
@@ -119,7 +117,7 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
             token += 1
             continue
         while (count < RUN and token + count < last and call.slots[token + count] == slot + count
-               and (slot + count) % (block_size if call.store.floats == NULL else PIECE)):
+               and (slot + count) % (block_size if call.store.floats == NULL else KV_PIECE)):
             count += 1
         for head in range(first_head, last_head):
             _encode_run(call, &call.k, &call.rotary, False, token, count, head, buffer)
@@ -129,12 +127,15 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
         kv_wipe(buffer, sizeof(buffer))
 
 
-cdef void _write_task(const kv_write *call, Py_ssize_t task) noexcept nogil:
-    cdef Py_ssize_t border = call.first_range + task * call.range_tokens
+cdef int _write_piece(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    """Write a range of tokens that shares no block with another range; or, if slots are not in order, one head."""
+    cdef const kv_write *call = <const kv_write *>shared
+    cdef Py_ssize_t border = call.first_range + index * call.range_tokens
     if call.in_order:
         _write_tokens(call, max(<Py_ssize_t>0, border - call.range_tokens), min(border, call.k.tokens), 0, call.k.heads)
     else:
-        _write_tokens(call, 0, call.k.tokens, task, task + 1)
+        _write_tokens(call, 0, call.k.tokens, index, index + 1)
+    return 0
 
 
 cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
@@ -142,7 +143,7 @@ cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
     _check_shape(store, k, "k", store.k.head_dim)
     _check_shape(store, v, "v", store.v.head_dim)
     if k.rows.tokens != v.rows.tokens:
-        raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got {k.rows.tokens} and "
+        raise DimensionMismatchError(f"k and v must hold the same number of tokens, got {k.rows.tokens} and "
                                      f"{v.rows.tokens}")
     return 0
 
@@ -164,18 +165,20 @@ cdef int _check_shape(const kv_store *store, Rows array, str name, Py_ssize_t di
 
 cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order, bint may_stop) except -1:
-    """Encode tokens, after `check_rows`, into their slots, -1 for a token to leave out; rotary NULL: as they are.
+    """Encode tokens into their slots, after `check_rows`. A token with slot -1 is left out. With rotary NULL, rows stay as
+    they are.
 
-    A value that cannot be stored raises, and so does a signal handler where it `may_stop`; slots may then be written in
-    part, so they must be such that nobody reads, or the arrays must have been checked before.
+    Raises for a value that cannot be stored, and with `may_stop` for a signal handler that raises. Some slots may then be
+    written already: no reader must see them, or the arrays must have been checked before.
     """
-    cdef int threads = num_threads_for(None, work_of(&k.rows))
-    cdef kv_watch memory
-    cdef kv_watch *watch = watch_of(&memory, work_of(&k.rows)) if may_stop else NULL
+    cdef kv_team team
     cdef bint done
+    gather(&team, None, work_of(&k.rows))
+    if not may_stop:
+        team.watch = NULL
     with nogil:
-        done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, threads, watch)
-    check_stopped(watch)
+        done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, &team)
+    check_stopped(team.watch)
     if not done:
         check_storable(store, k, v)
         raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
@@ -184,30 +187,29 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
 
 
 cdef double work_of(const kv_rows *k) noexcept nogil:
-    """Bytes to write, for the number of threads."""
+    """Bytes to write, as a measure of work for the number of threads."""
     return <double>k.tokens * k.heads * k.dim * 8
 
 
 cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
-                      const int64_t *slots, bint in_order, int threads, kv_watch *watch) noexcept nogil:
-    """`write_rows`; False for a value that cannot be stored."""
+                      const int64_t *slots, bint in_order, kv_team *team) noexcept nogil:
+    """`write_rows` without the GIL; False for a value that cannot be stored."""
     cdef kv_write call
     cdef int bad = 0
-    cdef Py_ssize_t i, tasks, n = k.tokens
+    cdef Py_ssize_t pieces = 1, n = k.tokens
     call.kernels, call.store = active(), store
     call.k, call.v = k[0], v[0]
     memset(&call.rotary, 0, sizeof(call.rotary))
     if rotary != NULL:
         call.rotary = rotary[0]
-    call.slots, call.in_order, call.bad, call.watch = slots, in_order, &bad, watch
-    call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
-    call.first_range = call.range_tokens - slots[0] % store.k.block_size
-    tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
-    if not in_order:
-        tasks = k.heads
-    if threads == 1:
-        _write_tokens(&call, 0, n, 0, k.heads)
+    call.slots, call.in_order, call.bad, call.watch = slots, in_order, &bad, team.watch
+    if team.threads == 1:
+        call.in_order, call.first_range, call.range_tokens = True, n, n
+    elif in_order:
+        call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
+        call.first_range = call.range_tokens - slots[0] % store.k.block_size
+        pieces = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
     else:
-        for i in prange(tasks, schedule="dynamic", num_threads=threads):
-            _write_task(&call, i)
+        pieces = k.heads
+    run_each(team, _write_piece, &call, pieces, DYNAMIC)
     return not bad

@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvfast.codec.blocks import canonical_dtype
+from kvfast.codec.dtypes import CODEBOOKS, FLOATS, canonical_dtype, dtype_row, names_with
 from kvfast.core.checks import check_size
+from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS
+from kvfast.core.text import one_of
 from kvfast.errors import DimensionMismatchError
 
 __all__ = ["PRESETS", "KVFormat"]
 
-_INTEGERS = ("int8", "int4")
-_PACKED = ("int2", "int3", "int5", "int6", "int7")
-MOST_FLOAT_TOKENS = 16
+_SEALED_SIZES = BLOCK_SIZES[1:]  # fewer tokens do not share statistics
+_NEEDED = {
+    "gaussian": "a Gaussian codebook is for int4 with a scale per token and for packed integers",
+    "trellis": "a trellis is for int4 with a scale per token",
+}
 
 
 @dataclass(frozen=True)
@@ -88,48 +92,46 @@ class KVFormat:
         object.__setattr__(self, "dtype", k if k == v else f"{k}/{v}")
         if self.rotation not in ("", "k", "v", "kv"):
             raise ValueError(f'rotation must be "", "k", "v" or "kv", got {self.rotation!r}')
-        if self.codebook not in ("uniform", "gaussian", "trellis"):
+        if self.codebook not in CODEBOOKS:
             raise ValueError(f'codebook must be "uniform", "gaussian" or "trellis", got {self.codebook!r}')
         for name in ("centring", "per_channel", "clip_search"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        check_size(self.num_float_tokens, "num_float_tokens", 0, MOST_FLOAT_TOKENS)
+        check_size(self.num_float_tokens, "num_float_tokens", 0, MAX_FLOAT_TOKENS)
         self._check_rotation()
         self._check_blocks()
-        coded = [name for name in (k, v) if name in _INTEGERS + _PACKED]
-        by_token = [k] * (not self.per_channel) + [v]
-        if self.codebook == "gaussian" and not {"int4", *_PACKED} & {*by_token}:
-            raise ValueError("a Gaussian codebook is for int4 with a scale per token and for packed integers, which "
-                             "neither side of this format has")  # fmt: skip
-        if self.codebook == "trellis" and "int4" not in by_token:
-            raise ValueError("a trellis is for int4 with a scale per token, which neither side of this format has")
-        if self.clip_search and "int4" not in by_token:
-            raise ValueError("clip_search is for int4 with a scale per token, which neither side of this format has")
-        if self.num_float_tokens and not coded:
+        by_token = [dtype_row(name, self.codebook) for name in [k] * (not self.per_channel) + [v]]
+        if self.codebook != "uniform" and not any(self.codebook in row.codebooks for row in by_token):
+            raise ValueError(f"{_NEEDED[self.codebook]}, which neither side of this format has")
+        if self.clip_search and not any("clip_search" in row.options for row in by_token):
+            raise ValueError(f"clip_search is for {names_with('clip_search')} with a scale per token, which neither side of this "
+                             f"format has")  # fmt: skip
+        if self.num_float_tokens and k in FLOATS and v in FLOATS:
             raise ValueError(f"num_float_tokens is for integer formats; all tokens of {self.dtype} are floats")
 
     def _check_rotation(self):
         for side, dtype in zip("kv", (self.k_dtype, self.v_dtype)):
-            if side in self.rotation and dtype not in _INTEGERS + _PACKED:
-                raise ValueError(f'rotation "{self.rotation}" is for integers: it makes them more precise, and {dtype} not')
+            if side in self.rotation and dtype in FLOATS:
+                raise ValueError(f'rotation="{self.rotation}" needs integer storage; it does not help {dtype}')
         if self.per_channel and "k" in self.rotation:
-            raise ValueError("per_channel keys cannot be rotated: their channels differ, which channel scales rest on, "
-                             "and a rotation mixes them")  # fmt: skip
+            raise ValueError("per_channel keys cannot be rotated: channel scales need channels that differ, and a rotation "
+                             "mixes them")  # fmt: skip
 
     def _check_blocks(self):
-        if self.per_channel and self.k_dtype != "int4":
-            raise ValueError(f"per_channel is for int4 keys, got {self.k_dtype}")
+        k, coded = dtype_row(self.k_dtype), dtype_row(self.k_dtype, self.codebook)
+        if self.per_channel and "per_channel" not in k.options:
+            raise ValueError(f"per_channel is for {names_with('per_channel')} keys, got {self.k_dtype}")
         if self.per_channel and self.centring:
             raise ValueError("per_channel keys have an offset per channel already; leave out centring")
-        if self.centring and self.codebook == "trellis" and self.k_dtype == "int4":
-            raise ValueError("centring is for int8 keys and int4 keys without a trellis")
-        if self.centring and self.k_dtype not in _INTEGERS:
-            raise ValueError(f"centring is for int8 and int4 keys, got {self.k_dtype}")
+        if self.centring and "centring" in k.options and "centring" not in coded.options:
+            raise ValueError(f"centring is for int8 keys and int4 keys without a {self.codebook}")
+        if self.centring and "centring" not in k.options:
+            raise ValueError(f"centring is for {names_with('centring')} keys, got {self.k_dtype}")
         if self.seals:
             if self.block_size is None:
                 object.__setattr__(self, "block_size", 64)
-            if self.block_size not in (32, 64, 128, 256):
-                raise ValueError(f"block_size must be 32, 64, 128 or 256 tokens, got {self.block_size!r}")
+            if self.block_size not in _SEALED_SIZES:
+                raise ValueError(f"block_size must be {one_of(_SEALED_SIZES)} tokens, got {self.block_size!r}")
         elif self.block_size is not None:
             raise ValueError("block_size is for centring and per_channel keys, and this format has neither")
 
@@ -210,14 +212,14 @@ def floats_of(fmt):
     """The format of the float rows of a layer, or None if it has none. A side that is stored as floats keeps its dtype."""
     if not fmt.seals and not fmt.num_float_tokens:
         return None
-    return KVFormat("/".join("float16" if one in _INTEGERS + _PACKED else one for one in (fmt.k_dtype, fmt.v_dtype)))
+    return KVFormat("/".join(one if one in FLOATS else "float16" for one in (fmt.k_dtype, fmt.v_dtype)))
 
 
 def block_size_of(formats, block_size, default):
     """Tokens of a block: what the formats require, otherwise `block_size` or the default. A given `block_size` must agree."""
     blocks = {one.block_size for one in formats if one.block_size is not None}
     if len(blocks) > 1:
-        raise ValueError(f"the layers' formats must have blocks of one size, got {', '.join(map(str, sorted(blocks)))} tokens")
+        raise ValueError(f"the formats of the layers must have the same block_size, got {', '.join(map(str, sorted(blocks)))} tokens")
     if not blocks:
         return default if block_size is None else block_size
     (block,) = blocks

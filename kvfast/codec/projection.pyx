@@ -1,18 +1,18 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Split of a fused QKV projection, RMS norm per head and rotary position embedding (arXiv 2104.09864)."""
+"""Splits a fused QKV projection; applies RMS norm per head and rotary position embedding (arXiv 2104.09864)."""
 import numpy as np
 
-from cython.parallel cimport prange
 from libc.stdint cimport int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport dtype_limit, dtype_name
+from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.codec.encode cimport kv_rotary, load_rows
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
 from kvfast.core.checks cimport check_count
-from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_Q_HEADS
+from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import as_array, as_numbers
@@ -26,12 +26,12 @@ cdef object _finite(object array, str name):
 
 
 cdef class Transform:
-    """RMS norm by `norm`, then rotation by `cos` and `sin`; each may be None. The rotation may be that of
-    another, which saves checking it twice."""
+    """RMS norm by `norm`, then rotation by `cos` and `sin`; each may be None. `rotation` is another Transform whose checked
+    rotation is used again."""
 
     def __init__(self, Py_ssize_t head_dim, norm=None, eps=1e-6, cos=None, sin=None, positions=None,
                  bint interleaved=False, str name="norm", Transform rotation=None, Py_ssize_t made_for=-1):
-        """`made_for`: where in the layer the tokens must begin, as the rotation was chosen by it; -1: anywhere."""
+        """`made_for`: the layer length at which the tokens must begin, as the rotation was made for it; -1: any."""
         cdef const float[::1] norm_view
         cdef const float[:, ::1] cos_view, sin_view
         cdef const int64_t[::1] positions_view
@@ -50,16 +50,16 @@ cdef class Transform:
             norm_view = norm
             self.c.row.norm, self.c.row.eps = &norm_view[0], eps
         if (cos is None) != (sin is None):
-            raise ValueError("cos and sin belong together, got only one of them")
+            raise ValueError("cos and sin must be given together, got only one of them")
         if positions is not None and cos is None:
-            raise ValueError("positions are rows of cos and sin, which are missing")
+            raise ValueError("positions need cos and sin, whose rows they choose, got neither")
         if cos is not None:
             cos, sin = as_numbers(cos, "cos"), as_numbers(sin, "sin")
             if cos.ndim != 2 or cos.shape != sin.shape:
-                raise DimensionMismatchError(f"cos and sin must have one shape (positions, rotary_dim // 2), got "
+                raise DimensionMismatchError(f"cos and sin must have the same shape (positions, rotary_dim // 2), got "
                                              f"{cos.shape} and {sin.shape}")
             if not 1 <= cos.shape[1] <= head_dim // 2:
-                raise DimensionMismatchError(f"cos and sin must turn 1 to {head_dim // 2} pairs of the head_dim "
+                raise DimensionMismatchError(f"cos and sin must rotate 1 to {head_dim // 2} pairs of the head_dim "
                                              f"{head_dim}, got shape {cos.shape}")
             cos_view, sin_view = cos, sin
             self.table_rows = cos.shape[0]
@@ -67,7 +67,7 @@ cdef class Transform:
             if self.table_rows:
                 self.c.row.cos, self.c.row.sin = &cos_view[0, 0], &sin_view[0, 0]
             else:
-                raise DimensionMismatchError("cos and sin must hold at least one position")
+                raise DimensionMismatchError(f"cos and sin must hold at least one position, got shape {cos.shape}")
         if positions is not None:
             positions = np.asarray(positions)
             if positions.ndim != 1 or positions.dtype.kind not in "iu":
@@ -84,7 +84,7 @@ cdef class Transform:
         self.arrays = norm, cos, sin, positions, rotation
 
     cdef int fit(self, Py_ssize_t num_tokens, Py_ssize_t first) except -1:
-        """Check the tables for `num_tokens` tokens that begin at position `first`, whose rows they are where none were given."""
+        """Check the tables for `num_tokens` tokens. Without positions the tokens use the rows from `first` on."""
         if self.made_for >= 0 and self.made_for != first:
             raise RuntimeError(f"another thread has changed the layer: it held {self.made_for} tokens, and holds {first} now")
         if self.needs >= 0 and self.needs != num_tokens:
@@ -113,7 +113,7 @@ cdef str _shape_of(object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_
 
 cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim,
                                 Py_ssize_t v_head_dim):
-    """Open (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim); num_q_heads None: what is left."""
+    """Open (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim). With num_q_heads None it follows from the shape."""
     cdef Projection self = Projection.__new__(Projection)
     cdef Py_ssize_t heads, keys_end   # elements of a token before its values
     array = as_array(qkv, "qkv")
@@ -140,46 +140,53 @@ cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_k
     return self
 
 
-cdef bint _transform_token(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token,
-                           const kv_rotary *rotary, const kv_rows *out, kv_watch *watch) noexcept nogil:
-    """Whether all that was computed is finite."""
-    cdef float row[512]
+ctypedef struct kv_transform_call:
+    const kv_kernels *kernels
+    const kv_rows *rows
+    const kv_rotary *rotary
+    const kv_rows *out
+
+
+cdef int _transform_token(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noexcept nogil:
+    """Normalise and rotate the heads of a token; 1 if a result is not finite."""
+    cdef const kv_transform_call *call = <const kv_transform_call *>shared
+    cdef const kv_kernels *kernels = call.kernels
+    cdef const kv_rows *rows = call.rows
+    cdef const kv_rotary *rotary = call.rotary
+    cdef const kv_rows *out = call.out
+    cdef float row[KV_MAX_HEAD_DIM]
     cdef Py_ssize_t head
     cdef char *target = out.data + token * out.token_stride
     cdef bint good = True
-    if is_stopped(watch):
-        return True
     if out.dtype == KV_FLOAT32:
         load_rows(kernels, rows, token, 0, rows.heads, rotary, <float *>target,
                   out.head_stride // <Py_ssize_t>sizeof(float))
         if out.head_stride == rows.dim * <Py_ssize_t>sizeof(float):  # all heads at once
-            return kernels.find_unstorable(<float *>target, rows.heads * rows.dim, dtype_limit(KV_FLOAT32)) < 0
+            return kernels.find_unstorable(<float *>target, rows.heads * rows.dim, KV_MAX_FLOAT32) >= 0
         for head in range(rows.heads):
-            good &= kernels.find_unstorable(<float *>(target + head * out.head_stride), rows.dim, dtype_limit(KV_FLOAT32)) < 0
-        return good
+            good &= kernels.find_unstorable(<float *>(target + head * out.head_stride), rows.dim, KV_MAX_FLOAT32) < 0
+        return not good
     for head in range(rows.heads):
         load_rows(kernels, rows, token, head, 1, rotary, row, rows.dim)
         good &= kernels.find_unstorable(row, rows.dim, dtype_limit(out.dtype)) < 0
         kernels.from_float[out.dtype](row, rows.dim, target + head * out.head_stride)
-    return good
+    return not good
 
 
 cdef object write_queries(Projection parts, Transform transform, object out, object num_threads):
     """The queries of a projection, normalised and rotated, as a new array or into `out`, which must be apart from all that is read."""
     if out is not None and any([np.may_share_memory(out, array) for array in (parts.array, *transform.arrays)]):
-        raise ValueError("out must not share memory with qkv, or with what normalises and rotates it")
+        raise ValueError("out must not share memory with qkv, q_norm, k_norm, cos, sin or positions")
     return transform_rows(parts.q, transform, out, num_threads)
 
 
 cdef object transform_rows(Rows rows, Transform transform, object out, object num_threads):
     """Rows of Q or K, normalised and rotated, as a new array or into `out`."""
-    cdef const kv_kernels *kernels = active()
     cdef Rows target
-    cdef Py_ssize_t i, n = rows.rows.tokens, bad = 0
-    cdef double work = <double>n * rows.rows.heads * rows.rows.dim * 8
-    cdef int threads = num_threads_for(num_threads, work)
-    cdef kv_watch memory
-    cdef kv_watch *watch = watch_of(&memory, work)
+    cdef Py_ssize_t n = rows.rows.tokens
+    cdef kv_team team
+    cdef kv_transform_call call
+    gather(&team, num_threads, <double>n * rows.rows.heads * rows.rows.dim * 8)
     if out is None:
         out = np.empty((n, rows.rows.heads, rows.rows.dim), np.float32)
     elif not isinstance(out, np.ndarray):
@@ -187,16 +194,9 @@ cdef object transform_rows(Rows rows, Transform transform, object out, object nu
     target = open_rows(out, "out", True)
     if (target.rows.tokens != n or target.rows.heads != rows.rows.heads or target.rows.dim != rows.rows.dim):
         raise DimensionMismatchError(f"out must have shape ({n}, {rows.rows.heads}, {rows.rows.dim}), got {out.shape}")
-    with nogil:
-        if threads == 1:
-            for i in range(n):
-                bad += not _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
-        else:
-            for i in prange(n, schedule="static", num_threads=threads):
-                bad += not _transform_token(kernels, &rows.rows, i, &transform.c, &target.rows, watch)
-    check_stopped(watch)
-    if bad:
-        check_finite(rows, "the projection", dtype_limit(KV_FLOAT32), "float32")
+    call.kernels, call.rows, call.rotary, call.out = active(), &rows.rows, &transform.c, &target.rows
+    if for_each(&team, _transform_token, &call, n, STATIC):
+        check_finite(rows, "the projection", KV_MAX_FLOAT32, "float32")
         raise NonFiniteInputError(f"queries or keys are beyond the range of {dtype_name(target.rows.dtype)} "
                                   f"(+-{dtype_limit(target.rows.dtype):g}) once they are normalised and rotated")
     return out
@@ -212,8 +212,8 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
         float32, float16 or bfloat16: all query heads of a token, then its key heads, then its value heads.
     num_q_heads, num_kv_heads, head_dim : int
     cos, sin : arrays of shape (num_positions, rotary_dim // 2), float32, optional
-        Of the rotary angles (arXiv 2104.09864); None leaves Q and K as they are. With fewer than
-        ``head_dim // 2`` columns only the first `rotary_dim` dimensions turn.
+        Cosines and sines of the rotary angles (arXiv 2104.09864); None leaves Q and K as they are. With fewer than
+        ``head_dim // 2`` columns only the first `rotary_dim` dimensions are rotated.
     positions : integers of shape (num_tokens,), optional
         Row of `cos` and `sin` for each token; 0, 1, ... by default.
     q_norm, k_norm : arrays of shape (head_dim,), optional
@@ -221,10 +221,10 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     eps : float
         Added to the mean square in the norm.
     interleaved : bool
-        Turn dimension 2i with 2i + 1 (Llama in GGUF) instead of i with i + rotary_dim // 2 (Hugging Face).
+        Rotate dimension 2i with 2i + 1 (Llama in GGUF) instead of i with i + rotary_dim // 2 (Hugging Face).
     num_threads : int, optional
     v_head_dim : int, optional
-        Of the values, where it is another than that of the keys.
+        Width of the values, if it differs from that of the keys.
 
     Returns
     -------
@@ -235,12 +235,12 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     Raises
     ------
     DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
-        If shapes or positions do not fit, or a weight, or what comes of the norm and the rotation, is not finite.
+        If shapes or positions do not fit, or if a weight or a result of the norm and the rotation is not finite.
     """
-    num_q_heads = check_count(num_q_heads, "num_q_heads", 1, 1 << 20)
-    cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
-    cdef Py_ssize_t dim = check_count(head_dim, "head_dim", 1, 512)
-    cdef Py_ssize_t v_dim = dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, 512)
+    num_q_heads = check_count(num_q_heads, "num_q_heads", 1, KV_MAX_Q_HEADS)
+    cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, KV_MAX_KV_HEADS)
+    cdef Py_ssize_t dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
+    cdef Py_ssize_t v_dim = dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM)
     cdef Projection parts = open_projection(qkv, num_q_heads, heads, dim, v_dim)
     cdef Transform of_q = Transform(dim, q_norm, eps, cos, sin, positions, interleaved, "q_norm")
     cdef Transform of_k = Transform(dim, k_norm, eps, name="k_norm", rotation=of_q)
@@ -251,7 +251,7 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
 
 
 def rotated(x, cos, sin, interleaved=False):
-    """`x`, (num_tokens, num_heads, head_dim), turned by row t of cos and sin for token t, as float32."""
+    """`x`, (num_tokens, num_heads, head_dim), as float32, with token t rotated by row t of cos and sin."""
     cdef Rows rows = open_rows(x, "q")
     cdef Transform transform = Transform(rows.rows.dim, cos=cos, sin=sin, interleaved=interleaved)
     transform.fit(rows.rows.tokens, 0)

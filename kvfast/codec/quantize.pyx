@@ -1,21 +1,20 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""INT8 and INT4 codecs on plain arrays: symmetric, one scale per row (per token per head)."""
+"""INT8 and INT4 codecs for arrays: symmetric, one scale per row (per token per head)."""
 import numpy as np
 
-from cython.parallel cimport prange
 from libc.stdint cimport int8_t, uint8_t
 from libc.stdlib cimport free, malloc
 
 from kvfast.core.arrays cimport dtype_of
-from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, STREAMED_BYTES, active, kv_kernels
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import aligned, as_float32, as_floats
 
 cdef enum:
-    ROWS_PER_TASK = 256
+    ROWS_PER_PIECE = 256
 
 
 ctypedef struct kv_codec_call:
@@ -29,12 +28,18 @@ ctypedef struct kv_codec_call:
     char *codes
     float *scales
     bint nontemporal           # floats are written past the caches
-    kv_watch *watch            # or NULL
 
 
-cdef Py_ssize_t _quantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept nogil:
-    """Quantise up to ROWS_PER_TASK rows; returns the first row that is not finite, or -1 (-2: memory)."""
-    cdef Py_ssize_t first = task * ROWS_PER_TASK, last = min(first + ROWS_PER_TASK, call.rows), row, j, bad = -1
+cdef enum:                     # flags of pieces that ended early
+    NOT_FINITE = 1             # a row is not finite; the scale of the first such row is negative
+    NO_MEMORY = 2
+
+
+cdef int _quantize_rows(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    """Quantise up to ROWS_PER_PIECE rows."""
+    cdef const kv_codec_call *call = <const kv_codec_call *>shared
+    cdef Py_ssize_t first = index * ROWS_PER_PIECE, last = min(first + ROWS_PER_PIECE, call.rows), row, j
+    cdef int ended = 0
     cdef Py_ssize_t half = call.width
     cdef int itemsize = 4 if call.dtype == KV_FLOAT32 else 2
     cdef int8_t *codes
@@ -44,9 +49,9 @@ cdef Py_ssize_t _quantize_task(const kv_codec_call *call, Py_ssize_t task) noexc
     if call.bits == 4 or itemsize == 2:
         scratch = <char *>malloc(call.dim * 5 + 1)
         if scratch == NULL:
-            return -2
+            return NO_MEMORY
     for row in range(first, last):
-        if is_stopped(call.watch):
+        if is_stopped(watch):
             break
         values = <const float *>(call.floats + row * call.dim * itemsize)
         if itemsize == 2:
@@ -55,7 +60,7 @@ cdef Py_ssize_t _quantize_task(const kv_codec_call *call, Py_ssize_t task) noexc
         codes = <int8_t *>(scratch + call.dim * 4) if call.bits == 4 else <int8_t *>(call.codes + row * call.width)
         call.scales[row] = call.kernels.quantize(values, call.dim, 7 if call.bits == 4 else 127, codes)
         if call.scales[row] < 0:
-            bad = row
+            ended = NOT_FINITE
             break
         if call.bits == 4:
             codes[call.dim] = 0  # the nibble after the last of an odd row
@@ -63,11 +68,12 @@ cdef Py_ssize_t _quantize_task(const kv_codec_call *call, Py_ssize_t task) noexc
             for j in range(half):
                 packed[j] = <uint8_t>((codes[j] + 8) | (codes[half + j] + 8) << 4)
     free(scratch)
-    return bad
+    return ended
 
 
-cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept nogil:
-    cdef Py_ssize_t first = task * ROWS_PER_TASK, last = min(first + ROWS_PER_TASK, call.rows), row, j
+cdef int _dequantize_rows(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    cdef const kv_codec_call *call = <const kv_codec_call *>shared
+    cdef Py_ssize_t first = index * ROWS_PER_PIECE, last = min(first + ROWS_PER_PIECE, call.rows), row, j
     cdef Py_ssize_t half = call.width
     cdef int8_t *codes
     cdef const uint8_t *packed
@@ -75,9 +81,9 @@ cdef int _dequantize_task(const kv_codec_call *call, Py_ssize_t task) noexcept n
                                          + (2 * half if call.bits == 4 else 1))
     cdef int8_t *scratch = <int8_t *>(floats + (call.dim if call.nontemporal else 0))
     if floats == NULL:
-        return -2
+        return NO_MEMORY
     for row in range(first, last):
-        if is_stopped(call.watch):
+        if is_stopped(watch):
             break
         codes = <int8_t *>(call.codes + row * half)
         if call.bits == 4:
@@ -125,15 +131,14 @@ def quantize(x, bits=8):
         For NaN or infinity, with its position.
     """
     cdef kv_codec_call call
-    cdef kv_watch watch
-    cdef Py_ssize_t task, tasks, bad = -1, found
-    cdef int threads
+    cdef kv_team team
+    cdef int ended
     if not isinstance(bits, (int, np.integer)) or bits not in (8, 4):
         raise ValueError(f"bits must be 8 or 4, got {bits!r}")
     array = as_floats(x, "x")
     call.dtype = dtype_of(array)
     if array.ndim == 0 or array.size == 0:
-        raise DimensionMismatchError(f"x must have shape (..., head_dim) and hold something, got {array.shape}")
+        raise DimensionMismatchError(f"x must have shape (..., head_dim) and at least one element, got shape {array.shape}")
     array = aligned(array)
     call.kernels = active()
     call.bits = bits
@@ -143,30 +148,12 @@ def quantize(x, bits=8):
     codes = np.empty(array.shape[:-1] + (call.width,), np.int8 if bits == 8 else np.uint8)
     scales = np.empty(array.shape[:-1], np.float32)
     call.floats, call.codes, call.scales = _address(array), _address(codes), <float *>_address(scales)
-    tasks = (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
-    threads = num_threads_for(None, <double>array.nbytes)
-    call.watch = watch_of(&watch, <double>array.nbytes)
-    with nogil:
-        if threads == 1:
-            for task in range(tasks):
-                found = _quantize_task(&call, task)
-                if found != -1:
-                    bad = found
-                    break
-        else:
-            # The lowest marked row is what one thread alone would have found.
-            for task in prange(tasks, schedule="static", num_threads=threads):
-                if _quantize_task(&call, task) == -2:
-                    call.scales[task * ROWS_PER_TASK] = -2
-    check_stopped(call.watch)
-    if threads > 1:
-        marked = np.flatnonzero(scales.reshape(-1)[:] < 0)
-        bad = marked[0] if len(marked) else -1
-        if bad >= 0 and scales.reshape(-1)[bad] == -2:
-            bad = -2
-    if bad == -2:
-        raise MemoryError("cannot allocate the scratch rows of quantize")
-    if bad >= 0:
+    gather(&team, None, <double>array.nbytes)
+    ended = for_each(&team, _quantize_rows, &call, (call.rows + ROWS_PER_PIECE - 1) // ROWS_PER_PIECE, STATIC)
+    if ended & NO_MEMORY:
+        raise MemoryError("cannot allocate the working memory of quantize")
+    if ended:
+        bad = np.flatnonzero(scales.reshape(-1) < 0)[0]  # pieces before the one of this row have all of their scales
         row = as_float32(array.reshape(-1, call.dim)[bad], "x")
         column = int(np.flatnonzero(~np.isfinite(row))[0])
         position = [int(i) for i in np.unravel_index(bad, scales.shape)] + [column]
@@ -192,9 +179,7 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
         `out` if given.
     """
     cdef kv_codec_call call
-    cdef kv_watch watch
-    cdef Py_ssize_t task, tasks
-    cdef int threads, failed = 0
+    cdef kv_team team
     codes, scales = aligned(codes), aligned(scales)
     if codes.dtype != np.int8 and codes.dtype != np.uint8:
         raise TypeError(f"codes must be int8 (INT8) or uint8 (packed INT4), got {codes.dtype}")
@@ -209,8 +194,8 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     if head_dim is None:
         head_dim = out.shape[-1] if isinstance(out, np.ndarray) and out.ndim else call.width * (2 if call.bits == 4 else 1)
     if (head_dim != call.width) if call.bits == 8 else ((head_dim + 1) // 2 != call.width):
-        raise DimensionMismatchError(f"{call.width} bytes of INT{call.bits} codes per row do not hold "
-                                     f"head_dim {head_dim}")
+        raise DimensionMismatchError(f"head_dim must fit {call.width} bytes of INT{call.bits} codes per row, "
+                                     f"got {head_dim}")
     call.dim = head_dim
     call.rows = codes.size // call.width
     shape = codes.shape[:-1] + (head_dim,)
@@ -221,20 +206,10 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     elif out.shape != shape:
         raise DimensionMismatchError(f"out must have shape {shape}, got {out.shape}")
     elif not out.flags.carray or np.may_share_memory(out, codes) or np.may_share_memory(out, scales):
-        raise ValueError("out must be C-contiguous, aligned, writable, and apart from codes and scales")
+        raise ValueError("out must be C-contiguous, aligned and writable, and must not share memory with codes or scales")
     call.floats, call.codes, call.scales = _address(out), _address(codes), <float *>_address(scales)
     call.nontemporal = out.nbytes >= STREAMED_BYTES
-    tasks = (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK
-    threads = num_threads_for(None, <double>out.nbytes)
-    call.watch = watch_of(&watch, <double>out.nbytes)
-    with nogil:
-        if threads == 1:
-            for task in range(tasks):
-                failed |= _dequantize_task(&call, task)
-        else:
-            for task in prange(tasks, schedule="static", num_threads=threads):
-                failed |= _dequantize_task(&call, task)
-    check_stopped(call.watch)
-    if failed:
-        raise MemoryError("cannot allocate the scratch rows of dequantize")
+    gather(&team, None, <double>out.nbytes)
+    if for_each(&team, _dequantize_rows, &call, (call.rows + ROWS_PER_PIECE - 1) // ROWS_PER_PIECE, STATIC):
+        raise MemoryError("cannot allocate the working memory of dequantize")
     return out

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvfast.core.limits import FEW_QUERIES
 from kvfast.errors import CorruptFileError
-
-# Up to this many queries in one call get the same bits as each query alone: see `KVCache.attend`.
-FEW_QUERIES = 16
 
 
 class Basis:

@@ -16,6 +16,7 @@ from kvfast.compression.stores import CacheStore, RankStore
 from kvfast.core.arrays import check_writable
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_float32, as_floats
+from kvfast.core.limits import MAX_HEAD_DIM, MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
 from kvfast.files import cache_file
@@ -213,7 +214,7 @@ class CompressedKV:
         layout = self._layout
         array = _checked_queries(q, layout)
         if causal and array.shape[-3] > layout.seq_len:
-            raise ValueError(f"q holds {array.shape[-3]} tokens, but only {layout.seq_len} are compressed")
+            raise ValueError(f"q must hold at most the {layout.seq_len} compressed tokens, got {array.shape[-3]}")
         scale = layout.head_dim**-0.5 if scale is None else float(scale)
         if not math.isfinite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
@@ -299,15 +300,15 @@ class CompressedKV:
             fields = json.loads(header)
             version = fields.get("compressed")
         except (ValueError, AttributeError, RecursionError):
-            raise CorruptFileError("the header is not one of compressed keys and values") from None
+            raise CorruptFileError("the header does not describe compressed keys and values") from None
         if version != VERSION:
             kind = "this is no CompressedKV" if version is None else f"the format has version {version!r}"
             raise IncompatibleSnapshotError(f"{kind}; this kvfast reads compressed keys and values of version {VERSION}")
         try:
             layout, method = CompressedShape(**fields["layout"]), method_from_dict(fields["method"])
             for size in layout.shape:
-                check_size(size, "layout", 1, 1 << 40)
-            check_size(layout.head_dim, "head_dim", 1, 512)
+                check_size(size, "layout", 1, MAX_TOKENS)
+            check_size(layout.head_dim, "head_dim", 1, MAX_HEAD_DIM)
             error = ReconstructionError(*map(float, fields["error"]))
             kind, of_one = type(method).__name__, replace(layout, batch=None)
             if len(fields["parts"]) != (layout.batch or 1):
@@ -319,7 +320,7 @@ class CompressedKV:
             known = isinstance(error, (CorruptFileError, IncompatibleSnapshotError))
             raise error if known else CorruptFileError(str(error)) from None
         if rest := arrays.rest():
-            raise CorruptFileError(f"{rest[0]} belongs to nothing")
+            raise CorruptFileError(f"unexpected array {rest[0]}")
         return cls(layout, method, parts, error)
 
     def copy(self) -> Self:

@@ -12,7 +12,8 @@ from kvfast.compression.bridges import CacheBridges
 from kvfast.compression.compressed import CompressedKV, CompressedShape, Part, ReconstructionError, checked
 from kvfast.compression.methods import METHODS, Hybrid, LowRank, Quantize, VectorQuantization, check_bits
 from kvfast.compression.product import ProductStore
-from kvfast.compression.stores import FLOAT16_MOST, HYBRID_FORMATS, CacheStore, RankStore
+from kvfast.compression.stores import HYBRID_FORMATS, CacheStore, RankStore
+from kvfast.core.limits import MAX_FLOAT16, MAX_HEAD_DIM
 from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:
@@ -132,17 +133,17 @@ class KVCacheCompressor(CacheBridges):
     def _checked(self, k, v, rank, shape):
         k, v = checked(k, "k", rank, shape), checked(v, "v", rank, shape)
         if k.shape != v.shape:
-            raise DimensionMismatchError(f"k and v must have one shape, got {k.shape} and {v.shape}")
+            raise DimensionMismatchError(f"k and v must have the same shape, got {k.shape} and {v.shape}")
         seq_len, head_dim = k.shape[-2:]
-        if head_dim > 512:
-            raise DimensionMismatchError(f"head_dim must be at most 512, got {head_dim}")
+        if head_dim > MAX_HEAD_DIM:
+            raise DimensionMismatchError(f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
         rank = getattr(self._method, "rank", None)
         if rank is not None and rank > head_dim:
             raise ValueError(f"rank must be at most head_dim, {head_dim}, got {rank}")
         if isinstance(self._method, VectorQuantization):
             if self._method.codebook_size > seq_len - _room(seq_len):
-                raise ValueError(f"codebook_size must be at most the number of tokens, of which {_room(seq_len)} of {seq_len} "
-                                 f"may be stored exactly, got {self._method.codebook_size}")  # fmt: skip
+                raise ValueError(f"codebook_size must be at most the number of tokens ({_room(seq_len)} of {seq_len} may be stored "
+                                 f"exactly), got {self._method.codebook_size}")  # fmt: skip
             if (self._method.num_subvectors or 1) > head_dim:
                 raise ValueError(f"num_subvectors must be at most head_dim, {head_dim}, got {self._method.num_subvectors}")
         return k, v
@@ -206,7 +207,7 @@ def outliers(k, v):
 
 def _exact(k, v):
     """Tokens as float16, or as float32 if they exceed the range of float16."""
-    return CacheStore.of(k, v, "float16" if max(abs(k).max(), abs(v).max()) <= FLOAT16_MOST else "float32")
+    return CacheStore.of(k, v, "float16" if max(abs(k).max(), abs(v).max()) <= MAX_FLOAT16 else "float32")
 
 
 def _room(tokens):
@@ -222,5 +223,5 @@ def square_sum(x):
 
 def _layout_of(compressed):
     if not isinstance(compressed, CompressedKV):
-        raise TypeError(f"a CompressedKV is needed, got {type(compressed).__name__}")
+        raise TypeError(f"compressed must be a CompressedKV, got {type(compressed).__name__}")
     return compressed.layout

@@ -7,10 +7,10 @@ from numbers import Integral, Real
 
 from kvfast.codec.formats import KVFormat
 from kvfast.core.checks import check_size
+from kvfast.core.limits import MAX_CENTROIDS, MAX_HEAD_DIM
 
 __all__ = ["Hybrid", "LowRank", "Quantize", "VectorQuantization"]
 
-MOST_CENTROIDS = 256
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LowRank:
         if (self.rank is None) == (self.energy is None):
             raise ValueError("LowRank needs either rank or energy")
         if self.rank is not None:
-            _set(self, rank=check_size(self.rank, "rank", 1, 512))
+            _set(self, rank=check_size(self.rank, "rank", 1, MAX_HEAD_DIM))
         elif isinstance(self.energy, bool) or not isinstance(self.energy, Real) or not 0 < self.energy <= 1:
             raise ValueError(f"energy must be above 0 and at most 1, got {self.energy!r}")
         else:
@@ -69,7 +69,7 @@ class Hybrid:
 
     def __post_init__(self) -> None:
         if self.rank is not None:
-            _set(self, rank=check_size(self.rank, "rank", 1, 512))
+            _set(self, rank=check_size(self.rank, "rank", 1, MAX_HEAD_DIM))
         _set(self, quant_bits=check_bits(self.quant_bits))
 
 
@@ -94,9 +94,9 @@ class VectorQuantization:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _set(self, codebook_size=check_size(self.codebook_size, "codebook_size", 2, MOST_CENTROIDS))
+        _set(self, codebook_size=check_size(self.codebook_size, "codebook_size", 2, MAX_CENTROIDS))
         if self.num_subvectors is not None:
-            _set(self, num_subvectors=check_size(self.num_subvectors, "num_subvectors", 1, 512))
+            _set(self, num_subvectors=check_size(self.num_subvectors, "num_subvectors", 1, MAX_HEAD_DIM))
         _set(self, seed=check_size(self.seed, "seed", 0, 1 << 62))
 
 

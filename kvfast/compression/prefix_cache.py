@@ -12,6 +12,7 @@ from kvfast.caches.paged_sequence import Sequence
 from kvfast.compression.compressed import CompressedKV, check_out
 from kvfast.compression.compressor import KVCacheCompressor
 from kvfast.core.checks import check_size
+from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError
 
@@ -60,10 +61,10 @@ class PrefixKVCache:
         layout = layers[0].layout
         for one in layers:
             if one.layout.is_batched or one.layout != layout:
-                raise DimensionMismatchError("the layers must have one shape without a batch, "
+                raise DimensionMismatchError("the layers must have the same shape, without a batch, "
                                              f"got {layout.shape} and {one.layout.shape}")  # fmt: skip
         if max_seq_len is not None:
-            max_seq_len = check_size(max_seq_len, "max_seq_len", layout.seq_len + 1, 1 << 40) - layout.seq_len
+            max_seq_len = check_size(max_seq_len, "max_seq_len", layout.seq_len + 1, MAX_TOKENS) - layout.seq_len
         self._layers, self._layout = layers, layout
         self._live = KVCache(len(layers), layout.num_heads, layout.head_dim, max_seq_len, dtype, k_dtype, v_dtype)
 
@@ -98,7 +99,7 @@ class PrefixKVCache:
         for layer in range(cache.num_layers):
             k, v = cache.k(layer)[:n], cache.v(layer)[:n]
             if len(k) != n:
-                raise ValueError("the cache has dropped tokens, and those behind a prefix stand at their positions in it")
+                raise ValueError("the cache must hold all of its tokens, got one that has dropped some: tokens after a prefix need their positions in it")
             layers.append(compressor.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1)))
         return cls(layers, max_seq_len, dtype, k_dtype, v_dtype)
 
@@ -147,7 +148,7 @@ class PrefixKVCache:
 
     def truncate(self, n: int) -> None:
         """Keep the first `n` complete tokens; `n` must include the prefix."""
-        check_size(n, "n", self.prefix_len, 1 << 60)
+        check_size(n, "n", self.prefix_len)
         self._live.truncate(n - self.prefix_len)
 
     def clear(self) -> None:

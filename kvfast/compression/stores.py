@@ -14,6 +14,7 @@ import numpy as np
 from kvfast.caches.contiguous import KVCache
 from kvfast.codec.formats import KVFormat
 from kvfast.compression.basis import Basis, eigen, rank_of_energy
+from kvfast.core.limits import LANES
 from kvfast.errors import CorruptFileError
 
 # Formats of the coordinates of a Hybrid: the presets without float rows for the first tokens, which are exact anyway.
@@ -22,8 +23,6 @@ HYBRID_FORMATS = {
     4: KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True),
 }
 BLOCKS_OF_CHANNELS = (64, 32)
-LANES = 16  # rows of a KVCache are padded to a multiple of this
-FLOAT16_MOST = 65504.0
 
 
 class CacheStore:

@@ -1,10 +1,16 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Arguments that are numbers."""
+"""Checks of arguments that are numbers."""
 import math
 
 import numpy as np
 
+from libc.stdint cimport int32_t
+
+from kvfast.core.limits cimport KV_MAX_BLOCK_SIZE, KV_MIN_BLOCK_SIZE, KV_UNLIMITED
+
 from kvfast.core.interchange import as_numbers
+from kvfast.core.limits import BLOCK_SIZES
+from kvfast.core.text import one_of
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 
@@ -18,14 +24,14 @@ cdef float check_number(object value, str name, bint positive) except? -1:
     return number
 
 
-cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most) except -1:
-    """An integer between least and most; -1 is never returned, so least is at least 0."""
+cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most=KV_UNLIMITED) except -1:
+    """An integer between least and most. `least` must be at least 0, as -1 reports an error."""
     try:
         number = value.__index__()
     except AttributeError:
         raise TypeError(f"{name} must be an integer, got {value!r}") from None
     if not least <= number <= most:
-        limits = f"at least {least}" if most == 1 << 60 else f"between {least} and {most}"
+        limits = f"at least {least}" if most == KV_UNLIMITED else f"between {least} and {most}"
         raise ValueError(f"{name} must be {limits}, got {number}")
     return number
 
@@ -40,16 +46,16 @@ cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
     return number
 
 
-def check_size(value, name, least, most):
-    """An integer between least and most."""
+def check_size(value, name, least, most=KV_UNLIMITED):
+    """An integer between least and most; by default there is no limit."""
     return check_count(value, name, least, most)
 
 
 def check_block_size(value):
     """Tokens of a block, a power of two."""
-    size = check_count(value, "block_size", 16, 256)
-    if size & (size - 1):
-        raise ValueError(f"block_size must be 16, 32, 64, 128 or 256, got {size}")
+    size = check_count(value, "block_size", KV_MIN_BLOCK_SIZE, KV_MAX_BLOCK_SIZE)
+    if size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be {one_of(BLOCK_SIZES)}, got {size}")
     return size
 
 
@@ -63,12 +69,29 @@ cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
     return array
 
 
+cdef object check_integers(object values, str name, object dtype, int ndim):
+    """Integers as a new array, so that the caller cannot change them after the check."""
+    array = np.asarray(values)
+    if array.ndim != ndim or array.dtype.kind not in "iu":
+        raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
+                                     f"{array.dtype} of shape {array.shape}")
+    return np.array(array, dtype, order="C")
+
+
+cdef bint rises(const int32_t[::1] values) noexcept:
+    cdef Py_ssize_t i
+    for i in range(1, values.shape[0]):
+        if values[i] < values[i - 1]:
+            return False
+    return True
+
+
 def checked_token_ids(token_ids, count=None):
-    """Token ids as a new int64 array, `count` of them if given; else ValueError."""
+    """Token ids as a new int64 array. ValueError if they are no integers, or not `count` of them if that is given."""
     array = np.asarray(token_ids)
     if array.ndim != 1 or count is not None and len(array) != count or array.size and array.dtype.kind not in "iu":
         wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"
         raise ValueError(f"token_ids must be {wanted}, got {array.dtype} of shape {array.shape}")
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # which would be the same as a negative one
+        raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # as int64 it would equal a negative id
     return array.astype(np.int64)

@@ -1,32 +1,52 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""What this machine can do: what the speed of attention is a fraction of."""
+"""Measures the memory bandwidth and peak arithmetic of this machine, which limit the speed of attention."""
 import time
 
 import numpy as np
 
-from cython.parallel cimport prange
-from libc.stdint cimport uint32_t
-
+from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport active, kv_kernels
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
 cdef enum:
     BYTES_AT_ONCE = 1 << 20
 
-cdef double SECONDS = 8e-3  # some of the turns that processes take on a processor
+cdef double SECONDS = 8e-3  # several time slices of the operating system's scheduler
 
 _KINDS = ("int8", "float32")
 _buffer = np.empty(0, np.int64)
 
 
+ctypedef struct kv_measurement:
+    const kv_kernels *kernels
+    const char *data
+    int kind                   # index in _KINDS
+    Py_ssize_t steps
+    double operations          # of one thread
+
+
+cdef int _read_megabyte(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    cdef const kv_measurement *call = <const kv_measurement *>shared
+    call.kernels.read_bytes(call.data + index * BYTES_AT_ONCE, BYTES_AT_ONCE)
+    return 0
+
+
+cdef int _multiply(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    cdef kv_measurement *call = <kv_measurement *>shared
+    cdef float sink = 0
+    cdef double operations = call.kernels.multiply[call.kind](call.steps, &sink)
+    if index == 0:  # all threads do the same number
+        call.operations = operations
+    return 0
+
+
 def read_bandwidth(nbytes=1 << 28, num_threads=None):
-    """Measure how fast this machine reads memory once, with the loads the kernels use.
+    """Measure how fast this machine reads memory, in one pass with the loads that the kernels use.
 
     Parameters
     ----------
     nbytes : int
-        How much to read; several times the last-level cache that this machine gives one process, or
-        caches are what is measured.
+        How much to read. Use several times the size of the last-level cache; otherwise you measure the cache.
     num_threads : int, optional
 
     Returns
@@ -35,28 +55,26 @@ def read_bandwidth(nbytes=1 << 28, num_threads=None):
         Bytes per second of this one pass.
     """
     global _buffer
-    cdef const kv_kernels *kernels = active()
-    cdef Py_ssize_t i, pieces = max(1, nbytes // BYTES_AT_ONCE)
-    cdef uint32_t total = 0
-    cdef int threads = num_threads_for(num_threads, <double>pieces * BYTES_AT_ONCE)
-    buffer = _buffer  # held: another thread may put a larger one there meanwhile
+    cdef Py_ssize_t pieces = max(1, nbytes // BYTES_AT_ONCE)
+    cdef kv_measurement call
+    cdef kv_team team
+    gather(&team, num_threads, <double>pieces * BYTES_AT_ONCE)
+    buffer = _buffer  # keep a reference: another thread may replace it meanwhile
     if buffer.nbytes < pieces * BYTES_AT_ONCE:
         buffer = _buffer = np.ones(pieces * BYTES_AT_ONCE // 8, np.int64)
-    cdef const char *data = <const char *><Py_ssize_t>buffer.ctypes.data
+    call.kernels, call.data = active(), <const char *><Py_ssize_t>buffer.ctypes.data
     start = time.perf_counter()
-    with nogil:
-        for i in prange(pieces, schedule="static", num_threads=threads):
-            total += kernels.read_bytes(data + i * BYTES_AT_ONCE, BYTES_AT_ONCE)
+    for_each(&team, _read_megabyte, &call, pieces, STATIC)
     return pieces * BYTES_AT_ONCE / (time.perf_counter() - start)
 
 
 def peak_rate(kind="int8", num_threads=None):
-    """Measure how fast this machine multiplies and adds numbers in registers, with the instructions the kernels use.
+    """Measure how fast this machine multiplies and adds in registers, with the instructions that the kernels use.
 
     Parameters
     ----------
     kind : {"int8", "float32"}
-        ``"int8"``: what the tier in use multiplies codes with; see Notes.
+        ``"int8"`` measures the instructions that the tier in use multiplies codes with; see Notes.
     num_threads : int, optional
 
     Returns
@@ -66,26 +84,23 @@ def peak_rate(kind="int8", num_threads=None):
 
     Notes
     -----
-    Kernels multiply codes by 16-bit numbers. Tiers with AVX-512 VNNI, AMX or NEON's dot products cut those into two parts of
-    8 bits, so that attention, of which a product counts once, gets to half of this rate at most; the others multiply 16 bits,
-    and that is what is measured there.
+    Kernels multiply codes by 16-bit numbers. Tiers with AVX-512 VNNI, AMX or NEON's dot products cut these into two parts of
+    8 bits. There attention, which counts each product once, reaches at most half of this rate. The other tiers multiply
+    16-bit numbers, and that is what this function measures there.
     """
     if kind not in _KINDS:
         raise ValueError(f'kind must be "int8" or "float32", got {kind!r}')
-    cdef const kv_kernels *kernels = active()
-    cdef int which = _KINDS.index(kind), i, threads = num_threads_for(num_threads, 1e12)
-    cdef Py_ssize_t steps = 1 << 12
-    cdef double operations, seconds, factor
-    cdef float sink
+    cdef double seconds, factor
+    cdef kv_measurement call
+    cdef kv_team team
+    gather(&team, num_threads, 1e12)
+    team.watch = NULL  # the call is short, and asking for signals would be part of the measurement
+    call.kernels, call.kind, call.steps = active(), _KINDS.index(kind), 1 << 12
     while True:
-        operations = 0
         start = time.perf_counter()
-        with nogil:
-            for i in prange(threads, schedule="static", num_threads=threads):  # no-cython-lint
-                sink = 0
-                operations += kernels.multiply[which](steps, &sink)
+        for_each(&team, _multiply, &call, team.threads, STATIC)
         seconds = time.perf_counter() - start
         if seconds >= SECONDS:
-            return operations / seconds
+            return team.threads * call.operations / seconds
         factor = min(max(1.2 * SECONDS / seconds, 2.0), 16.0)
-        steps = <Py_ssize_t>(steps * factor)
+        call.steps = <Py_ssize_t>(call.steps * factor)

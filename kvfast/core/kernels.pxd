@@ -1,41 +1,50 @@
-"""The kernel table: the one door to ``simd/``.
+"""The kernel table and the table of dtypes. All calls to ``simd/`` go through them. ``limits.pxd`` has the limits.
 
-``active()`` is read once per call, so that a call runs on one tier to its end.
+A call reads ``active()`` once, so that it runs on one tier to its end.
 """
 from libc.stdint cimport int8_t, int32_t, uint8_t, uint16_t, uint32_t
 
+from kvfast.core.limits cimport KV_LANES, KV_TILE
 
-# Floats that are at least so many bytes are written past the caches, which they would not fit: without reading what they
-# replace, twice as fast.
+
+# Float arrays of at least so many bytes are written past the caches, which they would not fit. This does not read the memory
+# that they replace, and is twice as fast.
 cdef enum:
     STREAMED_BYTES = 16 << 20
 
 
-cdef extern from "simd/kernels.h" nogil:
+cdef extern from "simd/dtypes.h" nogil:
     enum:
-        KV_FLOAT32
+        KV_FLOAT32             # what arrays of the API are; of other dtypes, only simd/ knows the numbers
         KV_FLOAT16
         KV_BFLOAT16
-        KV_INT8
-        KV_INT4
-        KV_GAUSS4
-        KV_INT2
-        KV_TRELLIS4
-        KV_FIRST_PACKED
         KV_NUM_DTYPES
+        KV_FLOAT_ROWS
+        KV_PACKED_CODES
+
+    ctypedef struct kv_dtype:
+        const char *number
+        const char *name
+        int family
+        int bits
+        int scale_bytes
+        int levels
+        float limit
+        const char *also
+        const char *codebooks
+        const char *options
+
+    const kv_dtype *kv_dtypes  # (KV_NUM_DTYPES,)
+
+
+cdef extern from "simd/kernels.h" nogil:
+    enum:
         KV_INTEGERS
         KV_HALVES
-        KV_NUM_FLOATS
-        KV_LANES
-        KV_TILE
-        KV_ROWS
-        KV_MAX_HEAD_DIM
-        KV_MAX_ROPE_DIM
-        KV_PANELS
-        KV_MAX_CENTROIDS
 
     ctypedef struct kv_side:
         int dtype
+        int family
         int block_size
         int head_dim
         int padded_dim
@@ -77,7 +86,7 @@ cdef extern from "simd/kernels.h" nogil:
 
     ctypedef struct kv_tile:
         const char *base
-        Py_ssize_t at[8]
+        Py_ssize_t at[KV_TILE // KV_LANES]
         int first
         int count
 
@@ -138,8 +147,8 @@ cdef extern from "simd/kernels.h" nogil:
 
     ctypedef struct kv_kernels:
         const char *isa
-        void (*to_float[3])(const void *source, Py_ssize_t n, float *row) noexcept nogil
-        void (*from_float[3])(const float *row, Py_ssize_t n, void *target) noexcept nogil
+        void (*to_float[KV_NUM_DTYPES])(const void *source, Py_ssize_t n, float *row) noexcept nogil
+        void (*from_float[KV_NUM_DTYPES])(const float *row, Py_ssize_t n, void *target) noexcept nogil
         Py_ssize_t (*find_unstorable)(const float *row, Py_ssize_t n, float limit) noexcept nogil
         float (*quantize)(const float *row, Py_ssize_t n, int levels, int8_t *codes) noexcept nogil
         void (*dequantize)(const int8_t *codes, Py_ssize_t n, float scale, float *row) noexcept nogil
@@ -158,13 +167,13 @@ cdef extern from "simd/kernels.h" nogil:
                        Py_ssize_t out_stride) noexcept nogil
         void (*transform)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n,
                           const kv_transform *transform, float *out, Py_ssize_t out_stride) noexcept nogil
-        void (*prepare[12])(const kv_side *side, const float *rows, int num_rows, float scale,
+        void (*prepare[KV_NUM_DTYPES])(const kv_side *side, const float *rows, int num_rows, float scale,
                            kv_queries *queries) noexcept nogil
-        void (*scores[12])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
+        void (*scores[KV_NUM_DTYPES])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                           const kv_ahead *ahead, float *scores) noexcept nogil
         void (*softmax)(kv_softmax *state, int num_rows, int count, const int *start, const int *stop,
                         float position, const kv_score_options *options) noexcept nogil
-        void (*accumulate[12])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
+        void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
         void (*accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                                   const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil

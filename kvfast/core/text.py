@@ -19,3 +19,9 @@ def same_or_tuple(values: list[Any]) -> Any:
 def each(values: Any) -> str:
     """The values of `same_or_tuple` for reading, each once."""
     return "/".join(map(str, dict.fromkeys(values))) if isinstance(values, tuple) else str(values)
+
+
+def one_of(values: Any) -> str:
+    """Values as a choice: ``16, 32 or 64``."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -8,21 +8,20 @@ from dataclasses import asdict, dataclass
 from kvfast.caches.latent_rows import latent_format
 from kvfast.caches.ring import ROLLBACK, ring_blocks
 from kvfast.caches.stored_sequence import BLOCK_SIZE
+from kvfast.codec.dtypes import FLOATS, NAMES, dtype_row
 from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of
 from kvfast.core.checks import check_size
 from kvfast.core.hardware import read_bandwidth
+from kvfast.core.limits import CHUNK_BLOCKS, MAX_TOKENS, OPEN_TOKENS, PIECE
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
 from kvfast.storage.pool import BlockPool
 
 __all__ = ["DtypePlan", "MemoryPlan", "plan"]
 
-# Formats that are planned by default: all presets, and the plain storage dtypes.
-DTYPES = ("float32", "float16", "bfloat16", *PRESETS, "int7", "int6", "int5", "int3", "int2")
-MOST_TOKENS = 1 << 40
-PIECE = 16  # tokens of a piece of float rows
-CHUNK_BLOCKS = 8  # memory is taken for multiples of this many blocks or pieces
-OPEN_TOKENS = 16  # tokens that must follow a sealed block before its float rows are released
+# Formats that are planned by default: all presets, and the storage dtypes, those that are no presets from many bits to few.
+_OTHERS = sorted([name for name in NAMES if name not in (*FLOATS, *PRESETS)], key=lambda name: -dtype_row(name).bits)
+DTYPES = (*FLOATS, *PRESETS, *_OTHERS)
 BANDWIDTH_PASSES = 5
 
 
@@ -161,17 +160,17 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
     """
     shape = read_shape(model)
     context = shape.context_length or 4096 if context is None else context
-    context, batch = check_size(context, "context", 1, MOST_TOKENS), check_size(batch, "batch", 1, MOST_TOKENS)
+    context, batch = check_size(context, "context", 1, MAX_TOKENS), check_size(batch, "batch", 1, MAX_TOKENS)
     weights, read = shape.weight_bytes, shape.weight_bytes_read
     if weight_bytes is not None:
-        read = check_size(weight_bytes, "weight_bytes", 1, 1 << 60)
+        read = check_size(weight_bytes, "weight_bytes", 1)
         weights = max(weights or 0, read)
     caches = [(name, _caches(shape, one)) for name, one in _chosen(dtype, shape)]
     if memory is None:
         memory = available_memory()
         memory = None if memory is None else max(0, memory - (weights or 0))
     else:
-        memory = check_size(memory, "memory", 0, 1 << 60)
+        memory = check_size(memory, "memory", 0)
     if bandwidth is None:
         bandwidth = max(read_bandwidth() for _ in range(BANDWIDTH_PASSES))
     if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
@@ -217,7 +216,7 @@ class _Cache:
         self.rope_dim = rope_dim
         if rope_dim is not None:
             if any(window is not None for (window, *_), _ in layers):
-                raise ValueError("latent rows with a window are not known to kvfast")
+                raise ValueError("kvfast does not support latent rows with a window")
             layers = [(kind, latent_format(form)) for kind, form in layers]
         self.block_size = block_size_of([form for _, form in layers], None, BLOCK_SIZE)
         by_kind = {}
@@ -308,7 +307,7 @@ def _dtype_plan(name, caches, context, batch, memory, bandwidth, weight_bytes):
 
 def _longest(nbytes, room):
     """The largest number of tokens that fit into `room` bytes; None for no limit."""
-    low, high = 0, MOST_TOKENS
+    low, high = 0, MAX_TOKENS
     if nbytes(high) <= room:
         return None
     while high - low > 1:

@@ -1,6 +1,6 @@
-/* Rows as codes of 2, 3, 5, 6 or 7 bits or of a trellis, and back; see packed.h. */
+/* Encodes rows as codes of 2, 3, 5, 6 or 7 bits or of a trellis, and decodes them; see packed.h. */
 
-/* Which level above 0 is nearest to each t >= 0, and the level. Evenly spaced: t in steps, below `half`. */
+/* Index of the level above 0 that is nearest to each t >= 0, and the level. With even levels t is in steps, below `half`. */
 static inline __attribute__((always_inline)) vi KV(nearest_packed)(vf t, const float *magnitudes, int half, float step,
                                                                    vf *level)
 {
@@ -20,12 +20,12 @@ static inline __attribute__((always_inline)) vi KV(nearest_packed)(vf t, const f
     return cell;
 }
 
-/* Padded codes of a row; returns its scale, a bfloat16. As KV(search): of the scale that clips nothing and those of a
-   Gaussian of the row's size, refitted to their codes, the one that leaves the least squared error. */
+/* Padded codes of a row; returns its scale, a bfloat16. Like KV(search), tries the scale that clips nothing and scales for a
+   Gaussian of the row's size, refits these to their codes, and takes the one with the least squared error. */
 static float KV(code_packed_row)(const kv_side *side, const float *row, uint8_t *codes)
 {
     static const float spreads[] = {0.0f, 1.0f, 0.85f, 1.2f};
-    const int bits = kv_bits_of(side->dtype), half = 1 << (bits - 1);
+    const int bits = kv_dtypes[side->dtype].bits, half = 1 << (bits - 1);
     const int n = side->padded_dim, padding = n - side->head_dim;
     const uint8_t *table = kv_packed_table(side);
     const float step = table ? 0.0f : (float)(256 >> bits);
@@ -50,7 +50,7 @@ static float KV(code_packed_row)(const kv_side *side, const float *row, uint8_t 
         float s = i ? spread * spreads[i] : largest / (table ? magnitudes[half - 1] : 128.0f), product, square;
         for (int refits = i > 0;; refits--) {
             s = kv_from_bfloat16(kv_to_bfloat16(s));
-            s = s > smallest ? s : smallest; /* times `up` a normal float */
+            s = s > smallest ? s : smallest; /* so that s times `up` is a normal float */
             const vf inverse = vf_set1(1.0f / s);
             vf products = vf_set1(0.0f), squares = products, level;
             for (int d = 0; d < n; d += W) {
@@ -83,7 +83,7 @@ static float KV(code_packed_row)(const kv_side *side, const float *row, uint8_t 
 static void KV(encode_packed)(const kv_side *side, char *block, int slot, const float *row, int values)
 {
     uint8_t codes[KV_MAX_HEAD_DIM];
-    const int bits = kv_bits_of(side->dtype);
+    const int bits = kv_dtypes[side->dtype].bits;
     const float scale = side->dtype == KV_TRELLIS4 ? KV(code_trellis_row)(side, row, codes, values)
                                                    : KV(code_packed_row)(side, row, codes);
     ((uint16_t *)(block + side->scales))[slot] = kv_to_bfloat16(scale);
@@ -97,7 +97,7 @@ static void KV(decode_packed)(const kv_side *side, const char *block, int slot, 
     uint8_t codes[KV_MAX_HEAD_DIM];
     int8_t levels[KV_MAX_HEAD_DIM];
     const uint8_t *stored = (const uint8_t *)block, *table = kv_packed_table(side);
-    const int bits = kv_bits_of(side->dtype);
+    const int bits = kv_dtypes[side->dtype].bits;
     for (int d = 0; d < side->padded_dim; d++)
         codes[d] = (uint8_t)(values ? kv_get_packed(stored, bits, side->block_size, d, slot)
                                     : kv_get_packed(stored, bits, side->padded_dim, slot, d));
@@ -110,7 +110,7 @@ static void KV(decode_packed)(const kv_side *side, const char *block, int slot, 
 static void KV(copy_packed)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                             int to_slot, int values)
 {
-    const int bits = kv_bits_of(side->dtype);
+    const int bits = kv_dtypes[side->dtype].bits;
     const uint8_t *from = (const uint8_t *)source;
     uint8_t *into = (uint8_t *)target;
     for (int d = 0; d < side->padded_dim; d++)

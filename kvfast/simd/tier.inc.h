@@ -15,7 +15,9 @@
 #include "pq.inc.h"
 #include "measure.inc.h"
 
-#define KV_SIX(name) KV(name), KV(name), KV(name), KV(name), KV(name), KV(name) /* packed codes */
+#define KV_PREPARE(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) KV(prepare_##prepare),
+#define KV_SCORES(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) KV(scores_##kernels),
+#define KV_ACCUMULATE(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) KV(accumulate_##kernels),
 #define KV_TABLE \
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
     .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},                                            \
@@ -31,13 +33,10 @@
     .copy_token = KV(copy_token),                                                                                     \
     .rotate = KV(rotate),                                                                                             \
     .transform = KV(transform),                                                                                       \
-    .prepare = {KV(prepare_floating), KV(prepare_floating), KV(prepare_floating), KV(prepare_int8), KV(prepare_int4), \
-                KV(prepare_gauss4), KV_SIX(prepare_int8)}, \
-    .scores = {KV(scores_float32), KV(scores_float16), KV(scores_bfloat16), KV(scores_int8), KV(scores_int4),         \
-               KV(scores_gauss4), KV_SIX(scores_packed)}, \
+    .prepare = {KV_DTYPES(KV_PREPARE)},                                                                               \
+    .scores = {KV_DTYPES(KV_SCORES)},                                                                                 \
     .softmax = KV(softmax),                                                                                           \
-    .accumulate = {KV(accumulate_float32), KV(accumulate_float16), KV(accumulate_bfloat16), KV(accumulate_int8),      \
-                   KV(accumulate_int4), KV(accumulate_gauss4), KV_SIX(accumulate_packed)}, \
+    .accumulate = {KV_DTYPES(KV_ACCUMULATE)},                                                                         \
     .accumulate_latent = KV(accumulate_latent),                                                                       \
     .scale_add = KV(scale_add),                                                                                       \
     .nearest = KV(nearest),                                                                                           \
@@ -61,7 +60,9 @@ static const kv_kernels kernels_amx = {
     .attend_panels = {KV(attend_integers), KV(attend_halves)}};
 #endif
 #undef KV_TABLE
-#undef KV_SIX
+#undef KV_PREPARE
+#undef KV_SCORES
+#undef KV_ACCUMULATE
 #undef KV_MAX_ACTIVATION
 #undef KV_MAX_WEIGHT
 #undef KV_INVERSE_OF

@@ -18,5 +18,3 @@ cdef class PagedBuffer:
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
     cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
                                object cu_seqlens_q, Options options, bint cascade)
-    cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,
-                    list keepalive) except -1

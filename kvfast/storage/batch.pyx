@@ -1,6 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Batches over the sequences of a pool (PagedAttention, arXiv 2309.06180), with keys that several of them
-share read once for all (cascade attention, FlashInfer, arXiv 2501.01005)."""
+"""Batches over the sequences of a pool (PagedAttention, arXiv 2309.06180)."""
 cimport cython
 import numpy as np
 
@@ -10,15 +9,16 @@ from libc.string cimport memset
 
 from kvfast.attention.call cimport AttendCall, imagined_rows, open_call
 from kvfast.attention.options cimport Options
-from kvfast.attention.tiles cimport floats_from, kv_item
-from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.attention.tiles cimport floats_from
+from kvfast.codec.blocks cimport kv_store
 from kvfast.codec.encode cimport check_rows, check_storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, transform_rows, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
-from kvfast.core.checks cimport check_layer
-from kvfast.core.kernels cimport KV_ROWS, KV_TILE
+from kvfast.core.checks cimport check_integers, check_layer, rises
+from kvfast.core.limits cimport KV_ROWS
 from kvfast.storage.block_map cimport entry_of
 from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.cascade cimport MAX_SHARED_QUERIES, Context, read_together
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.prefix_index cimport PrefixIndex
 from kvfast.storage.ring_table cimport RingTable
@@ -27,39 +27,12 @@ from kvfast.storage.sequence cimport check_held, fit_window
 from kvfast.errors import DimensionMismatchError
 from kvfast.core.checks import check_block_size
 
-cdef enum:
-    MIN_SHARED_TOKENS = 256    # shorter shared prefixes are read by each sequence for itself
-    MAX_SHARED_QUERIES = 8     # sequences with more queries are bound by arithmetic, not by reading
-
-
-cdef class Context:
-    """The keys that one sequence of a batch sees, and which queries are its."""
-    cdef kv_context c
-    cdef Py_ssize_t first_query, num_queries
-    cdef Py_ssize_t shareable  # blocks that all its queries see in full
-
-
-cdef object _integers(object values, str name, object dtype, int ndim):
-    array = np.asarray(values)
-    if array.ndim != ndim or array.dtype.kind not in "iu":
-        raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
-                                     f"{array.dtype} of shape {array.shape}")
-    return np.array(array, dtype, order="C")  # a copy: what is checked must not change before it is used
-
 
 cdef int _check_all_open(list tables) except -1:
     cdef BlockTable table
     for table in tables:
         table.check_open()
     return 0
-
-
-cdef bint _rises(const int32_t[::1] values) noexcept:
-    cdef Py_ssize_t i
-    for i in range(1, values.shape[0]):
-        if values[i] < values[i - 1]:
-            return False
-    return True
 
 
 cdef class PagedBuffer:
@@ -218,7 +191,7 @@ cdef class PagedBuffer:
         cdef int64_t total = self.pool.num_blocks * size, slot
         cdef int32_t block
         cdef BlockTable table
-        array = _integers(slot_mapping, "slot_mapping", np.int64, 1)
+        array = check_integers(slot_mapping, "slot_mapping", np.int64, 1)
         if array.shape[0] != n:
             raise DimensionMismatchError(f"slot_mapping must have shape ({n},), one slot per token, got {array.shape}")
         slots = array
@@ -268,7 +241,7 @@ cdef class PagedBuffer:
         of_q.fit(parts.heads.rows.tokens, 0)
         of_k.fit(parts.heads.rows.tokens, 0)
         number = check_layer(layer, self.pool.num_layers)
-        slot_mapping = _integers(slot_mapping, "slot_mapping", np.int64, 1)  # a copy, as the queries may be written over it
+        slot_mapping = check_integers(slot_mapping, "slot_mapping", np.int64, 1)  # a copy, as the queries may be written over it
         q = write_queries(parts, of_q, out, num_threads)
         self._write(number, parts.k, parts.v, slot_mapping, of_k)
         return q
@@ -341,13 +314,13 @@ cdef class PagedBuffer:
             call.set_rope(rope_q)
         if cu_seqlens_q is None:
             cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
-        starts = cu_seqlens_q = _integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
-        if starts.shape[0] != count + 1 or starts[0] != 0 or starts[count] != call.call.q.tokens or not _rises(starts):
+        starts = cu_seqlens_q = check_integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
+        if starts.shape[0] != count + 1 or starts[0] != 0 or starts[count] != call.call.q.tokens or not rises(starts):
             raise DimensionMismatchError(
                 f"cu_seqlens_q must rise from 0 to the {call.call.q.tokens} tokens of q in {count + 1} entries, got "
                 f"{np.array2string(cu_seqlens_q, threshold=8)}; without it q must hold one token per sequence")
         if tables is None:
-            lens = seq_lens = _integers(seq_lens, "seq_lens", np.int32, 1)
+            lens = seq_lens = check_integers(seq_lens, "seq_lens", np.int32, 1)
             plain = block_table = self._check_blocks(block_table, seq_lens, np.diff(cu_seqlens_q), call)
         contexts = []
         for i in range(count):
@@ -374,61 +347,13 @@ cdef class PagedBuffer:
         if call.call.store.latent and call.call.group % KV_ROWS == 0:
             cascade = False  # whole passes for each query: reading together would save bytes, of which there are few, alone
         if cascade and call.window == 0 and call.options.attention_chunk_size == 0 and count > 1:
-            self._share(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, begins,
-                        parts, keepalive)
+            read_together(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, self.pool.block_size,
+                          begins, parts, keepalive)
         for i in range(count):
             context = contexts[i]
             call.add(&context.c, context.first_query, context.num_queries, begins[i], parts[i])
         call.keepalive = block_table, seq_lens, keepalive
         return call
-
-    cdef int _share(self, AttendCall call, list contexts, list members, Py_ssize_t depth, list begins, list parts,
-                    list keepalive) except -1:
-        """Add items for prefixes that members of the batch share from block `depth` on; set for each member
-        where its own item begins, and how many partial results come before."""
-        cdef Context context, first
-        cdef Py_ssize_t common, limit, tokens, begin, i, j, n, size = self.pool.block_size
-        cdef int32_t[::1] queries
-        cdef kv_item *item
-        groups = {}
-        for member in members:
-            context = contexts[member]
-            if context.shareable > depth:
-                groups.setdefault(context.c.table[depth], []).append(member)
-        for group in groups.values():
-            if len(group) < 2:
-                continue
-            first = contexts[group[0]]
-            limit = min([(<Context>contexts[member]).shareable for member in group])
-            common = depth + 1
-            while common < limit:
-                for member in group:
-                    if (<Context>contexts[member]).c.table[common] != first.c.table[common]:
-                        break
-                else:
-                    common += 1
-                    continue
-                break
-            begin, tokens = begins[group[0]], common * size // KV_TILE * KV_TILE
-            if tokens - begin >= MIN_SHARED_TOKENS:
-                n = sum([(<Context>contexts[member]).num_queries for member in group])
-                queries = np.empty(n, np.int32)
-                keepalive.append(queries)
-                j = 0
-                for member in group:
-                    context = contexts[member]
-                    for i in range(context.num_queries):
-                        queries[j] = <int32_t>(context.first_query + i)
-                        j += 1
-                item = call.call.items + call.call.num_items
-                memset(item, 0, sizeof(kv_item))
-                item.context, item.members, item.num_queries = first.c, &queries[0], n
-                item.begin, item.part = begin, parts[group[0]]
-                call.close(item, tokens)
-                for member in group:
-                    begins[member], parts[member] = tokens, item.part + <int>item.splits
-            self._share(call, contexts, group, common, begins, parts, keepalive)
-        return 0
 
     cdef int _check_external(self) except -1:
         """Some formats need to know more of a sequence than its blocks."""
@@ -446,7 +371,7 @@ cdef class PagedBuffer:
         cdef Py_ssize_t size = self.pool.block_size, i
         cdef const int32_t[::1] blocks
         self._check_external()
-        table = _integers(block_table, "block_table", np.int32, 2)
+        table = check_integers(block_table, "block_table", np.int32, 2)
         if table.shape[0] != seq_lens.shape[0] or table.shape[1] == 0:
             raise DimensionMismatchError(f"block_table must have shape ({seq_lens.shape[0]}, max_blocks), one row per "
                                          f"sequence, got {table.shape}")

@@ -6,9 +6,11 @@ from libc.stdint cimport int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy
 
-from kvfast.codec.blocks cimport CHUNK_SHIFT, Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store, v_block_at
+from kvfast.codec.blocks cimport Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store, v_block_at
 from kvfast.core.checks cimport check_count
-from kvfast.core.kernels cimport KV_MAX_HEAD_DIM, KV_MAX_ROPE_DIM, active, kv_kernels
+from kvfast.core.kernels cimport active, kv_kernels
+from kvfast.core.limits cimport (KV_CHUNK_BLOCKS, KV_CHUNK_SHIFT, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_LAYERS, KV_MAX_ROPE_DIM,
+                                 KV_MAX_TOKENS, KV_UNLIMITED)
 from kvfast.core.wipe cimport kv_wipe
 
 from kvfast.errors import CacheFullError
@@ -21,7 +23,6 @@ cdef object _stride(object nbytes):
 
 
 cdef enum:
-    CHUNK_BLOCKS = 1 << CHUNK_SHIFT
     GROUP_BLOCKS = 16          # blocks in a row that a new run of a shared pool looks for
     MAX_CHUNKS = 255
 
@@ -40,8 +41,8 @@ cdef class BlockMemory:
         another than that of keys."""
         cdef Py_ssize_t i, largest = 1
         cdef kv_store *store
-        self.num_layers = check_count(num_layers, "num_layers", 1, 1 << 16)
-        self.num_kv_heads = check_count(num_kv_heads, "num_kv_heads", 1, 1 << 16)
+        self.num_layers = check_count(num_layers, "num_layers", 1, KV_MAX_LAYERS)
+        self.num_kv_heads = check_count(num_kv_heads, "num_kv_heads", 1, KV_MAX_KV_HEADS)
         self.head_dim = check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM)
         self.v_head_dim = self.head_dim if v_head_dim is None else check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM)
         self.block_size = block_size
@@ -66,7 +67,7 @@ cdef class BlockMemory:
             if self.zeros == NULL:
                 raise MemoryError("cannot allocate a block of a cache")
         self.arenas, self.sizes = [], []
-        self.first_blocks = check_count(num_blocks, "num_blocks", 1, 1 << 40)
+        self.first_blocks = check_count(num_blocks, "num_blocks", 1, KV_MAX_TOKENS)
 
     def __dealloc__(self):
         cdef Py_ssize_t i
@@ -89,7 +90,7 @@ cdef class BlockMemory:
         cdef Py_ssize_t i, count = self.num_chunks, first, total
         cdef kv_store *store
         cdef kv_chunk *chunk
-        first = (self.num_blocks + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS
+        first = (self.num_blocks + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS
         total = first + blocks
         if total > 0x7FFFFFF0 or count == MAX_CHUNKS:
             raise MemoryError(f"a cache of {total:,} blocks is beyond what kvfast can count")
@@ -99,7 +100,7 @@ cdef class BlockMemory:
             store.chunks = <kv_chunk *>grown(store.chunks, (count + 1) * sizeof(kv_chunk))
             k_stride, v_stride = _stride(int(store.k.bytes) * blocks), _stride(int(store.v.bytes) * blocks)
             end = nbytes + int(self.num_kv_heads) * (k_stride + v_stride)
-            if end > 1 << 60:
+            if end > KV_UNLIMITED:
                 raise MemoryError(f"a cache of more than {end:,} bytes is beyond the address space")
             chunk = store.chunks + count
             chunk.first = <int32_t>first
@@ -118,7 +119,7 @@ cdef class BlockMemory:
             self.arenas.append(None)
         self.arenas[count], self.sizes[count] = arena, nbytes
         self.num_chunks += 1
-        for i in range(first // CHUNK_BLOCKS, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS):
+        for i in range(first // KV_CHUNK_BLOCKS, (total + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS):
             self.chunk_of[i] = <uint8_t>count
         for i in range(self.num_layers):
             store = self.stores + i
@@ -146,7 +147,7 @@ cdef class BlockMemory:
         self.owners = <int32_t *>grown(self.owners, total * sizeof(int32_t))
         self.next_free = <int32_t *>grown(self.next_free, (total + 1) * sizeof(int32_t))
         self.prev_free = <int32_t *>grown(self.prev_free, (total + 1) * sizeof(int32_t))
-        self.chunk_of = <uint8_t *>grown(self.chunk_of, (total + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS)
+        self.chunk_of = <uint8_t *>grown(self.chunk_of, (total + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS)
         for i in range(self.num_layers):
             if self.stores[i].chunk_of != NULL:
                 self.stores[i].chunk_of = self.chunk_of
@@ -177,7 +178,7 @@ cdef class BlockMemory:
             # all that its sequence can need is asked for what snapshots keep from being overwritten.
             more = self.num_blocks // (2 if self.grows else 16) if self.num_blocks else self.first_blocks
             more = max(count - self.num_free, more)
-            self._add_chunk((more + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS)
+            self._add_chunk((more + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS)
         elif self.available() < count:
             raise CacheFullError(f"{count} blocks of {self.block_size} tokens are needed, and "
                                  f"{self.available()} of {self.num_blocks} are free", count, self.available())
@@ -203,7 +204,7 @@ cdef class BlockMemory:
 
     cdef bint has_room_below(self, int32_t block) noexcept:
         """Whether a chunk before that of a block has a free one, which is the next to be taken, as nothing is shared."""
-        return self.num_free > 0 and self.chunk_of[(self.next_free[0] - 1) >> CHUNK_SHIFT] < self.chunk_of[block >> CHUNK_SHIFT]
+        return self.num_free > 0 and self.chunk_of[(self.next_free[0] - 1) >> KV_CHUNK_SHIFT] < self.chunk_of[block >> KV_CHUNK_SHIFT]
 
     cdef int32_t _free_group(self) noexcept:
         """First block of GROUP_BLOCKS free ones in a row, or -1."""
@@ -281,7 +282,7 @@ cdef class BlockMemory:
         cdef char *start
         if count == 0:
             return np.empty((0, nbytes), np.uint8)
-        arena = self.arenas[self.chunk_of[first >> CHUNK_SHIFT]]
+        arena = self.arenas[self.chunk_of[first >> KV_CHUNK_SHIFT]]
         start = v_block_at(store, first, head) if values else k_block_at(store, first, head)
         return np.ndarray((count, nbytes), np.uint8, buffer=arena, offset=start - arena.data)
 

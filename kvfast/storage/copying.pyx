@@ -1,15 +1,25 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Copies of what a sequence stores: the bytes stay as they are, also where the blocks have another size."""
-from cython.parallel cimport prange
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from kvfast.codec.blocks cimport PIECE, k_block_at, kv_store, v_block_at
-from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
+from kvfast.codec.blocks cimport k_block_at, kv_store, v_block_at
+from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_kernels, kv_side
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.limits cimport KV_PIECE
+from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
+
+
+ctypedef struct kv_copy:
+    const kv_kernels *kernels
+    const kv_store *source
+    const int32_t *from_blocks
+    const kv_store *target
+    const int32_t *to_blocks
+    Py_ssize_t num_slots
+    Py_ssize_t codes_end
 
 
 cdef BlockTable clone_table(BlockTable table, BlockPool pool):
@@ -47,11 +57,11 @@ cdef int _copy_floats(BlockTable source, BlockTable target, list pieces) except 
     cdef int64_t slot
     for position in pieces:
         slot = target.slot(position)
-        target.pool.floats.add(<int32_t>(slot // size), slot % size, slot % size + PIECE)
-        stores, piece = target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // PIECE]
+        target.pool.floats.add(<int32_t>(slot // size), slot % size, slot % size + KV_PIECE)
+        stores, piece = target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // KV_PIECE]
         if source.keeps(position // source.pool.block_size):
-            _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // PIECE],
-                        stores, piece, target.pool.num_layers, min(longest - position, PIECE))
+            _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // KV_PIECE],
+                        stores, piece, target.pool.num_layers, min(longest - position, KV_PIECE))
         else:
             _copy_piece(stores, piece, stores, piece, target.pool.num_layers, 0)  # zeros, which nobody reads
     return 0
@@ -98,46 +108,40 @@ cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv
     Both have the same layers, heads, head_dim and formats. Of layers that seal blocks only `codes_end` slots have codes.
     A signal handler that raises ends it where it `may_stop`.
     """
-    cdef const kv_kernels *kernels = active()
-    cdef Py_ssize_t heads = source.num_kv_heads, task, nbytes = 0
-    cdef int threads
-    cdef kv_watch memory
-    cdef kv_watch *watch
-    for task in range(num_layers):
-        nbytes += (source[task].k.bytes + source[task].v.bytes) * heads
-    cdef double work = <double>(nbytes / source.k.block_size) * num_slots
-    watch = watch_of(&memory, work) if may_stop else NULL
-    threads = num_threads_for(None, work)
-    with nogil:
-        if threads == 1:
-            for task in range(num_layers * heads * 2):
-                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, codes_end, task, watch)
-        else:
-            for task in prange(num_layers * heads * 2, schedule="dynamic", num_threads=threads):
-                _copy_side(kernels, source, from_blocks, target, to_blocks, num_slots, codes_end, task, watch)
-    check_stopped(watch)
+    cdef Py_ssize_t layer, nbytes = 0
+    cdef kv_team team
+    cdef kv_copy call
+    for layer in range(num_layers):
+        nbytes += (source[layer].k.bytes + source[layer].v.bytes) * source.num_kv_heads
+    call.kernels, call.source, call.from_blocks, call.target, call.to_blocks = active(), source, from_blocks, target, to_blocks
+    call.num_slots, call.codes_end = num_slots, codes_end
+    gather(&team, None, <double>(nbytes / source.k.block_size) * num_slots)
+    if not may_stop:
+        team.watch = NULL
+    for_each(&team, _copy_side, &call, num_layers * source.num_kv_heads * 2, DYNAMIC)
     return 0
 
 
-cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const int32_t *from_blocks,
-                     const kv_store *target, const int32_t *to_blocks, Py_ssize_t num_slots, Py_ssize_t codes_end,
-                     Py_ssize_t task, kv_watch *watch) noexcept nogil:
+cdef int _copy_side(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     """One side of one head of one layer."""
-    cdef bint values = task % 2
-    cdef Py_ssize_t head = task // 2 % source.num_kv_heads, slot, whole = 0
-    source += task // 2 // source.num_kv_heads
-    target += task // 2 // source.num_kv_heads
+    cdef const kv_copy *call = <const kv_copy *>shared
+    cdef const int32_t *from_blocks = call.from_blocks
+    cdef const int32_t *to_blocks = call.to_blocks
+    cdef bint values = index % 2
+    cdef Py_ssize_t heads = call.source.num_kv_heads, head = index // 2 % heads, slot, whole = 0, num_slots = call.num_slots
+    cdef const kv_store *source = call.source + index // 2 // heads
+    cdef const kv_store *target = call.target + index // 2 // heads
     cdef const kv_side *side = &source.v if values else &source.k
     cdef const kv_side *into = &target.v if values else &target.k
     if source.seals:
-        for slot in range(codes_end // side.block_size, (num_slots + side.block_size - 1) // side.block_size):
+        for slot in range(call.codes_end // side.block_size, (num_slots + side.block_size - 1) // side.block_size):
             memset(_block(target, to_blocks[slot], head, values), 0, side.bytes)
-        num_slots = min(num_slots, codes_end)
+        num_slots = min(num_slots, call.codes_end)
     if side.block_size == into.block_size:
         whole = num_slots // side.block_size
         for slot in range(whole):
             if is_stopped(watch):
-                return
+                return 0
             memcpy(_block(target, to_blocks[slot], head, values), _block(source, from_blocks[slot], head, values), side.bytes)
     if num_slots % into.block_size:
         memset(_block(target, to_blocks[num_slots // into.block_size], head, values), 0, into.bytes)
@@ -146,11 +150,12 @@ cdef void _copy_side(const kv_kernels *kernels, const kv_store *source, const in
                    _block(source, from_blocks[whole], head, values) + side.means, side.bytes - side.means)
     for slot in range(whole * side.block_size, num_slots):
         if is_stopped(watch):
-            return
-        kernels.copy_token(side, _block(source, from_blocks[slot // side.block_size], head, values),
-                           <int>(slot % side.block_size), into,
-                           _block(target, to_blocks[slot // into.block_size], head, values),
-                           <int>(slot % into.block_size), values)
+            return 0
+        call.kernels.copy_token(side, _block(source, from_blocks[slot // side.block_size], head, values),
+                                <int>(slot % side.block_size), into,
+                                _block(target, to_blocks[slot // into.block_size], head, values),
+                                <int>(slot % into.block_size), values)
+    return 0
 
 
 cdef int _copy_piece(const kv_store *source, int32_t from_piece, const kv_store *target, int32_t to_piece,

@@ -6,7 +6,7 @@ from kvfast.storage.block_memory cimport BlockMemory
 
 
 cdef class FloatRows:
-    cdef BlockMemory pieces            # blocks of PIECE tokens
+    cdef BlockMemory pieces            # blocks of KV_PIECE tokens
     cdef int per_block                 # pieces
     cdef bint seals                    # some layers encode blocks as a whole
     cdef Py_ssize_t num_layers

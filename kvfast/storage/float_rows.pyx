@@ -3,23 +3,20 @@
 from libc.stdint cimport int16_t, int32_t
 from libc.stdlib cimport abs, free
 
-from kvfast.codec.blocks cimport CHUNK_SHIFT, PIECE
 from kvfast.codec.decode cimport restore_floats
+from kvfast.core.limits cimport KV_CHUNK_BLOCKS, KV_PIECE
 from kvfast.storage.block_memory cimport BlockMemory, grown
 
 from kvfast.codec.formats import floats_of
-
-cdef enum:
-    CHUNK_BLOCKS = 1 << CHUNK_SHIFT
 
 
 cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
     """Which places of a sequence's block `index` need float rows before its places first to last, of which some may lie
     outside, are written."""
     if rows.seals:
-        first[0], last[0] = max(first[0], <Py_ssize_t>0), min(last[0], <Py_ssize_t>rows.per_block * PIECE)
+        first[0], last[0] = max(first[0], <Py_ssize_t>0), min(last[0], <Py_ssize_t>rows.per_block * KV_PIECE)
     else:
-        first[0], last[0] = 0, PIECE if index == 0 else 0
+        first[0], last[0] = 0, KV_PIECE if index == 0 else 0
 
 
 cdef class FloatRows:
@@ -55,7 +52,7 @@ cdef class FloatRows:
         _wanted(self, index, &first, &last)
         if self.seals and (self.kept_codes[block] < 0 or self.kept_codes[block] > first):
             return False
-        for i in range(first // PIECE, (last + PIECE - 1) // PIECE):
+        for i in range(first // KV_PIECE, (last + KV_PIECE - 1) // KV_PIECE):
             if self.float_of[block * self.per_block + i] < 0:
                 return False
         return True
@@ -66,7 +63,7 @@ cdef class FloatRows:
         cdef Py_ssize_t count = 0, i
         _wanted(self, index, &first, &last)
         for i in range(self.per_block):
-            if (first // PIECE <= i < (last + PIECE - 1) // PIECE
+            if (first // KV_PIECE <= i < (last + KV_PIECE - 1) // KV_PIECE
                     or source >= 0 and self.float_of[source * self.per_block + i] >= 0):
                 count += block < 0 or self.float_of[block * self.per_block + i] < 0
         return count
@@ -97,8 +94,8 @@ cdef class FloatRows:
 
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         """Give the places first to last of a block float rows. They may have some; MemoryError leaves it as it was."""
-        cdef Py_ssize_t i, begin = block * self.per_block + first // PIECE, missing = 0
-        cdef Py_ssize_t end = block * self.per_block + (last + PIECE - 1) // PIECE
+        cdef Py_ssize_t i, begin = block * self.per_block + first // KV_PIECE, missing = 0
+        cdef Py_ssize_t end = block * self.per_block + (last + KV_PIECE - 1) // KV_PIECE
         for i in range(begin, end):
             missing += self.float_of[i] < 0
         self.pieces.ensure(missing)
@@ -113,7 +110,7 @@ cdef class FloatRows:
 
     cdef int release_sealed(self, int32_t block, int first) except -1:
         """Give back the pieces of a sealed block from its piece `first` on, all of whose tokens have codes."""
-        return self._release_range(block, first, self.per_block if self.kept_codes[block] >= 0 else -self.kept_codes[block] // PIECE)
+        return self._release_range(block, first, self.per_block if self.kept_codes[block] >= 0 else -self.kept_codes[block] // KV_PIECE)
 
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         cdef Py_ssize_t i
@@ -140,7 +137,7 @@ cdef class FloatRows:
         cdef Py_ssize_t i
         for i in range(self.per_block):
             if self.float_of[source * self.per_block + i] >= 0:
-                self.add(target, i * PIECE, (i + 1) * PIECE)
+                self.add(target, i * KV_PIECE, (i + 1) * KV_PIECE)
                 self.pieces.copy(self.float_of[source * self.per_block + i], self.float_of[target * self.per_block + i])
         self.set_kept_codes(target, self.kept_codes[source])
         return 0
@@ -150,9 +147,9 @@ cdef class FloatRows:
         cdef Py_ssize_t i
         if self.stores[layer].floats == NULL:
             return
-        for i in range(first // PIECE, self.per_block):
+        for i in range(first // KV_PIECE, self.per_block):
             if self.float_of[block * self.per_block + i] >= 0:
-                self.pieces.wipe_from(self.float_of[block * self.per_block + i], layer, max(first - i * PIECE, <Py_ssize_t>0))
+                self.pieces.wipe_from(self.float_of[block * self.per_block + i], layer, max(first - i * KV_PIECE, <Py_ssize_t>0))
 
     cdef Py_ssize_t count(self, int32_t block) noexcept:
         """Pieces that a block has."""
@@ -170,11 +167,11 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     if formats.count(None) == len(formats):
         return None
     self = FloatRows.__new__(FloatRows)
-    self.per_block = blocks.block_size // PIECE
+    self.per_block = blocks.block_size // KV_PIECE
     # What one sequence has between prompts: a block, those that are open behind it, and the start.
     most = self.per_block + 2 if any([one is not None and one.seals for one in blocks.formats]) else 1
-    self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, PIECE, formats,
-                              (most + CHUNK_BLOCKS - 1) // CHUNK_BLOCKS * CHUNK_BLOCKS, True, secure=blocks.secure,
+    self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, KV_PIECE, formats,
+                              (most + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS, True, secure=blocks.secure,
                               v_head_dim=blocks.v_head_dim)
     self.stores, self.num_layers = blocks.stores, blocks.num_layers
     for i in range(self.num_layers):

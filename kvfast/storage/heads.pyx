@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 
-from cython.parallel cimport prange
 from libc.math cimport expf
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
@@ -12,14 +11,14 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
-from kvfast.codec.blocks cimport block_of, dtype_limit, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.codec.blocks cimport block_of, k_offset_of, kv_chunk, kv_context, kv_store
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
 from kvfast.core.checks cimport check_count
-from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
-from kvfast.core.kernels cimport (KV_FLOAT32, KV_LANES, KV_ROWS, KV_TILE, active, kv_ahead, kv_kernels, kv_scratch, kv_side,
-                                  kv_tile)
-from kvfast.core.threads cimport num_threads_for
+from kvfast.core.interrupt cimport is_stopped, kv_watch
+from kvfast.core.kernels cimport active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
+from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_ROWS, KV_TILE, KV_UNLIMITED
+from kvfast.core.threads cimport DYNAMIC, STATIC, for_each, gather, kv_team
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.ring_table cimport RingTable
@@ -27,7 +26,7 @@ from kvfast.storage.sequence cimport SequenceBuffer
 
 from kvfast.errors import NonFiniteInputError
 
-cdef Py_ssize_t NO_WINDOW = <Py_ssize_t>1 << 60
+cdef Py_ssize_t NO_WINDOW = KV_UNLIMITED
 
 
 cdef class HeadsTable(RingTable):
@@ -81,15 +80,33 @@ cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
     return self
 
 
-cdef bint _score_head(const kv_kernels *kernels, const kv_store *store, const kv_context *context, const kv_rows *q,
-                      Py_ssize_t head, Py_ssize_t group, float scale, Py_ssize_t begin, float *out, kv_watch *watch) noexcept nogil:
-    """Scores of the query heads of one KV head, rows of `out`, from position `begin` on; whether all are finite."""
+ctypedef struct kv_score_call:
+    const kv_kernels *kernels
+    const kv_store *store
+    kv_context context
+    const kv_rows *q
+    Py_ssize_t group           # query heads of a KV head
+    float scale
+    Py_ssize_t begin           # the first position
+    Py_ssize_t tokens          # from there on
+    float *out                 # (query heads, tokens)
+
+
+cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch) noexcept nogil:
+    """Scores of the query heads of one KV head; 1 if one is not finite."""
+    cdef const kv_score_call *call = <const kv_score_call *>shared
+    cdef const kv_kernels *kernels = call.kernels
+    cdef const kv_store *store = call.store
+    cdef const kv_context *context = &call.context
+    cdef const kv_rows *q = call.q
+    cdef Py_ssize_t group = call.group, tokens = call.tokens
+    cdef float *out = call.out + head * group * tokens
     cdef bint good = True
     cdef kv_scratch scratch
     cdef kv_tile tile
     cdef kv_ahead ahead
     cdef const kv_side *k = &store.k
-    cdef Py_ssize_t row0 = 0, t, first, tokens = context.length - begin
+    cdef Py_ssize_t row0 = 0, t, first
     cdef Py_ssize_t at[2]
     cdef int rows, r, skip
     cdef float *row
@@ -102,11 +119,11 @@ cdef bint _score_head(const kv_kernels *kernels, const kv_store *store, const kv
             memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
         if k.rotated:
             kernels.rotate(scratch.rows, k.padded_dim, rows, k.head_dim, scratch.rows, k.padded_dim)
-        kernels.prepare[k.dtype](k, scratch.rows, rows, scale, &scratch.queries)
-        t = begin
+        kernels.prepare[k.dtype](k, scratch.rows, rows, call.scale, &scratch.queries)
+        t = call.begin
         while t < context.length:
             if is_stopped(watch):
-                return good
+                return 0
             first = t % k.block_size // KV_LANES * KV_LANES
             skip = <int>(t % KV_LANES)
             at[0] = at[1] = k_offset_of(store, block_of(context, t >> store.block_shift), head)
@@ -122,20 +139,20 @@ cdef bint _score_head(const kv_kernels *kernels, const kv_store *store, const kv
             kernels.scores[k.dtype](k, &scratch.queries, rows, &tile, &ahead, scratch.softmax.weights)
             for r in range(rows):
                 row = scratch.softmax.weights + r * KV_TILE + skip
-                good &= kernels.find_unstorable(row, tile.count - skip, dtype_limit(KV_FLOAT32)) < 0
-                memcpy(out + (row0 + r) * tokens + t - begin, row, (tile.count - skip) * sizeof(float))
+                good &= kernels.find_unstorable(row, tile.count - skip, KV_MAX_FLOAT32) < 0
+                memcpy(out + (row0 + r) * tokens + t - call.begin, row, (tile.count - skip) * sizeof(float))
             t += tile.count - skip
         row0 += KV_ROWS
-    return good
+    return not good
 
 
-cdef void _to_weights(float *scores, Py_ssize_t n, kv_watch *watch) noexcept nogil:
-    """Softmax in place."""
-    cdef Py_ssize_t i
+cdef int _to_weights(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    """Softmax in place, of one query head."""
+    cdef const kv_score_call *call = <const kv_score_call *>shared
+    cdef Py_ssize_t i, n = call.tokens
+    cdef float *scores = call.out + index * n
     cdef float top = scores[0], total
     cdef double sum_ = 0
-    if is_stopped(watch, 16):
-        return
     for i in range(n):
         top = max(top, scores[i])
     for i in range(n):
@@ -144,6 +161,7 @@ cdef void _to_weights(float *scores, Py_ssize_t n, kv_watch *watch) noexcept nog
     total = <float>(1.0 / sum_)
     for i in range(n):
         scores[i] *= total
+    return 0
 
 
 cdef class HeadsBuffer(SequenceBuffer):
@@ -186,39 +204,26 @@ cdef class HeadsBuffer(SequenceBuffer):
         cdef HeadsTable table = self.tables[0]
         cdef Rows queries = open_rows(q, "q")
         cdef Heads part
-        cdef kv_context context
-        cdef const kv_kernels *kernels = active()
-        cdef Py_ssize_t group = queries.rows.heads // count, n, i, bad = 0
-        cdef float scale = 1.0 / math.sqrt(queries.rows.dim)
-        cdef int threads
-        cdef kv_watch memory
-        cdef kv_watch *watch
+        cdef kv_score_call call
+        cdef kv_team team
         cdef float[:, ::1] out
+        cdef bint bad
+        call.kernels, call.q, call.group = active(), &queries.rows, queries.rows.heads // count
+        call.scale = 1.0 / math.sqrt(queries.rows.dim)
         self.enter_reading()
         try:
-            table.context(0, &context)
-            n = context.length - table.evicted
-            array = np.empty((queries.rows.heads, n), np.float32)
-            if n == 0:
+            table.context(0, &call.context)
+            call.begin, call.tokens = table.evicted, call.context.length - table.evicted
+            array = np.empty((queries.rows.heads, call.tokens), np.float32)
+            if call.tokens == 0:
                 return array
             out = array
             part = heads_of(table.pool, head, count)
-            threads = num_threads_for(num_threads, <double>n * count * part.store.k.padded_dim * group)
-            watch = watch_of(&memory, <double>n * count * part.store.k.padded_dim * group)
-            with nogil:
-                if threads == 1:
-                    for i in range(count):
-                        bad += not _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale,
-                                               context.length - n, &out[i * group, 0], watch)
-                    for i in range(count * group if softmax else 0):
-                        _to_weights(&out[i, 0], n, watch)
-                else:
-                    for i in prange(count, schedule="dynamic", num_threads=threads):
-                        bad += not _score_head(kernels, &part.store, &context, &queries.rows, i, group, scale,
-                                               context.length - n, &out[i * group, 0], watch)
-                    for i in prange(count * group if softmax else 0, schedule="static", num_threads=threads):
-                        _to_weights(&out[i, 0], n, watch)
-            check_stopped(watch)
+            call.store, call.out = &part.store, &out[0, 0]
+            gather(&team, num_threads, <double>call.tokens * queries.rows.heads * part.store.k.padded_dim)
+            bad = for_each(&team, _score_head, &call, count, DYNAMIC)
+            if softmax:
+                for_each(&team, _to_weights, &call, queries.rows.heads, STATIC)
         finally:
             self.leave_reading()
         if bad:

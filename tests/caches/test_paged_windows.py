@@ -356,7 +356,7 @@ def test_bad_input():
         ({"sliding_window": -3}, "sliding_window must be between 1 and .*, got -3"),
         ({"sliding_window": 1 << 41}, "sliding_window must be between 1 and"),
         ({"sliding_window": 4}, "num_sink_tokens must be at most the window of 4, got 5"),
-        ({"sliding_window": None}, "num_sink_tokens is for a sliding_window, .* got 5"),
+        ({"sliding_window": None}, "num_sink_tokens needs a sliding_window, .* got 5"),
         ({"rollback": -1}, "rollback must be between 0 and .*, got -1"),
         ({"num_sink_tokens": -1}, "num_sink_tokens must be between 0"),
         ({"block_size": 48}, "block_size must be 16, 32, 64, 128 or 256, got 48"),

@@ -200,7 +200,7 @@ def test_a_cache_in_use_says_so(runtimes, rng):
     finally:
         stop.set()
         thread.join()
-    assert seen <= {BUSY, "this cache is in use by another thread; one that changes it must be alone"}
+    assert seen <= {BUSY, "this cache is in use by another thread; a thread that changes it must be alone"}
     assert runtimes[0].nanoseconds(cache, 2, 64, 1)[0] == OK
 
 

@@ -43,8 +43,10 @@ import kvfast
 WORLDS = {SingleWorld: 30, RingWorld: 14, PoolWorld: 24, LatentWorld: 8, LatentPoolWorld: 7, SchedulerWorld: 5, HeadsWorld: 4, PlainWorld: 6,
           CompressedWorld: 2}  # fmt: skip
 
-SECONDS = 10  # of one processor for a case: a busy machine is no finding
-ASLEEP = 120  # seconds of the clock for a case that computes nothing
+# Seconds of processors for a case: a busy machine is no finding. Denormals take a hundred times as long as other numbers, and
+# rows of 511 of them that are rotated, all in all, 50 seconds.
+SECONDS = 150
+ASLEEP = 600  # seconds of the clock for a case that computes nothing
 
 
 def watch():
@@ -182,8 +184,13 @@ def run(options):
         for i in range(options.processes):
             begin(i, i)
         while waiting:
-            i, first, path, errors, later, child = waiting.pop(0)
-            code = child.wait()
+            ended = next((process for process in waiting if process[-1].poll() is not None), None)
+            if ended is None:
+                time.sleep(0.02)
+                continue
+            waiting.remove(ended)
+            i, first, path, errors, later, child = ended
+            code = child.returncode
             errors.seek(0)
             text = errors.read()
             errors.close()

@@ -181,13 +181,13 @@ def test_bad_input(rng):
     q, k, v = tensors(rng)
     with pytest.raises(ValueError, match="formats must hold at least one"):
         kvfast.fidelity(q, k, v, [])
-    with pytest.raises(ValueError, match="q holds 20 tokens, but k and v only 19"):
+    with pytest.raises(ValueError, match="q must hold at most the 19 tokens of k and v, got 20"):
         kvfast.fidelity(q, k[:19], v[:19])
     with pytest.raises(kvfast.DimensionMismatchError, match=r"k must have shape .* got shape \(0, 2, 64\)"):
         kvfast.fidelity(q, k[:0], v[:0])
     with pytest.raises(kvfast.DimensionMismatchError, match="q must have shape"):
         kvfast.fidelity(q[0], k, v)
-    with pytest.raises(kvfast.DimensionMismatchError, match="k and v must have one shape"):
+    with pytest.raises(kvfast.DimensionMismatchError, match="k and v must have the same shape"):
         kvfast.fidelity(q, k, v[:-1])
     with pytest.raises(kvfast.DimensionMismatchError, match="multiple of the 2 KV heads, got 5"):
         kvfast.fidelity(q[:, :5], k, v)

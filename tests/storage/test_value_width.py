@@ -203,7 +203,7 @@ def test_wrong_widths_are_refused(rng):
         cache.attend(0, q, out=np.empty(q.shape, np.float32))
     with pytest.raises(kvfast.DimensionMismatchError, match="q must have head_dim 24"):
         cache.attend(0, q[:, :, :16])
-    with pytest.raises(kvfast.DimensionMismatchError, match="k and v must have one shape but for their head_dim"):
+    with pytest.raises(kvfast.DimensionMismatchError, match="k and v must have the same shape except for head_dim"):
         kvfast.attention(q, k, v[1:])
     for wrong, error in ((0, ValueError), (513, ValueError), ("16", TypeError), ([16, 16], ValueError)):
         with pytest.raises(error, match="v_head_dim"):
@@ -217,7 +217,7 @@ def test_wrong_widths_are_refused(rng):
         kvfast.KVCache(1, 2, 24).restore(cache.snapshot())
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="v_head_dim"):
         kvfast.KVCache(1, 2, 24, v_head_dim=32).restore(cache.snapshot())
-    with pytest.raises(kvfast.DimensionMismatchError, match="keys and values must hold as many tokens"):
+    with pytest.raises(kvfast.DimensionMismatchError, match="keys and values must hold the same number of tokens"):
         kvfast.Snapshot.from_arrays([np.ones((3, 48), "f")], [np.ones((2, 32), "f")], 2)
 
 

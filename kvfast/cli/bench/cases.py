@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvfast
+from kvfast.codec.dtypes import FLOATS
 
 LEAST_BYTES = 512 * 10**6
 """Read by one call, of as many layers as that takes: several times a processor's last-level cache."""
@@ -33,7 +34,6 @@ LLAMA_3_8B = Model("Llama-3-8B", 32, 32, 8, 128)
 QWEN3_30B_A3B = Model("Qwen3-30B-A3B", 48, 32, 4, 128)
 MODELS = {model.name: model for model in (SMOLLM2_135M, LLAMA_3_2_1B, LLAMA_3_8B, QWEN3_30B_A3B)}
 
-FLOATS = ("float32", "float16", "bfloat16")
 FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloat16", "float32")
 
 
@@ -114,7 +114,7 @@ class Case:
         numbers = [number for number in rest if number]
         known = work in WORKS and model in MODELS and form
         if not known or len(numbers) not in (1, 2) or not all(map(str.isdecimal, numbers)):
-            raise ValueError(f"{name!r} names no case, which is: {' or '.join(WORKS)}, a model, a format, how many tokens")
+            raise ValueError(f"{name!r} is not a case; a case has: {' or '.join(WORKS)}, a model, a format, how many tokens")
         return cls(work, MODELS[model], form, *map(int, numbers))
 
     def prepare(self, least_bytes=LEAST_BYTES):

@@ -8,7 +8,7 @@ cdef class BlockMap:
     cdef readonly BlockPool pool
     cdef int32_t *blocks               # (count,) as in kv_context
     cdef Py_ssize_t capacity
-    cdef int32_t *spare                # of `reserve_list`: the next `blocks`, or NULL
+    cdef int32_t *spare                # the list that `reserve_list` allocated, to become `blocks`; or NULL
     cdef Py_ssize_t count
     cdef Py_ssize_t sink_blocks
     cdef Py_ssize_t skipped            # blocks, see kv_context
@@ -28,5 +28,5 @@ cdef class BlockMap:
 
 
 cdef inline Py_ssize_t entry_of(BlockMap table, Py_ssize_t index) noexcept nogil:
-    """Where in `blocks` that of an index is."""
+    """The entry of `blocks` for the block with this index."""
     return index if index < table.sink_blocks else index - table.skipped

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from reference import attention, relative_error
+from selection import cases_of_machine
 
 import kvfast
 from kvfast import DimensionMismatchError, MultiHeadConfig, MultiHeadKVCache, NonFiniteInputError
@@ -384,8 +385,7 @@ class Machine(RuleBasedStateMachine):
             assert self.cache.decode_keys().shape == (0, self.cache.num_heads, self.cache.head_dim)
 
 
-TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestMachine, TestMachineLonger = cases_of_machine(Machine, max_examples=40, steps=25)
 
 
 ONES = np.ones((3, 4), np.float32)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from selection import exhaustive
 
 import kvfast
 
@@ -71,6 +72,7 @@ def runtimes(installed, tmp_path_factory):
         sys.path.remove(str(folder))
 
 
+@exhaustive
 def test_the_wheel_has_all_that_is_needed(installed):
     package = installed / "kvfast"
     names = {str(path.relative_to(package)) for path in package.rglob("*.*")}

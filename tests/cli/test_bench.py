@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from selection import exhaustive
 
 import kvfast
 from kvfast.cli.bench import baseline as baselines
@@ -440,6 +441,7 @@ def test_models_are_known_by_name():
 BENCH = "import time\n\n\ndef bench_sleep(benchmark):\n    benchmark.pedantic(time.sleep, (0.001,), rounds=3)\n"
 
 
+@exhaustive
 def test_saved_runs_are_compared(tmp_path):
     """Also with none, and with one of another machine; and what has become slower can be made to fail."""
     pytest.importorskip("pytest_benchmark")

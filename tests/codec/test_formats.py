@@ -5,8 +5,8 @@ import pickle
 
 import numpy as np
 import pytest
+from cache_kinds import FORMATS, HEADS, MIXED, SEALING, relative_rms, tokens
 from reference import attention, relative_error
-from storage_formats import FORMATS, HEADS, MIXED, SEALING, relative_rms, tokens
 
 import kvfast
 from kvfast import PRESETS, KVFormat

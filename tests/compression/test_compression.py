@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference
 from compressed_rows import METHODS, correlated, tokens_first
+from selection import TIERS, pairwise
 
 import kvfast
 from kvfast import CompressedKV, Hybrid, KVCacheCompressor, LowRank, Quantize, VectorQuantization
@@ -16,8 +17,7 @@ def kv(rng):
     return correlated(rng, 3, 500, 48), correlated(rng, 3, 500, 48)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("num_queries", [1, 2, 7, 40])
+@pairwise(("isa", "method", "num_queries"), TIERS, METHODS, [1, 2, 7, 40], ids=str)
 def test_attend(method, num_queries, kv, rng, isa):
     """Attention on the compressed form is attention to what it decodes to: several queries, GQA, log-sum-exps."""
     if method == Quantize(4) and num_queries > 16:

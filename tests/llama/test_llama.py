@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
+from selection import exhaustive
 
 import kvfast
 from kvfast import llama
@@ -620,6 +621,7 @@ def test_evaluation_needs_two_tokens(tiny_model):
 
 
 @pytest.mark.model
+@exhaustive
 def test_smollm2_int8_cache_is_faithful(smollm2):
     _, model, tokenizer = smollm2
     (score,) = llama.evaluate(model, tokenizer.encode(reference["TEXT"]), [new_cache(model, "int8")])

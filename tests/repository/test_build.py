@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from selection import exhaustive
 
 import kvfast
 
@@ -247,6 +248,7 @@ def test_tiers_of_symbols(audit):
 
 
 @needs_audit
+@exhaustive
 def test_no_instruction_stands_outside_its_tier(audit, capsys):
     assert not audit["main"]([]), capsys.readouterr().err
     told = capsys.readouterr().out

@@ -32,9 +32,9 @@ cdef class BlockMap:
                 needed += 1
         return needed
 
-    cdef int ensure(self, Py_ssize_t count) except -1:
-        """Make sure that `count` blocks can be taken for new tokens."""
-        return self.pool.ensure(count)
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
+        """Make sure that `num_blocks` blocks can be taken for new tokens."""
+        return self.pool.ensure(num_blocks)
 
     cdef int reserve_blocks(self, Py_ssize_t last) except -1:
         """Make sure that the list has room for the blocks up to position `last`."""
@@ -55,19 +55,19 @@ cdef class BlockMap:
             self.count -= 1
             self.pool.release(self.blocks[self.count])
 
-    cdef int reserve_list(self, Py_ssize_t count) except -1:
-        """Make sure that there is memory for another list, of `count` blocks."""
-        cdef void *grown = realloc(self.spare, max(count, 1) * sizeof(int32_t))
+    cdef int reserve_list(self, Py_ssize_t num_blocks) except -1:
+        """Make sure that there is memory for another list, of `num_blocks` blocks."""
+        cdef void *grown = realloc(self.spare, max(num_blocks, 1) * sizeof(int32_t))
         if grown == NULL:
             raise MemoryError("cannot allocate the block table of a sequence")
         self.spare = <int32_t *>grown
         return 0
 
-    cdef void _use_list(self, Py_ssize_t count) noexcept:
+    cdef void _use_list(self, Py_ssize_t num_blocks) noexcept:
         """Replace the list of an empty map by the one that was reserved."""
         with cython.critical_section(self.pool):
             free(self.blocks)
-            self.blocks, self.capacity, self.spare = self.spare, max(count, 1), NULL
+            self.blocks, self.capacity, self.spare = self.spare, max(num_blocks, 1), NULL
 
     cdef int adopt(self, list blocks) except -1:
         """Give known blocks to an empty map."""
@@ -97,11 +97,11 @@ cdef class BlockMap:
                 return False
         return True
 
-    cdef int take_blocks(self, Py_ssize_t count) except -1:
-        """Take `count` blocks for an empty map, after `reserve_list`."""
+    cdef int take_blocks(self, Py_ssize_t num_blocks) except -1:
+        """Take `num_blocks` blocks for an empty map, after `reserve_list`."""
         cdef Py_ssize_t i
-        self._use_list(count)
-        for i in range(count):
+        self._use_list(num_blocks)
+        for i in range(num_blocks):
             self.blocks[i] = self.pool.take(self.blocks[i - 1] if i else -1)
             self.count += 1
         return 0
@@ -114,8 +114,8 @@ cdef class BlockMap:
     def block_row(self):
         """The blocks by their indices, -1 for a skipped one."""
         if self.count + self.skipped > 0x7FFFFFFF // self.pool.block_size:  # as a forged file may have it
-            raise ValueError(f"a block table must be for at most {0x7FFFFFFF} tokens, got {self.count + self.skipped} blocks of "
-                             f"{self.pool.block_size}")
+            raise ValueError(f"a block table must be for at most {0x7FFFFFFF} tokens, got {self.count + self.skipped} "
+                             f"blocks of {self.pool.block_size}")
         with cython.critical_section(self.pool):
             row = np.full(self.count + self.skipped, -1, np.int32)
             for i in range(self.count):

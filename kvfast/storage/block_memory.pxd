@@ -35,8 +35,8 @@ cdef class BlockMemory:
     cdef Py_ssize_t group              # where the next search for a free group starts
 
     cdef Py_ssize_t available(self) except -1
-    cdef int ensure(self, Py_ssize_t count) except -1
-    cdef int ensure_apart(self, Py_ssize_t count) except -1
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1
+    cdef int ensure_apart(self, Py_ssize_t num_blocks) except -1
     cdef int32_t take(self, int32_t after) except -1
     cdef int release(self, int32_t block) except -1
     cdef int put_free(self, int32_t block) except -1

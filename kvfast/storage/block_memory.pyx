@@ -167,32 +167,32 @@ cdef class BlockMemory:
         self.num_free -= 1
 
     cdef Py_ssize_t available(self) except -1:
-        """Blocks that can be taken without growing."""
+        """Number of blocks that can be taken without growing."""
         return self.num_free
 
-    cdef int ensure(self, Py_ssize_t count) except -1:
-        """Make sure that `count` blocks can be taken; else CacheFullError, and nothing has changed."""
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
+        """Make sure that `num_blocks` blocks can be taken; else CacheFullError, and nothing has changed."""
         cdef Py_ssize_t more
-        if not self.is_shared and self.num_free < count:
+        if not self.is_shared and self.num_free < num_blocks:
             # Grow by half: this makes few chunks, as reading is slower across their borders. A pool with all the blocks that
             # its sequence can need grows only because snapshots keep blocks from being overwritten.
             more = self.num_blocks // (2 if self.grows else 16) if self.num_blocks else self.first_blocks
-            more = max(count - self.num_free, more)
+            more = max(num_blocks - self.num_free, more)
             self._add_chunk((more + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS)
-        elif self.available() < count:
-            raise CacheFullError(f"{count} blocks of {self.block_size} tokens are needed, and "
-                                 f"{self.available()} of {self.num_blocks} are free", count, self.available())
+        elif self.available() < num_blocks:
+            raise CacheFullError(f"{num_blocks} blocks of {self.block_size} tokens are needed, and "
+                                 f"{self.available()} of {self.num_blocks} are free", num_blocks, self.available())
         return 0
 
-    cdef int ensure_apart(self, Py_ssize_t count) except -1:
-        """`ensure`, with what is needed for good in a first piece of memory by itself, however many come with a prompt: it
-        is the last pieces that `trim` gives back."""
+    cdef int ensure_apart(self, Py_ssize_t num_blocks) except -1:
+        """`ensure`, with a first chunk of `first_blocks` of its own, however many blocks a prompt needs: `trim` frees the last
+        chunks."""
         if self.grows and self.num_blocks == 0:
-            self.ensure(min(count, self.first_blocks))
-        return self.ensure(count)
+            self.ensure(min(num_blocks, self.first_blocks))
+        return self.ensure(num_blocks)
 
     cdef int32_t take(self, int32_t after) except -1:
-        """A block with one owner, after `ensure`; best the one after block `after`, -1 for a new run."""
+        """Take a block, after `ensure`: the one after block `after` if possible; with -1 the first of a new run."""
         cdef int32_t block = after + 1
         if not self.is_shared or block == 0 or block >= self.num_blocks or self.prev_free[block + 1] < 0:
             block = self._free_group() if self.is_shared else -1
@@ -203,7 +203,7 @@ cdef class BlockMemory:
         return block
 
     cdef bint has_room_below(self, int32_t block) noexcept:
-        """Whether a chunk before that of a block has a free one, which is the next to be taken, as nothing is shared."""
+        """Whether a chunk before that of a block has a free block. It is taken next, as this memory is not shared."""
         return self.num_free > 0 and self.chunk_of[(self.next_free[0] - 1) >> KV_CHUNK_SHIFT] < self.chunk_of[block >> KV_CHUNK_SHIFT]
 
     cdef int32_t _free_group(self) noexcept:

@@ -21,7 +21,7 @@ cdef class FloatRows:
     cdef bint is_open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef Py_ssize_t needed(self, int32_t block, int32_t source, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept
     cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1
-    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1
+    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept
     cdef int release(self, int32_t block, int first) except -1

@@ -76,14 +76,14 @@ cdef class FloatRows:
             self.set_kept_codes(block, min(abs(self.kept_codes[block]), first))
         return 0
 
-    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1:
-        """Give the first `count` tokens of a sequence's sealed block `index` float rows again, decoded from its codes.
+    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1:
+        """Give the first `num_tokens` tokens of a sequence's sealed block `index` float rows again, decoded from its codes.
 
         The codes stay: filled with the same tokens, the block will be the same again. In a patched block some tokens still have
         float rows.
         """
-        cdef Py_ssize_t with_codes = min(count, -self.kept_codes[block] if self.kept_codes[block] < 0 else count)
-        self.add(block, 0, count)
+        cdef Py_ssize_t with_codes = min(num_tokens, -self.kept_codes[block] if self.kept_codes[block] < 0 else num_tokens)
+        self.add(block, 0, num_tokens)
         restore_floats(self.stores, self.num_layers, block, index == 0, with_codes)
         self.set_kept_codes(block, with_codes)
         return 0

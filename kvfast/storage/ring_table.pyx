@@ -41,8 +41,8 @@ cdef class RingTable(BlockTable):
         self.length += n
         self.evicted = self._evicted_at(self.length)
 
-    cdef int ensure(self, Py_ssize_t count) except -1:
-        return self.pool.ensure_apart(count)
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
+        return self.pool.ensure_apart(num_blocks)
 
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
         return self.skipped + max(<Py_ssize_t>0, self._gone(self._evicted_at(length)))

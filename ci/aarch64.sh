@@ -4,7 +4,7 @@
 # them, on a build as wheels are; else each storage dtype against the reference, and only the kernels are optimised.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-KERNELS=$(echo tests/test_{dispatch,quant,attention,finished_blocks,fused,cache,ring,paged,mla,compression_caches}.py)
+KERNELS=$(echo --exhaustive tests/*/test_{dispatch,quant,attention,sealed_blocks,fused,cache,ring,paged,mla,compression_caches}.py)
 mode=short
 [ "${1:-}" != full ] || { mode=full; shift; }
 
@@ -66,9 +66,9 @@ export QEMU_CPU=neoverse-n1 OPENBLAS_NUM_THREADS=1
 "$python" -m kvfast info
 [ $# -gt 0 ] || [ $mode = short ] || set -- $KERNELS
 if [ $# = 0 ]; then
-    set -- tests/test_dispatch.py tests/test_attention.py::test_tiers_agree
+    set -- tests/core/test_dispatch.py tests/attention/test_attention.py::test_tiers_agree
     for shape in "64, 127, 1, 3, 9" "17, 65, 65, 2, 6" "80, 128, 5, 1, 16"; do
-        set -- "$@" "tests/test_attention.py::test_every_dtype_and_size[neon"{,_dotprod}"-($shape)]"
+        set -- "$@" "tests/attention/test_attention.py::test_every_dtype_and_size[neon"{,_dotprod}"-($shape)]"
     done
 fi
 "$python" -m pytest -q -p no:cacheprovider "$@"

@@ -183,7 +183,7 @@ def peers():
 
 def architectures():
     """What came of each architecture of transformers, those of one outcome together."""
-    kept = json.loads((ROOT / "tests" / "architectures.json").read_text(encoding="utf-8"))
+    kept = json.loads((ROOT / "tests" / "support" / "architectures.json").read_text(encoding="utf-8"))
     outcomes = {}
     for name, found in kept["architectures"].items():
         text = found.get("kvfast", found.get("not tried"))

@@ -1,8 +1,8 @@
-"""The functions of ``kvfast.h`` for Cython; what they take and return is documented there.
+"""The functions of ``kvfast.h`` for Cython. The header documents their arguments and results.
 
-Nothing of kvfast's own classes is needed to call them, so that a module may run with another version of kvfast than it was
-compiled with. The kernels are in `kvfast.core.kernels`, which promises no such thing. Cython leaves what it is not told of a
-struct as it was: set all of a kvfast_options to 0 first.
+They need none of kvfast's own classes, so a module may run with another version of kvfast than it was compiled with.
+`kvfast.core.kernels`, which has the kernels, does not promise this. Cython does not initialise the fields of a struct: set
+all of a kvfast_options to 0 first.
 """
 
 cdef extern from "kvfast.h" nogil:

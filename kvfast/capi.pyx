@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The caches for C and Cython, see ``kvfast.h``.
+"""The caches for C and Cython; see ``kvfast.h``.
 
-Every call first tries what needs no interpreter: tokens into blocks that are there, attention with memory that is there.
-Whatever is not so simple, errors among it, goes the way that Python takes.
+Every call first tries a fast path without the interpreter, which needs blocks and working memory to be allocated already.
+Anything else, errors included, takes the same path as a call from Python.
 """
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF
@@ -46,8 +46,8 @@ cdef extern from "Python.h" nogil:
     Py_ssize_t PyList_GET_SIZE(void *list)
 
 cdef enum:
-    QUICK_TOKENS = 64      # that are appended without Python
-    MOST_TEXT = 512
+    QUICK_TOKENS = 64      # the most tokens that are appended without the interpreter
+    MOST_TEXT = 512        # bytes of an error text
 
 _CODES = (
     (CacheFullError, KVFAST_FULL),
@@ -60,14 +60,14 @@ _CODES = (
 
 
 cdef class Handle:
-    """What a kvfast_cache points to."""
+    """The object that a kvfast_cache points to."""
     cdef object cache
     cdef SequenceBuffer buffer
-    cdef AttendCall call       # of the one thread that is in `quick_attend`
-    cdef int busy              # whether one is
+    cdef AttendCall call       # used by one thread at a time, in `quick_attend`
+    cdef int busy              # whether a thread is in `quick_attend`
     cdef void **tables         # (num_layers,) BlockTable of each layer, owned by the buffer
-    cdef Py_ssize_t *layers    # and the layer's number in it
-    cdef bint is_paged         # a Sequence, which knows more of its tokens than the buffer does
+    cdef Py_ssize_t *layers    # (num_layers,) number of the layer in its table
+    cdef bint is_paged         # a Sequence, which knows more about its tokens than the buffer does
     cdef bint latent
     cdef char text[MOST_TEXT]
 
@@ -76,9 +76,9 @@ cdef class Handle:
 
         cdef Py_ssize_t i
         if not isinstance(cache, StoredSequence):
-            raise TypeError(f"a KVCache, RingKVCache, MLAKVCache or Sequence is needed, got {type(cache).__name__}")
+            raise TypeError(f"cache must be a KVCache, RingKVCache, MLAKVCache or Sequence, got {type(cache).__name__}")
         if getattr(cache, "_rope", None) is not None:
-            raise ValueError('a cache with rope="cache", which turns queries and keys itself, has no C interface')
+            raise ValueError('the C interface needs rope=None, got a cache with rope="cache", which rotates queries and keys itself')
         self.cache, self.buffer, self.is_paged = cache, buffer_of(cache), cache.is_paged
         self.tables = <void **>calloc(self.buffer.num_layers, sizeof(void *))
         self.layers = <Py_ssize_t *>calloc(self.buffer.num_layers, sizeof(Py_ssize_t))
@@ -96,7 +96,8 @@ cdef class Handle:
         free(self.layers)
 
     cdef bint try_enter(self) noexcept nogil:
-        """Whether nobody else is in the cache, and nothing is left to be tidied up. The inverse is `leave`."""
+        """Enter alone, if no other thread is in the cache and no released blocks wait to be returned; else False. `leave`
+        is the inverse."""
         if not (<BlockTable>self.tables[0]).pool.try_enter():
             return False
         if self.is_tidy():
@@ -112,7 +113,7 @@ cdef class Handle:
         (<BlockTable>self.tables[0]).pool.leave()
 
     cdef bint try_enter_reading(self) noexcept nogil:
-        """The same for a call that only reads, by the one thread that may work in this handle's memory."""
+        """Enter a call that only reads, if no other thread works in this handle's memory; else False."""
         if kv_take(&self.busy, 1):
             return False
         if (<BlockTable>self.tables[0]).pool.try_enter_reading():
@@ -127,7 +128,7 @@ cdef class Handle:
         kv_drop(&self.busy)
 
     cdef bint split(self, const kvfast_rows *given, kv_rows *rows, kv_rows *rope) noexcept nogil:
-        """The rows, and of latent ones their rotary part; False if they cannot be."""
+        """Convert the rows, and split latent rows from their rotary part; False if the arguments are invalid."""
         cdef Py_ssize_t latent_dim = (<BlockTable>self.tables[0]).pool.head_dim
         if not _convert(given, rows):
             return False
@@ -152,7 +153,7 @@ cdef class Handle:
             return False
         for i in range(n):
             slots[i] = table.slot(first + i)
-        # A value that cannot be stored: behind the last token, where nobody reads.
+        # If a value cannot be stored, the rows written so far lie behind the last token, where they are never read.
         gather_unwatched(&team, 0, work_of(k))
         if not encode_rows(store, k, v, NULL, slots, True, &team):
             return False
@@ -197,7 +198,7 @@ cdef class Handle:
         if not table.holds(self.call.call.queries[0].start):
             return False
         self.call.add(&context, 0, q.tokens, 0, 0)
-        if self.call.wide and not store.latent:  # whose memory is not kept
+        if self.call.wide and not store.latent:  # the workspace does not keep the matrix unit's memory
             return False
         gather_unwatched(&team, options.num_threads, <double>self.call.work)
         if not self.call.prepare(self.call.workspace, team.threads):
@@ -268,7 +269,7 @@ cdef class Handle:
         return self.python_method("truncate", n)
 
     cdef tuple open(self, const kvfast_rows *given, str name):
-        """The rows, and of latent ones their rotary part, for the calls that Python makes."""
+        """`split` for the path of Python: the Rows, and the rotary part of latent rows."""
         cdef Rows rows = Rows.__new__(Rows), rope = Rows.__new__(Rows)
         if not self.split(given, &rows.rows, &rope.rows):
             raise _unfit(given, name)
@@ -284,7 +285,7 @@ cdef class Handle:
 
 
 cdef object _unfit(const kvfast_rows *given, str name):
-    """What is wrong with rows that cannot be."""
+    """The error for rows that `Handle.split` or `_convert` refused."""
     if given == NULL or given.data == NULL:
         return ValueError(f"{name} must not be NULL")
     if not KV_FLOAT32 <= given.dtype <= KV_BFLOAT16:
@@ -292,8 +293,9 @@ cdef object _unfit(const kvfast_rows *given, str name):
     shape = given.num_tokens, given.num_heads, given.dim
     size = _itemsize(given.dtype)
     if <intptr_t>given.data % size or given.token_stride % size or given.head_stride % size:
-        return ValueError(f"{name} must be aligned to its elements")
-    return DimensionMismatchError(f"{name} must have the shape (num_tokens, num_heads, dim) that fits the cache, got {shape}")
+        return ValueError(f"{name} must be aligned to its elements of {size} bytes, got strides {given.token_stride} and "
+                          f"{given.head_stride} at address {<intptr_t>given.data:#x}")
+    return DimensionMismatchError(f"{name} must have a shape (num_tokens, num_heads, dim) that fits the cache, got {shape}")
 
 
 cdef object _per_head(const float *values, Py_ssize_t heads):
@@ -305,7 +307,7 @@ cdef inline Py_ssize_t _itemsize(int dtype) noexcept nogil:
 
 
 cdef bint _convert(const kvfast_rows *given, kv_rows *rows) noexcept nogil:
-    """Rows as the calls of kvfast know them; False if they are none."""
+    """Convert a caller's rows to kv_rows; False if they are invalid."""
     cdef Py_ssize_t itemsize
     if given == NULL or given.data == NULL or not KV_FLOAT32 <= given.dtype <= KV_BFLOAT16:
         return False
@@ -322,7 +324,7 @@ cdef bint _convert(const kvfast_rows *given, kv_rows *rows) noexcept nogil:
 
 
 cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q) noexcept nogil:
-    """As the caches choose it."""
+    """The scale of the options, or the default of the caches."""
     if options.scale != 0:
         return options.scale
     if rope_q.data != NULL:

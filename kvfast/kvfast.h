@@ -1,4 +1,4 @@
-/* kvfast from C: the caches of a Python process, called without Python in between.
+/* kvfast from C: calls the caches of a Python process without going through Python.
 
        static const kvfast_api *kvfast;                     // kvfast = kvfast_import(): once, with the GIL
        kvfast_cache *cache = kvfast->open(python_cache);    // of a KVCache, RingKVCache, MLAKVCache or Sequence
@@ -8,14 +8,14 @@
        if (kvfast->append(cache, layer, &k, &v) || kvfast->attend(cache, layer, &q, NULL, &out))
            fprintf(stderr, "%s\n", kvfast->error(cache));
 
-   Compile with the folder of `kvfast.get_include()` on the include path; nothing is to be linked.
+   Compile with the folder of `kvfast.get_include()` on the include path. There is nothing to link.
 
-   All functions but open can be called with the GIL or without it, from any thread; a Python that has none means by it an
-   attached thread state. What a step of decoding needs takes it only where memory is to be had or given back, or a block is
-   full: about once in 16 tokens; so do append to a sequence of a PagedKVCache, and calls that fail. Long calls do not keep
-   it, but a caller that has it keeps it.
-   Threads that only read a cache (attend) go together; one that changes it must be alone. Another gets KVFAST_BUSY. Those
-   that call it from Python count, too.
+   All functions but open can be called from any thread, with the GIL or without it. On a free-threaded Python, read "attached
+   thread state" for "GIL". The functions of a decode step take the GIL only to allocate or release memory, or when a block is
+   full: about once in 16 tokens. Append to a sequence of a PagedKVCache and calls that fail take it, too. Long calls do not
+   hold the GIL, but if the caller holds it, it stays held.
+   Several threads may read a cache (attend) at once; a thread that changes it must be alone. Otherwise a call returns
+   KVFAST_BUSY. Threads that use the cache from Python count, too.
 
    Results are the same bits as from Python. A call that fails leaves the cache as it was. */
 #ifndef KVFAST_H
@@ -24,15 +24,15 @@
 #include <Python.h>
 #include <stddef.h>
 
-#define KVFAST_ABI 1 /* of the structs; the functions of a table with the same number stay where they are */
-#define KVFAST_API 1 /* of the functions; a table with a higher number has more of them, behind the others */
+#define KVFAST_ABI 1 /* version of the structs; tables with the same number have their functions in the same places */
+#define KVFAST_API 1 /* version of the functions; a table with a higher number has more of them, after the others */
 
 enum {
     KVFAST_OK = 0,
-    KVFAST_INVALID = -1,    /* an argument, NULL where something must be, a closed sequence */
-    KVFAST_SHAPE = -2,      /* of rows, or num_q_heads */
-    KVFAST_NOT_FINITE = -3, /* NaN, infinity, or beyond the range of what is stored */
-    KVFAST_FULL = -4,       /* max_seq_len, or the blocks of a pool */
+    KVFAST_INVALID = -1,    /* an invalid argument, NULL where it is not allowed, or a closed sequence */
+    KVFAST_SHAPE = -2,      /* a wrong shape of rows, or a wrong number of query heads */
+    KVFAST_NOT_FINITE = -3, /* NaN, infinity, or a value beyond the range of the storage */
+    KVFAST_FULL = -4,       /* max_seq_len is reached, or the pool has no block left */
     KVFAST_BUSY = -5,       /* another thread is in the cache */
     KVFAST_NO_MEMORY = -6,
     KVFAST_NO_LAYER = -7,
@@ -41,7 +41,7 @@ enum {
 
 enum { KVFAST_FLOAT32, KVFAST_FLOAT16, KVFAST_BFLOAT16 };
 
-/* A cache that is open; it keeps the Python object alive. */
+/* An open cache. It keeps the Python object alive. */
 typedef struct kvfast_cache kvfast_cache;
 
 /* An array (num_tokens, num_heads, dim) whose rows of dim elements are contiguous and aligned to their elements. */
@@ -55,46 +55,47 @@ typedef struct {
     int dtype;
 } kvfast_rows;
 
-/* As the keyword arguments of `KVCache.attend`. All 0, or NULL for the struct: the defaults. */
+/* The keyword arguments of `KVCache.attend`. All 0, or NULL instead of the struct, means the defaults. */
 typedef struct {
     float scale;               /* 0: dim ** -0.5 */
     float softcap;             /* 0: off */
-    ptrdiff_t sliding_window;  /* 0: none, or that of a ring */
-    ptrdiff_t num_sink_tokens; /* 0: none, or those of a ring; -1: none */
+    ptrdiff_t sliding_window;  /* 0: none, or the window of a ring */
+    ptrdiff_t num_sink_tokens; /* 0: none, or the number of a ring; -1: none */
     const float *sinks;        /* (num_q_heads,) or NULL */
     const float *alibi_slopes; /* (num_q_heads,) or NULL */
     float *lse;                /* where to write the log-sum-exp, (num_tokens, num_q_heads), or NULL */
     int not_causal;
     int num_splits;
-    int num_threads;           /* 0: as kvfast.set_num_threads says */
+    int num_threads;           /* 0: the number set by kvfast.set_num_threads */
 } kvfast_options;
 
 typedef struct {
     int abi, api;
 
-    /* NULL with a Python exception; needs the GIL. A cache that turns its keys itself (rope="cache") is refused. */
+    /* NULL with a Python exception on error. Needs the GIL. Refuses a cache that rotates its keys itself (rope="cache"). */
     kvfast_cache *(*open)(PyObject *cache);
     void (*close)(kvfast_cache *cache); /* NULL: nothing */
 
-    /* k: (n, num_kv_heads, head_dim), v: (n, num_kv_heads, v_head_dim). Of an MLAKVCache k is (n, 1, latent_dim + rope_dim), v NULL. */
+    /* k: (n, num_kv_heads, head_dim), v: (n, num_kv_heads, v_head_dim). For an MLAKVCache k is (n, 1, latent_dim + rope_dim)
+       and v is NULL. */
     int (*append)(kvfast_cache *cache, int layer, const kvfast_rows *k, const kvfast_rows *v);
-    /* q: (n, num_q_heads, head_dim), out: (n, num_q_heads, v_head_dim), of the last n tokens. Of an MLAKVCache q has latent_dim + rope_dim elements,
-       out latent_dim. */
+    /* q: (n, num_q_heads, head_dim), out: (n, num_q_heads, v_head_dim), for the last n tokens. For an MLAKVCache the rows of q
+       have latent_dim + rope_dim elements, and those of out latent_dim. */
     int (*attend)(kvfast_cache *cache, int layer, const kvfast_rows *q, const kvfast_options *options, const kvfast_rows *out);
     int (*advance)(kvfast_cache *cache, ptrdiff_t n);
     int (*truncate)(kvfast_cache *cache, ptrdiff_t n); /* takes the GIL */
 
-    ptrdiff_t (*length)(kvfast_cache *cache); /* complete tokens, or an error */
+    ptrdiff_t (*length)(kvfast_cache *cache); /* number of complete tokens, or a code below 0 */
     ptrdiff_t (*layer_length)(kvfast_cache *cache, int layer);
-    /* What the last call that failed said; "" if none has. */
+    /* Error text of the last call that failed; "" if none has. */
     const char *(*error)(kvfast_cache *cache);
 
-    /* The kernels in use, a kv_kernels of "simd/kernels.h". That header may be another with each version of kvfast:
-       compile against the one that runs. */
+    /* The kernels in use, a kv_kernels of "simd/kernels.h". That header may change with each version of kvfast: compile
+       against the version that runs. */
     const void *(*kernels)(void);
 } kvfast_api;
 
-/* The functions of the kvfast that Python imports, or NULL with a Python exception. Needs the GIL. */
+/* The functions of the kvfast that Python imports; NULL with a Python exception on error. Needs the GIL. */
 static inline const kvfast_api *kvfast_import(void) {
     const kvfast_api *api;
     PyObject *module = PyImport_ImportModule("kvfast.capi");

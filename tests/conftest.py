@@ -1,27 +1,30 @@
+import gc
 import os
 import runpy
 import signal
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_kinds import CENTRED, PACKED, TRELLIS
+from selection import TIERS, pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 import kvfast
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from cache_kinds import CENTRED, PACKED, TRELLIS
 
 # A shell's background jobs ignore Ctrl-C, and so would those that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(params=kvfast.available_isas())
+@pytest.fixture(params=TIERS)
 def isa(request):
     """Every ISA tier of this machine in turn."""
     with kvfast.use_isa(request.param):
         yield request.param
+
+
+def pytest_collection_finish():
+    """What was collected stays: `gc.collect()` of the tests need not look at it each time."""
+    gc.freeze()
 
 
 def pytest_make_parametrize_id(config, val, argname):

@@ -1,4 +1,4 @@
-"""One call of `attend`: its arguments checked, its work cut into tasks."""
+"""One call of `attend`: checks its arguments and cuts its work into tasks."""
 from kvfast.attention.options cimport Options
 from kvfast.attention.tiles cimport kv_call, kv_item, kv_query
 from kvfast.attention.workspace cimport Workspace
@@ -12,11 +12,11 @@ cdef class AttendCall:
     cdef Workspace workspace
     cdef Rows q, sink_q, rope_q, result
     cdef object out, lse, sinks, slopes
-    cdef object keepalive      # arrays that the items look into
+    cdef object keepalive      # arrays that the items point into
     cdef Py_ssize_t window, num_splits, work, context
     cdef bint wide
     cdef int bad               # whether the output is not finite
-    cdef bint packed           # codes that the matrix unit does not take, where it would work
+    cdef bint packed           # whether packed codes keep the matrix unit from being used
 
     cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil
@@ -35,6 +35,6 @@ cdef class AttendCall:
     cdef list _notes(self, int threads)
 
 
-cdef bint LOGS                 # whether calls tell of slow paths
+cdef bint LOGS                 # whether calls log slow paths
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts)
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store)

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Checks and plans of attention: which positions each query sees, and the splits of each item.
+"""Checks and plans a call of attention: which positions each query sees, and the splits of each item.
 
-Splits follow from an item's own lengths alone, so that a sequence gives the same bits by itself and in a
-batch, for every number of threads.
+Splits depend only on the lengths of their item. So a sequence gives the same bits by itself and in a batch,
+for every number of threads.
 """
 cimport cython
 import math
@@ -31,25 +31,25 @@ from kvfast.attention.plan import AttendPlan, AttendItem
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef enum:
-    # More tasks of one item than this do not balance better.
+    # More tasks than this in one item do not balance better.
     ENOUGH_TASKS = 64
-    # A task costs its cold start and its merge: few heads are split from 1,024 tokens on, 8 and more only
-    # from 4,096 (at 4k, 8 KV heads and 2 threads 0.75 of the bandwidth for int8, 0.71 in halves).
+    # Each task costs a cold start and a merge. So few heads are split from 1,024 tokens on, 8 and more only
+    # from 4,096 (at 4k, 8 KV heads and 2 threads int8 reached 0.75 of the bandwidth, 0.71 if cut in halves).
     MIN_SPLIT_TOKENS = 1024
     MAX_SPLIT_TOKENS = 4096
     SPLIT_TOKENS_PER_UNIT = 512
-    # A matrix unit pays from here on (64 queries to 64 tokens took 1.5 times as long with it, to 256 tokens 0.83).
+    # A matrix unit pays from this context on (64 queries took 1.5 times as long with it to 64 tokens, 0.83 to 256 tokens).
     LEAST_WIDE_CONTEXT = 200
-    # Of latent rows, whose heads are many: panels of query rows that share a tile's operands, and tokens of a split, which
-    # leaves a partial result of every head.
+    # Latent rows have many query heads. So many panels of query rows share a tile's operands, and a split has at least so
+    # many tokens, as it leaves a partial result for every head.
     LATENT_PANELS = 8
     MIN_LATENT_SPLIT_TOKENS = 2048
 
 LOGS = slow_paths.LOGS
 
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts):
-    """Check everything but the contexts, which `ask` and `add` bring. With the `imagined_rows` of a call that is only to
-    be explained for q."""
+    """Check everything but the contexts, which `ask` and `add` bring. For `explain`, q is `imagined_rows`: they have no
+    data."""
     cdef AttendCall self = AttendCall.__new__(AttendCall)
     cdef float[:, ::1] lse_view
     cdef const float[::1] view
@@ -103,11 +103,11 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
 
 
 cdef object _no_memory():
-    return MemoryError("cannot allocate what a call of attend works in")
+    return MemoryError("cannot allocate the working memory of a call of attend")
 
 
 cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_store *store):
-    """The rows of an array without the array, or those of a shape, or of a number of tokens."""
+    """Rows without data, from an array, a shape or a number of tokens."""
     cdef Rows self = Rows.__new__(Rows), given
     if getattr(q, "ndim", 0):  # an array, of NumPy or another library
         given = open_rows(q, "q")
@@ -124,7 +124,7 @@ cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_sto
     self.rows.dim = check_count(shape[2], "the head_dim of q", 1, 1 << 20)
     self.rows.dtype = parse_dtype(dtype)
     if self.rows.dtype > KV_BFLOAT16:
-        raise ValueError(f"q is float32, float16 or bfloat16, got {dtype!r}")
+        raise ValueError(f"q must be float32, float16 or bfloat16, got {dtype!r}")
     return self
 
 
@@ -135,8 +135,8 @@ cdef class AttendCall:
             kv_drop(&self.workspace.lent)
 
     cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil:
-        """What follows from the store and from q, which fits it; False for want of memory."""
-        # One item for each context, those of shared prefixes, and as many as `add` can make.
+        """Set what follows from the store and from q, which was checked to fit it; False if out of memory."""
+        # One item for each context, those for shared prefixes, and as many as `add` can make.
         cdef Py_ssize_t items = 2 * contexts + min(self.call.q.tokens, contexts * <Py_ssize_t>KV_FEW_QUERIES)
         self.call.kernels, self.call.store = active(), store
         self.bad, self.call.bad = 0, &self.bad
@@ -149,7 +149,7 @@ cdef class AttendCall:
         return self.call.items != NULL and self.call.queries != NULL
 
     cdef int set_rope(self, object rope_q) except -1:
-        """The rotary part of the queries to latent rows, (tokens, heads, rope_dim)."""
+        """Set the rotary part of queries to latent rows, (tokens, heads, rope_dim)."""
         self.rope_q = open_rows(rope_q, "q")
         check_finite(self.rope_q, "the rotary part of q", KV_MAX_FLOAT32, "float32")
         self.call.rope_q = self.rope_q.rows
@@ -158,7 +158,7 @@ cdef class AttendCall:
         return 0
 
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
-        """The queries first_query ... are the last of a context: which positions each sees."""
+        """Set which positions each query sees. `num_queries` from `first_query` on are the last tokens of the context."""
         cdef kv_query *query
         cdef Py_ssize_t i, chunk = self.options.attention_chunk_size
         for i in range(num_queries):
@@ -173,10 +173,10 @@ cdef class AttendCall:
         self.context += context.length
 
     cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil:
-        """Tokens of each split of a span that so many queries read."""
+        """Tokens of each split of a span of `span` tokens that `num_queries` queries read."""
         cdef Py_ssize_t splits = self.num_splits, units, least
         if splits == 0:
-            # A few queries are cut as each of them alone; see `add`.
+            # A few queries are split as each of them would be alone; see `add`.
             units = num_queries if num_queries > KV_FEW_QUERIES else 1
             units = self.call.store.num_kv_heads * ((units * self.call.group + KV_ROWS - 1) // KV_ROWS)
             least = MIN_SPLIT_TOKENS
@@ -189,10 +189,10 @@ cdef class AttendCall:
 
     cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
                  int part) noexcept nogil:
-        """Items for the queries of `ask`, which read their context from position `begin` on.
+        """Add items for the queries of `ask`, which read their context from position `begin` on.
 
-        Queries that each alone would read in other splits get items of their own, so that a query's result has
-        the same bits whether it comes alone or with a few others, as when drafted tokens are verified.
+        Queries that would be split differently when alone get items of their own. So a query's result has the same
+        bits whether it comes alone or with a few others, as when drafted tokens are verified.
         """
         cdef kv_item *item
         cdef kv_query *first
@@ -225,7 +225,7 @@ cdef class AttendCall:
         return size == self._split_tokens(1, b.stop - start) and (a.stop - start - 1) // size == (b.stop - start - 1) // size
 
     cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil:
-        """Split the item's positions up to `end`, and count it."""
+        """Split the item's positions up to `end`, and count its tasks."""
         cdef Py_ssize_t span = end - item.begin
         item.end = end
         self._cut_rows(item)
@@ -237,32 +237,32 @@ cdef class AttendCall:
         self.work += <Py_ssize_t>(bytes_of(self.call.store, span) * max(1.0, item.num_queries * self.call.group / 8.0))
 
     cdef void _cut_rows(self, kv_item *item) noexcept nogil:
-        """The query rows of each task of an item."""
+        """Set the number of query rows of each task of an item."""
         cdef const kv_store *store = self.call.store
         cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
         item.block_rows, item.row_blocks = KV_ROWS, panels
-        # The matrix unit works with 16 bits, which is not enough for float32.
+        # The matrix unit multiplies 16-bit numbers, which lose bits of float32.
         if (self.call.kernels.attend_panels[0] == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
                 or panels == 1):
             return
-        # Latent rows have query heads enough for a token alone, where it is so for each.
+        # A single token of latent rows has enough query heads, and every single token then goes this way.
         if not (store.latent and self.call.group > KV_ROWS) and (
                 item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)):
             return
         if store.k.family == KV_PACKED_CODES or store.v.family == KV_PACKED_CODES:
             self.packed = True
             return
-        # Enough tasks for some threads, each with enough panels for the operands of a tile to be worth making.
+        # Make enough tasks for several threads, each with so many panels that a tile's operands are worth making.
         most = max(<Py_ssize_t>(LATENT_PANELS if store.latent else 4), min(<Py_ssize_t>KV_PANELS, panels * store.num_kv_heads // 16))
         item.row_blocks = (panels + most - 1) // most
         item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
         self.wide = True
-        # As integers also the float rows that stand beside codes.
+        # Float rows beside codes are multiplied as integers, too.
         self.call.wide_kind = (KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS
                                else KV_INTEGERS)
 
     cdef Py_ssize_t _count_parts(self) noexcept nogil:
-        """Number the partial results that the items leave of their queries, per query head."""
+        """Number the partial results of each query, per query head; returns how many there are."""
         cdef Py_ssize_t i, j, parts = 0
         cdef kv_item *item
         cdef kv_query *query
@@ -278,7 +278,7 @@ cdef class AttendCall:
         return parts
 
     cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil:
-        """Memory for results and threads, the last thing before `run`; False for want of it."""
+        """Reserve memory for partial results and threads, as the last step before `run`; False if out of memory."""
         cdef Py_ssize_t parts = self._count_parts()
         if parts:
             self.call.partials = <float *>self.workspace.reserve(
@@ -290,9 +290,9 @@ cdef class AttendCall:
         return ((parts == 0 or self.call.partials != NULL) and (not self.wide or self.call.wide != NULL)
                 and (self.call.rope_q.data == NULL or self.call.rope != NULL))
 
-    cdef object run(self):  # no-cython-lint: of a name that is imported too
+    cdef object run(self):  # no-cython-lint: an imported function has the same name
         cdef kv_team team
-        # A megabyte or two for each thread: not to be kept by every cache, but by those whose every token needs it.
+        # A megabyte or two per thread: only caches of latent rows keep it, as every token of theirs needs it.
         cdef Workspace scratch = Workspace() if self.wide and not self.call.store.latent else self.workspace
         scratch.secure = self.workspace.secure
         gather(&team, self.options.num_threads, <double>self.work)
@@ -309,7 +309,7 @@ cdef class AttendCall:
         return (self.out, self.lse) if self.options.return_lse else self.out
 
     cdef object explain(self, str storage):
-        """The AttendPlan of this call, which is not run."""
+        """The AttendPlan of this call. The call is not run."""
         cdef const kv_store *store = self.call.store
         cdef kv_traffic traffic
         cdef kv_item *item
@@ -335,7 +335,7 @@ cdef class AttendCall:
 
     cdef list _notes(self, int threads):
         cdef const kv_store *store = self.call.store
-        # A rotary part stands beside the latents: their width is what is told.
+        # In a store of latent rows v is the rotary part. Notes describe the width of the latents alone.
         sides = {store.k.head_dim: store.k.rotated}
         if not store.latent:
             sides[store.v.head_dim] = sides.get(store.v.head_dim, False) or store.v.rotated

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Attention on plain arrays, and merging of results."""
+"""Attention on arrays without a cache, and merging of results."""
 import numpy as np
 
 from libc.stdint cimport intptr_t
@@ -16,16 +16,16 @@ from kvfast.errors import DimensionMismatchError
 from kvfast.core.interchange import aligned, as_array, as_float32
 
 cdef int _TILE_SHIFT = <int>((<object>KV_TILE).bit_length() - 1)
-cdef Py_ssize_t _MOST_STEP = 1 << 20  # what is prefetched, some rows with all that lies between them, is worth it below
+cdef Py_ssize_t _MOST_STEP = 1 << 20  # bytes between tokens: prefetching, which covers the gaps, does not pay beyond
 
 
 cdef bint _is_like_a_block(const kv_rows *rows) noexcept nogil:
-    """Whether the kernels can read the rows where they lie: each behind the one before, as in a block."""
+    """Whether the kernels can read the rows where they lie: each after the one before, as in a block."""
     return rows.dim % KV_LANES == 0 and width_of(rows) <= rows.token_stride <= _MOST_STEP
 
 
 cdef object _padded(object array):
-    """A copy with head_dim filled up to what the kernels read at once."""
+    """A copy with head_dim padded to a multiple of what the kernels read at once."""
     array = as_array(array)
     padded = np.zeros(array.shape[:2] + (array.shape[2] + -array.shape[2] % KV_LANES,), array.dtype)
     padded[:, :, :array.shape[2]] = array
@@ -34,7 +34,7 @@ cdef object _padded(object array):
 
 def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=None,
               sinks=None, alibi_slopes=None, return_lse=False, num_splits=0, num_threads=None, attention_chunk_size=None):
-    """Fused attention on plain arrays, without a cache.
+    """Fused attention on arrays, without a cache.
 
     Parameters
     ----------
@@ -42,8 +42,8 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
         Queries of the last `num_tokens` tokens of the context.
     k : array of shape (context, num_kv_heads, head_dim), float32, float16 or bfloat16
     v : array of shape (context, num_kv_heads, v_head_dim), float32, float16 or bfloat16
-        Keys and values; read where they lie when their width is a multiple of 16 and the tokens lie one behind the other, at
-        most 1 MiB apart, and copied before otherwise.
+        Keys and values. They are read in place if their width is a multiple of 16 and the tokens lie one after the other, at
+        most 1 MiB apart; otherwise they are copied first.
     out, scale, causal, ... attention_chunk_size
         As in `kvfast.KVCache.attend`.
 
@@ -61,7 +61,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     cdef int head_dim = <int>keys.rows.dim, v_head_dim = <int>values.rows.dim
     if keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads:
         raise DimensionMismatchError(
-            f"k and v must have one shape but for their head_dim, got ({keys.rows.tokens}, {keys.rows.heads}, {keys.rows.dim}) and "
+            f"k and v must have the same shape except for head_dim, got ({keys.rows.tokens}, {keys.rows.heads}, {keys.rows.dim}) and "
             f"({values.rows.tokens}, {values.rows.heads}, {values.rows.dim})")
     check_finite(keys, "k", KV_MAX_FLOAT32, "float32")
     check_finite(values, "v", KV_MAX_FLOAT32, "float32")
@@ -88,7 +88,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     check_apart(&call.call.out, &given_keys.rows, "k")
     check_apart(&call.call.out, &given_values.rows, "v")
     if call.call.q.tokens > context.length:
-        raise ValueError(f"q holds {call.call.q.tokens} tokens, but k and v only {context.length}")
+        raise ValueError(f"q must hold at most the {context.length} tokens of k and v, got {call.call.q.tokens}")
     call.ask(&context, 0, call.call.q.tokens)
     call.add(&context, 0, call.call.q.tokens, 0, 0)
     return call.run()
@@ -109,11 +109,11 @@ def merge_states(out_a, lse_a, out_b, lse_b):
     out : ndarray of shape (num_tokens, num_q_heads, head_dim), float32
     lse : ndarray of shape (num_tokens, num_q_heads), float32
     """
-    # In one piece, as NumPy rounds differently otherwise.
+    # Contiguous copies, as NumPy rounds differently otherwise.
     out_a, lse_a, out_b, lse_b = [aligned(as_float32(one, name)) for name, one in (
         ("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b))]
     if out_a.ndim != 3 or out_a.shape != out_b.shape:
-        raise DimensionMismatchError("out_a and out_b must have one shape (num_tokens, num_q_heads, head_dim), "
+        raise DimensionMismatchError("out_a and out_b must have the same shape (num_tokens, num_q_heads, head_dim), "
                                      f"got {out_a.shape} and {out_b.shape}")
     if lse_a.shape != out_a.shape[:2] or lse_b.shape != out_a.shape[:2]:
         raise DimensionMismatchError(f"lse_a and lse_b must have shape {out_a.shape[:2]}, "

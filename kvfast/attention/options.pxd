@@ -6,5 +6,5 @@ cdef class Options:
     cdef object out, scale, softcap, sliding_window, sinks, alibi_slopes, num_splits, num_threads
     cdef Py_ssize_t num_sink_tokens
     cdef readonly Py_ssize_t attention_chunk_size
-    cdef public Py_ssize_t made_for    # tokens that the layer must hold, as the queries were rotated by it; -1: any
+    cdef public Py_ssize_t made_for    # layer length that the queries were rotated for; the call fails if it changed. -1: any
     cdef bint causal, return_lse

@@ -20,7 +20,7 @@ cdef class Options:
         if attention_chunk_size is not None:
             self.attention_chunk_size = check_count(attention_chunk_size, "attention_chunk_size", 1)
             if not causal:
-                raise ValueError("attention_chunk_size is for causal attention")
+                raise ValueError("attention_chunk_size needs causal=True, got causal=False")
 
     def window_or(self, window):
         """The sliding window of the call, or else `window`."""

@@ -20,7 +20,7 @@ from kvfast.core.threads cimport DYNAMIC, STATIC, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 
 cdef enum:
-    # Fewer partial results than this are merged sooner than a second team of threads starts.
+    # One thread merges fewer partial results than this before a second team of threads could start.
     SERIAL_MERGE = 512
 
 
@@ -79,14 +79,14 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
         begin = min(begin, starts[r])
         end = max(end, stops[r])
         sinks_end = max(sinks_end, sink_stops[r])
-    # The matrix unit adds tokens up in groups, at the same positions for all rows.
+    # The matrix unit sums tokens in groups that lie at the same positions for all rows.
     tile = KV_TILE if task.wide != NULL else call.tile
     begin = max(begin // tile * tile, split_begin)
     end = min(min(end, item.end), split_begin + item.split_tokens)
     if split > 0 or item.part > 0:
         sinks_end = 0
 
-    # Ask for the first keys early; nothing was running ahead of them.
+    # Prefetch the first keys: no earlier tile did.
     if sinks_end > 0:
         touch_sinks(&task, sinks_end)
     if not call.store.seals or begin < item.context.floats_begin:
@@ -126,7 +126,7 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
             partial[0] = m
             partial[1] = l
             call.kernels.from_float[KV_FLOAT32](acc, padded, partial + 2)
-    if call.store.secure:  # what stays on the stack of a thread
+    if call.store.secure:  # else keys and values stay on the thread's stack
         kv_wipe(&task.scratch, sizeof(task.scratch))
     return 0
 
@@ -148,7 +148,7 @@ cdef void _write_output(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head
     call.kernels.scale_add(acc, scale, acc, 0.0, call.out.dim)
     if v.rotated:
         call.kernels.rotate(acc, v.head_dim, 1, v.head_dim, acc, v.head_dim)
-    # Every query sees a token, its own. Scores beyond float32 leave weights that are NaN, or none; see exp in simd/rows.inc.h.
+    # Every query sees at least its own token, so l is 0 or NaN only if scores were beyond float32; see exp in simd/rows.inc.h.
     if not l > 0 or call.kernels.find_unstorable(acc, call.out.dim, dtype_limit(call.out.dtype)) >= 0:
         call.bad[0] = 1
     call.kernels.from_float[call.out.dtype](acc, call.out.dim, target)
@@ -157,7 +157,7 @@ cdef void _write_output(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head
 
 
 cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noexcept nogil:
-    """Join the partial results of one query token, in order."""
+    """Merge the partial results of one query token, in order."""
     cdef const kv_call *call = <const kv_call *>shared
     cdef const kv_query *query = call.queries + token
     cdef Py_ssize_t padded = values_of(call.store).padded_dim, q_head
@@ -202,7 +202,7 @@ cdef void run(kv_call *call, kv_team *team) noexcept nogil:
 
 
 cdef void measure(kv_call *call, kv_traffic *traffic) noexcept nogil:
-    """Count what `run` would read, task by task; it needs no queries and writes no output."""
+    """Count what `run` would read, task by task. Reads no queries and writes no output."""
     cdef Py_ssize_t i
     memset(traffic, 0, sizeof(kv_traffic))
     call.traffic = traffic

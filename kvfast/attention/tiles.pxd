@@ -1,4 +1,4 @@
-"""What a call of attention is made of, and how one of its tasks reads keys and values."""
+"""The structs of a call of attention, and how one of its tasks reads keys and values."""
 from libc.stdint cimport int32_t
 
 from kvfast.codec.blocks cimport kv_context, kv_store
@@ -13,17 +13,17 @@ ctypedef struct kv_query:
     Py_ssize_t sink_stop
     Py_ssize_t start
     Py_ssize_t stop
-    Py_ssize_t partial         # its first partial result counts this many before it, per query head
-    int parts                  # partial results of each of its query heads
+    Py_ssize_t partial         # partial results of the queries before it, per query head
+    int parts                  # number of its own partial results, per query head
 
 
-# Queries that read the same keys: those of one sequence, or of several over a prefix that they share.
+# Queries that read the same keys: those of one sequence, or of several sequences that share a prefix.
 ctypedef struct kv_item:
     kv_context context
     const int32_t *members     # (num_queries,) indices of queries, or NULL: from first_query on
     Py_ssize_t first_query
     Py_ssize_t num_queries
-    Py_ssize_t begin           # positions read: begin, a multiple of KV_TILE, to end, and the sinks before
+    Py_ssize_t begin           # positions read: begin, a multiple of KV_TILE, to end, and the sink tokens before
     Py_ssize_t end
     Py_ssize_t split_tokens    # a multiple of KV_TILE
     Py_ssize_t splits
@@ -33,11 +33,11 @@ ctypedef struct kv_item:
     Py_ssize_t first_task
 
 
-# What a call reads and computes, in all passes.
+# What a call reads and computes, counted over all passes.
 ctypedef struct kv_traffic:
     Py_ssize_t codes           # bytes
-    Py_ssize_t scales          # of tokens and channels, and means
-    Py_ssize_t floats          # float rows, of keys and values that are stored so or still are so
+    Py_ssize_t scales          # bytes of scales of tokens and channels, and of means
+    Py_ssize_t floats          # bytes of float rows
     double operations          # multiplications and additions of scores and sums
 
 
@@ -46,13 +46,13 @@ ctypedef struct kv_call:
     const kv_kernels *kernels
     const kv_store *store
     kv_rows q
-    kv_rows sink_q             # what the sinks are read with, or data NULL: q
-    kv_rows rope_q             # the rotary part of the queries, with latent rows that have one; else data NULL
+    kv_rows sink_q             # queries for the sink tokens, or data NULL: q
+    kv_rows rope_q             # rotary part of the queries to latent rows; data NULL if there is none
     kv_rows out
     float *lse                 # (tokens, num_q_heads) or NULL
     int group                  # query heads per KV head
     int tile                   # tokens between two softmax corrections
-    int float_tile             # where they are read from float rows
+    int float_tile             # the same for float rows
     float scale
     float softcap
     const float *sinks         # (num_q_heads,) or NULL
@@ -66,11 +66,11 @@ ctypedef struct kv_call:
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     int wide_kind              # KV_INTEGERS or KV_HALVES: what a matrix unit multiplies
     int *bad                   # set when a row of the output is not finite
-    kv_traffic *traffic        # of `measure`: where to count, else NULL
+    kv_traffic *traffic        # where `measure` counts, else NULL
     kv_watch *watch            # or NULL
 
 
-# The positions begin to end of a sequence, read from one store tile by tile.
+# Positions begin to end of a sequence, which are read from one store tile by tile.
 ctypedef struct kv_range:
     const kv_store *store
     int tile
@@ -88,8 +88,8 @@ ctypedef struct kv_task:
     kv_wide_scratch *wide      # or NULL
     kv_rope_scratch *rope      # or NULL
     float slopes[256]
-    float query_at[256]
-    Py_ssize_t tokens[256]     # query of each row
+    float query_at[256]        # position of each row's query
+    Py_ssize_t tokens[256]     # query token of each row
     Py_ssize_t q_heads[256]
 
 

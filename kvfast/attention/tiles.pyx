@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""One task of attention reads a span of positions: tile by tile, codes and float rows, by vectors or by the matrix unit.
+"""How one task of attention reads a span of positions: tile by tile, from codes and float rows, with vectors or the matrix unit.
 
-It knows where the tokens of its sequence lie, and what is to be prefetched while a tile is read.
+The task finds the blocks of its sequence, and prefetches the next tile while it reads one.
 """
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
@@ -21,7 +21,7 @@ cdef extern from *:
     """
     void kv_touch(const void *address) noexcept nogil
 cdef enum:
-    # What streams best: pieces of 8 KiB of codes, and 4 KiB of float rows (measured).
+    # Sizes that stream best: 8 KiB of codes, and 4 KiB of float rows (measured).
     INTEGER_TILE = 64
     NARROW_TILE = 128
     FLOAT_TILE_BYTES = 4096
@@ -38,7 +38,7 @@ cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogi
 
 
 cdef int choose_tile(const kv_store *store) noexcept nogil:
-    """Tokens of a tile: the same for every block size, so that every cache gives the same bits."""
+    """Tokens of a tile. It does not depend on the block size, so that every cache gives the same bits."""
     cdef int i, tile = INTEGER_TILE
     cdef const kv_side *side
     if kv_dtypes[store.k.dtype].bits < 8 and kv_dtypes[store.v.dtype].bits < 8:
@@ -55,12 +55,15 @@ cdef int choose_tile(const kv_store *store) noexcept nogil:
 
 cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t position, int tile, kv_tile *k,
                          kv_tile *v) noexcept nogil:
-    """The blocks of the tile at `position`, or with the store of float rows the pieces. Those that are gone, or not
-    there yet, are replaced by others that exist: their tokens are masked, or only prefetched."""
+    """Find the blocks of the tile at `position`, or its pieces in the store of float rows.
+
+    A position without a block is mapped to any block that exists: its tokens are masked or only prefetched, so the
+    address just has to be readable.
+    """
     cdef const kv_context *context = &task.item.context
     cdef const kv_store *blocks = task.call.store
     cdef int shift = store.block_shift, coarser = blocks.block_shift - shift, i
-    cdef bint floats = store != blocks   # whose pieces are as long as the shortest blocks
+    cdef bint floats = store != blocks   # a piece has as many tokens as the smallest block
     cdef Py_ssize_t index = position >> shift, last = (context.length - 1) >> shift, at
     cdef int32_t block, piece
     k.base = v.base = store.base
@@ -79,7 +82,7 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
 
 cdef inline void _aim(kv_prefetch *prefetch, const kv_side *side, kv_tile *tile, int tokens,
                       Py_ssize_t count) noexcept nogil:
-    """Make a tile what is prefetched: of float rows `count`, of codes the `tokens` of a whole tile."""
+    """Prefetch a tile: `count` float rows, or the codes of all its `tokens`."""
     cdef Py_ssize_t token = _token_bytes(side), block_tokens = min(tokens, side.block_size)
     prefetch.base, prefetch.at = tile.base, tile.at
     prefetch.offset, prefetch.piece = token * tile.first, token * block_tokens
@@ -90,8 +93,8 @@ cdef inline void _aim(kv_prefetch *prefetch, const kv_side *side, kv_tile *tile,
 
 cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
                         const kv_range *following) noexcept nogil:
-    """Read a range; row r sees its positions from starts[r] to stops[r]. The start of the range that follows, if there
-    is one, is prefetched at the end."""
+    """Read a range. Row r sees its positions from starts[r] to stops[r]. The last tile prefetches the start of
+    `following`, if there is one."""
     if task.call.traffic != NULL:
         _count(task, range_)
     elif task.wide != NULL:
@@ -102,8 +105,8 @@ cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t 
 
 cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,
                          const Py_ssize_t *stops) noexcept nogil:
-    """The same by the matrix unit. Tiles end at multiples of KV_TILE, so that a row's result does not depend on which
-    rows share its task."""
+    """Read a range with the matrix unit. Tiles end at multiples of KV_TILE, so that a row's result does not depend on
+    the other rows of its task."""
     cdef const kv_store *store = range_.store
     cdef kv_panel *panels = task.wide.panels
     cdef kv_panel *panel
@@ -176,7 +179,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         keys[now].count = values[now].count = count
         next_keys, next_values = &keys[1 - now], &values[1 - now]
         next_count = max(end - t - tile, <Py_ssize_t>1)
-        if t + tile < end and keys[now].first + tile < k.block_size:  # the same block goes on
+        if t + tile < end and keys[now].first + tile < k.block_size:  # the next tile is in the same block
             next_keys.base = next_values.base = store.base
             next_keys.at[0], next_values.at[0] = keys[now].at[0], values[now].at[0]
             next_keys.first = next_values.first = keys[now].first + tile
@@ -211,7 +214,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
 
 cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *latents, const kv_tile *rope, const int *first,
                          const int *last, float position, const kv_ahead *ahead) noexcept nogil:
-    """One tile of latent rows, which are in the processor's cache when they are read as values."""
+    """Read one tile of latent rows: first as keys, then as values, when they are in the processor's cache."""
     cdef const kv_kernels *kernels = task.call.kernels
     cdef const kv_side *k = &store.k
     cdef kv_scratch *scratch = &task.scratch
@@ -228,7 +231,7 @@ cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *la
 
 
 cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
-    """What reading a range takes: whole groups of lanes of codes, and the statistics of the blocks they are in."""
+    """Count the bytes that reading a range takes: whole lane tiles of codes, and the statistics of their blocks."""
     cdef kv_traffic *traffic = task.call.traffic
     cdef const kv_side *side
     cdef Py_ssize_t tokens, blocks
@@ -249,7 +252,7 @@ cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
 
 
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil:
-    """Prefetch the keys of the first tokens from a position on."""
+    """Prefetch the keys of `tokens` tokens from a position on, as far as its block goes."""
     cdef const kv_store *store = task.call.store
     cdef kv_tile k, v
     cdef Py_ssize_t token_bytes = _token_bytes(&store.k), i
@@ -259,7 +262,7 @@ cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noe
 
 
 cdef void touch_first_floats(const kv_task *task) noexcept nogil:
-    """Prefetch the float rows at the start of the sequence, where they are still there."""
+    """Prefetch the float rows at the start of the sequence, if it still has them."""
     cdef const kv_store *store = task.call.store
     cdef const kv_context *context = &task.item.context
     cdef int32_t piece
@@ -276,8 +279,8 @@ cdef void touch_first_floats(const kv_task *task) noexcept nogil:
 
 
 cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
-    """Prefetch all that the sinks, few tokens at the start of a block, are read for: their values are spread
-    over the lane tiles of the block."""
+    """Prefetch the keys and values of the sink tokens. They start a block, and their values are spread over its lane
+    tiles."""
     cdef const kv_store *store = task.call.store
     cdef const kv_side *v = &store.v
     cdef const char *block = v_block_at(store, block_of(&task.item.context, 0), task.head)
@@ -294,7 +297,7 @@ cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
 
 
 cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
-    """The queries of the task's rows, turned as the keys are."""
+    """Load the queries of the task's rows, rotated as the keys are."""
     cdef const kv_store *store = task.call.store
     cdef const kv_side *rope = &store.v if task.rope != NULL else NULL
     cdef int i
@@ -319,7 +322,7 @@ cdef inline int _num_panels(const kv_task *task) noexcept nogil:
 
 cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count,
                      float *rows) noexcept nogil:
-    """`count` rows as floats, zero where the task has no more."""
+    """Load `count` rows as floats; rows beyond those of the task are 0."""
     cdef const kv_kernels *kernels = task.call.kernels
     cdef int r, given = min(count, task.rows - first)
     cdef float *row = rows
@@ -334,8 +337,8 @@ cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, in
 
 
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil:
-    """First position that a query reads from float rows, but for the start of the sequence: that which follows from its
-    own position, where codes and float rows are both there."""
+    """First position that a query reads from float rows, apart from the start of the sequence. Where tokens have both
+    codes and float rows, the query's own position decides."""
     cdef Py_ssize_t codes
     if not store.seals:
         return context.length
@@ -345,7 +348,8 @@ cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py
 
 cdef Py_ssize_t _next_patch(const kv_store *store, const kv_context *context, Py_ssize_t position, Py_ssize_t end,
                             Py_ssize_t *stop) noexcept nogil:
-    """The first position from `position` on that has float rows for good, and where these stop; or `end`."""
+    """The first position from `position` on that keeps its float rows, as part of a patched block; `stop` is where these
+    end. `end` if there is none."""
     cdef Py_ssize_t index = position >> store.block_shift, begin
     stop[0] = end
     if store.kept_codes == NULL or store.num_patched[0] == 0:
@@ -362,10 +366,10 @@ cdef Py_ssize_t _next_patch(const kv_store *store, const kv_context *context, Py
 
 cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,
                        const Py_ssize_t *stops, const kv_range *following) noexcept nogil:
-    """Read the positions begin, a multiple of KV_TILE, to end: codes and, where tokens have them, float rows."""
+    """Read the positions begin, a multiple of KV_TILE, to end, from codes and from float rows."""
     cdef const kv_call *call = task.call
     cdef const kv_store *store = call.store
-    cdef kv_range ranges[3]   # codes up to the next patch, the newest tokens, the first tokens, which were prefetched long before
+    cdef kv_range ranges[3]   # codes up to the next patch, the newest tokens, the first tokens (prefetched long before)
     cdef kv_range patch
     cdef Py_ssize_t codes_end, position
     cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
@@ -385,9 +389,9 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
             some_floats = min(some_floats, from_floats[r])
         sees_first = sees_first or starts[r] < min(stops[r], first)
         all_codes = max(all_codes, from_floats[r])
-    # Where no row reads float rows there may be none: a cache that went back into a block that had lost them, or a ring
-    # whose window has left the start. Their tiles begin at their multiples, wherever a window does: what is before `begin`
-    # is masked.
+    # Where no row reads float rows there may be none: a cache may have been cut within a block that had released them, or
+    # a ring's window may have left the start. Tiles of float rows begin at multiples of their size, wherever a window
+    # begins: what lies before `begin` is masked.
     ranges[0].end = min(all_codes, end)
     ranges[2] = kv_range(store.floats, call.float_tile, begin, min(first, end) if sees_first else begin)
     ranges[1] = kv_range(store.floats, call.float_tile, end, end)
@@ -425,7 +429,7 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
         _attend_range(task, &ranges[i], lower, upper, after)
 
 cdef void begin_rows(kv_task *task) noexcept nogil:
-    """Nothing seen yet, in all rows."""
+    """Reset the state of all rows: they have seen no token yet."""
     cdef kv_softmax *state = &task.scratch.softmax
     cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
     cdef kv_panel *panel

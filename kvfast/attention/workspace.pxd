@@ -11,11 +11,11 @@ cdef enum:
 
 
 cdef class Workspace:
-    """Memory of one cache for its calls, one at a time; grows, never shrinks."""
-    cdef int lent              # for `lend` alone
+    """Memory of one cache for its calls, one call at a time. It grows and never shrinks."""
+    cdef int lent              # whether a call has it; set by `lend`
     cdef void *data[NUM_WORKSPACES]
-    cdef bint secure           # wiped before it is given back
+    cdef bint secure           # wipe memory before it is freed
     cdef Py_ssize_t sizes[NUM_WORKSPACES]
     cdef void release(self, int which) noexcept nogil
     cdef Workspace lend(self)
-    cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil  # NULL: cannot be had
+    cdef void *reserve(self, int which, Py_ssize_t nbytes) noexcept nogil  # NULL: out of memory

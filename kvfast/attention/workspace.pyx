@@ -21,7 +21,7 @@ cdef class Workspace:
         free(self.data[which])
 
     cdef Workspace lend(self):
-        """This one, until its `lent` is dropped; or another, while a call of another thread has it."""
+        """This workspace, until its `lent` is dropped; a new one while a call of another thread has this one."""
         cdef Workspace other
         if kv_take(&self.lent, 1) == 0:
             return self
@@ -29,11 +29,11 @@ cdef class Workspace:
         other.secure = self.secure
         return other
 
-    cdef void *reserve(self, int which, Py_ssize_t size) noexcept nogil:
-        if size > self.sizes[which] or self.data[which] == NULL:
+    cdef void *reserve(self, int which, Py_ssize_t nbytes) noexcept nogil:
+        if nbytes > self.sizes[which] or self.data[which] == NULL:
             self.release(which)
             self.sizes[which] = 0
-            self.data[which] = aligned_alloc(64, (size + 63) // 64 * 64)
+            self.data[which] = aligned_alloc(64, (nbytes + 63) // 64 * 64)
             if self.data[which] != NULL:
-                self.sizes[which] = size
+                self.sizes[which] = nbytes
         return self.data[which]

@@ -1,4 +1,4 @@
-"""Blocks that are encoded as a whole, from the float rows of their tokens."""
+"""Seals blocks: encodes them as a whole, from the float rows of their tokens."""
 from libc.stdint cimport int16_t, int32_t, uint8_t
 
 from kvfast.codec.blocks cimport kv_store

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Codes of product quantisation: the vectors that they stand for, and attention on them. Codebooks lie as in `codebook`."""
+"""Codes of product quantisation: decodes them, and computes attention on them. `pq_training` has the layout of codebooks."""
 import numpy as np
 
 from libc.math cimport INFINITY
@@ -14,17 +14,17 @@ from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS
 from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
 
 cdef enum:
-    # Tokens of a task of attention, and those that are rows of floats at a time: 16 KiB of 128 elements.
+    # Tokens of a split, and tokens decoded at a time: 64 rows of 128 float16 elements are 16 KiB.
     SPLIT_TOKENS = 1024
     TILE_TOKENS = 64
 
 
-# One side of attention, as its pieces read it.
+# One side of attention, as its tasks read it.
 ctypedef struct kv_pq_side:
     kv_side rows               # decoded, float16
     kv_codes codes             # of head 0, from token 0 on
-    Py_ssize_t head_bytes      # from the codes of a head to those of the next one
-    Py_ssize_t centroids       # of a head: numbers
+    Py_ssize_t head_bytes      # bytes from the codes of a head to those of the next one
+    Py_ssize_t centroids       # numbers in the codebooks of a head
 
 
 cdef class PQCodes:
@@ -35,7 +35,7 @@ cdef class PQCodes:
     centroids : array of shape (heads, dims * count), float16
     bounds : array of shape (heads, subvectors + 1), int32
     codes : array of shape (heads, n, stride), uint8
-        All below `count`: one a byte, or two if `count` is at most 16, the first in the low nibble.
+        All below `count`. A byte holds one code, or two if `count` is at most 16, the first in the low nibble.
     """
 
     cdef readonly object centroids, bounds, codes
@@ -58,7 +58,7 @@ cdef class PQCodes:
         init_side(&self.c.rows, KV_FLOAT16, centroids.shape[1] // count, TILE_TOKENS)
 
     def decode(self):
-        """What the codes stand for: ndarray of shape (heads, n, dims), float32."""
+        """The vectors that the codes stand for: ndarray of shape (heads, n, dims), float32."""
         rows = np.empty((*self.codes.shape[:2], self.c.rows.head_dim), np.float16)
         cdef uint16_t[:, :, ::1] view = rows.view(np.uint16)
         cdef const kv_kernels *kernels = active()
@@ -71,7 +71,7 @@ cdef class PQCodes:
 
 
 cdef kv_codes _codes_from(const kv_pq_side *side, Py_ssize_t head, Py_ssize_t first) noexcept nogil:
-    """The codes of a head from a token on."""
+    """The codes of a head from token `first` on."""
     cdef kv_codes codes = side.codes
     codes.data += head * side.head_bytes + first * codes.stride
     codes.bounds += head * (codes.subvectors + 1)
@@ -83,19 +83,19 @@ ctypedef struct kv_pq_call:
     const kv_kernels *kernels
     const kv_pq_side *keys
     const kv_pq_side *values
-    Py_ssize_t rows            # of a head
+    Py_ssize_t rows            # query rows of a head
     Py_ssize_t n               # tokens
     Py_ssize_t splits
-    Py_ssize_t blocks          # of up to KV_ROWS rows
+    Py_ssize_t blocks          # row blocks of a head, of up to KV_ROWS rows each
     Py_ssize_t heads
     const float *queries       # (heads, rows, dims of a key)
-    const Py_ssize_t *visible  # (rows,) tokens that each row sees
+    const Py_ssize_t *visible  # (rows,) number of first tokens that each row sees
     float *out                 # (splits, heads, rows, dims of a value): sums of weight x value
     float *m                   # (splits, heads, rows) largest score
     float *l                   # (splits, heads, rows) sum of the weights
 
 
-# What a task works in, on its thread's stack.
+# Working memory of a task, on its thread's stack.
 ctypedef struct kv_pq_scratch:
     kv_scratch attention
     uint16_t rows[TILE_TOKENS * KV_MAX_HEAD_DIM]  # (TILE_TOKENS, padded_dim) float16
@@ -103,7 +103,7 @@ ctypedef struct kv_pq_scratch:
 
 cdef void _decode_tile(const kv_pq_call *call, const kv_pq_side *side, Py_ssize_t head, Py_ssize_t first, int count,
                        uint16_t *rows, kv_tile *tile, kv_ahead *ahead) noexcept nogil:
-    """Rows of some tokens, and behind the last whole lines of zeros; attention prefetches the codes that follow them."""
+    """Decode `count` tokens and set the rows after them to 0. Attention prefetches the codes that follow."""
     cdef kv_codes codes = _codes_from(side, head, first)
     cdef kv_prefetch *prefetch = &ahead.next
     if side.rows.padded_dim > side.rows.head_dim or count < TILE_TOKENS:
@@ -117,8 +117,8 @@ cdef void _decode_tile(const kv_pq_call *call, const kv_pq_side *side, Py_ssize_
 
 
 cdef int _attend_task(void *shared, Py_ssize_t task, int thread, kv_watch *watch) noexcept nogil:
-    """One (split, head, block of rows): tile by tile, codes become float16 rows in the processor's cache, and these are read
-    as those of any cache."""
+    """One (split, head, row block). Each tile of codes is decoded to float16 rows in the processor's cache, which the kernels
+    read like those of any cache."""
     cdef const kv_pq_call *call = <const kv_pq_call *>shared
     cdef kv_pq_scratch scratch
     cdef kv_scratch *own = &scratch.attention
@@ -167,16 +167,16 @@ def attend(const float[:, :, ::1] queries, PQCodes keys, PQCodes values, const P
     Parameters
     ----------
     queries : array of shape (heads, rows, dims), float32
-        Times the softmax scale.
+        Multiplied by the softmax scale already.
     keys, values : PQCodes
     visible : array of shape (rows,), intp
-        How many of the first tokens each row sees.
+        Number of first tokens that each row sees.
 
     Returns
     -------
     out : ndarray of shape (heads, rows, dims), float32
     lse : ndarray of shape (heads, rows), float32
-        -inf, and an output of 0, for a row that sees nothing.
+        -inf for a row that sees nothing; its output is 0.
     """
     cdef kv_pq_call call
     cdef Py_ssize_t tasks

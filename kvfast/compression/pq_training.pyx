@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Product quantisation: how the codebooks of the subvectors of many vectors are learned (Jegou et al., Product quantization
-for nearest neighbor search, 2011).
+"""Product quantisation: trains codebooks, and encodes vectors with them (Jegou et al., Product quantization for nearest
+neighbor search, 2011).
 
-Vectors of a head are cut into subvectors, each with a codebook of its own. `bounds[head, j]` is where subvector j of a head
-starts; its centroids, (count, dims), start at element ``bounds[head, j] * count`` of the head's.
+The vectors of a head are cut into subvectors, each with a codebook of its own. Subvector j of a head starts at element
+`bounds[head, j]` of a vector; its centroids, (count, dims), start at element ``bounds[head, j] * count`` of the head's centroids.
 """
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvfast.core.limits cimport KV_MAX_CENTROIDS
 from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
 
 cdef enum:
-    # Lloyd's steps end when one improves the error by less than 1 / ENOUGH of it, or after so many.
+    # Lloyd's steps end when a step lowers the error by less than 1 / ENOUGH of it, or after MOST_STEPS.
     MOST_STEPS = 25
     ENOUGH = 500
 
@@ -26,7 +26,7 @@ cdef enum:
 ctypedef struct kv_training:
     const kv_kernels *kernels
     const float *points        # (heads, dims, stride)
-    Py_ssize_t stride          # of which n are points, the others 0: a multiple of KV_LANES
+    Py_ssize_t stride          # a multiple of KV_LANES: n points, then zeros
     Py_ssize_t n
     Py_ssize_t dims
     int subvectors
@@ -65,7 +65,7 @@ cdef void _take(const kv_training *call, const float *points, Py_ssize_t t, int 
 
 cdef void _find(const kv_training *call, const float *points, const kv_pq_codebook *codebook, uint8_t *codes,
                 float *distances) noexcept nogil:
-    """Nearest centroids, and half squared distances less half squared norms."""
+    """Find the nearest centroids, and half the squared distances minus half the squared norms."""
     cdef float half_norms[KV_MAX_CENTROIDS]
     cdef float norm
     cdef int c, i
@@ -78,7 +78,7 @@ cdef void _find(const kv_training *call, const float *points, const kv_pq_codebo
 
 
 cdef Py_ssize_t _drawn(const kv_training *call, const kv_scratch_of_training *scratch, double target) noexcept nogil:
-    """The point at which the running sum of the gaps passes the target; the distances are sums of 16 gaps."""
+    """The point at which the running sum of the gaps passes the target. Each distance is the sum of 16 gaps."""
     cdef Py_ssize_t t, chosen = 0, block = 0
     while block < call.stride // 16 - 1 and target >= scratch.distances[block]:
         target -= scratch.distances[block]
@@ -94,7 +94,7 @@ cdef Py_ssize_t _drawn(const kv_training *call, const kv_scratch_of_training *sc
 
 cdef void _seed(const kv_training *call, const float *points, float *centroids, int dim, kv_scratch_of_training *scratch,
                 uint64_t *random) noexcept nogil:
-    """k-means++ (Arthur and Vassilvitskii, 2007): each next centroid is a point, drawn by its squared distance."""
+    """k-means++ (Arthur and Vassilvitskii, 2007): each next centroid is a point, drawn in proportion to its squared distance."""
     cdef kv_pq_codebook codebook
     cdef Py_ssize_t t, chosen = <Py_ssize_t>(_uniform(random) * call.n)
     cdef double total, target
@@ -115,7 +115,7 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
         codebook.centroids = centroids + (c - 1) * dim
         _find(call, points, &codebook, scratch.codes, scratch.distances)
         total = 0
-        for t in range(call.stride):  # without sums: whole vectors; 0 behind the last point
+        for t in range(call.stride):  # sums nothing, so that it vectorises; 0 after the last point
             gap = 2 * scratch.distances[t] + scratch.squares[t]
             gap = gap if gap > 0 else 0
             scratch.gaps[t] = gap if gap < scratch.gaps[t] else scratch.gaps[t]
@@ -126,7 +126,7 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
             scratch.distances[t // 16] = part
             total += part
         target = _uniform(random) * total
-        chosen = c % call.n  # where all points are centroids already
+        chosen = c % call.n  # if all points are centroids already
         if total > 0:
             chosen = _drawn(call, scratch, target)
         _take(call, points, chosen, dim, centroids + c * dim)
@@ -134,7 +134,7 @@ cdef void _seed(const kv_training *call, const float *points, float *centroids, 
 
 cdef void _lloyd(const kv_training *call, const float *points, float *centroids, int dim,
                  kv_scratch_of_training *scratch) noexcept nogil:
-    """Move each centroid to the mean of the points that are nearest to it, as long as that pays."""
+    """Move each centroid to the mean of the points nearest to it, until the error hardly falls."""
     cdef kv_pq_codebook codebook
     cdef Py_ssize_t members[KV_MAX_CENTROIDS]
     cdef Py_ssize_t t, far
@@ -163,7 +163,7 @@ cdef void _lloyd(const kv_training *call, const float *points, float *centroids,
                 for i in range(dim):
                     centroids[c * dim + i] = <float>(scratch.sums[c * dim + i] / members[c])
                 continue
-            far = 0  # a centroid without points takes the one that is farthest from its own
+            far = 0  # a centroid without points moves to the point farthest from its own centroid
             for t in range(call.n):
                 if scratch.distances[t] > scratch.distances[far]:
                     far = t
@@ -172,7 +172,7 @@ cdef void _lloyd(const kv_training *call, const float *points, float *centroids,
 
 
 cdef int _train_subvector(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
-    """The codebook of one subvector, of one head; or its codes. Returns 1 if there is no memory."""
+    """Train the codebook of one subvector of one head, or find its codes. Returns 1 if out of memory."""
     cdef const kv_training *call = <const kv_training *>shared
     cdef Py_ssize_t head = index // call.subvectors, j = index % call.subvectors, t
     cdef const int *bounds = call.bounds + head * (call.subvectors + 1)
@@ -215,17 +215,17 @@ cdef object _run(const float[:, :, ::1] points, Py_ssize_t n, const int[:, ::1] 
     gather(&team, num_threads, <double>points.shape[0] * points.shape[1] * n * count)
     call.watch = team.watch
     if for_each(&team, _train_subvector, &call, points.shape[0] * call.subvectors, DYNAMIC):
-        raise MemoryError("cannot allocate the scratch memory of a codebook")
+        raise MemoryError("cannot allocate the working memory of a codebook")
 
 
 def train(const float[:, :, ::1] points, Py_ssize_t n, const int[:, ::1] bounds, int count, uint64_t seed,
           num_threads=None):
-    """Codebooks of all heads and subvectors: k-means++, then Lloyd's steps.
+    """Train the codebooks of all heads and subvectors: k-means++, then Lloyd's steps.
 
     Parameters
     ----------
     points : array of shape (heads, dims, stride), float32
-        Of which the first `n` of the last axis are vectors and the others 0, to a multiple of 16.
+        The first `n` of the last axis are vectors. The others are 0, up to a multiple of 16.
     n : int
     bounds : array of shape (heads, subvectors + 1), int32
     count : int

@@ -1,6 +1,6 @@
-"""Rows of floats in other people's arrays: the one door for array arguments.
+"""Float rows of a caller's arrays. All array arguments go through this file.
 
-A `Rows` is open while a call runs: it holds the buffer, so that its memory cannot go away.
+A `Rows` holds the buffer of its array while a call runs, so that the memory stays.
 """
 from cpython.buffer cimport Py_buffer
 
@@ -13,7 +13,7 @@ ctypedef struct kv_rows:
     Py_ssize_t tokens          # shape (tokens, heads, dim)
     Py_ssize_t heads
     Py_ssize_t dim
-    Py_ssize_t token_stride    # bytes; elements of a row follow each other
+    Py_ssize_t token_stride    # bytes; the elements of a row are contiguous
     Py_ssize_t head_stride
     int dtype                  # KV_FLOAT32, KV_FLOAT16 or KV_BFLOAT16
 

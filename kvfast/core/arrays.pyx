@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Checks of array arguments, once, at the Python boundary."""
+"""Opens and checks array arguments, once, at the Python boundary."""
 import numpy as np
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -26,12 +26,12 @@ cdef class Rows:
 
 
 cdef int dtype_of(object array) except -1:
-    """Storage dtype of an array of `as_floats`."""
+    """Storage dtype of an array that `as_floats` returned."""
     return _DTYPES[array.dtype.char]
 
 
 cdef bint _rows_overlap(const kv_rows *rows) noexcept nogil:
-    """Whether two rows have memory in common, or could: in slices of an array one axis lies within a step of the other."""
+    """Whether two rows share memory, or could: in slices of an array all steps of one axis lie within one step of the other."""
     cdef Py_ssize_t near = max(rows.head_stride, -rows.head_stride), inner = rows.heads
     cdef Py_ssize_t far = max(rows.token_stride, -rows.token_stride), outer = rows.tokens
     if near > far:
@@ -40,7 +40,7 @@ cdef bint _rows_overlap(const kv_rows *rows) noexcept nogil:
 
 
 cdef Rows open_rows(object array, str name, bint writable=False):
-    """Open `array` of shape (tokens, heads, dim); rows that do not lie in one piece are copied. `Rows` are open already."""
+    """Open `array` of shape (tokens, heads, dim). Rows that are not contiguous are copied; `Rows` are returned as they are."""
     if type(array) is Rows:
         return array
     cdef Rows self = Rows.__new__(Rows)
@@ -61,7 +61,7 @@ cdef Rows open_rows(object array, str name, bint writable=False):
             or <Py_ssize_t>self.buffer.buf % itemsize or self.buffer.strides[0] % itemsize
             or self.buffer.strides[1] % itemsize):
         if writable:
-            raise ValueError(f"{name} must be aligned, and its last axis contiguous, got strides {array.strides}")
+            raise ValueError(f"{name} must be aligned and its last axis contiguous, got strides {array.strides}")
         if _LOGS:
             slow_paths.log_gathered(name)
         return open_rows(np.array(array, order="C"), name)
@@ -89,7 +89,8 @@ def check_writable(array, str name):
 
 cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,
                                 kv_watch *watch) noexcept nogil:
-    """The first row, token * heads + head, with an element that is NaN or beyond the limit, that row and the element; or -1."""
+    """Find the first element that is NaN or beyond the limit. Returns its row, token * heads + head, or -1 if there is none;
+    writes the row to `row`, and the element's index in it to `index`."""
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t i
     cdef const char *source
@@ -128,7 +129,7 @@ cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1
 
 
 cdef tuple open_pair(object k, object v, bint latent):
-    """The Rows of keys and values; or of latents and their rotary part, None for one without elements."""
+    """The Rows of keys and values, or of latents and their rotary part. With v None the second has no elements."""
     cdef Rows keys = open_rows(k, "latent" if latent else "k"), values
     if v is not None:
         return keys, open_rows(v, "latent" if latent else "v")
@@ -139,6 +140,7 @@ cdef tuple open_pair(object k, object v, bint latent):
 
 
 cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil:
+    """Whether the memory ranges of two arrays overlap."""
     cdef char *a_low = a.data
     cdef char *a_high = a.data
     cdef char *b_low = b.data
@@ -155,7 +157,7 @@ cdef void _extent(const kv_rows *rows, char **low, char **high) noexcept nogil:
 
 
 cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1:
-    """Refuse an `out` that is written while what shares its memory is still read."""
+    """Refuse an `out` that shares memory with an input, which is still read when `out` is written."""
     if overlap(out, given):
         raise ValueError(f"out must not share memory with {name}")
     return 0

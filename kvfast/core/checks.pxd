@@ -1,4 +1,4 @@
-"""Arguments that are numbers."""
+"""Checks of arguments that are numbers."""
 from libc.stdint cimport int32_t
 
 

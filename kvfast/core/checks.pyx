@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Arguments that are numbers."""
+"""Checks of arguments that are numbers."""
 import math
 
 import numpy as np
@@ -25,7 +25,7 @@ cdef float check_number(object value, str name, bint positive) except? -1:
 
 
 cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t most=KV_UNLIMITED) except -1:
-    """An integer between least and most; -1 is never returned, so least is at least 0."""
+    """An integer between least and most. `least` must be at least 0, as -1 reports an error."""
     try:
         number = value.__index__()
     except AttributeError:
@@ -70,7 +70,7 @@ cdef object check_per_head(object values, str name, Py_ssize_t num_q_heads):
 
 
 cdef object check_integers(object values, str name, object dtype, int ndim):
-    """Integers as a new array, which nobody can change after its check."""
+    """Integers as a new array, so that the caller cannot change them after the check."""
     array = np.asarray(values)
     if array.ndim != ndim or array.dtype.kind not in "iu":
         raise DimensionMismatchError(f"{name} must be integers with {ndim} dimension{'s' * (ndim > 1)}, got "
@@ -87,11 +87,11 @@ cdef bint rises(const int32_t[::1] values) noexcept:
 
 
 def checked_token_ids(token_ids, count=None):
-    """Token ids as a new int64 array, `count` of them if given; else ValueError."""
+    """Token ids as a new int64 array. ValueError if they are no integers, or not `count` of them if that is given."""
     array = np.asarray(token_ids)
     if array.ndim != 1 or count is not None and len(array) != count or array.size and array.dtype.kind not in "iu":
         wanted = "integers of shape (num_tokens,)" if count is None else f"{count} integers"
         raise ValueError(f"token_ids must be {wanted}, got {array.dtype} of shape {array.shape}")
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # which would be the same as a negative one
+        raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # as int64 it would equal a negative id
     return array.astype(np.int64)

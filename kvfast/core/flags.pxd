@@ -1,10 +1,10 @@
-"""Whose turn it is: flags that threads set without a lock, and without the GIL."""
+"""Flags that threads set without a lock and without the GIL, to enter alone or to share."""
 
 cdef extern from *:
     """
     #ifndef KV_FLAGS
     #define KV_FLAGS
-    /* Takes what is 0; else tells what it is. */
+    /* Sets a flag that is 0 to `value` and returns 0; else returns what the flag is. */
     __attribute__((unused)) static inline int kv_take(int *flag, int value) {
         int found = 0;
         __atomic_compare_exchange_n(flag, &found, value, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
@@ -12,7 +12,7 @@ cdef extern from *:
     }
     __attribute__((unused)) static inline void kv_drop(int *flag) { __atomic_store_n(flag, 0, __ATOMIC_RELEASE); }
 
-    /* Counts one more of those who share what nobody has alone; else tells who has it, a number below 0. */
+    /* Counts one more sharer and returns 0; if a thread has the flag alone, returns its value, which is below 0. */
     __attribute__((unused)) static inline int kv_share(int *flag) {
         int found = __atomic_load_n(flag, __ATOMIC_RELAXED);
         while (found >= 0 && !__atomic_compare_exchange_n(flag, &found, found + 1, 1, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {}

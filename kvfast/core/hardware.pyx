@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""What this machine can do: what the speed of attention is a fraction of."""
+"""Measures the memory bandwidth and peak arithmetic of this machine, which limit the speed of attention."""
 import time
 
 import numpy as np
@@ -11,7 +11,7 @@ from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 cdef enum:
     BYTES_AT_ONCE = 1 << 20
 
-cdef double SECONDS = 8e-3  # some of the turns that processes take on a processor
+cdef double SECONDS = 8e-3  # several time slices of the operating system's scheduler
 
 _KINDS = ("int8", "float32")
 _buffer = np.empty(0, np.int64)
@@ -20,7 +20,7 @@ _buffer = np.empty(0, np.int64)
 ctypedef struct kv_measurement:
     const kv_kernels *kernels
     const char *data
-    int kind                   # an index of _KINDS
+    int kind                   # index in _KINDS
     Py_ssize_t steps
     double operations          # of one thread
 
@@ -35,19 +35,18 @@ cdef int _multiply(void *shared, Py_ssize_t index, int thread, kv_watch *watch) 
     cdef kv_measurement *call = <kv_measurement *>shared
     cdef float sink = 0
     cdef double operations = call.kernels.multiply[call.kind](call.steps, &sink)
-    if index == 0:  # the others make as many
+    if index == 0:  # all threads do the same number
         call.operations = operations
     return 0
 
 
 def read_bandwidth(nbytes=1 << 28, num_threads=None):
-    """Measure how fast this machine reads memory once, with the loads the kernels use.
+    """Measure how fast this machine reads memory, in one pass with the loads that the kernels use.
 
     Parameters
     ----------
     nbytes : int
-        How much to read; several times the last-level cache that this machine gives one process, or
-        caches are what is measured.
+        How much to read. Use several times the size of the last-level cache; otherwise you measure the cache.
     num_threads : int, optional
 
     Returns
@@ -60,7 +59,7 @@ def read_bandwidth(nbytes=1 << 28, num_threads=None):
     cdef kv_measurement call
     cdef kv_team team
     gather(&team, num_threads, <double>pieces * BYTES_AT_ONCE)
-    buffer = _buffer  # held: another thread may put a larger one there meanwhile
+    buffer = _buffer  # keep a reference: another thread may replace it meanwhile
     if buffer.nbytes < pieces * BYTES_AT_ONCE:
         buffer = _buffer = np.ones(pieces * BYTES_AT_ONCE // 8, np.int64)
     call.kernels, call.data = active(), <const char *><Py_ssize_t>buffer.ctypes.data
@@ -70,12 +69,12 @@ def read_bandwidth(nbytes=1 << 28, num_threads=None):
 
 
 def peak_rate(kind="int8", num_threads=None):
-    """Measure how fast this machine multiplies and adds numbers in registers, with the instructions the kernels use.
+    """Measure how fast this machine multiplies and adds in registers, with the instructions that the kernels use.
 
     Parameters
     ----------
     kind : {"int8", "float32"}
-        ``"int8"``: what the tier in use multiplies codes with; see Notes.
+        ``"int8"`` measures the instructions that the tier in use multiplies codes with; see Notes.
     num_threads : int, optional
 
     Returns
@@ -85,9 +84,9 @@ def peak_rate(kind="int8", num_threads=None):
 
     Notes
     -----
-    Kernels multiply codes by 16-bit numbers. Tiers with AVX-512 VNNI, AMX or NEON's dot products cut those into two parts of
-    8 bits, so that attention, of which a product counts once, gets to half of this rate at most; the others multiply 16 bits,
-    and that is what is measured there.
+    Kernels multiply codes by 16-bit numbers. Tiers with AVX-512 VNNI, AMX or NEON's dot products cut these into two parts of
+    8 bits. There attention, which counts each product once, reaches at most half of this rate. The other tiers multiply
+    16-bit numbers, and that is what this function measures there.
     """
     if kind not in _KINDS:
         raise ValueError(f'kind must be "int8" or "float32", got {kind!r}')
@@ -95,7 +94,7 @@ def peak_rate(kind="int8", num_threads=None):
     cdef kv_measurement call
     cdef kv_team team
     gather(&team, num_threads, 1e12)
-    team.watch = NULL  # it takes a moment, of which asking for signals would be a part
+    team.watch = NULL  # the call is short, and asking for signals would be part of the measurement
     call.kernels, call.kind, call.steps = active(), _KINDS.index(kind), 1 << 12
     while True:
         start = time.perf_counter()

@@ -1,9 +1,9 @@
 """Ctrl-C in the middle of a long call.
 
-A call with much to do has a `kv_watch`. The loop of core/threads asks `is_stopped` before each piece of work, and long pieces ask
-it on their way. Ten times a second the thread that made the call then lets Python's signal handlers run. If one of them raises,
-all threads leave what is left, and `check_stopped` passes the exception on. The watch is NULL for calls of little work, and for
-those of `capi` that come without an interpreter.
+A long call has a `kv_watch`. The loop of core/threads asks `is_stopped` before each piece of work, and long pieces ask in
+between. Ten times a second the thread that made the call then lets Python's signal handlers run. If one of them raises, all
+threads skip the rest of the work, and `check_stopped` passes the exception on. The watch is NULL for short calls, and for those
+of `capi` that run without the interpreter.
 """
 from libc.stdint cimport int64_t
 
@@ -13,10 +13,10 @@ cdef extern from *:
     #include <time.h>
 
     typedef struct {
-        unsigned long thread;  /* that made the call: the only one to ask Python */
-        int64_t next;          /* nanoseconds at which it does so again */
-        int weight;            /* of the work that it has done since it looked at the clock */
-        int is_stopped;        /* for all threads; with the exception of that thread set */
+        unsigned long thread;  /* the thread that made the call; only it asks Python */
+        int64_t next;          /* time in nanoseconds at which it asks again */
+        int weight;            /* of its work since it last read the clock */
+        int is_stopped;        /* read by all threads; if set, that thread has an exception */
     } kv_watch;
 
     static inline int64_t kv_nanoseconds(void) {
@@ -54,11 +54,11 @@ cdef extern from *:
 
 
 cdef enum:
-    LEAST_WORK = 32 << 20      # bytes streamed, or as much work: below are milliseconds even for plain C
+    LEAST_WORK = 32 << 20      # bytes streamed, or as much work: less takes milliseconds even on the scalar tier
 
 
 cdef inline kv_watch *watch_of(kv_watch *memory, double work) noexcept nogil:
-    """The watch of a call that starts now, in `memory`; NULL where the work is not worth one."""
+    """The watch of a call that starts now, in `memory`; NULL if the work is too short for one."""
     if work < LEAST_WORK:
         return NULL
     memory.thread, memory.weight, memory.is_stopped = PyThread_get_thread_ident(), 0, 0
@@ -67,11 +67,11 @@ cdef inline kv_watch *watch_of(kv_watch *memory, double work) noexcept nogil:
 
 
 cdef inline bint is_stopped(kv_watch *watch, int weight=1) noexcept nogil:
-    """Whether to leave what is left to do; asked before each piece of work, of 100 nanoseconds or more, or, with a weight
-    of 16, of microseconds or more: of those each looks at the clock."""
+    """Whether to skip the rest of the work. Ask before each piece of work that takes 100 nanoseconds or more. With a weight of
+    16, for pieces of microseconds or more, each call reads the clock."""
     return watch != NULL and kv_is_stopped(watch, weight)
 
 
 cdef inline int check_stopped(const kv_watch *watch) except -1:
-    """Raise what a signal handler has raised."""
+    """Pass on an exception that a signal handler raised."""
     return -1 if watch != NULL and watch.is_stopped else 0

@@ -1,14 +1,14 @@
-"""The kernel table and the table of dtypes: the door to ``simd/``. The limits are in ``limits.pxd``.
+"""The kernel table and the table of dtypes. All calls to ``simd/`` go through them. ``limits.pxd`` has the limits.
 
-``active()`` is read once per call, so that a call runs on one tier to its end.
+A call reads ``active()`` once, so that it runs on one tier to its end.
 """
 from libc.stdint cimport int8_t, int32_t, uint8_t, uint16_t, uint32_t
 
 from kvfast.core.limits cimport KV_LANES, KV_TILE
 
 
-# Floats that are at least so many bytes are written past the caches, which they would not fit: without reading what they
-# replace, twice as fast.
+# Float arrays of at least so many bytes are written past the caches, which they would not fit. This does not read the memory
+# that they replace, and is twice as fast.
 cdef enum:
     STREAMED_BYTES = 16 << 20
 

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""CPU dispatch: which tier of kernels runs, chosen at import and changed by ``use_isa``."""
+"""CPU dispatch: chooses the tier of kernels at import; ``use_isa`` changes it."""
 import os
 
 
@@ -84,9 +84,9 @@ class use_isa:
 
     Notes
     -----
-    Takes effect at once, also without ``with``; leaving the block brings the previous tier back. The
-    tier is one for the whole process; calls that are running keep the one they started with.
-    ``KVFAST_ISA=name`` in the environment does the same at import.
+    Takes effect at once, also without ``with``. Leaving the block restores the previous tier. The tier applies to the whole
+    process; calls that are running keep the one they started with. ``KVFAST_ISA=name`` in the environment does the same at
+    import.
 
     Examples
     --------

@@ -1,16 +1,16 @@
-"""The one door to OpenMP: how many threads a call may use, and the loop that they share."""
+"""How many threads a call uses, and the loop that they share. Only this module uses OpenMP."""
 from kvfast.core.interrupt cimport kv_watch
 
-# A piece of a call's work. All pieces share `call`; threads count from 0. The flags that pieces return are joined by "or".
+# One piece of a call's work. All pieces share `call`; threads are numbered from 0. The flags that pieces return are joined by "or".
 ctypedef int (*kv_piece)(void *call, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil
 
 cdef enum kv_schedule:
-    STATIC                     # pieces alike, of 100 nanoseconds or more: each thread takes a share of them
-    DYNAMIC                    # pieces of microseconds or more: a thread takes the next one when it is done
+    STATIC                     # equal pieces of 100 nanoseconds or more: each thread takes a fixed share of them
+    DYNAMIC                    # pieces of microseconds or more: a thread takes the next one when it is free
 
 cdef struct kv_team:
     int threads
-    kv_watch *watch            # NULL: the call is short, or Ctrl-C has to wait for its end
+    kv_watch *watch            # NULL: the call is short, or Ctrl-C must wait for its end
     kv_watch memory
 
 cdef int gather(kv_team *team, object num_threads, double work) except -1

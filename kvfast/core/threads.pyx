@@ -1,10 +1,9 @@
 # cython: language_level=3
-"""How many threads a call may use, and the loop that they share.
+"""How many threads a call uses, and the loop that they share.
 
-``num_threads=`` of the call, else `set_num_threads`, else ``KVFAST_NUM_THREADS``, else what OpenMP
-says: ``OMP_NUM_THREADS``, a limit set through threadpoolctl, or the CPUs that this process may use
-(affinity and cgroup quota). OpenMP is asked at each call, never remembered. It reads ``OMP_NUM_THREADS`` when it is
-loaded, and so does this module.
+The number comes from ``num_threads=`` of the call, else `set_num_threads`, else ``KVFAST_NUM_THREADS``, else OpenMP:
+``OMP_NUM_THREADS``, a limit set through threadpoolctl, or the CPUs that this process may use (affinity and cgroup
+quota). Each call asks OpenMP anew. OpenMP reads ``OMP_NUM_THREADS`` when it is loaded, and so does this module.
 """
 import os
 
@@ -23,14 +22,14 @@ cdef extern from *:
     static int omp_get_max_threads(void) { return 1; }
     #endif
 
-    /* Ends the threads that wait for this thread's next parallel region, which starts others. 0 if it could. */
+    /* Ends the threads that wait for this thread's next parallel region, which then starts new ones. 0 on success. */
     #if defined(_OPENMP) && defined(__GNUC__) && __GNUC__ >= 9 && !defined(__clang__)
     static int kv_end_team(void) { return omp_pause_resource_all(omp_pause_soft); }
     #else
     static int kv_end_team(void) { return -1; }
     #endif
 
-    /* Whether the threads of the one that forks stay. */
+    /* Whether the OpenMP threads of the thread that forks could not be ended. */
     static _Thread_local int kv_team_stays;
     """
     int KV_HAVE_OPENMP
@@ -39,14 +38,14 @@ cdef extern from *:
     int kv_team_stays
 
 
-# A second thread pays when the work it takes over is worth more than waking it, some 10 microseconds.
-# Work is counted in bytes streamed; one core streams 10 to 20 GB/s.
+# A second thread pays if its work takes longer than waking it, some 10 microseconds. Work is counted in bytes streamed; one
+# core streams 10 to 20 GB/s.
 cdef double _WORK_PER_THREAD = 192 * 1024
 
 cdef int _chosen = 0            # set_num_threads or KVFAST_NUM_THREADS, or 0
-cdef int _quota = 0             # CPUs that the cgroup grants where nothing else was said, or 0
+cdef int _quota = 0             # CPUs that the cgroup grants, or 0 if there is no quota or OMP_NUM_THREADS is set
 cdef bint _pool_started = False
-cdef bint _orphaned = False     # forked while OpenMP's threads waited for work: they did not come along
+cdef bint _orphaned = False     # forked while OpenMP's threads waited for work: fork did not copy them
 
 
 def _check(num_threads, str origin):
@@ -97,14 +96,14 @@ def get_num_threads():
     Returns
     -------
     int
-        What `set_num_threads` or ``KVFAST_NUM_THREADS`` said, else OpenMP's number of threads, at most
-        the CPUs that the cgroup grants unless ``OMP_NUM_THREADS`` is set.
+        The number set by `set_num_threads` or ``KVFAST_NUM_THREADS``, else OpenMP's number of threads. Unless
+        ``OMP_NUM_THREADS`` is set, this is at most the CPUs that the cgroup grants.
     """
     return _default()
 
 
 cdef int _default() noexcept nogil:
-    cdef int chosen = _chosen  # another thread may set it meanwhile
+    cdef int chosen = _chosen  # read once: another thread may set it meanwhile
     if not KV_HAVE_OPENMP:
         return 1
     if chosen:
@@ -118,14 +117,14 @@ def has_openmp():
 
 
 cdef int gather(kv_team *team, object num_threads, double work) except -1:
-    """The team of a call that starts now: at most `num_threads`, fewer when its work (bytes) does not pay for them."""
+    """Set up the team of a call that starts now: at most `num_threads`, fewer if its work (bytes) does not pay for them."""
     gather_unwatched(team, 0 if num_threads is None else _check(num_threads, "num_threads"), work)
     team.watch = watch_of(&team.memory, work)
     return 0
 
 
 cdef void gather_unwatched(kv_team *team, int num_threads, double work) noexcept nogil:
-    """`gather` without the GIL, for a number that was checked, or 0; Ctrl-C has to wait for the end of the call."""
+    """`gather` without the GIL. `num_threads` was checked, or is 0 for the default. Ctrl-C must wait for the end of the call."""
     global _pool_started
     team.threads, team.watch = _count(num_threads, work), NULL
     if team.threads > 1:
@@ -133,7 +132,7 @@ cdef void gather_unwatched(kv_team *team, int num_threads, double work) noexcept
 
 
 cdef int for_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t count, kv_schedule schedule) except -1:
-    """`run_each` of a caller that holds the GIL, which is free meanwhile; raises what a signal handler has raised."""
+    """`run_each` for a caller that holds the GIL. Releases it meanwhile, and raises what a signal handler raised."""
     cdef int flags
     with nogil:
         flags = run_each(team, piece, call, count, schedule)
@@ -142,7 +141,7 @@ cdef int for_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t count, k
 
 
 cdef int run_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t count, kv_schedule schedule) noexcept nogil:
-    """Run all pieces, in any order where there are several threads; what is left when a signal handler raises stays undone."""
+    """Run all pieces, in any order if there are several threads. Skips the rest once a signal handler has raised."""
     cdef kv_watch *watch = team.watch
     cdef Py_ssize_t i
     cdef int flags = 0, weight = 16 if schedule == DYNAMIC else 1
@@ -162,7 +161,7 @@ cdef int run_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t count, k
 
 
 def lost_threads(num_threads, double work):
-    """Threads that a call would have if this build had OpenMP, or if it had not been forked; 1 if it has what it could."""
+    """Threads that a call would use if this build had OpenMP and the process had not been forked; 1 if neither costs any."""
     if KV_HAVE_OPENMP and not _orphaned or num_threads is None and work < 2 * _WORK_PER_THREAD:
         return 1
     wanted = num_threads or (get_num_threads() if KV_HAVE_OPENMP else _chosen or _quota or _cpus())
@@ -174,7 +173,7 @@ def _cpus():
 
 
 cdef int threads_for(object num_threads, double work) except -1:
-    """The threads that `gather` will take."""
+    """Number of threads that `gather` will choose."""
     return _count(0 if num_threads is None else _check(num_threads, "num_threads"), work)
 
 
@@ -189,8 +188,8 @@ cdef int _count(int num_threads, double work) noexcept nogil:
 
 
 def _before_fork():
-    # OpenMP's threads are not copied by fork, and the child's next parallel region would wait for them. Parent and child
-    # start new ones when they have work for them, which takes some 100 microseconds.
+    # Fork does not copy OpenMP's threads, and the child's next parallel region would wait for them. So end them first: parent
+    # and child start new ones when they need them, which takes some 100 microseconds.
     global kv_team_stays
     kv_team_stays = _pool_started and kv_end_team() != 0
 

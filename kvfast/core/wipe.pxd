@@ -1,13 +1,13 @@
-"""Overwriting memory that another must not read; the one door to it."""
+"""Wipes memory that nothing else must read. All wiping goes through this file."""
 
 
 cdef extern from *:
     """
     #include <string.h>
-    /* Called through a pointer that may be another next time: no compiler can leave it out as a store that nobody reads. */
+    /* A volatile pointer may change between calls. So no compiler can drop the call as a store that is never read. */
     __attribute__((unused)) static void *(*const volatile kv_fill)(void *, int, size_t) = memset;
     __attribute__((unused)) static inline void kv_wipe(void *data, size_t size) { if (size) kv_fill(data, 0, size); }
-    /* The same of memory whose pages may never have been touched: reading makes none of them real, writing would. */
+    /* The same for memory whose pages may never have been touched: reading does not allocate them, writing would. */
     __attribute__((unused)) static inline void kv_wipe_pages(char *data, size_t size)
     {
         for (size_t at = 0; at < size; at += 4096) {

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The bytes of a sequence as arrays and files know them: full blocks head by head, what is behind them, and float rows."""
+"""The bytes of a sequence in the layout of arrays and files: full blocks head by head, the blocks after them, and float rows."""
 from libc.stdint cimport int32_t, int64_t
 
 from kvfast.codec.blocks cimport kv_store
@@ -12,7 +12,7 @@ from kvfast.storage.sequence cimport SequenceBuffer
 
 
 cdef Py_ssize_t _full_blocks(BlockTable table) noexcept:
-    """Blocks of the table that all layers have codes for."""
+    """Number of blocks of the table that are full of codes in all layers."""
     cdef Py_ssize_t slots = table.num_slots()
     if table.pool.seals:
         slots = min(slots, table.codes_end() - table.skipped * table.pool.block_size)
@@ -20,7 +20,7 @@ cdef Py_ssize_t _full_blocks(BlockTable table) noexcept:
 
 
 cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) noexcept:
-    """Blocks with codes of a layer that follow on the full ones."""
+    """Number of blocks after the full ones in which the layer has codes."""
     cdef Py_ssize_t slots = table.num_slots()
     if table.pool.stores[layer].seals:
         slots = min(slots, table.slots_with_codes())
@@ -28,7 +28,7 @@ cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) noexcept:
 
 
 cdef BlockTable _straight(BlockTable table):
-    """The table, or a copy of it, whose full blocks lie one after the other in memory."""
+    """The table if its full blocks lie one after the other in memory, else a copy in which they do."""
     cdef Py_ssize_t i
     cdef BlockPool pool = table.pool
     for i in range(1, _full_blocks(table)):
@@ -39,7 +39,7 @@ cdef BlockTable _straight(BlockTable table):
 
 
 cdef BlockTable _tail(BlockTable table):
-    """A copy of what follows on the full blocks, in which only this sequence's tokens are left; None if that is nothing."""
+    """A copy of the blocks after the full ones, with only this sequence's tokens; None if there are none."""
     cdef Py_ssize_t full = _full_blocks(table), first = full * table.pool.block_size, rest = table.num_slots() - first
     cdef BlockTable other
     if rest == 0:
@@ -52,9 +52,9 @@ cdef BlockTable _tail(BlockTable table):
 
 
 cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
-    """The float rows of a layer, piece after piece and head after head, uint8 of shape (bytes of a piece,).
+    """The float rows of a layer, piece after piece and head after head, each uint8 of shape (bytes of a piece,).
 
-    Views, or copies in which only this sequence's tokens are left, and of those only rows that are read.
+    They are views; or with `copies`, copies in which all rows are 0 that are not this sequence's, or that it never reads.
     """
     cdef Py_ssize_t position, head, longest = table.num_positions()
     cdef Py_ssize_t first, last, row_bytes
@@ -79,7 +79,7 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
 
 
 cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict state):
-    """A table without blocks that tells how many there will be of each kind; ValueError if `state` cannot be."""
+    """A table without blocks, which knows how many blocks of each kind it will have; ValueError if `state` is invalid."""
     cdef BlockTable other = table.empty(table.pool)
     other.check_resume_state(length, state)
     other.set_resume_state(length, state)
@@ -88,12 +88,12 @@ cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict state):
 
 
 cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1:
-    """The blocks of a sequence of `length` tokens, for their bytes to be put in; ValueError if `state` cannot be."""
+    """Take the blocks of a sequence of `length` tokens, whose bytes are written later; ValueError if `state` is invalid."""
     cdef Py_ssize_t count = table.check_resume_state(length, state), position
     cdef int64_t slot
     cdef BlockPool pool = table.pool
     if pool.num_blocks == 0:
-        # A file's window is no reason to reserve more than what its bytes speak for.
+        # A file may claim any window: reserve only what the number of its bytes justifies.
         pool.first_blocks = min(pool.first_blocks, max(4 * count, <Py_ssize_t>8))
     table.open(count)
     table.set_resume_state(length, state)
@@ -106,18 +106,18 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
 
 
 def layout(SequenceBuffer buffer, Py_ssize_t length, list states):
-    """The shapes of `targets`, for `length` tokens; ValueError if `states` cannot be.
+    """The shapes of `targets`, for `length` tokens; ValueError if `states` are invalid.
 
     Returns
     -------
     list with (K, V) of each layer
-        Each (full blocks, blocks behind them, bytes of a block, pieces of float rows, bytes of a piece).
+        Each (full blocks, blocks after them, bytes of a block, pieces of float rows, bytes of a piece).
     """
     cdef BlockTable table
     cdef kv_store *store
     cdef Py_ssize_t layer
     if len(states) != len(buffer.tables):
-        raise ValueError(f"{len(buffer.tables)} block tables are needed, got {len(states)}")
+        raise ValueError(f"states must describe {len(buffer.tables)} block tables, got {len(states)}")
     measured = {table: _measured(table, length, state) for table, state in zip(buffer.tables, states)}
     result = []
     for table, layer in buffer.layer_tables:
@@ -132,10 +132,10 @@ def layout(SequenceBuffer buffer, Py_ssize_t length, list states):
 
 
 def reopen(SequenceBuffer buffer, Py_ssize_t length, list states, memory=None, offsets=None, Py_ssize_t reserve=0):
-    """After `layout`: be a sequence of `length` complete tokens, whose bytes are to be put into `targets`.
+    """After `layout`: turn the buffer into a sequence of `length` complete tokens. Their bytes are then written to `targets`.
 
-    `offsets`: of the full blocks, if they lie in `memory` already, see `BlockPool.map`; `reserve`: tokens to have
-    blocks for at once.
+    If the full blocks lie in `memory` already, `offsets` says where; see `BlockPool.map`. Blocks for `reserve` tokens are
+    reserved at once.
     """
     cdef BlockTable table
     cdef Py_ssize_t full, size
@@ -148,20 +148,21 @@ def reopen(SequenceBuffer buffer, Py_ssize_t length, list states, memory=None, o
 
 
 def targets(SequenceBuffer buffer):
-    """Where the bytes of a sequence that was reopened belong.
+    """Where to write the bytes of a sequence after `reopen`.
 
     Returns
     -------
     list with (K, V) of each layer
-        Each three lists: of each head the full blocks, uint8 of shape (num_blocks, bytes of a block); the blocks
-        after them, block after block and head after head, uint8 of shape (bytes,); and so the pieces of float rows.
+        Each three lists: the full blocks of each head, uint8 of shape (num_blocks, bytes of a block); the blocks
+        after them, block after block and head after head, uint8 of shape (bytes,); the pieces of float rows, in the
+        same order and form.
     """
     return _targets(buffer, {table: (table, table, _full_blocks(table)) for table in buffer.tables}, False)
 
 
 def arrays(SequenceBuffer buffer):
-    """The bytes of all tokens, as `targets`: views where they lie in a row, as long as the buffer lives, else copies.
-    Behind the last token there are zeros."""
+    """The bytes of all tokens, in the form of `targets`. Contiguous full blocks are views, valid as long as the buffer lives;
+    all else is copied. There are zeros behind the last token."""
     buffer.enter_reading()
     try:
         return _targets(buffer, {table: (_straight(table), _tail(table), 0) for table in buffer.tables}, True)
@@ -170,7 +171,7 @@ def arrays(SequenceBuffer buffer):
 
 
 cdef list _targets(SequenceBuffer buffer, dict sources, bint copies):
-    """`targets` of each table: of (its full blocks, a table whose blocks from `first` on are behind them, first)."""
+    """`targets` for tables given as (table of the full blocks, table of the blocks after them from its block `first` on, first)."""
     cdef BlockTable table, source, tail
     cdef Py_ssize_t layer, full, first, behind, i
     result = []

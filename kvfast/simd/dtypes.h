@@ -1,17 +1,17 @@
-/* The storage dtypes, a row for each: all that kvfast knows of a dtype beside its kernels. C reads kv_dtypes[KV_INT4],
-   Cython does so through core/kernels.pxd, and Python has the same rows in kvfast.codec.dtypes.
+/* The storage dtypes, one row each. A row has all that kvfast knows of a dtype apart from its kernels. C reads
+   kv_dtypes[KV_INT4], Cython does so through core/kernels.pxd, and Python has the same rows in kvfast.codec.dtypes.
 
-     KV_        a row's place is its number, and stays what it is: a new row comes last
-     name       in Python and in files; rows of one name are one dtype with several codebooks
-     family     how it is stored, see kernels.h and packed.h
+     KV_        the position of a row is its number and never changes: add new rows at the end
+     name       in Python and in files; rows with the same name are one dtype with several codebooks
+     family     how the dtype is stored; see kernels.h and packed.h
      bits       of an element
      scale      bytes of a token's scale: 4 in float32, 2 in bfloat16
-     levels     how many values an element can have under one scale; 0: a float
+     levels     number of values that an element can have under one scale; 0: a float
      limit      largest magnitude that can be stored. Scale times level must not overflow: a scale is rounded, and a level
                 can stand for an element that is smaller, of a trellis one that is half of it
      prepare_, scores_, accumulate_   its kernels in the kernel table
      also       other names
-     codebooks, options   of KVFormat, that it can have */
+     codebooks, options   those of KVFormat that the dtype allows */
 #ifndef KVFAST_DTYPES_H
 #define KVFAST_DTYPES_H
 

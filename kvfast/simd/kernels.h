@@ -1,18 +1,17 @@
 /* kvfast/simd: arithmetic on one row or one tile of a block, compiled once per instruction set.
 
-   This header is the whole interface of the room, with dtypes.h, the table of storage dtypes, and limits.h, the sizes:
-   the layout of a block and the table of kernels.  Nothing above it knows an instruction set; nothing below it knows
-   Python or OpenMP.
+   This header is the whole interface of simd/: the layout of a block and the table of kernels, with the storage dtypes in
+   dtypes.h and the sizes in limits.h.  Nothing above it knows an instruction set; nothing below it knows Python or
+   OpenMP.
 
    A block holds block_size tokens (a multiple of 16) of one layer and one KV head.  Its two sides,
-   K and V, are stored apart, each described by a kv_side:
+   K and V, are stored apart. A kv_side describes each:
 
      float dtypes    (block_size, padded_dim) rows, row_stride bytes from token to token
-     integer dtypes  a matrix of codes in lane tiles, then what the codes are multiplied by: a scale
-                     for each token (float32, of GAUSS4 and packed codes bfloat16), or for keys with per-channel
-                     scales one for each channel, a 15-bit fraction of a bfloat16 that is in the top bits
-                     of the first 16; for finished key blocks a float16 for each channel that is added
-                     to all of it
+     integer dtypes  a matrix of codes in lane tiles, then their scales: one per token (float32; bfloat16
+                     for GAUSS4 and packed codes), or for keys with per-channel scales one per channel, a
+                     15-bit fraction of a bfloat16 that is in the top bits of the first 16; in sealed key
+                     blocks also a float16 per channel, which is added to all tokens of the channel
 
    Lane tiles: 16 lanes x 4 consecutive depths make one 64-byte line, so that one multiply-
    accumulate instruction serves 16 results and no sum across lanes is ever needed.
@@ -22,22 +21,22 @@
      V side     head_dim  tokens      [lane/16][depth/8][lane%16][depth%4]     INT4, depths 0-3 of
                                       each 8 in the low nibbles, 4-7 in the high ones
 
-   Codes are stored biased (INT8 +128, INT4 +8), which is what u8 x s8 instructions want; the bias
-   leaves again as bias x sum(activations).  padded_dim is head_dim rounded up to 16; the padding
-   holds code zero, so no kernel has a tail.
+   Codes are stored biased (INT8 +128, INT4 +8), as u8 x s8 instructions need them; kernels subtract
+   bias x sum(activations) again.  padded_dim is head_dim rounded up to 16; the padding holds code
+   zero, so no kernel has a tail.
 
-   GAUSS4 is stored as INT4, but its codes are indices into a table of 16 int8 levels, the best for a
-   Gaussian (Lloyd, Least squares quantization in PCM, 1982; Max 1960), which rotated rows come near.
+   GAUSS4 is stored like INT4, but its codes are indices into a table of 16 int8 levels, the best for a
+   Gaussian (Lloyd, Least squares quantization in PCM, 1982; Max 1960). Rotated rows are close to one.
 
-   INT2, INT3, INT5, INT6 and INT7 have the same lines, and a width that a byte is no multiple of: see packed.h. Their
-   scales are bfloat16, their levels even or the best for a Gaussian. TRELLIS4 is packed, too: see trellis.h.
+   INT2, INT3, INT5, INT6 and INT7 have the same lines, but their codes are cut into planes of bits: see packed.h.
+   Their scales are bfloat16, their levels even or the best for a Gaussian. TRELLIS4 is packed, too: see trellis.h.
 
    Latent rows (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434) are keys and values at once. They are stored
-   on the K side, and read from there as values, too; what belongs to the scores alone, the rotary part, is on the V
-   side, laid out as keys are.
+   on the K side, and read from there as values, too. The rotary part, which only the scores use, is on the V side in
+   the layout of keys.
 
-   A sealed block has statistics of its own (means, channel scales): it is encoded at once by
-   seal_k, when all its tokens are there, and read like any other. */
+   A sealed block has statistics of its own (means, channel scales): seal_k encodes it as a whole when all its tokens
+   are there. It is read like any other block. */
 #ifndef KVFAST_KERNELS_H
 #define KVFAST_KERNELS_H
 
@@ -58,13 +57,13 @@ typedef struct {
     int block_size;        /* tokens */
     int head_dim;          /* at most KV_MAX_HEAD_DIM */
     int padded_dim;
-    int rotated;           /* rows are rotated before they are coded; for those who call the kernels */
-    int gaussian;          /* packed codes: the codebook is not even */
-    int as_keys;           /* of a V side: the rotary part of latent rows, laid out as keys */
-    int clip_search;       /* INT4 and GAUSS4: the scale is the one of several with the least squared error */
+    int rotated;           /* callers rotate rows before they encode them; the kernels do not read this */
+    int gaussian;          /* packed codes: the levels are those of a Gaussian, not even */
+    int as_keys;           /* for a V side: it holds the rotary part of latent rows, in the layout of keys */
+    int clip_search;       /* INT4 and GAUSS4: try several scales and take the one with the least squared error */
     ptrdiff_t row_stride;  /* float dtypes: bytes from token to token */
-    ptrdiff_t scales;      /* integer dtypes: bytes of the codes, where the scales of the tokens start */
-    int scale_bytes;       /* of a token: the dtype's, or 0 with channel scales */
+    ptrdiff_t scales;      /* integer dtypes: byte offset of the tokens' scales, after the codes */
+    int scale_bytes;       /* per token: those of the dtype, or 0 with channel scales */
     ptrdiff_t means;       /* byte offset of the channels' means: (padded_dim,) float16; 0: none */
     ptrdiff_t channels;    /* byte offset of the channels' scales: (padded_dim,) uint16; 0: none */
     ptrdiff_t bytes;       /* of one block of this side */
@@ -77,10 +76,10 @@ typedef struct {
         float values[KV_ROWS * KV_MAX_HEAD_DIM];      /* (rows, padded_dim) */
         int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];  /* (rows/4, padded_dim/4, 4 rows, 8 bytes) */
     };
-    const float *rows;     /* (rows, padded_dim) as given to prepare, 0 in the padding; they must stay */
+    const float *rows;     /* (rows, padded_dim) as given to prepare, 0 in the padding; they must stay valid */
     float factor;          /* the softmax scale */
     float scale[KV_ROWS];  /* of the integers, softmax scale included */
-    float inverse[KV_ROWS]; /* what the rows were multiplied with to be these */
+    float inverse[KV_ROWS]; /* factor that made the rows these integers */
     int32_t sum[KV_ROWS];  /* of the integers, times the code bias */
 } kv_queries;
 
@@ -92,7 +91,7 @@ typedef struct {
     KV_ALIGNED float weights[KV_ROWS * KV_TILE]; /* (rows, KV_TILE): scores, then exp(score - m) */
 } kv_softmax;
 
-/* What one task of attention works in; on its thread's stack. */
+/* Working memory of one task of attention, on its thread's stack. */
 typedef struct {
     kv_queries queries;
     kv_softmax softmax;
@@ -113,15 +112,15 @@ typedef struct {
     const float *query_at; /* (rows,) position of each query, for ALiBi */
 } kv_score_options;
 
-/* One side of a tile, the tokens between two softmax corrections: `count` tokens from slot `first` of the
-   block at base + at[0] on, a multiple of 16, or from its start on through whole blocks. */
+/* One side of a tile, the tokens between two softmax corrections. `count` tokens from slot `first`, a multiple
+   of 16, of the block at base + at[0]; or whole blocks, with `first` 0. */
 typedef struct {
     const char *base;
     ptrdiff_t at[KV_TILE / KV_LANES];
     int first, count;
 } kv_tile;
 
-/* A tile as bytes to prefetch: `piece` bytes at `offset` of each block, `bytes` in all, and after each piece
+/* A tile as bytes to prefetch: `piece` bytes at `offset` of each block, `bytes` in total, and after each piece
    scale_bytes at `scales`. */
 typedef struct {
     const char *base;
@@ -134,22 +133,22 @@ typedef struct {
     int rows;
     int start[KV_ROWS], stop[KV_ROWS];            /* the tokens of the tile that each row sees */
     kv_score_options options;                     /* of its rows */
-    float unit[KV_ROWS], inverse[KV_ROWS];        /* of the integers: how much 1 is, and what rows were multiplied with */
+    float unit[KV_ROWS], inverse[KV_ROWS];        /* of the integers: the value of 1, and the factor that made them */
     float rope_unit[KV_ROWS], rope_inverse[KV_ROWS];
     KV_ALIGNED float m[KV_ROWS];
     KV_ALIGNED float l[KV_ROWS];
     KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];      /* (rows, padded_dim) as given, x softmax scale */
     KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];   /* the same as integers, (high and low, depth/64, rows, 64) */
-    KV_ALIGNED int8_t rope[KV_ROWS * KV_MAX_ROPE_DIM * 2];    /* and of the rotary part of latent rows */
+    KV_ALIGNED int8_t rope[KV_ROWS * KV_MAX_ROPE_DIM * 2];    /* the same for the rotary part of latent rows */
     KV_ALIGNED int8_t halves[KV_ROWS * KV_MAX_HEAD_DIM * 4];  /* in bfloat16, (high and low, depth/32, rows, 64) */
     KV_ALIGNED int8_t rope_halves[KV_ROWS * KV_MAX_ROPE_DIM * 4];
-    /* (padded_dim/16, KV_ROWS, 16) sum of weight x value: lane tiles, as rows a multiple of a page apart would be stored
-       and loaded at addresses that a processor takes for the same */
+    /* (padded_dim/16, KV_ROWS, 16) sum of weight x value. In lane tiles, because a processor confuses the addresses of
+       stores and loads that are a multiple of a page apart, as whole rows would be */
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
 } kv_panel;
 
-/* Keys and values of a tile, KV_TILE tokens, as operands of the matrix unit, see operands.inc.h and
+/* Keys and values of a tile of KV_TILE tokens, as operands of the matrix unit; see operands.inc.h and
    products_bfloat16.inc.h. */
 typedef struct {
     int dim, value_dim;                 /* padded, of keys and of values */
@@ -168,7 +167,7 @@ typedef struct {
     KV_ALIGNED float channels[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];
 } kv_operands;
 
-/* What one task of attention works in where a matrix unit works; too large for a stack. */
+/* Working memory of a task that uses a matrix unit; too large for a stack. */
 typedef struct {
     kv_operands operands;
     kv_panel panels[KV_PANELS];
@@ -186,10 +185,10 @@ typedef struct {
     int interleaved;
 } kv_transform;
 
-/* What a kernel prefetches while it reads its side of a tile: the sides that will be read after it,
+/* What a kernel prefetches while it reads its side of a tile: the sides that will be read next, from
    `lead` bytes into the first of them. Measured on a Xeon with AVX-512 that streams 19.1 GB/s: 18.2
-   GB/s when the key pass fetches the values and the value pass the next keys, in the order of memory;
-   15.7 GB/s when each fetches the counterpart of its own loads one tile further on. */
+   GB/s if the key pass fetches the values and the value pass the next keys, in the order of memory;
+   15.7 GB/s if each pass fetches its own side one tile ahead. */
 typedef struct {
     kv_prefetch next, after;
     ptrdiff_t lead;
@@ -202,8 +201,8 @@ typedef struct {
 } kv_pq_codebook;
 
 /* Codes of tokens, `stride` bytes from token to token: one for each subvector, bytes or (packed) nibbles, the first low.
-   Subvector j has the elements bounds[j] to bounds[j + 1], `width` of them if all have as many and else 0; the `count`
-   centroids of its book, float16, start at element count * bounds[j]. */
+   Subvector j has the elements bounds[j] to bounds[j + 1]. `width` is their number if it is the same for all subvectors,
+   else 0. The `count` centroids of its codebook, float16, start at element count * bounds[j]. */
 typedef struct {
     const uint8_t *data;
     ptrdiff_t stride;
@@ -223,30 +222,31 @@ typedef struct {
     /* Symmetric codes in -levels..levels; returns the scale, or -1 for a NaN or infinity. */
     float (*quantize)(const float *row, ptrdiff_t n, int levels, int8_t *codes);
     void (*dequantize)(const int8_t *codes, ptrdiff_t n, float scale, float *row);
-    /* A copy of n floats that does not go through the caches, where the target is aligned to 16 bytes; the same for all
-       tiers. NULL, 0, NULL after the last. */
+    /* Copies n floats past the caches if the target is aligned to 16 bytes. The same function in all tiers. Call it with
+       NULL, 0, NULL after the last copy. */
     void (*store_nontemporal)(const float *row, ptrdiff_t n, float *target);
 
-    /* Rows of head_dim floats, `stride` floats apart, into a block from `slot` on; one row out of it. A side with
-       means is encoded by seal_k instead. */
+    /* Encode rows of head_dim floats, `stride` floats apart, into a block from `slot` on; decode one row of it. seal_k
+       encodes a side with means. */
     void (*encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
     void (*encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
     void (*decode_k)(const kv_side *side, const char *block, int slot, float *row);
     void (*decode_v)(const kv_side *side, const char *block, int slot, float *row);
-    /* All keys of a block with means: its statistics, then its codes. The first `kept` tokens have their codes
-       already, which stay, and so do the statistics. 0: the other rows are beyond these, more than 1.25 steps beyond the
-       codes of their channel, and have no codes; means alone fit all. seal_k itself leaves no value more than one step
-       beyond, so that finishing the same rows again changes nothing. */
+    /* Encodes all keys of a block with means: its statistics, then its codes. If `kept` is above 0, the first `kept`
+       tokens keep their codes and the block its statistics. Returns 0 if another row does not fit these: a value is more
+       than 1.25 steps beyond the codes of its channel; such rows get no codes. Means without channel scales fit all rows.
+       seal_k leaves no value more than one step beyond the codes, so sealing the same rows again changes nothing. */
     int (*seal_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept);
-    /* A token's codes and scale into a block of perhaps another size; `values`: of the V side. */
+    /* Copies a token's codes and scale into a block, perhaps of another size; `values`: it is the V side. */
     void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                        int to_slot, int values);
 
-    /* An orthogonal transform that is its own inverse and spreads what is in one element over all: n = 2^a m with m
-       odd, Hadamard's of 2^a (Sylvester) x Hartley's of m. `out` may be the rows themselves. */
+    /* Rotates rows: an orthogonal transform that is its own inverse and spreads each element over all. For n = 2^a m with
+       m odd, the Hadamard transform of 2^a (Sylvester) x the Hartley transform of m. `out` may be the rows themselves. */
     void (*rotate)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, float *out,
                    ptrdiff_t out_stride);
-    /* What a model does to rows of n floats of Q or K, `stride` floats apart; `out` may be the rows themselves. */
+    /* Normalises rows of n floats of Q or K, `stride` floats apart, and applies RoPE; see kv_transform. `out` may be the
+       rows themselves. */
     void (*transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n,
                       const kv_transform *transform, float *out, ptrdiff_t out_stride);
 
@@ -260,7 +260,7 @@ typedef struct {
     void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows,
                                       const kv_tile *tile, const kv_ahead *ahead, const float *rescale,
                                       float *acc);
-    /* The same with values that are read from the K side, of all dtypes: the latent rows. */
+    /* The same for latent rows of any dtype: reads the values from the K side. */
     void (*accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, const float *rescale, float *acc);
     /* Attention of many query rows on one tile, with a matrix unit; NULL without one. KV_INTEGERS: of all dtypes but
@@ -273,19 +273,20 @@ typedef struct {
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);
 
-    /* Codebooks, see codebook.inc.h. Points are (dim, n), `stride` floats from one dimension to the next, n a multiple of
-       KV_LANES; of each the first of the nearest centroids, and its half squared distance less half its squared norm. */
+    /* Product quantisation, see pq.inc.h. Points are (dim, n), `stride` floats from one dimension to the next, n a multiple
+       of KV_LANES. Finds the nearest centroid of each point, the first of several, and half its squared distance minus half
+       the point's squared norm. */
     void (*nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, const kv_pq_codebook *book, const float *half_norms,
                     uint8_t *codes, float *distances);
     void (*decode_codes)(const kv_codes *codes, ptrdiff_t n, char *rows, ptrdiff_t stride);
 
-    /* For measuring the machine: read n bytes (a multiple of 256) as the kernels do; multiply and add integers, or
-       float32, on registers alone, which returns how many operations that was. */
+    /* Measure the machine: read n bytes (a multiple of 256) as the kernels do; multiply and add integers or float32 in
+       registers alone, and return the number of operations. */
     uint32_t (*read_bytes)(const char *source, ptrdiff_t n);
     double (*multiply[2])(ptrdiff_t steps, float *sink);
 } kv_kernels;
 
-/* The tiers of this build, best first, NULL-terminated; kv_supported tells if this CPU and its
+/* The tiers of this build, best first, NULL-terminated. kv_supported returns whether this CPU and its
    operating system can run one. */
 extern const kv_kernels *const kv_all_kernels[];
 int kv_supported(const kv_kernels *kernels);

@@ -114,7 +114,8 @@ cdef class BlockMap:
     def block_row(self):
         """The blocks by their indices, -1 where one is skipped."""
         if self.count + self.skipped > 0x7FFFFFFF // self.pool.block_size:  # as a forged file may have it
-            raise ValueError(f"a block table is for at most {0x7FFFFFFF} tokens")
+            raise ValueError(f"a block table must be for at most {0x7FFFFFFF} tokens, got {self.count + self.skipped} "
+                             f"blocks of {self.pool.block_size}")
         with cython.critical_section(self.pool):
             row = np.full(self.count + self.skipped, -1, np.int32)
             for i in range(self.count):

@@ -71,7 +71,7 @@ cdef class BlockPool(BlockMemory):
         while self._waits_for(holder):
             holder = kv_share(&self.busy)
         if holder:
-            raise RuntimeError("this cache is in use by another thread, which changes it; threads that only read go together")
+            raise RuntimeError("this cache is in use by another thread, which changes it; only threads that read can share it")
         return 0
 
     cdef int enter(self) except -1:
@@ -79,7 +79,7 @@ cdef class BlockPool(BlockMemory):
         while self._waits_for(holder):
             holder = kv_take(&self.busy, IN_A_CALL)
         if holder:
-            raise RuntimeError("this cache is in use by another thread; one that changes it must be alone")
+            raise RuntimeError("this cache is in use by another thread; a thread that changes it must be alone")
         try:
             self._release_pending()
         except BaseException:

@@ -116,16 +116,16 @@ cdef class RingTable(BlockTable):
         """The blocks skipped must be behind the sinks, and hold only what has been evicted."""
         cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
         if set(self._check_codes(length, state)) != {"skipped_blocks", "evicted_tokens"}:
-            raise ValueError(f"a ring cannot be {state}")
+            raise ValueError(f"the state of a ring must have other entries, got {state}")
         skipped = check_count(state["skipped_blocks"], "skipped_blocks", 0, KV_MAX_TOKENS)
         evicted = check_count(state["evicted_tokens"], "evicted_tokens", 0, KV_MAX_TOKENS)
         if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
-            raise ValueError(f"a ring with a window of {self.window} and {self.num_sink_tokens} sinks that holds {length} "
-                             f"tokens cannot be {state}")
+            raise ValueError(f"the state of a ring must fit its window of {self.window}, {self.num_sink_tokens} sink tokens and "
+                             f"{length} tokens, got {state}")
         if self.pool.seals and skipped and (
                 state["coded_tokens"] < (self.sink_blocks + skipped) * size
                 or any([self.sink_blocks <= index < self.sink_blocks + skipped for index, _ in state.get("patches", [])])):
-            raise ValueError(f"a ring that has dropped {skipped} blocks cannot be {state}")
+            raise ValueError(f"the state of a ring must fit the {skipped} blocks that it has dropped, got {state}")
         return (length + size - 1) // size - skipped
 
     cdef bint holds(self, Py_ssize_t position) noexcept nogil:

@@ -165,7 +165,7 @@ cdef class SequenceBuffer:
             raise ValueError(f"layer {index} holds no tokens to attend to")
         call = open_call(&table.pool.stores[layer], table.pool.workspace, q, options, 1)
         if call.call.q.tokens > context.length:
-            raise ValueError(f"q holds {call.call.q.tokens} tokens, but the layer holds only {context.length}")
+            raise ValueError(f"q must hold at most the {context.length} tokens of layer {index}, got {call.call.q.tokens}")
         if sink_q is not None:
             call.sink_q = open_rows(sink_q, "q")
             call.call.sink_q = call.sink_q.rows

@@ -219,7 +219,7 @@ cdef class TokenStates(BlockMap):
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
         """Number of blocks of a sequence of `length` tokens; ValueError if `state` cannot be."""
         if self._check_codes(length, state) != {"skipped_blocks": 0}:
-            raise ValueError(f"a cache that keeps everything cannot be {state}")
+            raise ValueError(f"the state of a cache that keeps everything must have no dropped blocks, got {state}")
         return (length + self.pool.block_size - 1) // self.pool.block_size
 
     cdef dict _check_codes(self, Py_ssize_t length, dict state):
@@ -230,7 +230,8 @@ cdef class TokenStates(BlockMap):
         # What no query reads as floats any more has none; and however long a file says it is, few tokens have.
         floats_begin = check_count(state.get("coded_tokens"), "coded_tokens", self._floats_begin_at(length), length)
         if floats_begin != length and floats_begin % self.pool.block_size:
-            raise ValueError(f"of {length} tokens the first {floats_begin} cannot be coded alone: blocks have {self.pool.block_size}")
+            raise ValueError(f"coded_tokens must be all {length} tokens or a multiple of the block size {self.pool.block_size}, "
+                             f"got {floats_begin}")
         kept_codes = min(length - floats_begin, self.pool.block_size)
         check_count(state.get("kept_tokens"), "kept_tokens", 0, kept_codes)
         self._check_patches(floats_begin, length, state.get("patches", []))
@@ -243,5 +244,6 @@ cdef class TokenStates(BlockMap):
             index = check_count(index, "the block of a patch", last + 1, max(last + 1, blocks - 1))
             kept_codes = check_count(kept_codes, "the coded tokens of a patched block", 1, size - 1)
             if index >= blocks or index * size < floats_begin <= index * size + kept_codes:
-                raise ValueError(f"a patch behind {kept_codes} tokens of block {index} cannot be among {floats_begin} coded tokens")
+                raise ValueError(f"a patch must be in a full block or below the {floats_begin} coded tokens, got one behind "
+                                 f"{kept_codes} tokens of block {index}")
             last = index

@@ -1,0 +1,94 @@
+"""The precision contract where it is hardest: loud channels, large scores, one weight beside many small ones, softcaps."""
+
+import numpy as np
+import pytest
+from cache_kinds import FORMATS
+from reference import attention, bound, relative_error
+
+import kvfast
+
+STORED = {**FORMATS, "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
+
+
+def filled(form, k, v):
+    cache = kvfast.KVCache(1, k.shape[1], k.shape[2], dtype=form)
+    cache.append(0, k, v)
+    cache.advance(len(k))
+    return cache
+
+
+def with_scores(q, k, largest, scale):
+    """Queries whose greatest score is `largest`, in each head."""
+    group = q.shape[1] // k.shape[1]
+    scores = np.einsum("qhd,khd->qhk", q.astype(np.float64), k.astype(np.float64).repeat(group, 1)) * scale
+    return (q * (largest / np.abs(scores).max((0, 2)))[:, None]).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_loud_channels_of_keys(isa, rng, name):
+    """As those of real models: a channel that is louder than the others leaves these few bits of an integer."""
+    for dim, loud in [(64, 3), (64, 40), (20, 10), (128, 20)]:
+        k, v = rng.standard_normal((2, 330, 2, dim)).astype(np.float32)
+        k[:, :, dim // 3] *= loud
+        cache = filled(STORED[name], k, v)
+        for n in (1, 20):
+            q = with_scores(rng.standard_normal((n, 8, dim)), cache.k(0), 15, dim**-0.5)
+            expected, _ = attention(q, cache.k(0), cache.v(0))
+            assert relative_error(cache.attend(0, q), expected) < bound(name), (dim, loud, n)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_loud_channels_of_queries(isa, rng, name):
+    k, v = rng.standard_normal((2, 300, 2, 64)).astype(np.float32)
+    cache = filled(STORED[name], k, v)
+    for loud in (3, 40):
+        for n in (1, 20):
+            q = rng.standard_normal((n, 8, 64))
+            q[:, :, 11] *= loud
+            q = with_scores(q, cache.k(0), 15, 64**-0.5)
+            expected, _ = attention(q, cache.k(0), cache.v(0))
+            assert relative_error(cache.attend(0, q), expected) < bound(name), (loud, n)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_many_small_weights_beside_a_large_one(isa, rng, name):
+    """Each is less than a step of 15 bits, and together they are more than the contract allows to lose."""
+    dim = 32
+    for below in (6, 10.5, 11.5):
+        k, v = rng.standard_normal((2, 250, 1, dim)).astype(np.float32) * 0.02
+        k[:, :, 3] -= below
+        k[200, :, 3] += below
+        v[:, :, 5] += 1
+        v[200, :, 5] = -0.2
+        cache = filled(STORED[name], k, v)
+        for n in (1, 20):
+            q = np.zeros((n, 4, dim), np.float32)
+            q[:, :, 3] = 1
+            expected, _ = attention(q, cache.k(0), cache.v(0), scale=1.0)
+            assert relative_error(cache.attend(0, q, scale=1.0), expected) < bound(name), (below, n)
+
+
+@pytest.mark.parametrize("softcap", [0.3, 30, 1e3, 1e4, 1e20, 3e38])
+def test_softcaps_of_any_size(isa, rng, softcap):
+    k, v = rng.standard_normal((2, 300, 2, 32)).astype(np.float32)
+    cache = filled("float32", k, v)
+    q = with_scores(rng.standard_normal((5, 4, 32)), k, 15, 32**-0.5)
+    out, lse = cache.attend(0, q, softcap=softcap, return_lse=True)
+    expected, expected_lse = attention(q, k, v, softcap=softcap)
+    assert relative_error(out, expected) < bound("float32")
+    assert np.abs(lse - expected_lse).max() < 1e-5
+
+
+def test_rounding_is_that_of_each_query_alone(isa, rng):
+    """Whether what the rounding of a query left out counts does not depend on the queries and tokens beside it."""
+    k, v = rng.standard_normal((2, 400, 2, 64)).astype(np.float32)
+    k[:, :, 7] *= rng.uniform(0.1, 40, (400, 1))
+    for form in ("int8", "k8v4", "int4", "int8-plain"):
+        cache = filled(form, k, v)
+        q = rng.standard_normal((16, 12, 64)).astype(np.float32) * np.geomspace(0.01, 10, 16, dtype=np.float32)[:, None, None]
+        together = cache.attend(0, q)
+        for i in (0, 5, 9, 15):
+            shorter = cache.copy()
+            if i < 15:
+                shorter.truncate(400 - 15 + i)
+            assert np.array_equal(shorter.attend(0, q[i : i + 1])[0], together[i])

@@ -1,0 +1,265 @@
+"""`kvfast.h` and `capi.pxd`: what is compiled against an installed kvfast runs as Python does."""
+
+import gc
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from selection import exhaustive
+
+import kvfast
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RUNTIMES = HERE / "extensions"
+OK, INVALID, SHAPE, NOT_FINITE, FULL, BUSY, NO_MEMORY, NO_LAYER = range(0, -8, -1)
+
+
+def command(*parts, **options):
+    done = subprocess.run([sys.executable, *map(str, parts)], capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder of a kvfast that was installed from a wheel: of the sources, if that is where it is imported from."""
+    package = Path(kvfast.__file__).parent
+    if not (package / "capi.pyx").exists():
+        return package.parent
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("kvfast", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, folder / "source" / name) if name == "kvfast" else copy(ROOT / name, folder / "source")
+    # What is compiled already need not be again.
+    built = folder / "source" / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "kvfast"
+    built.mkdir(parents=True)
+    for module in package.rglob("*.so"):
+        name = module.relative_to(package)
+        (built / name).parent.mkdir(exist_ok=True)
+        shutil.copy(module, built / name)
+        (folder / "source" / "kvfast" / name).unlink()
+    options = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check", "-q")
+    command("-m", "pip", "wheel", *options, "-w", folder, folder / "source", cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    command("-m", "pip", "install", *options[1:], "--target", folder / "site", wheel, cwd=folder)
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def runtimes(installed, tmp_path_factory):
+    """(runtime_in_c, runtime_in_cython), compiled against the installed kvfast."""
+    pytest.importorskip("Cython")
+    pytest.importorskip("setuptools")
+    if shutil.which("cc") is None:
+        pytest.skip("no compiler")
+    folder = tmp_path_factory.mktemp("runtimes")
+    for file in RUNTIMES.iterdir():
+        if file.is_file():
+            shutil.copy(file, folder)
+    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    command("setup.py", "-q", "build_ext", "--inplace", cwd=folder, env=os.environ | {"PYTHONPATH": path})
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module("runtime_in_c"), importlib.import_module("runtime_in_cython")
+    finally:
+        sys.path.remove(str(folder))
+
+
+@exhaustive
+def test_the_wheel_has_all_that_is_needed(installed):
+    package = installed / "kvfast"
+    names = {str(path.relative_to(package)) for path in package.rglob("*.*")}
+    assert {"kvfast.h", "capi.pxd", "__init__.pxd", "core/kernels.pxd", "simd/kernels.h", "py.typed"} <= names
+    compiled = {name.partition(".")[0] for name in names if name.endswith(".so")}
+    if (sources := ROOT / "kvfast").is_dir():
+        found = {suffix: {path.relative_to(sources) for path in sources.rglob(f"*.{suffix}")} for suffix in ("pyx", "py", "pyi", "pxd", "h")}
+        assert compiled == {str(path.with_suffix("")) for path in found.pop("pyx")}
+        assert {str(path) for paths in found.values() for path in paths} <= names
+    assert not [name for name in names if name.endswith((".pyx", ".c"))]
+    code = "import kvfast, os; print(os.path.samefile(os.path.dirname(kvfast.__file__), kvfast.get_include()))"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(installed)}, cwd=installed,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.strip() == "True"
+
+
+def caches():
+    return {
+        "int4": lambda: kvfast.KVCache(2, 2, 64, max_seq_len=512),
+        "int4, growing": lambda: kvfast.KVCache(2, 2, 64),
+        "int8": lambda: kvfast.KVCache(2, 2, 64, 512, "int8"),
+        "float32": lambda: kvfast.KVCache(2, 2, 64, 512, "float32"),
+        "mixed": lambda: kvfast.KVCache(2, 2, 64, 512, ["int4", "k8v4"]),
+        "ring": lambda: kvfast.RingKVCache(2, 2, 64, window=40, num_sink_tokens=4, rollback=8),
+        "ring with a global layer": lambda: kvfast.RingKVCache(2, 2, 64, window=[40, None], dtype="int8"),
+        "paged": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=32).new_sequence(),
+        "narrower values": lambda: kvfast.KVCache(2, 2, 64, 512, v_head_dim=40),
+        "wider values": lambda: kvfast.RingKVCache(2, 2, 64, 400, dtype="int8", v_head_dim=80),
+        "paged with a window": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=8, sliding_window=40, rollback=8).new_sequence(),
+        "latent": lambda: kvfast.MLAKVCache(2, 48, 16, 512),
+        "latent without a rotary part": lambda: kvfast.MLAKVCache(2, 64, 0, 512, "int4"),
+    }
+
+
+def python_run(cache, k, v, q, out, chunk):
+    for t in range(0, k.shape[1], chunk):
+        step = slice(t, t + chunk)
+        for layer in range(len(k)):
+            if v is None:
+                cache.append(layer, k[layer, step, 0])
+            else:
+                cache.append(layer, k[layer, step], v[layer, step])
+            cache.attend(layer, q[layer, step], out=out[layer, step])
+        cache.advance(len(k[0, step]))
+
+
+@pytest.mark.parametrize("kind", caches())
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_c_runs_as_python(runtimes, rng, kind, chunk):
+    latent = kind.startswith("latent")
+    k = rng.standard_normal((2, 300, 1 if latent else 2, 64), dtype=np.float32)
+    ours, theirs = caches()[kind](), caches()[kind]()
+    v = None if latent else rng.standard_normal((2, 300, 2, ours.v_head_dim), dtype=np.float32)
+    q = rng.standard_normal((2, 300, 6, 64), dtype=np.float32)
+    out = np.zeros((2, 300, 6, ours.v_head_dim), np.float32)
+    expected = np.zeros_like(out)
+    python_run(theirs, k, v, q, expected, chunk)
+    assert runtimes[0].run(ours, k, v, q, out, chunk) == (OK, "", 300)
+    assert np.array_equal(out, expected)
+    assert ours.snapshot() == theirs.snapshot()
+
+
+def test_snapshots_stay_as_they_were(runtimes, rng):
+    k, v, q = (rng.standard_normal((1, 40, 2, 32), dtype=np.float32) for _ in range(3))
+    cache, out = kvfast.KVCache(1, 2, 32, 200, "int8"), np.empty((1, 40, 2, 32), np.float32)
+    assert runtimes[0].run(cache, k, v, q, out, 1)[0] == OK
+    snapshot, before = cache.snapshot(), cache.k(0)
+    assert runtimes[0].run(cache, k, v, q, out, 1)[0] == OK
+    cache.truncate(20)
+    assert runtimes[0].run(cache, k, v, q, out, 1)[0] == OK
+    assert np.array_equal(snapshot.to_cache().k(0), before)
+
+
+def test_misuse_is_an_error_code(runtimes):
+    cache = kvfast.KVCache(2, 2, 16, max_seq_len=4, dtype="int8")
+    codes = runtimes[0].misuse(cache)
+    assert [code for code, _ in codes] == [
+        INVALID, SHAPE, SHAPE, SHAPE, NO_LAYER, NO_LAYER, INVALID, INVALID, INVALID, INVALID, INVALID, SHAPE, NOT_FINITE, FULL, OK,
+        INVALID, SHAPE, SHAPE, SHAPE, INVALID, INVALID, NOT_FINITE, INVALID, INVALID, NO_LAYER,
+        INVALID, INVALID, INVALID, NO_LAYER, INVALID, INVALID, INVALID, INVALID, 1,
+    ]  # fmt: skip
+    assert codes[0][1] == "layer 0 holds no tokens to attend to"
+    assert "room for 4 of 4 tokens, got 5" in codes[13][1]
+    assert len(cache) == 0 and cache.layer_length(0) == 1
+
+
+def test_what_cannot_be_opened(runtimes):
+    for cache in (None, kvfast.PagedKVCache(1, 2, 64, num_blocks=4),
+                  kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=64))):  # fmt: skip
+        with pytest.raises(TypeError, match="KVCache, RingKVCache, MLAKVCache or Sequence is needed"):
+            runtimes[1].Layer(cache, 0)
+    with pytest.raises(ValueError, match='rope="cache"'):
+        runtimes[1].Layer(kvfast.RingKVCache(1, 2, 64, window=16, rope="cache"), 0)
+
+
+def test_a_freed_sequence_and_a_cache_in_use(runtimes, rng):
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=4)
+    sequence, rows = pool.new_sequence(), rng.standard_normal((1, 2, 64), dtype=np.float32)
+    layer = runtimes[1].Layer(sequence, 0)
+    layer.step(rows, rows, rows, np.empty_like(rows))
+    sequence.free()
+    with pytest.raises(ValueError, match="-1: this sequence has been freed"):
+        layer.step(rows, rows, rows, np.empty_like(rows))
+
+
+def test_a_cache_in_use_says_so(runtimes, rng):
+    cache, k = kvfast.KVCache(1, 2, 64, 8192, "float32"), rng.standard_normal((8192, 2, 64), dtype=np.float32)
+    cache.append(0, k[:8000], k[:8000])
+    cache.advance(8000)
+    seen, stop = set(), threading.Event()
+
+    def change():
+        while not stop.is_set():
+            try:
+                cache.append(0, k[8000:], k[8000:])
+                cache.truncate(8000)
+            except RuntimeError as error:
+                seen.add(str(error))
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        while not seen:
+            seen |= {runtimes[0].nanoseconds(cache, 2, 64, 1)[0]} - {OK}
+    finally:
+        stop.set()
+        thread.join()
+    assert seen <= {BUSY, "this cache is in use by another thread; a thread that changes it must be alone"}
+    assert runtimes[0].nanoseconds(cache, 2, 64, 1)[0] == OK
+
+
+def test_reading_goes_with_reading(runtimes, rng):
+    cache, k = kvfast.KVCache(1, 2, 64, 2048, "float32"), rng.standard_normal((2048, 2, 64), dtype=np.float32)
+    cache.append(0, k, k)
+    expected, wrong, stop = cache.attend(0, k[:64], num_threads=1), [], threading.Event()
+
+    def attend():
+        while not stop.is_set():
+            try:
+                if not np.array_equal(cache.attend(0, k[:64], num_threads=1), expected):
+                    wrong.append("other numbers")
+            except RuntimeError as error:
+                wrong.append(str(error))
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    try:
+        seen = {runtimes[0].nanoseconds(cache, 2, 64, 1)[0] for _ in range(200)}
+    finally:
+        stop.set()
+        thread.join()
+    assert seen == {OK} and wrong == []
+
+
+def test_cython_runs_as_python(runtimes, rng):
+    cache, other = kvfast.KVCache(1, 2, 64), kvfast.KVCache(1, 2, 64)
+    layer = runtimes[1].Layer(cache, 0)
+    fused = rng.standard_normal((50, 10, 64), dtype=np.float32)
+    q, k, v = fused[:, :6], fused[:, 6:8], fused[:, 8:]
+    for t in range(50):
+        step, out, lse = slice(t, t + 1), np.empty((1, 6, 64), np.float32), np.empty((1, 6), np.float32)
+        layer.step(k[step], v[step], q[step], out, 20.0, lse)
+        other.append(0, k[step], v[step])
+        expected, sums = other.attend(0, q[step], softcap=20.0, return_lse=True)
+        assert np.array_equal(out, expected) and np.array_equal(lse, sums)
+    assert len(layer) == 50
+    with pytest.raises(ValueError, match=r"-2: k must have shape \(num_tokens, 2, 64\), got \(1, 3, 64\)"):
+        layer.step(q[:1, :3], v[:1], q[:1], np.empty((1, 6, 64), np.float32))
+
+
+def test_the_kernels(runtimes, rng, isa):
+    rows = rng.standard_normal((3, 64), dtype=np.float32)
+    twice = rows.copy()
+    runtimes[1].rotated(twice)
+    assert not np.allclose(twice, rows)
+    runtimes[1].rotated(twice)
+    assert np.allclose(twice, rows, atol=1e-5)
+    cache = kvfast.KVCache(1, 1, 64)
+    cache.append(0, rows[:, None], rows[:, None])
+    code, _, name = runtimes[0].nanoseconds(cache, 4, 64, 1)
+    assert code == OK and name == isa
+
+
+def test_a_handle_keeps_the_cache(runtimes):
+    cache = kvfast.KVCache(1, 2, 64)
+    layer = runtimes[1].Layer(cache, 0)
+    references = sys.getrefcount(cache)
+    del layer
+    gc.collect()
+    assert sys.getrefcount(cache) == references - 1

@@ -1,0 +1,476 @@
+"""What the machine can do, `kvfast.cli.bench`, and `python -m kvfast bench`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from selection import exhaustive
+
+import kvfast
+from kvfast.cli.bench import baseline as baselines
+from kvfast.cli.bench import measure as measuring
+from kvfast.cli.bench.baseline import STANDARD, Baseline, Outcome, check, find_baseline, short_of
+from kvfast.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
+from kvfast.cli.bench.measure import interleaved, measure
+
+TINY = Model("tiny", 2, 4, 2, 32)
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def default_threads():
+    yield
+    kvfast.set_num_threads(None)
+
+
+# --- the machine -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int8", "float32"])
+def test_peak_rate(isa, kind):
+    rate = kvfast.peak_rate(kind, num_threads=1)
+    assert 1e8 < rate < 1e13
+    assert kvfast.peak_rate(kind) > 0
+
+
+def test_vectors_multiply_faster_than_plain_c():
+    def best(isa):
+        with kvfast.use_isa(isa):
+            return [max(kvfast.peak_rate(kind, 1) for _ in range(5)) for kind in ("int8", "float32")]
+
+    tiers = kvfast.available_isas()
+    if tiers[0].startswith("avx"):
+        assert np.all(np.array(best(tiers[0])) > 2 * np.array(best("scalar")))
+
+
+def test_peak_rate_refuses_what_it_does_not_know():
+    for kind in ("int4", None):
+        with pytest.raises(ValueError, match='"int8" or "float32"'):
+            kvfast.peak_rate(kind)
+    with pytest.raises(ValueError, match="num_threads"):
+        kvfast.peak_rate(num_threads=0)
+
+
+def test_read_bandwidth_of_any_size(isa):
+    for nbytes in (0, 1 << 20, 5 << 20, 3 << 20):
+        assert kvfast.read_bandwidth(nbytes, num_threads=1) > 1e6
+
+
+# --- cases -------------------------------------------------------------------------------------
+
+
+def test_cases_are_known_by_their_names():
+    for case in STANDARD:
+        assert Case.parse(str(case)) == case
+    assert len(set(STANDARD)) == len(STANDARD)
+    assert str(Case("prefill", LLAMA_3_8B, "int8", 4096, 512)) == "prefill Llama-3-8B int8 4096 512"
+    for name in ("", "decode", "decode Llama-3-8B int8", "sleep Llama-3-8B int8 64", "decode GPT int8 64",
+                 "decode Llama-3-8B int8 -1", "decode Llama-3-8B int8 64 1 1", 7):  # fmt: skip
+        with pytest.raises(ValueError, match="is not a case"):
+            Case.parse(name)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("work", ["decode", "cached", "prefill", "append", "read"])
+def test_work_is_done_right(work, form):
+    case = Case(work, TINY, form, 200, 40 if work in ("prefill", "append") else 1)
+    work = case.prepare(least_bytes=100_000)
+    work.check()
+    work.call()
+    assert work.nbytes > 0 and work.count > 0
+    assert work.nbytes >= (100_000 if case.work in ("decode", "cached") else 1)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("work", ["quantize", "dequantize"])
+def test_codec_work(work, bits):
+    done = Case(work, TINY, f"int{bits}", 64).prepare()
+    done.check()
+    done.call()
+    assert done.nbytes == 64 * 2 * (32 * 4 + 32 * bits // 8 + 4)
+    with pytest.raises(ValueError, match="int8 and int4"):
+        Case(work, TINY, "float16", 64).prepare()
+
+
+def test_operations_are_counted_causally():
+    for context, n in ((7, 1), (7, 7), (50, 20)):
+        seen = sum(position + 1 for position in range(context - n, context))
+        assert Case("prefill", TINY, "int8", context, n).prepare().operations == seen * 4 * 32 * 4
+    with pytest.raises(ValueError, match="do not fit"):
+        Case("prefill", TINY, "int8", 7, 8).prepare()
+
+
+# --- rounds ------------------------------------------------------------------------------------
+
+
+def test_results():
+    cases = [Case(work, TINY, form, 128, n) for work, n in (("decode", 1), ("prefill", 16), ("append", 1))
+             for form in ("float16", "int4")]  # fmt: skip
+    told = []
+    results = list(measure(cases, [1, 2], rounds=2, least_bytes=50_000, progress=lambda text, done: told.append((text, done))))
+    assert [(one.case, one.num_threads) for one in results] == [
+        (case, threads) for pair in (cases[:2], cases[2:4], cases[4:]) for threads in (1, 2) for case in pair
+    ]
+    assert sum(done for _, done in told) == 12
+    assert [text for text, _ in told if text] == ["decode tiny 128", "prefill tiny 128 (16)", "append tiny 128"]
+    for one in results:
+        assert one.num_rounds == 2 and one.seconds > 0 and one.bandwidth_fraction > 0
+        assert (one.compute_fraction is None) == (one.case.work == "append")
+        assert one.fraction == (one.compute_fraction if one.case.work == "prefill" else one.bandwidth_fraction)
+    decode = results[0]
+    assert decode.nbytes == 128 * 2 * 2 * 32 * 2 and decode.operations == 128 * 4 * 32 * 4
+
+
+def test_fractions_are_of_the_same_round(monkeypatch):
+    """A machine that is half as fast for a while, and a call with it, is the same fraction."""
+    speeds = iter([4e9, 2e9, 1e9])
+    monkeypatch.setattr(kvfast, "read_bandwidth", lambda *args: next(speeds))
+    case = Case("append", TINY, "int8", 64)
+    meter = measuring.Meter(case, case.prepare(), 1)
+    for _ in range(3):
+        meter.sample()
+    nbytes = meter.work.nbytes
+    result = meter.result([nbytes / 2e9, nbytes / 1e9, nbytes / 0.5e9])
+    assert result.bandwidth_fraction == pytest.approx(0.5) and result.read_bandwidth == 2e9
+
+
+def test_threads_are_set_and_given_back():
+    seen, before = [], kvfast.get_num_threads()
+    with measuring.using_threads(3):
+        seen.append(kvfast.get_num_threads())
+    assert seen == [3 if kvfast.has_openmp() else 1] and kvfast.get_num_threads() == before
+
+
+def test_calls_are_interleaved():
+    order = []
+    times = interleaved([lambda: order.append(0), lambda: order.append(1)], 3)
+    assert times.shape == (3, 2) and order == [0, 1] * 4
+
+
+# --- baselines ---------------------------------------------------------------------------------
+
+TINY_CASES = [Case("decode", SMOLLM2_135M, form, 64) for form in ("int8", "int4")]
+
+
+def expectation(fraction):
+    return {(case, 1): fraction for case in TINY_CASES}
+
+
+def test_baseline_file(tmp_path):
+    path, results = tmp_path / "baseline.json", list(measure(TINY_CASES, [1, 2], rounds=1, least_bytes=10**6))
+    baseline = Baseline(1)
+    baseline.put("avx2", results)
+    baseline.put("scalar", results[:1])
+    baseline.save(path)
+    read = Baseline.load(path)
+    assert read.megabytes == 1 and read.tiers == baseline.tiers
+    assert read.expected("avx2") == {(one.case, one.num_threads): round(one.fraction, 3) for one in results}
+    assert len(read.expected("scalar")) == 1 and read.expected("abacus") == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"megabytes": "many", "tiers": {}}',
+        '{"megabytes": 1, "tiers": 7}',
+        '{"megabytes": 1, "tiers": {"avx2": {"decode": {"1": 0.5}}}}',
+        '{"megabytes": 1, "tiers": {"avx2": {"decode Llama-3-8B int8 64": {"1": -0.5}}}}',
+        '{"megabytes": 1, "tiers": {"avx2": {"decode Llama-3-8B int8 64": {"0": 0.5}}}}',
+        '{"megabytes": 1, "tiers": {"avx2": {"decode Llama-3-8B int8 64": {"one": 0.5}}}}',
+        '{"megabytes": 1, "tiers": {"avx2": {"decode Llama-3-8B int8 64": {"1": "all"}}}}',
+    ],
+)
+def test_a_file_that_is_no_baseline_is_refused(tmp_path, text):
+    path = tmp_path / "baseline.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"baseline\.json is no baseline"):
+        Baseline.load(path)
+
+
+def test_the_baseline_of_the_checkout(monkeypatch):
+    path = CHECKOUT / "bench" / "baseline.json"
+    if not path.exists():
+        pytest.skip("not a checkout")
+    baseline = Baseline.load(path)
+    assert baseline.tiers and set(baseline.tiers) <= {"amx", "avx512_vbmi", "avx512_vnni", "avx512", "avx_vnni", "avx2", "sse2", "neon_dotprod", "neon", "scalar"}
+    for tier in baseline.tiers:
+        assert {case for case, _ in baseline.expected(tier)} <= set(STANDARD)
+    monkeypatch.chdir(path.parent)
+    assert find_baseline() == path
+
+
+def test_no_baseline_in_sight(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"no bench/baseline\.json"):
+        find_baseline()
+
+
+def test_short_is_the_first_of_each_kind():
+    expected = {(case, threads): 0.5 for case in STANDARD for threads in (1, 2)}
+    short = short_of(expected)
+    assert {(case.work, case.format) for case, _ in short} == {(case.work, case.format) for case in STANDARD}
+    assert len(short) == len({(case.work, case.format) for case in STANDARD}) < len(STANDARD)
+    assert {threads for _, threads in short} == {2}
+    assert all(case.context == 4096 for case, _ in short if case.work == "decode")
+
+
+@pytest.mark.parametrize(
+    ("found", "is_good", "best"),
+    [
+        ([0.6], True, 0.6),
+        ([0.426], True, 0.426),
+        ([0.424, 0.43], True, 0.43),
+        ([0.1, 0.2, 0.5], True, 0.5),
+        ([0.3, 0.4, 0.2], False, 0.4),
+    ],
+)
+def test_what_is_too_slow_is_measured_again(monkeypatch, found, is_good, best):
+    """Expected is 0.5, and 15 % less is good enough; the best of three tries counts."""
+    case, rest = TINY_CASES[0], list(found)
+    fields = {"case": case, "num_threads": 1, "num_rounds": 1, "seconds": 1.0, "nbytes": 1, "operations": 1}
+    fields |= {"read_bandwidth": 1.0, "peak_rate": 1.0, "compute_fraction": 1.0}
+
+    def fake(cases, threads, **options):
+        assert (cases, threads, options["least_bytes"]) == ([case], [1], 7_000_000)
+        yield measuring.Result(bandwidth_fraction=rest.pop(0), **fields)
+
+    monkeypatch.setattr(baselines, "measure", fake)
+    (outcome,), (result,) = check({(case, 1): 0.5}, 7)
+    assert rest == [] and (outcome.is_good, outcome.found) == (is_good, best)
+    assert result.bandwidth_fraction == found[0]
+
+
+def test_check_measures():
+    for fraction, is_good in ((1e-6, True), (1e6, False)):
+        outcomes, results = check(expectation(fraction), 1, rounds=1)
+        assert [outcome.case for outcome in outcomes] == TINY_CASES and len(results) == 2
+        assert all(outcome.is_good == is_good and outcome.expected == fraction for outcome in outcomes)
+
+
+def test_outcome_says_what_it_is():
+    text = str(Outcome(TINY_CASES[0], 2, 0.5, 0.4))
+    assert text == "decode SmolLM2-135M int8 64, 2 threads: expected 0.500, found 0.400 (-20%)"
+
+
+# --- the command -------------------------------------------------------------------------------
+
+SIZE = ("--model", "SmolLM2-135M", "--contexts", "64,128", "--tokens", "32", "--formats", "float16,int4")
+QUICK = ("--megabytes", "1", "--rounds", "1", "--threads", "1")
+
+
+def run(*args, cwd=None):
+    """Run `python -m kvfast bench` to its end: (exit code, stdout, stderr)."""
+    pytest.importorskip("rich")
+    places = os.pathsep.join([str(Path(kvfast.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8", "PYTHONPATH": places}
+    command = [sys.executable, "-m", "kvfast", "bench", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, cwd=cwd, timeout=300, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_tables_and_json(tmp_path):
+    path = tmp_path / "bench.json"
+    code, out, err = run(*SIZE, *QUICK, "--json", path)
+    assert code == 0, err
+    assert kvfast.active_isa() in out and "decode: one token" in out and "last 32 tokens" in out
+    assert "float16 takes" in out and "1.00x" in out and "of bandwidth" in out and "of peak" in out
+    report = json.loads(path.read_text())
+    assert (report["isa"], report["version"], report["megabytes"]) == (kvfast.active_isa(), kvfast.__version__, 1)
+    places = [(row["work"], row["context"], row["format"], row["num_tokens"]) for row in report["results"]]
+    assert places == [(work, context, form, n) for work, n in (("decode", 1), ("prefill", 32)) for context in (64, 128)
+                      for form in ("float16", "int4")]  # fmt: skip
+    assert all(row["seconds"] > 0 and 0 < row["compute_fraction"] and row["model"] == "SmolLM2-135M" for row in report["results"])
+
+
+def test_every_work_and_format():
+    code, out, err = run("--work", "append,cached,read", "--formats", "all", "--contexts", "64", "--tokens", "64", *QUICK)
+    assert code == 0, err
+    assert all(form in out for form in FORMATS) and out.count("threads") >= 3
+    code, out, err = run("--work", "quantize,dequantize", "--formats", "int8,int4", "--contexts", "64", *QUICK)
+    assert code == 0, err
+    assert "quantize" in out and "of peak" not in out
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_plot(tmp_path, suffix, magic):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"bench.{suffix}"
+    code, _, err = run(*SIZE, *QUICK, "--plot", path)
+    assert code == 0, err
+    assert path.read_bytes().startswith(magic)
+
+
+def test_plot_shows_the_memory_wall(tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from kvfast.cli.bench import report
+
+    cases = [Case(work, SMOLLM2_135M, form, context, n) for work, n in (("decode", 1), ("prefill", 32))
+             for context in (64, 128) for form in ("float16", "int4")]  # fmt: skip
+    results = list(measure(cases, [1, 2], rounds=1, least_bytes=10**6))
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
+    report.plot(results, tmp_path / "bench.svg")
+    decode, prefill = figures[0].axes
+    assert "2 threads" in figures[0].get_suptitle() and "32 queries" in prefill.get_title()
+    for axes, wall in ((decode, "memory wall"), (prefill, "bound")):
+        texts = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert texts[:2] == ["float16", "int4"] and wall in texts[2]
+        assert len(axes.lines) == 5 and axes.get_xlabel() and "token" in axes.get_ylabel()
+    walls = [line for line in decode.lines if line.get_linestyle() == "--" and len(line.get_xdata())]
+    ours = [one for one in results if one.case.work == "decode" and one.num_threads == 2 and one.case.format == "float16"]
+    bandwidth = np.median([one.read_bandwidth for one in results if one.case.work == "decode" and one.num_threads == 2])
+    assert np.allclose(walls[0].get_ydata(), [one.nbytes / bandwidth * SMOLLM2_135M.num_layers * 1e3 for one in ours])
+    with pytest.raises(ValueError, match="neither was measured"):
+        report.plot([], tmp_path / "bench.svg")
+
+
+def doctored(path, factor, tier=None):
+    """Multiply all fractions of a baseline, and say that they are of another tier."""
+    fields = json.loads(path.read_text())
+    ((name, cases),) = fields["tiers"].items()
+    fields["tiers"] = {tier or name: {case: {n: f * factor for n, f in of.items()} for case, of in cases.items()}}
+    path.write_text(json.dumps(fields))
+
+
+def test_check(tmp_path):
+    folder = tmp_path / "bench"
+    folder.mkdir()
+    path = folder / "baseline.json"
+    code, _, err = run(*SIZE, *QUICK, "--write-baseline", path)
+    assert code == 0, err
+    doctored(path, 0.01)
+    code, out, err = run("--check", "--rounds", 1, "--json", tmp_path / "check.json", cwd=folder)
+    assert code == 0, err
+    assert out.count("ok ") == 8 and f"all 8 cases are within 15% of {path}" in out
+    assert len(json.loads((tmp_path / "check.json").read_text())["results"]) == 8
+
+    doctored(path, 1e6)
+    code, out, err = run("--check", "--short", "--rounds", 1, cwd=tmp_path)
+    assert code == 1 and out.count("SLOWER ") == 4
+    assert "error: 4 of 4 cases are more than 15% below" in err
+    for work, form in (("decode", "float16"), ("prefill", "int4")):
+        assert f"{work} SmolLM2-135M {form} 64" in err
+    assert "expected" in err and "found" in err
+
+    doctored(path, 1, "abacus")
+    code, out, err = run("--check", path)
+    assert (code, err.strip()) == (0, "") and "abacus" in out and "nothing to check" in out
+    # What the file says of other tiers stays.
+    code, _, err = run(*SIZE, *QUICK, "--write-baseline", path)
+    assert code == 0, err
+    assert set(json.loads(path.read_text())["tiers"]) == {"abacus", kvfast.active_isa()}
+
+
+def test_more_threads_than_there_are_are_not_checked(tmp_path):
+    path = tmp_path / "baseline.json"
+    fractions = {"1": 1e-6, "2": 1e6, "4096": 1e6}
+    path.write_text(json.dumps({"megabytes": 1, "tiers": {kvfast.active_isa(): {str(TINY_CASES[0]): fractions}}}))
+    code, out, err = run("--check", path, "--threads", "1", "--rounds", 1)
+    assert code == 0, err
+    assert "2, 4096 threads" in out and "all 1 cases" in out
+
+
+def test_errors_are_one_plain_line(tmp_path):
+    missing = tmp_path / "no" / "such"
+    for args, words in [
+        (("--formats", "int9"), "int9"),
+        (("--work", "sleep"), "decode"),
+        (("--model", "GPT"), "SmolLM2-135M"),
+        (("--contexts", "64", "--work", "prefill"), "at least as many"),
+        (("--plot", "bench.txt"), "png"),
+        (("--json", missing / "x.json"), "no folder"),
+        (("--write-baseline", missing / "x.json"), "no folder"),
+        (("--check", missing), str(missing)),
+        (("--check",), "no bench/baseline.json"),
+        (("--check", "x", "--plot", "x.svg"), "--plot does not go with --check"),
+        (("--check", "x", "--write-baseline", "y"), "--write-baseline does not go with --check"),
+        (("--work", "quantize", "--formats", "float16", "--contexts", "64"), "codecs"),
+        (("--work", "append", "--contexts", "64", "--tokens", "8", "--plot", "x.svg", *QUICK), "neither was measured"),
+    ]:
+        code, _, err = run(*args, cwd=tmp_path)
+        assert code == 1, (args, err)
+        lines = [line for line in err.splitlines() if line.strip()]
+        assert lines[-1].startswith("error: ") and words in lines[-1], (args, err)
+        assert "Traceback" not in err
+    path = tmp_path / "baseline.json"
+    Baseline(3).save(path)
+    code, _, err = run("--contexts", "64", "--work", "decode", *QUICK, "--write-baseline", path)
+    assert code == 1 and "3 megabytes" in err
+
+
+@pytest.mark.parametrize("args", [("--contexts", "0"), ("--threads", "x"), ("--rounds", "0"), ("--megabytes", "-1")])
+def test_wrong_usage(args):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "") and "usage:" in err
+
+
+@pytest.mark.parametrize(
+    ("package", "option", "extra"), [("rich", (), "bench"), ("matplotlib", ("--plot", "bench.svg"), "plot")]
+)
+def test_missing_extra(package, option, extra):
+    pytest.importorskip("rich")
+    args = ["bench", *SIZE, *QUICK, *option]
+    code = f"import sys; sys.modules[{package!r}] = None; from kvfast.cli import main; sys.exit(main({args!r}))"
+    environment = os.environ | {"PYTHONPATH": str(Path(kvfast.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f'error: the {extra} extra is needed: pip install "kvfast[{extra}]"\n'
+
+
+def test_import_needs_no_more_than_numpy():
+    code = "import sys, kvfast; sys.exit(any(name.startswith('kvfast.cli.bench') or name in ('rich', 'matplotlib') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_models_are_known_by_name():
+    assert all(MODELS[name].name == name for name in MODELS)
+
+
+# --- regressions by pytest-benchmark -----------------------------------------------------------
+
+BENCH = "import time\n\n\ndef bench_sleep(benchmark):\n    benchmark.pedantic(time.sleep, (0.001,), rounds=3)\n"
+
+
+@exhaustive
+def test_saved_runs_are_compared(tmp_path):
+    """Also with none, and with one of another machine; and what has become slower can be made to fail."""
+    pytest.importorskip("pytest_benchmark")
+    (tmp_path / "bench_tiny.py").write_text(BENCH)
+    (tmp_path / "conftest.py").write_text((CHECKOUT / "bench" / "conftest.py").read_text())
+    saved = tmp_path / "saved"
+
+    def run(*options):
+        command = [sys.executable, "-m", "pytest", "-c", CHECKOUT / "pyproject.toml", "--rootdir", tmp_path, "bench_tiny.py",
+                   f"--benchmark-storage={saved}", "-p", "no:cacheprovider", *options]  # fmt: skip
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return result.returncode, result.stdout + result.stderr
+
+    code, text = run("--benchmark-compare")
+    assert code == 0 and "No benchmark files" in text and "INTERNALERROR" not in text
+    assert run("--benchmark-save=before")[0] == 0
+    code, text = run("--benchmark-compare")
+    assert code == 0 and "machine_info is different" not in text and "0001_before" in text
+    (path,) = saved.rglob("0001_before.json")
+    document = json.loads(path.read_text())
+    assert document["machine_info"]["cpu"].keys() == {"brand_raw", "arch", "count"}
+    document["machine_info"]["node"] = "elsewhere"
+    path.write_text(json.dumps(document))
+    code, text = run("--benchmark-compare")
+    assert code == 0 and "machine_info is different" in text and "elsewhere" in text
+    (one,) = document["benchmarks"]
+    for name in ("min", "max", "mean", "median"):
+        one["stats"][name] /= 10
+    path.write_text(json.dumps(document))
+    assert run("--benchmark-compare=0001")[0] == 0
+    code, text = run("--benchmark-compare=0001", "--benchmark-compare-fail=min:200%")
+    assert code != 0 and "Performance has regressed" in text

@@ -1,0 +1,420 @@
+"""`python -m kvfast`, as a user runs it: in a process of its own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from command_line import command, run
+from selection import exhaustive
+
+import kvfast
+
+# --- help, info and wrong usage ----------------------------------------------------------------
+
+
+def test_help():
+    for args in [(), ("--help",)]:
+        code, out, err = run(*args)
+        assert (code, err) == (0, "")
+        assert all(name in out for name in ("generate", "eval", "serve-sim", "bench", "info"))
+    for name, option in [("generate", "--max-seq-len"), ("eval", "--chunk"), ("bench", "--check"), ("info", "--help")]:
+        code, out, _ = run(name, "--help")
+        assert code == 0
+        assert option in out
+
+
+def test_info():
+    import kvfast
+
+    code, out, err = run("info")
+    assert (code, err) == (0, "")
+    assert out.strip()
+    assert kvfast.active_isa() in out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("explode",),
+        ("generate",),
+        ("generate", "x", "--max-tokens", "0"),
+        ("generate", "x", "--threads", "-1"),
+        ("generate", "x", "--seed", "-1"),
+        ("generate", "x", "--speculative", "guess"),
+        ("generate", "x", "--speculative", "--draft-tokens", "8"),
+        ("generate", "x", "--speculative", "layers", "--draft-layers", "0"),
+        ("eval",),
+        ("eval", "--text"),
+        ("eval", "--text", "x", "--chunk", "0"),
+    ],
+)
+def test_wrong_usage(args):
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert "usage:" in err
+
+
+def test_no_extra_package_is_imported_early():
+    code = "import sys, kvfast.cli as cli; sys.exit(any(name in sys.modules for name in cli.EXTRAS))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("package", ["gguf", "tokenizers", "rich"])
+def test_missing_extra(package, model):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        f"from kvfast.cli import main; sys.exit(main(['generate', 'x', '--model', {str(model)!r}]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == 'error: the llama extra is needed: pip install "kvfast[llama]"\n'
+
+
+@pytest.mark.parametrize(
+    ("package", "option", "extra"),
+    [("matplotlib", ("--plot", "kl.png"), "plot"), ("llama_cpp", ("--llama-cpp", "q8_0"), "llama-cpp")],
+)
+def test_missing_extra_of_eval(package, option, extra, model, text):
+    args = ["eval", "--model", str(model), "--text", str(text), "--tokens", "9", *option]
+    code = f"import sys; sys.modules[{package!r}] = None; from kvfast.cli import main; sys.exit(main({args!r}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1] == f'error: the {extra} extra is needed: pip install "kvfast[{extra}]"'
+
+
+# --- generate ----------------------------------------------------------------------------------
+
+
+def test_generate(model):
+    code, out, err = run("generate", "then the", "--model", model, "--max-tokens", 12, "--dtype", "int8")
+    assert (code, err) == (0, "")
+    assert out.startswith("then the")
+    assert re.search(r"^prefill  3 tokens in .* s: .* tokens/s$", out, re.MULTILINE)
+    assert re.search(r"^decode   11 tokens in .* s: .* tokens/s$", out, re.MULTILINE)
+    assert "cache    int8: 14 tokens take " in out
+
+
+@pytest.mark.parametrize("dtype, max_tokens", [("int4", 5), ("int4", 120), ("int8", 12), ("float32", 12)])
+def test_generate_tells_what_the_cache_took(model, dtype, max_tokens, tmp_path):
+    """Blocks that are not full and float rows included: of a short text they are most of it."""
+    session = tmp_path / "text"
+    code, out, _ = run("generate", "then the", "--model", model, "--max-tokens", max_tokens, "--dtype", dtype, "--session", session)
+    cache, line = kvfast.load(session), re.search(r"^cache    .*", out, re.MULTILINE)[0]
+    tokens, taken = (int(number.replace(",", "")) for number in re.search(r": ([\d,]+) tokens take ([\d,]+) bytes", line).groups())
+    assert code == 0 and tokens == len(cache) and taken == cache.nbytes_used
+    plain = 2 * 2 * 2 * 12 * 4 * tokens  # K and V, layers, KV heads, head_dim
+    assert f"as bare float32 they take {plain / taken:.2f}x as much, as float16 {plain / 2 / taken:.2f}x" in line
+    if (dtype, max_tokens) == ("int4", 5):
+        assert plain / 2 < taken  # and no more is promised
+
+
+def test_generate_is_repeatable(model):
+    def text(*args):
+        _, out, _ = run("generate", "the", "--model", model, "--max-tokens", 20, "--threads", 1, *args)
+        return out.rsplit("\n\n", 1)[0]
+
+    assert text() == text()
+    assert text("--temperature", 2, "--seed", 1) == text("--temperature", 2, "--seed", 1)
+    assert text("--temperature", 2, "--seed", 1) != text("--temperature", 2, "--seed", 2)
+    assert text("--temperature", 2, "--top-k", 1) == text()
+
+
+@pytest.mark.parametrize(
+    ("args", "stored"),
+    [
+        (("--dtype", "int8/int4"), "int8/int4"),
+        (("--dtype", "fp16"), "float16"),
+        (("--dtype", "int8", "--v-dtype", "int4"), "int8/int4"),
+        (("--dtype", "int8", "--k-dtype", "float16"), "float16/int8"),
+        (("--k-dtype", "int4", "--v-dtype", "int4"), "int4-plain"),
+        (("--dtype", "k8v4"), "k8v4"),
+        ((), "int4"),
+    ],
+)
+def test_generate_dtypes(model, args, stored):
+    code, out, _ = run("generate", "the", "--model", model, "--max-tokens", 2, *args)
+    assert code == 0
+    assert f"cache    {stored}: " in out
+
+
+def test_generate_stops_when_the_cache_is_full(model):
+    code, out, _ = run("generate", "the", "--model", model, "--max-tokens", 50, "--max-seq-len", 10)
+    assert code == 0
+    assert "decode   9 tokens" in out  # 1 prompt token, 9 more stored; one more token chosen, not stored
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--speculative",),
+        ("--speculative", "lookup", "--temperature", 1.2),
+        ("--speculative", "layers", "--draft-layers", 2, "--draft-tokens", 3),
+    ],
+)
+def test_generate_speculatively(model, args):
+    options = ("--model", model, "--max-tokens", 40, "--seed", 3)
+    code, out, err = run("generate", "the the the the the", *options, *args, "--compare")
+    assert (code, err) == (0, "")
+    drafted = re.search(r"^drafted  (\d+) tokens, (\d+) accepted \((\d+)%\), (\d\.\d\d) tokens per step$", out, re.MULTILINE)
+    count, accepted, percent, per_step = map(float, drafted.groups())
+    assert percent == round(100 * accepted / max(1, count))
+    assert per_step == pytest.approx(39 / (39 - accepted), abs=0.01)
+    if "layers" in args:
+        assert accepted == count > 20  # all of the layers: the model itself
+    assert re.search(r"^plain    39 tokens in .* tokens/s; the same tokens, [\d.]+x as fast with drafts$", out, re.MULTILINE)
+    _, plain, _ = run("generate", "the the the the the", *options, *args[2:4] * ("lookup" in args))
+    assert out.split("\n\nprefill")[0] == plain.split("\n\nprefill")[0]
+    assert "drafted" not in plain
+
+
+def test_generate_compares_nothing_when_the_text_ends_at_once(model):
+    args = ("--model", model, "--max-tokens", 1, "--speculative", "--compare")
+    code, out, _ = run("generate", "the", *args)
+    assert code == 0
+    assert "plain    no tokens; the same tokens\n" in out
+
+
+@pytest.mark.model
+@exhaustive
+def test_generate_with_the_fetched_model():
+    code, out, err = run("generate", "It is a truth universally acknowledged", "--dtype", "int8", "--max-tokens", 16)
+    if "could not download" in err and not os.environ.get("CI"):
+        pytest.skip(err)
+    assert code == 0, err
+    assert out.startswith("It is a truth universally acknowledged")
+    assert re.search(r"int8: 2\d tokens take 783,360 bytes, [\d,]+ each; as bare float32 they take 1.\d\dx as much", out)
+
+
+# --- serve-sim ---------------------------------------------------------------------------------
+
+
+def test_serve_sim(model):
+    # Not the default: in int4 a prompt reads its own tokens as floats, and a prefix that was found as its codes.
+    options = ("--model", model, "--requests", 3, "--max-tokens", 4, "--show", 1)
+    code, out, err = run("serve-sim", *options, "--dtype", "int8")
+    assert code == 0, err
+    assert re.search(r"^served +3 requests, \d+ tokens in .* tokens/s$", out, re.MULTILINE)
+    assert re.search(r"^prefix +[\d,]+ of [\d,]+ prompt tokens found in the pool \(\d+%\)$", out, re.MULTILINE)
+    assert re.search(r"^pool +int8, ", out, re.MULTILINE)
+    assert "3 of 3 texts the same" in out
+    code, out, err = run("serve-sim", *options)
+    assert code == 0 and re.search(r"^pool +int4, .* blocks of 64 tokens", out, re.MULTILINE), err
+    assert re.search(r"^alone +\d of 3 texts the same", out, re.MULTILINE)
+
+
+@pytest.mark.model
+@exhaustive
+def test_serve_sim_with_the_fetched_model():
+    code, out, err = run("serve-sim", "--requests", 4, "--max-tokens", 6, "--dtype", "int8")
+    if "could not download" in err and not os.environ.get("CI"):
+        pytest.skip(err)
+    assert code == 0, err
+    assert "4 of 4 texts the same" in out
+
+
+# --- eval --------------------------------------------------------------------------------------
+
+
+def test_eval_table(model, text):
+    code, out, err = run("eval", "--model", model, "--text", text, "--dtype", "int8,int8/int4,int4", "--tokens", 200)
+    assert code == 0
+    assert "199 tokens predicted" in out
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("float32", "int"))]
+    assert [row[0] for row in rows] == ["float32", "int8", "int8/int4", "int4"]
+    assert float(rows[0][1]) > 1
+    for row in rows[1:]:
+        assert float(row[1]) - float(rows[0][1]) == pytest.approx(float(row[2]), abs=2e-5)
+    assert 0 < float(rows[1][3]) < float(rows[2][3]) < float(rows[3][3])  # KL
+    assert "199/199" in err  # the progress bar
+
+
+def test_eval_json(model, text):
+    args = ("--dtype", "float32,int4", "--tokens", 100, "--chunk", 30, "--json")
+    code, out, _ = run("eval", "--model", model, "--text", text, *args)
+    assert code == 0
+    report = json.loads(out)
+    assert (report["text"], report["chunk"]) == (str(text), 30)
+    exact, int4 = report["results"]
+    assert exact["dtype"] == "float32"
+    assert exact["nll"] == exact["nll_float32"] == int4["nll_float32"]
+    assert exact["top1"] == 1
+    assert int4["nll_difference"] == int4["nll"] - int4["nll_float32"] != 0
+    assert int4["num_predictions"] == 99
+    assert int4["kl"] > 0
+
+
+def test_eval_formats(model, text):
+    from kvfast.llama.evaluation import FORMATS
+
+    def results(*args):
+        code, out, err = run("eval", "--model", model, "--text", text, "--tokens", 40, "--json", *args)
+        assert code == 0, err
+        return json.loads(out)["results"]
+
+    every = results("--formats", "float16, all,int8")
+    assert [score["dtype"] for score in every] == ["float16", *FORMATS]
+    assert [score["runtime"] for score in every] == ["kvfast"] * len(every)
+    bits = {score["dtype"]: score["bits_per_element"] for score in every}
+    assert bits["bfloat16"] == pytest.approx(16 * 16 / 12 * 64 / 39, rel=0.01)  # heads of 12, stored as 16; whole blocks
+    assert bits["int4-plain"] < bits["int8"] == bits["int8-plain"] < bits["bfloat16"]
+    assert bits["int4-plain"] < bits["k8v4"] < bits["int8"]
+    assert results("--formats", "int8/int4") == results("--dtype", "int8/int4")
+    assert [score["dtype"] for score in results("--formats", "int8", "--v-dtype", "int4")] == ["int8/int4"]
+    assert [score["dtype"] for score in results()] == list(FORMATS)
+
+
+def test_eval_of_several_texts(model, text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("12 of the others then. " * 9, encoding="utf-8")
+    args = ("--formats", "int8,int4", "--tokens", 90, "--json")
+    reports = []
+    for texts in [("--text", text, other), ("--text", text, "--text", other), ("--text", text), ("--text", other)]:
+        code, out, err = run("eval", "--model", model, *texts, *args)
+        assert code == 0, err
+        reports.append(json.loads(out))
+    both, again, *single = reports
+    assert both == again
+    assert both["texts"] == [{"text": report["text"], "results": report["results"]} for report in single]
+    for index, mean in enumerate(both["results"]):
+        scores = [report["results"][index] for report in single]
+        counts = [score["num_predictions"] for score in scores]
+        assert mean["num_predictions"] == sum(counts)
+        for name in ("nll", "nll_float32", "kl", "top1", "bits_per_element"):
+            expected = sum(count * score[name] for count, score in zip(counts, scores)) / sum(counts)
+            assert mean[name] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_eval_plot(model, text, tmp_path, suffix, magic):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"kl.{suffix}"
+    code, out, err = run(
+        "eval", "--model", model, "--text", text, "--tokens", 60, "--formats", "float32,int8,int4", "--plot", path
+    )
+    assert code == 0 and "59 tokens predicted" in out, err
+    assert path.read_bytes().startswith(magic)
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+def test_errors_are_one_plain_line(model, text, tmp_path):
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(model.read_bytes()[:3000])
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9")
+    empty = tmp_path / "empty"
+    empty.touch()
+    missing = tmp_path / "missing"
+    for args, message in [
+        (("generate", "x", "--model", missing), f"{missing}: No such file"),
+        (("generate", "x", "--model", damaged), f"{damaged} is damaged"),
+        (("generate", "x", "--model", empty), "not a GGUF file"),
+        (("generate", "x", "--model", text), "not a GGUF file"),
+        (("generate", "x", "--model", tmp_path), "is a folder"),
+        (("generate", "x", "--model", model, "--dtype", "int9"), "int4"),  # the names there are
+        (("generate", "", "--model", model), "prompt is empty"),
+        (("generate", "x", "--model", model, "--top-p", "0"), "top_p"),
+        (("generate", "the the the", "--model", model, "--max-seq-len", "2"), "room for 2"),
+        (("generate", "x", "--model", model, "--compare"), "--compare is for --speculative"),
+        (("generate", "x", "--model", model, "--speculative", "layers", "--draft-layers", "3"), "the 2 of the model"),
+        (("eval", "--model", model, "--text", missing), f"{missing}: No such file"),
+        (("eval", "--model", model, "--text", latin), "not UTF-8"),
+        (("eval", "--model", model, "--text", empty), "at least two tokens"),
+        (("eval", "--model", model, "--text", text, "--tokens", "70000"), "context is 65536"),
+        (("eval", "--model", model, "--text", text, missing), f"{missing}: No such file"),
+        (("eval", "--model", model, "--text", text, "--formats", "int8,int9"), "int4"),
+        (("eval", "--model", model, "--text", text, "--llama-cpp", "q8_0,q3_0"), "no cache of type 'q3_0'"),
+        (("eval", "--model", model, "--text", text, "--plot", "kl.txt"), "png"),
+        (("eval", "--model", model, "--text", text, "--plot", missing / "kl.png"), f"no folder {missing}"),
+    ]:
+        code, _, err = run(*args)
+        line = err.strip().splitlines()[-1]
+        assert code == 1, args
+        assert line.startswith("error: "), args
+        assert message in line, args
+        assert "Traceback" not in err, args
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
+def test_interrupt_is_quiet(model):
+    args = command("generate", "the", "--model", model, "--max-tokens", 60000, "--threads", 1)
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.read(10)  # some text came: it is generating
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX pipes")
+def test_closed_pipe_is_quiet(model):
+    args = command("generate", "the", "--model", model, "--max-tokens", 60000, "--threads", 1)
+    with subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(timeout=60) == 1
+        assert "Traceback" not in process.stderr.read()
+
+
+# --- sessions ----------------------------------------------------------------------------------
+
+
+def session_text(out, prompt):
+    return out.partition("\n\nprefill")[0].partition("\n\nsession")[0].removeprefix(prompt)
+
+
+def test_a_session_goes_on_where_it_was_left(model, tmp_path):
+    from kvfast import llama
+
+    path = tmp_path / "talk.safetensors"
+    options = ("--model", model, "--max-tokens", 8, "--session", path)
+    code, first, err = run("generate", "then the", *options)
+    assert code == 0, err
+    length = len(kvfast.load(path))
+    code, second, err = run("generate", " and", *options, "--speculative", "--compare")
+    assert code == 0 and f"session  {length} tokens of {path}" in second and "the same tokens" in second, err
+    # The same in one go, by hand.
+    runtime, tokenizer = llama.load(model)
+    cache, token_ids = kvfast.KVCache(*runtime.cache_shape), []
+    for prompt, out in [("then the", first), (" and", second)]:
+        tokens = tokenizer.encode(prompt)
+        tokens = tokens[1:] if token_ids and tokens[:1] == [tokenizer.bos_id] else tokens
+        written = list(llama.generate(runtime, tokens, cache, max_tokens=8, end_ids=tokenizer.end_ids))
+        token_ids += tokens + written
+        assert session_text(out, prompt) == "".join(tokenizer.stream(iter(written)))
+        runtime.prefill(token_ids[len(cache) :], cache)
+    snapshot = kvfast.Snapshot.load(path)
+    assert snapshot.token_ids.tolist() == token_ids and snapshot == cache.snapshot()
+    code, _, err = run("generate", "", *options)
+    assert code == 0 and len(kvfast.load(path)) > len(token_ids), err
+
+
+def test_a_session_keeps_its_storage_and_its_model(model, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    options = ("--model", model, "--max-tokens", 4, "--session", path)
+    assert run("generate", "then the", *options, "--dtype", "int4")[0] == 0
+    before = path.read_bytes()
+    code, _, err = run("generate", "the", *options, "--dtype", "float32")
+    assert code == 1 and "int4" in err and "float32" in err
+    code, _, err = run("generate", "the", *options, "--max-seq-len", 5)
+    assert code == 1 and "room for" in err
+    kvfast.load(path).save(path)  # without tokens and model
+    code, _, err = run("generate", "the", *options)
+    assert code == 1 and "not a session of this model" in err
+    path.write_bytes(before[:-1])
+    code, _, err = run("generate", "the", *options)
+    assert code == 1 and str(path) in err and path.read_bytes() == before[:-1]
+    path.write_bytes(before)
+    code, out, err = run("generate", "the", *options)
+    assert code == 0 and "int4" in out, err
+
+
+def test_a_full_session_is_kept_as_far_as_it_goes(model, tmp_path):
+    path = tmp_path / "talk.safetensors"
+    code, _, err = run("generate", "then the", "--model", model, "--max-seq-len", 10, "--max-tokens", 50, "--session", path)
+    assert code == 0 and len(kvfast.load(path)) == 10, err

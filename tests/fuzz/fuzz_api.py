@@ -1,0 +1,374 @@
+"""Every public name of kvfast, called with whatever a caller might give, in any order.
+
+    python tests/fuzz/fuzz_api.py --calls 1000000 --processes 2 --seed 0
+
+An episode is a small world of caches of every kind, snapshots, compressed caches and files, on which a few hundred calls
+are made: any public function, class, method or property, with arguments that fit, of which none, one, two or all are then
+exchanged for others: wrong types, huge numbers, arrays of other dtypes, shapes, strides and memory layouts, elements at
+the limits of floats. A call may return, or raise one of the errors that kvfast names, with a text. It must not end the
+process, hang, raise anything else, return a number that is not finite where all that it was given is, or leave a trace
+when it refuses: lengths and stored bytes are compared.
+
+Prints the number of calls, how many returned and how many were refused and by which error, and the rate. An episode is
+always the same for its seed and number; what fails tells both, and ``--episode`` runs it again.
+"""
+
+import argparse
+import collections
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from cache_kinds import DIM, DTYPES, HEADS, LAYERS, RINGS, fill, make
+from fuzz_recipes import FORMATS, PROTOCOL, RECORDS, Call, parameters, public_names, recipe_of
+from hostile_values import Misfit, hostile, is_finite
+
+import kvfast
+from kvfast.caches.paged_sequence import PagedSequence
+from kvfast.caches.paged_storage import PagedStorage
+from kvfast.caches.stored_sequence import StoredSequence
+
+CALLS = 300  # of an episode
+SECONDS = 120  # for an episode
+MOST_BYTES = 8 << 30  # of address space: what is asked for beyond it is refused by the system
+MOST_OF_A_KIND = 4
+MOST_STREAMS = 64  # layers times heads of a cache that stays
+ALLOWED = (ValueError, TypeError, IndexError, BufferError, OverflowError, MemoryError, kvfast.CacheFullError)
+WITH_FILES = {"path", "folder", "model"}  # parameters that also may raise what the system says of files
+# What these return may be infinite by their definition: a product with any scale, the log-sum-exp of nothing, no bound.
+INFINITE = {"dequantize", "merge_states", "plan"}
+SLOW = {"read_bandwidth", "peak_rate", "fidelity", "choose_format", "plan", "show_config", "config"}
+OFTEN = {
+    "append",
+    "advance",
+    "attend",
+    "truncate",
+    "write",
+    "append_batch",
+    "attend_batch",
+    "slot_mapping",
+    "restore",
+    "snapshot",
+    "fork",
+}
+WRITING = OFTEN - {"attend", "attend_batch"} | {
+    "write_batch", "clear", "free", "append_kv", "push_token", "evict_outside_window", "decompress_to_cache",
+    "decompress_to_mla_cache", "decompress_to_paged_cache", "decompress_to_ring_cache", "copy", "match_prefix", "deepcopy",
+}  # fmt: skip
+
+
+class Broken(AssertionError):
+    """A call that did what no call may."""
+
+
+class World:
+    """The objects of an episode, and where random choices come from."""
+
+    def __init__(self, rng, folder):
+        self.rng, self.folder = rng, folder
+        self.numbers = np.random.default_rng(rng.randrange(1 << 63))
+        self.objects, self.returned = [], collections.Counter()
+        for kind in ("growing", "bounded", "sequence", rng.choice(list(RINGS))):
+            self.add(fill(make(kind, rng.choice(DTYPES)), self.numbers, rng.choice([0, 1, 40, 130])))
+        self.add(self.objects[-2].pool)
+        pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=20, dtype=rng.choice(FORMATS))
+        window = {"sliding_window": rng.choice([5, 20, 60]), "num_sink_tokens": rng.choice([0, 1]), "rollback": rng.choice([0, 64])}
+        ring_pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=20, dtype=rng.choice(FORMATS), **window)
+        mla_pool = kvfast.PagedMLAKVCache(LAYERS, 20, 8, num_blocks=20)
+        mla = kvfast.MLAKVCache(LAYERS, 20, rng.choice([0, 8]), dtype=rng.choice(["int8", "float32"]))
+        heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(20, rng.choice([4, 8, (3, 5)])))
+        k, v = self.numbers.standard_normal((2, 2, 40, 20), np.float32)
+        compressor = kvfast.KVCacheCompressor(
+            rng.choice([kvfast.Hybrid(), kvfast.Quantize(), kvfast.LowRank(4), kvfast.VectorQuantization(4)])
+        )
+        compressed = compressor.compress_kv_3d(k, v)
+        for one in (pool, pool.new_sequence(), ring_pool, ring_pool.new_sequence(), mla_pool, mla_pool.new_sequence(), mla, heads, heads.head(0), compressor, compressed,
+                    heads.config, kvfast.PrefixKVCache([compressed] * 2), self.objects[0].snapshot(), kvfast.KVFormat("int8"),
+                    kvfast.PromptCache(folder / "folder"), compressor.method):  # fmt: skip
+            self.add(one)
+
+    def add(self, one):
+        """Let an object be called, in the place of another if there are enough of its kind. One with 65,536 layers is a
+        good answer to a bad question, but hours of work for the calls that follow."""
+        if getattr(one, "num_layers", 1) * getattr(one, "num_kv_heads", getattr(one, "num_heads", 1)) > MOST_STREAMS:
+            return
+        alike = [i for i, other in enumerate(self.objects) if type(other) is type(one)]
+        if len(alike) >= MOST_OF_A_KIND:
+            self.objects[self.rng.choice(alike)] = one
+        else:
+            self.objects.append(one)
+
+    def any(self, rng, *kinds):
+        found = [one for one in self.objects if type(one).__name__ in kinds]
+        return rng.choice(found) if found else None
+
+    def hostile(self, fitting):
+        return self.rng.choice(self.objects) if self.rng.random() < 0.05 else hostile(self.rng, fitting)
+
+
+def decoded(cache, layer):
+    """The rows of a layer; or why it has none: the largest floats may be too large once they are rotated back."""
+    try:
+        return [np.array(side).tobytes() for side in cache._decoded(layer)]
+    except kvfast.NonFiniteInputError as error:
+        return str(error)
+
+
+def state(one):
+    """Lengths and stored bytes of a cache, to be compared."""
+    if isinstance(one, StoredSequence):
+        if one._buffer.closed:
+            return "freed"
+        shown = [decoded(one, layer) for layer in range(one.num_layers)]
+        return len(one), one.context_lens.tolist(), shown, one._buffer.resume_states()
+    if isinstance(one, kvfast.Snapshot | kvfast.CompressedKV):
+        return {name: array.tobytes() for name, array in one.state_dict().items()}
+    if isinstance(one, PagedStorage):
+        pool = one._buffer.pool
+        if not one._buffer.is_external:
+            return one.num_sequences, one._buffer.num_owned
+        return [pool.bytes_of_head(layer, 0, pool.num_blocks, head, side).tobytes() for layer in range(pool.num_layers)
+                for head in range(pool.num_kv_heads) for side in (False, True)]  # fmt: skip
+    if isinstance(one, kvfast.MultiHeadKVCache):
+        return len(one), one.decode_keys().tobytes(), one.decode_values().tobytes()
+    if isinstance(one, kvfast.PrefixKVCache):
+        return state(one.live)
+    return None
+
+
+def arguments(call, name, function):
+    """Arguments of one call by name: fitting, or with some or all of them exchanged."""
+    rng, given = call.rng, {}
+    for parameter, optional in parameters(function).items():
+        recipe = recipe_of(name, parameter) if name not in RECORDS else None
+        if not optional or rng.random() < 0.2:
+            given[parameter] = call.world.hostile(None) if recipe is None else recipe(call)
+    if "attend_batch" in name or "explain_batch" in name:  # sequences or a plain table, seldom both
+        left_out = rng.choice([("block_table", "seq_lens")] * 3 + [("sequences",)])
+        for parameter in left_out:
+            given.pop(parameter, None)
+        if "sequences" in left_out:
+            given |= {one: recipe_of(name, one)(call) for one in ("block_table", "seq_lens")}
+        elif "sequences" not in given:
+            given["sequences"] = call.batch
+    luck = rng.random()
+    if given and luck > 0.5:
+        count = len(given) if luck > 0.95 else rng.choice([1, 1, 2])
+        for parameter in rng.sample(sorted(given), min(count, len(given))):
+            given[parameter] = call.world.hostile(given[parameter])
+    return given
+
+
+def perform(world, name, function, owner, outcomes, log):
+    """Make one call, and judge it."""
+    rng = world.rng
+    target = world.any(rng, owner) if owner else None
+    if owner and target is None:
+        return
+    kind, method = name.rpartition(".")[::2]
+    given = {}
+    try:
+        call = Call(world, target)
+        if function is not None and owner is not None or function is not None and kind not in PROTOCOL:
+            given = {} if kind == "protocol" else arguments(call, name, function)
+    except ALLOWED:  # a target that was freed, or made so that nothing fits
+        given = {}
+        if function is not None and kind != "protocol":
+            given = {one: world.hostile(None) for one, optional in parameters(function).items() if not optional}
+    log.append((name, given))
+    involved = [one for one in (target, *given.values()) if state_of(one)]
+    involved += [one for one in world.objects if isinstance(one, PagedSequence) and one.pool in involved]
+    watched = involved if method in WRITING or rng.random() < 0.02 else []
+    before = [state(one) for one in watched]
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"), contextlib.redirect_stdout(None):
+            warnings.simplefilter("ignore")
+            if function is None:
+                result = getattr(target, method)
+            elif owner is None:
+                result = function(**given)
+            else:
+                result = function(target, **given)
+    except Exception as error:
+        allowed = (*ALLOWED, OSError) if WITH_FILES & given.keys() else ALLOWED
+        if kind == "protocol":
+            allowed = (*allowed, AttributeError)  # not every object can do all
+        if not isinstance(error, allowed):
+            raise Broken(f"{type(error).__name__} is no error of kvfast: {error}") from error
+        if not str(error) and not isinstance(error, MemoryError) and "Misfit" not in repr(given):
+            raise Broken(f"{type(error).__name__} without a text") from error
+        outcomes[type(error).__name__] += 1
+        if before != [state(one) for one in watched]:
+            raise Broken(f"refused, and not as it was: {error}") from error
+        return
+    outcomes["returned"] += 1
+    world.returned[name] += 1
+    parts = result if isinstance(result, tuple) else (result,)
+    if (
+        name not in INFINITE
+        and kind not in RECORDS
+        and name not in RECORDS
+        and is_finite(list(given.values()))
+        and not is_finite(parts)
+    ):
+        raise Broken("not finite, of finite arguments")
+    for one in parts:
+        if type(one).__name__ in KINDS and name not in RECORDS:
+            world.add(one)
+
+
+def state_of(one):
+    return isinstance(
+        one,
+        StoredSequence
+        | PagedStorage
+        | kvfast.Snapshot
+        | kvfast.CompressedKV
+        | kvfast.MultiHeadKVCache
+        | kvfast.PrefixKVCache,
+    )
+
+
+NAMES = public_names()
+NAMES |= {f"protocol.{name}": (function, None) for name, function in PROTOCOL.items()}
+KINDS = {owner for _, owner in NAMES.values() if owner} | {
+    "Hybrid",
+    "LowRank",
+    "Quantize",
+    "VectorQuantization",
+    "KVFormat",
+    "MultiHeadConfig",
+}
+
+
+def weight(name):
+    return 0.02 if name in SLOW else 8 if name.rpartition(".")[2] in OFTEN else 0.3 if NAMES[name][0] is None else 1
+
+
+def episode(seed, number, calls=CALLS):
+    """Make so many calls on a new world; how many came to which end."""
+    rng = random.Random(f"{seed} {number}")
+    outcomes, log, names = collections.Counter(), collections.deque(maxlen=8), list(NAMES)
+    weights = [weight(name) for name in names]
+    tier, threads, home = kvfast.active_isa(), kvfast.get_num_threads(), os.getcwd()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        try:
+            os.chdir(folder)  # a path may be any text
+            world = World(rng, Path(folder))
+            for name in rng.choices(names, weights, k=calls):
+                function, owner = NAMES[name]
+                if name.startswith("protocol."):
+                    owner = type(rng.choice(world.objects)).__name__
+                try:
+                    perform(world, name, function, owner, outcomes, log)
+                except Exception as error:
+                    told = "\n".join(
+                        f"  {one}({', '.join(f'{key}={short(value)}' for key, value in given.items())})"
+                        for one, given in log
+                    )
+                    raise Broken(f"episode {number} of seed {seed}:\n{told}\n{error}") from error
+        finally:
+            os.chdir(home)
+            kvfast.use_isa(tier)
+            kvfast.set_num_threads(threads)
+    return outcomes
+
+
+def short(value):
+    if isinstance(value, np.ndarray):
+        return f"<{value.dtype} {value.shape} strides {value.strides}>"
+    if isinstance(value, Misfit):
+        return "<Misfit>"
+    return repr(value)[:200]
+
+
+def fuzz(calls, seed, seconds=float("inf"), progress=None):
+    """Episodes until so many calls were made, or so much time has passed; `progress` is called before and after each."""
+    outcomes, number, start = collections.Counter(), 0, time.perf_counter()
+    while outcomes.total() < calls and time.perf_counter() - start < seconds:
+        if progress is not None:
+            progress(number, outcomes)
+        outcomes += episode(seed, number)
+        number += 1
+    if progress is not None:
+        progress(number, outcomes)
+    return outcomes
+
+
+def run_process(path, calls, seed, seconds):
+    """In a process of its own, with limits; it leaves in a file how far it came, also if it dies."""
+
+    def progress(number, outcomes):
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        path.write_text(json.dumps([number, outcomes]))
+
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    faulthandler.enable()
+    fuzz(calls, seed, seconds, progress)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def run_processes(options, folder):
+    """Whether all came to their end."""
+    start, share, outcomes, good = (
+        time.perf_counter(),
+        -(-options.calls // options.processes),
+        collections.Counter(),
+        True,
+    )
+    children = []
+    for i in range(options.processes):
+        path, seed = Path(folder, str(i)), options.seed + i
+        arguments = ["--child", path, "--calls", share, "--seed", seed, "--seconds", options.seconds]
+        children.append((path, seed, subprocess.Popen([sys.executable, __file__, *map(str, arguments)])))
+    for path, seed, child in children:
+        code = child.wait()
+        number, counts = json.loads(path.read_text())
+        outcomes.update(counts)
+        if code:
+            good = False
+            print(f"the process with seed {seed} ended with {code}: --seed {seed} --episode {number}", file=sys.stderr)
+    seconds = time.perf_counter() - start
+    print(
+        f"{outcomes.total():,} calls of {len(NAMES)} names in {options.processes} processes, seeds from {options.seed}, "
+        f"{seconds:.0f} s, {outcomes.total() / seconds:,.0f} a second"
+    )
+    print("; ".join(f"{name} {count:,}" for name, count in outcomes.most_common()))
+    return good
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=1_000_000)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="end after so long, however many calls that is"
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of the first process; the others have those behind it")
+    parser.add_argument("--episode", type=int, help="run this one alone")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.episode is not None:
+        print(dict(episode(options.seed, options.episode)))
+    elif options.child:
+        run_process(options.child, options.calls, options.seed, options.seconds)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.exit(not run_processes(options, folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Damaged and hostile files of caches.
+
+    python tests/fuzz/fuzz_cache_file.py --files 100000 --seed 0
+
+Every file is a good one with bits flipped, bytes changed, parts cut out, doubled, swapped or appended, the length of
+its header changed, fields of its headers exchanged for others (with and without the digests made right again), or
+tensors exchanged. Each is loaded with ``mmap=False`` or ``mmap=True``. It must be refused with one of the errors that
+`kvfast.load` names, or, where no digest was made right, hold exactly what a good file holds. What loads is used:
+read, attended, appended to, and gone back on.
+
+Prints the number of files, the seed, and how many were refused, accepted as equal to a good file, and accepted
+otherwise: with digests made right, or mapped, where the checksums of the blocks are not verified. File number n of a
+seed is always the same; one that fails is kept, and its number told.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from cache_kinds import CENTRED, DIM, HEADS, LAYERS, QUERIES, fill, make
+from file_parts import joined, parts, signed, with_tensors
+
+import kvfast
+
+REFUSED = kvfast.CorruptFileError, kvfast.IncompatibleSnapshotError
+SECONDS = 20  # for one file
+KINDS = [
+    ("growing", "int4", 150), ("growing", "int8", 70), ("bounded", "int4-plain", 20), ("sequence", "float16", 40),
+    ("ring with sinks", "int8-plain", 300), ("ring of two windows", "int4", 200), ("sequence", CENTRED, 50),
+    ("ring and whole layer", "bfloat16", 130), ("ring that rotates", "int8", 100), ("growing", "float32", 0),
+]  # fmt: skip
+VALUES = [
+    0, 1, -1, 2, 3, 16, 32, 63, 64, 65, 100, 127, 128, 255, 256, 512, 513, 1 << 16, (1 << 16) + 1, 1 << 31,
+    (1 << 31) - 1, 1 << 32,
+    1 << 33, 1 << 40, (1 << 40) + 1, 1 << 60, 1 << 62, 1 << 63, 1 << 64, 10**400, -(10**30), 0.0, -0.0, 0.5, 64.0,
+    1e308, float("nan"),
+    float("inf"), True, False, None, "", "64", "int8", "int4", "float32", "bf16", "k8v4", "int8/int4", "ring", "full", "cache", "\0",
+    "\ud800", [], {}, [0], [64],
+    ["int8", "int8"], ["int4", "float32"], [None, None], [64, 64], [[1.0]], [1.0] * 8, [float("nan")] * 8, ["a"] * 8,
+    [0.1] * 400, {"a": 1},
+    {"frequencies": [1.0] * 8, "interleaved": False}, {"frequencies": [1e308, -1e308], "interleaved": 3},
+    {"frequencies": None},
+    {"dtype": "int4"}, [{"dtype": "int8"}] * 2, [{"dtype": "int4", "per_channel": True, "block": 32}] * 2,
+    {"dtype": "int4", "rotation": "kv", "centring": True, "block": 64}, [{"dtype": "int4", "num_float_tokens": 16}] * 2,
+    {"skipped_blocks": 0}, {"skipped_blocks": 0, "coded_tokens": 64, "kept_tokens": 3}, {"skipped_blocks": 1, "evicted_tokens": 128}, [{"skipped_blocks": 0}] * 2,
+]  # fmt: skip
+
+
+class Good:
+    """A good file."""
+
+    def __init__(self, kind, dtype, n, path):
+        rng = np.random.default_rng(n)
+        cache = fill(make(kind, dtype), rng, n)
+        self.snapshot = cache.snapshot(rng.integers(0, 99, n) if n % 20 == 0 else None, {"kind": kind})
+        self.snapshot.save(path)
+        self.header, self.body = parts(path.read_bytes())
+        # The library writes metadata in any order; with one order, a seed makes the same files every time.
+        self.header["__metadata__"] = dict(sorted(self.header["__metadata__"].items()))
+        self.header["__metadata__"]["padding"] = ""
+        self.data = joined(self.header, self.body)
+
+
+def places(value, at=()):
+    """Ways to all places of nested lists and dicts."""
+    yield at
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*at, key))
+
+
+def exchanged(rng, value):
+    """A copy with something exchanged, taken away or added at one place."""
+    value = copy.deepcopy(value)
+    way = rng.choice(list(places(value))[1:] or [()])
+    if not way:
+        return rng.choice(VALUES)
+    inner = value
+    for key in way[:-1]:
+        inner = inner[key]
+    old, choice = inner[way[-1]], rng.randrange(8)
+    if choice == 0:
+        del inner[way[-1]]
+    elif choice == 1 and isinstance(inner, list):
+        inner.append(copy.deepcopy(old))
+    elif choice == 1:
+        inner[rng.choice(["more", "window", "dtype", "rotary_dim", "rope_theta", "max_seq_len", "frequencies", "coded_tokens", "kept_tokens", "rotation",
+                         "codebook", "centring", "per_channel", "block", "num_float_tokens", "clip_search"])] = (
+            rng.choice(VALUES)
+        )
+    elif choice in (2, 3, 4) and isinstance(old, int):
+        inner[way[-1]] = old + rng.choice([-64, -2, -1, 1, 2, 64, 1 << 20, 1 << 33])
+    elif choice == 5 and isinstance(old, int):
+        inner[way[-1]] = old * rng.choice([-1, 0, 2, 3, 64])
+    else:
+        inner[way[-1]] = copy.deepcopy(rng.choice(VALUES))
+    return value
+
+
+def damage(rng, good, goods):
+    """Change the bytes of a file, more often near its beginning, where the headers are."""
+    data = bytearray(good.data)
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        if not data:
+            break
+        used = len(json.dumps(good.header))
+        at = rng.randrange(rng.choice([8, 64, used, len(data), len(data)]))
+        at, choice = min(at, len(data) - 1), rng.randrange(10)
+        if choice < 3:
+            data[at] ^= 1 << rng.randrange(8)
+        elif choice == 3:
+            data[at] = rng.choice([0, 255, 32, 34, 48, 57, 91, 93, 123, 125, rng.randrange(256)])
+        elif choice == 4:
+            del data[at:]
+        elif choice == 5:
+            data += rng.randbytes(rng.choice([1, 8, 64, 4096])) if rng.random() < 0.5 else data[at : at + 4096]
+        elif choice == 6:
+            del data[at : at + rng.choice([1, 2, 8, 64, 4096])]
+        elif choice == 7:
+            data[at:at] = rng.randbytes(rng.choice([1, 2, 8, 64]))
+        elif choice == 8:
+            other, end = rng.choice(goods).data, at + rng.choice([8, 64, 4096])
+            data[at:end] = other[at:end]
+        else:
+            length = int.from_bytes(data[:8], "little") + rng.choice([-4096, -8, -1, 1, 8, 4096, 1 << 32, 1 << 63])
+            data[:8] = rng.choice([length % (1 << 64), rng.randrange(1 << 27), rng.randrange(1 << 64)]).to_bytes(
+                8, "little"
+            )
+    return bytes(data)
+
+
+def forged(rng, good, sign):
+    """Exchange fields of kvfast's header, of the checksums, or of the library's header."""
+    header = copy.deepcopy(good.header)
+    metadata, choice = header["__metadata__"], rng.randrange(8)
+    for _ in range(rng.choice([1, 1, 2])):
+        if choice < 6:
+            value = exchanged(rng, json.loads(metadata["kvfast"]))
+            try:
+                metadata["kvfast"] = json.dumps(value)
+            except ValueError:
+                metadata["kvfast"] = "[" * rng.choice([10, 1000, 100000])
+        elif choice == 6:
+            metadata["checksums"] = json.dumps(exchanged(rng, json.loads(metadata["checksums"])))
+        else:
+            header = exchanged(rng, header)
+            break
+    if rng.random() < 0.02:
+        metadata[rng.choice(["kvfast", "checksums"])] = rng.choice(
+            ["", "{}", "null", "[" * 100000, "9" * 5000, '{"a":' * 90000, "\0", "NaN"]
+        )
+    if sign and isinstance(header, dict) and isinstance(header.get("__metadata__"), dict):
+        try:
+            signed(header)
+        except (KeyError, TypeError):
+            pass
+    text = json.dumps(header).encode()
+    return joined(text, good.body)
+
+
+def other_tensors(rng, good):
+    """Exchange whole tensors, with digests that are right."""
+
+    def change(tensors):
+        names = list(tensors)
+        name, choice = rng.choice(names), rng.randrange(6)
+        if choice == 0:
+            del tensors[name]
+        elif choice == 1:
+            other = rng.choice(names)
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+        elif choice == 2:
+            tensors[name] = np.frombuffer(rng.randbytes(tensors[name].size), np.uint8).reshape(tensors[name].shape)
+        elif choice == 3:
+            tensors[rng.choice(["extra", "token_ids", "layers.2.k.0", "layers.0.K"])] = tensors[name]
+        elif choice == 4:
+            tensors[name] = tensors[name][..., : rng.randrange(tensors[name].shape[-1] + 1)]
+        else:
+            array = tensors[name]
+            tensors[name] = array.reshape(-1) if rng.random() < 0.5 else array.view(np.int8)
+        return tensors
+
+    return with_tensors(good.data, change)
+
+
+def mutated(rng, good, goods):
+    """The bytes of a file, and whether its digests were made right again."""
+    choice = rng.randrange(10)
+    if choice < 5:
+        return damage(rng, good, goods), False
+    if choice < 8:
+        return forged(rng, good, True), True
+    if choice < 9:
+        return forged(rng, good, False), False
+    return other_tensors(rng, good), True
+
+
+def use(cache):
+    """Whatever its bytes are, a cache that was loaded can be used."""
+    for layer in (0, cache.num_layers - 1):
+        held = cache.layer_length(layer)
+        if held and cache.num_kv_heads <= 64:
+            q = np.resize(QUERIES, (1, cache.num_kv_heads, cache.head_dim))
+            cache.attend(layer, q)
+            cache.attend(layer, q, sliding_window=1)
+        cache.k(layer), cache.v(layer)
+    repr(cache)
+    if (cache.num_layers, cache.num_kv_heads, cache.head_dim) == (LAYERS, HEADS, DIM):
+        snapshot = cache.snapshot()
+        try:
+            fill(cache, np.random.default_rng(0), 3)
+        except kvfast.CacheFullError:
+            cache.truncate(len(cache))
+        cache.restore(snapshot)
+        cache.clear()
+    return cache
+
+
+def is_same(snapshot, good):
+    """Whether a snapshot is that of a good file, its token ids and metadata included."""
+    ids, expected = snapshot.token_ids, good.snapshot.token_ids
+    return (
+        snapshot == good.snapshot
+        and snapshot.metadata == good.snapshot.metadata
+        and (ids is None) == (expected is None)
+        and (ids is None or np.array_equal(ids, expected))
+    )
+
+
+def check(data, goods, is_signed, mmap, path):
+    """Load a file: "refused", "equal" or "other"."""
+    path.write_bytes(data)
+    try:
+        snapshot = kvfast.Snapshot.load(path, mmap=mmap)
+    except REFUSED:
+        return "refused"
+    except ValueError as error:
+        # The one other refusal: tensors that do not start where they can be mapped.
+        if mmap and "cannot be mapped" in str(error):
+            return "refused"
+        raise
+    equal = any(is_same(snapshot, good) for good in goods)
+    if not (equal or is_signed or mmap):
+        raise AssertionError("wrong data was accepted")
+    with np.errstate(all="ignore"), contextlib.suppress(kvfast.NonFiniteInputError):  # of scales that nobody wrote
+        use(kvfast.load(path, mmap=mmap))
+    return "equal" if equal else "other"
+
+
+def fuzz(count, seed, report=False):
+    """Check so many files; the number of each outcome."""
+    outcomes, slowest = collections.Counter(), 0.0
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        goods = [Good(*kind, Path(folder, "good")) for kind in KINDS]
+        path = Path(folder, "cache")
+        for number in range(count):
+            rng = random.Random(f"{seed} {number}")  # any one of them can be made again
+            good, mmap = rng.choice(goods), rng.random() < 0.25
+            data, is_signed = mutated(rng, good, goods)
+            start = time.perf_counter()
+            if hasattr(signal, "alarm") and report:
+                signal.alarm(SECONDS)  # ends the process: a hang inside the library cannot be interrupted otherwise
+            try:
+                outcome = check(data, goods, is_signed, mmap, path)
+            except BaseException:  # a panic of the library is no Exception
+                keep = Path(tempfile.gettempdir(), f"kvfast-fuzz-{seed}-{number}")
+                keep.write_bytes(data)
+                print(f"file {number} of seed {seed}, mmap={mmap}, signed={is_signed}: {keep}", file=sys.stderr)
+                raise
+            outcomes[outcome, mmap] += 1
+            slowest = max(slowest, time.perf_counter() - start)
+        if report and hasattr(signal, "alarm"):
+            signal.alarm(0)
+    return outcomes, slowest
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    outcomes, slowest = fuzz(options.files, options.seed, report=True)
+    seconds = time.perf_counter() - start
+    print(
+        f"{options.files:,} files, seed {options.seed}, {seconds:.0f} s, the slowest {1e3 * slowest:.0f} ms; "
+        f"none crashed"
+    )
+    for mmap in (False, True):
+        refused, equal, other = (outcomes[name, mmap] for name in ("refused", "equal", "other"))
+        print(
+            f"mmap={mmap}: {refused:,} refused, {equal:,} accepted with identical content, "
+            f"{other:,} accepted otherwise "
+            f"({'forged' if not mmap else 'forged, or blocks not verified'})"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Bad input gets a clear error, and changes nothing."""
+
+import numpy as np
+import pytest
+
+import kvfast
+
+
+@pytest.fixture
+def cache(rng):
+    cache = kvfast.KVCache(2, 2, 16, max_seq_len=10, dtype="int8")
+    k = rng.standard_normal((4, 2, 16)).astype(np.float32)
+    for layer in range(2):
+        cache.append(layer, k, k)
+    cache.advance(4)
+    before = [cache.k(0), cache.v(0), cache.k(1), cache.v(1)]
+    yield cache
+    after = [cache.k(0), cache.v(0), cache.k(1), cache.v(1)]
+    assert len(cache) == 4 and all(np.array_equal(a, b) for a, b in zip(before, after))
+
+
+def ones(*shape, dtype=np.float32):
+    return np.ones(shape, dtype)
+
+
+def test_append(cache):
+    good = ones(1, 2, 16)
+    for bad in (ones(2, 16), ones(1, 1, 2, 16), ones(1, 3, 16), ones(1, 2, 15), ones(0, 2, 16), ones(2, 2, 16), ones(1, 2, 600)):
+        for k, v in ((bad, good), (good, bad)):
+            with pytest.raises(kvfast.DimensionMismatchError):
+                cache.append(0, k, v)
+    for dtype in (np.float64, np.int32, np.int8, ">f4", np.complex64):
+        with pytest.raises(TypeError, match="must be float32, float16 or bfloat16"):
+            cache.append(0, ones(1, 2, 16, dtype=dtype), good)
+    with pytest.raises(TypeError):
+        cache.append(0, object(), good)
+    with pytest.raises(TypeError):
+        cache.append(0, None, good)
+    for layer in (-1, 2, 10**30):
+        with pytest.raises(IndexError, match="between 0 and 1"):
+            cache.append(layer, good, good)
+    for layer in (0.0, "0", None):
+        with pytest.raises(TypeError, match="layer must be an integer"):
+            cache.append(layer, good, good)
+
+
+def test_full(cache):
+    with pytest.raises(kvfast.CacheFullError, match="room for 6 of 10 tokens, got 7") as error:
+        cache.append(0, ones(7, 2, 16), ones(7, 2, 16))
+    assert (error.value.needed, error.value.free) == (7, 6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_not_finite(cache, bad):
+    k = ones(5, 2, 16)
+    k[3, 1, 9] = bad
+    for arguments in ((k, ones(5, 2, 16)), (ones(5, 2, 16), k), (k.astype(np.float16), ones(5, 2, 16))):
+        with pytest.raises(kvfast.NonFiniteInputError, match=r"\[3, 1, 9\]"):
+            cache.append(1, *arguments)
+    with pytest.raises(kvfast.NonFiniteInputError, match=r"q must be finite"):
+        cache.attend(0, k[3:4])
+
+
+def test_beyond_float16(rng):
+    cache = kvfast.KVCache(1, 1, 16, dtype="float16")
+    with pytest.raises(kvfast.NonFiniteInputError, match="beyond the range of float16"):
+        cache.append(0, ones(1, 1, 16) * 1e6, ones(1, 1, 16))
+    assert cache.layer_length(0) == 0
+    cache.append(0, ones(1, 1, 16) * 65504, ones(1, 1, 16))
+    assert np.isfinite(cache.k(0)).all()
+
+
+def test_attend(cache):
+    q = ones(1, 4, 16)
+    for bad in (ones(4, 16), ones(1, 3, 16), ones(1, 4, 17), ones(0, 4, 16)):
+        with pytest.raises(kvfast.DimensionMismatchError):
+            cache.attend(0, bad)
+    with pytest.raises(ValueError, match="q must hold at most the 4 tokens of layer 0, got 5"):
+        cache.attend(0, ones(5, 4, 16))
+    with pytest.raises(TypeError):
+        cache.attend(0, q.astype(np.float64))
+    with pytest.raises(IndexError):
+        cache.attend(2, q)
+    for name, value in [("scale", np.nan), ("scale", np.inf), ("softcap", -1.0), ("sliding_window", 0),
+                        ("sliding_window", -3), ("num_splits", -1), ("num_threads", 0), ("num_threads", 10**9)]:
+        with pytest.raises(ValueError, match=name):
+            cache.attend(0, q, **{name: value})
+    for name, value in [("scale", "x"), ("sliding_window", 1.5), ("num_splits", 1.5), ("num_threads", "2")]:
+        with pytest.raises(TypeError, match=name):
+            cache.attend(0, q, **{name: value})
+    for name in ("sinks", "alibi_slopes"):
+        with pytest.raises(kvfast.DimensionMismatchError, match=name):
+            cache.attend(0, q, **{name: ones(3)})
+        with pytest.raises(kvfast.NonFiniteInputError, match=name):
+            cache.attend(0, q, **{name: ones(4) * np.nan})
+
+
+def test_out(cache):
+    q = ones(1, 4, 16)
+    frozen = ones(1, 4, 16)
+    frozen.flags.writeable = False
+    for out, error in [(ones(1, 4, 17), ValueError), (ones(1, 4, 16, dtype=np.float64), TypeError), (frozen, ValueError),
+                       ([[[0.0]]], TypeError), (ones(1, 4, 32)[:, :, ::2], ValueError), (q, ValueError)]:
+        with pytest.raises(error):
+            cache.attend(0, q, out=out)
+    assert np.array_equal(q, ones(1, 4, 16)) and np.array_equal(frozen, q)
+
+
+def test_empty_layer():
+    with pytest.raises(ValueError, match="layer 0 holds no tokens"):
+        kvfast.KVCache(1, 1, 16).attend(0, ones(1, 1, 16))
+
+
+def test_advance_and_truncate(cache):
+    with pytest.raises(ValueError, match="layer 0 has 4, layer 1 has 4"):
+        cache.advance()
+    for n in (0, -1):
+        with pytest.raises(ValueError, match="n must be"):
+            cache.advance(n)
+    for n in (-1, 5):
+        with pytest.raises(ValueError, match="between 0 and the 4 tokens"):
+            cache.truncate(n)
+    for call in (cache.advance, cache.truncate):
+        with pytest.raises(TypeError, match="n must be an integer"):
+            call(1.5)
+
+
+def test_constructor():
+    for arguments in [(0, 1, 16), (1, 0, 16), (1, 1, 0), (1, 1, 513), (-1, 1, 16), (2**40, 1, 16), (1, 1, 16, 0), (1, 1, 16, 2**62)]:
+        with pytest.raises(ValueError, match="must be between"):
+            kvfast.KVCache(*arguments)
+    with pytest.raises(TypeError, match="head_dim must be an integer"):
+        kvfast.KVCache(1, 1, 16.0)
+    with pytest.raises(ValueError, match="float32, float16, bfloat16, int8, int4"):
+        kvfast.KVCache(1, 1, 16, dtype="int9")
+    with pytest.raises(kvfast.DimensionMismatchError, match="list of 2"):
+        kvfast.KVCache(2, 1, 16, dtype=["int8"])
+    with pytest.raises(MemoryError):
+        kvfast.KVCache(2**16, 2**16, 512, max_seq_len=2**40)
+    with pytest.raises(MemoryError):
+        kvfast.KVCache(2**10, 2**10, 512, max_seq_len=2**26)
+
+
+def test_plain_arrays():
+    with pytest.raises(kvfast.DimensionMismatchError, match="k and v must have the same shape"):
+        kvfast.attention(ones(1, 1, 8), ones(3, 1, 8), ones(4, 1, 8))
+    with pytest.raises(kvfast.NonFiniteInputError):
+        kvfast.attention(ones(1, 1, 8), ones(3, 1, 8) * np.inf, ones(3, 1, 8))
+    with pytest.raises(kvfast.DimensionMismatchError):
+        kvfast.merge_states(ones(1, 2, 8), ones(1, 3), ones(1, 2, 8), ones(1, 2))

@@ -1,0 +1,527 @@
+"""Speculative decoding: the same tokens, the same bits, the same cache as without; and its drafters."""
+
+import runpy
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_limits
+
+pytest.importorskip("gguf")
+pytest.importorskip("tokenizers")
+from selection import exhaustive, parametrize
+
+import kvfast
+from kvfast import llama
+from kvfast.llama import model as model_module
+from kvfast.llama.model import FEW_TOKENS
+from kvfast.llama.prompts import QUESTIONS
+
+TEXT = runpy.run_path(Path(__file__).parents[1] / "support" / "make_llama_reference.py")["TEXT"]
+PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
+CACHES = ["float32", "int8", "int4", "ring", "paged", "paged with a window"]
+
+
+def new_cache(model, kind="int8"):
+    if kind == "ring":
+        return kvfast.RingKVCache(*model.cache_shape, window=64, num_sink_tokens=2, dtype="int8-plain", rollback=5)
+    if kind == "paged":
+        return kvfast.PagedKVCache(*model.cache_shape, num_blocks=32, block_size=16, dtype="int8").new_sequence()
+    if kind == "paged with a window":
+        window = {"sliding_window": 64, "num_sink_tokens": 2, "rollback": 5}
+        return kvfast.PagedKVCache(*model.cache_shape, num_blocks=8, block_size=16, dtype="int8-plain", **window).new_sequence()
+    return kvfast.KVCache(*model.cache_shape, max_seq_len=512, dtype=kind)
+
+
+def generated(model, cache, prompt=PROMPT, **options):
+    return list(llama.generate(model, prompt, cache, **options))
+
+
+def assert_same_cache(actual, expected):
+    assert len(actual) == len(expected)
+    for layer in range(actual.num_layers):
+        assert actual.layer_length(layer) == len(actual)
+        assert np.array_equal(actual.k(layer), expected.k(layer))
+        assert np.array_equal(actual.v(layer), expected.v(layer))
+
+
+class Oracle:
+    """Knows the text, but is wrong about every `error`-th token of it, with 0 about none."""
+
+    def __init__(self, text, error=0):
+        self.text, self.error, self.limits = text, error, []
+
+    def draft(self, context, cache, limit):
+        assert len(cache) == len(context) - 1
+        assert context == self.text[: len(context)]
+        self.limits.append(limit)
+        positions = range(len(context), min(len(context) + limit, len(self.text)))
+        wrong = [self.error > 0 and i % self.error == 0 for i in positions]
+        return [int(self.text[i] == 0) if w else self.text[i] for i, w in zip(positions, wrong, strict=True)]
+
+
+# --- bits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1000, 1 << 21])
+def test_few_rows_get_the_bits_of_each_alone(monkeypatch, rng, block_bytes):
+    monkeypatch.setattr(model_module, "BLOCK_BYTES", block_bytes)
+    for outputs, inputs in [(1, 1), (37, 24), (960, 577)]:
+        weight = rng.standard_normal((outputs, inputs), dtype=np.float32)
+        for layout in (weight, np.asfortranarray(weight), weight.astype(np.float64)):
+            x = rng.standard_normal((FEW_TOKENS, inputs), dtype=np.float32)
+            out = model_module.row_by_row(x, layout)
+            np.testing.assert_allclose(out, x @ weight.T, rtol=1e-4, atol=1e-4)
+            for i in range(len(x)):
+                assert np.array_equal(out[i : i + 1], model_module.row_by_row(x[i : i + 1], layout))
+
+
+@pytest.mark.model
+def test_few_rows_get_the_bits_of_each_alone_with_real_weights(smollm2, rng):
+    _, model, _ = smollm2
+    layer = model.weights.layers[7]
+    for weight in (layer.qkv, layer.attn_output, layer.gate_up, layer.ffn_down, model.weights.output):
+        x = rng.standard_normal((FEW_TOKENS, weight.shape[1]), dtype=np.float32)
+        alone = np.concatenate([model._linear(x[i : i + 1], weight) for i in range(len(x))])
+        for count in range(2, len(x) + 1):
+            assert np.array_equal(model._linear(x[:count], weight), alone[:count])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_few_tokens_get_the_bits_of_each_alone(tiny_model, rng, kind, batch_invariant):
+    model, _ = tiny_model
+    model.batch_invariant = batch_invariant
+    tokens = rng.integers(0, model.config.vocab_size, 60)
+    for count in (2, FEW_TOKENS):
+        together, alone = new_cache(model, kind), new_cache(model, kind)
+        hidden = [model.forward(tokens[i : i + count], together) for i in range(0, len(tokens), count)]
+        expected = [model.forward([token], alone) for token in tokens]
+        assert np.array_equal(np.concatenate(hidden), np.concatenate(expected))
+        assert_same_cache(together, alone)
+
+
+@pytest.mark.model
+@parametrize("context", [5, 300], usual=[5])
+@parametrize("dtype", ["int8", "float32"], usual=["int8"])
+def test_few_tokens_get_the_bits_of_each_alone_in_a_real_model(smollm2, rng, dtype, context):
+    _, model, tokenizer = smollm2
+    tokens = tokenizer.encode(TEXT * 3)[: context + FEW_TOKENS]
+    together = new_cache(model, dtype)
+    model.forward(tokens[:context], together)
+    alone = together.copy()
+    hidden = model.forward(tokens[context:], together)
+    expected = np.concatenate([model.forward([token], alone) for token in tokens[context:]])
+    assert np.array_equal(hidden, expected)
+    assert np.array_equal(model.logits(hidden), np.stack([model.logits(row) for row in expected]))
+    assert_same_cache(together, alone)
+
+
+def test_some_layers_alone(tiny_model):
+    model, _ = tiny_model
+    cache, whole = new_cache(model), new_cache(model)
+    model.forward(PROMPT, cache)
+    model.forward(PROMPT, whole)
+    model.forward([1, 2, 3], whole)
+    model.forward_layers([1, 2], cache, [0])
+    model.forward_layers([3], cache, [0])
+    assert cache.context_lens.tolist() == [len(PROMPT) + 3, len(PROMPT)]
+    assert np.array_equal(cache.k(0), whole.k(0))
+    cache.truncate(len(cache))
+    hidden = model.forward_layers([1, 2, 3], cache, [0, 1])
+    cache.advance(3)
+    assert_same_cache(cache, whole)
+    whole.truncate(len(PROMPT))
+    assert np.array_equal(hidden, model.forward([1, 2, 3], whole))
+
+
+# --- drafters ----------------------------------------------------------------------------------
+
+
+def lookup(context, limit=7, **options):
+    return llama.PromptLookup(**options).draft(context, None, limit)
+
+
+def test_lookup_finds_what_followed():
+    context = [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4]
+    assert lookup(context) == [5, 6, 7]
+    assert lookup(context, limit=2) == [5, 6]
+    assert lookup(context, max_draft=1) == [5]
+    assert lookup(context, ngram=4) == []
+    assert lookup(context, ngram=2) == lookup(context, ngram=1) == [5, 6, 7]
+
+
+def test_lookup_without_a_match_is_silent():
+    for context in ([], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 1, 2], [1, 2, 3, 9, 1, 2, 4]):
+        assert lookup(context) == []
+
+
+def test_latest_match_wins():
+    assert lookup([1, 2, 3, 4, 4, 4, 1, 2, 3, 5, 5, 5, 1, 2, 3]) == [5, 5, 5]
+
+
+def test_lookup_guesses_as_far_as_the_passage_is_alike():
+    passage = list(range(20))
+    for alike in range(3, 10):
+        end = 2 + alike
+        assert lookup([*passage, 99, *passage[2:end]]) == passage[end : end + min(alike, 7)]
+
+
+def test_lookup_continues_a_loop():
+    assert lookup([8, 9, 8, 9, 8, 9, 8]) == [9, 8, 9, 8, 9]
+    assert lookup([3] * 12) == [3] * 7
+
+
+def test_lookup_reads_a_growing_context_once_and_another_one_anew():
+    drafter = llama.PromptLookup()
+    context = [1, 2, 3, 4, 5, 6, 1, 2]
+    assert drafter.draft(context, None, 7) == []
+    for token in (3, 4, 5):
+        context.append(token)
+        assert drafter.draft(context, None, 7) == lookup(context) != []
+    assert drafter.draft([7, 1, 2, 3], None, 7) == []
+    assert drafter.draft(context, None, 7) == lookup(context)
+
+    class Counting(list):
+        slices = 0
+
+        def __getitem__(self, index):
+            self.slices += isinstance(index, slice)
+            return super().__getitem__(index)
+
+    context = Counting(range(1000))
+    drafter.draft(context, None, 7)
+    assert context.slices >= 997
+    context.slices = 0
+    context.append(5)
+    drafter.draft(context, None, 7)
+    assert context.slices == 2
+
+
+def test_layers_behind_the_first_quarter_are_skipped():
+    model = SimpleNamespace(config=SimpleNamespace(num_layers=30))
+    assert llama.SkipLayers(model).layers == [*range(5), *range(15, 30)]
+    assert llama.SkipLayers(model, 30).layers == list(range(30))
+    assert llama.SkipLayers(model, 3).layers == [27, 28, 29]
+
+
+def test_layers_guess_what_they_say(tiny_model):
+    """One layer guesses as a model of this layer would."""
+    model, _ = tiny_model
+    cache, expected = new_cache(model), []
+    model.forward(PROMPT, cache)
+    drafter = llama.SkipLayers(model, 1)
+    drafter._length = 7
+    draft = drafter.draft([*PROMPT, 3], cache, 4)
+    assert len(draft) == 4
+    assert cache.context_lens.tolist() == [len(PROMPT)] * 2
+    for token in [3, *draft[:3]]:
+        hidden = model.forward_layers([token], cache, [1])
+        expected.append(int(model.logits(hidden[0]).argmax()))
+    assert draft == expected
+
+
+def test_layers_adapt_to_acceptance(tiny_model):
+    model, _ = tiny_model
+    cache = new_cache(model)
+    model.forward(PROMPT, cache)
+    drafter, lengths = llama.SkipLayers(model, 1, max_draft=4), []
+    context = [*PROMPT, 3]
+
+    def step(accept):
+        draft = drafter.draft(context, cache, 7)
+        lengths.append(len(draft))
+        text = [*draft, 1] if accept else [draft[0] ^ 1]
+        model.forward([context[-1], *text[:-1]], cache)
+        context.extend(text)
+
+    for accept in (True, True, True, True, False, False, False, False, True, True):
+        step(accept)
+    assert lengths == [1, 2, 3, 4, 4, 3, 2, 1, 1, 2]
+
+
+def test_interrupted_layers_leave_the_cache_as_it_was(tiny_model, monkeypatch):
+    model, _ = tiny_model
+    cache = new_cache(model)
+    model.forward(PROMPT, cache)
+    monkeypatch.setattr(model, "_feed_forward", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llama.SkipLayers(model, 2).draft([*PROMPT, 3], cache, 4)
+    assert cache.context_lens.tolist() == [len(PROMPT)] * 2
+
+
+def test_bad_drafter_options_are_refused(tiny_model):
+    model, _ = tiny_model
+    for name, make in [
+        ("ngram", lambda: llama.PromptLookup(ngram=0)),
+        ("max_draft", lambda: llama.PromptLookup(max_draft=0)),
+        ("max_draft", lambda: llama.SkipLayers(model, 1, max_draft=0)),
+        ("between 1 and the 2", lambda: llama.SkipLayers(model, 0)),
+        ("between 1 and the 2", lambda: llama.SkipLayers(model, 3)),
+    ]:
+        with pytest.raises(ValueError, match=name):
+            make()
+
+
+# --- the same text and the same cache ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "top_p": 0.9, "seed": 3}])
+@pytest.mark.parametrize("kind", CACHES)
+def test_text_and_cache_are_those_of_plain_generation(tiny_model, kind, sampling):
+    model, _ = tiny_model
+    plain = new_cache(model, kind)
+    expected = generated(model, plain, max_tokens=60, sampler=llama.Sampler(**sampling))
+    text = [*PROMPT, *expected]
+
+    def compared(drafter):
+        cache, stats = new_cache(model, kind), llama.SpeculationStats()
+        options = {"max_tokens": 60, "sampler": llama.Sampler(**sampling), "drafter": drafter, "stats": stats}
+        assert generated(model, cache, **options) == expected
+        assert_same_cache(cache, plain)
+        assert stats.num_steps + stats.num_accepted == 59
+        return stats
+
+    most = 5 if kind in ("ring", "paged with a window") else FEW_TOKENS - 1
+    right = compared(Oracle(text))
+    assert right.num_accepted == right.num_drafted
+    assert right.num_steps == -(-59 // (most + 1))
+    wrong = compared(Oracle(text, 1))
+    assert wrong.num_accepted == 0
+    assert wrong.num_drafted > 50 * most
+    partly = compared(Oracle(text, 3))
+    assert 0 < partly.num_accepted < partly.num_drafted
+    compared(llama.PromptLookup(ngram=1))
+    compared(llama.SkipLayers(model, 1))
+
+
+def test_statistics():
+    stats = llama.SpeculationStats()
+    assert (stats.acceptance_rate, stats.tokens_per_step) == (0, 1)
+    stats = llama.SpeculationStats(num_steps=10, num_drafted=20, num_accepted=15)
+    assert (stats.acceptance_rate, stats.tokens_per_step) == (0.75, 2.5)
+
+
+def test_statistics_add_up(tiny_model):
+    model, _ = tiny_model
+    text = [*PROMPT, *generated(model, new_cache(model), max_tokens=9)]
+    stats = llama.SpeculationStats()
+    for _ in range(2):
+        generated(model, new_cache(model), max_tokens=9, drafter=Oracle(text), stats=stats)
+    assert stats == llama.SpeculationStats(num_steps=2, num_drafted=14, num_accepted=14)
+
+
+@pytest.mark.parametrize("error", [0, 4])
+def test_an_end_in_a_draft(tiny_model, error):
+    model, _ = tiny_model
+    expected = generated(model, new_cache(model), max_tokens=40, sampler=llama.Sampler(1.5, seed=3))
+    for end in dict.fromkeys(expected[:20]):
+        plain, cache = new_cache(model), new_cache(model)
+        sampler, again = (llama.Sampler(1.5, seed=3) for _ in range(2))
+        options = {"max_tokens": 40, "end_ids": {end}}
+        ended = generated(model, plain, sampler=sampler, **options)
+        assert ended == expected[: expected.index(end)]
+        drafter = Oracle([*PROMPT, *expected], error)
+        assert generated(model, cache, sampler=again, drafter=drafter, **options) == ended
+        assert_same_cache(cache, plain)
+        assert again._random.bit_generator.state == sampler._random.bit_generator.state
+
+
+def test_no_more_than_asked_for(tiny_model):
+    model, _ = tiny_model
+    expected = generated(model, new_cache(model), max_tokens=12)
+    for count in range(13):
+        plain, cache = new_cache(model), new_cache(model)
+        generated(model, plain, max_tokens=count)
+        drafter = Oracle([*PROMPT, *expected, *PROMPT])
+        assert generated(model, cache, max_tokens=count, drafter=drafter) == expected[:count]
+        assert_same_cache(cache, plain)
+
+
+def test_a_full_cache(tiny_model):
+    model, _ = tiny_model
+    text = [*PROMPT, *generated(model, new_cache(model), max_tokens=40)]
+    for room in range(8, 20):
+        caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=room) for _ in range(3)]
+        expected = generated(model, caches[0])
+        assert len(expected) == room - 7
+        for cache, drafter in zip(caches[1:], (Oracle(text), llama.SkipLayers(model, 2)), strict=True):
+            assert generated(model, cache, drafter=drafter) == expected
+            assert_same_cache(cache, caches[0])
+
+
+def test_a_full_pool(tiny_model):
+    model, _ = tiny_model
+    text = [*PROMPT, *generated(model, new_cache(model), max_tokens=80)]
+    lengths = []
+    for drafter in (None, Oracle(text), llama.SkipLayers(model, 2)):
+        pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=3, block_size=16, dtype="int8")
+        with pool.new_sequence() as sequence:
+            output = []
+            with pytest.raises(kvfast.CacheFullError):
+                output.extend(llama.generate(model, PROMPT, sequence, drafter=drafter))
+            lengths.append((len(output), len(sequence)))
+            assert output == text[8 : 8 + len(output)]
+    assert lengths == [(41, 48)] * 3
+
+
+@pytest.mark.parametrize(("rollback", "most"), [(0, None), (1, 1), (3, 3), (64, FEW_TOKENS - 1)])
+def test_drafts_keep_within_the_rollback(tiny_model, rollback, most):
+    model, _ = tiny_model
+    window = {"rollback": rollback, "dtype": "int8"}
+    plain, ring = (kvfast.RingKVCache(*model.cache_shape, 16, **window) for _ in range(2))
+    sequence = kvfast.PagedKVCache(*model.cache_shape, 12, 16, sliding_window=16, **window).new_sequence()
+    expected = generated(model, plain, max_tokens=50)
+    for cache, error in ((ring, 0), (ring, 1), (sequence, 0), (sequence, 1)):
+        cache.clear()
+        drafter = Oracle([*PROMPT, *expected], error)
+        assert generated(model, cache, max_tokens=50, drafter=drafter) == expected
+        assert_same_cache(cache, plain)
+        assert max(drafter.limits, default=None) == most
+
+
+def test_too_long_a_draft_is_cut(tiny_model):
+    model, _ = tiny_model
+    expected = generated(model, new_cache(model), max_tokens=30)
+
+    class Eager(Oracle):
+        def draft(self, context, cache, limit):
+            return super().draft(context, cache, 30)
+
+    assert generated(model, new_cache(model), max_tokens=30, drafter=Eager([*PROMPT, *expected])) == expected
+
+
+# --- stopping early ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_closing_leaves_the_cache_at_what_was_yielded(tiny_model, kind):
+    model, _ = tiny_model
+    expected = generated(model, new_cache(model, kind), max_tokens=30, sampler=llama.Sampler(1.5, seed=3))
+    for count in range(1, 20):
+        caches, states = [], []
+        for drafter in (None, Oracle([*PROMPT, *expected]), Oracle([*PROMPT, *expected], 4)):
+            caches.append(new_cache(model, kind))
+            sampler = llama.Sampler(1.5, seed=3)
+            tokens = llama.generate(model, PROMPT, caches[-1], max_tokens=30, sampler=sampler, drafter=drafter)
+            assert list(islice(tokens, count)) == expected[:count]
+            tokens.close()
+            states.append(sampler._random.bit_generator.state)
+        assert len(caches[0]) == len(PROMPT) + count - 1
+        assert_same_cache(caches[1], caches[0])
+        assert_same_cache(caches[2], caches[0])
+        assert states[0] == states[1] == states[2]
+
+
+def test_closing_leaves_a_changed_cache_alone(tiny_model):
+    model, _ = tiny_model
+    text = [*PROMPT, *generated(model, new_cache(model), max_tokens=30)]
+    cache = new_cache(model)
+    tokens = llama.generate(model, PROMPT, cache, drafter=Oracle(text))
+    assert list(islice(tokens, 3)) == text[8:11]
+    cache.clear()
+    model.forward(PROMPT[:3], cache)
+    tokens.close()
+    assert len(cache) == 3
+    sequence = new_cache(model, "paged")
+    tokens = llama.generate(model, PROMPT, sequence, drafter=Oracle(text))
+    assert list(islice(tokens, 3)) == text[8:11]
+    sequence.free()
+    tokens.close()
+
+
+@pytest.mark.parametrize("where", ["sampler", "model", "drafter"])
+def test_a_failure_leaves_the_cache_at_what_was_yielded(tiny_model, monkeypatch, where):
+    model, _ = tiny_model
+    expected = generated(model, new_cache(model), max_tokens=30)
+    calls = iter(range(100))
+    cache, drafter = new_cache(model), Oracle([*PROMPT, *expected])
+
+    def sampler(logits):
+        if where == "sampler" and next(calls) == 12:
+            raise KeyboardInterrupt
+        return int(logits.argmax())
+
+    def failing(original):
+        def call(*args):
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        return call
+
+    if where == "model":
+        monkeypatch.setattr(model, "logits", failing(model.logits))
+    if where == "drafter":
+        drafter.draft = failing(drafter.draft)
+    output = []
+    with pytest.raises(KeyboardInterrupt):
+        output.extend(token for token in llama.generate(model, PROMPT, cache, sampler=sampler, drafter=drafter))
+    assert cache.context_lens.tolist() == [len(cache)] * 2
+    again = new_cache(model)
+    model.forward(PROMPT, again)
+    for token in expected[: len(cache) - len(PROMPT)]:
+        model.forward([token], again)
+    assert_same_cache(cache, again)
+
+
+# --- a real model --------------------------------------------------------------------------------
+
+
+def repeating_prompts(tokenizer, count):
+    """Passages of a text, each with its first words behind it."""
+    tokens = tokenizer.encode(TEXT)
+    return [[*tokens[start : start + 60], *tokens[start : start + 6]] for start in range(0, 13 * count, 13)]
+
+
+def compare(model, prompts, make_drafter, kind="int8", max_tokens=24, **sampling):
+    """Generate with and without a drafter, and check that nothing differs; returns the counts."""
+    stats = llama.SpeculationStats()
+    # Two BLAS threads that wait for each other take minutes where others use the processors.
+    with threadpool_limits(1, user_api="blas"):
+        compare_each(model, prompts, make_drafter, kind, max_tokens, sampling, stats)
+    return stats
+
+
+def compare_each(model, prompts, make_drafter, kind, max_tokens, sampling, stats):
+    for prompt in prompts:
+        plain, cache = new_cache(model, kind), new_cache(model, kind)
+        expected = generated(model, plain, prompt, max_tokens=max_tokens, sampler=llama.Sampler(**sampling))
+        options = {"sampler": llama.Sampler(**sampling), "drafter": make_drafter(), "stats": stats}
+        assert generated(model, cache, prompt, max_tokens=max_tokens, **options) == expected
+        assert_same_cache(cache, plain)
+
+
+@pytest.mark.model
+@exhaustive
+def test_twenty_texts_are_the_same_by_lookup(smollm2):
+    _, model, tokenizer = smollm2
+    prompts = repeating_prompts(tokenizer, 10) + [tokenizer.encode(question) for question in QUESTIONS[:10]]
+    stats = compare(model, prompts, llama.PromptLookup)
+    assert stats.num_accepted > 50
+
+
+@pytest.mark.model
+@parametrize("kind", [kind for kind in CACHES if kind != "int8"], usual=["paged with a window"])
+def test_other_caches_give_the_same_text_by_lookup(smollm2, kind):
+    _, model, tokenizer = smollm2
+    stats = compare(model, repeating_prompts(tokenizer, 3), llama.PromptLookup, kind)
+    assert stats.num_accepted > 0
+
+
+@pytest.mark.model
+@exhaustive
+def test_sampled_texts_are_the_same_by_lookup(smollm2):
+    _, model, tokenizer = smollm2
+    stats = compare(model, repeating_prompts(tokenizer, 3), llama.PromptLookup, temperature=0.8, top_p=0.95, seed=7)
+    assert 0 < stats.num_accepted < stats.num_drafted
+
+
+@pytest.mark.model
+@parametrize("kind", ["int8", "float32"], usual=["int8"])
+def test_texts_are_the_same_by_layers(smollm2, kind):
+    _, model, tokenizer = smollm2
+    stats = compare(model, repeating_prompts(tokenizer, 1), lambda: llama.SkipLayers(model), kind)
+    assert 0 < stats.num_accepted < stats.num_drafted

@@ -1,0 +1,47 @@
+"""The packages of kvfast: who imports whom, and what each has."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "rooms.py"
+
+
+@pytest.fixture
+def rooms():
+    if not SCRIPT.exists():
+        pytest.skip("the sources are not here")
+    spec = importlib.util.spec_from_file_location("rooms", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_packages_import_only_from_those_below_and_nothing_private(rooms):
+    assert rooms.violations() == []
+
+
+def test_every_package_has_a_floor(rooms):
+    assert set(rooms.rooms()) == set(rooms.FLOOR_OF) - {"simd"}
+
+
+@pytest.mark.parametrize("wrong", [
+    ("core/kernels.pyx", "from kvfast.codec.blocks cimport kv_store", "core imports codec"),
+    ("core/kernels.pyx", "    from kvfast.storage import pool", "core imports storage"),
+    ("codec/blocks.pxd", "from kvfast cimport capi", "codec imports capi"),
+    ("caches/ring.py", "import kvfast", "caches imports __init__"),
+    ("caches/ring.py", "import kvfast.cli.bench", "caches imports cli"),
+    ("planning/plan.py", "from kvfast.caches.ring import (\n    RingKVCache,\n    _hidden,\n)", "_hidden is private to caches"),
+    ("llama/model.py", "def f(cache):\n    return cache._buffer", "_buffer is private"),
+])
+def test_what_breaks_the_rules_is_found(rooms, tmp_path, monkeypatch, wrong):
+    file, text, message = wrong
+    for path in (path for paths in rooms.rooms().values() for path in paths):
+        copy = tmp_path / "kvfast" / path.relative_to(rooms.PACKAGE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text() + (f"\n{text}\n" if path == rooms.PACKAGE / file else ""))
+    monkeypatch.setattr(rooms, "PACKAGE", tmp_path / "kvfast")
+    (found,) = rooms.violations()
+    assert message in found and re.match(rf"kvfast/{file}:\d+:", found)

@@ -1,0 +1,188 @@
+"""Reads files of caches by the rules of docs/reference/file-format.md alone."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+from fuzz_oracle import rotation
+
+SIMD = Path(__file__).parents[2] / "kvfast" / "simd"
+FLOATS = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class Reader:
+    """A file of a cache, by the rules of the page."""
+
+    def __init__(self, tensors, header):
+        self.tensors, self.header, self.settings = tensors, header, header["settings"]
+        self.num_layers, self.block_size, self.unread = self.settings["num_layers"], header["block_size"], set(tensors)
+        kind, n = self.settings["kind"], self.num_layers
+        if kind == "latent":
+            self.heads, self.dims = [1] * n, [(self.settings["latent_dim"], self.settings["rope_dim"])] * n
+        else:
+            of = self.settings["config"] if kind == "heads" else self.settings
+            heads = of.get("num_kv_heads") or self.settings["num_heads"]
+            self.heads = heads if isinstance(heads, list) else [heads] * n
+            dims = [of["head_dim"], of.get("v_head_dim", of["head_dim"])]
+            self.dims = list(zip(*(one if isinstance(one, list) else [one] * n for one in dims)))
+        self.formats = self.settings.get("dtype") or [self.format_of_heads(self.settings["config"])]
+        kinds = list(zip(self.heads, self.dims, self.settings.get("windows", [None] * n)))
+        groups = list(dict.fromkeys(kinds))
+        assert len(groups) == len(header["tables"])
+        self.group = [groups.index(one) for one in kinds]
+
+    @staticmethod
+    def format_of_heads(config):
+        bits = config["bits"] if isinstance(config["bits"], list) else [config["bits"]] * 2
+        return {"dtype": f"int{bits[0]}/int{bits[1]}", "rotation": "kv" * config["rotation"], "codebook": config["codebook"]}
+
+    def rows(self, layer, side, positions):
+        """float64 of shape (positions, heads, elements)."""
+        form, table, size, length = self.formats[layer], self.header["tables"][self.group[layer]], self.block_size, self.header["seq_len"]
+        names = form["dtype"].split("/")
+        dtype, dim = names[0] if side == "k" else names[-1], self.dims[layer][side == "v"]
+        together = [one for one, group in zip(self.formats, self.group) if group == self.group[layer]]
+        whole, seals = any("block" in one for one in together), "block" in form
+        skipped = table["skipped_blocks"]
+        windowed = "evicted_tokens" in table
+        sinks = -(-self.settings.get("num_sink_tokens", 0) // size) if windowed else 0
+        encoded = max(table["coded_tokens"], length // size * size) if whole else length
+        full = (encoded - skipped * size) // size
+        end = max(encoded, table["coded_tokens"] + table["kept_tokens"]) if seals else length
+        tails = -(-(end - skipped * size) // size) - full
+        heads = self.heads[layer]
+        start = f"layers.{layer:0{len(str(self.num_layers - 1))}}.{side}."
+        blocks = [self.take(f"{start}{head:0{len(str(heads - 1))}}", full) for head in range(heads)]
+        if tails:
+            tail = self.take(f"{start}tail", tails * heads).reshape(tails, heads, -1)
+            blocks = [np.concatenate([one, tail[:, head]]) for head, one in enumerate(blocks)]
+        codes = np.stack([self.decode(one, form, side, dtype, dim) for one in blocks], axis=1)
+        begin = table["coded_tokens"] if seals else length
+        patches = dict(table.get("patches", [])) if seals else {}
+        pieces, floats = {}, None
+        if seals or "num_float_tokens" in form:
+            order = self.pieces(table, together, whole, sinks, length)
+            pieces = {position: i for i, position in enumerate(order)}
+            if order:
+                kept = dtype if dtype in FLOATS else "float16"
+                floats = self.take(f"{start}floats", len(order) * heads).reshape(len(order), heads, -1)
+                floats = floats_of(floats, kept).reshape(len(order), heads, 16, -1)[..., :dim]
+        result = np.empty((len(positions), heads, dim))
+        for row, position in zip(result, positions):
+            index, place = divmod(int(position), size)
+            if position < form.get("num_float_tokens", 0) or position >= begin or place >= patches.get(index, size):
+                row[...] = floats[pieces[position // 16 * 16], :, position % 16]
+            else:
+                row[...] = codes[(index if index < sinks else index - skipped) * size + place]
+        return result @ rotation(dim) if side in form.get("rotation", "") and dim else result
+
+    def take(self, name, count):
+        self.unread.discard(name)
+        assert len(self.tensors[name]) == count
+        return self.tensors[name]
+
+    def pieces(self, table, together, whole, sinks, length):
+        """Positions at which the pieces of float rows begin, in their order."""
+        found = []
+        if any("num_float_tokens" in one for one in together) and length and (not table["skipped_blocks"] or sinks):
+            found.append(0)
+        if whole:
+            for index, n in table.get("patches", []):
+                if index * self.block_size >= table["coded_tokens"]:
+                    continue  # among those that follow
+                found += range(index * self.block_size + n // 16 * 16, min((index + 1) * self.block_size, length), 16)
+            found += range(table["coded_tokens"] // 16 * 16, length, 16) if table["coded_tokens"] < length else []
+        return list(dict.fromkeys(found))
+
+    def decode(self, blocks, form, side, dtype, dim):
+        """Rows of blocks, (blocks, bytes), as (tokens, elements)."""
+        size, padded = self.block_size, -(-dim // 16) * 16
+        if not blocks.size:
+            return np.empty((len(blocks) * size, dim))
+        if dtype in FLOATS:
+            return floats_of(blocks, dtype).reshape(-1, padded)[:, :dim]
+        bits, by_channel = int(dtype[3:]), side == "k" and form.get("per_channel", False)
+        codebook = "uniform" if by_channel else form.get("codebook", "uniform")
+        as_keys = side == "k" or self.settings["kind"] == "latent"
+        lanes, depths = (size, padded) if as_keys else (padded, size)
+        at = size * padded * bits // 8
+        codes = unpacked(blocks[:, :at].reshape(len(blocks), lanes // 16, -1), bits, depths)
+        codes = codes if as_keys else codes.swapaxes(1, 2)
+        levels = codes.astype(np.float64) if by_channel else levels_of(codes, bits, codebook, 4 if as_keys else 16)
+        if not by_channel:
+            scale = "float32" if bits == 8 or bits == 4 and codebook == "uniform" else "bfloat16"
+            levels *= floats_of(blocks[:, at : at + size * FLOATS[scale]], scale)[..., None]
+            at += size * FLOATS[scale]
+        at = -(-at // 64) * 64
+        if side == "k" and "block" in form:
+            means = floats_of(blocks[:, at : at + 2 * padded], "float16")[:, None]
+            at += -(-2 * padded // 64) * 64
+            if by_channel:
+                steps = np.ascontiguousarray(blocks[:, at : at + 2 * padded]).view("<u2")
+                unit = floats_of(((steps[:, :16] >> 15) << np.arange(16)).sum(1, dtype=np.uint16)[:, None].view(np.uint8), "bfloat16")
+                levels *= ((steps & 0x7FFF) * unit)[:, None]
+                at += -(-2 * padded // 64) * 64
+            levels += means
+        assert at == blocks.shape[1]
+        return levels.reshape(-1, padded)[:, :dim]
+
+
+def floats_of(data, dtype):
+    """float64 of bytes."""
+    data = np.ascontiguousarray(data)
+    if dtype == "bfloat16":
+        return (data.view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return data.view({"float32": "<f4", "float16": "<f2"}[dtype]).astype(np.float64)
+
+
+def unpacked(tiles, bits, depths):
+    """Codes (blocks, lanes, depths) of tiles (blocks, lanes / 16, bytes)."""
+    if bits in (8, 4):
+        lines = tiles.reshape(*tiles.shape[:2], -1, 16, 4)
+        codes = lines if bits == 8 else np.stack([lines & 15, lines >> 4], axis=3).reshape(*tiles.shape[:2], -1, 16, 4)
+    else:
+        units = tiles.reshape(*tiles.shape[:2], depths // 16, 32 * bits)
+        codes, at, shift = np.zeros((*units.shape[:3], 4, 64), np.uint8), 0, 0  # four lines of 64 bytes
+        for width, size in ((4, 128), (2, 64), (1, 32)):
+            if bits & width:
+                plane = units[..., at : at + size]
+                for line in range(4):
+                    if width == 4:
+                        part = plane[..., line // 2 * 64 : line // 2 * 64 + 64] >> line % 2 * 4 & 15
+                    elif width == 2:
+                        part = plane >> 2 * line & 3
+                    else:
+                        part = np.concatenate([plane >> line & 1, plane >> line + 4 & 1], axis=-1)
+                    codes[..., line, :] |= part << shift
+                at, shift = at + size, shift + width
+        codes = codes.reshape(*tiles.shape[:2], depths // 4, 16, 4)
+    if bits == 4:  # in the order [depth / 8][half][lane % 16][depth % 4]
+        codes = codes.reshape(*tiles.shape[:2], depths // 4, 16, 4)
+    return codes.swapaxes(2, 3).reshape(len(tiles), -1, depths)
+
+
+def table_of(file, name):
+    """Numbers of a table of the C sources."""
+    (text,) = re.findall(rf"\b{name}\[[^=]*\] = {{([^}}]*)}}", (SIMD / file).read_text("utf-8"))
+    return np.array([int(number) for number in re.findall(r"-?\d+", text)])
+
+
+def levels_of(codes, bits, codebook, step):
+    """Levels of codes (blocks, tokens, elements)."""
+    if bits == 8:
+        return codes - 128.0
+    if bits == 4 and codebook == "uniform":
+        return codes - 8.0
+    if bits == 4 and codebook == "gaussian":
+        return table_of("dispatch.c", "kv_gauss_levels")[codes] - 128.0
+    if bits == 4:
+        contexts, table = table_of("trellis.h", "kv_trellis_contexts"), table_of("trellis.h", "kv_trellis_table")
+        levels, state = np.empty(codes.shape), np.zeros(codes.shape[:2], np.int64)
+        for depth in (depth for first in range(step) for depth in range(first, codes.shape[2], step)):
+            code = codes[..., depth].astype(np.int64)
+            levels[..., depth] = table[contexts[state] * 16 + code] - 128
+            state = (state << 1 | code & 1) & 127
+        return levels
+    if bits in (2, 3, 5) and codebook != "uniform":
+        return table_of("packed.h", f"kv_gauss_levels{bits}")[codes] - 128.0
+    return (codes.astype(np.int64) << 8 - bits | 1 << 7 - bits) - 128.0

@@ -1,0 +1,90 @@
+"""Two speeds: what a plain `pytest` runs, and what is exhaustive.
+
+Tests with the marker `exhaustive` run with ``pytest -m exhaustive``, with ``pytest --exhaustive`` beside all others, and
+where a node id names them (``pytest tests/file.py::test_name``).
+"""
+
+import itertools
+
+import pytest
+from hypothesis import settings
+
+import kvfast
+
+exhaustive = pytest.mark.exhaustive
+# Tiers of this machine. All but the best, AVX2 and plain C are exhaustive.
+TIERS = [
+    pytest.param(tier, marks=() if tier in (kvfast.available_isas()[0], "avx2", "scalar") else exhaustive)
+    for tier in kvfast.available_isas()
+]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--exhaustive", action="store_true", help="run the exhaustive tests, too")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.exhaustive or config.option.markexpr:
+        return
+    named = [arg.partition("::")[2] for arg in config.args if "::" in arg]
+    taken = [item for item in items if not item.get_closest_marker("exhaustive") or is_named(item, named)]
+    config.hook.pytest_deselected(items=list(set(items) - set(taken)))
+    items[:] = taken
+
+
+def is_named(item, named):
+    """Whether a name on the command line, without its file, is that of a test, of its function, or of its class."""
+    own = item.nodeid.partition("::")[2]
+    return any(own == name or own.startswith((f"{name}[", f"{name}::")) for name in named)
+
+
+def parametrize(names, cases, usual, **options):
+    """`pytest.mark.parametrize` of which the cases alone that are in `usual` run always. Each is a tuple where there are several names."""
+    values = [case if isinstance(names, tuple) else (case,) for case in cases]
+    marked = [pytest.param(*value, marks=() if case in usual else exhaustive) for case, value in zip(cases, values)]
+    return pytest.mark.parametrize(names, marked, **options)
+
+
+def pairwise(names, *axes, **options):
+    """`pytest.mark.parametrize` with the product of axes, of which so many cases run always that all pairs of two values do.
+
+    A value may be a `pytest.param`; one that is exhaustive is so in all its cases. The name "isa" is that of the fixture.
+    """
+    axes = [[one if isinstance(one, type(pytest.param())) else pytest.param(one) for one in axis] for axis in axes]
+    plain = [[one for one in axis if not one.marks] for axis in axes]
+    usual = {tuple(id(axis[at]) for axis, at in zip(plain, row)) for row in covering(*map(len, plain))}
+    cases = [
+        pytest.param(*(one.values[0] for one in case), marks=() if tuple(map(id, case)) in usual else exhaustive)
+        for case in itertools.product(*axes)
+    ]
+    return pytest.mark.parametrize(names, cases, indirect=[name for name in names if name == "isa"], **options)
+
+
+def covering(*sizes):
+    """Cases of ``itertools.product(*map(range, sizes))`` that hold every pair of values of two axes: few, not fewest."""
+    axes = range(len(sizes))
+    left = dict.fromkeys(
+        ((i, a), (j, b)) for i, j in itertools.combinations(axes, 2) for a in range(sizes[i]) for b in range(sizes[j])
+    )
+    while left:
+        row = dict(next(iter(left)))
+        for axis in sorted(set(axes) - row.keys()):
+            row[axis] = max(range(sizes[axis]), key=lambda value: sum(pair in left for pair in pairs({**row, axis: value}, axis)))
+        for axis in axes:
+            for pair in pairs(row, axis):
+                left.pop(pair, None)
+        yield tuple(row[axis] for axis in axes)
+
+
+def pairs(row, axis):
+    """What a row holds of an axis and each other one."""
+    return [tuple(sorted(((axis, row[axis]), other))) for other in row.items() if other[0] != axis]
+
+
+def cases_of_machine(machine, max_examples, steps):
+    """(class of tests that runs always, exhaustive one) of a state machine of hypothesis; the first with a fifth of the examples."""
+    usual = machine.TestCase
+    full = exhaustive(type(usual.__name__, (usual,), {}))
+    usual.settings = settings(max_examples=max_examples // 5, stateful_step_count=steps, deadline=None)
+    full.settings = settings(max_examples=max_examples, stateful_step_count=steps, deadline=None)
+    return usual, full

@@ -1,0 +1,303 @@
+"""kvfast.transformers: the cache itself, tensors, and what is refused."""
+
+import copy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tiny_transformers import (
+    MODELS,
+    QUIET,
+    SLIDING,
+    KVFastCache,
+    logits,
+    ours,
+    prompt,
+    random_model,
+    stock,
+    torch,
+    transformers,
+)
+
+import kvfast
+from kvfast.transformers.attention import as_numpy, attention
+from kvfast.transformers.masks import lazy_mask
+from kvfast.transformers.versions import check_transformers
+
+pytestmark = QUIET
+
+
+@pytest.fixture
+def models():
+    return random_model
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return random_model(request.param)
+
+
+@pytest.fixture
+def llama():
+    return random_model("llama")
+
+
+# --- the cache ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_crop_is_exact(model, dtype):
+    ids, mask = prompt(2, 40, (13, 0))
+    cache = KVFastCache(model.config, dtype, rollback=12)
+    logits(model, ids, "kvfast", cache, mask)
+    expected = copy.deepcopy(cache)
+    logits(model, prompt(2, 12)[0], "kvfast", cache, torch.cat([mask, torch.ones(2, 12, dtype=mask.dtype)], 1))
+    cache.crop(-12)
+    cache.crop(0)
+    assert cache.get_seq_length() == 40
+    assert [len(row) for row in cache.rows] == [27, 40]
+    more, mask = prompt(2, 3)[0], torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype)], 1)
+    assert logits(model, more, "kvfast", cache, mask).equal(logits(model, more, "kvfast", expected, mask))
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_crop_beyond_what_is_held(models, name):
+    ids, _ = prompt(2, 60)
+    cache = KVFastCache(models(name).config, "float32", rollback=4)
+    for part in (ids[:, :50], ids[:, 50:]):
+        logits(models(name), part, "kvfast", cache)
+    with pytest.raises(ValueError, match="cannot go back"):
+        cache.crop(-30)
+    assert cache.get_seq_length() == 60 and all(len(row) == 60 for row in cache.rows)
+    cache.crop(-60)
+    assert cache.get_seq_length() == 0
+
+
+def test_crop_takes_what_transformers_gives(llama):
+    cache = KVFastCache(llama.config)
+    cache.crop(-3)
+    with pytest.raises(ValueError, match="negative integer, got 2"):
+        cache.crop(2)
+    assert cache.is_croppable and not cache.is_compileable and not cache.is_initialized
+
+
+def test_rows_are_chosen_and_repeated(model):
+    ids, mask = prompt(3, 24, (0, 9, 2))
+    cache = KVFastCache(model.config, "int8")
+    logits(model, ids, "kvfast", cache, mask)
+    single = [KVFastCache(model.config, "int8") for _ in range(3)]
+    for i, one in enumerate(single):
+        logits(model, ids[i : i + 1], "kvfast", one, mask[i : i + 1])
+    before = cache.nbytes
+    cache.batch_repeat_interleave(2)                          # 0 0 1 1 2 2
+    assert cache.batch_size == 6 and cache.nbytes == before  # shared until they are written
+    cache.reorder_cache(torch.tensor([5, 5, 0, 0, 2, 3]))
+    cache.batch_select_indices(torch.tensor([4, 0, 1, 3]))
+    order = [1, 2, 2, 0]
+    more, mask = prompt(4, 5)[0], torch.cat([mask[order], torch.ones(4, 5, dtype=mask.dtype)], 1)
+    found = logits(model, more, "kvfast", cache, mask)
+    for i, j in enumerate(order):
+        expected = logits(model, more[i : i + 1], "kvfast", copy.deepcopy(single[j]), mask[i : i + 1])
+        assert (found[i : i + 1] - expected).abs().max() < 1e-2 * expected.abs().max()
+
+
+def test_copies_are_independent(llama):
+    ids, mask = prompt(1, 20)
+    cache = KVFastCache(llama.config, "float32")
+    logits(llama, ids[:, :-1], "kvfast", cache)
+    other = copy.deepcopy(cache)
+    expected = stock(llama, ids, mask).tolist()
+    assert ours(llama, ids, mask, cache).tolist() == expected
+    assert other.get_seq_length() == 19
+    assert ours(llama, ids, mask, other).tolist() == expected
+
+
+def test_reset_takes_another_batch(llama):
+    cache = KVFastCache(llama.config, "float32")
+    logits(llama, prompt(2, 7)[0], "kvfast", cache)
+    with pytest.raises(ValueError, match="batch of 2, got keys of 3"):
+        logits(llama, prompt(3, 7)[0], "kvfast", cache)
+    cache.reset()
+    ids, mask = prompt(3, 7)
+    assert ours(llama, ids, mask, cache).tolist() == stock(llama, ids, mask).tolist()
+
+
+def test_most_tokens(llama, models):
+    cache = KVFastCache(llama.config, "int8", max_seq_len=16)
+    assert cache.get_max_length() == 16 and KVFastCache(llama.config).get_max_length() == -1
+    logits(llama, prompt(1, 16)[0], "kvfast", cache)
+    with pytest.raises(kvfast.CacheFullError):
+        logits(llama, prompt(1, 1)[0], "kvfast", cache)
+    with pytest.raises(ValueError, match="without sliding windows"):
+        KVFastCache(models("gemma3").config, max_seq_len=16)
+
+
+def test_windows_take_constant_memory(models):
+    model = models("mistral")
+    cache = KVFastCache(model.config, "int8", rollback=0)
+    sizes = []
+    for _ in range(40):
+        logits(model, prompt(1, 20)[0], "kvfast", cache)
+        sizes.append(cache.nbytes)
+    assert cache.get_seq_length() == 800 and max(sizes[20:]) == max(sizes[:20])
+    assert isinstance(cache.rows[0], kvfast.RingKVCache) and cache.is_sliding == [True] * 4
+
+
+def test_a_row_is_a_kvfast_cache(llama, tmp_path):
+    pytest.importorskip("safetensors")
+    cache = KVFastCache(llama.config, "int8")
+    logits(llama, prompt(1, 20)[0], "kvfast", cache)
+    cache.rows[0].save(tmp_path / "row.safetensors")
+    found = kvfast.load(tmp_path / "row.safetensors")
+    assert len(found) == 20 and np.array_equal(found.k(3), cache.rows[0].k(3))
+    assert repr(cache).startswith("KVFastCache(int8, 4 layers, batch of 1, 20 tokens, ")
+
+
+# --- tensors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_are_not_copied(dtype):
+    tensor = torch.zeros(2, 5, 3, 16, dtype=dtype).transpose(1, 2)
+    view = as_numpy(tensor)
+    assert view.shape == tensor.shape and view.__array_interface__["data"][0] == tensor.data_ptr()
+
+
+def test_a_row_gets_the_bits_that_it_gets_alone(llama):
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 3, 2, 300, 16)
+    q = torch.randn(3, 4, 300, 16)
+    padding = torch.ones(3, 300, dtype=torch.bool)
+    padding[0, :290], padding[2, :7] = False, False
+
+    def attend(batch):
+        llama.set_attn_implementation("kvfast")
+        cache = KVFastCache(llama.config, "int8")
+        outputs = []
+        for tokens in (slice(299), slice(299, 300)):
+            n, before = tokens.stop - (tokens.start or 0), tokens.start or 0
+            mask = lazy_mask(len(batch), n, before + n, before, attention_mask=padding[batch, : before + n])
+            key, value = cache.update(k[batch][:, :, tokens], v[batch][:, :, tokens], 0)
+            outputs.append(attention(llama.model.layers[0].self_attn, q[batch][:, :, tokens], key, value, mask)[0])
+        return torch.cat(outputs, 1)
+
+    together = attend([0, 1, 2])
+    for i in range(3):
+        assert attend([i])[0].equal(together[i])
+    assert together[0, :290].abs().max() == 0  # padding
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+def test_gradients_are_refused(llama):
+    llama.set_attn_implementation("kvfast")
+    with pytest.raises(RuntimeError, match="no gradients"):
+        llama(prompt(1, 4)[0], past_key_values=KVFastCache(llama.config))
+
+
+def test_other_masks_are_refused(llama):
+    ids, _ = prompt(1, 6)
+    with pytest.raises(ValueError, match=r"mask of its own making, got one of shape \(1, 1, 6, 6\)"):
+        logits(llama, ids, "kvfast", KVFastCache(llama.config), torch.ones(1, 1, 6, 6, dtype=torch.bool))
+    window = transformers.masking_utils.sliding_window_causal_mask_function
+    chunks = transformers.masking_utils.chunked_causal_mask_function
+    sizes = {"batch_size": 1, "q_length": 6, "kv_length": 6}
+    assert lazy_mask(**sizes).is_causal and lazy_mask(**sizes, mask_function=window(8), local_size=8).is_causal
+    for others in (
+        {"mask_function": window(8), "local_size": 7},
+        {"mask_function": window(8)},
+        {"mask_function": chunks(8, torch.zeros(1, dtype=int)), "local_size": 8},
+        {"mask_function": transformers.masking_utils.bidirectional_mask_function},
+        {"allow_is_causal_skip": False},
+    ):
+        mask = lazy_mask(**sizes, **others)
+        assert mask.is_causal == (mask.chunk == 8)  # which layers without chunks refuse
+        llama.set_attn_implementation("kvfast")
+        key, value = KVFastCache(llama.config).update(torch.zeros(1, 2, 6, 16), torch.zeros(1, 2, 6, 16), 0)
+        with pytest.raises(ValueError, match="asks for more in LlamaAttention"):
+            attention(llama.model.layers[0].self_attn, torch.zeros(1, 4, 6, 16), key, value, mask)
+
+
+@pytest.mark.parametrize("options, what", [({"is_causal": False}, "bidirectional attention"), ({"dropout": 0.1}, "dropout of 0.1"),
+                                           ({"position_bias": torch.zeros(1)}, "position_bias")])
+def test_other_attentions_are_refused(llama, options, what):
+    llama.set_attn_implementation("kvfast")
+    key, value = KVFastCache(llama.config).update(torch.zeros(1, 2, 6, 16), torch.zeros(1, 2, 6, 16), 0)
+    with pytest.raises(ValueError, match=f"asks for {what}, which kvfast does not compute"):
+        attention(llama.model.layers[0].self_attn, torch.zeros(1, 4, 6, 16), key, value, None, **options)
+
+
+def test_padding_that_changes_is_refused(llama, models):
+    ids, mask = prompt(2, 12, (5,))
+    cache = KVFastCache(llama.config, "float32")
+    logits(llama, ids, "kvfast", cache, mask)
+    for other in (None, torch.ones(2, 13, dtype=int), torch.cat([mask[:1].expand(2, -1), torch.ones(2, 1, dtype=int)], 1)):
+        with pytest.raises(ValueError, match="differs from what it was"):
+            logits(llama, ids[:, :1], "kvfast", copy.deepcopy(cache), other)
+    with pytest.raises(ValueError, match="without padding"):
+        logits(llama, ids[:, :1], "sdpa", copy.deepcopy(cache), torch.ones(2, 13, dtype=int))
+    mask = torch.ones(1, 30, dtype=int)
+    mask[0, 20] = 0
+    with pytest.raises(ValueError, match="pad on the left"):
+        logits(models("mistral"), prompt(1, 30)[0], "kvfast", KVFastCache(models("mistral").config), mask)
+
+
+def test_a_step_that_broke_off_is_noticed(llama):
+    cache = KVFastCache(llama.config, "float32")
+    logits(llama, prompt(1, 5)[0], "kvfast", cache)
+    weight = llama.model.layers[2].self_attn.k_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = float("nan")
+    try:
+        with pytest.raises(kvfast.NonFiniteInputError):
+            logits(llama, prompt(1, 1)[0], "kvfast", cache)
+    finally:
+        weight.data.copy_(kept)
+    with pytest.raises(RuntimeError, match=r"ended between two layers.*reset\(\)"):
+        logits(llama, prompt(1, 1)[0], "kvfast", cache)
+    with pytest.raises(RuntimeError, match="did not reach every layer"):
+        cache.crop(-1)
+    cache.reset()
+    ids, mask = prompt(1, 9)
+    assert ours(llama, ids, mask, cache).tolist() == stock(llama, ids, mask).tolist()
+
+
+def test_attention_that_is_not_kvfasts_is_noticed(llama):
+    llama.set_attn_implementation("kvfast")
+    cache = KVFastCache(llama.config)
+    tensors = torch.zeros(2, 1, 2, 3, 16)
+    cache.update(*tensors, 0)
+    with pytest.raises(RuntimeError, match="did not go through kvfast"):
+        cache.update(*tensors, 0)
+
+
+def test_models_that_are_not_known_are_refused(llama):
+    with pytest.raises(ValueError, match="t5 has an encoder"):
+        KVFastCache(transformers.T5Config())
+    with pytest.raises(ValueError, match="does not know what layer 0 of deepseek_v32 keeps, which is indexed_attention.*DynamicCache"):
+        KVFastCache(transformers.DeepseekV32Config())
+    with pytest.raises(ValueError, match="no layer of mamba has keys and values"):
+        KVFastCache(transformers.MambaConfig())
+    with pytest.raises(ValueError, match="the same shape"):
+        KVFastCache(llama.config).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 3, 16), 0)
+    with pytest.raises(ValueError, match="int9"):
+        KVFastCache(llama.config, "int9")
+
+
+@pytest.mark.parametrize("version", ["5.23.0", "5.23.1.dev0", "5.40.2", "5.99.0rc1"])
+def test_versions_that_are_known(version):
+    check_transformers(version)
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.22.2", "6.0.0", "6.1.0.dev0"])
+def test_other_versions_are_refused(version):
+    with pytest.raises(ImportError, match=rf'{version} is installed: pip install "transformers>=5.23,<6"'):
+        check_transformers(version)
+
+
+def test_kvfast_does_not_import_it():
+    script = "import kvfast, sys; assert not {'torch', 'transformers', 'kvfast.transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

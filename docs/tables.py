@@ -11,9 +11,10 @@ import re
 import sys
 from pathlib import Path
 
+from kvfast.codec.dtypes import ROWS
+
 import kvfast
 from kvfast.cli.bench.cases import MODELS
-from kvfast.codec.dtypes import ROWS
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"

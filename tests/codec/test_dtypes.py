@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kvfast.codec.dtypes import NAMES, ROWS
 
 import kvfast
 from kvfast import KVFormat
-from kvfast.codec.dtypes import NAMES, ROWS
 from kvfast.core import limits
 from kvfast.planning.plan import DTYPES
 
-SOURCES = Path(__file__).parents[1] / "kvfast"
+SOURCES = Path(__file__).parents[2] / "kvfast"
 DIM = 48
 
 

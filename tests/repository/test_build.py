@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -294,3 +295,19 @@ def test_the_audit_finds_what_is_wrong_on_arm(audit, tmp_path, capsys):
     for wrong in (built("add"), built("add_neon")):
         assert audit["main"]([wrong]), wrong
         assert "needs dotprod" in capsys.readouterr().err
+
+
+def tests_named(text):
+    """Paths and patterns of tests in a script, and names of tests of these files."""
+    for names in re.findall(r"tests/\*/test_\{([\w,\\\s]+)\}\.py", text):
+        yield from ((f"tests/*/test_{name}.py", "") for name in re.sub(r"[\\\s]", "", names).split(","))
+    yield from re.findall(r"(tests/[\w/]+\.py)(?:::(?:\w+::)*(\w+))?", text)
+
+
+def test_scripts_name_tests_that_exist():
+    scripts = [ROOT / ".ci" / "run", ROOT / "Makefile", ROOT / "pyproject.toml", *(ROOT / "ci").glob("*.sh")]
+    named = {one for script in scripts for one in tests_named(script.read_text())}
+    assert len(named) > 30
+    for path, name in named:
+        assert len(found := list(ROOT.glob(path))) == 1, path
+        assert not name or re.search(rf"def {name}\b", found[0].read_text()), f"{path}::{name}"

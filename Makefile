@@ -1,8 +1,10 @@
 # Each layer is one line; `make -k full` runs them all. CI runs the short ones, see .ci/run.
-.PHONY: lint test tiers aarch64 serial clang sanitize tsan freethreading valgrind wheel audit docs fuzz full
+.PHONY: lint test exhaustive tiers aarch64 serial clang sanitize tsan freethreading valgrind wheel audit docs fuzz full
 
 lint:       ; ci/lint.sh
 test:       ; pytest
+# Two processes of one thread each are sooner done than one of two. A file stays in one process: its fixtures are made once.
+exhaustive: ; KVFAST_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 pytest -m exhaustive -n 2 --dist loadfile
 tiers:      ; ci/tiers.sh
 aarch64:    ; ci/aarch64.sh full
 serial:     ; ci/serial.sh
@@ -15,4 +17,4 @@ wheel:      ; ci/wheel.sh
 audit:      ; python ci/audit_instructions.py
 docs:       ; pytest tests/repository/test_docs.py
 fuzz:       ; python tests/fuzz/fuzz_cache_file.py && python tests/fuzz/fuzz_api.py && python tests/fuzz/fuzz_caches.py --seconds 3600
-full: lint test tiers aarch64 serial clang sanitize tsan freethreading valgrind audit wheel docs fuzz
+full: lint test exhaustive tiers aarch64 serial clang sanitize tsan freethreading valgrind audit wheel docs fuzz

@@ -4,7 +4,7 @@
 # them, on a build as wheels are; else each storage dtype against the reference, and only the kernels are optimised.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-KERNELS=$(echo tests/*/test_{dispatch,quant,attention,sealed_blocks,fused,cache,ring,paged,mla,compression_caches}.py)
+KERNELS=$(echo --exhaustive tests/*/test_{dispatch,quant,attention,sealed_blocks,fused,cache,ring,paged,mla,compression_caches}.py)
 mode=short
 [ "${1:-}" != full ] || { mode=full; shift; }
 

@@ -19,5 +19,5 @@ for compiler in gcc clang-16; do
 done
 cd "$work/$compiler"
 export PYTHONPATH=$PWD
-[ $# -gt 0 ] || set -- tests/*/test_{dispatch,threads,quant,cache,attention,paged,ring,fused,matrix}.py
+[ $# -gt 0 ] || set -- --exhaustive tests/*/test_{dispatch,threads,quant,cache,attention,paged,ring,fused,matrix}.py
 python -m pytest -q -p no:cacheprovider "$@"

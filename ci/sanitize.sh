@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A build under AddressSanitizer and UndefinedBehaviorSanitizer, where whatever they find ends the process, and its tests.
-# Arguments go to pytest, instead of the whole suite.
+# Arguments go to pytest, instead of the whole suite, with what is exhaustive.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -19,7 +19,7 @@ export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null
 export LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so.6)"
 # All but five: qemu has no room for the sanitizer's 20 TB of shadow, in which nobody can look for a key either; its malloc
 # is the one that another test would replace, and keeps for a while what is freed.
-[ $# -gt 0 ] || set -- --deselect tests/core/test_dispatch.py::test_older_cpus --deselect tests/core/test_dispatch.py::test_refused_by_older_cpus \
+[ $# -gt 0 ] || set -- --exhaustive --deselect tests/core/test_dispatch.py::test_older_cpus --deselect tests/core/test_dispatch.py::test_refused_by_older_cpus \
     --deselect tests/guarantees/test_memory.py::test_nothing_leaks \
     --deselect tests/guarantees/test_security.py::test_nothing_stays_in_the_memory_of_the_process \
     --deselect tests/guarantees/test_memory.py::test_every_allocation_of_the_modules

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A build without OpenMP, and its tests. Arguments go to pytest, instead of the whole suite.
+# A build without OpenMP, and its tests. Arguments go to pytest, instead of the whole suite, with what is exhaustive.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
@@ -9,4 +9,5 @@ KVFAST_OPENMP=0 KVFAST_CFLAGS="" ci/build_copy.sh "$work"
 cd "$work"
 export PYTHONPATH=$work
 python -c 'import kvfast; assert not kvfast.has_openmp() and kvfast.get_num_threads() == 1'
+[ $# -gt 0 ] || set -- --exhaustive
 python -m pytest -q -p no:cacheprovider "$@"

@@ -1,3 +1,4 @@
+import gc
 import os
 import runpy
 import signal
@@ -6,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_kinds import CENTRED, PACKED, TRELLIS
-from selection import USUAL_TIERS, exhaustive, pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (the last two: hooks)
+from selection import TIERS, pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 import kvfast
 
@@ -14,11 +15,16 @@ import kvfast
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(params=[pytest.param(tier, marks=() if tier in USUAL_TIERS else exhaustive) for tier in kvfast.available_isas()])
+@pytest.fixture(params=TIERS)
 def isa(request):
     """Every ISA tier of this machine in turn."""
     with kvfast.use_isa(request.param):
         yield request.param
+
+
+def pytest_collection_finish():
+    """What was collected stays: `gc.collect()` of the tests need not look at it each time."""
+    gc.freeze()
 
 
 def pytest_make_parametrize_id(config, val, argname):

@@ -25,8 +25,8 @@ def latent_format(fmt):
     """The format of latent rows for a format of keys and values; ValueError if there is none."""
     fmt = _PRESETS.get(fmt, fmt)
     if fmt.seals or fmt.num_float_tokens:
-        raise ValueError(f"{fmt} is a format of keys and values apart: latent rows, which are both, have a scale per token, and "
-                         "no tokens that stay floats")  # fmt: skip
+        raise ValueError(f"latent rows are keys and values at once and need a format with a scale per token and without tokens "
+                         f"that stay floats, got {fmt}")  # fmt: skip
     return fmt
 
 

@@ -83,7 +83,7 @@ class LatentSequence(LatentRows, StoredSequence):
                                              f"+ {self.rope_dim} elements, got {array.shape}")  # fmt: skip
         rope = k[:, :1, k_dim:]
         if not np.array_equal(np.broadcast_to(rope, (tokens, heads, self.rope_dim)), k[:, :, k_dim:], equal_nan=True):
-            raise ValueError(f"the last {self.rope_dim} elements of k are one rotary part, and must be the same in all heads")
+            raise ValueError(f"the last {self.rope_dim} elements of k must be the same in all heads: they are one rotary part")
         latent = k[:, :, :k_dim].reshape(tokens, -1) @ down_k.reshape(-1, self.latent_dim)
         latent += v.reshape(tokens, -1) @ down_v.reshape(-1, self.latent_dim)
         self.append(layer, np.concatenate((latent, rope[:, 0]), axis=1))
@@ -205,7 +205,7 @@ def _floats(array, name):
     """An array of three dimensions as float32."""
     array = as_floats(array, name)
     if array.ndim != 3 or array.size == 0:
-        raise DimensionMismatchError(f"{name} must have 3 dimensions, none of them 0, got shape {array.shape}")
+        raise DimensionMismatchError(f"{name} must have 3 dimensions, each at least 1, got shape {array.shape}")
     return as_float32(array, name)
 
 

@@ -235,7 +235,7 @@ class MultiHeadKVCache(_Heads):
         """
         k, v = (tokens(one, name, self.num_heads, self.head_dim) for name, one in (("keys", keys), ("values", values)))
         if len(k) != len(v):
-            raise DimensionMismatchError(f"keys and values must hold as many tokens as each other, got {len(k)} and {len(v)}")
+            raise DimensionMismatchError(f"keys and values must hold the same number of tokens, got {len(k)} and {len(v)}")
         self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def truncate(self, n: int) -> None:
@@ -390,7 +390,7 @@ class HeadView(_Heads):
 
     def __init__(self, cache: Any, i: int) -> None:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-            raise TypeError(f"a head is known by its number, got {i!r}")
+            raise TypeError(f"head must be an integer, got {i!r}")
         if not 0 <= i < cache.num_heads:
             raise IndexError(f"head must be between 0 and {cache.num_heads - 1}, got {i}")
         self._cache, self._first = cache, int(i)

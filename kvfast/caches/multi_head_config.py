@@ -56,7 +56,7 @@ class MultiHeadConfig:
         check_size(self.head_dim, "head_dim", 1, MAX_HEAD_DIM)
         if isinstance(self.bits, (tuple, list)):
             if len(self.bits) != 2:
-                raise ValueError(f"bits must be one number or two, of keys and of values, got {self.bits!r}")
+                raise ValueError(f"bits must be one number, or two for keys and values, got {self.bits!r}")
             object.__setattr__(self, "bits", tuple(self.bits))
         for bits in self.bits if isinstance(self.bits, tuple) else (self.bits,):
             check_size(bits, "bits", min(_BITS), max(_BITS))
@@ -65,7 +65,7 @@ class MultiHeadConfig:
         if self.codebook not in CODEBOOKS:
             raise ValueError(f'codebook must be "gaussian", "uniform" or "trellis", got {self.codebook!r}')
         if self.codebook == "trellis" and 4 not in np.atleast_1d(self.bits):
-            raise ValueError(f"a trellis is for 4 bits, got {self.bits!r}")
+            raise ValueError(f'codebook="trellis" needs 4 bits, got {self.bits!r}')
         if self.num_q_heads is not None:
             check_size(self.num_q_heads, "num_q_heads", 1, MAX_Q_HEADS)
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 1 << 64:

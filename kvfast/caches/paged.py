@@ -114,7 +114,7 @@ class PagedKVCache(PagedStorage):
         # An empty cache with the settings of one sequence: the template of its snapshots and files.
         if sliding_window is None:
             if num_sink_tokens:
-                raise ValueError(f"num_sink_tokens is for a sliding_window, without which all tokens are kept, got {num_sink_tokens}")
+                raise ValueError(f"num_sink_tokens needs a sliding_window, as all tokens are kept without one, got {num_sink_tokens}")
             ring = None
             self._alone = KVCache(num_layers, num_kv_heads, head_dim, dtype=formats, block_size=block_size,
                                   v_head_dim=v_head_dim)

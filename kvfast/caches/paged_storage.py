@@ -109,7 +109,7 @@ class PagedStorage(StorageProperties):
         """Complete tokens of some sequences: int32 of shape (num_sequences,)."""
         lengths = [len(sequence) for sequence in self._own(sequences)]
         if max(lengths, default=0) > np.iinfo(np.int32).max:
-            raise ValueError(f"seq_lens are for at most {np.iinfo(np.int32).max} tokens, got {max(lengths)}")
+            raise ValueError(f"seq_lens must be at most {np.iinfo(np.int32).max}, got {max(lengths)}")
         return np.array(lengths, np.int32)
 
     def slot_mapping(self, sequences: Any, num_tokens: int | list[int] = 1) -> NDArray[np.int64]:

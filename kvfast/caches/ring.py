@@ -104,7 +104,7 @@ class RingKVCache(SequenceCache):
         windows = [one if one is None else check_size(one, "window", 1, MAX_TOKENS) for one in windows]
         local = [one for one in windows if one is not None]
         if not local:
-            raise ValueError("window must be a number for one layer at least; a KVCache keeps everything")
+            raise ValueError("window must be a number for at least one layer, got None for all; a KVCache keeps everything")
         num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
         if num_sink_tokens > min(local):
             raise ValueError(f"num_sink_tokens must be at most the window of {min(local)}, got {num_sink_tokens}")
@@ -115,7 +115,7 @@ class RingKVCache(SequenceCache):
         if rope:
             head_dim = dims[0]
             if dims != [head_dim] * num_layers:
-                raise ValueError(f'rope="cache" turns all layers alike, and needs one head_dim for all of them, got {dims}')
+                raise ValueError(f'rope="cache" rotates all layers alike and needs the same head_dim in all of them, got {dims}')
             rotary_dim = head_dim if rotary_dim is None else check_size(rotary_dim, "rotary_dim", 2, head_dim)
             if rope_frequencies is None and rotary_dim % 2:
                 raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
@@ -149,7 +149,7 @@ class RingKVCache(SequenceCache):
         if self._rope is None:
             return q, None
         if options.attention_chunk_size:
-            raise ValueError('attention_chunk_size is not known to rope="cache", whose windows move with the queries')
+            raise ValueError('attention_chunk_size must be None with rope="cache", whose windows move with the queries')
         n, length = _num_tokens(q), self.layer_length(layer)
         options.made_for = length
         first = max(0, length - n)

@@ -131,7 +131,7 @@ class Snapshot(StorageProperties):
             dims.append(shape[1] // num_kv_heads)
         seq_len = len(keys[0])
         if len(values[0]) != seq_len:
-            raise DimensionMismatchError(f"keys and values must hold as many tokens as each other, got {seq_len} and {len(values[0])}")
+            raise DimensionMismatchError(f"keys and values must hold the same number of tokens, got {seq_len} and {len(values[0])}")
         from kvfast.caches.contiguous import KVCache  # which imports this module
 
         cache = KVCache(len(keys), num_kv_heads, dims[0], max(1, seq_len), dtype, k_dtype, v_dtype, v_head_dim=dims[1])
@@ -245,7 +245,7 @@ class Snapshot(StorageProperties):
         for layer in range(self.num_layers):
             rows = (self._cache.get_latent(layer),) if kind == "latent" else self._cache._decoded(layer)
             if len(rows[0]) < self.seq_len:
-                raise IncompatibleSnapshotError(f"only a snapshot of all tokens can be converted, and layer {layer} has dropped "
+                raise IncompatibleSnapshotError(f"a snapshot must hold all tokens to be converted, but layer {layer} has dropped "
                                                 f"{self.seq_len - len(rows[0])} of {self.seq_len}")  # fmt: skip
             if self.seq_len:
                 other.append(layer, *rows)

@@ -29,7 +29,7 @@ def main(argv=None):
     Returns
     -------
     int
-        Exit code: 0, 1 for an error told in one line, 2 for missing packages (and, from argparse,
+        Exit code: 0, 1 for an error reported in one line, 2 for missing packages (and, from argparse,
         for wrong usage), 130 for an interrupt.
     """
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
@@ -164,7 +164,7 @@ def _add_serve_sim(commands):
 def _add_plan(commands):
     parser = commands.add_parser(
         "plan",
-        help="tell what a model's cache will take on this machine",
+        help="report what a model's cache will take on this machine",
         description="Tell what the cache of a model takes in every format: bytes, what fits into this machine's memory, "
         "and the tokens per second that reading it allows at most.",
     )

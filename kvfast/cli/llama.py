@@ -124,7 +124,7 @@ def _drafter(args, model):
 
 
 def _compare(speculative, tokens):
-    """Generate without drafts, and tell how that differs."""
+    """Generate without drafts, and report how that differs."""
     clock = _Clock()
     for _ in clock.watch(tokens):
         pass
@@ -257,7 +257,7 @@ def run_serve_sim(args):
     size = kvfast.PagedKVCache(1, 1, 1, num_blocks=1, block_size=args.block_size, **storage).block_size
     blocks = args.blocks or args.max_running * -(-longest // size)
     pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=blocks, block_size=size, **storage)
-    model.batch_invariant = args.check  # else rounding could tell the texts apart
+    model.batch_invariant = args.check  # else rounding could make the texts differ
     server = llama.BatchGenerator(model, pool, end_ids=tokenizer.end_ids, max_running=args.max_running)
     requests = [server.add(prompt, args.max_tokens) for prompt in prompts]
     most_used, start = 0.0, time.perf_counter()
@@ -286,7 +286,7 @@ def run_serve_sim(args):
 
 
 def _check_served(model, tokenizer, requests, storage):
-    """Run each request by itself, and tell which texts differ."""
+    """Run each request by itself, and report which texts differ."""
     different = []
     for number, request in enumerate(requests):
         room = len(request.prompt) + request.max_tokens

@@ -115,7 +115,7 @@ def plot_scores(scores, path, title):
     Parameters
     ----------
     scores : sequence of CacheScore
-        Those without divergence have no place on a logarithmic scale and are told below the plot.
+        Those without divergence have no place on a logarithmic scale and are listed below the plot.
     path : path-like
         The file; its suffix is its type.
     title : str

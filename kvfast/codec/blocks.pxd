@@ -1,21 +1,18 @@
-"""The block format, and who owns its memory.
-
-See ``simd/kernels.h`` for what the bytes of a block are.
-"""
+"""The block format: where the blocks and float rows of a layer lie. ``simd/kernels.h`` describes the bytes of a block."""
 from libc.stdint cimport int16_t, int32_t, uint8_t
 
 from kvfast.core.kernels cimport kv_side
 from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
 
 
-# A piece of memory with the blocks of one layer from `first` on. Block b of KV head h starts at the store's
-# base + k + h * k_head_stride + (b - first) * k_block_stride, and so for v.
+# A chunk of memory with the blocks of one layer from `first` on. The keys of block b of KV head h start at the store's
+# base + k + h * k_head_stride + (b - first) * k_block_stride; the same with v for values.
 #
-# Distances from one base, not addresses: loading a pointer for each block costs up to a quarter of the
-# bandwidth, measured on a Xeon with AVX-512, perhaps because its prefetcher follows them.
+# These are distances from one base, not addresses: loading a pointer for each block costs up to a quarter of the
+# bandwidth, measured on a Xeon with AVX-512, perhaps because its prefetcher follows pointers.
 ctypedef struct kv_chunk:
     int32_t first
-    Py_ssize_t k               # bytes, all of them
+    Py_ssize_t k               # this and all below in bytes
     Py_ssize_t v
     Py_ssize_t k_head_stride
     Py_ssize_t v_head_stride
@@ -25,10 +22,11 @@ ctypedef struct kv_chunk:
 
 # The blocks of one layer; block b lies in chunks[chunk_of[b >> KV_CHUNK_SHIFT]].
 #
-# Tokens may also have float rows, float16 where the side is integers: in pieces of KV_PIECE tokens, blocks of a store of
-# their own. The first `float_tokens` of a sequence always; with `seals` all tokens until their block is encoded, and a
-# little longer. Rows and codes of a side that is rotated are both so. A finished block that was cut, and to which tokens
-# were added that its statistics do not fit, is patched: the tokens before have their codes, and these float rows for good.
+# Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
+# blocks of a store of their own. The first `float_tokens` of a sequence always have float rows. With `seals` all tokens have
+# them until their block is sealed, and a little longer. If a side is rotated, so are its float rows. A sealed block is
+# patched if it was cut and then got tokens that do not fit its statistics: the tokens before keep their codes, and the new
+# ones keep their float rows.
 ctypedef struct kv_store:
     kv_side k
     kv_side v
@@ -36,26 +34,26 @@ ctypedef struct kv_store:
     int block_shift            # block_size is 2^block_shift
     char *base
     kv_chunk *chunks
-    const uint8_t *chunk_of    # NULL: all in the first
-    bint secure                # memory is wiped before it is given back
-    bint latent                # rows are keys and values at once, on the K side; on the V side is their rotary part
-    bint seals                 # blocks are encoded as a whole
+    const uint8_t *chunk_of    # NULL: all blocks are in the first chunk
+    bint secure                # memory is wiped before it is freed
+    bint latent                # rows are keys and values at once, on the K side; their rotary part is on the V side
+    bint seals                 # blocks are sealed: encoded as a whole
     int float_tokens
     const kv_store *floats     # NULL: no token of this layer has float rows
-    const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of KV_PIECE places of a block, or -1
+    const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of each KV_PIECE tokens of a block, or -1
     const int16_t *kept_codes  # (num_blocks,) as in FloatRows, or NULL
-    const Py_ssize_t *num_patched  # blocks that kept tells have float rows for good
+    const Py_ssize_t *num_patched  # number of patched blocks, as kept_codes marks them
 
 
-# Where the tokens of one sequence lie: positions i * block_size ... are block table[i] for i below
-# sink_blocks, block table[i - skipped] for i from sink_blocks + skipped on, and gone between.
+# Where the tokens of one sequence lie. The positions from i * block_size on are in block table[i] for i below sink_blocks,
+# and in block table[i - skipped] for i from sink_blocks + skipped on. Those between are gone.
 ctypedef struct kv_context:
     const int32_t *table       # NULL: table[i] = i
     Py_ssize_t length          # tokens
     Py_ssize_t sink_blocks
     Py_ssize_t skipped
-    Py_ssize_t floats_begin    # of a store that finishes: all tokens below have codes alone,
-    Py_ssize_t codes_end       # all below codes, and all from `floats_begin` on float rows
+    Py_ssize_t floats_begin    # for a store that seals: tokens below have codes alone, tokens from here on float rows
+    Py_ssize_t codes_end       # tokens below have codes; those from `floats_begin` to here have both
 
 
 cdef inline Py_ssize_t k_offset_of(const kv_store *store, int32_t block, Py_ssize_t head) noexcept nogil:
@@ -81,12 +79,12 @@ cdef inline char *v_block_at(const kv_store *store, int32_t block, Py_ssize_t he
 
 
 cdef inline int32_t piece_of(const kv_store *store, int32_t block, Py_ssize_t offset) noexcept nogil:
-    """The piece of a place in a block, or -1."""
+    """The piece of the token at an offset of a block, or -1."""
     return store.float_of[((<Py_ssize_t>block << store.block_shift) + offset) // KV_PIECE]
 
 
 cdef inline Py_ssize_t patched_from(const kv_store *store, int32_t block) noexcept nogil:
-    """First place of a block that has float rows for good, or block_size."""
+    """First offset of a patched block whose token keeps its float rows, or block_size if the block is not patched."""
     if store.kept_codes == NULL or store.kept_codes[block] >= 0:
         return store.k.block_size
     return -store.kept_codes[block]
@@ -99,7 +97,7 @@ cdef inline int32_t block_of(const kv_context *context, Py_ssize_t index) noexce
 
 
 cdef inline const kv_side *values_of(const kv_store *store) noexcept nogil:
-    """The side that attention sums up: its rows are as wide as the output's."""
+    """The side that attention sums up. Its rows are as wide as those of the output."""
     return &store.k if store.latent else &store.v
 
 
@@ -131,5 +129,5 @@ cdef inline char *float_row_at(const kv_store *store, int32_t block, Py_ssize_t 
 
 
 cdef inline int float_dtype_of(const kv_store *store, bint values) noexcept nogil:
-    """Of the float rows."""
+    """Dtype of the float rows."""
     return store.floats.v.dtype if values else store.floats.k.dtype

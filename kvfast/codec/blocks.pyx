@@ -17,7 +17,7 @@ cdef extern from *:
     #if defined(__linux__)
     #include <sys/mman.h>
     #include <unistd.h>
-    /* Where pages have 16 or 64 KiB, as on some ARM systems, a huge one has 32 or 512 MiB: too much for a first write. */
+    /* With pages of 16 or 64 KiB, as on some ARM systems, a huge page has 32 or 512 MiB: too much for a first write. */
     static void kv_advise_huge(void *address, size_t bytes)
     {
         if (sysconf(_SC_PAGESIZE) == 4096) (void)madvise(address, bytes, MADV_HUGEPAGE);
@@ -64,14 +64,14 @@ cdef Py_ssize_t _whole_lines(Py_ssize_t nbytes) noexcept:
 
 
 cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1:
-    """Both sides of a KVFormat; with `rope_dim`, of latent rows and their rotary part, which may be empty."""
-    # Channel scales are for evenly spaced levels.
+    """Set up both sides for a KVFormat; with `rope_dim`, for latent rows and their rotary part, which may be empty."""
+    # Channel scales need evenly spaced levels.
     cdef int k = parse_dtype(fmt.k_dtype, "uniform" if fmt.per_channel else fmt.codebook)
     cdef int v = parse_dtype(fmt.v_dtype, fmt.codebook)
     init_side(&store.k, k, head_dim, block_size, fmt.seals, fmt.per_channel)
     if rope_dim is None:
         init_side(&store.v, v, v_head_dim, block_size)
-    else:  # nothing of float16 takes no bytes, neither for scales
+    else:  # an empty rotary part is float16, which has no scales and so takes no bytes
         init_side(&store.v, v if rope_dim else KV_FLOAT16, rope_dim, block_size)
         store.latent = store.v.as_keys = True
     store.k.gaussian = store.v.gaussian = fmt.codebook != "uniform"
@@ -84,8 +84,8 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, i
 cdef class Arena:
     """Zeroed memory for blocks, aligned to cache lines, in huge pages where that pays.
 
-    Pages become real when they are first written. The arena lives as long as its cache or any array
-    that looks into it, and is wiped then if it is `secure`.
+    The system allocates pages when they are first written. The arena lives as long as its cache or any array over it. If it
+    is `secure`, it is wiped at its end.
     """
 
     def __cinit__(self, size, bint secure=False):
@@ -114,8 +114,8 @@ cdef class Arena:
 
 
 cdef class ArenaView:
-    """The memory of an arena, for reading: an array over it cannot be unlocked, as it can over a memoryview, whose arena
-    NumPy finds."""
+    """The memory of an arena, for reading. An array over it cannot be made writable; over a memoryview it could, as NumPy
+    would find the arena behind it."""
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.arena.data, self.arena.nbytes, 1, flags)
@@ -128,13 +128,13 @@ cdef ArenaView view_of(Arena arena):
 
 
 cdef Arena arena_over(object memory):
-    """An arena that is another's writable memory, a mapped file for example."""
+    """An arena over writable memory of another object, for example a mapped file."""
     cdef unsigned char[::1] view = memory
     return arena_at(view, <char *>&view[0], view.shape[0])
 
 
 cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes):
-    """An arena whose memory is there as long as its owner."""
+    """An arena over memory that is there as long as its owner."""
     cdef Arena arena = Arena(None)
     arena._foreign, arena.data, arena.nbytes = owner, data, nbytes
     return arena

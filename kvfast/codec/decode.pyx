@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Codes and float rows to floats."""
+"""Decodes codes and float rows to floats."""
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
@@ -23,9 +23,9 @@ ctypedef struct kv_decode:
 
 
 cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
-                        Py_ssize_t count) except -1:
-    """Give the first `count` tokens of a block the float rows that their codes tell; those that start a sequence have
-    some already."""
+                        Py_ssize_t num_tokens) except -1:
+    """Decode the first `num_tokens` tokens of a block to float rows. With `at_start` the first `float_tokens` have theirs
+    already."""
     cdef const kv_kernels *kernels = active()
     cdef const kv_store *store
     cdef Py_ssize_t layer, head, offset
@@ -35,7 +35,7 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
         if not store.seals:
             continue
         for head in range(store.num_kv_heads):
-            for offset in range(store.float_tokens if at_start else 0, count):
+            for offset in range(store.float_tokens if at_start else 0, num_tokens):
                 kernels.decode_k(&store.k, k_block_at(store, block, head), <int>offset, row)
                 kernels.from_float[float_dtype_of(store, False)](row, store.k.head_dim, float_row_at(store, block, offset, head, False))
                 kernels.decode_v(&store.v, v_block_at(store, block, head), <int>offset, row)
@@ -45,8 +45,8 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
 
 cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values):
-    """Keys or values in all heads as they were given, float32: of each token its position, its slot, and from position
-    `floats_begin` on, where blocks are sealed, its float rows."""
+    """Keys or values of tokens in all heads, float32, rotated back. Each token has a position and a slot. If blocks are sealed,
+    tokens from position `floats_begin` on are read from their float rows."""
     cdef Py_ssize_t n = positions.shape[0], dim = store.v.head_dim if values else store.k.head_dim
     cdef kv_team team
     cdef kv_decode call
@@ -60,12 +60,12 @@ cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, c
     call.nontemporal = array.nbytes >= STREAMED_BYTES
     gather(&team, None, 2.0 * array.nbytes)
     for_each(&team, _decode, &call, n, STATIC)
-    call.kernels.store_nontemporal(NULL, 0, NULL)  # for this thread; the end of their loop orders what the others wrote
+    call.kernels.store_nontemporal(NULL, 0, NULL)  # for this thread; the end of the loop orders the writes of the others
     return array
 
 
 cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
-    """A token, from its float rows or its codes."""
+    """Decode a token from its float rows or its codes."""
     cdef const kv_decode *call = <const kv_decode *>shared
     cdef const kv_kernels *kernels = call.kernels
     cdef const kv_store *store = call.store

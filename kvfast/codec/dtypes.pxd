@@ -1,4 +1,4 @@
-"""The storage dtypes by number, of the table in ``simd/dtypes.h``."""
+"""The storage dtypes by number, from the table in ``simd/dtypes.h``."""
 from kvfast.core.kernels cimport kv_dtypes
 
 

@@ -1,4 +1,4 @@
-"""Rows of keys and values into blocks, normalised and rotated on the way where a model asks for it."""
+"""Writes rows of keys and values into blocks, normalised and rotated if a model needs it."""
 from libc.stdint cimport int64_t
 
 from kvfast.codec.blocks cimport kv_store
@@ -7,8 +7,8 @@ from kvfast.core.threads cimport kv_team
 from kvfast.core.kernels cimport kv_kernels, kv_transform
 
 
-# What becomes of the rows of Q or K before they are used. cos and sin are tables (positions, pairs): token t
-# turns by row first + t, or by row positions[t].
+# RMS norm and rotation of rows of Q or K. cos and sin are tables (positions, pairs): token t is rotated by row first + t,
+# or by row positions[t].
 ctypedef struct kv_rotary:
     kv_transform row
     Py_ssize_t first

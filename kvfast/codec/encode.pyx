@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Writing tokens: a slot is block * block_size + place in the block, for every kind of cache."""
+"""Writes tokens into slots, for every kind of cache. A slot is block * block_size + offset in the block."""
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
@@ -26,8 +26,8 @@ ctypedef struct kv_write:
     kv_rows v
     kv_rotary rotary     # of the keys
     const int64_t *slots       # (tokens,)
-    bint in_order              # the tokens of a block follow each other: tasks may be ranges of tokens
-    Py_ssize_t first_range     # tokens before the first border of blocks
+    bint in_order              # the tokens of a block follow each other, so tasks may be ranges of tokens
+    Py_ssize_t first_range     # tokens of the first range, which ends at a border of blocks
     Py_ssize_t range_tokens    # a multiple of block_size
     int *bad                   # set when a value cannot be stored
     kv_watch *watch            # or NULL
@@ -59,7 +59,7 @@ cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t t
 
 cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary *rotary, bint values,
                       Py_ssize_t token, int count, Py_ssize_t head, float *buffer) noexcept nogil:
-    """`count` tokens with slots that follow each other in one block; the buffer is for RUN rows."""
+    """Encode `count` tokens with consecutive slots in one block. `buffer` has room for RUN rows."""
     cdef const float *source = buffer
     cdef Py_ssize_t stride = rows.dim
     cdef const kv_side *side = &call.store.v if values else &call.store.k
@@ -94,7 +94,7 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
 
 
 cdef float _limit(const kv_store *store, bint values) noexcept nogil:
-    """Largest magnitude of an element that can be stored, turned or not."""
+    """Largest magnitude of an element that can be stored, before and after the rotation."""
     cdef const kv_side *side = &store.v if values else &store.k
     if store.floats != NULL:
         return dtype_limit(store.floats.v.dtype if values else store.floats.k.dtype)
@@ -128,7 +128,7 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
 
 
 cdef int _write_piece(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
-    """A range of tokens that share no block with another; or, where slots are in no order, a head."""
+    """Write a range of tokens that shares no block with another range; or, if slots are not in order, one head."""
     cdef const kv_write *call = <const kv_write *>shared
     cdef Py_ssize_t border = call.first_range + index * call.range_tokens
     if call.in_order:
@@ -143,7 +143,7 @@ cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
     _check_shape(store, k, "k", store.k.head_dim)
     _check_shape(store, v, "v", store.v.head_dim)
     if k.rows.tokens != v.rows.tokens:
-        raise DimensionMismatchError(f"k and v must hold as many tokens as each other, got {k.rows.tokens} and "
+        raise DimensionMismatchError(f"k and v must hold the same number of tokens, got {k.rows.tokens} and "
                                      f"{v.rows.tokens}")
     return 0
 
@@ -165,10 +165,11 @@ cdef int _check_shape(const kv_store *store, Rows array, str name, Py_ssize_t di
 
 cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order, bint may_stop) except -1:
-    """Encode tokens, after `check_rows`, into their slots, -1 for a token to leave out; rotary NULL: as they are.
+    """Encode tokens into their slots, after `check_rows`. A token with slot -1 is left out. With rotary NULL, rows stay as
+    they are.
 
-    A value that cannot be stored raises, and so does a signal handler where it `may_stop`; slots may then be written in
-    part, so they must be such that nobody reads, or the arrays must have been checked before.
+    Raises for a value that cannot be stored, and with `may_stop` for a signal handler that raises. Some slots may then be
+    written already: no reader must see them, or the arrays must have been checked before.
     """
     cdef kv_team team
     cdef bint done
@@ -186,13 +187,13 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
 
 
 cdef double work_of(const kv_rows *k) noexcept nogil:
-    """Bytes to write, for the number of threads."""
+    """Bytes to write, as a measure of work for the number of threads."""
     return <double>k.tokens * k.heads * k.dim * 8
 
 
 cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
                       const int64_t *slots, bint in_order, kv_team *team) noexcept nogil:
-    """`write_rows`; False for a value that cannot be stored."""
+    """`write_rows` without the GIL; False for a value that cannot be stored."""
     cdef kv_write call
     cdef int bad = 0
     cdef Py_ssize_t pieces = 1, n = k.tokens

@@ -112,10 +112,10 @@ class KVFormat:
     def _check_rotation(self):
         for side, dtype in zip("kv", (self.k_dtype, self.v_dtype)):
             if side in self.rotation and dtype in FLOATS:
-                raise ValueError(f'rotation "{self.rotation}" is for integers: it makes them more precise, and {dtype} not')
+                raise ValueError(f'rotation="{self.rotation}" needs integer storage; it does not help {dtype}')
         if self.per_channel and "k" in self.rotation:
-            raise ValueError("per_channel keys cannot be rotated: their channels differ, which channel scales rest on, "
-                             "and a rotation mixes them")  # fmt: skip
+            raise ValueError("per_channel keys cannot be rotated: channel scales need channels that differ, and a rotation "
+                             "mixes them")  # fmt: skip
 
     def _check_blocks(self):
         k, coded = dtype_row(self.k_dtype), dtype_row(self.k_dtype, self.codebook)
@@ -219,7 +219,7 @@ def block_size_of(formats, block_size, default):
     """Tokens of a block: what the formats require, otherwise `block_size` or the default. A given `block_size` must agree."""
     blocks = {one.block_size for one in formats if one.block_size is not None}
     if len(blocks) > 1:
-        raise ValueError(f"the layers' formats must have blocks of one size, got {', '.join(map(str, sorted(blocks)))} tokens")
+        raise ValueError(f"the formats of the layers must have the same block_size, got {', '.join(map(str, sorted(blocks)))} tokens")
     if not blocks:
         return default if block_size is None else block_size
     (block,) = blocks

@@ -1,13 +1,13 @@
-"""What a model does to Q and K on their way into a cache."""
+"""Normalises and rotates Q and K on their way into a cache."""
 from kvfast.codec.encode cimport kv_rotary
 from kvfast.core.arrays cimport Rows
 
 
 cdef class Transform:
     cdef kv_rotary c
-    cdef object arrays                 # that c points into
-    cdef Py_ssize_t made_for           # position in a layer, or -1
-    cdef Py_ssize_t needs              # tokens that the positions are for, or -1: any
+    cdef object arrays                 # arrays that c points into
+    cdef Py_ssize_t made_for           # layer length at which the tokens must begin, or -1: any
+    cdef Py_ssize_t needs              # number of tokens that the positions are for, or -1: any
     cdef Py_ssize_t table_rows
 
     cdef int fit(self, Py_ssize_t num_tokens, Py_ssize_t first) except -1

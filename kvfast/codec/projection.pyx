@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Split of a fused QKV projection, RMS norm per head and rotary position embedding (arXiv 2104.09864)."""
+"""Splits a fused QKV projection; applies RMS norm per head and rotary position embedding (arXiv 2104.09864)."""
 import numpy as np
 
 from libc.stdint cimport int64_t
@@ -26,12 +26,12 @@ cdef object _finite(object array, str name):
 
 
 cdef class Transform:
-    """RMS norm by `norm`, then rotation by `cos` and `sin`; each may be None. The rotation may be that of
-    another, which saves checking it twice."""
+    """RMS norm by `norm`, then rotation by `cos` and `sin`; each may be None. `rotation` is another Transform whose checked
+    rotation is used again."""
 
     def __init__(self, Py_ssize_t head_dim, norm=None, eps=1e-6, cos=None, sin=None, positions=None,
                  bint interleaved=False, str name="norm", Transform rotation=None, Py_ssize_t made_for=-1):
-        """`made_for`: where in the layer the tokens must begin, as the rotation was chosen by it; -1: anywhere."""
+        """`made_for`: the layer length at which the tokens must begin, as the rotation was made for it; -1: any."""
         cdef const float[::1] norm_view
         cdef const float[:, ::1] cos_view, sin_view
         cdef const int64_t[::1] positions_view
@@ -50,16 +50,16 @@ cdef class Transform:
             norm_view = norm
             self.c.row.norm, self.c.row.eps = &norm_view[0], eps
         if (cos is None) != (sin is None):
-            raise ValueError("cos and sin belong together, got only one of them")
+            raise ValueError("cos and sin must be given together, got only one of them")
         if positions is not None and cos is None:
-            raise ValueError("positions are rows of cos and sin, which are missing")
+            raise ValueError("positions need cos and sin, whose rows they choose, got neither")
         if cos is not None:
             cos, sin = as_numbers(cos, "cos"), as_numbers(sin, "sin")
             if cos.ndim != 2 or cos.shape != sin.shape:
-                raise DimensionMismatchError(f"cos and sin must have one shape (positions, rotary_dim // 2), got "
+                raise DimensionMismatchError(f"cos and sin must have the same shape (positions, rotary_dim // 2), got "
                                              f"{cos.shape} and {sin.shape}")
             if not 1 <= cos.shape[1] <= head_dim // 2:
-                raise DimensionMismatchError(f"cos and sin must turn 1 to {head_dim // 2} pairs of the head_dim "
+                raise DimensionMismatchError(f"cos and sin must rotate 1 to {head_dim // 2} pairs of the head_dim "
                                              f"{head_dim}, got shape {cos.shape}")
             cos_view, sin_view = cos, sin
             self.table_rows = cos.shape[0]
@@ -67,7 +67,7 @@ cdef class Transform:
             if self.table_rows:
                 self.c.row.cos, self.c.row.sin = &cos_view[0, 0], &sin_view[0, 0]
             else:
-                raise DimensionMismatchError("cos and sin must hold at least one position")
+                raise DimensionMismatchError(f"cos and sin must hold at least one position, got shape {cos.shape}")
         if positions is not None:
             positions = np.asarray(positions)
             if positions.ndim != 1 or positions.dtype.kind not in "iu":
@@ -84,7 +84,7 @@ cdef class Transform:
         self.arrays = norm, cos, sin, positions, rotation
 
     cdef int fit(self, Py_ssize_t num_tokens, Py_ssize_t first) except -1:
-        """Check the tables for `num_tokens` tokens that begin at position `first`, whose rows they are where none were given."""
+        """Check the tables for `num_tokens` tokens. Without positions the tokens use the rows from `first` on."""
         if self.made_for >= 0 and self.made_for != first:
             raise RuntimeError(f"another thread has changed the layer: it held {self.made_for} tokens, and holds {first} now")
         if self.needs >= 0 and self.needs != num_tokens:
@@ -113,7 +113,8 @@ cdef str _shape_of(object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_
 
 cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim,
                                 Py_ssize_t v_head_dim):
-    """Open (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim); num_q_heads None: what is left."""
+    """Open (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim). With num_q_heads None it follows from
+    the shape."""
     cdef Projection self = Projection.__new__(Projection)
     cdef Py_ssize_t heads, keys_end   # elements of a token before its values
     array = as_array(qkv, "qkv")
@@ -176,7 +177,7 @@ cdef int _transform_token(void *shared, Py_ssize_t token, int thread, kv_watch *
 cdef object write_queries(Projection parts, Transform transform, object out, object num_threads):
     """The queries of a projection, normalised and rotated, as a new array or into `out`, which must be apart from all that is read."""
     if out is not None and any([np.may_share_memory(out, array) for array in (parts.array, *transform.arrays)]):
-        raise ValueError("out must not share memory with qkv, or with what normalises and rotates it")
+        raise ValueError("out must not share memory with qkv, q_norm, k_norm, cos, sin or positions")
     return transform_rows(parts.q, transform, out, num_threads)
 
 
@@ -212,8 +213,8 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
         float32, float16 or bfloat16: all query heads of a token, then its key heads, then its value heads.
     num_q_heads, num_kv_heads, head_dim : int
     cos, sin : arrays of shape (num_positions, rotary_dim // 2), float32, optional
-        Of the rotary angles (arXiv 2104.09864); None leaves Q and K as they are. With fewer than
-        ``head_dim // 2`` columns only the first `rotary_dim` dimensions turn.
+        Cosines and sines of the rotary angles (arXiv 2104.09864); None leaves Q and K as they are. With fewer than
+        ``head_dim // 2`` columns only the first `rotary_dim` dimensions are rotated.
     positions : integers of shape (num_tokens,), optional
         Row of `cos` and `sin` for each token; 0, 1, ... by default.
     q_norm, k_norm : arrays of shape (head_dim,), optional
@@ -221,10 +222,10 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     eps : float
         Added to the mean square in the norm.
     interleaved : bool
-        Turn dimension 2i with 2i + 1 (Llama in GGUF) instead of i with i + rotary_dim // 2 (Hugging Face).
+        Rotate dimension 2i with 2i + 1 (Llama in GGUF) instead of i with i + rotary_dim // 2 (Hugging Face).
     num_threads : int, optional
     v_head_dim : int, optional
-        Of the values, where it is another than that of the keys.
+        Width of the values, if it differs from that of the keys.
 
     Returns
     -------
@@ -235,7 +236,7 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
     Raises
     ------
     DimensionMismatchError, TypeError, ValueError, NonFiniteInputError
-        If shapes or positions do not fit, or a weight, or what comes of the norm and the rotation, is not finite.
+        If shapes or positions do not fit, or if a weight or a result of the norm and the rotation is not finite.
     """
     num_q_heads = check_count(num_q_heads, "num_q_heads", 1, KV_MAX_Q_HEADS)
     cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, KV_MAX_KV_HEADS)
@@ -251,7 +252,7 @@ def split_qkv_norm_rope(qkv, num_q_heads, num_kv_heads, head_dim, *, cos=None, s
 
 
 def rotated(x, cos, sin, interleaved=False):
-    """`x`, (num_tokens, num_heads, head_dim), turned by row t of cos and sin for token t, as float32."""
+    """`x`, (num_tokens, num_heads, head_dim), as float32, with token t rotated by row t of cos and sin."""
     cdef Rows rows = open_rows(x, "q")
     cdef Transform transform = Transform(rows.rows.dim, cos=cos, sin=sin, interleaved=interleaved)
     transform.fit(rows.rows.tokens, 0)

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""INT8 and INT4 codecs on plain arrays: symmetric, one scale per row (per token per head)."""
+"""INT8 and INT4 codecs for arrays: symmetric, one scale per row (per token per head)."""
 import numpy as np
 
 from libc.stdint cimport int8_t, uint8_t
@@ -30,8 +30,8 @@ ctypedef struct kv_codec_call:
     bint nontemporal           # floats are written past the caches
 
 
-cdef enum:                     # why a piece ended early
-    NOT_FINITE = 1             # the scale of the first such row is negative
+cdef enum:                     # flags of pieces that ended early
+    NOT_FINITE = 1             # a row is not finite; the scale of the first such row is negative
     NO_MEMORY = 2
 
 
@@ -138,7 +138,7 @@ def quantize(x, bits=8):
     array = as_floats(x, "x")
     call.dtype = dtype_of(array)
     if array.ndim == 0 or array.size == 0:
-        raise DimensionMismatchError(f"x must have shape (..., head_dim) and hold something, got {array.shape}")
+        raise DimensionMismatchError(f"x must have shape (..., head_dim) and at least one element, got shape {array.shape}")
     array = aligned(array)
     call.kernels = active()
     call.bits = bits
@@ -151,7 +151,7 @@ def quantize(x, bits=8):
     gather(&team, None, <double>array.nbytes)
     ended = for_each(&team, _quantize_rows, &call, (call.rows + ROWS_PER_PIECE - 1) // ROWS_PER_PIECE, STATIC)
     if ended & NO_MEMORY:
-        raise MemoryError("cannot allocate the scratch rows of quantize")
+        raise MemoryError("cannot allocate the working memory of quantize")
     if ended:
         bad = np.flatnonzero(scales.reshape(-1) < 0)[0]  # pieces before the one of this row have all of their scales
         row = as_float32(array.reshape(-1, call.dim)[bad], "x")
@@ -194,8 +194,8 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     if head_dim is None:
         head_dim = out.shape[-1] if isinstance(out, np.ndarray) and out.ndim else call.width * (2 if call.bits == 4 else 1)
     if (head_dim != call.width) if call.bits == 8 else ((head_dim + 1) // 2 != call.width):
-        raise DimensionMismatchError(f"{call.width} bytes of INT{call.bits} codes per row do not hold "
-                                     f"head_dim {head_dim}")
+        raise DimensionMismatchError(f"head_dim must fit {call.width} bytes of INT{call.bits} codes per row, "
+                                     f"got {head_dim}")
     call.dim = head_dim
     call.rows = codes.size // call.width
     shape = codes.shape[:-1] + (head_dim,)
@@ -206,10 +206,10 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     elif out.shape != shape:
         raise DimensionMismatchError(f"out must have shape {shape}, got {out.shape}")
     elif not out.flags.carray or np.may_share_memory(out, codes) or np.may_share_memory(out, scales):
-        raise ValueError("out must be C-contiguous, aligned, writable, and apart from codes and scales")
+        raise ValueError("out must be C-contiguous, aligned and writable, and must not share memory with codes or scales")
     call.floats, call.codes, call.scales = _address(out), _address(codes), <float *>_address(scales)
     call.nontemporal = out.nbytes >= STREAMED_BYTES
     gather(&team, None, <double>out.nbytes)
     if for_each(&team, _dequantize_rows, &call, (call.rows + ROWS_PER_PIECE - 1) // ROWS_PER_PIECE, STATIC):
-        raise MemoryError("cannot allocate the scratch rows of dequantize")
+        raise MemoryError("cannot allocate the working memory of dequantize")
     return out

@@ -4,14 +4,14 @@ import numpy as np
 
 
 class RotaryTables:
-    """Cosines and sines of positions, remembered for the layers that ask for the same ones in turn.
+    """Cosines and sines of positions, cached for the layers that ask for the same ones one after the other.
 
     Parameters
     ----------
     rotary_dim : int
-        Dimensions that turn, an even number.
+        Number of dimensions that are rotated, even.
     theta : float
-        Pair i turns by ``theta ** (-2 * i / rotary_dim)`` radians per position.
+        Pair i is rotated by ``theta ** (-2 * i / rotary_dim)`` radians per position.
     frequencies : array of shape (rotary_dim // 2,), optional
         Radians per position for each pair, instead of `theta`.
     """

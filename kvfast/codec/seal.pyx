@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Sealing: full blocks are encoded as a whole, from the float rows of their tokens."""
+"""Seals full blocks: encodes them as a whole, from the float rows of their tokens."""
 from libc.stdint cimport int16_t, int32_t, uint8_t
 from libc.stdlib cimport abs, free, malloc
 
@@ -24,19 +24,19 @@ ctypedef struct kv_seal:
     bint at_start              # the first block is the first of its sequence
     const int16_t *kept_codes
     uint8_t *unfit
-    float *rows                # of a head of a block, for each thread
-    Py_ssize_t elements        # of a thread's rows
+    float *rows                # (threads, elements) rows of one head of a block
+    Py_ssize_t elements        # floats of a thread's rows
 
 
-cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
+cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
                      bint at_start, const int16_t *kept_codes, uint8_t *unfit) except -1:
-    """Encode blocks whose tokens all have float rows; `at_start`: the first is the first of its sequence.
+    """Seal blocks whose tokens all have float rows. With `at_start` the first block is the first of its sequence.
 
-    Of block b the first abs(kept_codes[b]) tokens have their codes already, which stay, and so do their statistics. unfit[i] is set
-    where those of the i-th block do not fit the others, whose codes are not to be read then.
+    The first abs(kept_codes[b]) tokens of block b keep their codes, and the block keeps its statistics. unfit[i] is set if
+    the other tokens of the i-th block do not fit these statistics; their codes must not be read then.
     """
     cdef Py_ssize_t elements = <Py_ssize_t>max(stores.k.padded_dim, stores.v.padded_dim) * stores.k.block_size
-    cdef Py_ssize_t pieces = count * num_layers * stores.num_kv_heads, nbytes
+    cdef Py_ssize_t pieces = num_blocks * num_layers * stores.num_kv_heads, nbytes
     cdef kv_team team
     cdef kv_seal call
     gather(&team, None, <double>pieces * elements * 8)
@@ -56,7 +56,7 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
 
 
 cdef int _seal(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
-    """One head of one block of one layer."""
+    """Seal one head of one block of one layer."""
     cdef const kv_seal *call = <const kv_seal *>shared
     cdef Py_ssize_t heads = call.stores.num_kv_heads, head = index % heads, i = index // heads // call.num_layers
     cdef const kv_store *store = call.stores + index // heads % call.num_layers
@@ -77,8 +77,8 @@ cdef int _seal(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noex
 
 cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start, bint values,
                 float *rows) noexcept nogil:
-    """The float rows of a block, one after the other. Nobody reads the codes of a sequence's first tokens: the next one
-    stands in for them, so that what is unlike all others in them does not widen the statistics."""
+    """Load the float rows of a block, one after the other. The codes of a sequence's first tokens are never read. The token
+    after them takes their places, so that their unusual values do not widen the statistics."""
     cdef Py_ssize_t offset, first = store.float_tokens if at_start else 0
     cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
     for offset in range(store.k.block_size):

@@ -103,7 +103,7 @@ class CacheBridges:
         shape = buffer_of(cache).shape(layer)
         if shape != (heads, dim, dim):
             dims = shape[1] if shape[1] == shape[2] else f"{shape[1]} (values {shape[2]})"
-            raise DimensionMismatchError(f"the cache has {shape[0]} heads of {dims}, what was compressed {heads} of {dim}")
+            raise DimensionMismatchError(f"compressed must have {shape[0]} heads of {dims} like the cache, got {heads} of {dim}")
         cache.append(layer, np.ascontiguousarray(k.swapaxes(0, 1)), np.ascontiguousarray(v.swapaxes(0, 1)))
 
 

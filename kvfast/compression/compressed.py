@@ -214,7 +214,7 @@ class CompressedKV:
         layout = self._layout
         array = _checked_queries(q, layout)
         if causal and array.shape[-3] > layout.seq_len:
-            raise ValueError(f"q holds {array.shape[-3]} tokens, but only {layout.seq_len} are compressed")
+            raise ValueError(f"q must hold at most the {layout.seq_len} compressed tokens, got {array.shape[-3]}")
         scale = layout.head_dim**-0.5 if scale is None else float(scale)
         if not math.isfinite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
@@ -300,7 +300,7 @@ class CompressedKV:
             fields = json.loads(header)
             version = fields.get("compressed")
         except (ValueError, AttributeError, RecursionError):
-            raise CorruptFileError("the header is not one of compressed keys and values") from None
+            raise CorruptFileError("the header does not describe compressed keys and values") from None
         if version != VERSION:
             kind = "this is no CompressedKV" if version is None else f"the format has version {version!r}"
             raise IncompatibleSnapshotError(f"{kind}; this kvfast reads compressed keys and values of version {VERSION}")
@@ -320,7 +320,7 @@ class CompressedKV:
             known = isinstance(error, (CorruptFileError, IncompatibleSnapshotError))
             raise error if known else CorruptFileError(str(error)) from None
         if rest := arrays.rest():
-            raise CorruptFileError(f"{rest[0]} belongs to nothing")
+            raise CorruptFileError(f"unexpected array {rest[0]}")
         return cls(layout, method, parts, error)
 
     def copy(self) -> Self:
@@ -375,7 +375,7 @@ class _Arrays:
 
 
 def checked(array, name, rank, shape):
-    """An array as float32. It must have `rank` dimensions, none of them 0, and finite elements."""
+    """An array as float32. It must have `rank` dimensions, each at least 1, and finite elements."""
     array = as_floats(array, name)
     if array.ndim != rank or 0 in array.shape:
         raise DimensionMismatchError(f"{name} must have shape {shape} and hold at least one of each, got shape {array.shape}")

@@ -133,7 +133,7 @@ class KVCacheCompressor(CacheBridges):
     def _checked(self, k, v, rank, shape):
         k, v = checked(k, "k", rank, shape), checked(v, "v", rank, shape)
         if k.shape != v.shape:
-            raise DimensionMismatchError(f"k and v must have one shape, got {k.shape} and {v.shape}")
+            raise DimensionMismatchError(f"k and v must have the same shape, got {k.shape} and {v.shape}")
         seq_len, head_dim = k.shape[-2:]
         if head_dim > MAX_HEAD_DIM:
             raise DimensionMismatchError(f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
@@ -142,8 +142,8 @@ class KVCacheCompressor(CacheBridges):
             raise ValueError(f"rank must be at most head_dim, {head_dim}, got {rank}")
         if isinstance(self._method, VectorQuantization):
             if self._method.codebook_size > seq_len - _room(seq_len):
-                raise ValueError(f"codebook_size must be at most the number of tokens, of which {_room(seq_len)} of {seq_len} "
-                                 f"may be stored exactly, got {self._method.codebook_size}")  # fmt: skip
+                raise ValueError(f"codebook_size must be at most the number of tokens ({_room(seq_len)} of {seq_len} may be stored "
+                                 f"exactly), got {self._method.codebook_size}")  # fmt: skip
             if (self._method.num_subvectors or 1) > head_dim:
                 raise ValueError(f"num_subvectors must be at most head_dim, {head_dim}, got {self._method.num_subvectors}")
         return k, v
@@ -223,5 +223,5 @@ def square_sum(x):
 
 def _layout_of(compressed):
     if not isinstance(compressed, CompressedKV):
-        raise TypeError(f"a CompressedKV is needed, got {type(compressed).__name__}")
+        raise TypeError(f"compressed must be a CompressedKV, got {type(compressed).__name__}")
     return compressed.layout

@@ -61,7 +61,7 @@ class PrefixKVCache:
         layout = layers[0].layout
         for one in layers:
             if one.layout.is_batched or one.layout != layout:
-                raise DimensionMismatchError("the layers must have one shape without a batch, "
+                raise DimensionMismatchError("the layers must have the same shape, without a batch, "
                                              f"got {layout.shape} and {one.layout.shape}")  # fmt: skip
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", layout.seq_len + 1, MAX_TOKENS) - layout.seq_len
@@ -99,7 +99,7 @@ class PrefixKVCache:
         for layer in range(cache.num_layers):
             k, v = cache.k(layer)[:n], cache.v(layer)[:n]
             if len(k) != n:
-                raise ValueError("the cache has dropped tokens, and those behind a prefix stand at their positions in it")
+                raise ValueError("the cache must hold all of its tokens, got one that has dropped some: tokens after a prefix need their positions in it")
             layers.append(compressor.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1)))
         return cls(layers, max_seq_len, dtype, k_dtype, v_dtype)
 

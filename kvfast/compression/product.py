@@ -75,7 +75,7 @@ class ProductStore:
         subvectors, count, dim, heads = settings["subvectors"], settings["count"], layout.head_dim, layout.num_heads
         good = all(isinstance(one, int) for one in (subvectors, count)) and 1 <= subvectors <= dim and 2 <= count <= 256
         if not good:
-            raise CorruptFileError(f"{subvectors!r} subvectors with {count!r} centroids are none of kvfast")
+            raise CorruptFileError(f"invalid codebook: {subvectors!r} subvectors, {count!r} centroids")
         stride = subvectors if count > 16 else -(-subvectors // 2)
         sides = []
         for side in "kv":
@@ -86,7 +86,7 @@ class ProductStore:
             codes = part.take("codes", np.uint8, (heads, num_tokens, stride))
             sound = (bounds[:, 0] == 0).all() and (bounds[:, -1] == dim).all() and (np.diff(bounds, axis=1) > 0).all()
             if not sound or not np.isfinite(centroids).all() or unpacked(codes, subvectors, count).max() >= count:
-                raise CorruptFileError(f"the codebooks of side {side} are none of kvfast")
+                raise CorruptFileError(f"the codebooks of side {side} are invalid")
             sides.append((basis, PQCodes(centroids, bounds, codes, count)))
         return cls(*sides, subvectors)
 
@@ -124,7 +124,7 @@ def _learned(x, subvectors, count, seed):
     coordinates = basis.coordinates(x)
     if abs(coordinates).max() > MAX_FLOAT16:
         most = abs(coordinates).max()
-        raise NonFiniteInputError(f"codebooks are float16 (+-{MAX_FLOAT16:g}), and vectors of up to {most:g} are to be coded")
+        raise NonFiniteInputError(f"vectors must be within the range of float16 codebooks (+-{MAX_FLOAT16:g}), got up to {most:g}")
     moments = coordinates.var(axis=1)
     bounds, order = np.zeros((heads, subvectors + 1), np.int32), np.empty((heads, dim), np.intp)
     for head in range(heads):

@@ -33,7 +33,7 @@ _GATHERED = {
     "k": "keys", "v": "values", "qkv": "a fused projection",
 }  # fmt: skip
 
-_told: set[str] = set()
+_logged: set[str] = set()
 _lock = threading.Lock()
 
 
@@ -62,8 +62,8 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False):
         found.append(("packed", ("keys or values of 2, 3, 5, 6 or 7 bits or a trellis are multiplied without the matrix unit: 512 queries "
                                  "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4")))  # fmt: skip
     if num_tasks < num_threads:
-        found.append(("tasks", (f"{num_threads} threads have {num_tasks} task{'s' * (num_tasks > 1)} between them: "
-                                f"more would come of num_splits=0 or a larger num_splits")))  # fmt: skip
+        found.append(("tasks", (f"{num_threads} threads share {num_tasks} task{'s' * (num_tasks > 1)}: "
+                                f"num_splits=0 or a larger num_splits makes more")))  # fmt: skip
     return [note for note in found if note]
 
 
@@ -83,7 +83,7 @@ def _rotation(head_dim, rotated):
     odd = head_dim // (head_dim & -head_dim)
     if not rotated or head_dim % 16 == 0 or odd == 1:
         return None
-    return "rotation", (f"head_dim {head_dim} is {head_dim // odd} x {odd}, and rows are rotated by a sum of {odd} for each "
+    return "rotation", (f"head_dim {head_dim} is {head_dim // odd} x {odd}, so rotating a row takes a sum of {odd} for each "
                         f"element: at head_dim 100 appending a prompt took 7 to 27 times as long per element as at 128, "
                         f"decoding at 2,048 tokens 1.9 times; choose a multiple of 16, or a format without rotation")  # fmt: skip
 
@@ -92,7 +92,7 @@ def _padding(head_dim):
     padded = -(-head_dim // 16) * 16
     if padded <= 1.1 * head_dim:
         return None
-    return "padding", (f"head_dim {head_dim} is stored as {padded}: {padded / head_dim - 1:.0%} more bytes are kept and read; "
+    return "padding", (f"head_dim {head_dim} is stored as {padded}: {padded / head_dim - 1:.0%} more bytes are stored and read; "
                        f"a multiple of 16 needs no padding")  # fmt: skip
 
 
@@ -101,24 +101,24 @@ def _threads(work, wanted):
     if lost <= 1:
         return None
     if has_openmp():
-        return "fork", (f"this process was forked from one that had used OpenMP, whose threads this runtime could not end before: 1 thread "
-                        f"in the place of {lost}; fork before the first call, or start processes by spawn")  # fmt: skip
-    return "openmp", f"this build has no OpenMP: 1 thread in the place of {lost}"
+        return "fork", (f"this process was forked from one that had used OpenMP, and its threads could not be ended before: 1 thread "
+                        f"instead of {lost}; fork before the first call, or start processes by spawn")  # fmt: skip
+    return "openmp", f"this build has no OpenMP: 1 thread instead of {lost}"
 
 
 def log_gathered(name):
     """Log that rows had to be copied to become contiguous."""
     if name in _GATHERED:
-        log([(f"gathered {name}", (f"the elements of a row of {_GATHERED[name]} do not follow each other in memory, and are "
-                                   f"copied first: append took 1.3 to 3 times as long; let the last axis be contiguous"))])  # fmt: skip
+        log([(f"gathered {name}", (f"the rows of {_GATHERED[name]} are not contiguous in memory and are copied first: "
+                                   f"append took 1.3 to 3 times as long; make the last axis contiguous"))])  # fmt: skip
 
 
 def log(found):
     """Log the notes whose kind has not been logged before."""
     for kind, text in found:
         with _lock:
-            is_new = kind not in _told
-            _told.add(kind)
+            is_new = kind not in _logged
+            _logged.add(kind)
             logger = _logger()
         if is_new:
             logger.warning(text)

@@ -185,7 +185,7 @@ class _Content:
         try:
             self.header, checksums, digest = (self._metadata[name] for name in ("kvfast", "checksums", "digest"))
         except KeyError:
-            raise CorruptFileError("a safetensors file, but not one of kvfast") from None
+            raise CorruptFileError("a safetensors file, but not a kvfast file") from None
         if digest != _digest(self.header, checksums):
             raise CorruptFileError("the header is damaged: its checksum is wrong")
         try:
@@ -193,7 +193,7 @@ class _Content:
         except (ValueError, RecursionError) as error:
             raise CorruptFileError(f"the checksums are not JSON: {error}") from None
         if not isinstance(self._checksums, dict) or self._checksums.keys() != self.shapes.keys():
-            raise CorruptFileError("the checksums are those of other tensors")
+            raise CorruptFileError("the checksums do not belong to these tensors")
         for name, dtype in self._dtypes.items():
             if dtype != "U8":
                 raise CorruptFileError(f"{name} must have dtype U8, got {dtype}")
@@ -255,7 +255,7 @@ class _BytesContent(_Content):
         try:
             data = memoryview(data).tobytes()
         except TypeError:
-            raise TypeError(f"a snapshot is read from bytes, got {type(data).__name__}") from None
+            raise TypeError(f"a snapshot must be read from bytes, got {type(data).__name__}") from None
         try:
             tensors = dict(safetensors.deserialize(data))
         except safetensors.SafetensorError as error:

@@ -143,7 +143,7 @@ class Opening:
         count = sum(heads + (tails > 0) + (pieces > 0) for heads, pair in zip(numbers, layout) for _, tails, _, pieces, _ in pair)
         if len(shapes) != count:
             heads = "/".join(map(str, dict.fromkeys(numbers)))
-            raise CorruptFileError(f"{len(layout)} layers of {heads} heads have {count} arrays, got {len(shapes)}")
+            raise CorruptFileError(f"{len(layout)} layers of {heads} heads must have {count} arrays, got {len(shapes)}")
         expected = [
             [
                 ([(full, nbytes)] * heads, [(tails * heads, nbytes)] * (tails > 0), [(pieces * heads, rest)] * (pieces > 0))
@@ -200,7 +200,7 @@ class Opening:
             starts = np.array([offsets[name] for name in islice(names, heads)], np.int64)
             strides = np.diff(starts) if heads > 1 else np.zeros(1, np.int64)
             if np.any(starts % 64) or np.any(strides != strides[0]):
-                raise CorruptFileError("the blocks do not lie as kvfast has written them, and cannot be mapped (did something "
+                raise CorruptFileError("the blocks are not where kvfast writes them and cannot be mapped (did something "
                                        "else write the file?); load it without mmap")
             sides.append((int(starts[0]), int(strides[0])))
         reserve = 0 if self._reserve is None else self._reserve[-1]
@@ -217,7 +217,7 @@ def _fields(text):
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"the header is not JSON: {error}") from None
     if not isinstance(fields, dict) or not _is_count(fields.get("version")):
-        raise CorruptFileError("the header is not one of kvfast")
+        raise CorruptFileError("the header is not a kvfast header")
     if fields["version"] != VERSION:
         raise IncompatibleSnapshotError(f"the format has version {fields['version']}; this kvfast reads version {VERSION}")
     good = (
@@ -265,7 +265,7 @@ def to_arrays(settings, buffer, token_ids, metadata):
 def checked_arrays(arrays):
     """A mapping of names to arrays, as a new dict."""
     if not isinstance(arrays, Mapping):
-        raise TypeError(f"a state is a mapping of names to arrays, got {type(arrays).__name__}")
+        raise TypeError(f"state must be a mapping of names to arrays, got {type(arrays).__name__}")
     return {name: np.asarray(array) for name, array in arrays.items()}
 
 

@@ -23,7 +23,7 @@ def row_bytes(kind, num_elements):
     """
     block, size = _gguf().GGML_QUANT_SIZES[_type(kind)]
     if num_elements % block:
-        raise ValueError(f"rows of {kind} are whole blocks of {block} elements, got {num_elements}")
+        raise ValueError(f"rows of {kind} must be whole blocks of {block} elements, got {num_elements}")
     return num_elements // block * size
 
 
@@ -48,7 +48,7 @@ def to_ggml(rows, kind):
     """
     rows = as_float32(rows, "rows")
     if rows.ndim != 3 or rows.size == 0:
-        raise DimensionMismatchError(f"rows must have shape (num_tokens, num_kv_heads, head_dim), none of them 0, got {rows.shape}")
+        raise DimensionMismatchError(f"rows must have shape (num_tokens, num_kv_heads, head_dim), each at least 1, got {rows.shape}")
     size = row_bytes(kind, rows[0].size)
     flat = aligned(rows.reshape(len(rows), -1))
     return _gguf().quants.quantize(flat, _type(kind)).view(np.uint8).reshape(len(rows), size)
@@ -70,7 +70,7 @@ def from_ggml(blocks, kind, num_kv_heads, head_dim):
     """
     blocks, size = np.asarray(blocks), row_bytes(kind, num_kv_heads * head_dim)
     if blocks.dtype != np.uint8 or blocks.ndim != 2 or blocks.shape[1] != size:
-        raise CorruptFileError(f"rows of {num_kv_heads} heads of {head_dim} in {kind} are uint8 of shape (num_tokens, {size}), "
+        raise CorruptFileError(f"rows of {num_kv_heads} heads of {head_dim} in {kind} must be uint8 of shape (num_tokens, {size}), "
                                f"got {blocks.dtype} of shape {blocks.shape}")  # fmt: skip
     kind, dtypes = _type(kind), {"F32": np.float32, "F16": np.float16}
     blocks = np.ascontiguousarray(blocks)

@@ -90,21 +90,21 @@ class GGUFFile:
         """The metadata list of `key`, whose items are all of the type `kind`."""
         value = self._typed(key, default, list, "a list")
         if not all(isinstance(item, kind) for item in value):
-            raise ModelFileError(f"{self.path}: every item of {key} should be of type {kind.__name__}")
+            raise ModelFileError(f"{self.path}: every item of {key} must be of type {kind.__name__}")
         return value
 
     def count(self, key, default=None):
         """The metadata of `key`, an integer of at least 1."""
         value = self._typed(key, default, int, "a whole number")
         if value < 1:
-            raise ModelFileError(f"{self.path}: {key} should be at least 1; it is {value}")
+            raise ModelFileError(f"{self.path}: {key} must be at least 1, got {value}")
         return value
 
     def number(self, key, default=None):
         """The metadata of `key`, a number above 0."""
         value = float(self._typed(key, default, (int, float), "a number"))
         if not 0 < value < float("inf"):
-            raise ModelFileError(f"{self.path}: {key} should be above 0; it is {value}")
+            raise ModelFileError(f"{self.path}: {key} must be above 0, got {value}")
         return value
 
     def _typed(self, key, default, types, described):
@@ -112,7 +112,7 @@ class GGUFFile:
         if value is None:
             raise ModelFileError(f"{self.path}: the metadata lacks {key}")
         if not isinstance(value, types):
-            raise ModelFileError(f"{self.path}: {key} should be {described}; it is {value!r:.80}")
+            raise ModelFileError(f"{self.path}: {key} must be {described}, got {value!r:.80}")
         return value
 
     def tensor(self, name, shape):
@@ -134,7 +134,7 @@ class GGUFFile:
         tensor = self._tensors[name]
         stored = tuple(int(size) for size in reversed(tensor.shape))  # GGUF names the fastest axis first
         if stored != shape:
-            raise ModelFileError(f"{self.path}: {name} should have shape {shape}; it has {stored}")
+            raise ModelFileError(f"{self.path}: {name} must have shape {shape}, got {stored}")
         try:
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as error:

@@ -152,19 +152,19 @@ class _Reader:
         token_ids = None
         if magic == FILE_MAGIC:
             if number != FILE_VERSION:
-                raise IncompatibleSnapshotError(f"state files of llama.cpp of version {FILE_VERSION} are known, this is version {number}")
+                raise IncompatibleSnapshotError(f"a state file of llama.cpp must have version {FILE_VERSION}, got version {number}")
             (count,) = self.numbers("I", "the number of tokens")
             token_ids = np.frombuffer(self.take(4 * count, "the tokens"), "<i4").copy()
         elif magic != DATA_MAGIC:
-            raise CorruptFileError(f"a state of llama.cpp begins with {FILE_MAGIC:#x} or {DATA_MAGIC:#x}, got {magic:#x}")
+            raise CorruptFileError(f"a state of llama.cpp must begin with {FILE_MAGIC:#x} or {DATA_MAGIC:#x}, got {magic:#x}")
         (streams,) = self.numbers("I", "the number of streams")
         if not 1 <= streams <= MOST_STREAMS:
-            raise CorruptFileError(f"a state of llama.cpp has 1 to {MOST_STREAMS} streams, got {streams}")
+            raise CorruptFileError(f"a state of llama.cpp must have 1 to {MOST_STREAMS} streams, got {streams}")
         found = None
         for _ in range(streams):
             (cells,) = self.numbers("I", "the number of cells")
             if cells and found:
-                raise IncompatibleSnapshotError("the state holds several streams; that of one sequence has one")
+                raise IncompatibleSnapshotError(f"the state of a sequence must have one stream, got {streams}")
             if cells:
                 found = self._stream(cells)
         if self.at != len(self.data):
@@ -282,9 +282,9 @@ def _one_shape(cache):
     """KV heads and head_dim of all layers; ValueError if layers differ, or keys and values."""
     heads, dim = cache.num_kv_heads, cache.head_dim
     if tuple in (type(heads), type(dim)):
-        raise ValueError(f"a state of llama.cpp has layers of one shape, and this cache has {each(heads)} heads of {each(dim)}")
+        raise ValueError(f"a state of llama.cpp needs layers of the same shape, got {each(heads)} heads of {each(dim)}")
     if cache.v_head_dim != dim:
-        raise ValueError(f"a state of llama.cpp is read and written with keys and values of one width, and this cache has keys of {dim} "
+        raise ValueError(f"a state of llama.cpp needs keys and values of the same width, got keys of {dim} "
                          f"and values of {each(cache.v_head_dim)} elements")  # fmt: skip
     return heads, dim
 
@@ -310,7 +310,7 @@ def _rotated(rows, kind, rotated, size):
     if rotated is False or rotated is None and (kind[0] != "q" or dim % 64):
         return rows
     if dim % 64:
-        raise ValueError(f"llama.cpp turns heads of a multiple of 64 elements, got {dim}")
+        raise ValueError(f"llama.cpp rotates only heads whose width is a multiple of 64 elements, got {dim}")
     rotation = np.ones((1, 1), np.float32)
     while len(rotation) < size:
         rotation = np.block([[rotation, rotation], [rotation, -rotation]])

@@ -25,11 +25,11 @@ class Sampler:
 
     def __init__(self, temperature=0.0, top_k=0, top_p=1.0, seed=None):
         if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature should be 0 or above, not {temperature}")
+            raise ValueError(f"temperature must be at least 0, got {temperature}")
         if top_k < 0:
-            raise ValueError(f"top_k should be 0 (no limit) or above, not {top_k}")
+            raise ValueError(f"top_k must be at least 0 (no limit), got {top_k}")
         if not 0 < top_p <= 1:
-            raise ValueError(f"top_p should be above 0 and at most 1, not {top_p}")
+            raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self._random = np.random.default_rng(seed)
 

@@ -232,9 +232,9 @@ class LlamaModel:
     def _checked(self, tokens):
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
-            raise ValueError("tokens should be a sequence of at least one token id")
+            raise ValueError(f"tokens must be a sequence of at least one token id, got {tokens.dtype} of shape {tokens.shape}")
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            raise ValueError(f"token ids should lie in 0..{self.config.vocab_size - 1}")
+            raise ValueError(f"token ids must lie in 0..{self.config.vocab_size - 1}, got {tokens.min()} to {tokens.max()}")
         return tokens
 
     def _layers(self, tokens, positions, attention, layers=None):

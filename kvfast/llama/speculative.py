@@ -60,7 +60,7 @@ class PromptLookup:
 
     def __init__(self, ngram=3, max_draft=FEW_TOKENS - 1):
         if ngram < 1:
-            raise ValueError(f"ngram should be 1 or above, not {ngram}")
+            raise ValueError(f"ngram must be at least 1, got {ngram}")
         _check_max_draft(max_draft)
         self.ngram, self.max_draft = ngram, max_draft
         self._context, self._indexed, self._following = None, 0, {}
@@ -121,7 +121,7 @@ class SkipLayers:
         total = model.config.num_layers
         num_layers = -(-2 * total // 3) if num_layers is None else num_layers
         if not 1 <= num_layers <= total:
-            raise ValueError(f"num_layers should be between 1 and the {total} of the model, not {num_layers}")
+            raise ValueError(f"num_layers must be between 1 and the {total} of the model, got {num_layers}")
         _check_max_draft(max_draft)
         self.model, self.max_draft = model, max_draft
         first = num_layers // 4
@@ -164,4 +164,4 @@ class SkipLayers:
 
 def _check_max_draft(max_draft):
     if max_draft < 1:
-        raise ValueError(f"max_draft should be 1 or above, not {max_draft}")
+        raise ValueError(f"max_draft must be at least 1, got {max_draft}")

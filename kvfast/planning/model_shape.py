@@ -125,7 +125,7 @@ def read_shape(source):
     try:
         path = os.fspath(source)
     except TypeError:
-        raise TypeError(f"a model is a path to a config.json or GGUF file, or a mapping, got {type(source).__name__}") from None
+        raise TypeError(f"model must be a path to a config.json or GGUF file, or a mapping, got {type(source).__name__}") from None
     if os.path.isdir(path):
         path = os.path.join(path, "config.json")
     with open(path, "rb") as file:
@@ -147,7 +147,7 @@ class _Config:
 
     def __init__(self, values, source, gguf_prefix=None):
         if not isinstance(values, Mapping):
-            raise ValueError(f"{source} should hold a JSON object with the keys of a model, got {type(values).__name__}")  # noqa: TRY004
+            raise ValueError(f"{source} must hold a JSON object with the keys of a model, got {type(values).__name__}")  # noqa: TRY004
         inner = values.get("text_config")
         if isinstance(inner, Mapping):  # of a multimodal model
             values = inner
@@ -181,12 +181,12 @@ class _Config:
         if not isinstance(value, (list, tuple)):
             return [self.count(key, default)] * number
         if len(value) != number:
-            raise ValueError(f"{self.source}: {self.spelled(key)} should be one number or {number}, one per layer, got {len(value)}")
+            raise ValueError(f"{self.source}: {self.spelled(key)} must be one number or {number}, one per layer, got {len(value)}")
         return [self._checked(key, one, 0) for one in value]
 
     def _checked(self, key, value, least):
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
-            raise ValueError(f"{self.source}: {self.spelled(key)} should be a whole number of at least {least}, got {value!r:.80}")
+            raise ValueError(f"{self.source}: {self.spelled(key)} must be a whole number of at least {least}, got {value!r:.80}")
         return value
 
 
@@ -194,7 +194,7 @@ def _shape(config, **weights):
     notes = []
     number = config.count("num_hidden_layers")
     if number > MAX_LAYERS:
-        raise ValueError(f"{config.source}: {config.spelled('num_hidden_layers')} should be at most {MAX_LAYERS}, got {number}")
+        raise ValueError(f"{config.source}: {config.spelled('num_hidden_layers')} must be at most {MAX_LAYERS}, got {number}")
     windows = _windows(config, number, notes)
     if config.get("kv_lora_rank") is not None:
         latent, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
@@ -233,7 +233,7 @@ def _shapes(config, kv_heads, dim, windows):
     ours = config.get("per_layer_config")
     ours = {} if ours is None else ours
     if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):
-        raise ValueError(f"{config.source}: per_layer_config should map layers to their keys, got {ours!r:.80}")
+        raise ValueError(f"{config.source}: per_layer_config must map layers to their keys, got {ours!r:.80}")
     values = config.count("v_head_dim", dim)
     values = 0 if values == dim else values  # 0: the values of a layer are as wide as its keys
     shapes = []
@@ -265,7 +265,7 @@ def _windows(config, number, notes):
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, (list, tuple)) or len(kinds) != number:
-            raise ValueError(f"{config.source}: layer_types should be a list of {number} names, one per layer, got {kinds!r:.80}")
+            raise ValueError(f"{config.source}: layer_types must be a list of {number} names, one per layer, got {kinds!r:.80}")
         if "sliding_attention" in kinds and window is None and config.get("use_sliding_window") is not False:
             raise ValueError(f"{config.source} lacks {config.spelled('sliding_window')}, which its layer_types ask for")
         return [_window_of(kind, window, config, notes) for kind in kinds]
@@ -300,7 +300,7 @@ def _window_of(kind, window, config, notes):
         return None
     if kind in ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe"):
         return 0
-    raise ValueError(f"{config.source}: layer_types has {kind!r:.80}, of which kvfast does not know what it keeps")
+    raise ValueError(f"{config.source}: layer_types has {kind!r:.80}, and kvfast does not know what such a layer keeps")
 
 
 def _of_gguf(path):

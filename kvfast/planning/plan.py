@@ -216,7 +216,7 @@ class _Cache:
         self.rope_dim = rope_dim
         if rope_dim is not None:
             if any(window is not None for (window, *_), _ in layers):
-                raise ValueError("latent rows with a window are not known to kvfast")
+                raise ValueError("kvfast does not support latent rows with a window")
             layers = [(kind, latent_format(form)) for kind, form in layers]
         self.block_size = block_size_of([form for _, form in layers], None, BLOCK_SIZE)
         by_kind = {}

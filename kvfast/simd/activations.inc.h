@@ -2,30 +2,30 @@
 
    The activations (q for the scores, softmax weight x V scale for the values) are 16-bit integers in
    -32639..32639 with one float scale per row: their rounding is at most 1.5e-5 of the row's largest.
-   VNNI multiplies them as 256 x high + low bytes, the others as one int16; both give the same integer.
+   VNNI multiplies them as 256 x high + low bytes, the other tiers as one int16; both give the same integer.
 
    The sums are exact. With codes, or levels of GAUSS4, c = stored - bias in -127..127 and depth n <= 512,
        |sum c x| <= 127 * 32639 * 512 = 2 122 318 336 < 2^31,
-   and what is added on the way (stored codes, parts) is correct modulo 2^32, so the bias may be
-   taken off after the sum.
+   and the intermediate sums (of stored codes, of parts) are correct modulo 2^32, so the bias may be
+   subtracted after the sum.
 
-   What belongs to a channel of a key block, instead of a token, goes to the queries, once for each block
-   and row: sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s).
+   The scales and means of the channels of a key block are folded into the queries, once for each block and
+   row: sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s).
 
    Scores: the rounding of a row's n activations, 0.29 of a unit each (the standard deviation of a uniform distribution),
    adds up over a token's codes to
 
        error = 0.29 sqrt(n) |c| unit,    unit = largest |q| / 32639 x softmax scale x scale of the token,
 
-   with |c| the root mean square of its codes. Where that is beyond KV_LEAST_ERROR, as of large scores, or where one
-   channel is louder than the others and so makes the unit large, what the rounding left is multiplied as well, as
-   activations of its own (refine), and the error is 2^-16 of that. It is the row and the token, or block, that decide,
-   so that a query has the same bits with others and alone.
+   with |c| the root mean square of its codes. The error can exceed KV_LEAST_ERROR if scores are large, or if one channel is
+   louder than the others and so makes the unit large. Then what the rounding left out is multiplied as well, as activations of
+   its own (refine), and the error is 2^-16 of that. Only the row and the token, or block, decide this, so that a query has the
+   same bits with others and alone.
 
-   Weights: many small ones beside a large one would be lost one by one. What the rounding leaves of a weight is added to the
-   next of its lane, of 16, so that sums of weights are right to half a unit for each lane. */
+   Weights: many small weights beside a large one would all be rounded to 0. So what the rounding of a weight leaves out is
+   added to the next weight of its lane, of 16, and the sum of weights is right to half a unit for each lane. */
 #define KV_MAX_ACTIVATION 32639.0f
-#define KV_MAX_WEIGHT 32638.0f /* with what is added at most KV_MAX_ACTIVATION */
+#define KV_MAX_WEIGHT 32638.0f /* plus the carried rounding at most KV_MAX_ACTIVATION */
 #define KV_INVERSE_OF(most, largest) ((largest) > 0x1p-100f ? (most) / (largest) : 0.0f)
 #define KV_INVERSE(largest) KV_INVERSE_OF(KV_MAX_ACTIVATION, largest)
 
@@ -34,20 +34,20 @@
 #define KV_MEANS 1    /* statistics of a key block: means alone, or */
 #define KV_CHANNELS 2 /* with channel scales */
 
-/* Largest error of a score by the rounding of activations, as above, that is left as it is: an output of few tokens
-   deviates by about thrice as much. */
+/* Largest error of a score by the rounding of activations, as above, that is not corrected. An output of few tokens is off by
+   about three times as much. */
 #define KV_LEAST_ERROR 2e-4f
-/* Root mean square of codes, less their bias, that are distributed evenly: more than those of a Gaussian row. */
+/* Root mean square of evenly distributed codes without their bias; it is more than that of a Gaussian row's codes. */
 #define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 73.0f)
 
-/* What makes a row's unit the standard error of its scores. */
+/* Factor from a row's unit to the standard error of its scores. */
 static inline float KV(error_of_unit)(const kv_side *side, int dtype)
 {
     return 0.29f * __builtin_sqrtf((float)side->padded_dim) * KV_CODE_SIZE(dtype);
 }
 
 /* Cuts up to KV_PANEL rows of n floats, times their inverse scales, into the activations that dot_panel reads; sums[r] is
-   that of row r. With `carry` what the rounding leaves is added to the next of the lane, the 16th float from it. */
+   the sum of row r. With `carry`, what the rounding leaves out is added to the next float of the same lane, 16 floats on. */
 static inline __attribute__((always_inline)) void KV(put_activations)(
     const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse, int8_t *x, int32_t *sums,
     const int carry)
@@ -71,7 +71,7 @@ static inline __attribute__((always_inline)) void KV(put_activations)(
     KV_FOR4(r, num_rows, sums[r] = (int32_t)total[r];);
 }
 
-/* Rows become what their rounding leaves, times 65278: at most KV_MAX_ACTIVATION. */
+/* What the rounding of rows left out, times 65278: at most KV_MAX_ACTIVATION. */
 static inline void KV(leave_rounding)(const float *rows, ptrdiff_t stride, int num_rows, ptrdiff_t n, const float *inverse,
                                       float *left)
 {
@@ -102,8 +102,8 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
     }
 }
 
-/* What a block's statistics make of a panel of queries: what every token's score is shifted by, and with channel scales the
-   rows times these, as activations. */
+/* A panel of queries folded with a block's statistics: the shift of every token's score, and with channel scales the rows
+   times these scales, as activations. */
 typedef struct {
     float shift[KV_PANEL];
     float scale[KV_PANEL];
@@ -113,7 +113,7 @@ typedef struct {
     KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
 } KV(folded);
 
-/* Scales of W channels of a key block, of which `unit` is the 2^-16th part of the block's unit. */
+/* Scales of W channels of a key block; `unit` is 2^-16 times the block's unit. */
 static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit)
 {
     return vf_mul(vi_to_float(vi_and(vf_bits(vf_load_bfloat16(scales)), vi_set1(0x7FFF0000))), unit);

@@ -1,15 +1,15 @@
-/* Codes of one row: those of its largest magnitude, or those of the scale with the least squared error. */
+/* Encodes one row: with the scale of its largest magnitude, or with the scale of the least squared error. */
 
-/* Which magnitude of GAUSS4 is nearest to 16 t >= 0. Each cell of 16 holds one midpoint between two, the
-   last none, and as many midpoints lie below a cell as cells do: one comparison finds it. */
+/* Index of the magnitude of GAUSS4 that is nearest to 16 t >= 0. Each cell of 16 holds one midpoint between two
+   magnitudes, the last cell none. So as many midpoints as cells lie below a cell, and one comparison finds the index. */
 static inline vi KV(nearest_level)(vf t)
 {
     const vi cell = vf_truncate(vf_min(t, vf_set1(7.0f)));
     return vi_count_above(cell, t, vf_lookup8(kv_gauss_midpoints, cell));
 }
 
-/* The sums of x level and of level^2 over the magnitudes x of a row, as each of `count` <= 4 scales codes it. Side by
-   side, since each alone waits for its sums. */
+/* The sums of x level and of level^2 over the magnitudes x of a row, for each of `count` <= 4 scales. They run side by side,
+   as one scale alone would wait for its sums. */
 static inline __attribute__((always_inline)) void KV(fit4)(const float *row, ptrdiff_t n, const float *scales,
                                                            const int count, const int gauss, float *products,
                                                            float *squares)
@@ -38,10 +38,10 @@ static inline __attribute__((always_inline)) void KV(fit)(const float *row, ptrd
     if (count > 4) KV(fit4)(row, n, scales + 4, count - 4, gauss, products + 4, squares + 4);
 }
 
-/* Of the scales s that it tries, the one whose codes leave the least squared error, which is
-   sum x^2 - s (2 sum x level - s sum level^2). Plain INT4 tries to clip the largest values. GAUSS4 starts
-   as if the row were Gaussian, refits s to the codes of that, codes anew, and holds this against the scale
-   that clips nothing, for rows with an outlier; its scales are bfloat16. */
+/* Tries several scales s and takes the one whose codes leave the least squared error, which is
+   sum x^2 - s (2 sum x level - s sum level^2). INT4 with even levels tries to clip the largest values. GAUSS4
+   starts as if the row were Gaussian, refits s to the codes of that, encodes again, and compares this with the
+   scale that clips nothing, for rows with an outlier; its scales are bfloat16. */
 static inline __attribute__((always_inline)) float KV(search)(const kv_side *side, const float *row, uint8_t *codes,
                                                               const int gauss, const int tries)
 {
@@ -71,10 +71,10 @@ static inline __attribute__((always_inline)) float KV(search)(const kv_side *sid
     float scales[8], products[8], squares[8], scale = 0.0f, gain = -INFINITY;
     for (int i = 0; i < tries; i++)
         scales[i] = !gauss ? largest / 7.0f * clips[i] : i == 0 ? largest / 127.0f : spread * spreads[i];
-    for (int first = 0; first <= gauss; first++) { /* of GAUSS4 all, then all but the one that clips nothing again */
+    for (int first = 0; first <= gauss; first++) { /* GAUSS4: all scales, then again all but the one that clips nothing */
         for (int i = first; i < tries; i++) {
             if (gauss) scales[i] = kv_from_bfloat16(kv_to_bfloat16(scales[i]));
-            scales[i] = scales[i] > smallest ? scales[i] : smallest; /* times `up` a normal float */
+            scales[i] = scales[i] > smallest ? scales[i] : smallest; /* so that it times `up` is a normal float */
         }
         KV(fit)(magnitudes, n, scales + first, tries - first, gauss, products + first, squares + first);
         if (!gauss) break;

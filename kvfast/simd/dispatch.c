@@ -1,7 +1,7 @@
-/* Compiles the kernels once per instruction set, and tells which of them this machine can run.
+/* Compiles the kernels once per instruction set, and finds out which tiers this machine can run.
 
-   Each tier stands in a target region instead of a file with its own flags: all functions are
-   static, so no code of a newer instruction set can leak into what every CPU runs. */
+   Each tier is a target region instead of a file with its own flags: all functions are static, so no
+   code of a newer instruction set can leak into code that every CPU runs. */
 #include "kernels.h"
 
 #include <math.h>
@@ -44,7 +44,7 @@
 #else
 #define KV_ARM64 0
 #endif
-/* clang declares its intrinsics to regions only from 16 on. */
+/* clang declares its intrinsics in target regions only from version 16 on. */
 #if KV_ARM64 && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD))
 #define KV_HAVE_DOTPROD 1
 #else
@@ -75,8 +75,8 @@ static inline void kv_prefetch_end(const kv_ahead *ahead)
     kv_prefetch_scales(&ahead->next, ahead->next.at[(ahead->next.bytes - 1) / ahead->next.piece]);
 }
 
-/* Where a panel that starts `offset` bytes into its tile prefetches from; it goes on line after line
-   in the order of memory, whatever the order of its loads. */
+/* The address from which a panel that starts `offset` bytes into its tile prefetches. It continues line after
+   line in the order of memory, whatever the order of its loads. */
 static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offset)
 {
     const kv_prefetch *stream = &ahead->next;
@@ -84,7 +84,7 @@ static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offs
     if (offset >= stream->bytes) {
         offset -= stream->bytes;
         stream = &ahead->after;
-        if (offset >= stream->bytes) offset = 0; /* all of it is asked for */
+        if (offset >= stream->bytes) offset = 0; /* all of it was prefetched */
     }
     const ptrdiff_t *at = stream->at;
     for (; offset >= stream->piece; offset -= stream->piece) at++;
@@ -139,9 +139,9 @@ static inline uint16_t kv_to_bfloat16(float x) /* nearest even */
 }
 static inline float kv_from_bfloat16(uint16_t half) { return kv_bits_float((uint32_t)half << 16); }
 
-/* GAUSS4: the 16 levels of the quantiser of least squared error for a Gaussian, symmetric about 0, in
-   units of 2.733 standard deviations / 127; stored as INT8 is, + 128. The upper half again as floats,
-   with the midpoint above each, in sixteens. */
+/* GAUSS4: the 16 levels of the quantiser with the least squared error for a Gaussian, symmetric about 0, in
+   units of 2.733 standard deviations / 127; stored like INT8, + 128. Then the upper half as floats, and the
+   midpoint above each of them, in units of 16. */
 #define KV_GAUSS_UNIT (2.733f / 127.0f)
 static const uint8_t kv_gauss_levels[16] = {1, 32, 53, 70, 84, 97, 110, 122, 134, 146, 159, 172, 186, 203, 224, 255};
 static const float kv_gauss_magnitudes[8] = {6, 18, 31, 44, 58, 75, 96, 127};
@@ -285,7 +285,7 @@ const kv_kernels *const kv_all_kernels[] = {
 };
 
 #if KV_X86
-/* clang's __builtin_cpu_supports does not know these; whoever has one and AVX2 may use it. */
+/* clang's __builtin_cpu_supports does not know these features. A CPU that has one and AVX2 may use it. */
 static int has_f16c(void)
 {
     unsigned a, b, c, d;
@@ -318,8 +318,8 @@ static int has_dotprod(void)
 #endif
 
 #if KV_HAVE_AMX
-/* The matrix unit's registers are large: Linux gives them to processes that ask (arch_prctl,
-   ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA), and remembers. */
+/* The matrix unit's registers are large: Linux gives them only to processes that ask for them (arch_prctl,
+   ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA); asking once is enough. */
 static int has_amx(void)
 {
     enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
@@ -382,7 +382,7 @@ const kv_cpu_feature *kv_cpu_features(void)
     (f++)->present = __builtin_cpu_supports("avx2") && has_avx_vnni();
 #endif
 #if KV_HAVE_AMX
-    f[0].present = f[1].present = kv_supported(&kernels_amx); /* it takes the system's permission as well */
+    f[0].present = f[1].present = kv_supported(&kernels_amx); /* needs the system's permission as well */
 #endif
 #if KV_ARM64
     features[1].present = has_dotprod();

@@ -1,10 +1,11 @@
-/* Scores and sums of values of packed codes, see packed.h: a tile of them becomes a block of INT8, in the processor's
-   cache, and INT8's kernels read that. */
+/* Scores and sums of values of packed codes; see packed.h. A tile is expanded to a block of INT8 in the processor's cache,
+   which INT8's kernels read. */
 
 /* Half a line. */
 typedef uint32_t KV(half_line) __attribute__((vector_size(32)));
 
-/* Codes become levels + 128. Not by value: how a tier without such registers passes them is not one compiler's to say. */
+/* Replaces codes by levels + 128. Passed by pointer, as compilers differ in how they pass vectors that a tier has no registers
+   for. */
 static inline __attribute__((always_inline)) void KV(put_levels)(const KV(half_line) *given, const int bits,
                                                                  const uint8_t *table, uint8_t *out)
 {
@@ -14,7 +15,7 @@ static inline __attribute__((always_inline)) void KV(put_levels)(const KV(half_l
         memcpy(out, &codes, 32);
         return;
     }
-#if W >= 8 /* AVX2: the bits above the low four choose between shuffles of 16 levels, of which 4 and 8 are a part */
+#if W >= 8 /* AVX2: the bits above the low four choose between shuffles of 16 levels; tables of 4 and 8 are padded to 16 */
     const __m256i index = (__m256i)codes;
     const __m256i low = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table)), index);
     __m256i levels = low;
@@ -37,7 +38,7 @@ static inline __attribute__((always_inline)) void KV(put_levels)(const KV(half_l
 #endif
 }
 
-/* Units that follow each other become lines of INT8. */
+/* Expands consecutive units to lines of INT8. */
 static inline __attribute__((always_inline)) void KV(expand_units)(const uint8_t *unit, int count, const int bits,
                                                                    const uint8_t *table, const char *ahead, uint8_t *out)
 {
@@ -70,7 +71,7 @@ static inline __attribute__((always_inline)) void KV(expand_units)(const uint8_t
 
 static void KV(expand)(const kv_side *side, const char *units, int count, const char *ahead, uint8_t *out)
 {
-    /* 4 and 8 levels, for shuffles that read 16 */
+    /* shuffles read 16 levels, also of 4 and 8 */
     uint8_t levels[32] = {0};
     const uint8_t *table = kv_packed_table(side), *unit = (const uint8_t *)units;
     if (table) memcpy(levels, table, (size_t)1 << kv_dtypes[side->dtype].bits);
@@ -92,7 +93,7 @@ static void KV(expand)(const kv_side *side, const char *units, int count, const 
     }
 }
 
-/* Indices below 128 become levels of the trellis + 128. */
+/* Replaces indices below 128 by levels of the trellis + 128. */
 static inline __attribute__((always_inline)) void KV(put_trellis)(const KV(half_line) *indices, uint8_t *out)
 {
 #ifdef KV_VBMI
@@ -118,9 +119,9 @@ static inline __attribute__((always_inline)) void KV(put_trellis)(const KV(half_
 #endif
 }
 
-/* Lines of codes, a byte each, that follow each other in a chain, become lines of levels. There is room for
-   KV_TRELLIS_MEMORY lines before them, for what the chain has before the first: the last ones, a step of the chain
-   further, which for values is a lane, for keys a byte of a lane. */
+/* Replaces lines of codes, a byte each, that follow each other in a chain by lines of levels. There is room for
+   KV_TRELLIS_MEMORY lines before them, for the codes that precede the first in the chain: these are the last lines, moved by
+   one step of the chain, which is a lane for values and a byte of a lane for keys. */
 static inline __attribute__((always_inline)) void KV(follow_chain)(uint8_t *lines, int count, const int values, uint8_t *out,
                                                                    ptrdiff_t stride)
 {
@@ -149,7 +150,7 @@ static inline __attribute__((always_inline)) void KV(follow_chain)(uint8_t *line
         }
 }
 
-/* The units of 16 tokens, `stride` bytes apart, become lines of INT8: of values unit after unit `out_stride` bytes apart. */
+/* Expands the units of 16 tokens, `stride` bytes apart, to lines of INT8; units of values end up `out_stride` bytes apart. */
 static void KV(expand_trellis)(const uint8_t *unit, ptrdiff_t stride, int units, int values, const char *ahead, uint8_t *out,
                                ptrdiff_t out_stride)
 {
@@ -173,7 +174,7 @@ static void KV(expand_trellis)(const uint8_t *unit, ptrdiff_t stride, int units,
     }
 }
 
-/* A tile as a block of INT8 that holds nothing else. */
+/* A tile that was expanded to a block of INT8; the block holds nothing else. */
 typedef struct {
     KV_ALIGNED uint8_t block[KV_TILE * KV_MAX_HEAD_DIM + KV_TILE * sizeof(float)];
     kv_side side;
@@ -181,7 +182,7 @@ typedef struct {
     kv_ahead ahead; /* of the block itself: there is nothing to prefetch */
 } KV(expanded);
 
-/* What the kernels are told of it. */
+/* Fills in the side and tile that the kernels read it by. */
 static void KV(describe_expanded)(const kv_side *side, const kv_tile *tile, int tokens, KV(expanded) *expanded)
 {
     expanded->side = *side;
@@ -206,7 +207,7 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, lanes = side->padded_dim / KV_LANES;
     const ptrdiff_t unit_bytes = 32 * kv_dtypes[side->dtype].bits;
     float *scales = (float *)(expanded->block + tokens * side->padded_dim);
-    ptrdiff_t read = 0; /* bytes of the tile, for what is prefetched instead */
+    ptrdiff_t read = 0; /* bytes of the tile read so far; as many bytes ahead are prefetched */
     for (int t = 0, slot = tile->first, block = 0; t < tokens; block++, slot = 0) {
         const char *at = tile->base + tile->at[block];
         const int left = tokens - t, room = side->block_size - slot, here = left < room ? left : room;

@@ -37,7 +37,7 @@ static inline __attribute__((always_inline)) void KV(score_panel)(
         }
     }
     if (tokens == 1) {
-        /* Summed in the order of the others: a token's score does not depend on how many come with it. */
+        /* Sum in the same order as for more tokens: a token's score does not depend on how many come with it. */
         for (int r = 0; r < rows; r++) {
             float sums[4];
             KV(vf_sum4)(acc[r][0], acc[r][0], acc[r][0], acc[r][0], sums);
@@ -100,7 +100,7 @@ static inline const char *KV(rows_in_block)(const kv_side *side, const kv_tile *
     return tile->base + tile->at[(tile->first + t) / side->block_size] + slot * side->row_stride;
 }
 
-/* The scores of `count` rows of one block; `offset` is theirs in the tile, in bytes. */
+/* The scores of `count` rows of one block, which start `offset` bytes into the tile. */
 static inline __attribute__((always_inline)) void KV(scores_floating)(
     const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count, ptrdiff_t offset,
     const kv_ahead *ahead, float *scores, const int dtype)
@@ -146,7 +146,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     }
 }
 
-/* Block by block; the calls keep the loops above apart, which are faster so than inside one more. */
+/* Block by block. The calls keep the loops above apart, as they are slower inside another loop. */
 #define KV_FLOATING_KERNELS(name, dtype)                                                                   \
     static __attribute__((noinline)) void KV(score_rows_##name)(                                           \
         const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count,         \

@@ -1,13 +1,13 @@
-/* Scores and sums of values of INT8, INT4 and GAUSS4 codes; of the arithmetic, see activations.inc.h. */
+/* Scores and sums of values of INT8, INT4 and GAUSS4 codes. activations.inc.h describes the arithmetic. */
 
 static inline __attribute__((always_inline)) vf KV(load_scales)(const char *scales, int token, const int dtype)
 {
     return dtype == KV_GAUSS4 ? vf_load_bfloat16((const uint16_t *)scales + token) : vf_load((const float *)scales + token);
 }
 
-/* (INT_VECTORS or 1) x W lanes against `rows` rows of activations over `lines` 64-byte lines: from base +
-   block[0] on, or with `gather` block_lines of each block. (One loop inside the other takes 8 % longer than
-   one alone where nothing is gathered.) */
+/* Multiplies (INT_VECTORS or 1) x W lanes by `rows` rows of activations over `lines` 64-byte lines: from base +
+   block[0] on, or with `gather` block_lines of each block. (Without gather a single loop is used: nested loops
+   take 8 % longer.) */
 static inline __attribute__((always_inline)) void KV(dot_panel)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int lines, const int gather, int block_lines,
     const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])
@@ -18,7 +18,7 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
         const char *codes = base + *block++;
         const int here = gather && block_lines < lines ? block_lines : lines;
         for (int line = 0; line < here; line++) {
-            if (dtype == KV_INT8 && W == KV_LANES) { /* each load after the products of the one before: 5 % faster from memory */
+            if (dtype == KV_INT8 && W == KV_LANES) { /* load after the products of the last load: 5 % faster from memory */
                 KV_FOR4(v, vectors,
                     kv_prefetch(ahead + v * 64);
                     const vwide wide = vcodes_widen(vcodes_bytes(vcodes_load(codes + v * tile_bytes)));
@@ -61,8 +61,8 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
     default: if (vectors > 1) { panel(4, INT_VECTORS) } else { panel(4, 1) }       \
     }
 
-/* Adds to the scores of a panel what the rounding of its activations left out, where that counts, see activations.inc.h: of
-   the tokens lane to stop of a tile, from a slot of the first of `block` on. `rows` are those that were rounded, of
+/* Adds what the rounding of a panel's activations left out to its scores, where that counts; see activations.inc.h. The tokens
+   are `lane` to `stop` of a tile, from a slot of the first of `block` on. `rows` are the rows before rounding, with their
    `inverse` and `unit`. */
 static inline __attribute__((always_inline)) void KV(refine)(
     const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows, const kv_tile *tile,
@@ -90,7 +90,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
         for (int r = 0; r < num_rows; r++)
             for (int v = 0; v < vectors; v++) {
                 float *score = scores + r * KV_TILE + lane + v * W;
-                const float limit = KV_LEAST_ERROR / (error * __builtin_fabsf(unit[r])); /* of a token's scale */
+                const float limit = KV_LEAST_ERROR / (error * __builtin_fabsf(unit[r])); /* least scale of a token that counts */
                 const vf scale = vf_set1(unit[r] * (0.5f / KV_MAX_ACTIVATION));
                 const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
                 const vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(KV_BIAS(dtype) * sums[r])));
@@ -105,7 +105,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
 typedef void KV(refiner)(const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows,
                          const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores);
 
-/* Largest scale of a tile's tokens, or more: of all in the last 16, too. */
+/* Largest scale of a tile's tokens, or more: it also covers the rest of the last 16 tokens. */
 static inline float KV(largest_scale)(const kv_side *side, const kv_tile *tile, const int dtype)
 {
     vf largest = vf_set1(0.0f);
@@ -136,7 +136,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
         const ptrdiff_t *block = tile->at;
         const ptrdiff_t *first_block = block;
         int slot = tile->first;
-        int counts = 0, first = 0, first_slot = slot; /* whether what the rounding leaves out does, from `first` on */
+        int counts = 0, first = 0, first_slot = slot; /* whether what the rounding left out counts, from `first` on */
         for (int lane = 0; lane < lanes;) {
             const ptrdiff_t at = slot / KV_LANES * tile_bytes + slot % KV_LANES * 4;
             const char *token_scales = tile->base + *block + side->scales;

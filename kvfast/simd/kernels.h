@@ -28,7 +28,7 @@
    GAUSS4 is stored like INT4, but its codes are indices into a table of 16 int8 levels, the best for a
    Gaussian (Lloyd, Least squares quantization in PCM, 1982; Max 1960). Rotated rows are close to one.
 
-   INT2, INT3, INT5, INT6 and INT7 have the same lines, but a byte holds no whole number of their codes: see packed.h.
+   INT2, INT3, INT5, INT6 and INT7 have the same lines, but their codes are cut into planes of bits: see packed.h.
    Their scales are bfloat16, their levels even or the best for a Gaussian. TRELLIS4 is packed, too: see trellis.h.
 
    Latent rows (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434) are keys and values at once. They are stored
@@ -260,7 +260,7 @@ typedef struct {
     void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows,
                                       const kv_tile *tile, const kv_ahead *ahead, const float *rescale,
                                       float *acc);
-    /* The same with values that are read from the K side, of all dtypes: the latent rows. */
+    /* The same for latent rows of any dtype: reads the values from the K side. */
     void (*accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, const float *rescale, float *acc);
     /* Attention of many query rows on one tile, with a matrix unit; NULL without one. KV_INTEGERS: of all dtypes but
@@ -273,19 +273,20 @@ typedef struct {
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);
 
-    /* Codebooks, see codebook.inc.h. Points are (dim, n), `stride` floats from one dimension to the next, n a multiple of
-       KV_LANES; of each the first of the nearest centroids, and its half squared distance less half its squared norm. */
+    /* Product quantisation, see pq.inc.h. Points are (dim, n), `stride` floats from one dimension to the next, n a multiple
+       of KV_LANES. Finds the nearest centroid of each point, the first of several, and half its squared distance minus half
+       the point's squared norm. */
     void (*nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, const kv_pq_codebook *book, const float *half_norms,
                     uint8_t *codes, float *distances);
     void (*decode_codes)(const kv_codes *codes, ptrdiff_t n, char *rows, ptrdiff_t stride);
 
-    /* For measuring the machine: read n bytes (a multiple of 256) as the kernels do; multiply and add integers, or
-       float32, on registers alone, which returns how many operations that was. */
+    /* Measure the machine: read n bytes (a multiple of 256) as the kernels do; multiply and add integers or float32 in
+       registers alone, and return the number of operations. */
     uint32_t (*read_bytes)(const char *source, ptrdiff_t n);
     double (*multiply[2])(ptrdiff_t steps, float *sink);
 } kv_kernels;
 
-/* The tiers of this build, best first, NULL-terminated; kv_supported tells if this CPU and its
+/* The tiers of this build, best first, NULL-terminated. kv_supported returns whether this CPU and its
    operating system can run one. */
 extern const kv_kernels *const kv_all_kernels[];
 int kv_supported(const kv_kernels *kernels);

@@ -1,9 +1,9 @@
-/* Latent rows, which are keys and values at once. As keys they are read like any others. As values, rows of floats serve
-   as they are; of codes a tile is turned into a block of INT8 values in the processor's cache, and INT8's kernels read that:
-   the query heads of a latent are many, so that this is little beside what they do with it. */
+/* Latent rows, which are keys and values at once. As keys they are read like any others. As values, float rows are read as
+   they are. A tile of codes is transposed to a block of INT8 values in the processor's cache, which INT8's kernels read. A
+   latent has many query heads, so this costs little beside the attention itself. */
 
-/* Four lines of INT8 keys, 16 tokens x 16 depths, become four of values: a dword of 4 depths of a token one of 4 tokens
-   of a depth. */
+/* Transposes four lines of INT8 keys, 16 tokens x 16 depths, to four lines of values: dwords of 4 depths of a token become
+   dwords of 4 tokens of a depth. */
 static inline void KV(transpose_square)(const void *lines, void *out)
 {
 #if W == 16
@@ -27,7 +27,7 @@ static inline void KV(transpose_square)(const void *lines, void *out)
 #endif
 }
 
-/* Two lines of INT4 or GAUSS4 as four of INT8. */
+/* Widens two lines of INT4 or GAUSS4 to four of INT8. */
 static inline void KV(widen_lines)(const char *lines, const int dtype, uint8_t *out)
 {
     for (int line = 0; line < 2; line++, lines += 64, out += 128)
@@ -39,7 +39,7 @@ static inline void KV(widen_lines)(const char *lines, const int dtype, uint8_t *
                 if (dtype == KV_GAUSS4) {
                     KV(put_levels)(&nibbles, 4, kv_gauss_levels, out + 64 * i + half);
                 } else {
-                    nibbles += 0x78787878; /* less the bias of INT4, with that of INT8 */
+                    nibbles += 0x78787878; /* subtracts the bias of INT4 and adds that of INT8 */
                     memcpy(out + 64 * i + half, &nibbles, 32);
                 }
             }
@@ -60,7 +60,7 @@ static inline __attribute__((always_inline)) void KV(transpose_lanes)(const kv_s
     }
 }
 
-/* A tile of codes as a block of INT8 values that holds nothing else. */
+/* Transposes a tile of codes to a block of INT8 values that holds nothing else. */
 static void KV(transpose_tile)(const kv_side *side, const kv_tile *tile, KV(expanded) *transposed)
 {
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;

@@ -7,7 +7,7 @@ static inline uint8_t *KV(locate)(uint8_t *codes, int depths, int lane, int dept
            lane % KV_LANES * 4 + depth % 4;
 }
 
-/* What a row of n codes stands for, before scales and means: in place, as int8. */
+/* Replaces a row of n codes by their levels as int8, before scales and means. */
 static inline void KV(levels)(const kv_side *side, uint8_t *codes, ptrdiff_t n)
 {
     if (side->dtype == KV_INT8)
@@ -32,7 +32,7 @@ static inline float KV(get_scale)(const kv_side *side, const char *block, int sl
     return side->scale_bytes == 2 ? kv_from_bfloat16(((const uint16_t *)scales)[slot]) : ((const float *)scales)[slot];
 }
 
-/* What the channel scales of a block count: a bfloat16, in the top bits of the first 16. */
+/* The unit of the channel scales of a block: a bfloat16, in the top bits of the first 16. */
 static inline float KV(unit_of)(const uint16_t *scales)
 {
     return kv_from_bfloat16((uint16_t)KV(top_bits)(scales));
@@ -59,7 +59,7 @@ static int KV(decode_floats)(const kv_side *side, const char *block, int slot, f
     return side->family == KV_FLOAT_ROWS;
 }
 
-/* In a row of n codes, the nibbles that go into one byte: of each 8 codes 4 bytes. */
+/* Packs the nibbles of a row of n codes: each 8 codes become 4 bytes. */
 static inline void KV(pack_nibbles)(const uint8_t *codes, ptrdiff_t n, uint8_t *packed)
 {
     for (ptrdiff_t d = 0; d < n; d += 8, packed += 4) {
@@ -69,13 +69,13 @@ static inline void KV(pack_nibbles)(const uint8_t *codes, ptrdiff_t n, uint8_t *
     }
 }
 
-/* The padded codes of a token into the K side, as bytes of the lines, INT4 packed. */
+/* Writes the padded codes of a token to the K side, as bytes of the lines, INT4 packed. */
 static inline void KV(put_words_k)(uint8_t *line, const uint8_t *packed, ptrdiff_t nbytes)
 {
     for (ptrdiff_t d = 0; d < nbytes; d += 4, line += 64) memcpy(line, packed + d, 4);
 }
 
-/* A token's padded codes into the K side. */
+/* Writes a token's padded codes to the K side. */
 static inline void KV(put_k)(const kv_side *side, char *block, int slot, const uint8_t *codes)
 {
     const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
@@ -126,7 +126,7 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
     const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
     const int line_step = side->block_size / per_line * 64; /* from lane tile to lane tile */
     for (int here; count > 0; count -= here, slot += here, rows += here * stride) {
-        /* Whole lines at once; before the first and behind the last, token by token. */
+        /* Whole lines at once; tokens before the first and after the last whole line one by one. */
         here = slot % per_line == 0 && count >= per_line ? per_line : 1;
         for (int t = 0; t < here; t++)
             KV(put_scale)(side, block, slot + t, KV(code_row)(side, rows + t * stride, codes + t * STRIDE));
@@ -144,7 +144,7 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
     }
 }
 
-/* The other way round: what put_k was given, and the same for the V side. */
+/* The inverse of put_k: reads a token's codes; get_v does so for the V side. */
 static inline void KV(get_k)(const kv_side *side, const char *block, int slot, uint8_t *codes)
 {
     const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
@@ -181,7 +181,7 @@ static void KV(decode_k)(const kv_side *side, const char *block, int slot, float
     KV_ALIGNED float means[KV_MAX_HEAD_DIM];
     KV(get_k)(side, block, slot, codes);
     if (side->means) KV(to_float16)(block + side->means, side->padded_dim, means);
-    if (side->channels) { /* of which the codes are 0..15 */
+    if (side->channels) { /* codes are 0..15 */
         const uint16_t *channels = (const uint16_t *)(block + side->channels);
         const float unit = KV(unit_of)(channels);
         for (int d = 0; d < side->head_dim; d++)
@@ -210,7 +210,7 @@ static void KV(decode_v)(const kv_side *side, const char *block, int slot, float
     KV(dequantize)((const int8_t *)codes, side->head_dim, KV(get_scale)(side, block, slot), row);
 }
 
-/* One token from a block to one of another size; neither codes nor scale change. */
+/* Copies a token to a block that may have another size; neither codes nor scale change. */
 static void KV(copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                            int to_slot, int values)
 {

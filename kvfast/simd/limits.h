@@ -6,19 +6,19 @@
 #include <float.h>
 #include <stddef.h>
 
-/* Of kernels. */
+/* Sizes of kernels. */
 enum {
     KV_LANES = 16,         /* lanes of a tile; tokens come in multiples of it */
     KV_TILE = 128,         /* most tokens between two softmax corrections */
     KV_ROWS = 16,          /* most query rows that share one pass over a block */
     KV_MAX_HEAD_DIM = 512, /* bound of the int32 accumulators, see activations.inc.h */
-    KV_MAX_ROPE_DIM = 128, /* of the rotary part of latent rows: two tiles of a matrix unit */
+    KV_MAX_ROPE_DIM = 128, /* width of the rotary part of latent rows: two tiles of a matrix unit */
     KV_PANEL = 4,          /* query rows whose activations are interleaved */
-    KV_PANELS = 16,        /* most times KV_ROWS query rows that share one where a matrix unit works */
+    KV_PANELS = 16,        /* with a matrix unit, most panels of KV_ROWS query rows that share one pass */
     KV_MAX_CENTROIDS = 256 /* of a codebook: codes are bytes */
 };
 
-/* Of caches. */
+/* Sizes of caches. */
 enum {
     KV_MIN_BLOCK_SIZE = KV_LANES, /* tokens of a block, a power of two */
     KV_MAX_BLOCK_SIZE = 256,
@@ -29,18 +29,18 @@ enum {
     KV_FEW_QUERIES = KV_OPEN_TOKENS, /* most queries of a call that see what each would see alone */
     KV_MAX_FLOAT_TOKENS = KV_PIECE,  /* first tokens of a sequence that always stay floats */
     KV_CHUNK_SHIFT = 3,
-    KV_CHUNK_BLOCKS = 1 << KV_CHUNK_SHIFT, /* memory is taken for multiples of so many blocks or pieces */
+    KV_CHUNK_BLOCKS = 1 << KV_CHUNK_SHIFT, /* memory is allocated for multiples of so many blocks or pieces */
     KV_MAX_LAYERS = 1 << 16,
     KV_MAX_KV_HEADS = 1 << 16,
     KV_MAX_Q_HEADS = 1 << 20
 };
-#define KV_MAX_TOKENS ((ptrdiff_t)1 << 40) /* of a sequence, and blocks of a pool */
-#define KV_UNLIMITED ((ptrdiff_t)1 << 60)  /* of a count that has no limit of its own */
+#define KV_MAX_TOKENS ((ptrdiff_t)1 << 40) /* most tokens of a sequence, and most blocks of a pool */
+#define KV_UNLIMITED ((ptrdiff_t)1 << 60)  /* limit of a count that has none of its own */
 
-/* Of elements: the largest magnitudes. */
+/* Largest magnitudes of elements. */
 #define KV_MAX_FLOAT32 FLT_MAX
 #define KV_MAX_FLOAT16 65504.0f
 #define KV_MAX_BFLOAT16 3.3895314e38f
-#define KV_MAX_ROTATED 6e35f /* of a row that is rotated back: sums of KV_MAX_HEAD_DIM of them are finite */
+#define KV_MAX_ROTATED 6e35f /* in a row that will be rotated back: sums of KV_MAX_HEAD_DIM of them are finite */
 
 #endif

@@ -1,4 +1,4 @@
-/* What the machine can do: reading memory as the kernels do, and their arithmetic on registers alone. */
+/* Measures the machine: reads memory as the kernels do, and runs their arithmetic in registers alone. */
 
 static uint32_t KV(read_bytes)(const char *source, ptrdiff_t n)
 {
@@ -15,9 +15,9 @@ static uint32_t KV(read_bytes)(const char *source, ptrdiff_t n)
     return (uint32_t)vi_hsum(vi_add(vi_add(a, b), vi_add(c, d)));
 }
 
-/* `steps` times what a panel of dot_panel multiplies, without its loads of codes; returns how many multiplications and
-   additions that is. The operands change from step to step and depend on `sink`, which is 0: else the compiler would
-   multiply once, or not at all. */
+/* Multiplies `steps` times as a panel of dot_panel does, without its loads of codes; returns the number of multiplications
+   and additions. The operands change from step to step and depend on `sink`, which is 0: otherwise the compiler would
+   multiply once or not at all. */
 static double KV(multiply_int8)(ptrdiff_t steps, float *sink)
 {
     enum { CODES = 8 };
@@ -41,8 +41,8 @@ static double KV(multiply_int8)(ptrdiff_t steps, float *sink)
     return 2.0 * (double)steps * (KV_PANEL * INT_VECTORS * W * INT_PRODUCTS);
 }
 
-/* The same of float32. A sum is a factor of the next one, for the same reason; from different starts all of them go
-   to 2. */
+/* The same for float32. Each sum is a factor of the next one, for the same reason; from different starts all of them
+   approach 2. */
 static double KV(multiply_float32)(ptrdiff_t steps, float *sink)
 {
     const vf half = vf_set1(0.5f), one = vf_set1(1.0f);

@@ -1,11 +1,11 @@
-/* Codes of 2, 3, 5, 6 and 7 bits, and of a trellis: what they stand for, and where their bits are.
+/* Codes of 2, 3, 5, 6 and 7 bits, and of a trellis: their levels, and where their bits are.
 
-   The levels are int8, so that INT8's kernels multiply them. Evenly spaced, a code is the top bits of a biased
-   byte, and its level the middle of the bytes that begin so. From 6 bits on that is the Gaussian codebook, too: int8
-   is too coarse for the least error there, and a row's own range is as good.
+   The levels are int8, so that INT8's kernels multiply them. With even levels, a code is the top bits of a biased byte,
+   and its level the middle of the bytes with these top bits. From 6 bits on the Gaussian codebook is even, too: int8 is
+   too coarse for the least error there, and a row's own range is as good.
 
-   A unit is 16 lanes x 16 depths, 32 bytes for each bit, where INT8 has four lines: line l is depths 4 l to 4 l + 3.
-   It is cut into planes, of 4, 2 and 1 bits as far as the width has them, the lowest bits first:
+   A unit is 16 lanes x 16 depths: 32 bytes for each bit of the code. INT8 has four lines for it: line l is depths 4 l to
+   4 l + 3. A unit is cut into planes of 4, 2 and 1 bits, those that add up to the width, the lowest bits first:
 
      4 bits   128 bytes: lines 0 and 1 in the low and high nibbles of 64 bytes, then 2 and 3
      2 bits    64 bytes: line l in bits 2 l and 2 l + 1
@@ -15,15 +15,15 @@
 
 enum { KV_UNIT = 16 }; /* depths */
 
-/* The quantisers of least squared error for a Gaussian whose levels are int8, + 128; the errors are within 1 % of
-   Lloyd's and Max's. */
+/* The quantisers with the least squared error for a Gaussian among those with int8 levels, + 128. Their errors are within
+   1 % of those of Lloyd and Max. */
 static const uint8_t kv_gauss_levels2[4] = {8, 92, 164, 248};
 static const uint8_t kv_gauss_levels3[8] = {6, 52, 85, 114, 142, 171, 204, 250};
 static const uint8_t kv_gauss_levels5[32] = {9,   30,  44,  54,  63,  71,  78,  84,  90,  96,  101,
                                              106, 111, 116, 121, 126, 130, 135, 140, 145, 150, 155,
                                              160, 166, 172, 178, 185, 193, 202, 212, 226, 247};
 
-/* Levels + 128 by code, or NULL where they are evenly spaced. */
+/* Levels + 128 by code, or NULL if they are evenly spaced. */
 static inline const uint8_t *kv_packed_table(const kv_side *side)
 {
     if (!side->gaussian) return NULL;
@@ -33,7 +33,7 @@ static inline const uint8_t *kv_packed_table(const kv_side *side)
                                     : NULL;
 }
 
-/* How many levels' units a standard deviation of a Gaussian is best worth, its inverse. */
+/* The best unit of the levels for a Gaussian, in its standard deviations. */
 static inline float kv_packed_spread(const kv_side *side)
 {
     static const float even[] = {1.0006f / 64, 0.5884f / 32, 0.1877f / 8, 0.1042f / 4, 0.0572f / 2};

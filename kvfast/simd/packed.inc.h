@@ -1,6 +1,6 @@
-/* Rows as codes of 2, 3, 5, 6 or 7 bits or of a trellis, and back; see packed.h. */
+/* Encodes rows as codes of 2, 3, 5, 6 or 7 bits or of a trellis, and decodes them; see packed.h. */
 
-/* Which level above 0 is nearest to each t >= 0, and the level. Evenly spaced: t in steps, below `half`. */
+/* Index of the level above 0 that is nearest to each t >= 0, and the level. With even levels t is in steps, below `half`. */
 static inline __attribute__((always_inline)) vi KV(nearest_packed)(vf t, const float *magnitudes, int half, float step,
                                                                    vf *level)
 {
@@ -20,8 +20,8 @@ static inline __attribute__((always_inline)) vi KV(nearest_packed)(vf t, const f
     return cell;
 }
 
-/* Padded codes of a row; returns its scale, a bfloat16. As KV(search): of the scale that clips nothing and those of a
-   Gaussian of the row's size, refitted to their codes, the one that leaves the least squared error. */
+/* Padded codes of a row; returns its scale, a bfloat16. Like KV(search), tries the scale that clips nothing and scales for a
+   Gaussian of the row's size, refits these to their codes, and takes the one with the least squared error. */
 static float KV(code_packed_row)(const kv_side *side, const float *row, uint8_t *codes)
 {
     static const float spreads[] = {0.0f, 1.0f, 0.85f, 1.2f};
@@ -50,7 +50,7 @@ static float KV(code_packed_row)(const kv_side *side, const float *row, uint8_t 
         float s = i ? spread * spreads[i] : largest / (table ? magnitudes[half - 1] : 128.0f), product, square;
         for (int refits = i > 0;; refits--) {
             s = kv_from_bfloat16(kv_to_bfloat16(s));
-            s = s > smallest ? s : smallest; /* times `up` a normal float */
+            s = s > smallest ? s : smallest; /* so that s times `up` is a normal float */
             const vf inverse = vf_set1(1.0f / s);
             vf products = vf_set1(0.0f), squares = products, level;
             for (int d = 0; d < n; d += W) {

@@ -1,7 +1,8 @@
-/* Codebooks: the nearest centroids of points, and the rows that codes stand for. */
+/* Product quantisation: finds the nearest centroids of points, and decodes codes to rows. */
 
-/* Lanes are points. What is largest is x.c - |c|^2/2. Its running maximum over the centroids is kept, so that the first
-   centroid at the maximum is as many centroids on as the running maximum was below it: no comparison keeps an index. */
+/* Lanes are points. The nearest centroid has the largest x.c - |c|^2/2. The running maximum over the centroids is kept. The
+   index of the first centroid at the maximum is the number of centroids at which the running maximum was still below it, so
+   no comparison has to carry an index. */
 static void KV(nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, const kv_pq_codebook *codebook, const float *half_norms,
                         uint8_t *codes, float *distances)
 {
@@ -25,15 +26,15 @@ static void KV(nearest)(const float *points, ptrdiff_t stride, ptrdiff_t n, cons
     }
 }
 
-/* Rows of float16, (n, dims) `stride` bytes apart: of each token the centroids of its codes. Constant `width` and `count`
-   are those of all subvectors, so that a centroid is copied by one load and one store. */
+/* Decodes codes to rows of float16, (n, dims), `stride` bytes apart. `width` and `count` are compile-time constants, the same
+   for all subvectors, so that one load and one store copy a centroid. */
 static inline __attribute__((always_inline)) void KV(decode_as)(const kv_codes *codes, ptrdiff_t n, char *rows,
                                                                 ptrdiff_t stride, const int width, const int count)
 {
     const size_t bytes = 2 * (size_t)width;
     const uint8_t *token = codes->data;
     const char *codebooks = (const char *)codes->centroids;
-    const ptrdiff_t token_stride = codes->stride; /* which no row overwrites, as the compiler now knows */
+    const ptrdiff_t token_stride = codes->stride; /* local, so that the compiler knows that no row overwrites it */
     const int subvectors = codes->subvectors;
     for (; n > 0; n--, token += token_stride, rows += stride) {
         const char *codebook = codebooks;
@@ -49,7 +50,7 @@ static inline __attribute__((always_inline)) void KV(decode_as)(const kv_codes *
     }
 }
 
-/* The same of books of any number of centroids, and subvectors of different widths. */
+/* The same for any number of centroids, and subvectors of different widths. */
 static void KV(decode_any)(const kv_codes *codes, ptrdiff_t n, char *rows, ptrdiff_t stride)
 {
     for (ptrdiff_t t = 0; t < n; t++) {

@@ -17,8 +17,8 @@ static inline __attribute__((always_inline)) void KV(butterfly4)(vf x[4])
     x[3] = vf_sub(b, d);
 }
 
-/* Within each 4 W elements of rows of n, a multiple of it: four sums wait for each other's latency, and where there are
-   registers for eight, two quadruples at a time do, of two rows perhaps. */
+/* Transforms each 4 W elements of rows of n, a multiple of 4 W. Four sums at a time hide each other's latency. Where there
+   are registers for eight, two quadruples run side by side, perhaps of two rows. */
 static inline void KV(hadamard4)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, float norm,
                                  float *out, ptrdiff_t out_stride)
 {
@@ -27,7 +27,7 @@ static inline void KV(hadamard4)(const float *rows, ptrdiff_t stride, ptrdiff_t 
     for (ptrdiff_t left = num_rows * (n / (4 * W)), c = 0; left > 0;) {
         const float *source[2] = {rows, rows};
         float *target[2] = {out, out};
-        for (int k = 0; k < (W == 16 ? 2 : 1); k++) { /* the last alone twice */
+        for (int k = 0; k < (W == 16 ? 2 : 1); k++) { /* a last quadruple without a partner runs twice */
             source[k] = left > 0 ? rows + c : source[0];
             target[k] = left > 0 ? out + c : target[0];
             left--;
@@ -49,9 +49,9 @@ static inline void KV(hadamard4)(const float *rows, ptrdiff_t stride, ptrdiff_t 
     }
 }
 
-/* Sylvester's matrix times 1 / sqrt(size) on each run of `size` = 2^a elements of a row; those of 4 W elements are done
-   already where the row has them. Its first W x W works inside the vectors, by sums of its rows; the rest is butterflies
-   between whole vectors. */
+/* Multiplies each run of `size` = 2^a elements of a row by Sylvester's matrix times 1 / sqrt(size). If size is at least 4 W,
+   hadamard4 has transformed each 4 W elements already. The first W x W of the matrix works inside the vectors, by sums of its
+   rows; the rest is butterflies between whole vectors. */
 static inline void KV(hadamard)(float *row, ptrdiff_t n, ptrdiff_t size)
 {
     const float norm = 1.0f / __builtin_sqrtf((float)size);
@@ -89,7 +89,7 @@ static inline void KV(hadamard)(float *row, ptrdiff_t n, ptrdiff_t size)
         }
 }
 
-/* Element h of every block becomes the sums over the blocks j of cas[i j mod m] times theirs. */
+/* Element h of block i becomes the sum over the blocks j of cas[i j mod m] times element h of block j. */
 static inline void KV(hartley)(float *row, ptrdiff_t m, ptrdiff_t size, const float *cas)
 {
     float out[KV_MAX_HEAD_DIM];

@@ -38,8 +38,8 @@ static void KV(from_bfloat16)(const float *row, ptrdiff_t n, void *target)
     for (ptrdiff_t i = 0; i < n; i++) halves[i] = kv_to_bfloat16(row[i]);
 }
 
-/* Magnitudes order as their bit patterns do, with infinity and NaN on top: one integer maximum
-   finds the largest magnitude and everything that is not finite. */
+/* Magnitudes have the same order as their bit patterns, with infinity and NaN on top. So one integer
+   maximum finds the largest magnitude and everything that is not finite. */
 static int32_t KV(max_magnitude_bits)(const float *row, ptrdiff_t n)
 {
     const vi mask = vi_set1(0x7FFFFFFF);
@@ -84,7 +84,7 @@ static inline __attribute__((always_inline)) float KV(code_uniform)(const float 
 
 static float KV(quantize)(const float *row, ptrdiff_t n, int levels, int8_t *codes)
 {
-    /* The rows 4 KB on, as hardware prefetchers stop at pages: 50 ns a row of 128 from memory instead of 67. */
+    /* Prefetch rows 4 KB ahead, as hardware prefetchers stop at pages: 50 ns for a row of 128 from memory instead of 67. */
     for (ptrdiff_t i = 0; i < n; i += 16) kv_prefetch(row + 1024 + i);
     return levels == 127 ? KV(code_uniform)(row, n, 127, 0, codes) : KV(code_uniform)(row, n, 7, 0, codes);
 }
@@ -105,7 +105,7 @@ static void KV(scale_add)(float *target, float target_scale, const float *source
     for (; i < n; i++) target[i] = target[i] * target_scale + source[i] * source_scale;
 }
 
-/* out[i] = row[i] * factor * norm[i], without norm where it is NULL. */
+/* out[i] = row[i] * factor * norm[i], or row[i] * factor if norm is NULL. */
 static void KV(scale_row)(const float *row, ptrdiff_t n, float factor, const float *norm, float *out)
 {
     ptrdiff_t i = 0;
@@ -131,7 +131,7 @@ static inline void KV(transform_row)(const float *row, ptrdiff_t n, const kv_tra
     const ptrdiff_t pairs = t->cos ? t->pairs : 0;
     if (t->norm) {
         const float mean = KV(sum_squares)(row, n) / (float)n;
-        /* A mean square beyond float32 must not make the row 0: NaN is found where rows are stored. */
+        /* A mean square beyond float32 must not make the row 0. As NaN it is refused when the row is stored. */
         KV(scale_row)(row, n, mean < INFINITY ? 1.0f / __builtin_sqrtf(mean + t->eps) : NAN, t->norm, out);
         row = out;
     } else if (row != out) {
@@ -170,8 +170,8 @@ static void KV(transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_row
     }
 }
 
-/* exp(x) for x <= 88, exactly 0 below -87, and NaN for NaN, so that no score is lost: 2^n x 2^r, |r| <= 1/2, with the
-   polynomial of degree 5 that interpolates 2^r in the Chebyshev nodes (relative error 1e-7). */
+/* exp(x) for x <= 88; exactly 0 below -87, and NaN for NaN, so that no score is lost. 2^n x 2^r with |r| <= 1/2; the
+   polynomial of degree 5 interpolates 2^r in the Chebyshev nodes (relative error 1e-7). */
 static inline vf KV(exp)(vf x)
 {
     vf t = vf_mul(vf_max(vf_set1(-87.0f), x), vf_set1(1.44269504f));
@@ -186,8 +186,8 @@ static inline vf KV(exp)(vf x)
     return vf_zero_below(vf_mul(y, vi_exponent(n)), x, -87.0f);
 }
 
-/* Below 5/8 the polynomial of Cephes (tanhf, S. Moshier), as 1 - exp(-2x) would keep few digits of a small x: relative error
-   3e-7. */
+/* Below 5/8 uses the polynomial of Cephes (tanhf, S. Moshier), as 1 - exp(-2x) would keep few digits of a small x. Relative
+   error 3e-7. */
 static inline vf KV(tanh)(vf x)
 {
     const vf size = vf_abs(x), small = vf_min(vf_set1(0.625f), size), square = vf_mul(small, small);
@@ -210,12 +210,12 @@ static float KV(exp1)(float x)
     return lanes[0];
 }
 
-/* Softcap and ALiBi on a row's scores begin to end, of which it sees from to to. */
+/* Applies softcap and ALiBi to a row's scores begin to end. The row sees only those from `from` to `to`. */
 static inline void KV(bend_scores)(float *scores, int begin, int end, int from, int to, int row, float position,
                                    const kv_score_options *options)
 {
     if (options->softcap > 0) {
-        const vf cap = vf_set1(options->softcap); /* whose inverse may have few digits */
+        const vf cap = vf_set1(options->softcap); /* divide, as its inverse may have few digits */
         for (int t = begin; t < end; t += W)
             vf_store(scores + t, vf_mul(cap, KV(tanh)(vf_div(vf_load(scores + t), cap))));
     }
@@ -224,9 +224,9 @@ static inline void KV(bend_scores)(float *scores, int begin, int end, int from, 
             scores[t] += options->slopes[row] * (position + (float)t - options->query_at[row]);
 }
 
-/* One softmax step over a tile: row r may see the tokens from[r] <= t < to[r]. The running maximum
-   is the base, not the tile's, so that a row that sees nothing stays without NaN. `count` is filled
-   up with zero weights to the next multiple of KV_LANES. */
+/* One softmax step over a tile: row r sees the tokens from[r] <= t < to[r]. The base is the running
+   maximum, not the tile's, so that a row that sees nothing gets no NaN. `count` is padded with zero
+   weights to the next multiple of KV_LANES. */
 static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *from, const int *to,
                         float position, const kv_score_options *options)
 {
@@ -244,7 +244,7 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
         if (m == -INFINITY) {
             memset(weights, 0, (size_t)padded * sizeof(float));
             state->rescale[r] = 1.0f;
-            if (to[r] > from[r]) state->l[r] = NAN; /* all that it sees is beyond float32 */
+            if (to[r] > from[r]) state->l[r] = NAN; /* all scores that it sees are beyond float32 */
             continue;
         }
         const vf base = vf_set1(m);

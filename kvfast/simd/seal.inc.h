@@ -1,9 +1,9 @@
-/* Finished blocks of keys: the statistics of the channels, then the codes that need them.
+/* Seals blocks of keys: computes the statistics of the channels, then the codes, which need them.
 
    Centred blocks: x = code x token scale + mean, with the mean of the channel over the block.
    Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset, codes 0..15. */
 
-/* W channels from c on; beyond the last, 0. */
+/* Loads W channels from c on; beyond the last channel 0. */
 static inline vf KV(load_channels)(const float *row, ptrdiff_t c, ptrdiff_t n)
 {
     if (c + W <= n) return vf_load(row + c);
@@ -28,7 +28,7 @@ static inline vf KV(channel_code)(vf x, vf inverse)
     return vi_to_float(vf_round(vf_max(vf_min(vf_mul(x, inverse), vf_set1(15.0f)), vf_set1(0.0f))));
 }
 
-/* The scales as 15-bit fractions of a unit that the largest just fits, rounded up. */
+/* Writes the scales as 15-bit fractions of the smallest unit that the largest scale fits, rounded up. */
 static void KV(put_channels)(const kv_side *side, uint16_t *channels, const float *scales)
 {
     float largest = 0.0f;
@@ -42,9 +42,9 @@ static void KV(put_channels)(const kv_side *side, uint16_t *channels, const floa
     for (int i = 0; i < 16; i++) channels[i] |= (uint16_t)((bits >> i & 1) << 15);
 }
 
-/* Scale and offset of each channel: from the smallest to the largest value, then twice the line of least
-   squared error through the codes, unless one that leaves every value at most one step outside of the codes were wider
-   than that of the range then: few values far from all others. Rounding may move the range a little, too. */
+/* Scale and offset of each channel. Starts with the range from the smallest to the largest value, then fits twice the line of
+   least squared error through the codes. No value may be more than one step beyond the codes; if the scale for that is wider
+   than the range's, which a few values far from all others cause, the range is taken. Rounding may move the range a little, too. */
 static void KV(fit_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride)
 {
     uint16_t *offsets = (uint16_t *)(block + side->means);
@@ -72,7 +72,7 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
                 squares = vf_fma(code, code, squares);
                 products = vf_fma(code, x, products);
             }
-            /* Integers of which the sums are exact; 0 where all codes are the same. */
+            /* Sums of integers, so exact; 0 if all codes are the same. */
             const vf spread = vf_sub(vf_mul(count, squares), vf_mul(codes, codes));
             scale = vf_div(vf_sub(vf_mul(count, products), vf_mul(codes, values)), vf_max(spread, vf_set1(1.0f)));
             offset = vf_add(offset, vf_div(vf_sub(values, vf_mul(scale, codes)), count));
@@ -89,8 +89,8 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
     KV(put_channels)(side, (uint16_t *)(block + side->channels), scales);
 }
 
-/* Codes the tokens from `token` on with the channels' scales and offsets; stops, with 0, at a token that is more
-   than 1.25 steps outside of the range of codes if `guarded`. */
+/* Encodes the tokens from `token` on with the channels' scales and offsets. With `guarded`, stops and returns 0 at a token
+   that is more than 1.25 steps beyond the range of codes. */
 static int KV(code_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int token, int guarded)
 {
     const uint16_t *channels = (const uint16_t *)(block + side->channels);
@@ -104,7 +104,7 @@ static int KV(code_channels)(const kv_side *side, char *block, const float *rows
         inverse[c] = scale[c] > 0.0f ? 1.0f / scale[c] : 0.0f;
     }
     for (; token < side->block_size; token++) {
-        vf beyond = vf_set1(0.0f); /* how far outside, in values */
+        vf beyond = vf_set1(0.0f); /* how far beyond the codes, in units of values */
         for (ptrdiff_t c = 0; c < dims; c += W) {
             const vf x = vf_sub(KV(load_channels)(rows + token * stride, c, n), vf_load(offset + c));
             const vf step = vf_load(scale + c);

@@ -1,6 +1,6 @@
-/* Codes of rows, turned into those of lines (see kernels.h): the same for all tiers, with what every CPU of a kind has. */
+/* Transposes codes from rows to lines (see kernels.h). The same for all tiers, with instructions that every CPU of a kind has. */
 
-/* 4 rows of 4 words, `stride` bytes apart, turned: row i becomes word i of 4 runs of 4, `to_stride` bytes apart. */
+/* Transposes 4 rows of 4 words, `stride` bytes apart: row i becomes word i of 4 runs of 4, `to_stride` bytes apart. */
 static inline void kv_transpose_words(const uint8_t *rows, ptrdiff_t stride, uint8_t *to, ptrdiff_t to_stride)
 {
 #if KV_SSE2
@@ -27,7 +27,7 @@ static inline void kv_transpose_words(const uint8_t *rows, ptrdiff_t stride, uin
 #endif
 }
 
-/* 4 rows of 16 bytes, turned: one line of 16 words with a byte of each row. */
+/* Transposes 4 rows of 16 bytes to one line of 16 words with a byte of each row. */
 static inline void kv_transpose_bytes(const uint8_t *rows, ptrdiff_t stride, uint8_t *line)
 {
 #if KV_SSE2
@@ -48,7 +48,7 @@ static inline void kv_transpose_bytes(const uint8_t *rows, ptrdiff_t stride, uin
 #endif
 }
 
-/* 4 x 4 bytes, turned. */
+/* Transposes 4 x 4 bytes. */
 static inline void kv_transpose_dwords(const uint8_t *from, uint8_t *to)
 {
 #if KV_SSE2
@@ -63,7 +63,7 @@ static inline void kv_transpose_dwords(const uint8_t *from, uint8_t *to)
 #endif
 }
 
-/* 16 codes into the words of a line, where `bits` from bit `shift` on are theirs. */
+/* Writes 16 codes into the words of a line, to the bits `bits` from bit `shift` on. */
 static inline void kv_put_column(uint8_t *line, const uint8_t *codes, uint32_t bits, int shift)
 {
 #if KV_SSE2

@@ -2,14 +2,14 @@
 
    A trellis-coded quantiser (Marcellin and Fischer, Trellis coded quantization of memoryless and Gauss-Markov sources,
    1990) of 128 states, with a trained table as in QTIP (arXiv 2406.11235); bench/trellis_table.py trains one. Its state is
-   the lowest bits of the last seven codes, the newest as bit 0; three parities of them are the context, and the level is
-   in a table of 8 contexts x 16 codes. So a row's levels follow from its codes by a few XORs and one look-up, all of them
-   at once, while whoever codes a row looks for the best of all its paths (Viterbi). Of Gaussian rows of 128 it leaves
-   0.0048 of the energy, where 16 levels leave 0.0079, and no code of 4 bits and a scale can leave less than 0.0033.
+   the lowest bits of the last seven codes, the newest as bit 0. Three parities of these bits are the context, and the level
+   is in a table of 8 contexts x 16 codes. So the decoder finds all levels of a row at once, by a few XORs and one look-up
+   each, while the encoder searches for the best of all paths (Viterbi). On Gaussian rows of 128 elements the error is
+   0.0048 of the energy. 16 fixed levels leave 0.0079, and no code of 4 bits and a scale can leave less than 0.0033.
 
-   The chain of a row goes through its depths in steps, from state 0: first those that are a multiple of `step`, then
-   those that follow them, and so on. Steps are what a line has of a row, so that the codes before those of a line are a
-   line, too: 4 depths of keys, 16 of values. */
+   The chain of a row goes through its depths in steps, from state 0: first the multiples of `step`, then the depths after
+   these, and so on. A step is the number of depths of a row in one line: 4 for keys, 16 for values. So the codes that
+   precede those of a line are a line, too. */
 #ifndef KVFAST_TRELLIS_H
 #define KVFAST_TRELLIS_H
 
@@ -17,7 +17,7 @@ enum { KV_TRELLIS_MEMORY = 7, KV_TRELLIS_STATES = 1 << KV_TRELLIS_MEMORY };
 
 static inline int kv_trellis_step(int values) { return values ? KV_LANES : 4; }
 
-/* What a level's unit is of the standard deviation of a Gaussian. */
+/* The unit of the levels, in standard deviations of a Gaussian. */
 #define KV_TRELLIS_UNIT (3.3916f / 127.0f)
 
 /* Contexts of the states. */
@@ -38,7 +38,7 @@ static const uint8_t kv_trellis_table[8 * 16] = {
     114, 122, 129, 137, 144, 152, 161, 172, 183, 203,
 };
 
-/* For who codes, in half units: the levels by p, b and context, and what bounds those of a context and b. */
+/* For the encoder, in half units: the levels by p, b and context, and the bounds between those of a context and b. */
 static const float kv_trellis_doubled[8][16] = {
     {-252, -186, -154, -166, -174, -140, -220, -200, -152, -126, -110, -114, -122, -102, -130, -138},
     {-118, -96, -86, -86, -94, -76, -102, -104, -90, -78, -66, -62, -70, -58, -84, -78},
@@ -60,8 +60,8 @@ static const float kv_trellis_bounds[8][2][7] = {
     {{-152, -82, -44, -13, 17, 49, 88}, {-108, -61, -28, 3, 33, 68, 119}},
 };
 
-/* The contexts of codes, in bits 4 to 6, from the codes at each lag: what kv_trellis_contexts tells of a state. Words of
-   four codes, of which `ones` has the lowest bits. */
+/* The contexts of codes, in bits 4 to 6, from the codes at each lag; the same as kv_trellis_contexts of the state. Works on
+   words of four codes; `ones` has the lowest bit of each code. */
 #define KV_TRELLIS_CONTEXT(at, ones) \
     ((((at)[2] ^ (at)[3]) & (ones)) << 4 | (((at)[3] ^ (at)[5] ^ (at)[6]) & (ones)) << 5 | \
      (((at)[1] ^ (at)[4] ^ (at)[7]) & (ones)) << 6)

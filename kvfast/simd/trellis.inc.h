@@ -1,11 +1,11 @@
-/* Rows as codes of a trellis, and back; see trellis.h. */
+/* Encodes rows as codes of a trellis, and decodes them; see trellis.h. */
 
-/* Which survivor a path comes from: of its states, those that took a 0 and those that took a 1 have a bit for each
-   pair of states before them, which is set where the path comes from the upper one. */
+/* The state from which each surviving path comes. There is one word for the states that took a 0 and one for those that took
+   a 1. It has a bit for each pair of states before them, which is set if the path comes from the upper one. */
 typedef uint64_t KV(survivors)[2];
 
-/* Viterbi's search: the cheapest path through the n places of a chain, and the bits of it. `row` counts half units,
-   and no place costs more than its limit, 0 in the padding.
+/* Viterbi's search: the cheapest path through the n places of a chain, and its bits. `row` is in half units. No place costs
+   more than its limit, which is 0 in the padding.
 
    All costs are integers, so that every tier finds the same path: at most 2^14 for a place, hence below 2^23 for
    KV_MAX_HEAD_DIM of them, and below 2^24 with those of states that no path reaches, which float32 holds exactly. */
@@ -49,7 +49,7 @@ static int KV(cheapest_path)(const float *row, const float *limits, int n, KV(su
     return last;
 }
 
-/* Where a path goes, the sums of element x level, in 2^-21, and of level^2: exact, at most 2^39 and 2^23. */
+/* Sums along a path of element x level, in 2^-21, and of level^2: exact, at most 2^39 and 2^23. */
 typedef struct {
     int64_t product;
     int32_t square;
@@ -75,10 +75,10 @@ static KV(path_sums) KV(walk_back)(const float *row, const int32_t *elements, co
     return sums;
 }
 
-/* Padded codes of a row, in the order of its depths; returns its scale, a bfloat16. Of the scale that a Gaussian of the
-   row's size is best worth, those beside it with clip_search, and the one that clips nothing where the row has an outlier,
-   the one whose path leaves the least squared error, as KV(search) tells it. All that decides is exact: every tier finds
-   the same codes. */
+/* Padded codes of a row, in the order of its depths; returns its scale, a bfloat16. Tries the best scale for a Gaussian of
+   the row's size, with clip_search the scales beside it, and if the row has an outlier the scale that clips nothing. Takes the
+   one whose path leaves the least squared error, computed as in KV(search). All comparisons are exact, so every tier finds the
+   same codes. */
 static float KV(code_trellis_row)(const kv_side *side, const float *row, uint8_t *codes, int values)
 {
     static const float spreads[] = {1.0f, 0.945f, 1.06f};
@@ -112,7 +112,7 @@ static float KV(code_trellis_row)(const kv_side *side, const float *row, uint8_t
     const int outlier = largest > 1.06f * 127.0f * spread, tries = side->clip_search ? 3 : 1;
     for (int i = -outlier; i < tries; i++) {
         float s = i < 0 ? largest / 127.0f : spread * spreads[i];
-        s = s > smallest ? s : smallest; /* times `up` a normal float */
+        s = s > smallest ? s : smallest; /* so that s times `up` is a normal float */
         const vf inverse = vf_set1(0x1p-20f / s), highest = vf_set1(256.0f); /* in half units, of the largest level and one */
         for (int t = 0; t < n; t += W) {
             const vf x = vf_mul(vi_to_float(vi_load(elements + t)), inverse);

@@ -78,12 +78,12 @@ class KVFastCache(Cache):
         kinds = [KINDS[name] for name in layer_types]
         stored = [index for index, kind in enumerate(kinds) if kind.has_rows]
         if not stored:
-            raise ValueError(f"no layer of {config.model_type} has keys and values, of which a KVFastCache is made: use transformers' "
+            raise ValueError(f"no layer of {config.model_type} has keys and values, which a KVFastCache needs: use transformers' "
                              f"DynamicCache(config=model.config)")
         windows = [options[index].get("sliding_window") for index in stored]
         chunks = [window if layer_types[index] == "chunked_attention" else None for index, window in zip(stored, windows)]
         configs = config.per_layer_config
-        told = [tuple(getattr(configs[index], name, None) for name in ("num_key_value_heads", "head_dim", "v_head_dim")) for index in stored]
+        configured = [tuple(getattr(configs[index], name, None) for name in ("num_key_value_heads", "head_dim", "v_head_dim")) for index in stored]
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
             if any(windows):
@@ -92,7 +92,7 @@ class KVFastCache(Cache):
         rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         self._config, self._dtype, self._max_seq_len = config, dtype, max_seq_len
         settings = {"dtype": dtype, "k_dtype": k_dtype, "v_dtype": v_dtype}
-        self._rows = Rows(stored, windows, chunks, told, settings, max_seq_len, rollback)
+        self._rows = Rows(stored, windows, chunks, configured, settings, max_seq_len, rollback)
         places = {index: place for place, index in enumerate(stored)}
         self._kinds = [(kind, places.get(index), options[index].get("number_of_states", 1)) for index, kind in enumerate(kinds)]
         super().__init__(layers=self._new_layers())

@@ -23,7 +23,7 @@ class LazyMask:
     chunk : int or None
         Tokens of a chunk, beyond whose first none is seen.
     width : int or None
-        Tokens that the 2D mask of padding tells of; None without one.
+        Number of tokens in the 2D mask of padding; None without one.
     padding : ndarray of shape (batch, q_offset + q_length), bool, or None
         False for padding; None where there is none.
     parts : tuple

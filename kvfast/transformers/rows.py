@@ -14,7 +14,7 @@ EVERYTHING = slice(None)
 
 
 class Rows:
-    """Caches of the rows of a batch, made when the first keys tell how many there are and of what shape.
+    """Caches of the rows of a batch. They are made when the first keys come, which have the number of rows and the shape.
 
     Attributes
     ----------
@@ -29,13 +29,13 @@ class Rows:
         For each layer the tokens that came, padding included: what transformers counts.
     """
 
-    def __init__(self, numbers, windows, chunks, told, settings, max_seq_len, rollback):
-        """`told`: of each layer its KV heads, head_dim and v_head_dim, as far as the configuration says; only how they differ
-        counts."""
+    def __init__(self, numbers, windows, chunks, configured, settings, max_seq_len, rollback):
+        """`configured`: the KV heads, head_dim and v_head_dim of each layer, as far as the configuration has them. Only
+        differences between layers count."""
         self.numbers, self.windows, self.chunks = numbers, windows, chunks
         self._settings, self._max_seq_len, self._rollback = settings, max_seq_len, rollback
-        # Layers of one kind have one shape, which the first of them tells.
-        self._told, self._kinds = told, list(zip(windows, chunks, told))
+        # Layers of one kind have the same shape, which the keys of the first of them show.
+        self._configured, self._kinds = configured, list(zip(windows, chunks, configured))
         self._shapes, self._unseen = None, set(self._kinds)
         self._stored = []       # what layers got while not all shapes are known, to be stored again
         self.clear()
@@ -66,7 +66,7 @@ class Rows:
             if tensor.device.type != "cpu":
                 raise ValueError(f"KVFastCache keeps keys and values in the CPU's memory, got {name} on {tensor.device}")
         if key.shape[:3] != value.shape[:3]:
-            raise ValueError(f"keys and values must have one shape but for their head_dim, got {tuple(key.shape)} and "
+            raise ValueError(f"keys and values must have the same shape except for head_dim, got {tuple(key.shape)} and "
                              f"{tuple(value.shape)} for layer {self.numbers[layer]}")
         if self.rows and len(self.rows) != key.shape[0]:
             raise ValueError(f"this cache holds a batch of {len(self.rows)}, got keys of {key.shape[0]}: reset() it for another batch")
@@ -83,8 +83,8 @@ class Rows:
         sliding layers forget."""
         batch, shape = key.shape[0], (key.shape[1], key.shape[3], value.shape[3])
         if self._shapes is None:
-            self._shapes = [tuple(mine if one == first else one for one, first, mine in zip(told, self._told[layer], shape))
-                            for told in self._told]
+            self._shapes = [tuple(mine if one == first else one for one, first, mine in zip(other, self._configured[layer], shape))
+                            for other in self._configured]
         kind = self._kinds[layer]
         if self._shapes[layer] != shape:
             if kind not in self._unseen:
@@ -116,7 +116,7 @@ class Rows:
         if mask is None:
             return self._new_parts(before, n, None)
         if mask.width not in (None, before + n):
-            raise ValueError(f"attention_mask tells of {mask.width} tokens, and with this step the cache has got {before + n}: was it "
+            raise ValueError(f"attention_mask is for {mask.width} tokens, but with this step the cache has got {before + n}: was it "
                              f"filled before, or does generate give it every token again, as with use_cache=False?")
         if (mask.q_offset, mask.q_length) != (before, n):
             raise RuntimeError(
@@ -191,7 +191,7 @@ class Rows:
     def _advance(self):
         """Count the tokens that all layers got as complete."""
         if self._expected or len(set(self.seen)) > 1:
-            return  # not all of them: the next mask will tell
+            return  # not all of them: the next mask will show whether the step ended
         for row in self.rows:
             new = row.layer_length(0) - len(row)
             if new:

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-# The first version whose caches tell masks their sizes as this adapter does, and the first that may do otherwise.
+# The first version whose caches pass sizes to masks as this adapter does, and the first that may do otherwise.
 FIRST, BEYOND = (5, 23), (6, 0)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from cache_kinds import CENTRED, DTYPES, PLAIN
 from reference import attention, bound, relative_error, ways_agree
+from selection import TIERS, pairwise
 
 import kvfast
 
@@ -53,24 +54,22 @@ def test_every_dtype_and_size(isa, rng, shape):
         assert np.abs(lse - expected_lse).max() < 1e-3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale": 0.3},
-        {"causal": False},
-        {"softcap": 2.0},
-        {"sliding_window": 1},
-        {"sliding_window": 20},
-        {"attention_chunk_size": 7},
-        {"attention_chunk_size": 32, "softcap": 5.0},
-        {"sliding_window": 100, "causal": False},
-        {"sinks": True},
-        {"alibi_slopes": True},
-        {"softcap": 5.0, "sliding_window": 70, "sinks": True, "alibi_slopes": True, "scale": 0.2},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", ["float32", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED])
+OPTIONS = [
+    {"scale": 0.3},
+    {"causal": False},
+    {"softcap": 2.0},
+    {"sliding_window": 1},
+    {"sliding_window": 20},
+    {"attention_chunk_size": 7},
+    {"attention_chunk_size": 32, "softcap": 5.0},
+    {"sliding_window": 100, "causal": False},
+    {"sinks": True},
+    {"alibi_slopes": True},
+    {"softcap": 5.0, "sliding_window": 70, "sinks": True, "alibi_slopes": True, "scale": 0.2},
+]
+
+
+@pairwise(("isa", "dtype", "options"), TIERS, ["float32", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED], OPTIONS, ids=str)
 def test_options(isa, rng, dtype, options):
     cache = filled(rng, 64, 300, 2, dtype, dtype)
     q = normal(rng, 150, 6, 64)

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from cache_kinds import FORMATS
 from reference import attention, bound, relative_error
-from storage_formats import FORMATS
 
 import kvfast
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 from cache_kinds import close, coded, contents, format_of, same, storage_settings, stored
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from reference import attention, bound, relative_error
+from selection import cases_of_machine
 
 import kvfast
 
@@ -143,5 +143,4 @@ class CacheMachine(RuleBasedStateMachine):
             assert same(self.cache, expected) and stored(self.cache) == stored(expected) | {"header": stored(self.cache)["header"]}
 
 
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+TestCacheMachine, TestCacheMachineLonger = cases_of_machine(CacheMachine, max_examples=60, steps=15)

@@ -4,11 +4,11 @@ PagedMLAKVCache and MLAKVCache, and pools with a window and RingKVCache."""
 import numpy as np
 import pytest
 from cache_kinds import ANY_BLOCK, PLAIN, alike, close, format_of, same, storage_settings
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pool_buffers import CANARY, FORMATS, outside, strided
 from reference import HALVES_BOUND, bound, relative_error
+from selection import cases_of_machine
 
 import kvfast
 
@@ -446,11 +446,7 @@ class PagedLatentMachine(PagedMachine):
         return self.format.k_dtype
 
 
-TestPagedMachine = PagedMachine.TestCase
-TestPagedMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
-TestPagedWindowMachine = PagedWindowMachine.TestCase
-TestPagedWindowMachine.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
-TestPagedLatentMachine = PagedLatentMachine.TestCase
-TestPagedLatentMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-TestBufferedMachine = BufferedMachine.TestCase
-TestBufferedMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPagedMachine, TestPagedMachineLonger = cases_of_machine(PagedMachine, max_examples=100, steps=25)
+TestPagedWindowMachine, TestPagedWindowMachineLonger = cases_of_machine(PagedWindowMachine, max_examples=100, steps=25)
+TestPagedLatentMachine, TestPagedLatentMachineLonger = cases_of_machine(PagedLatentMachine, max_examples=60, steps=25)
+TestBufferedMachine, TestBufferedMachineLonger = cases_of_machine(BufferedMachine, max_examples=40, steps=25)

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from cache_kinds import FORMATS, SEALING, UNSEALED, Stream
 from reference import attention, bound, relative_error
-from storage_formats import FORMATS, PLAIN, SEALING, Stream
+from selection import parametrize
 
 import kvfast
 
@@ -37,7 +38,7 @@ def blocks_held(table):
     return int((table >= 0).sum())
 
 
-@pytest.mark.parametrize("name, block_size", [*((name, None) for name in FORMATS), *((name, size) for name in PLAIN for size in (16, 64, 256))])
+@pytest.mark.parametrize("name, block_size", [*((name, None) for name in FORMATS), *((name, size) for name in UNSEALED for size in (16, 64, 256))])
 def test_a_pool_serves_texts_far_longer_than_itself(name, block_size):
     """With the bits of a ring, in steps of any size, by calls of its own and in batches."""
     form, stream = FORMATS[name], Stream(3, 3000, layers=2)
@@ -113,11 +114,13 @@ def test_forks_and_going_back(name):
     assert pool.num_free_blocks == pool.num_blocks
 
 
-SIZES = [(name, size, other) for name in PLAIN for size, other in ((16, 256), (256, 16), (32, 64), (64, 32))]
+SIZES = [(name, size, other) for name in UNSEALED for size, other in ((16, 256), (256, 16), (32, 64), (64, 32))]
+WINDOWS = [WINDOW, {"sliding_window": 30, "num_sink_tokens": 0, "rollback": 0}, {"sliding_window": 20, "num_sink_tokens": 20, "rollback": 70}]
+SIZED = [*((name, None, None) for name in FORMATS), *SIZES]
 
 
-@pytest.mark.parametrize("window", [WINDOW, {"sliding_window": 30, "num_sink_tokens": 0, "rollback": 0}, {"sliding_window": 20, "num_sink_tokens": 20, "rollback": 70}])
-@pytest.mark.parametrize("name, size, other", [*((name, None, None) for name in FORMATS), *SIZES])
+@parametrize(("name", "size", "other", "window"), [(*sized, window) for window in WINDOWS for sized in SIZED],
+             usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(SIZED)])  # fmt: skip
 def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
     """There and back, to blocks of any size, at any time; and it goes on as if nothing had been."""
     stream, form = Stream(4, 700, layers=2), FORMATS[name]
@@ -353,7 +356,7 @@ def test_bad_input():
         ({"sliding_window": -3}, "sliding_window must be between 1 and .*, got -3"),
         ({"sliding_window": 1 << 41}, "sliding_window must be between 1 and"),
         ({"sliding_window": 4}, "num_sink_tokens must be at most the window of 4, got 5"),
-        ({"sliding_window": None}, "num_sink_tokens is for a sliding_window, .* got 5"),
+        ({"sliding_window": None}, "num_sink_tokens needs a sliding_window, .* got 5"),
         ({"rollback": -1}, "rollback must be between 0 and .*, got -1"),
         ({"num_sink_tokens": -1}, "num_sink_tokens must be between 0"),
         ({"block_size": 48}, "block_size must be 16, 32, 64, 128 or 256, got 48"),

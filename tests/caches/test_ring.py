@@ -184,7 +184,7 @@ def test_bad_input(rng):
     for arguments, message in [
         ({"window": 0}, "window must be between 1 and .*, got 0"),
         ({"window": 4, "num_sink_tokens": 5}, "num_sink_tokens must be at most the window of 4, got 5"),
-        ({"window": None}, "window must be a number for one layer at least"),
+        ({"window": None}, "window must be a number for at least one layer"),
         ({"window": [3]}, "list of 2"),
         ({"window": 4, "rollback": -1}, "rollback must be between 0 and .*, got -1"),
         ({"window": 4, "rope": "keys"}, 'rope must be None or "cache"'),
@@ -253,7 +253,7 @@ def test_chunks(dtype):
         whole.attend(0, q, attention_chunk_size=0)
     turned = kvfast.RingKVCache(1, 2, 32, window=48, rope="cache")
     turned.append(0, k, v)
-    with pytest.raises(ValueError, match="attention_chunk_size is not known"):
+    with pytest.raises(ValueError, match="attention_chunk_size must be None"):
         turned.attend(0, q, attention_chunk_size=48)
 
 

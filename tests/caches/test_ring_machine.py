@@ -2,10 +2,10 @@
 
 import numpy as np
 from cache_kinds import alike, format_of, storage_settings, stored
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from reference import attention, bound, relative_error
+from selection import cases_of_machine
 
 import kvfast
 
@@ -155,5 +155,4 @@ class RingMachine(RuleBasedStateMachine):
         assert self.ring.nbytes <= limit + 4096
 
 
-TestRingMachine = RingMachine.TestCase
-TestRingMachine.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
+TestRingMachine, TestRingMachineLonger = cases_of_machine(RingMachine, max_examples=80, steps=20)

@@ -944,7 +944,7 @@ def test_a_snapshot_of_another_format_is_converted_if_asked(rng, kind, source, t
 def test_what_cannot_be_converted(rng):
     ring, other = fill(make("ring", "int8"), rng, 200), fill(make("ring", "int4"), rng, 10)
     before = contents(other)
-    with pytest.raises(kvfast.IncompatibleSnapshotError, match="all tokens can be converted, and layer 0 has dropped"):
+    with pytest.raises(kvfast.IncompatibleSnapshotError, match="all tokens to be converted, but layer 0 has dropped"):
         other.restore(ring.snapshot(), convert=True)
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="kind"):
         other.restore(fill(make("growing", "int8"), rng, 10).snapshot(), convert=True)

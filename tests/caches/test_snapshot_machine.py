@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 from cache_kinds import DIM, HEADS, LAYERS, alike, close, coded, format_of, storage_settings
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from selection import cases_of_machine
 
 import kvfast
 
@@ -395,10 +395,7 @@ class RingMachine(SnapshotMachine):
             self.check(model.cache, model.given, model.length, model.lost_from)
 
 
-for machine in (GrowingMachine, BoundedMachine, SequenceMachine, RingMachine):
-    machine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
-
-TestGrowing = GrowingMachine.TestCase
-TestBounded = BoundedMachine.TestCase
-TestSequence = SequenceMachine.TestCase
-TestRing = RingMachine.TestCase
+TestGrowing, TestGrowingLonger = cases_of_machine(GrowingMachine, max_examples=60, steps=20)
+TestBounded, TestBoundedLonger = cases_of_machine(BoundedMachine, max_examples=60, steps=20)
+TestSequence, TestSequenceLonger = cases_of_machine(SequenceMachine, max_examples=60, steps=20)
+TestRing, TestRingLonger = cases_of_machine(RingMachine, max_examples=60, steps=20)

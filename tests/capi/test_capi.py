@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from selection import exhaustive
 
 import kvfast
 
@@ -71,6 +72,7 @@ def runtimes(installed, tmp_path_factory):
         sys.path.remove(str(folder))
 
 
+@exhaustive
 def test_the_wheel_has_all_that_is_needed(installed):
     package = installed / "kvfast"
     names = {str(path.relative_to(package)) for path in package.rglob("*.*")}
@@ -229,7 +231,7 @@ def test_a_cache_in_use_says_so(runtimes, rng):
     finally:
         stop.set()
         thread.join()
-    assert seen <= {BUSY, "this cache is in use by another thread; one that changes it must be alone"}
+    assert seen <= {BUSY, "this cache is in use by another thread; a thread that changes it must be alone"}
     assert runtimes[0].nanoseconds(cache, 2, 64, 1)[0] == OK
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from command_line import command, run
+from selection import exhaustive
 
 import kvfast
 
@@ -178,6 +179,7 @@ def test_generate_compares_nothing_when_the_text_ends_at_once(model):
 
 
 @pytest.mark.model
+@exhaustive
 def test_generate_with_the_fetched_model():
     code, out, err = run("generate", "It is a truth universally acknowledged", "--dtype", "int8", "--max-tokens", 16)
     if "could not download" in err and not os.environ.get("CI"):
@@ -205,6 +207,7 @@ def test_serve_sim(model):
 
 
 @pytest.mark.model
+@exhaustive
 def test_serve_sim_with_the_fetched_model():
     code, out, err = run("serve-sim", "--requests", 4, "--max-tokens", 6, "--dtype", "int8")
     if "could not download" in err and not os.environ.get("CI"):

@@ -5,8 +5,8 @@ import pickle
 
 import numpy as np
 import pytest
+from cache_kinds import FORMATS, HEADS, MIXED, SEALING, relative_rms, tokens
 from reference import attention, relative_error
-from storage_formats import FORMATS, HEADS, MIXED, SEALING, relative_rms, tokens
 
 import kvfast
 from kvfast import PRESETS, KVFormat
@@ -22,8 +22,8 @@ class TestKVFormat:
             ({"dtype": "float16/int4", "per_channel": True}, "per_channel is for int4 keys, got float16"),
             ({"dtype": "int4", "per_channel": True, "centring": True}, "leave out centring"),
             ({"dtype": "bfloat16/int4", "centring": True}, "centring is for int8 and int4 keys, got bfloat16"),
-            ({"dtype": "float16", "rotation": "v"}, "rotation .* is for integers: .* float16"),
-            ({"dtype": "int8/float32", "rotation": "kv"}, "rotation .* is for integers: .* float32"),
+            ({"dtype": "float16", "rotation": "v"}, "rotation=.* needs integer storage; it does not help float16"),
+            ({"dtype": "int8/float32", "rotation": "kv"}, "rotation=.* needs integer storage; it does not help float32"),
             ({"dtype": "int8", "codebook": "gaussian"}, "Gaussian codebook is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "codebook": "gaussian", "per_channel": True}, "Gaussian codebook is for int4"),
             ({"dtype": "int8", "codebook": "trellis"}, "trellis is for int4 with a scale per token"),
@@ -110,7 +110,7 @@ class TestKVFormat:
             lambda dtype: kvfast.PagedKVCache(2, 1, 16, 4, dtype=dtype),
             lambda dtype: kvfast.RingKVCache(2, 1, 16, 40, dtype=dtype),
         ):
-            with pytest.raises(ValueError, match="blocks of one size, got 64, 128 tokens"):
+            with pytest.raises(ValueError, match="the same block_size, got 64, 128 tokens"):
                 make(["int4", wide])
             with pytest.raises(kvfast.DimensionMismatchError, match="list of 2, one per layer, got 3"):
                 make(["int4"] * 3)

@@ -95,12 +95,12 @@ def test_bad_input(rng):
     cos, sin = tables(10, 32)
     for error, options, message in [
         (kvfast.DimensionMismatchError, {"num_q_heads": 4}, "num_q_heads|\\(4 \\+ 2"),
-        (ValueError, {"cos": cos}, "belong together"),
-        (ValueError, {"positions": [0, 1, 2]}, "rows of cos and sin, which are missing"),
+        (ValueError, {"cos": cos}, "must be given together"),
+        (ValueError, {"positions": [0, 1, 2]}, "positions need cos and sin"),
         (ValueError, {"cos": cos, "sin": sin, "positions": [0, 1, 10]}, "between 0 and 9"),
         (kvfast.DimensionMismatchError, {"cos": cos, "sin": sin, "positions": [0, 1]}, "one per token"),
         (kvfast.DimensionMismatchError, {"cos": cos[:2], "sin": sin[:2]}, "positions 0 to 2"),
-        (kvfast.DimensionMismatchError, {"cos": cos, "sin": sin[:, :3]}, "one shape"),
+        (kvfast.DimensionMismatchError, {"cos": cos, "sin": sin[:, :3]}, "the same shape"),
         (kvfast.DimensionMismatchError, {"cos": np.ones((9, 33)), "sin": np.ones((9, 33))}, "1 to 32 pairs"),
         (kvfast.DimensionMismatchError, {"q_norm": np.ones(3)}, "q_norm must have shape \\(64,\\)"),
         (kvfast.NonFiniteInputError, {"k_norm": np.full(64, np.nan)}, "k_norm must be finite"),

@@ -204,7 +204,7 @@ def test_what_is_refused():
         ((1, 2, 32), kvfast.DimensionMismatchError, "head_dim 64"),
         ((1, 64), kvfast.DimensionMismatchError, "3 dimensions"),
         ((0, 2, 64), ValueError, "tokens of q"),
-        ((51, 2, 64), ValueError, "holds only 50"),
+        ((51, 2, 64), ValueError, "at most the 50 tokens of layer 0"),
         (1.5, TypeError, "tokens of q"),
     ):
         with pytest.raises(error, match=words):
@@ -233,7 +233,7 @@ def test_notes():
     assert not best or kvfast.active_isa() in ("avx512", "avx_vnni", "avx2", "sse2", "neon", "scalar")
     if kvfast.has_openmp():
         idle = filled(20000, 1).explain(1, num_splits=1, num_threads=3)
-        assert idle.num_tasks == 1 and "3 threads have 1 task" in idle.notes[-1] and "note" in str(idle)
+        assert idle.num_tasks == 1 and "3 threads share 1 task" in idle.notes[-1] and "note" in str(idle)
 
 
 def test_packed_codes_go_without_the_matrix_unit():

@@ -38,6 +38,7 @@ from cache_kinds import (
     tokens,
 )
 from file_parts import fields, joined, parts, with_fields, with_settings, with_tensors, with_text
+from selection import exhaustive, parametrize
 
 import kvfast
 
@@ -299,7 +300,7 @@ def test_other_files(path, tmp_path, rng, mmap):
         refused(data, path, mmap, kvfast.CorruptFileError)
     np.savez(tmp_path / "cache.npz", **fill(make("growing"), rng, 3).state_dict())
     refused((tmp_path / "cache.npz").read_bytes(), path, mmap, kvfast.CorruptFileError)
-    refused(save({"a": x}), path, mmap, kvfast.CorruptFileError, "not one of kvfast")
+    refused(save({"a": x}), path, mmap, kvfast.CorruptFileError, "not a kvfast file")
     refused(b"", path, mmap, kvfast.CorruptFileError, "not a sound safetensors file")
 
 
@@ -319,6 +320,7 @@ def test_truncated(path, mmap):
         refused(data + more, path, mmap, kvfast.CorruptFileError)
 
 
+@exhaustive
 def test_every_bit_of_the_header(path):
     """A flipped bit is seen, unless it is in what means nothing: then the cache is what it was."""
     cache, data = tiny(path)
@@ -369,7 +371,7 @@ def test_versions(path, mmap):
             "version",
         )
     for version in (-1, True, 1.0, "1", None, [1]):
-        refused(with_fields(data, version=version), path, mmap, kvfast.CorruptFileError, "not one of kvfast")
+        refused(with_fields(data, version=version), path, mmap, kvfast.CorruptFileError, "not a kvfast file")
 
 
 def test_digest_protects_the_header(path, mmap):
@@ -383,7 +385,7 @@ def test_digest_protects_the_header(path, mmap):
     assert kvfast.Snapshot.load(path, mmap=mmap).metadata == {"a": "b"} and stored(kvfast.load(path)) == stored(cache)
     for name in ("kvfast", "checksums", "digest"):
         one = {"__metadata__": {key: text for key, text in header["__metadata__"].items() if key != name}}
-        refused(joined(header | one, body), path, mmap, kvfast.CorruptFileError, "not one of kvfast")
+        refused(joined(header | one, body), path, mmap, kvfast.CorruptFileError, "not a kvfast file")
 
 
 ABSURD = [
@@ -494,7 +496,7 @@ def test_ids_taken_out_of_the_file(path, rng, mmap):
     """Without a digest to match: the checksums tell which tensors there are."""
     header, body = parts(saved(fill(make("growing"), rng, 64), path, token_ids=range(64)))
     assert header.pop("token_ids")["data_offsets"][1] == len(body)
-    refused(joined(header, body[: -64 * 8]), path, mmap, kvfast.CorruptFileError, "other tensors")
+    refused(joined(header, body[: -64 * 8]), path, mmap, kvfast.CorruptFileError, "do not belong to these tensors")
 
 
 @pytest.mark.parametrize(("dtype", "rest"), [("int8", "tail"), ("int4", "floats")])
@@ -788,9 +790,10 @@ while True:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kill -9")
-def test_killed_while_saving(tmp_path, rng):
+@parametrize("kills", [3, 30], usual=[3])
+def test_killed_while_saving(tmp_path, rng, kills):
     """After `kill -9` at any moment the file is one of the two that were saved in turn, and complete."""
-    kills, dice, seen = int(os.environ.get("KVFAST_KILLS", "30")), random.Random(0), []
+    kills, dice, seen = int(os.environ.get("KVFAST_KILLS", kills)), random.Random(0), []
     path, sources, snapshots = tmp_path / "cache", [tmp_path / "a", tmp_path / "b"], []
     for value, source in zip((1.0, 2.0), sources):
         cache = kvfast.KVCache(4, 4, 64, dtype="float32")
@@ -823,7 +826,7 @@ def test_killed_while_saving(tmp_path, rng):
         f"{kills} kills, {seen.count(0)} and {seen.count(1)} of each cache found, "
         f"{killed_inside} with a part of a file left behind; a save takes {500 * round_trip:.1f} ms"
     )
-    assert killed_inside and seen
+    assert (killed_inside or kills < 30) and len(seen) == kills
 
 
 def test_parts_left_behind_do_no_harm(path, rng):

@@ -75,7 +75,7 @@ def test_attend(cache):
     for bad in (ones(4, 16), ones(1, 3, 16), ones(1, 4, 17), ones(0, 4, 16)):
         with pytest.raises(kvfast.DimensionMismatchError):
             cache.attend(0, bad)
-    with pytest.raises(ValueError, match="q holds 5 tokens, but the layer holds only 4"):
+    with pytest.raises(ValueError, match="q must hold at most the 4 tokens of layer 0, got 5"):
         cache.attend(0, ones(5, 4, 16))
     with pytest.raises(TypeError):
         cache.attend(0, q.astype(np.float64))

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from selection import parametrize
 
 import kvfast
 from kvfast.compression import pq_training as codebook
@@ -120,7 +121,7 @@ def test_advance_over_a_long_prompt(rng):
         assert cache.snapshot() == other.snapshot()
 
 
-@pytest.mark.parametrize("read", ["k", "v", "copy"])
+@parametrize("read", ["k", "v", "copy"], usual=["k"])
 def test_reading_and_copying(rng, read):
     cache = kvfast.KVCache(1, HEADS, DIM, dtype="int5")
     with kvfast.use_isa(kvfast.available_isas()[0]):

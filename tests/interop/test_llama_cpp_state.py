@@ -124,7 +124,7 @@ def test_damaged_states(rng, transposed, tmp_path):
             read_state(path)
     with pytest.raises(IncompatibleSnapshotError, match="several caches"):
         read_state(data + b"\0")
-    expected = {0: (CorruptFileError, "begins with"), 4: (IncompatibleSnapshotError, "is version"), 8: (CorruptFileError, "ends at")}
+    expected = {0: (CorruptFileError, "must begin with"), 4: (IncompatibleSnapshotError, "got version"), 8: (CorruptFileError, "ends at")}
     for at, (error, told) in expected.items():
         with pytest.raises(error, match=told):
             read_state(data[:at] + struct.pack("<I", 0xFFFFFFFF) + data[at + 4 :])

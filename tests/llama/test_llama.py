@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
+from selection import exhaustive
 
 import kvfast
 from kvfast import llama
@@ -234,9 +235,9 @@ def test_absurd_lengths_do_not_hang(tmp_path):
         ({"drop": ["blk.0.attn_k.weight"]}, "blk.0.attn_k.weight is missing"),
         ({"drop": ["token_embd.weight"]}, "token_embd.weight is missing"),
         ({"extra": ["blk.0.ffn_gate_inp.weight"]}, "no use known for blk.0.ffn_gate_inp.weight"),
-        ({"metadata": {"llama.feed_forward_length": 50}}, "should have shape"),
+        ({"metadata": {"llama.feed_forward_length": 50}}, "must have shape"),
         ({"metadata": {"llama.block_count": None}}, "lacks llama.block_count"),
-        ({"metadata": {"llama.block_count": "two"}}, "should be a whole number"),
+        ({"metadata": {"llama.block_count": "two"}}, "must be a whole number"),
         ({"metadata": {"llama.attention.head_count": 0}}, "at least 1"),
         ({"metadata": {"llama.attention.head_count_kv": 3}}, "4 query heads cannot share 3 KV heads"),
         ({"metadata": {"llama.attention.layer_norm_rms_epsilon": -1.0}}, "above 0"),
@@ -620,6 +621,7 @@ def test_evaluation_needs_two_tokens(tiny_model):
 
 
 @pytest.mark.model
+@exhaustive
 def test_smollm2_int8_cache_is_faithful(smollm2):
     _, model, tokenizer = smollm2
     (score,) = llama.evaluate(model, tokenizer.encode(reference["TEXT"]), [new_cache(model, "int8")])

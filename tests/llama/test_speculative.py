@@ -11,6 +11,7 @@ from threadpoolctl import threadpool_limits
 
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
+from selection import exhaustive, parametrize
 
 import kvfast
 from kvfast import llama
@@ -103,8 +104,8 @@ def test_few_tokens_get_the_bits_of_each_alone(tiny_model, rng, kind, batch_inva
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("context", [5, 300])
-@pytest.mark.parametrize("dtype", ["int8", "float32"])
+@parametrize("context", [5, 300], usual=[5])
+@parametrize("dtype", ["int8", "float32"], usual=["int8"])
 def test_few_tokens_get_the_bits_of_each_alone_in_a_real_model(smollm2, rng, dtype, context):
     _, model, tokenizer = smollm2
     tokens = tokenizer.encode(TEXT * 3)[: context + FEW_TOKENS]
@@ -494,6 +495,7 @@ def compare_each(model, prompts, make_drafter, kind, max_tokens, sampling, stats
 
 
 @pytest.mark.model
+@exhaustive
 def test_twenty_texts_are_the_same_by_lookup(smollm2):
     _, model, tokenizer = smollm2
     prompts = repeating_prompts(tokenizer, 10) + [tokenizer.encode(question) for question in QUESTIONS[:10]]
@@ -502,7 +504,7 @@ def test_twenty_texts_are_the_same_by_lookup(smollm2):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("kind", [kind for kind in CACHES if kind != "int8"])
+@parametrize("kind", [kind for kind in CACHES if kind != "int8"], usual=["paged with a window"])
 def test_other_caches_give_the_same_text_by_lookup(smollm2, kind):
     _, model, tokenizer = smollm2
     stats = compare(model, repeating_prompts(tokenizer, 3), llama.PromptLookup, kind)
@@ -510,6 +512,7 @@ def test_other_caches_give_the_same_text_by_lookup(smollm2, kind):
 
 
 @pytest.mark.model
+@exhaustive
 def test_sampled_texts_are_the_same_by_lookup(smollm2):
     _, model, tokenizer = smollm2
     stats = compare(model, repeating_prompts(tokenizer, 3), llama.PromptLookup, temperature=0.8, top_p=0.95, seed=7)
@@ -517,7 +520,7 @@ def test_sampled_texts_are_the_same_by_lookup(smollm2):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("kind", ["int8", "float32"])
+@parametrize("kind", ["int8", "float32"], usual=["int8"])
 def test_texts_are_the_same_by_layers(smollm2, kind):
     _, model, tokenizer = smollm2
     stats = compare(model, repeating_prompts(tokenizer, 1), lambda: llama.SkipLayers(model), kind)

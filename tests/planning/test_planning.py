@@ -201,7 +201,7 @@ def test_layers_that_are_told_apart_otherwise():
         ({"num_attention_heads": None}, "lacks num_attention_heads"),
         ({"head_dim": None, "hidden_size": None}, "lacks hidden_size"),
         ({"head_dim": None, "hidden_size": 4}, "hidden_size of 4 does not make 8 heads"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers should be a whole number of at least 1, got 'two'"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers must be a whole number of at least 1, got 'two'"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "at most 65536"),
         ({"num_key_value_heads": -2}, "num_key_value_heads"),

@@ -27,11 +27,6 @@ def test_every_package_has_a_floor(rooms):
     assert set(rooms.rooms()) == set(rooms.FLOOR_OF) - {"simd"}
 
 
-def test_one_module_has_parallel_loops(rooms):
-    files = {path.relative_to(SCRIPT.parents[1]).as_posix(): path.read_text() for path in (SCRIPT.parents[1] / "kvfast").rglob("*.pyx")}
-    assert [name for name, text in files.items() if re.search(r"\bprange\b|\bomp_", text)] == ["kvfast/core/threads.pyx"]
-
-
 @pytest.mark.parametrize("wrong", [
     ("core/kernels.pyx", "from kvfast.codec.blocks cimport kv_store", "core imports codec"),
     ("core/kernels.pyx", "    from kvfast.storage import pool", "core imports storage"),

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from selection import exhaustive
 
 import kvfast
 
@@ -67,8 +69,9 @@ def compiler(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="the compiler is a shell script")
 def test_openmp_where_it_is_found(compiler):
+    """One module has all parallel loops: every other one calls its `for_each`."""
     with_openmp, parallel = decide(CC=compiler["with"])
-    assert with_openmp == parallel and "attention.tasks" in parallel and "core.kernels" not in parallel
+    assert with_openmp == parallel == {"core.threads"}
     assert decide(CC=compiler["without"]) == (set(), parallel)
     assert decide(CC="/nowhere/cc") == (set(), parallel)
 
@@ -246,6 +249,7 @@ def test_tiers_of_symbols(audit):
 
 
 @needs_audit
+@exhaustive
 def test_no_instruction_stands_outside_its_tier(audit, capsys):
     assert not audit["main"]([]), capsys.readouterr().err
     told = capsys.readouterr().out
@@ -291,3 +295,19 @@ def test_the_audit_finds_what_is_wrong_on_arm(audit, tmp_path, capsys):
     for wrong in (built("add"), built("add_neon")):
         assert audit["main"]([wrong]), wrong
         assert "needs dotprod" in capsys.readouterr().err
+
+
+def tests_named(text):
+    """Paths and patterns of tests in a script, and names of tests of these files."""
+    for names in re.findall(r"tests/\*/test_\{([\w,\\\s]+)\}\.py", text):
+        yield from ((f"tests/*/test_{name}.py", "") for name in re.sub(r"[\\\s]", "", names).split(","))
+    yield from re.findall(r"(tests/[\w/]+\.py)(?:::(?:\w+::)*(\w+))?", text)
+
+
+def test_scripts_name_tests_that_exist():
+    scripts = [ROOT / ".ci" / "run", ROOT / "Makefile", ROOT / "pyproject.toml", *(ROOT / "ci").glob("*.sh")]
+    named = {one for script in scripts for one in tests_named(script.read_text())}
+    assert len(named) > 30
+    for path, name in named:
+        assert len(found := list(ROOT.glob(path))) == 1, path
+        assert not name or re.search(rf"def {name}\b", found[0].read_text()), f"{path}::{name}"

@@ -52,7 +52,7 @@ def test_examples_of_docstrings(name):
 
 def marked(path):
     needs_model = re.search("<!-- needs: model", path.read_text("utf-8"))
-    return pytest.param(path, id=str(path.relative_to(ROOT)), marks=pytest.mark.model if needs_model else ())
+    return pytest.param(path, id=str(path.relative_to(ROOT)), marks=(pytest.mark.model, pytest.mark.exhaustive) if needs_model else ())
 
 
 @pytest.mark.parametrize("path", [marked(path) for path in PAGES if "```python\n" in path.read_text("utf-8")])

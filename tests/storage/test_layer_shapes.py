@@ -129,7 +129,7 @@ def test_layers_are_compressed():
     for layer in range(5):
         compressor.decompress_to_cache(compressor.compress_cache(cache, layer), other, layer)
         assert relative_error(other.k(layer), cache.k(layer)) < 0.02
-    with pytest.raises(kvfast.DimensionMismatchError, match="the cache has 2 heads of 64, what was compressed 4 of 32"):
+    with pytest.raises(kvfast.DimensionMismatchError, match="2 heads of 64 like the cache, got 4 of 32"):
         compressor.decompress_to_cache(compressor.compress_cache(cache, 0), other, 1)
 
 
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused():
             kvfast.KVCache(5, heads, dims)
     with pytest.raises(ValueError, match="head_dim"):
         kvfast.KVCache(2, 2, [16, 600])
-    with pytest.raises(ValueError, match="one head_dim for all"):
+    with pytest.raises(ValueError, match="the same head_dim in all"):
         kvfast.RingKVCache(2, 2, [16, 32], 8, rope="cache")
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="num_kv_heads"):
         kvfast.KVCache(5, 2, DIMS, dtype="float32").restore(full().snapshot())
@@ -197,7 +197,7 @@ def test_shapes_that_configurations_tell():
     plan = kvfast.plan({"num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 16, "hidden_size": 128} | mimo,
                        memory=1 << 30, bandwidth=1e9)  # fmt: skip
     assert [(one.head_dim, one.v_head_dim) for one in plan.model.layers] == [(16, 8), (16, 20), (16, None)]
-    with pytest.raises(ValueError, match="per_layer_config should map layers"):
+    with pytest.raises(ValueError, match="per_layer_config must map layers"):
         shapes(per_layer_config=[1, 2, 3])
     chunks = kvfast.plan({"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 16, "layer_types": ["chunked_attention"],
                           "attention_chunk_size": 64}, memory=1 << 30, bandwidth=1e9)

@@ -1,14 +1,18 @@
 """What is stored of a sequence depends on its tokens, not on how they came; nor does attention on who reads it."""
 
+import functools
 import json
 
+import cache_kinds
 import numpy as np
 import pytest
+from cache_kinds import FORMATS, HEADS, LONG_KINDS, MIXED, SEALING, Stream, relative_rms, told
 from reference import attention, bound, relative_error, ways_agree
-from storage_formats import FORMATS, HEADS, KINDS, MIXED, SEALING, Stream, make, relative_rms, told
 
 import kvfast
 from kvfast import KVFormat
+
+make = functools.partial(cache_kinds.make, long=True)
 
 DIM = 20
 MIXED_SINKS = [KVFormat("int8", num_float_tokens=2), "int4", KVFormat("int8", centring=True, num_float_tokens=9)]
@@ -113,7 +117,7 @@ def shape(cache):
 ROUTES = [one_by_one, odd_chunks, a_little_back, far_back, forgotten, cleared, copied, restored, from_state, from_file, saved_after_a_cut]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LONG_KINDS)
 @pytest.mark.parametrize("name", SETS)
 def test_same_bytes_whatever_the_way(tmp_path, kind, name):
     stream = Stream(1, LENGTH)
@@ -183,7 +187,7 @@ def test_prefixes_do_not_change_with_those_who_use_them(name):
         assert told(third) == prefix and len(third) == found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LONG_KINDS)
 @pytest.mark.parametrize("name", FINISHING_SETS)
 def test_snapshots_do_not_change(kind, name):
     stream = Stream(1, LENGTH)
@@ -442,7 +446,7 @@ def test_float_rows_of_a_long_prompt_are_given_back(rng):
     assert long.nbytes == short.nbytes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LONG_KINDS)
 @pytest.mark.parametrize("name", SEALING)
 def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name):
     """Regenerate, edit, go back: what was kept is what it was, and what came behind is as faithful as ever."""

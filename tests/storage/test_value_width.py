@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from cache_kinds import FORMATS
 from reference import attention, bound, relative_error
-from storage_formats import FORMATS
+from selection import TIERS, pairwise
 
 import kvfast
 
@@ -22,7 +23,7 @@ KINDS = {
     "sequence": lambda dim, v_dim, form: kvfast.PagedKVCache(2, HEADS, dim, 80, dtype=form, v_head_dim=v_dim).new_sequence(),
 }
 # Every format and every kind of cache with widths in turn: each pair of a kind and a format, and of each and two widths.
-CASES = [(kind, name, WIDTHS[(i + j) % len(WIDTHS)]) for i, kind in enumerate(KINDS) for j, name in enumerate(STORED)]
+CASES = {(kind, name): WIDTHS[(i + j) % len(WIDTHS)] for i, kind in enumerate(KINDS) for j, name in enumerate(STORED)}
 
 
 def tokens(rng, n, dim, v_dim, heads=HEADS):
@@ -48,9 +49,10 @@ def outputs(cache, n=3):
     return [cache.attend(layer, queries(rng, cache, n)).tobytes() for layer in range(cache.num_layers)]
 
 
-@pytest.mark.parametrize(("kind", "name", "widths"), CASES, ids=str)
-def test_attention_is_exact_on_what_is_stored(isa, rng, kind, name, widths):
-    cache, (dim, v_dim) = KINDS[kind](*widths, STORED[name]), widths
+@pairwise(("isa", "kind", "name"), TIERS, KINDS, STORED)
+def test_attention_is_exact_on_what_is_stored(isa, rng, kind, name):
+    dim, v_dim = CASES[kind, name]
+    cache = KINDS[kind](dim, v_dim, STORED[name])
     fill(rng, cache)
     assert (cache.head_dim, cache.v_head_dim, len(cache)) == (dim, v_dim, 230)
     q = queries(rng, cache, 17)
@@ -67,7 +69,7 @@ def test_attention_is_exact_on_what_is_stored(isa, rng, kind, name, widths):
             assert np.allclose(lse, expected_lse, atol=2e-3)
 
 
-@pytest.mark.parametrize(("kind", "name", "widths"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "name", "widths"), [(*case, widths) for case, widths in CASES.items()], ids=str)
 def test_a_side_is_as_in_a_cache_of_its_width(rng, kind, name, widths):
     cache = KINDS[kind](*widths, STORED[name])
     given = fill(rng, cache)
@@ -81,10 +83,11 @@ def test_a_side_is_as_in_a_cache_of_its_width(rng, kind, name, widths):
             assert np.array_equal((cache.k, cache.v)[i](layer), (alone.k, alone.v)[i](layer))
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8/float32", "float16/int8"])
-@pytest.mark.parametrize(("dim", "v_dim"), WIDTHS)
-def test_long_prompts(isa, rng, dim, v_dim, name):
+@pairwise(("isa", "widths", "name"), TIERS, WIDTHS,
+          ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8/float32", "float16/int8"])  # fmt: skip
+def test_long_prompts(isa, rng, widths, name):
     """Many queries at once, which a matrix unit takes."""
+    dim, v_dim = widths
     n = 40 if isa == "scalar" else 300
     cache = kvfast.KVCache(1, HEADS, dim, dtype=name, v_head_dim=v_dim)
     cache.append(0, *tokens(rng, n, dim, v_dim))
@@ -214,7 +217,7 @@ def test_wrong_widths_are_refused(rng):
         kvfast.KVCache(1, 2, 24).restore(cache.snapshot())
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="v_head_dim"):
         kvfast.KVCache(1, 2, 24, v_head_dim=32).restore(cache.snapshot())
-    with pytest.raises(kvfast.DimensionMismatchError, match="keys and values must hold as many tokens"):
+    with pytest.raises(kvfast.DimensionMismatchError, match="keys and values must hold the same number of tokens"):
         kvfast.Snapshot.from_arrays([np.ones((3, 48), "f")], [np.ones((2, 32), "f")], 2)
 
 

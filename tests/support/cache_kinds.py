@@ -1,4 +1,6 @@
-"""One small cache of each kind, and all that can be seen of it."""
+"""The world that the tests share: storage formats, one small cache of each kind, what goes in, and all that can be seen of it."""
+
+import json
 
 import numpy as np
 from hypothesis import strategies as st
@@ -12,6 +14,35 @@ TRELLIS = kvfast.KVFormat("int4", rotation="kv", codebook="trellis")
 DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED, TRELLIS]
 # Of those, the ones whose blocks may have any size, as no block is encoded as a whole.
 ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).seals]
+# Those that seal blocks, with every block, codebook and kind of value; and those that do not.
+SEALING = {
+    "int4": kvfast.KVFormat.of("int4"),
+    "channels, 32": kvfast.KVFormat("int4/int8", per_channel=True, block_size=32, clip_search=False),
+    "channels, 128": kvfast.KVFormat("int4/bfloat16", per_channel=True, block_size=128, num_float_tokens=16),
+    "channels, 256": kvfast.KVFormat("int4", per_channel=True, block_size=256, num_float_tokens=1, clip_search=True),
+    "means, int8": kvfast.KVFormat("int8", rotation="v", centring=True),
+    "means, k8v4": kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, block_size=32, num_float_tokens=5),
+    "means, int4": kvfast.KVFormat("int4", rotation="k", codebook="gaussian", centring=True, block_size=128, clip_search=True),
+    "channels, packed values": kvfast.KVFormat("int4/int3", per_channel=True, codebook="gaussian", block_size=32, num_float_tokens=2),
+    "channels, trellis": kvfast.KVFormat("int4", rotation="v", per_channel=True, codebook="trellis", num_float_tokens=4),
+    "means, float values": kvfast.KVFormat("int4/float32", centring=True, num_float_tokens=4),
+}
+UNSEALED = {
+    "int8": kvfast.KVFormat.of("int8"),
+    "k8v4": kvfast.KVFormat.of("k8v4"),
+    "int8-plain": kvfast.KVFormat.of("int8-plain"),
+    "int4-plain": kvfast.KVFormat.of("int4-plain"),
+    "int4, gaussian": kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", num_float_tokens=16),
+    "int4, clipped": kvfast.KVFormat("int4", rotation="v", clip_search=True, num_float_tokens=1),
+    "int8/float16": kvfast.KVFormat("int8/float16", rotation="k", num_float_tokens=4),
+    "int3": kvfast.KVFormat("int3", rotation="kv", codebook="gaussian"),
+    "int5/int2": kvfast.KVFormat("int5/int2", rotation="v", codebook="gaussian", num_float_tokens=3),
+    "int7/int6": kvfast.KVFormat("int7/int6"),
+    "trellis": kvfast.KVFormat("int4", rotation="kv", codebook="trellis", clip_search=True),
+    "trellis/int5": kvfast.KVFormat("int4/int5", rotation="v", codebook="trellis", num_float_tokens=3),
+}
+FORMATS = SEALING | UNSEALED
+MIXED = ["float16", "int8", "int4"]  # of layers in one pool
 LAYERS, HEADS, DIM = 2, 2, 20
 QUERIES = np.random.default_rng(99).standard_normal((3, 4, DIM)).astype(np.float32)
 
@@ -31,22 +62,28 @@ RINGS = {
 }
 KINDS = ["growing", "bounded", "sequence", "sequence with window", *RINGS]
 ALONE = {"sequence": kvfast.KVCache, "sequence with window": kvfast.RingKVCache}  # what has the same tokens to itself
+# Of `make(..., long=True)`: (window of the first layer, of the others).
+LONG_RINGS = {"ring": (90, 90), "wide ring": (2000, 2000), "ring and whole layer": (90, None)}
+LONG_KINDS = ["growing", "bounded", "sequence", "sequence with window", *LONG_RINGS]
 
 
-def make(kind, dtype="int4"):
-    """An empty cache."""
+def make(kind, dtype="int4", dim=DIM, long=False):
+    """An empty cache, of as many layers as a list of dtypes has; a long one takes 1000 tokens, and can go back 100."""
+    layers = len(dtype) if isinstance(dtype, list) else LAYERS
     if kind == "growing":
-        return kvfast.KVCache(LAYERS, HEADS, DIM, dtype=dtype)
+        return kvfast.KVCache(layers, HEADS, dim, dtype=dtype)
     if kind == "bounded":
-        return kvfast.KVCache(LAYERS, HEADS, DIM, 400, dtype=dtype)
-    if kind == "sequence":
-        size = None if seals(dtype) else 32
-        return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=40, block_size=size, dtype=dtype).new_sequence()
-    if kind == "sequence with window":
-        size = None if seals(dtype) else 16
-        window = {"sliding_window": 90, "num_sink_tokens": 5}
-        return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=80, block_size=size, dtype=dtype, **window).new_sequence()
-    return kvfast.RingKVCache(LAYERS, HEADS, DIM, dtype=dtype, **RINGS[kind])
+        return kvfast.KVCache(layers, HEADS, dim, 1000 if long else 400, dtype=dtype)
+    if kind.startswith("sequence"):
+        windowed = kind == "sequence with window"
+        window = {"sliding_window": 90, "num_sink_tokens": 5, **({"rollback": 100} if long else {})} if windowed else {}
+        size = None if long or seals(dtype) else 16 if windowed else 32
+        blocks = 80 if long or windowed else 40
+        return kvfast.PagedKVCache(layers, HEADS, dim, num_blocks=blocks, block_size=size, dtype=dtype, **window).new_sequence()
+    if long:
+        first, others = LONG_RINGS[kind]
+        return kvfast.RingKVCache(layers, HEADS, dim, [first] + [others] * (layers - 1), num_sink_tokens=5, rollback=100, dtype=dtype)
+    return kvfast.RingKVCache(layers, HEADS, dim, dtype=dtype, **RINGS[kind])
 
 
 def seals(dtype):
@@ -78,9 +115,31 @@ def close(got, given):
     return got.shape == given.shape and bool(np.all(error < 0.6 * norm))
 
 
-def tokens(rng, n):
+def tokens(rng, n, dim=DIM, heads=HEADS):
     """Keys and values of a layer."""
-    return rng.standard_normal((2, n, HEADS, DIM)).astype(np.float32)
+    return rng.standard_normal((2, n, heads, dim)).astype(np.float32)
+
+
+def relative_rms(got, given):
+    return np.sqrt(np.mean((got - given) ** 2.0) / np.mean(given**2.0))
+
+
+class Stream:
+    """The keys and values that a sequence gets."""
+
+    def __init__(self, seed, n, dim=20, heads=HEADS, layers=3):
+        self.arrays = np.random.default_rng(seed).standard_normal((layers, 2, n, heads, dim)).astype(np.float32)
+
+    def feed(self, cache, last, step=None, advance=True, **options):
+        """The cache, with the tokens up to `last`, in chunks."""
+        while len(cache) < last:
+            first, n = len(cache), min(step or last, last - len(cache))
+            for layer in range(cache.num_layers):
+                cache.append(layer, *self.arrays[layer, :, first : first + n])
+            if not advance:
+                break
+            cache.advance(n, **{name: array[first : first + n] for name, array in options.items()})
+        return cache
 
 
 def fill(cache, rng, n):
@@ -123,3 +182,12 @@ def alike(first, second):
 def stored(cache):
     """The bytes that `state_dict` tells, by name."""
     return {name: array.tobytes() for name, array in cache.state_dict().items()}
+
+
+def told(cache):
+    """Header and bytes of `state_dict`, but for what a cache of the same tokens may have otherwise."""
+    arrays = cache.state_dict()
+    arrays.pop("token_ids", None)
+    header = json.loads(arrays.pop("header").tobytes())
+    header.pop("max_seq_len")
+    return header, {name: array.tobytes() for name, array in arrays.items()}

@@ -7,12 +7,16 @@ where a node id names them (``pytest tests/file.py::test_name``).
 import itertools
 
 import pytest
+from hypothesis import settings
 
 import kvfast
 
 exhaustive = pytest.mark.exhaustive
-# The best tier of this machine, AVX2 and plain C; the others are exhaustive.
-USUAL_TIERS = {kvfast.available_isas()[0], "avx2", "scalar"}
+# Tiers of this machine. All but the best, AVX2 and plain C are exhaustive.
+TIERS = [
+    pytest.param(tier, marks=() if tier in (kvfast.available_isas()[0], "avx2", "scalar") else exhaustive)
+    for tier in kvfast.available_isas()
+]
 
 
 def pytest_addoption(parser):
@@ -35,18 +39,25 @@ def is_named(item, named):
 
 
 def parametrize(names, cases, usual, **options):
-    """`pytest.mark.parametrize` of which the cases alone that are in `usual` run always."""
-    return pytest.mark.parametrize(names, [case if case in usual else pytest.param(case, marks=exhaustive) for case in cases], **options)
+    """`pytest.mark.parametrize` of which the cases alone that are in `usual` run always. Each is a tuple where there are several names."""
+    values = [case if isinstance(names, tuple) else (case,) for case in cases]
+    marked = [pytest.param(*value, marks=() if case in usual else exhaustive) for case, value in zip(cases, values)]
+    return pytest.mark.parametrize(names, marked, **options)
 
 
 def pairwise(names, *axes, **options):
-    """`pytest.mark.parametrize` with the product of axes, of which cases with every pair of two values run always."""
-    usual = set(covering(*map(len, axes)))
+    """`pytest.mark.parametrize` with the product of axes, of which so many cases run always that all pairs of two values do.
+
+    A value may be a `pytest.param`; one that is exhaustive is so in all its cases. The name "isa" is that of the fixture.
+    """
+    axes = [[one if isinstance(one, type(pytest.param())) else pytest.param(one) for one in axis] for axis in axes]
+    plain = [[one for one in axis if not one.marks] for axis in axes]
+    usual = {tuple(id(axis[at]) for axis, at in zip(plain, row)) for row in covering(*map(len, plain))}
     cases = [
-        pytest.param(*case, marks=() if at in usual else exhaustive)
-        for at, case in zip(itertools.product(*map(range, map(len, axes))), itertools.product(*axes))
+        pytest.param(*(one.values[0] for one in case), marks=() if tuple(map(id, case)) in usual else exhaustive)
+        for case in itertools.product(*axes)
     ]
-    return pytest.mark.parametrize(names, cases, **options)
+    return pytest.mark.parametrize(names, cases, indirect=[name for name in names if name == "isa"], **options)
 
 
 def covering(*sizes):
@@ -68,3 +79,12 @@ def covering(*sizes):
 def pairs(row, axis):
     """What a row holds of an axis and each other one."""
     return [tuple(sorted(((axis, row[axis]), other))) for other in row.items() if other[0] != axis]
+
+
+def cases_of_machine(machine, max_examples, steps):
+    """(class of tests that runs always, exhaustive one) of a state machine of hypothesis; the first with a fifth of the examples."""
+    usual = machine.TestCase
+    full = exhaustive(type(usual.__name__, (usual,), {}))
+    usual.settings = settings(max_examples=max_examples // 5, stateful_step_count=steps, deadline=None)
+    full.settings = settings(max_examples=max_examples, stateful_step_count=steps, deadline=None)
+    return usual, full

@@ -281,7 +281,7 @@ def test_models_that_are_not_known_are_refused(llama):
         KVFastCache(transformers.DeepseekV32Config())
     with pytest.raises(ValueError, match="no layer of mamba has keys and values"):
         KVFastCache(transformers.MambaConfig())
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match="the same shape"):
         KVFastCache(llama.config).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 1, 3, 16), 0)
     with pytest.raises(ValueError, match="int9"):
         KVFastCache(llama.config, "int9")

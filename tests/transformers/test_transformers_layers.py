@@ -241,7 +241,7 @@ def test_tokens_that_come_again_are_refused(llama):
         ours(llama, ids, mask, use_cache=False)
     cache, (ids, mask) = KVFastCache(llama.config, "float32"), prompt(2, 9, (0, 4))
     logits(llama, ids, "kvfast", cache, mask)
-    with pytest.raises(ValueError, match="attention_mask tells of 9 tokens, and with this step the cache has got 18"):
+    with pytest.raises(ValueError, match="attention_mask is for 9 tokens, but with this step the cache has got 18"):
         logits(llama, ids, "kvfast", cache, mask)
     ids, mask = prompt(1, 9)
     with pytest.raises(ValueError, match=r"use_cache=False.*model.generation_config.use_cache = True"):

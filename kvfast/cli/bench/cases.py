@@ -114,7 +114,7 @@ class Case:
         numbers = [number for number in rest if number]
         known = work in WORKS and model in MODELS and form
         if not known or len(numbers) not in (1, 2) or not all(map(str.isdecimal, numbers)):
-            raise ValueError(f"{name!r} names no case, which is: {' or '.join(WORKS)}, a model, a format, how many tokens")
+            raise ValueError(f"{name!r} is not a case; a case has: {' or '.join(WORKS)}, a model, a format, how many tokens")
         return cls(work, MODELS[model], form, *map(int, numbers))
 
     def prepare(self, least_bytes=LEAST_BYTES):

@@ -87,7 +87,7 @@ def _names(text, known, option):
 
 def _known(name, known, option):
     if name not in known:
-        raise ValueError(f"{option}: {name!r} is none of {', '.join(known)}")
+        raise ValueError(f"{option} must be one of {', '.join(known)}, got {name!r}")
     return name
 
 
@@ -130,7 +130,7 @@ def _baseline_to_write(path, megabytes):
     """What the file says so far: that of other tiers is to stay."""
     baseline = Baseline.load(path) if os.path.exists(path) else Baseline(megabytes)
     if baseline.megabytes != megabytes:
-        raise ValueError(f"{path} is of {baseline.megabytes} megabytes a call, not {megabytes}: give this one a file of its own")
+        raise ValueError(f"{path} was measured with {baseline.megabytes} megabytes a call, got {megabytes}: use another file")
     return baseline
 
 

@@ -87,14 +87,14 @@ def machine_text(results):
     lines = []
     for threads in sorted({one.num_threads for one in results}):
         ours = [one for one in results if one.num_threads == threads]
-        told = []
+        parts = []
         if reads := [one.read_bandwidth for one in ours if one.case.work != "cached"]:
-            told.append(f"reads {median(reads) / 1e9:.1f} GB/s")
+            parts.append(f"reads {median(reads) / 1e9:.1f} GB/s")
         for kind in ("int8", "float32"):
             if peaks := [one.peak_rate for one in ours if one.case.arithmetic == kind and one.peak_rate]:
-                told.append(f"{kind} {median(peaks) / 1e9:,.0f} GOP/s")
-        if told:
-            lines.append(f"{threads} thread{'s' * (threads > 1)}: {', '.join(told)}")
+                parts.append(f"{kind} {median(peaks) / 1e9:,.0f} GOP/s")
+        if parts:
+            lines.append(f"{threads} thread{'s' * (threads > 1)}: {', '.join(parts)}")
     return "\n".join(lines)
 
 
@@ -133,7 +133,7 @@ def plot(results, path):
     """
     drawn = [one for one in results if one.case.work in ("decode", "prefill")]
     if not drawn:
-        raise ValueError("a plot shows decode and prefill, of which nothing was measured")
+        raise ValueError("a plot shows decode and prefill, but neither was measured")
     threads = max(one.num_threads for one in drawn)
     works = [work for work in ("decode", "prefill") if any(one.case.work == work for one in drawn)]
     figure = new_figure((5.6 * len(works), 4.8))

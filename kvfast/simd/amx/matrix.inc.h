@@ -1,9 +1,8 @@
-/* Attention of many query rows by the matrix unit (AMX): panels of 16 query rows on the keys and values of KV_TILE
-   tokens, which are laid out once as its operands for all panels that read them. The softmax is corrected once for
-   every KV_TILE tokens.
+/* Attention of many query rows with the matrix unit (AMX). Panels of 16 query rows read the keys and values of KV_TILE
+   tokens, which are laid out once as operands for all panels. The softmax is corrected once for every KV_TILE tokens.
 
-   Codes, and values of float rows that stand beside codes, are multiplied as integers, products_int8.inc.h; keys of these
-   rows, and all of caches of float16 and bfloat16 alone, `halves`, in bfloat16, products_bfloat16.inc.h. */
+   Codes, and values of float rows beside codes, are multiplied as integers, products_int8.inc.h. Keys of these float rows are
+   multiplied in bfloat16, products_bfloat16.inc.h, and so are keys and values of caches of float16 or bfloat16 (`halves`). */
 
 static void KV(configure_tiles)(void)
 {
@@ -19,7 +18,7 @@ static void KV(configure_tiles)(void)
     _tile_loadconfig(&config);
 }
 
-/* One part in `parts` of each block of a tile. */
+/* Prefetches one part in `parts` of each block of a tile. */
 static inline void KV(prefetch_blocks)(const kv_side *side, const kv_tile *tile, int part, int parts)
 {
     const ptrdiff_t begin = side->bytes * part / parts / 64 * 64, end = side->bytes * (part + 1) / parts;
@@ -27,14 +26,15 @@ static inline void KV(prefetch_blocks)(const kv_side *side, const kv_tile *tile,
         for (ptrdiff_t at = begin; at < end; at += 64) __builtin_prefetch(tile->base + tile->at[i] + at, 0, 2);
 }
 
-/* What is read after these tokens. */
+/* The tiles that are read after these tokens. */
 typedef struct {
     const kv_side *k, *v;
     const kv_tile *keys, *values;
     int part, parts;
 } KV(following);
 
-/* One part of it: a processor waits for so many lines at once, and for what it needs now behind them. */
+/* Prefetches one part of them. A processor can wait for only so many lines at once, and the lines that it needs now would queue
+   behind the others. */
 static inline void KV(prefetch_part)(KV(following) *next)
 {
     KV(prefetch_blocks)(next->k, next->keys, next->part, next->parts);
@@ -42,7 +42,7 @@ static inline void KV(prefetch_part)(KV(following) *next)
     next->part++;
 }
 
-enum { PREFETCHES = 3 }; /* of a panel */
+enum { PREFETCHES = 3 }; /* parts that a panel prefetches */
 
 static inline __attribute__((always_inline)) void KV(attend_panel)(
     const kv_operands *operands, kv_panel *panel, float position, KV(following) *next, const int halves)
@@ -90,7 +90,7 @@ static inline __attribute__((always_inline)) void KV(attend_all)(
     _tile_release();
 }
 
-/* The keys of a tile, and of latent rows their rotary part. */
+/* Loads the keys of a tile, and the rotary part of latent rows. */
 static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
                               kv_operands *operands)
 {
@@ -128,7 +128,7 @@ static void KV(attend_halves)(const kv_side *k, const kv_side *v, const kv_tile 
     KV(attend_all)(k, v, next_keys, next_values, position, operands, panels, num_panels, 1);
 }
 
-/* `steps` times products of 16 x 16 over 64 depths, from registers; see machine.inc.h. */
+/* Multiplies 16 x 16 over 64 depths `steps` times, from registers; see measure.inc.h. */
 static double KV(multiply_tiles)(ptrdiff_t steps, float *sink)
 {
     KV_ALIGNED int8_t x[TILE_BYTES];

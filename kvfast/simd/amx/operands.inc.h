@@ -1,5 +1,5 @@
-/* Keys and values of up to KV_TILE tokens as operands of the matrix unit: lane tiles of 16 lanes by 64 depths,
-   in int8, of values in one or two parts; see products_int8.inc.h. */
+/* Lays out keys and values of up to KV_TILE tokens as operands of the matrix unit: lane tiles of 16 lanes by 64
+   depths, in int8, values in one or two parts; see products_int8.inc.h. */
 
 enum {
     TILE_DEPTH = 64,
@@ -9,10 +9,10 @@ enum {
     TOKEN_HALVES = KV_TILE / HALVES_DEPTH,
 };
 
-/* Before tile loads: gcc 12 does not know that they, and the one of the configuration, read what `p` points to. */
+/* Goes before loads of tiles and of their configuration: gcc 12 does not know that these read what `p` points to. */
 #define KV_SETTLE(p) __asm__ volatile("" : : "r"(p) : "memory")
 
-/* 64 integers as high and low bytes. */
+/* Splits 64 integers into high and low bytes. */
 static inline void KV(put_bytes)(vi a, vi b, vi c, vi d, int8_t *high, int8_t *low)
 {
     const vi order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -25,8 +25,8 @@ static inline void KV(put_bytes)(vi a, vi b, vi c, vi d, int8_t *high, int8_t *l
     _mm512_store_si512(low, _mm512_permutexvar_epi32(order, lows));
 }
 
-/* 32 floats as high and low bfloat16, pairs of a[i] and b[i]: each half rounded to nearest, ties away from zero. What is
-   beyond the largest bfloat16 becomes it. */
+/* Splits 32 floats into high and low bfloat16, pairs of a[i] and b[i]. Each half is rounded to nearest, ties away from zero.
+   Values beyond the largest bfloat16 become the largest. */
 static inline void KV(put_halves)(vf a, vf b, int8_t *high, int8_t *low)
 {
     const vf most = vf_set1(0x1.FEp127f), least = vf_set1(-0x1.FEp127f);
@@ -39,7 +39,7 @@ static inline void KV(put_halves)(vf a, vf b, int8_t *high, int8_t *low)
     _mm512_store_si512(low, _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(a_low, 16), b_low));
 }
 
-/* Row r of a panel times a factor, (2, tiles, rows, 64). */
+/* Writes row r of a panel times a factor as halves, (2, tiles, rows, 64). */
 static inline void KV(halve_query)(const float *row, int n, vf factor, int r, int8_t *parts)
 {
     const int tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH;
@@ -50,7 +50,7 @@ static inline void KV(halve_query)(const float *row, int n, vf factor, int r, in
     }
 }
 
-/* 16 lines of 16 dwords, turned: dword l of line r becomes dword r of line l. */
+/* Transposes 16 lines of 16 dwords: dword l of line r becomes dword r of line l. */
 static void KV(transpose_lines)(const int8_t *lines, int8_t *out)
 {
     vi a[16], b[16];
@@ -77,7 +77,7 @@ static void KV(transpose_lines)(const int8_t *lines, int8_t *out)
     }
 }
 
-/* A float row as bytes, `tiles` x 64 of each part; returns its scale. */
+/* Cuts a float row into bytes, `tiles` x 64 of each part; returns its scale. */
 static float KV(cut_row)(const kv_side *side, const char *row, int tiles, int8_t *high, int8_t *low, ptrdiff_t stride)
 {
     const int n = side->padded_dim;
@@ -95,7 +95,7 @@ static float KV(cut_row)(const kv_side *side, const char *row, int tiles, int8_t
     return peak / KV_MAX_ACTIVATION;
 }
 
-/* A line of codes as signed bytes, of INT4 and GAUSS4 two lines. */
+/* Writes a line of codes as signed bytes: one line, or two for INT4 and GAUSS4. */
 static inline int8_t *KV(put_codes)(const char *line, const int dtype, int8_t *out)
 {
     const vcodes stored = vcodes_load(line);
@@ -122,7 +122,7 @@ static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t
     else for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_GAUSS4, out);
 }
 
-/* Keys of 16 tokens that are stored as codes: (padded_dim / 64, 16 lines, 64). */
+/* Loads keys of 16 tokens that are stored as codes: (padded_dim / 64, 16 lines, 64). */
 static inline void KV(load_key_lane)(const kv_side *side, const char *block, int slot, int8_t *out, float *scales)
 {
     const int lines = side->padded_dim / KV_DEPTHS(side->dtype);
@@ -130,7 +130,7 @@ static inline void KV(load_key_lane)(const kv_side *side, const char *block, int
     vf_store(scales, side->channels ? vf_set1(1.0f) : KV(load_scales)(block + side->scales, slot, side->dtype));
 }
 
-/* Values of 64 tokens that are stored as floats: token rows of bytes, 4 interleaved in each line. */
+/* Loads values of 64 tokens that are stored as floats, as token rows of bytes: 4 are interleaved in each line. */
 static inline void KV(load_value_rows)(const kv_side *side, const char *row, int line, int8_t *out, float *scales)
 {
     const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -157,7 +157,7 @@ static inline void KV(load_value_rows)(const kv_side *side, const char *row, int
         }
 }
 
-/* Key lanes of a tile, one after the other; the scales of those that are missing are 0. */
+/* Loads the lane tiles of a tile's keys, one after the other; missing tokens get scale 0. */
 static void KV(load_key_lanes)(const kv_side *side, const kv_tile *tile, int8_t *out, float *scales)
 {
     const int tiles = (side->padded_dim + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -170,7 +170,7 @@ static void KV(load_key_lanes)(const kv_side *side, const kv_tile *tile, int8_t 
     for (int t = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES; t < KV_TILE; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
 }
 
-/* What belongs to the channels of the tile's blocks. A score is sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s). */
+/* Loads the channels' scales and means of the tile's blocks. A score is sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s). */
 static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const ptrdiff_t *block = tile->at;
@@ -198,7 +198,7 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
     operands->num_blocks = i + 1;
 }
 
-/* Values that are the keys just loaded, codes of one part. */
+/* Makes the values of latent rows from the keys just loaded, which are codes of one part. */
 static void KV(transpose_keys)(const kv_tile *tile, kv_operands *operands)
 {
     const int tiles = (operands->dim + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -211,7 +211,7 @@ static void KV(transpose_keys)(const kv_tile *tile, kv_operands *operands)
     for (int t = 0; t < KV_TILE; t++) operands->value_scales[t] = t < tile->count ? operands->key_scales[t] : 0.0f;
 }
 
-/* Values: (padded_dim / 16, parts, KV_TILE / 64, 16 lines, 64). Tokens beyond the count get scale 0. */
+/* Loads values: (padded_dim / 16, parts, KV_TILE / 64, 16 lines, 64). Tokens beyond the count get scale 0. */
 static void KV(load_values)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const int depth = KV_DEPTHS(side->dtype);

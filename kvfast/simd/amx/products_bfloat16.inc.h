@@ -3,22 +3,22 @@
    A tile holds 16 rows of activations, or 16 lanes of keys or values, of 32 depths: pairs of depth j and 16 + j. A
    float is high + low, each rounded to bfloat16's 8 bits, to within 2^-17 of itself:
 
-     bfloat16     high alone; activations' high and low parts are multiplied with it
-     float16      11 bits: high + low exactly; high x high, high x low and low x high, what is left out being at
-                  most 2^-16 of the product
+     bfloat16     high alone; it is multiplied by the high and low parts of the activations
+     float16      11 bits are exactly high + low; high x high, high x low and low x high are multiplied, and the part
+                  left out is at most 2^-16 of the product
 
    An instruction sums 16 products of even and 16 of odd depths, each rounded to nearest, adds these two sums, and
-   that to the tile: n depths add an error of at most (17 + 3 n / 32) x 2^-24 of the sum of all |products|. Numbers
-   below 2^-126 count as 0, which takes those bfloat16 can hold and float16 cannot.
+   adds the result to the tile: n depths add an error of at most (17 + 3 n / 32) x 2^-24 of the sum of all |products|.
+   Numbers below 2^-126 count as 0. bfloat16 can hold such numbers, float16 cannot.
    The exponential of weights.inc.h adds 3.5e-6 of a weight.
 
-   Measured against float64 (1,500 tokens, 16 to 512 dims): of rows from a normal distribution outputs are off by 4e-6
-   relative in bfloat16 and 5.5e-6 in float16, the worst by 1.2e-5; where every 13th channel is 10 times the others, so
-   that scores go to 20, by 5e-6 and 1e-5, the worst by 2.7e-4. */
+   Measured against float64 (1,500 tokens, 16 to 512 dims): on rows from a normal distribution outputs are off by 4e-6
+   relative in bfloat16 and 5.5e-6 in float16, the worst by 1.2e-5. If every 13th channel is 10 times the others, so
+   that scores reach 20, they are off by 5e-6 and 1e-5, the worst by 2.7e-4. */
 
 static const KV_ALIGNED char KV(no_row)[2 * KV_MAX_HEAD_DIM];
 
-/* The rows of a tile's tokens, and of those that are missing to whole tiles of depth zeros; returns how many. */
+/* Finds the rows of a tile's tokens, padded with rows of zeros to whole tiles of depth; returns their number. */
 static int KV(find_rows)(const kv_side *side, const kv_tile *tile, const char **rows)
 {
     const int count = (tile->count + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH;
@@ -36,7 +36,7 @@ static inline vf KV(load_half_row)(const char *row, int i, int dtype)
     return dtype == KV_FLOAT16 ? vf_load_float16(at) : vf_load_bfloat16(at);
 }
 
-/* Keys: (16 tokens, parts, padded_dim / 32, 16 lines, 64); returns the number of parts. */
+/* Loads keys: (16 tokens, parts, padded_dim / 32, 16 lines, 64); returns the number of parts. */
 static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, int8_t *out)
 {
     const int n = side->padded_dim, tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH, dtype = side->dtype;
@@ -57,7 +57,7 @@ static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, int8_t 
     return parts;
 }
 
-/* Values: (padded_dim / 16, parts, KV_TILE / 32, 16 lines, 64). */
+/* Loads values: (padded_dim / 16, parts, KV_TILE / 32, 16 lines, 64). */
 static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const int dtype = side->dtype;
@@ -78,7 +78,7 @@ static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_o
         }
 }
 
-/* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. */
+/* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
 static void KV(prepare_halves)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                                float factor, kv_panel *panel)
 {
@@ -104,8 +104,8 @@ static void KV(prepare_halves)(const kv_side *side, const float *rows, const kv_
         }                                                               \
     }
 
-/* Adds products of activations, (2, tiles, 16, 64) with x_part bytes between the parts, with up to 4 lane tiles of
-   operands, `stride` bytes apart and each (parts, tiles, 16, 64), to the sum tiles 0 to 3. */
+/* Multiplies activations, (2, tiles, 16, 64) with x_part bytes between the parts, by up to 4 lane tiles of operands,
+   `stride` bytes apart and each (parts, tiles, 16, 64). Adds the products to the sum tiles 0 to 3. */
 static inline void KV(multiply_halves)(const int8_t *operand, ptrdiff_t stride, ptrdiff_t part, int parts, int lanes,
                                        const int8_t *x, ptrdiff_t x_part, int tiles)
 {
@@ -124,7 +124,7 @@ static inline void KV(multiply_halves)(const int8_t *operand, ptrdiff_t stride, 
 #undef FIRST
 #undef SECOND
 
-/* Scores of the tokens begin to end, or with `adds` what the rotary part adds to those of codes. */
+/* Scores of the tokens begin to end; with `adds`, adds the scores of the rotary part to those of codes. */
 static void KV(score_halves)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores, int adds)
 {
     const int tiles = (operands->dim + HALVES_DEPTH - 1) / HALVES_DEPTH, parts = operands->key_halves;

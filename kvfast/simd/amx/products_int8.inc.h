@@ -1,20 +1,20 @@
 /* Products of codes on the matrix unit: 16 rows of activations by 16 lanes over 64 depths, in int8. The keys and
    values of KV_TILE tokens, operands.inc.h, are
 
-     of 1 part    codes less their bias: the activations' high and low parts are multiplied with them
-     of 2 parts   16-bit integers 256 x high + low, of values that are stored as floats: high x high, high x low and
-                  low x high; the low parts' product, 2^-16 of the whole, is left out
+     of 1 part    codes minus their bias: they are multiplied by the activations' high and low parts
+     of 2 parts   16-bit integers 256 x high + low, for values that are stored as floats: high x high, high x low and
+                  low x high are multiplied; the low parts' product, 2^-16 of the whole, is left out
 
-   The sums over these tokens stay integers: of 1 part exact as in activations.inc.h; of 2 parts, in units of 256,
+   The sums over these tokens stay integers. With 1 part they are exact as in activations.inc.h. With 2 parts, in units of 256,
        |sum v x| / 256 <= 128 * 32639 * 32639 / 256 = 532 654 500 < 2^31, and what is left out is
    at most 64 * 128.
 
-   Keys that are stored as floats are multiplied in bfloat16, products_bfloat16.inc.h: one channel that is louder than the
-   others would leave these few bits in an integer. Queries are rounded as in activations.inc.h, and what the rounding left
-   out is multiplied as well where it counts. */
+   Keys that are stored as floats are multiplied in bfloat16, products_bfloat16.inc.h: with one channel louder than the
+   others, an integer would leave the others few bits. Queries are rounded as in activations.inc.h, and what the rounding
+   left out is multiplied as well where it counts. */
 
-/* Tile registers, which the intrinsics want as literals. The CPU renames them: products of one lane tile start
-   while the sums of the one before are stored. */
+/* Tile registers, which the intrinsics need as literals. The CPU renames them: the products of one lane tile start
+   while the sums of the previous one are stored. */
 #define SUM_HIGH 0
 #define SUM_LOW 1
 #define OPERAND 2
@@ -23,7 +23,7 @@
 #define X_HIGH_1 6
 #define X_LOW_1 7
 
-/* Row r of a panel times `inverse` as integers, (2, tiles, rows, 64). */
+/* Cuts row r of a panel times `inverse` into integers, (2, tiles, rows, 64). */
 static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int8_t *parts)
 {
     const int tiles = (n + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -38,7 +38,7 @@ static inline void KV(cut_query)(const float *row, int n, vf inverse, int r, int
     }
 }
 
-/* 16 query rows times the softmax scale; as integers, with their units; and in bfloat16. */
+/* Prepares 16 query rows: times the softmax scale, as integers with their units, and in bfloat16. */
 static void KV(prepare_rows)(const float *rows, int n, float factor, float *scaled, float *unit, float *inverse,
                              int8_t *parts, int8_t *halves)
 {
@@ -52,7 +52,7 @@ static void KV(prepare_rows)(const float *rows, int n, float factor, float *scal
     }
 }
 
-/* Makes a panel of query rows, (KV_ROWS, padded_dim) floats, ready. */
+/* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
 static void KV(prepare_panel)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                               float factor, kv_panel *panel)
 {
@@ -68,8 +68,8 @@ typedef struct {
     KV_ALIGNED int32_t low[KV_ROWS * KV_LANES];
 } KV(lane_sums);
 
-/* Activations of 16 rows, (2, tiles, 16, 64) with `part` bytes between the parts, of one or two tiles of depth, stay in
-   registers for all lanes that they are multiplied with. */
+/* Loads activations of 16 rows, (2, tiles, 16, 64) with `part` bytes between the parts and one or two tiles of depth, into
+   registers. They stay there for all lanes. */
 static inline void KV(hold)(const int8_t *x, ptrdiff_t part, int tiles)
 {
     _tile_loadd(X_HIGH_0, x, TILE_DEPTH);
@@ -90,7 +90,7 @@ static inline void KV(hold)(const int8_t *x, ptrdiff_t part, int tiles)
         }                                        \
     } while (0)
 
-/* Products of held activations with a lane tile of operands, (parts, tiles, 16, 64) with `part` bytes between the
+/* Multiplies the held activations by a lane tile of operands, (parts, tiles, 16, 64) with `part` bytes between the
    parts. */
 static inline __attribute__((always_inline)) void KV(multiply)(const int8_t *codes, ptrdiff_t part, int parts, int tiles,
                                                                KV(lane_sums) *sums)
@@ -104,8 +104,8 @@ static inline __attribute__((always_inline)) void KV(multiply)(const int8_t *cod
 }
 #undef MULTIPLY_TILE
 
-/* The same of two lane tiles of one part, `stride` bytes apart, of many tiles of depth: with four sums under way no
-   instruction waits for the one before it, and activations are loaded once for both. */
+/* The same for two lane tiles of one part, `stride` bytes apart, with many tiles of depth. With four sums in progress no
+   instruction waits for the one before it, and activations are loaded once for both lane tiles. */
 static inline __attribute__((always_inline)) void KV(multiply_pair)(
     const int8_t *codes, ptrdiff_t stride, const int8_t *x, ptrdiff_t x_part, int tiles, KV(lane_sums) *sums)
 {
@@ -135,7 +135,7 @@ static inline vf KV(total)(const KV(lane_sums) *sums, int row)
                               _mm512_load_si512(sums->low + row * KV_LANES)));
 }
 
-/* What becomes of sums of keys and activations. */
+/* What turns sums of keys and activations into scores. */
 typedef struct {
     const int8_t *keys;        /* lane tiles */
     const int8_t *x;           /* (2, tiles, rows, 64) */
@@ -143,11 +143,11 @@ typedef struct {
     const float *scales;       /* of the tokens */
     const float *unit;         /* of each row of x */
     const float *shift;        /* of each row, or NULL */
-    const float *limit;        /* NULL: they are the scores; else they are added where a token's scale is as great as that
-                                  of the row */
+    const float *limit;        /* NULL: write the scores; else add to them where a token's scale is at least that of the
+                                  row */
 } KV(key_products);
 
-/* Sums of a lane tile, 16 tokens, become scores. */
+/* Turns the sums of a lane tile, 16 tokens, into scores. */
 static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_products) *p, const KV(lane_sums) *done, int lane,
                                                                  float *scores, const int shifts, const int adds)
 {
@@ -161,8 +161,8 @@ static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_pr
     }
 }
 
-/* Lanes first to last. While the products of a lane tile, or of two, are under way, the sums of those before become
-   scores. Of more than two tiles of depth there are even numbers of lanes. */
+/* Scores of the lane tiles first to last. While the products of one or two lane tiles are computed, the sums of those before
+   become scores. With more than two tiles of depth the number of lane tiles is even. */
 static inline __attribute__((always_inline)) void KV(score_lanes)(const KV(key_products) *p, int first, int last, float *scores,
                                                                   const int shifts, const int adds)
 {
@@ -186,7 +186,7 @@ static inline __attribute__((always_inline)) void KV(score_lanes)(const KV(key_p
     }
 }
 
-/* Adds what the rounding of the rows, times `inverse`, left out of the scores, where that counts: see activations.inc.h. */
+/* Adds to the scores what the rounding of the rows, times `inverse`, left out, where that counts; see activations.inc.h. */
 static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *rounded, const float *rows, const float *inverse,
                                                        float error, int first, int last, float *scores)
 {
@@ -203,7 +203,7 @@ static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *r
     KV(score_lanes)(&p, first, last, scores, 0, 1);
 }
 
-/* Scores of some lanes, from rows that are cut as p tells. */
+/* Scores of the lane tiles first to last, from rows that are cut as p describes. */
 static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_products) *p, const float *rows, const float *inverse,
                                                                  float error, int first, int last, float *scores,
                                                                  const int shifts, const int adds)
@@ -215,7 +215,7 @@ static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_pr
         KV(refine_lanes)(p, rows, inverse, error, first, last, scores);
 }
 
-/* What a key block's statistics make of a panel's rows. */
+/* A panel's rows folded with a key block's statistics. */
 typedef struct {
     KV_ALIGNED float shift[KV_ROWS], unit[KV_ROWS], inverse[KV_ROWS];
     KV_ALIGNED float rows[KV_ROWS * KV_MAX_HEAD_DIM];

@@ -1,6 +1,6 @@
-/* The scores of 16 query rows and KV_TILE tokens become weights, as activations of the matrix unit. */
+/* Turns the scores of 16 query rows and KV_TILE tokens into weights, as activations of the matrix unit. */
 
-/* 2^x for -126 <= x <= 0, 0 below, and NaN for NaN: interpolates 2^r, r = x - floor(x), in the Chebyshev nodes of 0 to 1
+/* 2^x for -126 <= x <= 0; 0 below, and NaN for NaN. Interpolates 2^r, r = x - floor(x), in the Chebyshev nodes of 0 to 1
    (relative error 3.5e-6, a fifth of the activations' rounding). */
 static inline vf KV(exp2_of_scores)(vf x)
 {
@@ -14,13 +14,13 @@ static inline vf KV(exp2_of_scores)(vf x)
     return _mm512_maskz_scalef_ps(normal, y, x);
 }
 
-/* Of 16 rows of 16 floats each the sum, or the greatest. */
+/* The sum, or the maximum, of each of 16 rows of 16 floats. */
 static inline __attribute__((always_inline)) vf KV(reduce_rows)(const float *rows, const int maximum)
 {
 #define JOIN(x, y) (maximum ? vf_max(x, y) : vf_add(x, y))
     vf a[16];
     for (int i = 0; i < 16; i++) a[i] = vf_load(rows + 16 * i);
-    /* Row r ends in lane r: its bits 3 and 2 choose the 128-bit lane, 1 and 0 the place there. */
+    /* Row r ends up in lane r: bits 3 and 2 of r choose the 128-bit lane, bits 1 and 0 the place in it. */
     for (int i = 0; i < 16; i += 2)
         a[i / 2] = JOIN(_mm512_unpacklo_ps(a[i], a[i + 1]), _mm512_unpackhi_ps(a[i], a[i + 1]));
     for (int i = 0; i < 8; i += 2)
@@ -31,7 +31,7 @@ static inline __attribute__((always_inline)) vf KV(reduce_rows)(const float *row
 #undef JOIN
 }
 
-/* Softcap, ALiBi and what a row may not see. */
+/* Applies softcap and ALiBi, and masks the tokens that a row may not see. */
 static inline void KV(bend_row)(const kv_panel *panel, int r, float position, int begin, int end, float *scores)
 {
     const int from = panel->start[r], to = panel->stop[r];
@@ -47,18 +47,18 @@ static inline void KV(bend_row)(const kv_panel *panel, int r, float position, in
         }
 }
 
-/* What a tile does to the sums of those before it. */
+/* How a tile corrects the sums of the tiles before it. */
 typedef struct {
     unsigned changed;                  /* bit r: the maximum of row r rose */
     KV_ALIGNED float rescale[KV_ROWS]; /* exp(maximum before - maximum now), exactly 1 where it stays */
     KV_ALIGNED float unit[KV_ROWS];    /* of integer weights, relative to the maximum now */
 } KV(correction);
 
-/* Scores become weights, exp(score - maximum), and the panel's maxima and sums of weights those with this tile.
-   Of `halves`, maxima are those of all tiles so far, and x is (2, KV_TILE / 32, KV_ROWS, 32) bfloat16. Else they are
-   those of these tokens; weights times the values' scales are rounded to integers, (2, KV_TILE / 64, KV_ROWS, 64) bytes.
-   A row's numbers do not depend on what `begin` and `end`, multiples of 64, leave out for all rows: weights of masked
-   tokens are 0, and sums are taken lane by lane. */
+/* Turns scores into weights, exp(score - maximum), and updates the panel's maxima and sums of weights.
+   With `halves` the maxima are those of all tiles so far, and x is (2, KV_TILE / 32, KV_ROWS, 32) bfloat16. Otherwise they
+   are those of these tokens, and weights times the values' scales are rounded to integers, (2, KV_TILE / 64, KV_ROWS, 64)
+   bytes. `begin` and `end`, multiples of 64, leave out only tokens that no row sees. They do not change a row's numbers:
+   weights of masked tokens are 0, and sums are taken lane by lane. */
 static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const kv_operands *operands, kv_panel *panel, float position, int begin, int end, float *scores, int8_t *x,
     KV(correction) *correction, const int halves)
@@ -81,7 +81,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const vf before = vf_load(panel->m), now = vf_max(before, here);
     const __mmask16 same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
     const vf from = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, none, _CMP_NEQ_OQ), now);
-    /* Exactly 1 where the maximum stays, so that a tile of which a row sees nothing changes nothing. */
+    /* Exactly 1 where the maximum stays, so that a tile changes nothing for a row that sees none of it. */
     const vf keep = _mm512_mask_mov_ps(KV(exp)(vf_sub(before, from)), same, one);
     vf_store(panel->m, now);
     vf_store(correction->rescale, keep);
@@ -115,7 +115,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     vf_store(panel->l, vf_fma(l, keep, vf_mul(sum, add)));
     vf_store(correction->unit, vf_mul(vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)), add));
     vf_store(inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_WEIGHT), top), top, 0x1p-100f));
-    /* What a weight's rounding leaves goes to the next, see activations.inc.h: four rows at once wait less for each other. */
+    /* What the rounding of a weight leaves out goes to the next weight; see activations.inc.h. Four rows at once wait less. */
     for (int r = 0; r < KV_ROWS; r += 4) {
         vf left[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
         for (int t = begin; t < end; t += TILE_DEPTH) {

@@ -1,4 +1,4 @@
-/* Vector layer, AVX2 with FMA and F16C and perhaps AVX-VNNI: 8 floats a register. See vec_scalar.h for the names. */
+/* Vector layer, AVX2 with FMA and F16C and perhaps AVX-VNNI: 8 floats a register. vec_scalar.h explains the names. */
 #define W 8
 #define INT_VECTORS 2   /* 4 rows x 2 = 8 accumulators, beside 4 registers of widened codes */
 #define INT8_ZERO 128
@@ -93,8 +93,8 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
-/* Integer dot products. maddubs would saturate on 8-bit codes, so they are widened once for all
-   rows and multiplied by the whole 16-bit activation. AVX-VNNI multiplies 8-bit codes, too, but by both parts of an
+/* Integer dot products. maddubs would saturate on 8-bit codes, so codes are widened once for all rows
+   and multiplied by the whole 16-bit activation. AVX-VNNI could multiply 8-bit codes, but by each part of an
    activation: as many instructions, with twice the accumulators. */
 #define vcodes __m256i
 #define vcodes_load(p) _mm256_loadu_si256((const __m256i *)(p))
@@ -106,7 +106,7 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 typedef struct { __m256i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each four */
 #define vwide KV(vwide)
 #define vcodes_widen(c) ((vwide){_mm256_and_si256(c, _mm256_set1_epi16(255)), _mm256_srli_epi16(c, 8)})
-/* Of 32-bit lanes, see vec_avx512.h. */
+/* Has 32-bit lanes; see vec_avx512.h. */
 typedef int32_t KV(vacc) __attribute__((vector_size(32)));
 #define vacc KV(vacc)
 #ifdef KV_AVX_VNNI
@@ -118,7 +118,7 @@ typedef int32_t KV(vacc) __attribute__((vector_size(32)));
     do {                                                                           \
         KV_MULTIPLY_ADD(a, (codes).even, _mm256_set1_epi32(kv_load32(x)));         \
         KV_MULTIPLY_ADD(a, (codes).odd, _mm256_set1_epi32(kv_load32((x) + 4)));    \
-        __asm__("" : "+x"(a)); /* in this order: gcc would first multiply all of a line, and spill */ \
+        __asm__("" : "+x"(a)); /* keeps this order: gcc would first multiply a whole line, and spill */ \
     } while (0)
 #define vacc_total(a, b) ((vi)(a))
 

@@ -1,5 +1,4 @@
-/* Vector layer, AVX-512, perhaps with VNNI, perhaps with VBMI: 16 floats a register. See vec_scalar.h for what each name
-   means. */
+/* Vector layer, AVX-512, perhaps with VNNI, perhaps with VBMI: 16 floats a register. vec_scalar.h explains the names. */
 #define W 16
 #define INT_VECTORS 2   /* code vectors per integer panel: 4 rows x 2 parts x 2 = 16 accumulators, 8 without VNNI */
 #define INT8_ZERO 128
@@ -69,8 +68,8 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
     _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
-/* Integer dot products. For VNNI the 16-bit activation is cut as 256 x high + low, both int8; without, codes are widened,
-   as in vec_avx2.h. */
+/* Integer dot products. With VNNI the 16-bit activation is cut into 256 x high + low, both int8; without it codes are
+   widened, as in vec_avx2.h. */
 #define vcodes __m512i
 #define vcodes_load(p) _mm512_loadu_si512(p)
 #define vcodes_bytes(c) (c)
@@ -82,8 +81,8 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #else
 #define vcodes_levels(c) _mm512_shuffle_epi8(KV_LEVELS, vcodes_low(c))
 #endif
-/* Of 32-bit lanes, not __m512i: gcc 12 copies every accumulator twice per step of the loop when the
-   type that it carries around is not the one the instruction works on. */
+/* Has 32-bit lanes and is not __m512i: gcc 12 copies every accumulator twice per step of the loop if its
+   type is not the one that the instruction works on. */
 typedef int32_t KV(vacc) __attribute__((vector_size(64)));
 #define vacc KV(vacc)
 #ifdef KV_VNNI
@@ -116,8 +115,8 @@ static inline void KV(arrange_words)(vi r0, vi r1, vi r2, vi r3, vi words[2])
 }
 
 #ifdef KV_VNNI
-/* Of each 4 words the high bytes, then the low ones: word + 128, at most 32767, holds the high byte in its byte 1
-   and, with the top bit flipped, the low one in byte 0. */
+/* The high bytes of each 4 words, then their low bytes: word + 128, at most 32767, holds the high byte in its byte 1
+   and, with the top bit flipped, the low byte in byte 0. */
 static inline vi KV(part_words)(vi words)
 {
     const vi gather = _mm512_set4_epi32(0x0E0C0A08, 0x0F0D0B09, 0x06040200, 0x07050301);
@@ -125,7 +124,7 @@ static inline vi KV(part_words)(vi words)
     return _mm512_xor_si512(words, _mm512_set1_epi64(0x8080808000000000));
 }
 #else
-/* Of each 4 words 0, 2, 1, 3, as codes are widened. */
+/* Reorders each 4 words to 0, 2, 1, 3, the order of widened codes. */
 static inline vi KV(part_words)(vi words)
 {
     return _mm512_shufflehi_epi16(_mm512_shufflelo_epi16(words, 0xD8), 0xD8);

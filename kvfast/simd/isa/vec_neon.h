@@ -1,5 +1,5 @@
 /* Vector layer, Advanced SIMD, which every 64-bit ARM has, perhaps with the dot products of ARMv8.2 (KV_DOTPROD): 4 floats
-   a register. See vec_scalar.h for the names. */
+   a register. vec_scalar.h explains the names. */
 #define W 4
 #define INT_VECTORS 2   /* 4 rows x 2 accumulators x 2 = 16 */
 #ifdef KV_DOTPROD
@@ -85,7 +85,8 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vacc int32x4_t
 
 #ifdef KV_DOTPROD
-/* Signed codes by signed bytes: an activation is cut as 256 x high + low. (Unsigned by signed takes the extension I8MM.) */
+/* Multiplies signed codes by signed bytes: an activation is cut into 256 x high + low. (Unsigned by signed needs the
+   extension I8MM.) */
 #define KV_SIGNED(bytes) veorq_u8(bytes, vdupq_n_u8(128))
 #define vcodes_bytes(c) KV_SIGNED(c)
 #define vcodes_levels(c) vqtbl1q_u8(KV_SIGNED(vld1q_u8(kv_gauss_levels)), vcodes_low(c))
@@ -99,7 +100,7 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
     } while (0)
 #define vacc_total(high, low) vi_add(vshlq_n_s32(high, 8), low)
 #else
-/* Depth by depth, each of them of 4 lanes: a multiplication by one activation has no sum across lanes behind it. */
+/* Works depth by depth, each with 4 lanes: multiplying by one activation needs no sum across lanes. */
 #define vcodes_bytes(c) (c)
 #define vcodes_levels(c) vqtbl1q_u8(vld1q_u8(kv_gauss_levels), vcodes_low(c))
 typedef struct { int16x8_t first, last; } KV(vwide); /* depths 0 and 1, 2 and 3 */
@@ -126,7 +127,7 @@ static inline vwide KV(vcodes_widen)(vcodes c)
 static inline void KV(store_parts)(int8_t *x, int16x8_t words)
 {
 #ifdef KV_DOTPROD
-    /* Of each 4 words the high bytes, rounded, then the low ones. */
+    /* The high bytes of each 4 words, rounded, then their low bytes. */
     const int32x2_t high = vreinterpret_s32_s8(vshrn_n_s16(vaddq_s16(words, vdupq_n_s16(128)), 8));
     const int32x2_t low = vreinterpret_s32_s8(vmovn_s16(words));
     vst1q_s8(x, vreinterpretq_s8_s32(vcombine_s32(vzip1_s32(high, low), vzip2_s32(high, low))));

@@ -1,5 +1,5 @@
-/* Vector layer, plain C: one float a "register". The oracle of the others, and the tier of any CPU
-   that has no other.
+/* Vector layer, plain C: one float a "register". The other tiers are tested against it, and CPUs without
+   another tier use it.
 
    Every vec_*.h defines the same names over its own registers:
 
@@ -48,8 +48,8 @@
 #define vf_zero_below(y, x, limit) ((x) < (limit) ? 0.0f : (y))
 #define vf_hmax(x) (x)
 #define vf_hsum(x) (x)
-/* Adding 1.5 x 2^23 rounds to the nearest even integer, as the vector units do, and leaves it in the low bits; |x| < 2^22. NaN
-   gives any integer, as with them. */
+/* Adding 1.5 x 2^23 rounds to the nearest even integer, as vector units do, and leaves it in the low bits; |x| < 2^22. NaN
+   gives any integer, as with vector units. */
 #define vf_round(x) ((int32_t)(kv_float_bits((x) + 12582912.0f) - 0x4B400000u))
 #define vf_truncate(x) ((int32_t)(x))
 #define vf_bits(x) ((int32_t)kv_float_bits(x))

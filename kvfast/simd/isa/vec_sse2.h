@@ -1,4 +1,4 @@
-/* Vector layer, SSE2, which every x86-64 has: 4 floats a register. See vec_scalar.h for the names. */
+/* Vector layer, SSE2, which every x86-64 has: 4 floats a register. vec_scalar.h explains the names. */
 #define W 4
 #define INT_VECTORS 2
 #define INT8_ZERO 128
@@ -36,8 +36,8 @@
 #define vi_to_float(x) _mm_cvtepi32_ps(x)
 #define vi_exponent(n) _mm_castsi128_ps(_mm_slli_epi32(_mm_add_epi32(n, _mm_set1_epi32(127)), 23))
 
-/* Shifted into a float32's exponent and mantissa, beside its sign, a half is 2^-112 of its value (no infinities
-   are stored), subnormals included. */
+/* A float16 shifted into the exponent and mantissa of a float32, with its sign, is 2^-112 of its value, subnormals
+   included (infinities are never stored). */
 static inline vf KV(vf_load_float16)(const void *p)
 {
     vi half = _mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i *)p));
@@ -129,7 +129,7 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes_low(c) _mm_and_si128(c, _mm_set1_epi8(15))
 #define vcodes_shift(c) _mm_srli_epi16(c, 4)
 
-/* Without a byte shuffle: the steps from level to level that lie below each, and the sign. */
+/* SSE2 has no byte shuffle: sums the steps between the levels below each code, then applies the sign. */
 static inline vcodes KV(vcodes_levels)(vcodes c)
 {
     c = vcodes_low(c);

@@ -7,7 +7,7 @@ import numpy as np
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -76,8 +76,11 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             return
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
-        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        self._memory = GroupMemory([layers[name] for name in layer_names], kv_cache_spec, fmt)
+        named = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        layers = [named[name] for name in layer_names]
+        for layer in layers:
+            layer.impl.is_carried = True
+        self._memory = GroupMemory(layers, kv_cache_spec, fmt)
         logger.info_once("kvfast keeps the KV cache as %s, %d bytes per token and KV head (kv_cache_dtype=%s)", str(fmt),
                          content_bytes(kv_cache_spec, fmt), vllm_config.cache_config.cache_dtype)
 
@@ -94,16 +97,17 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
+    is_carried = False  # by kvfast, as its builder has found
     memory = None  # GroupMemory, once its tensors are bound
     number = None  # of the layer in it
     _options = None
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        if self.memory is None:
-            if self._is_carried(kv_cache):
-                return  # a dummy run before there is a cache
+        if not self.is_carried:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
+        if self.memory is None:
+            return  # a dummy run: every step of requests has built its metadata before
         slots = slot_mapping.numpy()
         self.memory.pool.append_batch(self.number, as_numpy(key[: len(slots)]), as_numpy(value[: len(slots)]), slots)
 
@@ -119,9 +123,6 @@ class KVFastImpl(CPUAttentionBackendImpl):
             **(self._options or self._set_options()),
         )
         return output
-
-    def _is_carried(self, kv_cache):
-        return self.attn_type == AttentionType.DECODER and kv_cache.numel() == 0
 
     def _set_options(self):
         """Those of this layer's attention, now that its weights are loaded."""

@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from kvfast.codec.dtypes import ROWS
+
 import kvfast
 from kvfast.cli.bench.cases import MODELS
 
@@ -68,6 +70,17 @@ def memory():
             row.append(f"{stored:,}" + (f" ({halves / stored:.2f}x)" if stored < halves else ""))
         rows.append(row)
     return _table(["model (layers, KV heads x head_dim)", "float32", "float16", "int8", "k8v4", "int4"], rows)
+
+
+def dtypes():
+    """The storage dtypes."""
+    families = {"float": "as it is", "tiled": "multiplied as stored", "packed": "becomes INT8 when it is read"}
+    rows = []
+    for row in ROWS:
+        codebooks = ", ".join(row.codebooks) or "-"
+        levels, scale = (f"{row.levels}", f"{row.scale_bytes} bytes") if row.levels else ("-", "-")
+        rows.append([f"`{row.name}`", codebooks, f"{row.bits}", levels, scale, f"{row.limit:g}", families[row.family]])
+    return _table(["dtype", "codebook", "bits", "levels", "scale of a token", "largest magnitude", "codes"], rows)
 
 
 def accuracy():
@@ -200,7 +213,7 @@ def _reason(text):
     return re.sub(r"layer \d+( of \w+)?", "a layer", re.sub(r"\w+Attention", "its attention", text))
 
 
-TABLES = {function.__name__: function for function in (memory, accuracy, compression, decode, speed, prefill, precision, hard, peers, architectures)}
+TABLES = {function.__name__: function for function in (memory, dtypes, accuracy, compression, decode, speed, prefill, precision, hard, peers, architectures)}
 
 
 def main():

@@ -5,6 +5,6 @@ from kvfast.codec.blocks cimport kv_store
 
 
 cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
-                        Py_ssize_t count) except -1
+                        Py_ssize_t num_tokens) except -1
 cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,
                           bint values)

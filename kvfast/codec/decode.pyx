@@ -23,8 +23,8 @@ ctypedef struct kv_decode:
 
 
 cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t block, bint at_start,
-                        Py_ssize_t count) except -1:
-    """Decode the first `count` tokens of a block to float rows. With `at_start` the first `float_tokens` have theirs
+                        Py_ssize_t num_tokens) except -1:
+    """Decode the first `num_tokens` tokens of a block to float rows. With `at_start` the first `float_tokens` have theirs
     already."""
     cdef const kv_kernels *kernels = active()
     cdef const kv_store *store
@@ -35,7 +35,7 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
         if not store.seals:
             continue
         for head in range(store.num_kv_heads):
-            for offset in range(store.float_tokens if at_start else 0, count):
+            for offset in range(store.float_tokens if at_start else 0, num_tokens):
                 kernels.decode_k(&store.k, k_block_at(store, block, head), <int>offset, row)
                 kernels.from_float[float_dtype_of(store, False)](row, store.k.head_dim, float_row_at(store, block, offset, head, False))
                 kernels.decode_v(&store.v, v_block_at(store, block, head), <int>offset, row)

@@ -113,7 +113,8 @@ cdef str _shape_of(object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_
 
 cdef Projection open_projection(object qkv, object num_q_heads, Py_ssize_t num_kv_heads, Py_ssize_t head_dim,
                                 Py_ssize_t v_head_dim):
-    """Open (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim). With num_q_heads None it follows from the shape."""
+    """Open (num_tokens, (num_q_heads + num_kv_heads) * head_dim + num_kv_heads * v_head_dim). With num_q_heads None it follows from
+    the shape."""
     cdef Projection self = Projection.__new__(Projection)
     cdef Py_ssize_t heads, keys_end   # elements of a token before its values
     array = as_array(qkv, "qkv")

@@ -4,5 +4,5 @@ from libc.stdint cimport int16_t, int32_t, uint8_t
 from kvfast.codec.blocks cimport kv_store
 
 
-cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
+cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
                      bint at_start, const int16_t *kept_codes, uint8_t *unfit) except -1

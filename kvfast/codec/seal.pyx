@@ -28,7 +28,7 @@ ctypedef struct kv_seal:
     Py_ssize_t elements        # floats of a thread's rows
 
 
-cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t count,
+cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
                      bint at_start, const int16_t *kept_codes, uint8_t *unfit) except -1:
     """Seal blocks whose tokens all have float rows. With `at_start` the first block is the first of its sequence.
 
@@ -36,7 +36,7 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
     the other tokens of the i-th block do not fit these statistics; their codes must not be read then.
     """
     cdef Py_ssize_t elements = <Py_ssize_t>max(stores.k.padded_dim, stores.v.padded_dim) * stores.k.block_size
-    cdef Py_ssize_t pieces = count * num_layers * stores.num_kv_heads, nbytes
+    cdef Py_ssize_t pieces = num_blocks * num_layers * stores.num_kv_heads, nbytes
     cdef kv_team team
     cdef kv_seal call
     gather(&team, None, <double>pieces * elements * 8)

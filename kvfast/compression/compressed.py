@@ -375,7 +375,7 @@ class _Arrays:
 
 
 def checked(array, name, rank, shape):
-    """An array as float32. It must have `rank` dimensions, none of them 0, and finite elements."""
+    """An array as float32. It must have `rank` dimensions, each at least 1, and finite elements."""
     array = as_floats(array, name)
     if array.ndim != rank or 0 in array.shape:
         raise DimensionMismatchError(f"{name} must have shape {shape} and hold at least one of each, got shape {array.shape}")

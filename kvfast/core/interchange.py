@@ -76,7 +76,7 @@ def as_floats(array, name):
     Raises
     ------
     TypeError
-        For anything else: float64 and bytes in another order would be copies that nobody asked for.
+        For anything else: float64 and bytes in another order would need silent copies.
     """
     if not isinstance(array, np.ndarray):
         try:

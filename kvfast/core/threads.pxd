@@ -15,6 +15,6 @@ cdef struct kv_team:
 
 cdef int gather(kv_team *team, object num_threads, double work) except -1
 cdef void gather_unwatched(kv_team *team, int num_threads, double work) noexcept nogil
-cdef int for_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t count, kv_schedule schedule) except -1
-cdef int run_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t count, kv_schedule schedule) noexcept nogil
+cdef int for_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t num_pieces, kv_schedule schedule) except -1
+cdef int run_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t num_pieces, kv_schedule schedule) noexcept nogil
 cdef int threads_for(object num_threads, double work) except -1

@@ -75,7 +75,7 @@ class Weights:
     layers: tuple[Layer, ...]  # num_layers of them
     output_norm: np.ndarray  # (hidden_size,)
     output: np.ndarray  # (vocab_size, hidden_size); the embedding itself where the model ties them
-    rope_frequencies: np.ndarray  # (rope_dims // 2,) float64: radians a position turns each pair
+    rope_frequencies: np.ndarray  # (rope_dims // 2,) float64: radians by which a position rotates each pair
 
     def arrays(self):
         """All of them, in a fixed order."""
@@ -138,7 +138,7 @@ def read_weights(file: GGUFFile, config: LlamaConfig) -> Weights:
 
 
 class _Tensors:
-    """Reads tensors of a file and remembers which ones nobody has asked for."""
+    """Reads tensors of a file and remembers which ones were not read."""
 
     def __init__(self, file):
         self.file = file

@@ -7,8 +7,8 @@
      bits       of an element
      scale      bytes of a token's scale: 4 in float32, 2 in bfloat16
      levels     number of values that an element can have under one scale; 0: a float
-     limit      largest magnitude that can be stored. With a bfloat16 scale it is below that of float32, as a scale times a level must
-                not overflow. The largest level of a trellis may stand for an element that is half of it.
+     limit      largest magnitude that can be stored. Scale times level must not overflow: a scale is rounded, and a level
+                can stand for an element that is smaller, of a trellis one that is half of it
      prepare_, scores_, accumulate_   its kernels in the kernel table
      also       other names
      codebooks, options   those of KVFormat that the dtype allows */
@@ -26,17 +26,17 @@
         "f16 fp16 half",          "",                 "")                                                             \
     ROW(BFLOAT16, "bfloat16", FLOAT_ROWS,   16,  0,    0, KV_MAX_BFLOAT16, floating, bfloat16,                        \
         "bf16",                   "",                 "")                                                             \
-    ROW(INT8,     "int8",     TILED_CODES,   8,  4,  255, KV_MAX_FLOAT32,  int8,     int8,                            \
+    ROW(INT8,     "int8",     TILED_CODES,   8,  4,  255, 3.4028e38f,      int8,     int8,                            \
         "i8 q8",                  "uniform",          "centring")                                                     \
     ROW(INT4,     "int4",     TILED_CODES,   4,  4,   15, KV_MAX_FLOAT32,  int4,     int4,                            \
         "i4 q4",                  "uniform",          "centring per_channel clip_search")                             \
-    ROW(GAUSS4,   "int4",     TILED_CODES,   4,  2,   16, 3.3e38f,         gauss4,   gauss4,                          \
+    ROW(GAUSS4,   "int4",     TILED_CODES,   4,  2,   16, 2.9e38f,         gauss4,   gauss4,                          \
         "",                       "gaussian",         "centring clip_search")                                         \
-    ROW(INT2,     "int2",     PACKED_CODES,  2,  2,    4, 3.3e38f,         int8,     packed,                          \
+    ROW(INT2,     "int2",     PACKED_CODES,  2,  2,    4, 2.2e38f,         int8,     packed,                          \
         "i2 q2",                  "uniform gaussian", "")                                                             \
-    ROW(INT3,     "int3",     PACKED_CODES,  3,  2,    8, 3.3e38f,         int8,     packed,                          \
+    ROW(INT3,     "int3",     PACKED_CODES,  3,  2,    8, 2.7e38f,         int8,     packed,                          \
         "i3 q3",                  "uniform gaussian", "")                                                             \
-    ROW(INT5,     "int5",     PACKED_CODES,  5,  2,   32, 3.3e38f,         int8,     packed,                          \
+    ROW(INT5,     "int5",     PACKED_CODES,  5,  2,   32, 3.0e38f,         int8,     packed,                          \
         "i5 q5",                  "uniform gaussian", "")                                                             \
     ROW(INT6,     "int6",     PACKED_CODES,  6,  2,   64, 3.3e38f,         int8,     packed,                          \
         "i6 q6",                  "uniform gaussian", "")                                                             \

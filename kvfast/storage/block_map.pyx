@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The map from positions to blocks: position p is place p % block_size of the block at index p // block_size."""
+"""The map from positions to blocks: position p is at offset p % block_size of the block with index p // block_size."""
 cimport cython
 import numpy as np
 
@@ -10,7 +10,7 @@ from kvfast.storage.pool cimport BlockPool
 
 
 cdef class BlockMap:
-    """The blocks of a pool that one sequence has, in the order of their tokens."""
+    """The blocks of one sequence, in the order of their tokens."""
 
     def __cinit__(self, BlockPool pool, *args):
         self.pool = pool
@@ -24,7 +24,7 @@ cdef class BlockMap:
         return <int64_t>self.blocks[entry_of(self, position // size)] * size + position % size
 
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1:
-        """Blocks to take before the positions first to last can be written."""
+        """Number of blocks to take before the positions first to last can be written."""
         cdef Py_ssize_t end = self.count + self.skipped, i
         cdef Py_ssize_t needed = max(<Py_ssize_t>0, (last + self.pool.block_size - 1) // self.pool.block_size - end)
         for i in range(first // self.pool.block_size, min(end, (last + self.pool.block_size - 1) // self.pool.block_size)):
@@ -32,12 +32,12 @@ cdef class BlockMap:
                 needed += 1
         return needed
 
-    cdef int ensure(self, Py_ssize_t count) except -1:
-        """Make sure that `count` blocks can be taken for new tokens."""
-        return self.pool.ensure(count)
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
+        """Make sure that `num_blocks` blocks can be taken for new tokens."""
+        return self.pool.ensure(num_blocks)
 
     cdef int reserve_blocks(self, Py_ssize_t last) except -1:
-        """Make sure that the list of blocks has room for those up to position `last`."""
+        """Make sure that the list has room for the blocks up to position `last`."""
         cdef Py_ssize_t count = (last + self.pool.block_size - 1) // self.pool.block_size - self.skipped
         cdef void *grown
         if count > self.capacity:
@@ -50,27 +50,27 @@ cdef class BlockMap:
         return 0
 
     cdef void release_from(self, Py_ssize_t count) noexcept:
-        """Give back the blocks from index `count` on, the last ones first: so that the next to be taken is the first."""
+        """Release the blocks from index `count` on, the last one first, so that the first of them is taken next."""
         while self.count > count:
             self.count -= 1
             self.pool.release(self.blocks[self.count])
 
-    cdef int reserve_list(self, Py_ssize_t count) except -1:
-        """Make sure that there is memory for another list, of `count` blocks."""
-        cdef void *grown = realloc(self.spare, max(count, 1) * sizeof(int32_t))
+    cdef int reserve_list(self, Py_ssize_t num_blocks) except -1:
+        """Make sure that there is memory for another list, of `num_blocks` blocks."""
+        cdef void *grown = realloc(self.spare, max(num_blocks, 1) * sizeof(int32_t))
         if grown == NULL:
             raise MemoryError("cannot allocate the block table of a sequence")
         self.spare = <int32_t *>grown
         return 0
 
-    cdef void _use_list(self, Py_ssize_t count) noexcept:
-        """The list that was reserved in the place of an empty map's own."""
+    cdef void _use_list(self, Py_ssize_t num_blocks) noexcept:
+        """Replace the list of an empty map by the one that was reserved."""
         with cython.critical_section(self.pool):
             free(self.blocks)
-            self.blocks, self.capacity, self.spare = self.spare, max(count, 1), NULL
+            self.blocks, self.capacity, self.spare = self.spare, max(num_blocks, 1), NULL
 
     cdef int adopt(self, list blocks) except -1:
-        """Give an empty map blocks whose contents are known."""
+        """Give known blocks to an empty map."""
         cdef Py_ssize_t i, count = len(blocks)
         self.reserve_list(count)
         self._use_list(count)
@@ -81,14 +81,14 @@ cdef class BlockMap:
         return 0
 
     cdef bint keeps(self, Py_ssize_t index) noexcept nogil:
-        """Whether the block of an index is not skipped."""
+        """Whether the block with this index is not skipped."""
         return index < self.sink_blocks or index >= self.sink_blocks + self.skipped
 
     cdef bint has(self, Py_ssize_t index, int32_t block) noexcept:
         return self.keeps(index) and entry_of(self, index) < self.count and self.blocks[entry_of(self, index)] == block
 
     cdef bint is_in_one_piece(self) noexcept:
-        """Whether block i of the pool's first chunk is the map's entry i, so that the tokens lie one after the other."""
+        """Whether entry i is block i of the pool's first chunk, so that the tokens lie one after the other."""
         cdef Py_ssize_t i
         if self.count > self.pool.first_blocks:
             return False
@@ -97,11 +97,11 @@ cdef class BlockMap:
                 return False
         return True
 
-    cdef int take_blocks(self, Py_ssize_t count) except -1:
-        """Give an empty map `count` blocks, after `reserve_list`."""
+    cdef int take_blocks(self, Py_ssize_t num_blocks) except -1:
+        """Take `num_blocks` blocks for an empty map, after `reserve_list`."""
         cdef Py_ssize_t i
-        self._use_list(count)
-        for i in range(count):
+        self._use_list(num_blocks)
+        for i in range(num_blocks):
             self.blocks[i] = self.pool.take(self.blocks[i - 1] if i else -1)
             self.count += 1
         return 0
@@ -112,9 +112,10 @@ cdef class BlockMap:
             return np.array([self.blocks[i] for i in range(self.count)], np.int32)
 
     def block_row(self):
-        """The blocks by their indices, -1 where one is skipped."""
+        """The blocks by their indices, -1 for a skipped one."""
         if self.count + self.skipped > 0x7FFFFFFF // self.pool.block_size:  # as a forged file may have it
-            raise ValueError(f"a block table must be for at most {0x7FFFFFFF} tokens, got {self.count + self.skipped} blocks of {self.pool.block_size}")
+            raise ValueError(f"a block table must be for at most {0x7FFFFFFF} tokens, got {self.count + self.skipped} "
+                             f"blocks of {self.pool.block_size}")
         with cython.critical_section(self.pool):
             row = np.full(self.count + self.skipped, -1, np.int32)
             for i in range(self.count):

@@ -1,6 +1,6 @@
-"""Blocks of some layers, counted by their owners.
+"""Blocks of some layers, and the number of their owners.
 
-A block spans all layers. Owners take blocks, retain those they share and release them.
+A block spans all layers. Owners take blocks, retain those that they share, and release them.
 """
 from libc.stdint cimport int32_t, uint8_t
 
@@ -11,32 +11,32 @@ cdef class BlockMemory:
     cdef readonly Py_ssize_t num_layers
     cdef readonly Py_ssize_t num_kv_heads
     cdef readonly Py_ssize_t head_dim
-    cdef readonly Py_ssize_t v_head_dim  # of values, or latents
-    cdef readonly object rope_dim      # of latent rows, else None
+    cdef readonly Py_ssize_t v_head_dim  # width of values, or of latents
+    cdef readonly object rope_dim      # width of the rotary part of latent rows, else None
     cdef readonly int block_size
-    cdef readonly Py_ssize_t num_blocks  # of all blocks, `num_gaps` of which do not exist
+    cdef readonly Py_ssize_t num_blocks  # block numbers; `num_gaps` of them have no block
     cdef readonly Py_ssize_t num_gaps
-    cdef tuple settings                # the arguments
+    cdef tuple settings                # the arguments of the constructor
     cdef readonly list formats         # KVFormat of each layer
-    cdef readonly Py_ssize_t first_blocks  # of the first piece of memory
-    cdef readonly bint secure          # see `wipe_block`
-    cdef char *zeros                   # where it is secure, a block of the largest side
+    cdef readonly Py_ssize_t first_blocks  # blocks of the first chunk
+    cdef readonly bint secure          # wipe blocks when they are released
+    cdef char *zeros                   # if secure, zeros as large as the largest side of a block
     cdef bint grows
     cdef bint is_shared
     cdef kv_store *stores              # (num_layers,)
     cdef uint8_t *chunk_of             # as in kv_store
-    cdef list arenas                   # of Arena, one per chunk, and perhaps None behind them
-    cdef list sizes                    # bytes of the chunks, or 0
+    cdef list arenas                   # Arena of each chunk, perhaps followed by None
+    cdef list sizes                    # bytes of each chunk, perhaps followed by 0
     cdef Py_ssize_t num_chunks
     cdef int32_t *owners               # (num_blocks,) number of owners
-    cdef int32_t *next_free            # (num_blocks + 1,) ring of free blocks; entry 0 is its head,
-    cdef int32_t *prev_free            # entry b + 1 that of block b, -1 for one that is not in it
+    cdef int32_t *next_free            # (num_blocks + 1,) ring of free blocks: entry 0 is its head, entry b + 1 block b;
+    cdef int32_t *prev_free            # -1 for a block that is not in the ring
     cdef Py_ssize_t num_free
-    cdef Py_ssize_t group              # where the search for free groups goes on
+    cdef Py_ssize_t group              # where the next search for a free group starts
 
     cdef Py_ssize_t available(self) except -1
-    cdef int ensure(self, Py_ssize_t count) except -1
-    cdef int ensure_apart(self, Py_ssize_t count) except -1
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1
+    cdef int ensure_apart(self, Py_ssize_t num_blocks) except -1
     cdef int32_t take(self, int32_t after) except -1
     cdef int release(self, int32_t block) except -1
     cdef int put_free(self, int32_t block) except -1

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Memory of blocks, the list of free ones, and how many owners each has."""
+"""Memory of blocks, the list of free blocks, and the number of owners of each."""
 import numpy as np
 
 from libc.stdint cimport int32_t, intptr_t, uint8_t
@@ -17,28 +17,28 @@ from kvfast.errors import CacheFullError
 
 
 cdef object _stride(object nbytes):
-    """Bytes from head to head: not a multiple of a page, so that the heads' and the sides' streams do not
+    """Bytes from head to head. Not a multiple of a page, so that the heads and sides, which are read side by side, do not
     fall into the same sets of the processor's caches."""
     return nbytes + 64 if nbytes % 4096 == 0 else nbytes
 
 
 cdef enum:
-    GROUP_BLOCKS = 16          # blocks in a row that a new run of a shared pool looks for
+    GROUP_BLOCKS = 16          # free blocks in a row that a new sequence of a shared pool looks for
     MAX_CHUNKS = 255
 
 
 cdef class BlockMemory:
-    """Blocks of `num_layers` layers in chunks of memory, each KV head of a chunk a stream of its own.
+    """Blocks of `num_layers` layers in chunks of memory. In a chunk, all blocks of one KV head lie together.
 
-    What is taken comes after `ensure`. `is_shared`: by several sequences, each of which is kept together as well as
-    may be; else the lowest free block is always the next, and more are added when all have owners.
+    Call `ensure(count)` before `take`. With `is_shared`, several sequences take blocks, and the blocks of each are kept
+    together as well as possible. Otherwise the lowest free block is taken next, and blocks are added when all have owners.
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
                   bint is_shared=False, rope_dim=None, bint secure=False, v_head_dim=None):
-        """`formats`: a KVFormat for each layer, or None for one that needs no bytes. With `rope_dim`, of latent rows of
-        `head_dim` and their rotary part. What is `secure` is wiped when it is given back. `v_head_dim`: of values, where it is
-        another than that of keys."""
+        """`formats`: the KVFormat of each layer, or None for a layer that needs no bytes. With `rope_dim`, blocks hold latent
+        rows of width `head_dim` and their rotary part. If `secure`, blocks are wiped when they are released. `v_head_dim`: width
+        of values, if it differs from that of keys."""
         cdef Py_ssize_t i, largest = 1
         cdef kv_store *store
         self.num_layers = check_count(num_layers, "num_layers", 1, KV_MAX_LAYERS)
@@ -82,10 +82,10 @@ cdef class BlockMemory:
         free(self.zeros)
 
     cdef int _add_chunk(self, Py_ssize_t blocks, Arena arena=None, object offsets=None) except -1:
-        """More blocks, at the end. Nothing has changed if it fails.
+        """Add blocks at the end. If it fails, nothing has changed.
 
-        With an arena, its bytes are the blocks: `offsets` has for each layer and side where the first head's stream
-        starts, and how far the next is from it.
+        With an arena, its bytes become the blocks. `offsets` has for each layer and side the byte where the blocks of the
+        first head start, and the bytes from head to head.
         """
         cdef Py_ssize_t i, count = self.num_chunks, first, total
         cdef kv_store *store
@@ -142,7 +142,7 @@ cdef class BlockMemory:
         return 0
 
     cdef int _grow_tables(self, Py_ssize_t total) except -1:
-        """Room for what is known of `total` blocks. If it fails, some have grown and lie elsewhere, which the stores know."""
+        """Make the tables large enough for `total` blocks. If it fails, some have grown and moved; the stores point to them."""
         cdef Py_ssize_t i
         self.owners = <int32_t *>grown(self.owners, total * sizeof(int32_t))
         self.next_free = <int32_t *>grown(self.next_free, (total + 1) * sizeof(int32_t))
@@ -154,7 +154,7 @@ cdef class BlockMemory:
         return 0
 
     cdef void _insert(self, int32_t block, int32_t behind) noexcept:
-        """Put a block into the ring of free ones, behind an entry of it."""
+        """Put a block into the ring of free blocks, behind one of its entries."""
         cdef int32_t entry = block + 1, before = self.next_free[behind]
         self.prev_free[entry], self.next_free[entry] = behind, before
         self.next_free[behind] = self.prev_free[before] = entry
@@ -167,32 +167,32 @@ cdef class BlockMemory:
         self.num_free -= 1
 
     cdef Py_ssize_t available(self) except -1:
-        """Blocks that can be taken without growing."""
+        """Number of blocks that can be taken without growing."""
         return self.num_free
 
-    cdef int ensure(self, Py_ssize_t count) except -1:
-        """Make sure that `count` blocks can be taken; else CacheFullError, and nothing has changed."""
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
+        """Make sure that `num_blocks` blocks can be taken; else CacheFullError, and nothing has changed."""
         cdef Py_ssize_t more
-        if not self.is_shared and self.num_free < count:
-            # Half as much again: few pieces of memory, as streams are slower across their borders. A pool that has
-            # all that its sequence can need is asked for what snapshots keep from being overwritten.
+        if not self.is_shared and self.num_free < num_blocks:
+            # Grow by half: this makes few chunks, as reading is slower across their borders. A pool with all the blocks that
+            # its sequence can need grows only because snapshots keep blocks from being overwritten.
             more = self.num_blocks // (2 if self.grows else 16) if self.num_blocks else self.first_blocks
-            more = max(count - self.num_free, more)
+            more = max(num_blocks - self.num_free, more)
             self._add_chunk((more + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS)
-        elif self.available() < count:
-            raise CacheFullError(f"{count} blocks of {self.block_size} tokens are needed, and "
-                                 f"{self.available()} of {self.num_blocks} are free", count, self.available())
+        elif self.available() < num_blocks:
+            raise CacheFullError(f"{num_blocks} blocks of {self.block_size} tokens are needed, and "
+                                 f"{self.available()} of {self.num_blocks} are free", num_blocks, self.available())
         return 0
 
-    cdef int ensure_apart(self, Py_ssize_t count) except -1:
-        """`ensure`, with what is needed for good in a first piece of memory by itself, however many come with a prompt: it
-        is the last pieces that `trim` gives back."""
+    cdef int ensure_apart(self, Py_ssize_t num_blocks) except -1:
+        """`ensure`, with a first chunk of `first_blocks` of its own, however many blocks a prompt needs: `trim` frees the last
+        chunks."""
         if self.grows and self.num_blocks == 0:
-            self.ensure(min(count, self.first_blocks))
-        return self.ensure(count)
+            self.ensure(min(num_blocks, self.first_blocks))
+        return self.ensure(num_blocks)
 
     cdef int32_t take(self, int32_t after) except -1:
-        """A block with one owner, after `ensure`; best the one after block `after`, -1 for a new run."""
+        """Take a block, after `ensure`: the one after block `after` if possible; with -1 the first of a new run."""
         cdef int32_t block = after + 1
         if not self.is_shared or block == 0 or block >= self.num_blocks or self.prev_free[block + 1] < 0:
             block = self._free_group() if self.is_shared else -1
@@ -203,11 +203,11 @@ cdef class BlockMemory:
         return block
 
     cdef bint has_room_below(self, int32_t block) noexcept:
-        """Whether a chunk before that of a block has a free one, which is the next to be taken, as nothing is shared."""
+        """Whether a chunk before that of a block has a free block. It is taken next, as this memory is not shared."""
         return self.num_free > 0 and self.chunk_of[(self.next_free[0] - 1) >> KV_CHUNK_SHIFT] < self.chunk_of[block >> KV_CHUNK_SHIFT]
 
     cdef int32_t _free_group(self) noexcept:
-        """First block of GROUP_BLOCKS free ones in a row, or -1."""
+        """First of GROUP_BLOCKS free blocks in a row, or -1."""
         cdef Py_ssize_t groups = self.num_blocks // GROUP_BLOCKS, i, j
         if self.num_free < GROUP_BLOCKS:
             return -1
@@ -229,7 +229,7 @@ cdef class BlockMemory:
         return 0
 
     cdef int put_free(self, int32_t block) except -1:
-        """Put a block without owners among the free ones."""
+        """Put a block without owners into the ring of free blocks."""
         cdef int32_t behind = 0
         if self.secure:
             self.wipe_block(block)
@@ -241,7 +241,7 @@ cdef class BlockMemory:
         return 0
 
     cdef void wipe_block(self, int32_t block) noexcept:
-        """Overwrite all that a block holds."""
+        """Overwrite a whole block."""
         cdef Py_ssize_t i, h
         cdef kv_store *store
         for i in range(self.num_layers):
@@ -251,7 +251,7 @@ cdef class BlockMemory:
                 kv_wipe(v_block_at(store, block, h), store.v.bytes)
 
     cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
-        """Overwrite a layer's tokens of a block from place `first` on."""
+        """Overwrite a layer's tokens of a block from offset `first` on."""
         cdef kv_store *store = self.stores + layer
         cdef const kv_kernels *kernels = active()
         cdef Py_ssize_t offset, h
@@ -261,7 +261,7 @@ cdef class BlockMemory:
                 kernels.copy_token(&store.v, self.zeros, 0, &store.v, v_block_at(store, block, h), <int>offset, True)
 
     cdef void copy(self, int32_t source, int32_t target) noexcept:
-        """Copy what a block holds."""
+        """Copy a whole block."""
         cdef Py_ssize_t i, h
         cdef kv_store *store
         for i in range(self.num_layers):
@@ -271,11 +271,11 @@ cdef class BlockMemory:
                 memcpy(v_block_at(store, target, h), v_block_at(store, source, h), store.v.bytes)
 
     def map(self, memory, Py_ssize_t num_blocks, offsets):
-        """Let the first blocks, where there are none yet, be bytes of `memory`, see `_add_chunk`."""
+        """Use bytes of `memory` as the first blocks of a memory without blocks; see `_add_chunk`."""
         self._add_chunk(num_blocks, arena_over(memory), offsets)
 
     def bytes_of_head(self, Py_ssize_t layer, int32_t first, Py_ssize_t count, Py_ssize_t head, bint values):
-        """Bytes of blocks in a row: a writable view, uint8 of shape (count, bytes of a block)."""
+        """Bytes of `count` blocks in a row: a writable view, uint8 of shape (count, bytes of a block)."""
         cdef kv_store *store = self.stores + layer
         cdef Py_ssize_t nbytes = store.v.bytes if values else store.k.bytes
         cdef Arena arena
@@ -287,7 +287,7 @@ cdef class BlockMemory:
         return np.ndarray((count, nbytes), np.uint8, buffer=arena, offset=start - arena.data)
 
     cdef int trim(self) except -1:
-        """Give back the last chunks of what has grown while no block of theirs is in use."""
+        """Give the last chunks back to the system as long as none of their blocks has an owner; the first chunk stays."""
         cdef Py_ssize_t i, first
         while self.num_chunks > 1:
             first = self.stores[0].chunks[self.num_chunks - 1].first
@@ -298,11 +298,11 @@ cdef class BlockMemory:
                 self._remove(<int32_t>i)
             self.num_blocks = first
             self.num_chunks -= 1
-            self.arenas[self.num_chunks], self.sizes[self.num_chunks] = None, 0  # to make a list shorter may take memory
+            self.arenas[self.num_chunks], self.sizes[self.num_chunks] = None, 0  # not deleted, as shortening a list may need memory
         return 0
 
     def bytes_for(self, Py_ssize_t blocks):
-        """Bytes of so many blocks in one piece of memory."""
+        """Bytes of a chunk of `blocks` blocks."""
         cdef Py_ssize_t i
         return int(self.num_kv_heads) * sum([
             _stride(int(self.stores[i].k.bytes) * blocks) + _stride(int(self.stores[i].v.bytes) * blocks)

@@ -10,17 +10,17 @@ from kvfast.attention.tiles cimport kv_item
 from kvfast.core.limits cimport KV_TILE
 
 cdef enum:
-    MIN_SHARED_TOKENS = 256    # shorter shared prefixes are read by each sequence for itself
+    MIN_SHARED_TOKENS = 256    # each sequence reads shorter shared prefixes by itself
 
 
 cdef class Context:
-    """The keys that one sequence of a batch sees, and which queries are its."""
+    """The keys that one sequence of a batch sees, and its queries."""
 
 
 cdef int read_together(AttendCall call, list contexts, list members, Py_ssize_t depth, Py_ssize_t size, list begins, list parts,
                        list keepalive) except -1:
-    """Add items for prefixes that members of the batch share from block `depth` on, of `size` tokens; set for each member
-    where its own item begins, and how many partial results come before."""
+    """Add items for prefixes that members of the batch share, from block `depth` on; blocks have `size` tokens. Sets for each
+    member where its own item begins, and the number of partial results before it."""
     cdef Context context, first
     cdef Py_ssize_t common, limit, tokens, begin, i, j, n
     cdef int32_t[::1] queries

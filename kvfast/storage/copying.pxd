@@ -1,4 +1,4 @@
-"""Stored tokens from one pool to another."""
+"""Copies stored tokens from one pool to another."""
 from libc.stdint cimport int32_t
 
 from kvfast.codec.blocks cimport kv_store

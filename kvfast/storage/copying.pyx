@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Copies of what a sequence stores: the bytes stay as they are, also where the blocks have another size."""
+"""Copies the stored tokens of a sequence. Codes and scales do not change, even if the block size does."""
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
@@ -23,8 +23,8 @@ ctypedef struct kv_copy:
 
 
 cdef BlockTable clone_table(BlockTable table, BlockPool pool):
-    """A deep copy in another pool of the same layers. As nobody has it yet, a signal handler that raises may end it on
-    the way."""
+    """A deep copy in another pool of the same layers. A signal handler that raises ends it early, as no one uses the copy
+    yet."""
     cdef BlockTable other = table.empty(pool)
     cdef list pieces = other.pieces_of(table)
     other.reserve(other.blocks_of(table), len(pieces))
@@ -33,8 +33,8 @@ cdef BlockTable clone_table(BlockTable table, BlockPool pool):
 
 
 cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_stop) except -1:
-    """Let a table become the equal of one of another pool, with a copy of its tokens: after `reserve`, with its `pieces_of`
-    the source."""
+    """Make `target` equal to `source`, a table of another pool, with a copy of its tokens. Call `reserve` before; `pieces` are
+    the target's `pieces_of` the source."""
     target._exchange(target.blocks_of(source))
     target.copy_resume_state(source)
     if source.pool.block_size != target.pool.block_size and (source.skipped or target.skipped):
@@ -50,7 +50,7 @@ cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_
 
 
 cdef int _copy_floats(BlockTable source, BlockTable target, list pieces) except -1:
-    """The float rows of a sequence with the same place."""
+    """Copy the float rows of the pieces at these positions."""
     cdef Py_ssize_t position, longest = source.num_positions(), size = target.pool.block_size
     cdef const kv_store *stores
     cdef int32_t piece
@@ -63,15 +63,15 @@ cdef int _copy_floats(BlockTable source, BlockTable target, list pieces) except 
             _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // KV_PIECE],
                         stores, piece, target.pool.num_layers, min(longest - position, KV_PIECE))
         else:
-            _copy_piece(stores, piece, stores, piece, target.pool.num_layers, 0)  # zeros, which nobody reads
+            _copy_piece(stores, piece, stores, piece, target.pool.num_layers, 0)  # zeros, which are never read
     return 0
 
 
 cdef int _copy_held(BlockTable source, BlockTable target) except -1:
     """Copy the codes of the positions that both tables have blocks for, and zero all others.
 
-    For rings whose blocks have different sizes: one may skip what the other still has, before what a query can see. That is
-    no more than a window, and no layer seals blocks.
+    Used for rings with different block sizes: one may have skipped tokens that the other still has, but which no query can see.
+    They hold no more than a window, and no layer seals blocks.
     """
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t task
@@ -82,7 +82,7 @@ cdef int _copy_held(BlockTable source, BlockTable target) except -1:
 
 
 cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTable target, Py_ssize_t task) noexcept nogil:
-    """One side of one head of one layer."""
+    """Copy one side of one head of one layer."""
     cdef bint values = task % 2
     cdef Py_ssize_t head = task // 2 % source.pool.num_kv_heads, layer = task // 2 // source.pool.num_kv_heads
     cdef Py_ssize_t size = source.pool.block_size, target_size = target.pool.block_size, entry, position, first
@@ -103,10 +103,10 @@ cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTab
 
 cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv_store *target, const int32_t *to_blocks,
                     Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t codes_end, bint may_stop) except -1:
-    """Copy the first `num_slots` slots of a list of blocks into another; what is behind them in the last block is zeroed.
+    """Copy the first `num_slots` slots of a list of blocks to another list, and zero the rest of the last block.
 
-    Both have the same layers, heads, head_dim and formats. Of layers that seal blocks only `codes_end` slots have codes.
-    A signal handler that raises ends it where it `may_stop`.
+    Both have the same layers, heads, head_dim and formats. In layers that seal blocks only `codes_end` slots have codes. With
+    `may_stop`, a signal handler that raises ends the copy.
     """
     cdef Py_ssize_t layer, nbytes = 0
     cdef kv_team team
@@ -123,7 +123,7 @@ cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv
 
 
 cdef int _copy_side(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
-    """One side of one head of one layer."""
+    """Copy one side of one head of one layer."""
     cdef const kv_copy *call = <const kv_copy *>shared
     cdef const int32_t *from_blocks = call.from_blocks
     cdef const int32_t *to_blocks = call.to_blocks
@@ -160,7 +160,7 @@ cdef int _copy_side(void *shared, Py_ssize_t index, int thread, kv_watch *watch)
 
 cdef int _copy_piece(const kv_store *source, int32_t from_piece, const kv_store *target, int32_t to_piece,
                      Py_ssize_t num_layers, Py_ssize_t count) except -1:
-    """Copy the first `count` tokens of a block of float rows into another of the same size, and zero the others."""
+    """Copy the first `count` tokens of a piece of float rows to another piece, and zero the others."""
     cdef Py_ssize_t layer, head, used
     cdef const kv_side *side
     cdef bint values

@@ -7,21 +7,21 @@ from kvfast.storage.block_memory cimport BlockMemory
 
 cdef class FloatRows:
     cdef BlockMemory pieces            # blocks of KV_PIECE tokens
-    cdef int per_block                 # pieces
-    cdef bint seals                    # some layers encode blocks as a whole
+    cdef int per_block                 # pieces of a block
+    cdef bint seals                    # whether some layers seal blocks
     cdef Py_ssize_t num_layers
-    cdef kv_store *stores              # (num_layers,) of the blocks, whose owner has these rows
+    cdef kv_store *stores              # (num_layers,) of the blocks; their memory owns these rows
     cdef int32_t *float_of             # as in kv_store
-    # (num_blocks,) first tokens of a block with float rows whose codes are good, too. Below 0 of a block that is patched, whose
-    # codes are read, and the float rows behind them.
+    # (num_blocks,) number of first tokens of a block with float rows whose codes are valid, too. Below 0 for a patched block:
+    # so many of its codes are read, then its float rows.
     cdef int16_t *kept_codes
-    cdef Py_ssize_t num_patched        # blocks
+    cdef Py_ssize_t num_patched        # patched blocks
 
     cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1
     cdef bint is_open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef Py_ssize_t needed(self, int32_t block, int32_t source, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept
     cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1
-    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1
+    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept
     cdef int release(self, int32_t block, int first) except -1

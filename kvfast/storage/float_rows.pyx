@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Float rows of tokens, kept beside the blocks that have their codes or will have them: which block has which."""
+"""Float rows of tokens: which pieces belong to which block."""
 from libc.stdint cimport int16_t, int32_t
 from libc.stdlib cimport abs, free
 
@@ -11,8 +11,8 @@ from kvfast.codec.formats import floats_of
 
 
 cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
-    """Which places of a sequence's block `index` need float rows before its places first to last, of which some may lie
-    outside, are written."""
+    """The offsets first to last of a sequence's block `index` that need float rows before the given offsets, which may lie
+    outside of the block, are written."""
     if rows.seals:
         first[0], last[0] = max(first[0], <Py_ssize_t>0), min(last[0], <Py_ssize_t>rows.per_block * KV_PIECE)
     else:
@@ -20,10 +20,10 @@ cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py
 
 
 cdef class FloatRows:
-    """The pieces of float rows that the blocks of a pool have; they are blocks themselves, of a memory of their own.
+    """The pieces of float rows of a pool's blocks. Pieces are blocks of a BlockMemory of their own.
 
-    Where blocks are sealed, all tokens that are written get float rows, until nobody reads them any more; else the
-    first tokens of a sequence do, and keep them.
+    If blocks are sealed, all new tokens get float rows and lose them when no query reads them any more. Otherwise only the first
+    tokens of a sequence get float rows, and keep them.
     """
 
     def __dealloc__(self):
@@ -31,7 +31,7 @@ cdef class FloatRows:
         free(self.kept_codes)
 
     cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1:
-        """Room for `total` blocks instead of `num_blocks`; the new ones have no pieces."""
+        """Make room for `total` blocks instead of `num_blocks`. The new ones have no pieces."""
         cdef Py_ssize_t i
         self.float_of = <int32_t *>grown(self.float_of, total * self.per_block * sizeof(int32_t))
         for i in range(self.num_layers):
@@ -58,8 +58,8 @@ cdef class FloatRows:
         return True
 
     cdef Py_ssize_t needed(self, int32_t block, int32_t source, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept:
-        """Pieces that `open` takes for a block, -1 for one that is not taken yet; and those that it is to have because
-        `source` has, or -1."""
+        """Number of pieces to take for a block (-1: not taken yet): those that `open` takes, and those that `source` has, if
+        it is not -1."""
         cdef Py_ssize_t count = 0, i
         _wanted(self, index, &first, &last)
         for i in range(self.per_block):
@@ -69,31 +69,32 @@ cdef class FloatRows:
         return count
 
     cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1:
-        """Give a sequence's block `index` the float rows that it needs before the places first to last are written."""
+        """Give a sequence's block `index` the float rows that it needs before the offsets first to last are written."""
         _wanted(self, index, &first, &last)
         self.add(block, first, last)
         if self.seals:
             self.set_kept_codes(block, min(abs(self.kept_codes[block]), first))
         return 0
 
-    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t count) except -1:
-        """Give the first `count` tokens of a sequence's sealed block `index` float rows again, as its codes tell them.
+    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1:
+        """Give the first `num_tokens` tokens of a sequence's sealed block `index` float rows again, decoded from its codes.
 
-        The codes stay: with the same tokens, the block will be what it was. Of a patched block some have float rows still.
+        The codes stay: filled with the same tokens, the block will be the same again. In a patched block some tokens still have
+        float rows.
         """
-        cdef Py_ssize_t with_codes = min(count, -self.kept_codes[block] if self.kept_codes[block] < 0 else count)
-        self.add(block, 0, count)
+        cdef Py_ssize_t with_codes = min(num_tokens, -self.kept_codes[block] if self.kept_codes[block] < 0 else num_tokens)
+        self.add(block, 0, num_tokens)
         restore_floats(self.stores, self.num_layers, block, index == 0, with_codes)
         self.set_kept_codes(block, with_codes)
         return 0
 
     cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept:
-        """Set how many tokens of a block have good codes, see `kept_codes`."""
+        """Set the number of tokens of a block that have valid codes; see `kept_codes`."""
         self.num_patched += (kept_codes < 0) - (self.kept_codes[block] < 0)
         self.kept_codes[block] = <int16_t>kept_codes
 
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
-        """Give the places first to last of a block float rows. They may have some; MemoryError leaves it as it was."""
+        """Give the offsets first to last of a block float rows, where they have none. A MemoryError changes nothing."""
         cdef Py_ssize_t i, begin = block * self.per_block + first // KV_PIECE, missing = 0
         cdef Py_ssize_t end = block * self.per_block + (last + KV_PIECE - 1) // KV_PIECE
         for i in range(begin, end):
@@ -105,11 +106,11 @@ cdef class FloatRows:
         return 0
 
     cdef int release(self, int32_t block, int first) except -1:
-        """Give back the pieces of a block from its piece `first` on."""
+        """Release the pieces of a block from its piece `first` on."""
         return self._release_range(block, first, self.per_block)
 
     cdef int release_sealed(self, int32_t block, int first) except -1:
-        """Give back the pieces of a sealed block from its piece `first` on, all of whose tokens have codes."""
+        """Release the pieces of a sealed block from its piece `first` on, as far as all of their tokens have codes."""
         return self._release_range(block, first, self.per_block if self.kept_codes[block] >= 0 else -self.kept_codes[block] // KV_PIECE)
 
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
@@ -121,7 +122,7 @@ cdef class FloatRows:
         return 0
 
     cdef int move_down(self, int32_t block) except -1:
-        """Let the float rows of a block lie in an earlier chunk of memory that has room, so that the last can be given back."""
+        """Move the float rows of a block to an earlier chunk that has room, so that the last chunk can be trimmed."""
         cdef Py_ssize_t i
         cdef int32_t piece
         for i in range(block * self.per_block, (block + 1) * self.per_block):
@@ -133,7 +134,7 @@ cdef class FloatRows:
         return 0
 
     cdef int copy(self, int32_t source, int32_t target) except -1:
-        """Give a block all float rows that another has."""
+        """Copy all float rows of a block to another block."""
         cdef Py_ssize_t i
         for i in range(self.per_block):
             if self.float_of[source * self.per_block + i] >= 0:
@@ -143,7 +144,7 @@ cdef class FloatRows:
         return 0
 
     cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
-        """Overwrite the float rows of a layer's tokens from place `first` of a block on."""
+        """Overwrite the float rows of a layer's tokens from offset `first` of a block on."""
         cdef Py_ssize_t i
         if self.stores[layer].floats == NULL:
             return
@@ -152,7 +153,7 @@ cdef class FloatRows:
                 self.pieces.wipe_from(self.float_of[block * self.per_block + i], layer, max(first - i * KV_PIECE, <Py_ssize_t>0))
 
     cdef Py_ssize_t count(self, int32_t block) noexcept:
-        """Pieces that a block has."""
+        """Number of pieces of a block."""
         cdef Py_ssize_t i, count = 0
         for i in range(block * self.per_block, (block + 1) * self.per_block):
             count += self.float_of[i] >= 0
@@ -160,7 +161,7 @@ cdef class FloatRows:
 
 
 cdef FloatRows float_rows_of(BlockMemory blocks):
-    """Those of a new memory of blocks that is to have them, or None if no layer needs any."""
+    """The FloatRows of a new BlockMemory, or None if no layer needs float rows."""
     cdef FloatRows self
     cdef Py_ssize_t i
     formats = [None if one is None else floats_of(one) for one in blocks.formats]
@@ -168,7 +169,7 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
         return None
     self = FloatRows.__new__(FloatRows)
     self.per_block = blocks.block_size // KV_PIECE
-    # What one sequence has between prompts: a block, those that are open behind it, and the start.
+    # The pieces of one sequence between prompts: a block, the open tokens after it, and the start of the sequence.
     most = self.per_block + 2 if any([one is not None and one.seals for one in blocks.formats]) else 1
     self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, KV_PIECE, formats,
                               (most + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS, True, secure=blocks.secure,

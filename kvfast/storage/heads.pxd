@@ -1,4 +1,4 @@
-"""The storage of one layer, seen head by head."""
+"""The storage of one layer, accessed head by head."""
 from kvfast.codec.blocks cimport kv_chunk, kv_store
 from kvfast.storage.ring_table cimport RingTable
 
@@ -8,7 +8,7 @@ cdef class HeadsTable(RingTable):
     cdef Py_ssize_t num_held(self) noexcept nogil
 
 
-# Some KV heads of a store, as a store.
+# A store with some of the KV heads of another store.
 cdef class Heads:
     cdef kv_store store
     cdef kv_chunk *chunks

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The storage of one layer for those who think head by head: scores, attention and rows of some of its heads."""
+"""The storage of one layer, accessed head by head: scores, attention and rows of some of its heads."""
 import math
 
 import numpy as np
@@ -30,7 +30,7 @@ cdef Py_ssize_t NO_WINDOW = KV_UNLIMITED
 
 
 cdef class HeadsTable(RingTable):
-    """A ring whose window is told each time that something is to be dropped."""
+    """A ring without a fixed window: each `evict` gets the window to keep."""
 
     def __cinit__(self, BlockPool pool, *args):
         self.window, self.rollback = NO_WINDOW, 0
@@ -48,7 +48,7 @@ cdef class HeadsTable(RingTable):
         return min(self.evicted, length)
 
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
-        # What has been dropped was told, and follows from no window.
+        # The state says what was evicted, as there is no window from which it would follow.
         self.evicted = check_count(state.get("evicted_tokens"), "evicted_tokens", 0, length)
         return RingTable.check_resume_state(self, length, state)
 
@@ -62,7 +62,7 @@ cdef class Heads:
 
 
 cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
-    """The KV heads first ... of a pool's only layer."""
+    """`count` KV heads, from `first` on, of a pool's only layer."""
     cdef Heads self = Heads.__new__(Heads)
     cdef Py_ssize_t i, chunks = pool.num_chunks
     cdef kv_chunk *chunk
@@ -85,10 +85,10 @@ ctypedef struct kv_score_call:
     const kv_store *store
     kv_context context
     const kv_rows *q
-    Py_ssize_t group           # query heads of a KV head
+    Py_ssize_t group           # query heads per KV head
     float scale
     Py_ssize_t begin           # the first position
-    Py_ssize_t tokens          # from there on
+    Py_ssize_t tokens          # number of tokens from there on
     float *out                 # (query heads, tokens)
 
 
@@ -131,7 +131,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
             tile.count = <int>min(min(<Py_ssize_t>KV_TILE, k.block_size - first), context.length - t + skip)
             if t - skip + tile.count < context.length:  # the rest of this block, or the next one
                 at[1] = k_offset_of(store, block_of(context, (t - skip + tile.count) >> store.block_shift), head)
-            # Codes of as many tokens again; they lie one after the other for 16 tokens at a time.
+            # Prefetch the codes of as many tokens again. Codes of 16 tokens at a time are contiguous.
             ahead.next.base, ahead.next.at = store.base, &at[1]
             ahead.next.piece = ahead.next.bytes = k.scales
             ahead.next.scales, ahead.next.scale_bytes = k.scales, k.scale_bytes * k.block_size
@@ -147,7 +147,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
 
 
 cdef int _to_weights(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
-    """Softmax in place, of one query head."""
+    """Softmax over the scores of one query head, in place."""
     cdef const kv_score_call *call = <const kv_score_call *>shared
     cdef Py_ssize_t i, n = call.tokens
     cdef float *scores = call.out + index * n
@@ -165,14 +165,14 @@ cdef int _to_weights(void *shared, Py_ssize_t index, int thread, kv_watch *watch
 
 
 cdef class HeadsBuffer(SequenceBuffer):
-    """One layer; of what it holds, positions below `start` are gone."""
+    """The buffer of one layer whose table evicts on request."""
 
     @property
     def num_held(self):
         return max(<Py_ssize_t>0, (<HeadsTable>self.tables[0]).num_held())
 
     def evict(self, Py_ssize_t window):
-        """Keep the last `window` tokens; returns how many were dropped."""
+        """Keep the last `window` tokens; returns the number of evicted tokens."""
         cdef HeadsTable table = self.tables[0]
         cdef Py_ssize_t before
         self._enter()
@@ -231,7 +231,7 @@ cdef class HeadsBuffer(SequenceBuffer):
         return array
 
     def attend_heads(self, q, Py_ssize_t head, Py_ssize_t count, Options options):
-        """As `attend`, of one query token to `count` KV heads from `head` on."""
+        """`attend` for one query token and `count` KV heads from `head` on."""
         cdef HeadsTable table = self.tables[0]
         cdef Heads part
         cdef AttendCall call

@@ -1,8 +1,8 @@
-"""The blocks that caches share, or have for themselves.
+"""The blocks of one cache, or of several that share them.
 
-Whoever changes a pool and what lies in it is alone there, from `enter` to `leave`; those who read go together, from
-`enter_reading` to `leave_reading`. Not all of these need have the GIL. What only tells of a pool need not enter: it holds a
-critical section of it, and so does who moves the lists of a pool or sequence.
+A thread that changes a pool or its contents must be alone in it, from `enter` to `leave`. Threads that read can be in it
+together, from `enter_reading` to `leave_reading`. Some of these calls do not hold the GIL. Read-only queries of a pool's figures
+do not enter: they take a critical section on the pool, and so must any code that moves the arrays of a pool or a sequence.
 """
 from libc.stdint cimport int32_t
 
@@ -13,14 +13,14 @@ from kvfast.storage.prefix_index cimport PrefixIndex
 
 
 cdef class BlockPool(BlockMemory):
-    cdef bint seals                    # some layers encode blocks as a whole
-    cdef bint has_sinks                # some keep the first tokens of a sequence as floats
-    cdef FloatRows floats              # of tokens, or None
-    cdef readonly Py_ssize_t num_sequences  # where it is shared
-    cdef PrefixIndex index             # of contents worth keeping, or None
+    cdef bint seals                    # whether some layers seal blocks
+    cdef bint has_sinks                # whether some layers keep the first tokens of a sequence as floats
+    cdef FloatRows floats              # float rows of tokens, or None
+    cdef readonly Py_ssize_t num_sequences  # sequences of a shared pool
+    cdef PrefixIndex index             # known blocks, or None
     cdef Workspace workspace
-    cdef int busy                      # for those who enter and leave alone
-    cdef unsigned long tidier          # thread that tidies up, or 0
+    cdef int busy                      # flag of `enter` and `enter_reading`
+    cdef unsigned long tidier          # thread that releases pending tables, or 0
     cdef list to_release               # tables to be released when the pool is next entered
 
     cdef bint try_enter(self) noexcept nogil

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Where caches take their blocks from: memory, the float rows beside it, what is known, and whose turn it is."""
+"""Pools, from which caches take their blocks: memory, float rows, known prefixes, and which threads may enter."""
 cimport cython
 
 from libc.stdint cimport int32_t
@@ -19,14 +19,15 @@ cdef extern from *:
 
 
 cdef enum:
-    IN_A_CALL = -1             # another thread is refused; above 0 so many threads read, and only who writes is
-    TIDYING = -2               # another thread waits: nobody asked for what is being done, and it is short
+    # Values of `busy`. Above 0 it is the number of threads that read; then only threads that write are refused.
+    IN_A_CALL = -1             # a thread writes: others are refused
+    TIDYING = -2               # a thread releases pending tables: others wait, as this is short and no call asked for it
 
 
 cdef class BlockPool(BlockMemory):
-    """Blocks, the float rows of their tokens, and the index of those that are known.
+    """Blocks, the float rows of their tokens, and the index of known blocks.
 
-    All memory is there from the start, in one piece, or if the pool `grows` none before it is needed.
+    All memory is allocated at the start, in one chunk; if the pool `grows`, only when it is needed.
     """
 
     def __cinit__(self, num_layers, num_kv_heads, head_dim, int block_size, formats, num_blocks, bint grows=False,
@@ -55,8 +56,8 @@ cdef class BlockPool(BlockMemory):
         kv_unshare(&self.busy)
 
     cdef bint _waits_for(self, int holder) noexcept:
-        """Wait a moment for who tidies up. A finalizer of what is being tidied up may come here on the same thread, which
-        then waits for nobody."""
+        """Wait a moment if another thread releases pending tables; False if there is nothing to wait for. A finalizer may come
+        here on the thread that releases them, which must not wait for itself."""
         if holder != TIDYING or self.tidier == PyThread_get_thread_ident():
             return False
         with nogil:
@@ -64,7 +65,7 @@ cdef class BlockPool(BlockMemory):
         return True
 
     cdef int enter_reading(self) except -1:
-        """For a call that only reads, as other threads may at the same time."""
+        """Enter for a call that only reads. Other threads may read at the same time."""
         cdef int holder
         self.release_pending()
         holder = kv_share(&self.busy)
@@ -94,7 +95,7 @@ cdef class BlockPool(BlockMemory):
         return True
 
     cdef void _stop_tidying(self) noexcept:
-        self.tidier = 0  # or this thread would take another's tidying for its own
+        self.tidier = 0  # else this thread would later take the TIDYING of another thread for its own
         self.leave()
 
     cdef int _release_pending(self) except -1:
@@ -103,7 +104,8 @@ cdef class BlockPool(BlockMemory):
         return 0
 
     def release_later(self, table):
-        """Release a table that Python collects, of this pool or one entered with it: now, or when it is next entered."""
+        """Release a table that Python collects, of this pool or of one that is entered with it: now, or when the pool is next
+        entered."""
         if self._start_tidying():
             try:
                 table.free_entered()
@@ -113,7 +115,7 @@ cdef class BlockPool(BlockMemory):
             self.to_release.append(table)
 
     def release_pending(self):
-        """Release what was abandoned while the pool was busy."""
+        """Release the tables that were collected while the pool was busy."""
         if self.to_release and self._start_tidying():
             try:
                 self._release_pending()
@@ -131,7 +133,7 @@ cdef class BlockPool(BlockMemory):
         return self.num_free + (self.index.num_idle if self.index is not None else 0)
 
     cdef int32_t take(self, int32_t after) except -1:
-        """A free block, or else one that is known and without an owner."""
+        """Take a free block, or else a known block without an owner."""
         cdef int32_t block
         if self.num_free:
             block = BlockMemory.take(self, after)
@@ -146,7 +148,7 @@ cdef class BlockPool(BlockMemory):
         return block
 
     cdef int retain(self, int32_t block) except -1:
-        """One owner more, the first perhaps, of a block whose contents are known."""
+        """Add an owner, perhaps the first, to a known block."""
         if self.owners[block] == 0:
             self.index.take_known(block)
         self.owners[block] += 1
@@ -159,7 +161,7 @@ cdef class BlockPool(BlockMemory):
         if self.index is None or not self.index.retain_known(block):
             self.put_free(block)
         elif self.floats is not None:
-            self.floats.release(block, 1 if self.has_sinks else 0)  # whoever finds it reads codes, and the sequence's start
+            self.floats.release(block, 1 if self.has_sinks else 0)  # a sequence that finds it reads codes, and the first float rows
         return 0
 
     cdef int put_free(self, int32_t block) except -1:
@@ -179,7 +181,7 @@ cdef class BlockPool(BlockMemory):
         return self.owners[block] > 1 or (self.index is not None and self.index.knows(block))
 
     def is_patched(self, int32_t block):
-        """Whether some tokens of a sealed block are float rows for good, see `kv_store`."""
+        """Whether a sealed block is patched; see `kv_store`."""
         return self.floats is not None and self.floats.kept_codes[block] < 0
 
     cdef int copy_block(self, int32_t source, int32_t target) except -1:
@@ -194,12 +196,12 @@ cdef class BlockPool(BlockMemory):
         return BlockPool(*self.settings)
 
     cdef BlockPool exact(self, Py_ssize_t num_blocks):
-        """An empty pool of the same layers with so many blocks."""
+        """An empty pool of the same layers with `num_blocks` blocks."""
         return BlockPool(*self.settings[:5], max(num_blocks, 1), rope_dim=self.rope_dim, secure=self.secure,
                          v_head_dim=self.v_head_dim)
 
     cdef int trim_surplus(self) except -1:
-        """Give back what a pool that had its memory from the start got beside it, while snapshots kept its blocks."""
+        """Trim the chunks that a pool with fixed memory added because snapshots kept its blocks, and those of float rows."""
         if not self.grows:
             self.trim()
         if self.floats is not None:
@@ -207,7 +209,7 @@ cdef class BlockPool(BlockMemory):
         return 0
 
     def float_pool(self):
-        """An empty memory for float rows of tokens, or None if there are none."""
+        """An empty BlockMemory for float rows, or None if there are none."""
         return None if self.floats is None else BlockMemory(*self.floats.pieces.settings)
 
     @property
@@ -215,7 +217,7 @@ cdef class BlockPool(BlockMemory):
         return sum(self.sizes) + (0 if self.floats is None else self.floats.pieces.nbytes)
 
     def bytes_of_blocks(self, blocks):
-        """Bytes of some blocks, float rows included."""
+        """Bytes of some blocks, including float rows."""
         cdef Py_ssize_t count = 0
         cdef int32_t block
         if self.floats is None:

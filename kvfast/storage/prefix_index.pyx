@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Full blocks found again by the tokens that led to them."""
+"""Finds full blocks by the token ids of their prefix."""
 import os
 
 import numpy as np
@@ -9,13 +9,13 @@ from libc.stdlib cimport free, malloc
 
 
 cdef class PrefixIndex:
-    """Which of `num_blocks` blocks holds the keys and values of which prefix.
+    """The known prefixes of `num_blocks` blocks.
 
-    A full block is known by the digest of its tokens and of the digest before it: keyed BLAKE2b with a secret
-    of this index, so that no prompt finds a block by collision or by choice. Blocks without an owner stay
-    known, the least recently used first in line for other use.
+    The key of a full block is the digest of its tokens and of the digest before it: keyed BLAKE2b with a secret of this index,
+    so that no prompt finds a block by collision or by choice. Blocks without an owner stay known; the least recently used is
+    evicted first.
 
-    What a pool does as it takes and gives back blocks allocates nothing, and so cannot fail on the way.
+    The calls by which a pool takes and releases blocks allocate nothing, so they cannot fail.
     """
 
     def __cinit__(self, Py_ssize_t num_blocks):
@@ -33,8 +33,8 @@ cdef class PrefixIndex:
         free(self._previous)
 
     def digests(self, token_ids, Py_ssize_t block_size, salt=b"", known=()):
-        """Digests of the full blocks of `token_ids`; `known` are the first of them."""
-        from hashlib import blake2b  # 10 ms, for those who ask for prefixes
+        """Digests of the full blocks of `token_ids`. `known` are the first digests, if computed already."""
+        from hashlib import blake2b  # here, as it takes 10 ms and only prefixes need it
 
         cdef Py_ssize_t start
         tokens = np.asarray(token_ids, np.int64)
@@ -55,11 +55,11 @@ cdef class PrefixIndex:
         return blocks
 
     def look_up(self, digests):
-        """The block of each of `digests`, None where it is not known."""
+        """The block of each digest, or None if it is not known."""
         return [self._block_of.get(digest) for digest in digests]
 
     def add(self, digest, int32_t block):
-        """Make a full block known, unless its contents are already, in another block."""
+        """Make a full block known, unless another block with the same prefix is."""
         if digest not in self._block_of and self._digest_of[block] is None:
             self._block_of[digest] = block
             self._digest_of[block] = digest
@@ -71,7 +71,7 @@ cdef class PrefixIndex:
         return self._digest_of[block] is not None
 
     cdef bint retain_known(self, int32_t block) noexcept:
-        """Whether a block that lost its last owner is known, and so stays."""
+        """Keep a block that lost its last owner, if it is known; else False."""
         cdef int32_t entry = block + 1, newest = self._previous[0]
         if not self.knows(block):
             return False
@@ -81,7 +81,7 @@ cdef class PrefixIndex:
         return True
 
     cdef void take_known(self, int32_t block) noexcept:
-        """A block that was kept has an owner again."""
+        """Take a block that was kept: it has an owner again."""
         cdef int32_t entry = block + 1
         self._next[self._previous[entry]] = self._next[entry]
         self._previous[self._next[entry]] = self._previous[entry]

@@ -1,4 +1,4 @@
-"""A block table that forgets what has left the sliding window."""
+"""A block table that evicts tokens behind the sliding window."""
 from kvfast.storage.block_table cimport BlockTable
 
 

@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The ring: the last `window` tokens, the first `num_sink_tokens` (StreamingLLM, arXiv 2309.17453), and a
-slack of `rollback` tokens behind the window, so that going back that far is exact."""
+"""The ring: holds the last `window` tokens, the first `num_sink_tokens` (StreamingLLM, arXiv 2309.17453), and `rollback`
+tokens behind the window, so that going back that far is exact."""
 from libc.stdint cimport int32_t
 from libc.string cimport memmove
 
@@ -31,7 +31,7 @@ cdef class RingTable(BlockTable):
         return max(self.evicted, length - self.window - self.rollback)
 
     cdef Py_ssize_t _gone(self, Py_ssize_t evicted) noexcept nogil:
-        """Whole blocks behind the slack."""
+        """Number of blocks to skip in addition, all of whose tokens are evicted."""
         return evicted // self.pool.block_size - self.sink_blocks - self.skipped
 
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
@@ -41,8 +41,8 @@ cdef class RingTable(BlockTable):
         self.length += n
         self.evicted = self._evicted_at(self.length)
 
-    cdef int ensure(self, Py_ssize_t count) except -1:
-        return self.pool.ensure_apart(count)
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
+        return self.pool.ensure_apart(num_blocks)
 
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
         return self.skipped + max(<Py_ssize_t>0, self._gone(self._evicted_at(length)))
@@ -57,7 +57,7 @@ cdef class RingTable(BlockTable):
         for i in range(gone):
             block = self.blocks[self.sink_blocks + i]
             if self.pool.floats is not None and self.sink_blocks + self.skipped + i and self.pool.owners[block] == 1:
-                self.pool.floats.release(block, 0)  # a block that stays known keeps those of the sequence's start alone
+                self.pool.floats.release(block, 0)  # a known block keeps only the float rows of a sequence's start
             self.pool.release(block)
         memmove(self.blocks + self.sink_blocks, self.blocks + self.sink_blocks + gone,
                 (self.count - self.sink_blocks - gone) * sizeof(self.blocks[0]))
@@ -67,7 +67,7 @@ cdef class RingTable(BlockTable):
         return 0
 
     cdef int start(self, digests) except -1:
-        """Those of the longest prefix of which all blocks are known that a sequence of its length holds."""
+        """Begin with the longest known prefix: all blocks that a sequence of its length holds must be known."""
         cdef Py_ssize_t size = self.pool.block_size, count, skipped, known = 0, found = 0
         cdef list blocks = self.pool.index.look_up(digests)
         for count in range(1, len(blocks) + 1):
@@ -85,7 +85,7 @@ cdef class RingTable(BlockTable):
         return 0
 
     cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
-        """Blocks of another size skip what is gone of the other's."""
+        """Number of blocks to skip for the tokens that `other`, perhaps with another block size, has evicted."""
         cdef Py_ssize_t evicted = (<RingTable>other).evicted
         if self.pool.block_size == other.pool.block_size:
             return other.skipped
@@ -94,7 +94,7 @@ cdef class RingTable(BlockTable):
     cdef list pieces_of(self, BlockTable other):
         if self.pool.block_size == other.pool.block_size:
             return BlockTable.pieces_of(self, other)
-        # Only the start of the sequence: where blocks are sealed, all have one size.
+        # Only the start of the sequence has float rows: rings that seal blocks have the same block size.
         return [0] if self.pool.has_sinks and other.num_positions() and (self.sink_blocks or self.skipped_of(other) == 0) else []
 
     cdef BlockTable empty(self, BlockPool pool):
@@ -113,7 +113,7 @@ cdef class RingTable(BlockTable):
         return BlockTable.set_resume_state(self, length, state)
 
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
-        """The blocks skipped must be behind the sinks, and hold only what has been evicted."""
+        """Skipped blocks must lie behind the sink tokens and hold only evicted tokens."""
         cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
         if set(self._check_codes(length, state)) != {"skipped_blocks", "evicted_tokens"}:
             raise ValueError(f"the state of a ring must have other entries, got {state}")

@@ -10,10 +10,10 @@ cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) e
 
 
 cdef class SequenceBuffer:
-    cdef readonly list tables          # of BlockTable: one for each group of layers with one window and one shape
-    cdef list layer_tables             # of (table, layer in it) for each layer
+    cdef readonly list tables          # of BlockTable: one for each group of layers with the same window and shape
+    cdef list layer_tables             # (table, layer in it) for each layer
     cdef readonly Py_ssize_t num_layers
-    cdef Py_ssize_t most               # tokens, or -1: any number
+    cdef Py_ssize_t most               # most tokens, or -1: any number
 
     cdef BlockTable _table(self, object index, Py_ssize_t *layer)
     cdef int _check_open(self) except -1

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The storage of one sequence: append, attend, go back. The caches are names for it."""
+"""The storage of one sequence: append, attend, truncate. The caches are thin layers over it."""
 import numpy as np
 
 from kvfast.attention.call cimport AttendCall, imagined_rows, open_call
@@ -22,7 +22,7 @@ cdef tuple _shape_of(BlockTable table):
 
 
 cdef int fit_window(BlockTable table, AttendCall call) except -1:
-    """A ring shows what it holds: its window and its sinks, or less."""
+    """Fill in the window and sink tokens of a ring's call. A call may ask for less than the ring keeps, not for more."""
     cdef RingTable ring
     if table.limit(&call.window, &call.options.num_sink_tokens):
         return 0
@@ -35,7 +35,7 @@ cdef int fit_window(BlockTable table, AttendCall call) except -1:
 
 
 cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) except -1:
-    """After `ask`: the keys that the first of its queries sees must be there."""
+    """Check, after `ask`, that the keys of the first query are there."""
     if not table.holds(call.call.queries[first_query].start):
         raise ValueError(f"the first query, at position {call.call.queries[first_query].position}, needs the keys from "
                          f"position {call.call.queries[first_query].start} on, and the ring has dropped some of them")
@@ -49,7 +49,7 @@ cdef class SequenceBuffer:
 
     @property
     def max_seq_len(self):
-        """Tokens, or None."""
+        """Most tokens, or None."""
         return None if self.most < 0 else self.most
 
     @max_seq_len.setter
@@ -63,7 +63,7 @@ cdef class SequenceBuffer:
 
     @property
     def closed(self):
-        """Whether the blocks were given back for good."""
+        """Whether the sequence was freed."""
         return bool((<BlockTable>self.tables[0]).closed)
 
     cdef int _check_open(self) except -1:
@@ -177,10 +177,11 @@ cdef class SequenceBuffer:
         call.add(&context, 0, call.call.q.tokens, 0, 0)
         return call
 
-    # What more a sequence knows of its tokens it changes in `begin`: no other thread is in then, and nothing fails behind it.
+    # `begin` is a callback for the owner's own bookkeeping (token ids). It runs while the pool is entered, after the last step
+    # that can fail.
 
     def advance(self, n, begin=None):
-        """`begin` is called with the length as it was."""
+        """Count `n` tokens as complete in all layers. `begin` is called with the length before."""
         cdef Py_ssize_t i, count = check_count(n, "n", 1), length
         cdef Py_ssize_t layer
         cdef BlockTable table
@@ -204,7 +205,7 @@ cdef class SequenceBuffer:
             self._leave()
 
     def truncate(self, n, begin=None):
-        """`begin` is called with the new length."""
+        """Keep the first `n` tokens. `begin` is called with the new length."""
         cdef BlockTable table
         cdef Py_ssize_t count
         try:
@@ -247,7 +248,7 @@ cdef class SequenceBuffer:
         return np.concatenate((np.arange(min(oldest, (<RingTable>table).num_sink_tokens)), window))
 
     def rows(self, index, bint values):
-        """Keys or values of a layer as float32, and their positions: a view where they are stored so in one piece, else decoded."""
+        """Keys or values of a layer as float32, and their positions. A view if they are stored so in one piece, else decoded."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         cdef BlockPool pool = table.pool
@@ -280,7 +281,7 @@ cdef class SequenceBuffer:
             self.leave_reading()
 
     def share(self, then=None):
-        """The complete tokens, as they are now, in the same blocks."""
+        """Another buffer with the complete tokens of now, in the same blocks."""
         cdef BlockTable table, other
         shared = {}
         self._enter()
@@ -296,13 +297,13 @@ cdef class SequenceBuffer:
             self._leave()
 
     def _like(self, tables):
-        """A buffer with these tables in the place of its own."""
+        """A buffer with these tables instead of its own."""
         return SequenceBuffer([tables[table] for table in self.tables],
                               [(tables[table], layer) for table, layer in self.layer_tables], self.max_seq_len)
 
     def restore(self, SequenceBuffer other, begin=None, then=None):
-        """Become the equal of a buffer with the same settings: by sharing its blocks, or copying those of another pool.
-        `begin` is called when nothing but a signal can keep the tokens from changing, `then` when they have changed."""
+        """Become equal to a buffer with the same settings: share its blocks, or copy those of another pool. `begin` is called
+        when only a signal can still prevent the change, `then` after the change."""
         self._enter()
         try:
             if other._pool() is self._pool():
@@ -319,7 +320,7 @@ cdef class SequenceBuffer:
         finally:
             self._leave()
 
-    # Both first do for all tables what can fail.
+    # Both first do the steps that can fail, for all tables.
 
     cdef int _share_blocks(self, SequenceBuffer other, begin) except -1:
         cdef Py_ssize_t i
@@ -363,7 +364,7 @@ cdef class SequenceBuffer:
 
     @property
     def nbytes_alone(self):
-        """Bytes that nothing but this buffer keeps."""
+        """Bytes that only this buffer keeps."""
         cdef BlockTable table
         total = 0
         for table in self.tables:
@@ -388,7 +389,7 @@ cdef class SequenceBuffer:
         return table.block_ids()
 
     def capacity(self, index):
-        """Tokens that the blocks a layer's pool holds have room for."""
+        """Number of tokens that fit the blocks of a layer's pool."""
         cdef Py_ssize_t layer
         cdef BlockPool pool = self._table(index, &layer).pool
         return (pool.num_blocks - pool.num_gaps) * pool.block_size
@@ -399,7 +400,7 @@ cdef class SequenceBuffer:
         return _shape_of(self._table(index, &layer))
 
     def _of_layers(self, Py_ssize_t which):
-        """A part of `shape`: a number, or a tuple of one per layer where layers differ."""
+        """A part of `shape`: a number, or a tuple with one per layer if layers differ."""
         values = {_shape_of(table)[which] for table in self.tables}
         return values.pop() if len(values) == 1 else tuple([self.shape(i)[which] for i in range(self.num_layers)])
 

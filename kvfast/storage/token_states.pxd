@@ -7,9 +7,9 @@ from kvfast.storage.block_map cimport BlockMap
 cdef class TokenStates(BlockMap):
     cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
     cdef readonly Py_ssize_t length    # tokens that every layer has
-    cdef Py_ssize_t floats_begin       # first tokens without float rows, where blocks are sealed; see kv_context
-    cdef Py_ssize_t kept_codes         # of a table without blocks, see `block_bytes`: what it will keep,
-    cdef list patched                  # and `_patches`
+    cdef Py_ssize_t floats_begin       # if blocks are sealed, number of first tokens without float rows; see kv_context
+    cdef Py_ssize_t kept_codes         # for a table without blocks, see `block_bytes`: its future `_kept_codes`
+    cdef list patched                  # and its future `patches`
 
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil
     cdef int prepare(self, Py_ssize_t n) except -1

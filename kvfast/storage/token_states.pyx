@@ -24,21 +24,21 @@ cdef class TokenStates(BlockMap):
         free(self.lengths)
 
     cdef Py_ssize_t codes_end(self) noexcept nogil:
-        """Tokens whose blocks are encoded, where blocks are sealed."""
+        """If blocks are sealed, number of first tokens with codes."""
         return max(self.floats_begin, self.length // self.pool.block_size * self.pool.block_size)
 
     cdef Py_ssize_t num_positions(self) noexcept nogil:
         return self.num_slots() + self.skipped * self.pool.block_size
 
     cdef Py_ssize_t num_slots(self) noexcept nogil:
-        """Places of the blocks that are in use."""
+        """Number of slots in use."""
         cdef Py_ssize_t longest = 0, i
         for i in range(self.pool.num_layers):
             longest = max(longest, self.lengths[i])
         return longest - self.skipped * self.pool.block_size
 
     cdef Py_ssize_t _kept_codes(self) noexcept nogil:
-        """Tokens behind the coded ones whose block was cut: they have codes as well, which stay when it is full again."""
+        """Number of tokens from `floats_begin` on, in a block that was cut, whose old codes are used again when it fills up."""
         cdef Py_ssize_t longest = self.num_positions()
         if not self.pool.seals or self.floats_begin % self.pool.block_size or self.floats_begin >= longest:
             return 0
@@ -47,7 +47,7 @@ cdef class TokenStates(BlockMap):
         return min(abs(self.pool.floats.kept_codes[self.slot(self.floats_begin) // self.pool.block_size]), longest - self.floats_begin)
 
     cdef Py_ssize_t slots_with_codes(self) noexcept nogil:
-        """Of the blocks in use, where blocks are sealed."""
+        """If blocks are sealed, number of slots in use that have codes."""
         return max(self.codes_end(), self.floats_begin + self._kept_codes()) - self.skipped * self.pool.block_size
 
     cdef bint holds(self, Py_ssize_t position) noexcept nogil:
@@ -55,7 +55,7 @@ cdef class TokenStates(BlockMap):
         return True
 
     def knowable_block(self, Py_ssize_t index):
-        """The full block of an index, or -1 if not all its tokens are there, as codes: whoever finds it reads those."""
+        """The full block with this index, or -1 if a token of it is gone or has no codes: a sequence that finds it reads codes."""
         cdef int32_t block
         if not self.holds(index * self.pool.block_size):
             return -1
@@ -63,20 +63,20 @@ cdef class TokenStates(BlockMap):
         return -1 if self.pool.is_patched(block) else block
 
     cdef int16_t _kept_codes_of_cut(self) noexcept nogil:
-        """What FloatRows keeps of a sealed block that was cut, or 0 where none is."""
+        """`FloatRows.kept_codes` of the sealed block that was cut, or 0 if there is none."""
         if not self.pool.seals or self.floats_begin % self.pool.block_size == 0:
             return 0
         return self.pool.floats.kept_codes[self.slot(self.floats_begin - 1) // self.pool.block_size]
 
     cdef int _reopen_block(self) except -1:
-        """Give the tokens of a sealed block that was cut float rows again, for others to follow."""
+        """Give the tokens of a sealed block that was cut float rows again, so that others can follow."""
         cdef Py_ssize_t size = self.pool.block_size, index = self.floats_begin // size
         self.pool.floats.restore(<int32_t>(self.slot(index * size) // size), index, self.floats_begin % size)
         self.floats_begin = index * size
         return 0
 
     cdef int _undo_reopening(self) except -1:
-        """A cut block whose new tokens are all gone again is read as its codes, as before they came."""
+        """If all new tokens of a cut block are gone again, read its codes, as before they came."""
         cdef Py_ssize_t size = self.pool.block_size, begin = self.length // size * size
         cdef int32_t block
         if self.floats_begin != begin or begin == self.length:
@@ -89,13 +89,13 @@ cdef class TokenStates(BlockMap):
         return 0
 
     cdef int prepare(self, Py_ssize_t n) except -1:
-        """What of `advance` can fail: encode the blocks that become full. Nobody reads their codes before."""
+        """The part of `advance` that can fail: seal the blocks that become full. Their codes are not read before `advance`."""
         cdef Py_ssize_t size = self.pool.block_size, skipped = self.skipped, index, gone
         cdef int32_t[::1] view
         cdef uint8_t[::1] unfit
         if not self.pool.seals:
             return 0
-        if self.pool.index is None:  # else also those that go at once may be found by their tokens
+        if self.pool.index is None:  # else even blocks that are evicted at once may be found by their tokens
             skipped = self.skipped_at(self.length + n)
         gone = self.sink_blocks + skipped if skipped else 0
         full = [self.slot(index * size) // size for index in range(self.length // size, (self.length + n) // size)
@@ -119,28 +119,28 @@ cdef class TokenStates(BlockMap):
         return 0
 
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
-        """Blocks that are skipped once a sequence has `length` tokens; see `RingTable`."""
+        """Number of skipped blocks of a sequence of `length` tokens; see `RingTable`."""
         return self.skipped
 
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
-        """Whether `advance` encodes no block and gives none back."""
+        """Whether `advance` seals no block and releases none."""
         cdef Py_ssize_t size = self.pool.block_size, length = self.length + n
         return not self.pool.seals or length // size == self.length // size and self._floats_begin_at(length) <= self.floats_begin
 
     cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
-        """`advance` where it just counts."""
+        """`advance` when it just counts."""
         self.length += n
 
     cdef int release_evicted(self) except -1:
-        """Give back what a sequence of this length needs no more; see `RingTable`."""
+        """Release the blocks that a sequence of this length does not need any more; see `RingTable`."""
         return 0
 
     cdef Py_ssize_t _floats_begin_at(self, Py_ssize_t length) noexcept nogil:
-        """First tokens that a sequence of `length` needs no float rows of."""
+        """Number of first tokens of a sequence of `length` tokens that need no float rows."""
         return (length - KV_OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > KV_OPEN_TOKENS else 0
 
     cdef int _release_float_rows(self) except -1:
-        """Give back the float rows that no query reads any more."""
+        """Release the float rows that no query reads any more."""
         cdef Py_ssize_t size = self.pool.block_size, index, floats_begin
         cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
         cdef int32_t block
@@ -149,12 +149,12 @@ cdef class TokenStates(BlockMap):
             if gone > index >= self.sink_blocks:
                 continue
             block = <int32_t>(self.slot(index * size) // size)
-            # A fork or a snapshot may still read them; they go with the block then.
+            # A fork or a snapshot may still read them. Then they are released with the block.
             if self.pool.owners[block] == 1:
                 self.pool.floats.release_sealed(block, 1 if index == 0 and self.pool.has_sinks else 0)
         if floats_begin > self.floats_begin:
             self.floats_begin = floats_begin
-            # What the newest tokens of a prompt have lies behind all that went.
+            # The float rows of the newest tokens of a prompt lie behind all that were released.
             for index in range(floats_begin // size, (self.length + size - 1) // size):
                 self.pool.floats.move_down(<int32_t>(self.slot(index * size) // size))
             self.pool.floats.pieces.trim()
@@ -166,7 +166,7 @@ cdef class TokenStates(BlockMap):
             self.pool.floats.kept_codes[self.slot(self.floats_begin) // self.pool.block_size] = <int16_t>kept_codes
 
     cdef list pieces(self, Py_ssize_t longest):
-        """First positions of the pieces of float rows that a sequence of `longest` tokens reads, or will."""
+        """First positions of the pieces of float rows that a sequence of `longest` tokens reads, or will read."""
         first = [0] if self.pool.has_sinks and longest > 0 and (self.skipped == 0 or self.sink_blocks) else []
         if not self.pool.seals:
             return first
@@ -180,8 +180,8 @@ cdef class TokenStates(BlockMap):
         return pieces + list(range(max(begin, KV_PIECE * len(first)), longest, KV_PIECE))
 
     cdef list patches(self, Py_ssize_t longest):
-        """Sealed blocks that are patched, see `kv_store`: the index of each, and how many of its tokens have codes. Queries read
-        those from `floats_begin` on as float rows still, in full."""
+        """Patched blocks, see `kv_store`: the index of each, and the number of its tokens that have codes. Queries still read all
+        tokens from `floats_begin` on as float rows."""
         cdef Py_ssize_t size = self.pool.block_size, index, kept_codes
         cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
         if not self.pool.seals:
@@ -203,13 +203,13 @@ cdef class TokenStates(BlockMap):
         return 0
 
     cdef dict resume_state(self):
-        """What a file tells of a table besides its blocks, for `set_resume_state`."""
+        """What a file stores of a table besides its blocks, for `set_resume_state`."""
         floats_begin = {"coded_tokens": self.floats_begin, "kept_tokens": self._kept_codes()} if self.pool.seals else {}
         patches = [list(patch) for patch in self.patches(self.length)]
         return {"skipped_blocks": self.skipped} | floats_begin | ({"patches": patches} if patches else {})
 
     cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
-        """Be a sequence of `length` tokens, after `check_resume_state`; its blocks are the caller's."""
+        """Become a sequence of `length` tokens, after `check_resume_state`. The caller takes its blocks."""
         cdef Py_ssize_t i
         self.skipped, self.length, self.floats_begin = state["skipped_blocks"], length, state.get("coded_tokens", 0)
         for i in range(self.pool.num_layers):
@@ -217,17 +217,17 @@ cdef class TokenStates(BlockMap):
         return 0
 
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
-        """Number of blocks of a sequence of `length` tokens; ValueError if `state` cannot be."""
+        """Number of blocks of a sequence of `length` tokens; ValueError if `state` is invalid."""
         if self._check_codes(length, state) != {"skipped_blocks": 0}:
             raise ValueError(f"the state of a cache that keeps everything must have no dropped blocks, got {state}")
         return (length + self.pool.block_size - 1) // self.pool.block_size
 
     cdef dict _check_codes(self, Py_ssize_t length, dict state):
-        """The other entries of `state`, after a check of what it tells of sealed blocks."""
+        """Check the entries of `state` about sealed blocks; returns the other entries."""
         cdef Py_ssize_t floats_begin, kept_codes
         if not self.pool.seals:
             return state
-        # What no query reads as floats any more has none; and however long a file says it is, few tokens have.
+        # Tokens that no query reads as floats have no float rows. So few tokens have them, however long the file claims to be.
         floats_begin = check_count(state.get("coded_tokens"), "coded_tokens", self._floats_begin_at(length), length)
         if floats_begin != length and floats_begin % self.pool.block_size:
             raise ValueError(f"coded_tokens must be all {length} tokens or a multiple of the block size {self.pool.block_size}, "
@@ -238,7 +238,7 @@ cdef class TokenStates(BlockMap):
         return {name: value for name, value in state.items() if name not in ("coded_tokens", "kept_tokens", "patches")}
 
     def _check_patches(self, Py_ssize_t floats_begin, Py_ssize_t length, patches):
-        """Each in a block of its own: one that is full, or below the coded tokens."""
+        """Check that each patch is in a block of its own, which is full or below the coded tokens."""
         cdef Py_ssize_t size = self.pool.block_size, last = -1, blocks = max((floats_begin + size - 1) // size, length // size)
         for index, kept_codes in patches:
             index = check_count(index, "the block of a patch", last + 1, max(last + 1, blocks - 1))

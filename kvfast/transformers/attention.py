@@ -70,7 +70,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
                "num_threads": torch.get_num_threads(), "attention_chunk_size": chunk}
     for row, part, q, out in zip(rows.rows, parts, as_numpy(query), as_numpy(output)):
         if part is not EVERYTHING:
-            out[...] = 0  # of padding, which nobody reads, but which must be finite
+            out[...] = 0  # rows of padding are never read, but must be finite
         if part is None:
             continue
         q = q.transpose(1, 0, 2)[part]

@@ -103,13 +103,18 @@ class Track:
         before = seen[positions]
         known = ~np.isnan(before[:, 0, 0])
         if known.any():
-            moved = np.abs(got[known] - before[known])
+            moved, at_positions = np.abs(got[known] - before[known]), positions[known]
             # Where blocks are sealed, tokens that are written to again are float16 rows of their codes meanwhile.
             most = 2.0**-9 * np.linalg.norm(before[known], axis=-1, keepdims=True) + 2.0**-20 if side.seals else 0.0
-            if (moved > most).any():
-                at = int(np.argmax((moved > most).any((1, 2))))
+            has_moved = (moved > most).any((1, 2))
+            if side.seals:  # a patched block shows float rows of tokens without codes, which get codes once tokens follow that fit
+                was_float = (np.abs(before[known] - self.rows[layer][values][positions[known]]) <= most).all((1, 2))
+                known[known] = ~(has_moved & was_float)
+                has_moved &= ~was_float
+            if has_moved.any():
+                at = int(np.argmax(has_moved))
                 raise Finding(f"kept tokens changed | {'values' if values else 'keys'} of {where}",
-                              f"token {positions[known][at]} by {moved[at].max():.3g}")  # fmt: skip
+                              f"token {at_positions[at]} by {moved[at].max():.3g}")  # fmt: skip
         # The blocks of a found prefix may have their floats yet, of the sequence that they come from.
         stays = positions < (min(self.coded, self._coded_at(self.longest)) if self.formats[layer].seals else length)
         new = stays & ~known

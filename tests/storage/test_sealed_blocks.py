@@ -1,6 +1,7 @@
 """What is stored of a sequence depends on its tokens, not on how they came; nor does attention on who reads it."""
 
 import functools
+import itertools
 import json
 
 import cache_kinds
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from cache_kinds import FORMATS, HEADS, LONG_KINDS, MIXED, SEALING, Stream, relative_rms, told
 from reference import attention, bound, relative_error, ways_agree
+from selection import parametrize
 
 import kvfast
 from kvfast import KVFormat
@@ -117,8 +119,10 @@ def shape(cache):
 ROUTES = [one_by_one, odd_chunks, a_little_back, far_back, forgotten, cleared, copied, restored, from_state, from_file, saved_after_a_cut]
 
 
-@pytest.mark.parametrize("kind", LONG_KINDS)
-@pytest.mark.parametrize("name", SETS)
+KINDS_OF_SETS = list(itertools.product(LONG_KINDS, SETS))
+
+
+@parametrize(("kind", "name"), KINDS_OF_SETS, usual=KINDS_OF_SETS[::5])  # with every kind, and with every set
 def test_same_bytes_whatever_the_way(tmp_path, kind, name):
     stream = Stream(1, LENGTH)
     straight = stream.feed(make(kind, SETS[name]), LENGTH)

@@ -9,10 +9,10 @@ from kvfast.storage.prefix_index cimport PrefixIndex
 cdef class PagedBuffer:
     cdef readonly BlockPool pool
     cdef readonly PrefixIndex index
-    cdef readonly bint is_external     # slots come from somebody else's scheduler
+    cdef readonly bint is_external     # another scheduler gives out the slots
     cdef list given                    # (num_blocks,) the table that slot_mapping gave a block's slots out for, or None,
     cdef Py_ssize_t *given_at          # and the block's index in it
-    cdef BlockTable kind               # without tokens: what the tables of sequences are
+    cdef BlockTable kind               # an empty table, as those of sequences are
 
     cdef int _check_external(self) except -1
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)

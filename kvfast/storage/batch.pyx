@@ -39,7 +39,7 @@ cdef int _check_all_open(list tables) except -1:
 cdef class PagedBuffer:
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
                  v_head_dim=None, ring=None, buffer=None):
-        """`ring`: window, sinks and rollback of sequences that forget, see `RingTable`; `buffer`: a caller's memory."""
+        """`ring`: window, number of sinks and rollback of a `RingTable`, or None; `buffer`: a caller's memory, or None."""
         size = check_block_size(block_size)
         if num_blocks is None:
             raise TypeError("num_blocks must be an integer, got None")
@@ -60,13 +60,13 @@ cdef class PagedBuffer:
         return self.kind.empty(self.pool)
 
     def start(self, BlockTable table, digests):
-        """Make an empty table that of a sequence, which starts with the blocks known by the first of some digests."""
+        """Begin a sequence: its empty table takes the blocks that the pool knows by the first of these digests."""
         self.pool.enter()
         try:
             if self.is_external:
-                raise ValueError("the blocks of this pool are in the hands of another scheduler (append_batch was given "
+                raise ValueError("another scheduler gives out the blocks of this pool (append_batch was given "
                                  "slots that no sequence has); clear() the pool before making sequences")
-            # Looked up where no other thread can put a block that is found to other use.
+            # Inside of the lock, where no other thread can take a block that is found.
             table.start(digests)
             table.is_counted = True
             self.pool.num_sequences += 1
@@ -74,7 +74,7 @@ cdef class PagedBuffer:
             self.pool.leave()
 
     def fork(self, BlockTable table, BlockTable other, then):
-        """Let the empty table of a sequence have the blocks of another's. `then` is called before another thread can come in."""
+        """Let the empty table `table` share the blocks of another. Calls `then` before another thread can come in."""
         self.pool.enter()
         try:
             table.check_open()
@@ -84,7 +84,7 @@ cdef class PagedBuffer:
             self.pool.leave()
 
     def free(self, BlockTable table):
-        """Give the blocks of a sequence back."""
+        """Release the blocks of a sequence."""
         cdef Py_ssize_t i
         self.pool.enter()
         try:
@@ -95,7 +95,7 @@ cdef class PagedBuffer:
             self.pool.leave()
 
     def clear(self):
-        """Forget known prefixes and foreign slots; no block may have an owner."""
+        """Forget known prefixes and the slots of another scheduler; no block may have an owner."""
         self.pool.enter()
         try:
             if self.num_owned:
@@ -106,7 +106,7 @@ cdef class PagedBuffer:
             self.pool.leave()
 
     def _evict_all(self):
-        """No block is known by its tokens any more."""
+        """Forget all known prefixes."""
         while self.index.num_idle:
             self.pool.put_free(self.index.evict())
 
@@ -130,7 +130,7 @@ cdef class PagedBuffer:
             return np.array([self.pool.owners[i] for i in range(self.pool.num_blocks)], np.int32)
 
     def blocks_needed(self, list tables, list counts):
-        """Blocks to take before each table can be written `counts` tokens behind its complete ones."""
+        """Number of blocks to take before `counts` tokens can be written behind the complete ones of each table."""
         cdef BlockTable table
         cdef Py_ssize_t needed = 0, i, end, size = self.pool.block_size
         cdef int32_t block
@@ -147,13 +147,13 @@ cdef class PagedBuffer:
                         needed += 1
                     elif self.pool.owners[block] > 1:
                         shared[block] = shared.get(block, 0) + 1
-            # The last of a block's owners to write need not copy it.
+            # The last owner of a block to write to it need not copy it.
             for number, writers in shared.items():
                 needed += writers if writers < self.pool.owners[<int32_t>number] else writers - 1
         return needed
 
     def slot_mapping(self, list tables, list counts):
-        """Slots of the next tokens of some sequences, made ready to be written."""
+        """Make the slots of the next tokens of some sequences writable, and return them."""
         cdef BlockTable table
         cdef Py_ssize_t i, at = 0, n, floats = 0
         cdef int32_t block
@@ -163,7 +163,7 @@ cdef class PagedBuffer:
             if len({id(table) for table in tables}) != len(tables):
                 raise ValueError("a sequence may appear only once in slot_mapping")
             _check_all_open(tables)
-            # First for all tables what can fail.
+            # Do first, for all tables, what can fail.
             self.pool.ensure(self.blocks_needed(tables, counts))
             slots = np.empty(sum(counts), np.int64)
             view = slots
@@ -186,7 +186,8 @@ cdef class PagedBuffer:
             self.pool.leave()
 
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n):
-        """The slots as int64, and how many tokens each table gets. Slots of sequences must be their next."""
+        """Check slots, which must be the next ones of their sequences. Returns them as int64, the number of tokens for each table,
+        and whether they are slots of another scheduler."""
         cdef int64_t[::1] slots
         cdef Py_ssize_t i = 0, end, size = self.pool.block_size, expected
         cdef int64_t total = self.pool.num_blocks * size, slot
@@ -222,7 +223,7 @@ cdef class PagedBuffer:
             i = end
         if foreign:
             self._check_external()
-            # Also one that has no blocks yet: it would take those of the other scheduler.
+            # A sequence without blocks would take those of the other scheduler later.
             if self.num_owned or self.pool.num_sequences:
                 raise ValueError(f"slot_mapping holds {foreign[0][0]}, a slot that no sequence has; while a pool has "
                                  f"sequences, slots must come from slot_mapping()")
@@ -257,9 +258,9 @@ cdef class PagedBuffer:
         try:
             check_rows(store, keys, values)
             slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
-            tables, counts = list(gains), np.array(list(gains.values()), np.int64)  # now: nothing must fail behind the write
+            tables, counts = list(gains), np.array(list(gains.values()), np.int64)  # before the write, after which nothing must fail
             if foreign:
-                # Other people's slots have no length that hides what a refused call has written.
+                # No length hides what a refused call has written to the slots of another scheduler.
                 if transform is not None:
                     keys = open_rows(transform_rows(keys, transform, None, None), "k")
                     transform = None
@@ -278,7 +279,7 @@ cdef class PagedBuffer:
 
     def attend_batch(self, layer, q, list tables, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade,
                      rope_q=None):
-        """Attention of a ragged batch: over sequences' `tables`, or over plain tables of blocks."""
+        """Attention of a ragged batch: over the `tables` of sequences, or over the block tables of another scheduler."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
         self.pool.enter_reading()
         try:
@@ -348,7 +349,7 @@ cdef class PagedBuffer:
 
         begins, parts, keepalive = [0] * count, [0] * count, []
         if call.call.store.latent and call.call.group % KV_ROWS == 0:
-            cascade = False  # whole passes for each query: reading together would save bytes, of which there are few, alone
+            cascade = False  # each query has whole passes of its own: to read together would save only bytes, and there are few
         if cascade and call.window == 0 and call.options.attention_chunk_size == 0 and count > 1:
             read_together(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, self.pool.block_size,
                           begins, parts, keepalive)
@@ -359,17 +360,17 @@ cdef class PagedBuffer:
         return call
 
     cdef int _check_external(self) except -1:
-        """Some formats need to know more of a sequence than its blocks."""
+        """Refuse the slots and tables of another scheduler for formats that store more of a sequence than its blocks."""
         if self.pool.floats is not None:
             raise ValueError(f"this pool needs sequences, whose first or newest tokens it keeps as floats "
                              f"({', '.join(sorted({str(one) for one in self.pool.formats}))}); a scheduler's own slots and "
                              f"block tables need a format without num_float_tokens, centring and per_channel")
 
     def _check_blocks(self, block_table, seq_lens, num_queries, AttendCall call):
-        """A plain block table, every block that is read one that holds tokens.
+        """Check the block table of another scheduler: each block that is read must hold tokens.
 
-        In a pool with a window that is none of those between the sinks and the window of the first query: whatever stands
-        there, another block of the row is put in its place.
+        In a pool with a window, blocks between the sinks and the window of the first query are not read: in their place the
+        result has another block of the row.
         """
         cdef Py_ssize_t size = self.pool.block_size, i
         cdef const int32_t[::1] blocks

@@ -7,8 +7,8 @@ from kvfast.storage.token_states cimport TokenStates
 
 
 cdef class BlockTable(TokenStates):
-    cdef bint closed                   # its blocks were given back for good
-    cdef bint is_counted               # among the sequences of its pool
+    cdef bint closed                   # `close` was called
+    cdef bint is_counted               # as a sequence of its pool
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil

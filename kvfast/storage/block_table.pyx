@@ -18,7 +18,7 @@ from kvfast.core.interchange import aligned
 
 
 cdef class BlockTable(TokenStates):
-    """The tokens of one sequence. It never forgets; see `RingTable` for one that does."""
+    """The tokens of one sequence. It evicts none; see `RingTable` for a table that does."""
 
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil:
         context.table = self.blocks
@@ -31,7 +31,7 @@ cdef class BlockTable(TokenStates):
         """Whether `make_writable` has nothing to do."""
         cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
         cdef int32_t block
-        # What a pool knows by its tokens only Python can tell.
+        # Only Python can look up which blocks a pool knows by their tokens.
         if end > self.count + self.skipped or self.pool.index is not None or self.pool.seals and self.floats_begin % size:
             return False
         for index in range(first // size, end):
@@ -43,7 +43,7 @@ cdef class BlockTable(TokenStates):
         return True
 
     cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept:
-        """Pieces of float rows that `make_writable` takes."""
+        """Number of pieces of float rows that `make_writable` takes."""
         cdef Py_ssize_t needed = 0, size = self.pool.block_size, index, at, begin
         cdef int32_t block, source
         if self.pool.floats is None:
@@ -61,10 +61,10 @@ cdef class BlockTable(TokenStates):
         return needed
 
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
-        """Give the positions first to last blocks of their own; those shared with others are copied."""
+        """Take blocks for the positions first to last, and copy those that other tables share."""
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
         cdef int32_t block
-        # First all that can fail. Blocks and float rows come at once, because large pieces of memory lie in huge pages.
+        # Do first what can fail. Take all blocks and float rows at once, because large pieces of memory lie in huge pages.
         self.reserve_blocks(last)
         self.ensure(self.blocks_needed(first, last))
         needed = self.floats_needed(first, last)
@@ -89,7 +89,7 @@ cdef class BlockTable(TokenStates):
         return 0
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
-        """Write tokens behind those of a layer. A value that cannot be stored leaves the table as it was."""
+        """Write tokens behind those of a layer. If a value cannot be stored, the table stays as it was."""
         cdef kv_store *store = self.pool.stores + layer
         cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, floats_begin = self.floats_begin, count = self.count
         cdef int16_t kept_codes = self._kept_codes_of_cut()
@@ -108,7 +108,7 @@ cdef class BlockTable(TokenStates):
                     view[i] = self.slot(first + i)
                 write_rows(store, k, v, rotary, &view[0], True, True)
         except BaseException:
-            self.floats_begin = floats_begin  # a block that was cut is still what its codes tell, and the float rows of a patch
+            self.floats_begin = floats_begin  # queries still read a cut block as its codes, and as the float rows of its patch
             if kept_codes < 0:
                 self.pool.floats.set_kept_codes(<int32_t>(self.slot(floats_begin - 1) // self.pool.block_size), kept_codes)
             self.release_from(count)
@@ -121,11 +121,11 @@ cdef class BlockTable(TokenStates):
         return 0
 
     cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
-        """Fit a window, 0 for none, and a number of sinks, -1 for any, to what the table keeps; False if that is less."""
+        """Limit a window (0: none) and a number of sinks (-1: any) to what the table keeps; False if they need more."""
         return True
 
     cdef int check_truncate(self, Py_ssize_t n) except -1:
-        """Raise if the first n tokens cannot be brought back."""
+        """Raise if the table cannot go back to its first n tokens."""
         return 0
 
     cdef int truncate(self, Py_ssize_t n) except -1:
@@ -148,7 +148,7 @@ cdef class BlockTable(TokenStates):
         return 0
 
     cdef int _wipe_behind(self, Py_ssize_t index) except -1:
-        """Overwrite what a block of a secure pool holds behind the tokens of each layer, unless others read it."""
+        """In a secure pool, overwrite a block behind the tokens of each layer, unless other tables read it."""
         cdef Py_ssize_t at = entry_of(self, index), i, size = self.pool.block_size
         if at >= self.count or self.pool.is_frozen(self.blocks[at]):
             return 0
@@ -161,13 +161,13 @@ cdef class BlockTable(TokenStates):
         return BlockTable(pool)
 
     cdef int copy_resume_state(self, BlockTable other) except -1:
-        """Take over how many tokens there are, and which of them are left, of a sequence of the same kind."""
+        """Copy the lengths of a table of the same kind, and which of its tokens are left."""
         self.skipped, self.length, self.floats_begin = self.skipped_of(other), other.length, other.floats_begin
         memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
         return 0
 
     cdef int share(self, BlockTable other) except -1:
-        """Become the equal of another sequence of this pool, with the same blocks."""
+        """Become a copy of another table of this pool that shares its blocks."""
         cdef Py_ssize_t i
         self.reserve_list(other.count)
         for i in range(other.count):
@@ -180,14 +180,14 @@ cdef class BlockTable(TokenStates):
         return 0
 
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1:
-        """Make sure that all blocks can be exchanged for `count` others with so many pieces of float rows; else CacheFullError
-        or MemoryError, and nothing has changed."""
+        """Make sure that this table can exchange its blocks for `count` others with so many pieces of float rows. Otherwise
+        raise CacheFullError or MemoryError, and change nothing."""
         cdef Py_ssize_t i, own = 0, own_pieces = 0
         for i in range(self.count):
             if self.pool.owners[self.blocks[i]] == 1:
                 own += 1
                 if pieces:
-                    own_pieces += self.pool.floats.count(self.blocks[i])
+                    own_pieces += self.pool.floats.num_pieces(self.blocks[i])
         if self.pool.available() + own < count:
             self.pool.ensure(count - own)
         if pieces > own_pieces:
@@ -196,12 +196,12 @@ cdef class BlockTable(TokenStates):
         return 0
 
     cdef int start(self, digests) except -1:
-        """Let an empty table begin with the blocks that its pool knows by the first of some digests."""
+        """Let an empty table begin with the blocks that its pool knows by the first of these digests."""
         self.begin_with(self.pool.index.find(digests), 0)
         return 0
 
     cdef int begin_with(self, list blocks, Py_ssize_t skipped) except -1:
-        """Let an empty table have full blocks whose contents are known, where so many of them are skipped."""
+        """Let an empty table take full blocks whose contents are known; `skipped` blocks are left out."""
         cdef Py_ssize_t i
         self.adopt(blocks)
         self.skipped = skipped
@@ -211,7 +211,7 @@ cdef class BlockTable(TokenStates):
         return 0
 
     cdef int open(self, Py_ssize_t count) except -1:
-        """Exchange all blocks for `count` others."""
+        """Exchange all blocks for `count` new ones."""
         self.reserve(count, 0)
         self._exchange(count)
         return 0
@@ -223,15 +223,15 @@ cdef class BlockTable(TokenStates):
         return 0
 
     cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
-        """Blocks that this table skips where it is the equal of another; see `RingTable`."""
+        """Number of blocks that this table skips once it is a copy of another; see `RingTable`."""
         return other.skipped
 
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept:
-        """Blocks of this pool that hold what another table holds."""
+        """Number of blocks of this pool that a copy of another table needs."""
         return (other.num_positions() + self.pool.block_size - 1) // self.pool.block_size - self.skipped_of(other)
 
     cdef list pieces_of(self, BlockTable other):
-        """`pieces` of this table where it is the equal of another; see `RingTable`."""
+        """`pieces` of this table once it is a copy of another; see `RingTable`."""
         return other.pieces(other.num_positions())
 
     @property
@@ -243,7 +243,7 @@ cdef class BlockTable(TokenStates):
         return self.pool.bytes_of_blocks(alone) + self.capacity * sizeof(int32_t) + self.pool.num_layers * sizeof(Py_ssize_t)
 
     cdef int release(self) except -1:
-        """Give all blocks back."""
+        """Release all blocks."""
         self.truncate(0)
         return 0
 
@@ -257,7 +257,7 @@ cdef class BlockTable(TokenStates):
         return decode_tokens(self.pool.stores + layer, at, slots, self.floats_begin, values)
 
     cdef int close(self) except -1:
-        """Give all blocks back, for good."""
+        """Release all blocks, and refuse calls from now on."""
         self.release()
         self.pool.num_sequences -= self.is_counted
         self.is_counted, self.closed = False, True

@@ -30,7 +30,7 @@ cdef class FloatRows:
     cdef int move_down(self, int32_t block) except -1
     cdef int copy(self, int32_t source, int32_t target) except -1
     cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
-    cdef Py_ssize_t count(self, int32_t block) noexcept
+    cdef Py_ssize_t num_pieces(self, int32_t block) noexcept
 
 
 cdef FloatRows float_rows_of(BlockMemory blocks)

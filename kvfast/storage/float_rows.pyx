@@ -152,7 +152,7 @@ cdef class FloatRows:
             if self.float_of[block * self.per_block + i] >= 0:
                 self.pieces.wipe_from(self.float_of[block * self.per_block + i], layer, max(first - i * KV_PIECE, <Py_ssize_t>0))
 
-    cdef Py_ssize_t count(self, int32_t block) noexcept:
+    cdef Py_ssize_t num_pieces(self, int32_t block) noexcept:
         """Number of pieces of a block."""
         cdef Py_ssize_t i, count = 0
         for i in range(block * self.per_block, (block + 1) * self.per_block):

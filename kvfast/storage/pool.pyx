@@ -233,7 +233,7 @@ cdef class BlockPool(BlockMemory):
             return len(blocks) * self.block_bytes
         with cython.critical_section(self):
             for block in blocks:
-                count += self.floats.count(block)
+                count += self.floats.num_pieces(block)
         return len(blocks) * self.block_bytes + count * self.floats.pieces.block_bytes
 
     @property

@@ -218,7 +218,7 @@ def test_bad_queries(cache, rng):
         with pytest.raises(kvfast.DimensionMismatchError):
             cache.attend(0, np.ones(shape, np.float32))
     q = rows(rng, 1, 4, 48)
-    with pytest.raises(ValueError, match="21 tokens"):
+    with pytest.raises(ValueError, match="at most the 20 tokens of layer 0, got 21"):
         cache.attend(0, rows(rng, 21, 4, 48))
     with pytest.raises(kvfast.DimensionMismatchError, match="out"):
         cache.attend(0, q, out=np.empty((1, 4, 48), np.float32))

@@ -398,7 +398,7 @@ def test_a_text_that_claims_to_be_endless():
     assert len(sequence) == 640 + (1 << 36) and np.array_equal(sequence.k(1), ring.k(1))
     assert np.array_equal(pool.attend_batch(0, Q[:1], [sequence]), ring.attend(0, Q[:1]))
     for tell in (pool.block_table, pool.seq_lens):
-        with pytest.raises(ValueError, match="at most 2147483647 tokens"):
+        with pytest.raises(ValueError, match="at most 2147483647"):
             tell([sequence])
     slots = pool.slot_mapping([sequence], 3)
     for layer in range(2):

@@ -162,7 +162,7 @@ def test_misuse_is_an_error_code(runtimes):
 def test_what_cannot_be_opened(runtimes):
     for cache in (None, kvfast.PagedKVCache(1, 2, 64, num_blocks=4),
                   kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=64))):  # fmt: skip
-        with pytest.raises(TypeError, match="KVCache, RingKVCache, MLAKVCache or Sequence is needed"):
+        with pytest.raises(TypeError, match="must be a KVCache, RingKVCache, MLAKVCache or Sequence"):
             runtimes[1].Layer(cache, 0)
     with pytest.raises(ValueError, match='rope="cache"'):
         runtimes[1].Layer(kvfast.RingKVCache(1, 2, 64, window=16, rope="cache"), 0)

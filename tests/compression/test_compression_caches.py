@@ -233,7 +233,7 @@ def filled(x, value):
         ("vq", change("0.positions", lambda x: x[::-1]), "must ascend below 300"),
         ("vq", change("0.positions", lambda x: x + 297), "must ascend below 300"),
         ("vq", lambda state, header: state.pop("0.store.v.codes"), "0.store.v.codes is missing"),
-        ("vq", lambda state, header: state.update(more=np.zeros(3, np.uint8)), "more belongs to nothing"),
+        ("vq", lambda state, header: state.update(more=np.zeros(3, np.uint8)), "unexpected array more"),
         ("vq", set_header("parts", 0, "store", "count", 4), "must be float16"),
         ("vq", set_header("parts", 0, "store", "count", 1 << 70), "invalid codebook|are invalid"),
         ("vq", set_header("parts", 0, "store", "subvectors", "a"), "invalid codebook|are invalid"),

@@ -371,7 +371,7 @@ def test_versions(path, mmap):
             "version",
         )
     for version in (-1, True, 1.0, "1", None, [1]):
-        refused(with_fields(data, version=version), path, mmap, kvfast.CorruptFileError, "not a kvfast file")
+        refused(with_fields(data, version=version), path, mmap, kvfast.CorruptFileError, "not a kvfast header")
 
 
 def test_digest_protects_the_header(path, mmap):

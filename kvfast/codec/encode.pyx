@@ -127,7 +127,7 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
         kv_wipe(buffer, sizeof(buffer))
 
 
-cdef int _write_piece(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+cdef int _write_task(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     """Write a range of tokens that shares no block with another range; or, if slots are not in order, one head."""
     cdef const kv_write *call = <const kv_write *>shared
     cdef Py_ssize_t border = call.first_range + index * call.range_tokens
@@ -196,7 +196,7 @@ cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v,
     """`write_rows` without the GIL; False for a value that cannot be stored."""
     cdef kv_write call
     cdef int bad = 0
-    cdef Py_ssize_t pieces = 1, n = k.tokens
+    cdef Py_ssize_t tasks = 1, n = k.tokens
     call.kernels, call.store = active(), store
     call.k, call.v = k[0], v[0]
     memset(&call.rotary, 0, sizeof(call.rotary))
@@ -208,8 +208,8 @@ cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v,
     elif in_order:
         call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
         call.first_range = call.range_tokens - slots[0] % store.k.block_size
-        pieces = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
+        tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
     else:
-        pieces = k.heads
-    run_each(team, _write_piece, &call, pieces, DYNAMIC)
+        tasks = k.heads
+    run_each(team, _write_task, &call, tasks, DYNAMIC)
     return not bad

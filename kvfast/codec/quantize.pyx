@@ -14,7 +14,7 @@ from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import aligned, as_float32, as_floats
 
 cdef enum:
-    ROWS_PER_PIECE = 256
+    ROWS_PER_TASK = 256
 
 
 ctypedef struct kv_codec_call:
@@ -30,15 +30,15 @@ ctypedef struct kv_codec_call:
     bint nontemporal           # floats are written past the caches
 
 
-cdef enum:                     # flags of pieces that ended early
+cdef enum:                     # flags of tasks that ended early
     NOT_FINITE = 1             # a row is not finite; the scale of the first such row is negative
     NO_MEMORY = 2
 
 
 cdef int _quantize_rows(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
-    """Quantise up to ROWS_PER_PIECE rows."""
+    """Quantise up to ROWS_PER_TASK rows."""
     cdef const kv_codec_call *call = <const kv_codec_call *>shared
-    cdef Py_ssize_t first = index * ROWS_PER_PIECE, last = min(first + ROWS_PER_PIECE, call.rows), row, j
+    cdef Py_ssize_t first = index * ROWS_PER_TASK, last = min(first + ROWS_PER_TASK, call.rows), row, j
     cdef int ended = 0
     cdef Py_ssize_t half = call.width
     cdef int itemsize = 4 if call.dtype == KV_FLOAT32 else 2
@@ -73,7 +73,7 @@ cdef int _quantize_rows(void *shared, Py_ssize_t index, int thread, kv_watch *wa
 
 cdef int _dequantize_rows(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     cdef const kv_codec_call *call = <const kv_codec_call *>shared
-    cdef Py_ssize_t first = index * ROWS_PER_PIECE, last = min(first + ROWS_PER_PIECE, call.rows), row, j
+    cdef Py_ssize_t first = index * ROWS_PER_TASK, last = min(first + ROWS_PER_TASK, call.rows), row, j
     cdef Py_ssize_t half = call.width
     cdef int8_t *codes
     cdef const uint8_t *packed
@@ -149,11 +149,11 @@ def quantize(x, bits=8):
     scales = np.empty(array.shape[:-1], np.float32)
     call.floats, call.codes, call.scales = _address(array), _address(codes), <float *>_address(scales)
     gather(&team, None, <double>array.nbytes)
-    ended = for_each(&team, _quantize_rows, &call, (call.rows + ROWS_PER_PIECE - 1) // ROWS_PER_PIECE, STATIC)
+    ended = for_each(&team, _quantize_rows, &call, (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK, STATIC)
     if ended & NO_MEMORY:
         raise MemoryError("cannot allocate the working memory of quantize")
     if ended:
-        bad = np.flatnonzero(scales.reshape(-1) < 0)[0]  # pieces before the one of this row have all of their scales
+        bad = np.flatnonzero(scales.reshape(-1) < 0)[0]  # tasks before that of this row have all of their scales
         row = as_float32(array.reshape(-1, call.dim)[bad], "x")
         column = int(np.flatnonzero(~np.isfinite(row))[0])
         position = [int(i) for i in np.unravel_index(bad, scales.shape)] + [column]
@@ -210,6 +210,6 @@ def dequantize(codes, scales, out=None, *, head_dim=None):
     call.floats, call.codes, call.scales = _address(out), _address(codes), <float *>_address(scales)
     call.nontemporal = out.nbytes >= STREAMED_BYTES
     gather(&team, None, <double>out.nbytes)
-    if for_each(&team, _dequantize_rows, &call, (call.rows + ROWS_PER_PIECE - 1) // ROWS_PER_PIECE, STATIC):
+    if for_each(&team, _dequantize_rows, &call, (call.rows + ROWS_PER_TASK - 1) // ROWS_PER_TASK, STATIC):
         raise MemoryError("cannot allocate the working memory of dequantize")
     return out

@@ -36,10 +36,10 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
     the other tokens of the i-th block do not fit these statistics; their codes must not be read then.
     """
     cdef Py_ssize_t elements = <Py_ssize_t>max(stores.k.padded_dim, stores.v.padded_dim) * stores.k.block_size
-    cdef Py_ssize_t pieces = num_blocks * num_layers * stores.num_kv_heads, nbytes
+    cdef Py_ssize_t tasks = num_blocks * num_layers * stores.num_kv_heads, nbytes
     cdef kv_team team
     cdef kv_seal call
-    gather(&team, None, <double>pieces * elements * 8)
+    gather(&team, None, <double>tasks * elements * 8)
     call.kernels, call.stores, call.num_layers, call.blocks, call.at_start = active(), stores, num_layers, blocks, at_start
     call.kept_codes, call.unfit, call.elements = kept_codes, unfit, elements
     nbytes = team.threads * elements * sizeof(float)
@@ -47,7 +47,7 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
     if call.rows == NULL:
         raise MemoryError(f"cannot allocate {nbytes:,} bytes to encode blocks")
     try:
-        for_each(&team, _seal, &call, pieces, DYNAMIC)
+        for_each(&team, _seal, &call, tasks, DYNAMIC)
     finally:
         if stores.secure:
             kv_wipe(call.rows, nbytes)

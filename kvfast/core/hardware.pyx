@@ -55,17 +55,17 @@ def read_bandwidth(nbytes=1 << 28, num_threads=None):
         Bytes per second of this one pass.
     """
     global _buffer
-    cdef Py_ssize_t pieces = max(1, nbytes // BYTES_AT_ONCE)
+    cdef Py_ssize_t megabytes = max(1, nbytes // BYTES_AT_ONCE)
     cdef kv_measurement call
     cdef kv_team team
-    gather(&team, num_threads, <double>pieces * BYTES_AT_ONCE)
+    gather(&team, num_threads, <double>megabytes * BYTES_AT_ONCE)
     buffer = _buffer  # keep a reference: another thread may replace it meanwhile
-    if buffer.nbytes < pieces * BYTES_AT_ONCE:
-        buffer = _buffer = np.ones(pieces * BYTES_AT_ONCE // 8, np.int64)
+    if buffer.nbytes < megabytes * BYTES_AT_ONCE:
+        buffer = _buffer = np.ones(megabytes * BYTES_AT_ONCE // 8, np.int64)
     call.kernels, call.data = active(), <const char *><Py_ssize_t>buffer.ctypes.data
     start = time.perf_counter()
-    for_each(&team, _read_megabyte, &call, pieces, STATIC)
-    return pieces * BYTES_AT_ONCE / (time.perf_counter() - start)
+    for_each(&team, _read_megabyte, &call, megabytes, STATIC)
+    return megabytes * BYTES_AT_ONCE / (time.perf_counter() - start)
 
 
 def peak_rate(kind="int8", num_threads=None):

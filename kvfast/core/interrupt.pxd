@@ -1,6 +1,6 @@
 """Ctrl-C in the middle of a long call.
 
-A long call has a `kv_watch`. The loop of core/threads asks `is_stopped` before each piece of work, and long pieces ask in
+A long call has a `kv_watch`. The loop of core/threads asks `is_stopped` before each task, and long tasks ask in
 between. Ten times a second the thread that made the call then lets Python's signal handlers run. If one of them raises, all
 threads skip the rest of the work, and `check_stopped` passes the exception on. The watch is NULL for short calls, and for those
 of `capi` that run without the interpreter.
@@ -67,8 +67,8 @@ cdef inline kv_watch *watch_of(kv_watch *memory, double work) noexcept nogil:
 
 
 cdef inline bint is_stopped(kv_watch *watch, int weight=1) noexcept nogil:
-    """Whether to skip the rest of the work. Ask before each piece of work that takes 100 nanoseconds or more. With a weight of
-    16, for pieces of microseconds or more, each call reads the clock."""
+    """Whether to skip the rest of the work. Ask before each part of it that takes 100 nanoseconds or more. With a weight of
+    16, for parts of microseconds or more, each call reads the clock."""
     return watch != NULL and kv_is_stopped(watch, weight)
 
 

@@ -131,32 +131,32 @@ cdef void gather_unwatched(kv_team *team, int num_threads, double work) noexcept
         _pool_started = True
 
 
-cdef int for_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t num_pieces, kv_schedule schedule) except -1:
+cdef int for_each(kv_team *team, kv_do_task do_task, void *call, Py_ssize_t num_tasks, kv_schedule schedule) except -1:
     """`run_each` for a caller that holds the GIL. Releases it meanwhile, and raises what a signal handler raised."""
     cdef int flags
     with nogil:
-        flags = run_each(team, piece, call, num_pieces, schedule)
+        flags = run_each(team, do_task, call, num_tasks, schedule)
     check_stopped(team.watch)
     return flags
 
 
-cdef int run_each(kv_team *team, kv_piece piece, void *call, Py_ssize_t num_pieces, kv_schedule schedule) noexcept nogil:
-    """Run all pieces, in any order if there are several threads. Skips the rest once a signal handler has raised."""
+cdef int run_each(kv_team *team, kv_do_task do_task, void *call, Py_ssize_t num_tasks, kv_schedule schedule) noexcept nogil:
+    """Run all tasks, in any order if there are several threads. Skips the rest once a signal handler has raised."""
     cdef kv_watch *watch = team.watch
     cdef Py_ssize_t i
     cdef int flags = 0, weight = 16 if schedule == DYNAMIC else 1
     if team.threads == 1:  # without waking OpenMP
-        for i in range(num_pieces):
+        for i in range(num_tasks):
             if not is_stopped(watch, weight):
-                flags |= piece(call, i, 0, watch)
+                flags |= do_task(call, i, 0, watch)
     elif schedule == DYNAMIC:
-        for i in prange(num_pieces, schedule="dynamic", chunksize=1, num_threads=team.threads):
+        for i in prange(num_tasks, schedule="dynamic", chunksize=1, num_threads=team.threads):
             if not is_stopped(watch, weight):
-                flags |= piece(call, i, threadid(), watch)
+                flags |= do_task(call, i, threadid(), watch)
     else:
-        for i in prange(num_pieces, schedule="static", num_threads=team.threads):
+        for i in prange(num_tasks, schedule="static", num_threads=team.threads):
             if not is_stopped(watch, weight):
-                flags |= piece(call, i, threadid(), watch)
+                flags |= do_task(call, i, threadid(), watch)
     return flags
 
 

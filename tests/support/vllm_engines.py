@@ -2,17 +2,20 @@
 
 import gc
 import os
+import warnings
 
 # Before vLLM is imported: one process, where a failure has its traceback, little memory, and nothing that asks a network.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-import torch
-import transformers
-from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.v1.attention import selector
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM imports parts of PyTorch that are deprecated
+    import torch
+    import transformers
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import kvfast.vllm
 

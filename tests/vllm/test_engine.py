@@ -13,6 +13,9 @@ from vllm_engines import MODELS, generate, in_engine, layers_of, save_model
 import kvfast
 from kvfast.vllm import backend, versions
 
+# Of vLLM and PyTorch, which use parts of each other that are deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 LENGTHS = 5, 40, 200, 333
 
 

@@ -22,7 +22,7 @@ FORMATS = {
     KVQuantMode.TURBOQUANT_K3V4_NC: rotated("int3/int4"),
     KVQuantMode.TURBOQUANT_3BIT_NC: rotated("int3"),
 }
-NAMES = ("int8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+NAMES = tuple(mode.name.lower() for mode in FORMATS)  # of kv_cache_dtype
 
 
 def format_of(spec):

@@ -63,18 +63,33 @@ def test_float_caches_give_the_tokens_of_vllm(folder_of, monkeypatch, name):
     in_engine(folder_of(name), with_kvfast, max_num_batched_tokens=128)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("int8_per_token_head", "int8"), ("int4_per_token_head", "int4"), ("turboquant_k8v4", "k8v4")])
-def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_of, name, dtype):
-    """A cache of ten blocks, of which the requests together need twelve: some are preempted and computed again. Of turboquant's
-    modes vLLM leaves the first and last two layers in the model's dtype, whose blocks have another size."""
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("int8_per_token_head", "int8"), ("int4_per_token_head", "int4"), ("turboquant_k8v4", "k8v4"), ("turboquant_4bit_nc", "int4"),
+    ("turboquant_k3v4_nc", "int3/int4"), ("turboquant_3bit_nc", "int3"),
+])  # fmt: skip
+def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_of, monkeypatch, name, dtype):
+    """In a cache of ten blocks, four texts begin with one each and grow to three: some are preempted and computed again. Of
+    turboquant's modes vLLM leaves the first and last two layers in the model's dtype, whose blocks have another size."""
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     def use(llm):
         alone = [generate(llm, [one])[0] for one in prompts()]
         assert generate(llm, prompts()) == alone
+        growing = prompts((50, 52, 54, 56))
+        alone = [generate(llm, [one], 100)[0] for one in growing]
+        assert not preempted
+        assert generate(llm, growing, 100) == alone and preempted
         pools = {pool.dtype: pool for pool in pools_of(llm)}
         assert any(one.startswith(dtype) for one in pools)
         assert min(pool.bytes_per_token / pool.num_layers for pool in pools.values()) < 0.4 * 2 * 2 * 32 * 4
+    preempted = []
+    original = Scheduler._preempt_request
 
+    def preempt(*args, **options):
+        preempted.append(args)
+        return original(*args, **options)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
     in_engine(folder_of("deep"), use, kv_cache_dtype=name, num_gpu_blocks_override=10, block_size=64, max_model_len=448)
 
 

@@ -590,6 +590,31 @@ def test_a_patched_block_that_queries_read_as_floats_yet_is_taken_over(rng, tmp_
     assert relative_rms(other.k(0)[size + 10 : 2 * size], loud_k[: size - 10]) < (0.2 if SEALING[name].k_dtype == "int4" else 0.02)
 
 
+@pytest.mark.parametrize("name", [name for name in SEALING if SEALING[name].per_channel])
+def test_a_patched_block_is_sealed_once_tokens_that_fit_follow(rng, name):
+    """Tokens with codes keep them. The others, float rows so far, get codes for the first time."""
+    size = SEALING[name].block_size
+    cache = kvfast.KVCache(1, HEADS, DIM, dtype=SEALING[name])
+
+    def go_on(loud):
+        """Up to three blocks; ten tokens that fit, then others."""
+        k, v = rng.standard_normal((2, 3 * size - len(cache), HEADS, DIM)).astype(np.float32)
+        k *= 0.3
+        k[10:] *= loud
+        cache.append(0, k, v)
+        cache.advance(len(k))
+        return k[:10], cache.k(0)[size : size + 20]
+
+    go_on(3)
+    cache.truncate(size + 10)
+    coded = cache.k(0)[size:]
+    given, patched = go_on(100)
+    assert np.array_equal(patched[:10], coded) and relative_rms(patched[10:], given) < 1e-3
+    cache.truncate(size + 20)
+    _, sealed = go_on(1)
+    assert np.array_equal(sealed[:10], coded) and 1e-3 < relative_rms(sealed[10:], given) < 0.5
+
+
 @pytest.mark.parametrize("name", SEALING)
 def test_tokens_that_never_came_leave_a_cut_block_as_it_was(rng, name):
     size = SEALING[name].block_size

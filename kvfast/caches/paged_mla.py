@@ -137,7 +137,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         latent, rope = self._query_parts(q)
         options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits,
                           num_threads)  # fmt: skip
-        return self._buffer.attend_batch(layer, latent, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
+        return self._buffer.attend_batch(layer, latent, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options,
                                          cascade, rope)  # fmt: skip
 
     def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *, block_table: ArrayLike | None = None,
@@ -159,5 +159,5 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         """
         shape = self._latent_shape(q_shape, num_q_heads)
         options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
-        return self._buffer.explain_batch(layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q,
+        return self._buffer.explain_batch(layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q),
                                           options, cascade)  # fmt: skip

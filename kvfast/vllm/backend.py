@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import numpy as np
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -14,8 +13,9 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from kvfast import PreparedBatch
 from kvfast.vllm.formats import BLOCK_SIZES, NAMES, content_bytes, format_of
-from kvfast.vllm.memory import GroupMemory, as_numpy
+from kvfast.vllm.memory import GroupMemory
 
 logger = init_logger("vllm.kvfast")
 
@@ -58,9 +58,7 @@ class KVFastMetadata:
     """What one step asks of all layers of a group."""
 
     num_actual_tokens: int
-    block_table: np.ndarray   # (num_reqs, max_blocks), int32
-    seq_lens: np.ndarray      # (num_reqs,), int32
-    cu_seqlens_q: np.ndarray  # (num_reqs + 1,), int32
+    batch: PreparedBatch
     causal: bool
 
 
@@ -89,11 +87,8 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not isinstance(common_attn_metadata.causal, bool):
             raise NotImplementedError("kvfast has no attention that is causal for some requests of a batch only: set KVFAST_VLLM=0")
-        self._memory.bind()
-        return KVFastMetadata(
-            common_attn_metadata.num_actual_tokens, common_attn_metadata.block_table_tensor.numpy(),
-            common_attn_metadata.seq_lens.numpy(), common_attn_metadata.query_start_loc.numpy(), common_attn_metadata.causal,
-        )
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, self._memory.prepare(common_attn_metadata),
+                              common_attn_metadata.causal)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -108,20 +103,21 @@ class KVFastImpl(CPUAttentionBackendImpl):
             return
         if self.memory is None:
             return  # a dummy run: every step of requests has built its metadata before
-        slots = slot_mapping.numpy()
-        self.memory.pool.append_batch(self.number, as_numpy(key[: len(slots)]), as_numpy(value[: len(slots)]), slots)
+        n = slot_mapping.shape[0]
+        if key.shape[0] != n:
+            key, value = key[:n], value[:n]
+        self.memory.pool.append_batch(self.number, key, value, self.memory.batch_of(slot_mapping))
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         if not isinstance(attn_metadata, KVFastMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvfast has no fused quantization of outputs")
-        n = attn_metadata.num_actual_tokens
-        self.memory.pool.attend_batch(
-            self.number, as_numpy(query[:n]), block_table=attn_metadata.block_table, seq_lens=attn_metadata.seq_lens,
-            cu_seqlens_q=attn_metadata.cu_seqlens_q, out=as_numpy(output[:n]), causal=attn_metadata.causal,
-            **(self._options or self._set_options()),
-        )
+        n, out = attn_metadata.num_actual_tokens, output
+        if query.shape[0] != n:
+            query, out = query[:n], output[:n]
+        self.memory.pool.attend_batch(self.number, query, attn_metadata.batch, out=out, causal=attn_metadata.causal,
+                                      **(self._options or self._set_options()))
         return output
 
     def _set_options(self):

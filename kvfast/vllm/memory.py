@@ -23,6 +23,7 @@ class GroupMemory:
         self._layers, self._spec, self._format = layers, spec, fmt
         self._tensors = []
         self.pool = None
+        self._batch = self._slots = None
 
     def bind(self):
         """Make the pool over the layers' tensors, unless it is there, and give each layer its number in it."""
@@ -41,3 +42,15 @@ class GroupMemory:
                                  v_head_dim=self._spec.head_size_v, buffer=buffer)
         self._tensors = tensors
         return self.pool
+
+    def prepare(self, common):
+        """The PreparedBatch of a step, from its CommonAttentionMetadata."""
+        pool = self.bind()
+        self._slots = common.slot_mapping
+        self._batch = pool.prepare_batch(common.block_table_tensor.numpy(), common.seq_lens.numpy(), common.query_start_loc.numpy(),
+                                         common.slot_mapping.numpy())
+        return self._batch
+
+    def batch_of(self, slots):
+        """What stands for the slots of a step: its batch, if they are the very tensor that it was prepared from."""
+        return self._batch if slots is self._slots else slots.numpy()

@@ -141,7 +141,8 @@ class PagedKVCache(PagedStorage):
         """Number of tokens that `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
         return getattr(self._alone, "rollback", None)
 
-    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> None:
+    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *,
+                     zero_nonfinite: bool = False) -> None:
         """Store tokens of several sequences.
 
         Parameters
@@ -152,6 +153,9 @@ class PagedKVCache(PagedStorage):
         slot_mapping : integers of shape (num_tokens,)
             From `slot_mapping`, the same for every layer, with -1 for a token to leave out; or, in a pool without
             sequences, the slots of another scheduler, or a PreparedBatch that has them.
+        zero_nonfinite : bool
+            Store zeros for a row (one head of a token) that has NaN, infinity or numbers too large for the format, instead of
+            raising: for a server, in which one bad text must not end the others.
 
         Raises
         ------
@@ -160,7 +164,7 @@ class PagedKVCache(PagedStorage):
         ValueError
             For slots that are out of range, given twice, or not the next slots of their sequence.
         """
-        self._buffer.append_batch(layer, k, v, slot_mapping)
+        self._buffer.append_batch(layer, k, v, slot_mapping, zero_nonfinite)
 
     def write_batch(self, layer: int, qkv: ArrayLike, slot_mapping: ArrayLike, *, num_q_heads: int | None = None,
                     cos: ArrayLike | None = None, sin: ArrayLike | None = None, positions: ArrayLike | None = None,

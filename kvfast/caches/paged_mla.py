@@ -85,7 +85,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim,
                          secure)
 
-    def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike) -> None:
+    def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store rows of several sequences.
 
         Parameters
@@ -93,7 +93,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         layer : int
         latent : array of shape (num_tokens, latent_dim + rope_dim), float32, float16 or bfloat16
             As in `MLAKVCache.append`.
-        slot_mapping : integers of shape (num_tokens,)
+        slot_mapping, zero_nonfinite
             As in `PagedKVCache.append_batch`.
 
         Raises
@@ -103,7 +103,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         ValueError
             For slots that are out of range, given twice, or not the next slots of their sequence.
         """
-        self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping)
+        self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping, zero_nonfinite)
 
     def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
                      seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,

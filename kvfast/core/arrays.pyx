@@ -178,6 +178,27 @@ cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1
     raise NonFiniteInputError(f"{name} must be finite, got {value} at {list(position)}")
 
 
+cdef Rows zero_unstorable(Rows array, float limit):
+    """The same rows if all can be stored; else a copy as float32 in which those with NaN, infinity or magnitudes above `limit` are
+    zeros."""
+    cdef float row[KV_MAX_HEAD_DIM]
+    cdef Py_ssize_t bad, index, token, head
+    cdef const kv_kernels *kernels = active()
+    cdef float[:, :, ::1] view
+    with nogil:
+        bad = find_unstorable(&array.rows, limit, row, &index, NULL)
+    if bad < 0:
+        return array
+    copy = view = np.empty((array.rows.tokens, array.rows.heads, array.rows.dim), np.float32)
+    for token in range(array.rows.tokens):
+        for head in range(array.rows.heads):
+            kernels.to_float[array.rows.dtype](array.rows.data + token * array.rows.token_stride + head * array.rows.head_stride,
+                                               array.rows.dim, &view[token, head, 0])
+            if kernels.find_unstorable(&view[token, head, 0], array.rows.dim, limit) >= 0:
+                view[token, head] = 0
+    return open_rows(copy, "array")
+
+
 cdef tuple open_pair(object k, object v, bint latent):
     """The Rows of keys and values, or of latents and their rotary part. With v None the second has no elements."""
     cdef Rows keys = open_rows(k, "latent" if latent else "k"), values

@@ -12,7 +12,7 @@ from kvfast.attention.options cimport Options
 from kvfast.attention.tiles cimport floats_from
 from kvfast.attention.workspace cimport MEMBERS
 from kvfast.codec.blocks cimport kv_store
-from kvfast.codec.encode cimport check_rows, check_storable, write_rows
+from kvfast.codec.encode cimport check_rows, check_storable, storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, transform_rows, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
 from kvfast.core.checks cimport check_integers, check_layer
@@ -261,10 +261,10 @@ cdef class PagedBuffer:
             check_distinct(np.concatenate(foreign))
         return array, gains, bool(foreign)
 
-    def append_batch(self, layer, k, v, slot_mapping):
+    def append_batch(self, layer, k, v, slot_mapping, bint zero_nonfinite=False):
         cdef Rows keys, values
         keys, values = open_pair(k, v, self.pool.rope_dim is not None)
-        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None)
+        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None, zero_nonfinite)
 
     def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
         cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim,
@@ -275,10 +275,10 @@ cdef class PagedBuffer:
         if type(slot_mapping) is not PreparedBatch:  # which has a copy: the queries may be written over an array
             slot_mapping = check_integers(slot_mapping, "slot_mapping", np.int64, 1)
         q = write_queries(parts, of_q, out, num_threads)
-        self._write(number, parts.k, parts.v, slot_mapping, of_k)
+        self._write(number, parts.k, parts.v, slot_mapping, of_k, False)
         return q
 
-    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform):
+    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform, bint zero_nonfinite):
         cdef kv_store *store = self.pool.stores + layer
         cdef int64_t[::1] slots, counts
         cdef list tables
@@ -287,6 +287,8 @@ cdef class PagedBuffer:
         self.pool.enter()
         try:
             check_rows(store, keys, values)
+            if zero_nonfinite:
+                keys, values = storable(store, keys, values)
             slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
             tables, counts = list(gains), np.array(list(gains.values()), np.int64)  # before the write, after which nothing must fail
             if foreign:

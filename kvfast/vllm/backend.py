@@ -1,8 +1,11 @@
 """vLLM's attention backend for CPUs, where kvfast carries a layer; vLLM's own for all others."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -13,7 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from kvfast import PreparedBatch
+from kvfast import NonFiniteInputError, PreparedBatch
 from kvfast.vllm.formats import BLOCK_SIZES, NAMES, content_bytes, format_of
 from kvfast.vllm.memory import GroupMemory
 
@@ -58,7 +61,10 @@ class KVFastMetadata:
     """What one step asks of all layers of a group."""
 
     num_actual_tokens: int
-    batch: PreparedBatch
+    block_table: np.ndarray   # (num_reqs, max_blocks), int32
+    seq_lens: np.ndarray      # (num_reqs,), int32
+    cu_seqlens_q: np.ndarray  # (num_reqs + 1,), int32
+    batch: PreparedBatch      # of these
     causal: bool
 
 
@@ -87,8 +93,10 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not isinstance(common_attn_metadata.causal, bool):
             raise NotImplementedError("kvfast has no attention that is causal for some requests of a batch only: set KVFAST_VLLM=0")
-        return KVFastMetadata(common_attn_metadata.num_actual_tokens, self._memory.prepare(common_attn_metadata),
-                              common_attn_metadata.causal)
+        tables = [one.numpy() for one in (common_attn_metadata.block_table_tensor, common_attn_metadata.seq_lens,
+                                          common_attn_metadata.query_start_loc)]  # fmt: skip
+        batch = self._memory.prepare(*tables, common_attn_metadata.slot_mapping)
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, *tables, batch, common_attn_metadata.causal)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -106,7 +114,12 @@ class KVFastImpl(CPUAttentionBackendImpl):
         n = slot_mapping.shape[0]
         if key.shape[0] != n:
             key, value = key[:n], value[:n]
-        self.memory.pool.append_batch(self.number, key, value, self.memory.batch_of(slot_mapping))
+        append, slots = self.memory.pool.append_batch, self.memory.batch_of(slot_mapping)
+        try:
+            append(self.number, key, value, slots)
+        except NonFiniteInputError as error:
+            logger.warning_once("kvfast stores zeros for keys and values that are not finite; the texts they belong to are wrong: %s", error)
+            append(self.number, key, value, slots, zero_nonfinite=True)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         if not isinstance(attn_metadata, KVFastMetadata):
@@ -116,9 +129,25 @@ class KVFastImpl(CPUAttentionBackendImpl):
         n, out = attn_metadata.num_actual_tokens, output
         if query.shape[0] != n:
             query, out = query[:n], output[:n]
-        self.memory.pool.attend_batch(self.number, query, attn_metadata.batch, out=out, causal=attn_metadata.causal,
-                                      **(self._options or self._set_options()))
+        attend = partial(self.memory.pool.attend_batch, self.number, causal=attn_metadata.causal, **(self._options or self._set_options()))
+        try:
+            attend(query, attn_metadata.batch, out=out)
+        except NonFiniteInputError as error:
+            logger.warning_once("kvfast returns NaN for requests whose queries are not finite: %s", error)
+            self._attend_one_by_one(attend, query, attn_metadata, out)
         return output
+
+    def _attend_one_by_one(self, attend, query, attn_metadata, out):
+        """Requests whose queries are not finite get NaN, as from vLLM's own backend, and all others what they get alone."""
+        bounds = attn_metadata.cu_seqlens_q.tolist()
+        for i, (first, last) in enumerate(pairwise(bounds)):
+            if first == last:
+                continue
+            try:
+                attend(query[first:last], block_table=attn_metadata.block_table[i : i + 1], seq_lens=attn_metadata.seq_lens[i : i + 1],
+                       cu_seqlens_q=[0, last - first], out=out[first:last])
+            except NonFiniteInputError:
+                out[first:last] = float("nan")
 
     def _set_options(self):
         """Those of this layer's attention, now that its weights are loaded."""

@@ -43,12 +43,10 @@ class GroupMemory:
         self._tensors = tensors
         return self.pool
 
-    def prepare(self, common):
-        """The PreparedBatch of a step, from its CommonAttentionMetadata."""
+    def prepare(self, block_table, seq_lens, cu_seqlens_q, slots):
+        """The PreparedBatch of a step; `slots` is the tensor that the layers are given, too."""
         pool = self.bind()
-        self._slots = common.slot_mapping
-        self._batch = pool.prepare_batch(common.block_table_tensor.numpy(), common.seq_lens.numpy(), common.query_start_loc.numpy(),
-                                         common.slot_mapping.numpy())
+        self._slots, self._batch = slots, pool.prepare_batch(block_table, seq_lens, cu_seqlens_q, slots.numpy())
         return self._batch
 
     def batch_of(self, slots):

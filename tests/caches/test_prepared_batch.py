@@ -196,3 +196,25 @@ def test_the_first_slots_of_a_pool(rng):
 def test_formats_with_float_rows_have_no_such_tables():
     with pytest.raises(ValueError, match="this pool needs sequences"):
         kvfast.PagedKVCache(1, 2, 32, 4).prepare_batch([[0]], [1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", kvfast.KVFormat("int4", rotation="kv")])
+def test_rows_that_are_not_finite_are_zeros(isa, rng, dtype):
+    """If asked for; other rows have the bits they have without them. In float16, 70,000 is too large as well."""
+    one, other = (kvfast.PagedKVCache(1, HEADS, DIM, 4, 64, dtype) for _ in "ab")
+    k, v = rng.standard_normal((2, 40, HEADS, DIM), np.float32)
+    bad_k, bad_v = k.copy(), v.copy()
+    bad_k[3, 1, 5], bad_k[7, 0, 0], bad_v[9, 1] = np.nan, -np.inf, np.nan
+    k[3, 1], k[7, 0], v[9, 1] = 0, 0, 0
+    if dtype == "float16":
+        bad_v[11, 0, 1], v[11, 0] = 70000, 0
+    with pytest.raises(kvfast.NonFiniteInputError):
+        one.append_batch(0, bad_k, bad_v, np.arange(40))
+    one.append_batch(0, bad_k, bad_v, np.arange(40), zero_nonfinite=True)
+    other.append_batch(0, k, v, np.arange(40), zero_nonfinite=True)
+    q = rng.standard_normal((40, HEADS, DIM), np.float32)
+    tables = {"block_table": [[0]], "seq_lens": [40], "cu_seqlens_q": [0, 40]}
+    assert np.array_equal(one.attend_batch(0, q, **tables), other.attend_batch(0, q, **tables))
+    sequence = kvfast.PagedKVCache(1, HEADS, DIM, 4, 64, dtype).new_sequence()
+    sequence._pool.append_batch(0, bad_k, bad_v, sequence._pool.slot_mapping([sequence], 40), zero_nonfinite=True)
+    assert np.array_equal(sequence.attend(0, q), other.attend_batch(0, q, **tables))

@@ -253,7 +253,7 @@ RECIPES = {
     "alibi_slopes": lambda c: c.floats(c.heads * c.group),
     "return_lse": small(True, False), "softmax": small(True, False), "num_splits": small(0, 1, 3, 1000),
     "num_threads": small(1, 2, None),
-    "cascade": small(True, False),
+    "cascade": small(True, False), "zero_nonfinite": small(True, False),
     "q_shape": lambda c: c.pick(1, (1, c.heads * c.group, c.dim), c.floats(1, c.heads, c.dim)),
     "sequences": lambda c: (c.any("PreparedBatch") if c.rng.random() < 0.1 else None) or c.batch,
     "block_table": lambda c: c.target.block_table(c.batch),

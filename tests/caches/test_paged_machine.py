@@ -180,7 +180,8 @@ class PagedMachine(RuleBasedStateMachine):
         for at in range(first // self.size, len(model.ids) // self.size * model.named):
             key = model.salt, tuple(model.ids[: (at + 1) * self.size])
             if key not in self.known and model.blocks[at] not in self.known.values() and self.holds(model, at * self.size):
-                self.known[key] = model.blocks[at]
+                if not self.pool._buffer.pool.is_patched(model.blocks[at]):  # some of its tokens have no codes to be found
+                    self.known[key] = model.blocks[at]
 
     def follow(self, model, new):
         """Give the model's own cache the same tokens."""

@@ -86,3 +86,13 @@ def test_every_pair_is_covered(sizes):
     for i, j in itertools.combinations(range(len(sizes)), 2):
         assert {(row[i], row[j]) for row in rows} == set(itertools.product(range(sizes[i]), range(sizes[j])))
     assert len(rows) < 2 * max(a * b for a, b in itertools.combinations(sizes, 2))
+
+
+def test_cases_within_a_test():
+    axes = ["abc", [1, 2], [{}, {"more": 1}]]
+    every, usual = (selection.cases_of(every, *axes) for every in (True, False))
+    assert every == list(itertools.product(*axes)) and all(case in every for case in usual)
+    for first, second in itertools.combinations(range(3), 2):
+        pairs = [(case[first], case[second]) for case in usual]
+        assert all(pair in pairs for pair in itertools.product(axes[first], axes[second]))
+    assert len(usual) < len(every)

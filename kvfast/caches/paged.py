@@ -141,7 +141,8 @@ class PagedKVCache(PagedStorage):
         """Number of tokens that `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
         return getattr(self._alone, "rollback", None)
 
-    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> None:
+    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *,
+                     zero_nonfinite: bool = False) -> None:
         """Store tokens of several sequences.
 
         Parameters
@@ -151,7 +152,10 @@ class PagedKVCache(PagedStorage):
         v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         slot_mapping : integers of shape (num_tokens,)
             From `slot_mapping`, the same for every layer, with -1 for a token to leave out; or, in a pool without
-            sequences, the slots of another scheduler.
+            sequences, the slots of another scheduler, or a PreparedBatch that has them.
+        zero_nonfinite : bool
+            Store zeros for a row (one head of a token) that has NaN, infinity or numbers too large for the format, instead of
+            raising: for a server, in which one bad text must not end the others.
 
         Raises
         ------
@@ -160,7 +164,7 @@ class PagedKVCache(PagedStorage):
         ValueError
             For slots that are out of range, given twice, or not the next slots of their sequence.
         """
-        self._buffer.append_batch(layer, k, v, slot_mapping)
+        self._buffer.append_batch(layer, k, v, slot_mapping, zero_nonfinite)
 
     def write_batch(self, layer: int, qkv: ArrayLike, slot_mapping: ArrayLike, *, num_q_heads: int | None = None,
                     cos: ArrayLike | None = None, sin: ArrayLike | None = None, positions: ArrayLike | None = None,
@@ -200,8 +204,9 @@ class PagedKVCache(PagedStorage):
         layer : int
         q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
             Queries of the last tokens of each sequence, sequence after sequence.
-        sequences : list of Sequence
-            Each is read with the tokens that this layer holds. Instead, pass `block_table` and `seq_lens`.
+        sequences : list of Sequence, or PreparedBatch
+            Each is read with the tokens that this layer holds. Instead, pass `block_table` and `seq_lens`, or what
+            `prepare_batch` has made of them.
         block_table : integers of shape (num_sequences, max_blocks)
         seq_lens : integers of shape (num_sequences,)
             Plain block tables, and the tokens in them including those of `q`. In a pool with a window, only the blocks of
@@ -228,7 +233,7 @@ class PagedKVCache(PagedStorage):
         """
         options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
                           num_splits, num_threads, attention_chunk_size)
-        return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
+        return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options,
                                          cascade)
 
     def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *,
@@ -254,4 +259,4 @@ class PagedKVCache(PagedStorage):
         options = Options(causal=causal, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
                           num_splits=num_splits, num_threads=num_threads, attention_chunk_size=attention_chunk_size)
         return self._buffer.explain_batch(layer, q_shape, num_q_heads, dtype,
-                                          *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options, cascade)
+                                          *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)

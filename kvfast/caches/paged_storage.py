@@ -12,9 +12,10 @@ from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.storage.batch import PagedBuffer
+from kvfast.storage.prepared_batch import PreparedBatch
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from kvfast.caches.snapshot import Snapshot
 
@@ -139,11 +140,39 @@ class PagedStorage(StorageProperties):
             raise ValueError(f"num_tokens must be one number or {len(tables)}, one per sequence, got {len(counts)}")
         return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, MAX_TOKENS) for n in counts])
 
-    def _batch(self, sequences, block_table, seq_lens):
-        """Block tables of sequences, or the given tables and lengths of another scheduler."""
+    def prepare_batch(self, block_table: ArrayLike, seq_lens: ArrayLike, cu_seqlens_q: ArrayLike | None = None,
+                      slot_mapping: ArrayLike | None = None) -> PreparedBatch:
+        """Check the tables of another scheduler for one step, once for all layers.
+
+        Parameters
+        ----------
+        block_table, seq_lens, cu_seqlens_q
+            As in `attend_batch`, which takes the result in the place of `sequences`. In a pool with a window, the blocks of
+            its whole window have to be present.
+        slot_mapping : integers of shape (num_slots,), optional
+            As in `append_batch`, which takes the result in the place of `slot_mapping`.
+
+        Returns
+        -------
+        PreparedBatch
+            Holds copies, and is valid for any number of calls of this pool.
+
+        Raises
+        ------
+        DimensionMismatchError, ValueError
+            As the calls that take the arrays.
+        """
+        return self._buffer.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping)
+
+    def _batch(self, sequences, block_table, seq_lens, cu_seqlens_q):
+        """Block tables of sequences, or the given tables and lengths of another scheduler, or a PreparedBatch."""
+        if type(sequences) is PreparedBatch:
+            if block_table is not None or seq_lens is not None or cu_seqlens_q is not None:
+                raise ValueError("a PreparedBatch has its own block_table, seq_lens and cu_seqlens_q")
+            return None, sequences, None, None
         if (sequences is None) == (block_table is None) or (block_table is None) != (seq_lens is None):
             raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
-        return None if sequences is None else self._tables(sequences), block_table, seq_lens
+        return None if sequences is None else self._tables(sequences), block_table, seq_lens, cu_seqlens_q
 
     def can_append(self, n: int) -> bool:
         """Whether the pool has enough blocks for a new sequence of `n` tokens, all of them appended before the next `advance`."""

@@ -4,6 +4,7 @@ from kvfast.attention.options cimport Options
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.prefix_index cimport PrefixIndex
+from kvfast.storage.prepared_batch cimport PreparedBatch
 
 
 cdef class PagedBuffer:
@@ -15,6 +16,7 @@ cdef class PagedBuffer:
     cdef BlockTable kind               # an empty table, as those of sequences are
 
     cdef int _check_external(self) except -1
+    cdef int _check_owned(self, PreparedBatch batch) except -1
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
     cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
                                object cu_seqlens_q, Options options, bint cascade)

@@ -1,6 +1,8 @@
 """vLLM's attention backend for CPUs, where kvfast carries a layer; vLLM's own for all others."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -14,8 +16,9 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from kvfast import NonFiniteInputError, PreparedBatch
 from kvfast.vllm.formats import BLOCK_SIZES, NAMES, content_bytes, format_of
-from kvfast.vllm.memory import GroupMemory, as_numpy
+from kvfast.vllm.memory import GroupMemory
 
 logger = init_logger("vllm.kvfast")
 
@@ -61,6 +64,7 @@ class KVFastMetadata:
     block_table: np.ndarray   # (num_reqs, max_blocks), int32
     seq_lens: np.ndarray      # (num_reqs,), int32
     cu_seqlens_q: np.ndarray  # (num_reqs + 1,), int32
+    batch: PreparedBatch      # of these
     causal: bool
 
 
@@ -89,11 +93,10 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not isinstance(common_attn_metadata.causal, bool):
             raise NotImplementedError("kvfast has no attention that is causal for some requests of a batch only: set KVFAST_VLLM=0")
-        self._memory.bind()
-        return KVFastMetadata(
-            common_attn_metadata.num_actual_tokens, common_attn_metadata.block_table_tensor.numpy(),
-            common_attn_metadata.seq_lens.numpy(), common_attn_metadata.query_start_loc.numpy(), common_attn_metadata.causal,
-        )
+        tables = [one.numpy() for one in (common_attn_metadata.block_table_tensor, common_attn_metadata.seq_lens,
+                                          common_attn_metadata.query_start_loc)]  # fmt: skip
+        batch = self._memory.prepare(*tables, common_attn_metadata.slot_mapping)
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, *tables, batch, common_attn_metadata.causal)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -108,21 +111,43 @@ class KVFastImpl(CPUAttentionBackendImpl):
             return
         if self.memory is None:
             return  # a dummy run: every step of requests has built its metadata before
-        slots = slot_mapping.numpy()
-        self.memory.pool.append_batch(self.number, as_numpy(key[: len(slots)]), as_numpy(value[: len(slots)]), slots)
+        n = slot_mapping.shape[0]
+        if key.shape[0] != n:
+            key, value = key[:n], value[:n]
+        append, slots = self.memory.pool.append_batch, self.memory.batch_of(slot_mapping)
+        try:
+            append(self.number, key, value, slots)
+        except NonFiniteInputError as error:
+            logger.warning_once("kvfast stores zeros for keys and values that are not finite; the texts they belong to are wrong: %s", error)
+            append(self.number, key, value, slots, zero_nonfinite=True)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         if not isinstance(attn_metadata, KVFastMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvfast has no fused quantization of outputs")
-        n = attn_metadata.num_actual_tokens
-        self.memory.pool.attend_batch(
-            self.number, as_numpy(query[:n]), block_table=attn_metadata.block_table, seq_lens=attn_metadata.seq_lens,
-            cu_seqlens_q=attn_metadata.cu_seqlens_q, out=as_numpy(output[:n]), causal=attn_metadata.causal,
-            **(self._options or self._set_options()),
-        )
+        n, out = attn_metadata.num_actual_tokens, output
+        if query.shape[0] != n:
+            query, out = query[:n], output[:n]
+        attend = partial(self.memory.pool.attend_batch, self.number, causal=attn_metadata.causal, **(self._options or self._set_options()))
+        try:
+            attend(query, attn_metadata.batch, out=out)
+        except NonFiniteInputError as error:
+            logger.warning_once("kvfast returns NaN for requests whose queries are not finite: %s", error)
+            self._attend_one_by_one(attend, query, attn_metadata, out)
         return output
+
+    def _attend_one_by_one(self, attend, query, attn_metadata, out):
+        """Requests whose queries are not finite get NaN, as from vLLM's own backend, and all others what they get alone."""
+        bounds = attn_metadata.cu_seqlens_q.tolist()
+        for i, (first, last) in enumerate(pairwise(bounds)):
+            if first == last:
+                continue
+            try:
+                attend(query[first:last], block_table=attn_metadata.block_table[i : i + 1], seq_lens=attn_metadata.seq_lens[i : i + 1],
+                       cu_seqlens_q=[0, last - first], out=out[first:last])
+            except NonFiniteInputError:
+                out[first:last] = float("nan")
 
     def _set_options(self):
         """Those of this layer's attention, now that its weights are loaded."""

@@ -297,6 +297,12 @@ def paged_calls():
         def attend(q, latents=latents, **options):
             return held(pool(latents), latents).attend_batch(0, q, **options)
 
+        def prepare(slot_mapping, latents=latents, **tables):
+            one, rows = held(pool(latents), latents), (latent,) if latents else (k, v)
+            batch = one.prepare_batch(**tables, slot_mapping=slot_mapping)
+            one.append_batch(0, *[each[: len(slot_mapping)] for each in rows], batch)
+            return one.attend_batch(0, latent_q if latents else q, batch)
+
         def explain(q_shape, latents=latents, **options):
             return repr(held(pool(latents), latents).explain_batch(q_shape, **options))
 
@@ -312,6 +318,7 @@ def paged_calls():
             f"{name}.append_batch with slots": (
                 lambda slot_mapping, append=append, rows=rows: append(slot_mapping=slot_mapping, **rows), {"slot_mapping": slots}),
             f"{name}.attend_batch": (attend, {"q": queries, **plain}),
+            f"{name}.prepare_batch": (prepare, {**plain, "slot_mapping": slots[:40]}),
             f"{name}.explain_batch": (explain, {"q_shape": queries, **plain}),
             f"{name}.match_prefix": (match, {"token_ids": ids}),
         }  # fmt: skip

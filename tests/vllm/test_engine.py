@@ -3,11 +3,13 @@
 import importlib.metadata
 import logging
 import random
+import shutil
 
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
+from safetensors.torch import load_file, save_file
 from vllm_engines import MODELS, generate, in_engine, layers_of, save_model
 
 import kvfast
@@ -161,3 +163,22 @@ def test_drafts_that_are_rejected_are_written_over(folder_of, monkeypatch):
     plain = in_engine(folder_of("llama"), use)
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     assert in_engine(folder_of("llama"), use, speculative_config=drafts) == plain
+
+
+@pytest.mark.parametrize("name", ["auto", "int8_per_token_head", "int4_per_token_head"])
+def test_a_request_with_nan_does_not_touch_the_others(folder_of, tmp_path, name):
+    """A token whose embedding is NaN, in a prompt and in one step with others; the engine goes on."""
+    shutil.copytree(folder_of("llama"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][500] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def use(llm):
+        expected = [generate(llm, [one])[0] for one in prompts()]
+        bad = prompts((60,))[0]
+        bad[40] = 500
+        tokens = generate(llm, [*prompts()[:2], bad, *prompts()[2:]])
+        assert len(tokens.pop(2)) == 24 and tokens == expected
+        assert generate(llm, prompts()) == expected
+
+    in_engine(tmp_path, use, kv_cache_dtype=name)

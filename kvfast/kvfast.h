@@ -75,7 +75,7 @@ typedef struct {
     int v_head_dim;        /* 0: head_dim */
     int block_size;        /* 0: 32 tokens */
     ptrdiff_t num_blocks;
-    const char *dtype;     /* "int8", "k8v4", "bfloat16", ...: a format without float rows */
+    const char *dtype;     /* "int4", "int8", "k8v4", "bfloat16", ... */
 } kvfast_shape;
 
 #define KVFAST_ALIGNMENT 64 /* of the address of each block, in bytes */

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvfast.caches.paged_storage import BLOCK_SIZE
 from kvfast.codec.blocks import BLOCK_ALIGNMENT, block_nbytes
-from kvfast.codec.formats import block_size_of, floats_of, formats_of
+from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 
@@ -72,17 +72,6 @@ def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks:
     num_blocks = check_size(num_blocks, "num_blocks", 1, MAX_TOKENS)
     formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
     block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
-    check_buffered(formats, False)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     sizes = tuple(block_nbytes(one, num_kv_heads, head_dim, v_head_dim, block_size) for one in formats)
     return BufferLayout(num_blocks, block_size, sizes, BLOCK_ALIGNMENT)
-
-
-def check_buffered(formats, secure):
-    """Refuse what cannot be kept in a caller's memory."""
-    if secure:
-        raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
-    rows = sorted({str(one) for one in formats if floats_of(one) is not None})
-    if rows:
-        raise ValueError(f"a buffer needs a format without num_float_tokens, centring and per_channel, whose tokens lie in their "
-                         f"block alone, got {', '.join(rows)}")  # fmt: skip

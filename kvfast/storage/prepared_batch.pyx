@@ -38,14 +38,18 @@ cdef class PreparedBatch:
     cdef void fill(self, kv_member *members) noexcept nogil:
         """Describe the members of the batch."""
         cdef kv_member *member
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, shareable
         memset(members, 0, self.num_sequences * sizeof(kv_member))
         for i in range(self.num_sequences):
             member = members + i
             member.context.table, member.context.length = &self.table[i, 0], self.lens[i]
             member.first_query, member.num_queries = self.starts[i], self.starts[i + 1] - self.starts[i]
+            shareable = member.context.length - member.num_queries
+            if self.pool.seals:
+                member.context.floats_begin, member.context.codes_end = self.floats_begin[i], self.codes_end[i]
+                shareable = min(shareable, member.context.floats_begin)  # all queries see these as codes
             if member.num_queries <= MAX_SHARED_QUERIES:
-                member.shareable = (member.context.length - member.num_queries) // self.pool.block_size
+                member.shareable = shareable // self.pool.block_size
 
     cdef int find_prefixes(self) except -1:
         """Look for prefixes that sequences share, once for all layers."""
@@ -136,6 +140,8 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
         raise ValueError(f"block_table must hold blocks between 0 and {pool.num_blocks - 1} for the tokens of seq_lens, got "
                          f"{np.asarray(used).min()} to {most}")
     self.table, self.lens, self.used = table, lens, used
+    if pool.seals:
+        self.floats_begin, self.codes_end = np.zeros((2, lens.shape[0]), np.int32)
     for i in range(lens.shape[0]):
         num_queries = starts[i + 1] - starts[i]
         if num_queries > lens[i]:

@@ -193,7 +193,6 @@ def test_a_pool_in_memory_of_c(runtimes, rng):
     del pool
     assert sys.getrefcount(memory) == references
     for arguments, message in [
-        ((memory, 2, 2, 64, 4, 0, b"int4", 0), "a format without num_float_tokens"),
         ((memory, 2, 2, 64, 4, 24, b"int8", 0), "block_size must be"),
         ((memory, 2, 2, 64, 4, 16, b"int8", 64), "must not overlap"),
         ((memory, 2, 2, 64, 4, 16, b"int8", nbytes + 4), "aligned to 64 bytes"),

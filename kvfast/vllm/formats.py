@@ -25,10 +25,18 @@ FORMATS = {
 NAMES = tuple(mode.name.lower() for mode in FORMATS)  # of kv_cache_dtype
 
 
+class Directions:
+    """What the models of this process ask of attention. Their configurations set it when their layers are made; specs do not have it."""
+
+    sees_later_tokens = False
+
+
 def format_of(spec):
-    """The KVFormat of a layer's KVCacheSpec, or None for what vLLM's own backend carries: fp8, and layers that are neither causal
-    nor windowed self-attention."""
+    """The KVFormat of a layer's KVCacheSpec, or None for what vLLM's own backend carries: fp8, layers that are neither causal nor
+    windowed self-attention, and windows of models whose queries also see later tokens: those of vLLM then have two sides."""
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        return None
+    if type(spec) is SlidingWindowSpec and Directions.sees_later_tokens:
         return None
     if spec.kv_quant_mode is not KVQuantMode.NONE:
         return FORMATS.get(spec.kv_quant_mode)

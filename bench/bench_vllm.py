@@ -71,7 +71,7 @@ class Engine:
     def __init__(self, folder, load_format, dtype, given, memory):
         from vllm import LLM
 
-        most = max(given.context, given.longest + given.new_tokens) + 512
+        most = max(given.context + given.rounds * given.steps, given.longest + given.new_tokens) + 64
         self.llm = LLM(
             folder, load_format=load_format, dtype="bfloat16", kv_cache_dtype=dtype, max_model_len=most, skip_tokenizer_init=True,
             max_num_seqs=given.most, enforce_eager=not given.compile, kv_cache_memory_bytes=memory, block_size=BLOCK,
@@ -79,6 +79,7 @@ class Engine:
         self.engine = self.llm.llm_engine
         self.runner = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         self.sequences, self.context, self.count = given.sequences, given.context, 0
+        self.new_tokens = given.rounds * given.steps + 20
 
     def capacity(self):
         config = self.engine.vllm_config.cache_config
@@ -103,7 +104,7 @@ class Engine:
         model = self.runner.model
         model.forward = self._instead_of_prompts
         for _ in range(self.sequences):
-            self.add(self.context, 400)
+            self.add(self.context, self.new_tokens)
         started = set()
         while len(started) < self.sequences:
             started |= {output.request_id for output in self.engine.step() if output.outputs[0].token_ids}

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionMetadataBuilder
@@ -15,9 +15,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvfast import NonFiniteInputError, PreparedBatch
-from kvfast.vllm.formats import BLOCK_SIZES, NAMES, content_bytes, format_of
+from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, content_bytes, format_of
 from kvfast.vllm.memory import GroupMemory
 
 logger = init_logger("vllm.kvfast")
@@ -65,7 +66,7 @@ class KVFastMetadata:
     seq_lens: np.ndarray      # (num_reqs,), int32
     cu_seqlens_q: np.ndarray  # (num_reqs + 1,), int32
     batch: PreparedBatch      # of these
-    causal: bool
+    causal: bool | list[bool]  # of all requests, or of each
 
 
 class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -91,12 +92,17 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         if self._memory is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if not isinstance(common_attn_metadata.causal, bool):
-            raise NotImplementedError("kvfast has no attention that is causal for some requests of a batch only: set KVFAST_VLLM=0")
+        causal = common_attn_metadata.causal
+        if not isinstance(causal, bool):  # of each request
+            causal = causal.bool().tolist()
+            causal = causal[0] if len(set(causal)) == 1 else causal
+        if causal is not True and isinstance(self.kv_cache_spec, SlidingWindowSpec):
+            raise NotImplementedError("kvfast has no windows with two sides, and this model did not ask for them when its layers were "
+                                      "made: set KVFAST_VLLM=0")  # fmt: skip
         tables = [one.numpy() for one in (common_attn_metadata.block_table_tensor, common_attn_metadata.seq_lens,
                                           common_attn_metadata.query_start_loc)]  # fmt: skip
         batch = self._memory.prepare(*tables, common_attn_metadata.slot_mapping)
-        return KVFastMetadata(common_attn_metadata.num_actual_tokens, *tables, batch, common_attn_metadata.causal)
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, *tables, batch, causal)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -104,6 +110,12 @@ class KVFastImpl(CPUAttentionBackendImpl):
     memory = None  # GroupMemory, once its tensors are bound
     number = None  # of the layer in it
     _options = None
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        config = get_current_vllm_config()
+        if config.attention_config.use_non_causal or config.diffusion_config is not None:
+            Directions.sees_later_tokens = True
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         if not self.is_carried:
@@ -129,9 +141,12 @@ class KVFastImpl(CPUAttentionBackendImpl):
         n, out = attn_metadata.num_actual_tokens, output
         if query.shape[0] != n:
             query, out = query[:n], output[:n]
-        attend = partial(self.memory.pool.attend_batch, self.number, causal=attn_metadata.causal, **(self._options or self._set_options()))
+        attend = partial(self.memory.pool.attend_batch, self.number, **(self._options or self._set_options()))
+        if not isinstance(attn_metadata.causal, bool):
+            self._attend_one_by_one(attend, query, attn_metadata, out)
+            return output
         try:
-            attend(query, attn_metadata.batch, out=out)
+            attend(query, attn_metadata.batch, out=out, causal=attn_metadata.causal)
         except NonFiniteInputError as error:
             logger.warning_once("kvfast returns NaN for requests whose queries are not finite: %s", error)
             self._attend_one_by_one(attend, query, attn_metadata, out)
@@ -139,13 +154,13 @@ class KVFastImpl(CPUAttentionBackendImpl):
 
     def _attend_one_by_one(self, attend, query, attn_metadata, out):
         """Requests whose queries are not finite get NaN, as from vLLM's own backend, and all others what they get alone."""
-        bounds = attn_metadata.cu_seqlens_q.tolist()
+        bounds, causal = attn_metadata.cu_seqlens_q.tolist(), attn_metadata.causal
         for i, (first, last) in enumerate(pairwise(bounds)):
             if first == last:
                 continue
             try:
                 attend(query[first:last], block_table=attn_metadata.block_table[i : i + 1], seq_lens=attn_metadata.seq_lens[i : i + 1],
-                       cu_seqlens_q=[0, last - first], out=out[first:last])
+                       cu_seqlens_q=[0, last - first], out=out[first:last], causal=causal if isinstance(causal, bool) else causal[i])
             except NonFiniteInputError:
                 out[first:last] = float("nan")
 

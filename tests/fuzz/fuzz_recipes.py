@@ -274,7 +274,7 @@ RECIPES = {
     # the machine and the plan
     "plan.model": Call.config, "context": none_or(1, 4096), "memory": none_or(1 << 30), "bandwidth": lambda c: 1e10,
     "weight_bytes": none_or(10**9),
-    "plan.batch": small(1, 3), "name": lambda c: c.rng.choice(kvfast.available_isas()), "nbytes": small(1, 100_000),
+    "plan.batch": small(1, 3), "engine": small("kvfast", "vllm"), "name": lambda c: c.rng.choice(kvfast.available_isas()), "nbytes": small(1, 100_000),
     "kind": small("int8", "float32"),
     "max_error": small(0.02, 1.0), "metric": small("output_error", "kl"),
     "fidelity.q": lambda c: c.floats(3, 4, 20), "choose_format.q": lambda c: c.floats(3, 4, 20),

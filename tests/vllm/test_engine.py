@@ -1,5 +1,6 @@
 """vLLM with kvfast as its KV cache, against vLLM alone and against kvfast's own pools, on tiny models with random weights."""
 
+import copy
 import importlib.metadata
 import logging
 import random
@@ -9,11 +10,12 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
+import torch
 from safetensors.torch import load_file, save_file
 from vllm_engines import MODELS, generate, in_engine, layers_of, save_model
 
 import kvfast
-from kvfast.vllm import backend, versions
+from kvfast.vllm import backend, formats, versions
 
 # Of vLLM and PyTorch, which use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -182,3 +184,28 @@ def test_a_request_with_nan_does_not_touch_the_others(folder_of, tmp_path, name)
         assert generate(llm, prompts()) == expected
 
     in_engine(tmp_path, use, kv_cache_dtype=name)
+
+
+def test_requests_that_see_later_tokens(folder_of, monkeypatch):
+    """In one batch with others, as models of diffusion ask for it: the tokens of vLLM's own backend. Windows, which have two sides
+    there, are left to it; and a model that did not say so when it was loaded is refused."""
+    for kind in (backend.CPUAttentionMetadataBuilder, backend.KVFastMetadataBuilder):
+        def build(self, common_prefix_len, common, fast_build=False, original=kind.build):
+            if isinstance(common.causal, bool):
+                common = copy.copy(common)
+                common.causal = (torch.arange(common.num_reqs) % 3 == 0).int()
+            return original(self, common_prefix_len, common, fast_build)
+
+        monkeypatch.setattr(kind, "build", build)
+    monkeypatch.setenv("KVFAST_VLLM", "0")
+    expected = {name: in_engine(folder_of(name), lambda llm: generate(llm, prompts())) for name in ("llama", "mistral")}
+    monkeypatch.setenv("KVFAST_VLLM", "1")
+
+    def use(llm):
+        return generate(llm, prompts()), {layer.impl.memory is not None for layer in layers_of(llm).values()}
+
+    assert in_engine(folder_of("llama"), use) == (expected["llama"], {True})
+    with pytest.raises(Exception, match="no windows with two sides"):
+        in_engine(folder_of("mistral"), use)
+    monkeypatch.setattr(formats.Directions, "sees_later_tokens", True)
+    assert in_engine(folder_of("mistral"), use) == (expected["mistral"], {False})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.attention.options import Options
+from kvfast.caches.buffer_layout import check_buffered
 from kvfast.caches.latent_rows import LatentRows, checked_sizes
 from kvfast.caches.mla import LatentSequence, MLAKVCache
 from kvfast.caches.paged_sequence import PagedSequence
@@ -55,11 +56,16 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         Tokens of a block: 16, 32, 64, 128 or 256; by default 32.
     dtype, secure
         As in `MLAKVCache`.
+    buffer : buffer of bytes, or one array per layer, optional
+        As in `PagedKVCache`; its size is that of `buffer_layout` with `rope_dim`.
 
     Raises
     ------
     ValueError
-        For a size out of range, and for an unknown or unsuitable dtype.
+        For a size out of range, and for an unknown or unsuitable dtype; for a `buffer` that is read-only, too small, not aligned
+        or that overlaps itself, and with one for `secure`.
+    DimensionMismatchError
+        For a `buffer` of another shape.
     MemoryError
 
     Notes
@@ -80,10 +86,12 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
     _sequence = MLASequence
 
     def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, num_blocks: int, block_size: int | None = None,
-                 dtype: Any = "int8", secure: bool = False) -> None:
+                 dtype: Any = "int8", secure: bool = False, buffer: Any = None) -> None:
         num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
+        if buffer is not None:
+            check_buffered(formats, secure)
         super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim,
-                         secure)
+                         secure, buffer=buffer)
 
     def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike) -> None:
         """Store rows of several sequences.

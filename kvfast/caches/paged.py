@@ -108,8 +108,6 @@ class PagedKVCache(PagedStorage):
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
         check_block_size(block_size)
-        if buffer is not None and secure:
-            raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
         num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
         rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         # An empty cache with the settings of one sequence: the template of its snapshots and files.

@@ -32,6 +32,8 @@ class PagedStorage(StorageProperties):
 
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
                  v_head_dim=None, ring=None, buffer=None):
+        if buffer is not None and secure:
+            raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
         self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim,
                                    ring, buffer)
 

@@ -10,6 +10,7 @@ from kvfast.core.checks cimport check_integers, rises
 from kvfast.storage.cascade cimport MAX_SHARED_QUERIES, kv_member, shared_prefixes
 from kvfast.storage.pool cimport BlockPool
 
+from kvfast.core.checks import check_size
 from kvfast.errors import DimensionMismatchError
 
 
@@ -74,6 +75,35 @@ cdef class PreparedBatch:
                 raise ValueError(f"slot_mapping[{i}] must be -1 or between 0 and {total - 1}, got {slots[i]}")
         check_distinct(self.slots[self.slots >= 0])
         return 0
+
+    def only(self, index):
+        """The batch of one of its sequences, to attend.
+
+        Parameters
+        ----------
+        index : int
+            From 0 on.
+
+        Returns
+        -------
+        PreparedBatch
+            Valid as long as this one.
+
+        Raises
+        ------
+        ValueError
+            For an index out of range.
+        """
+        cdef PreparedBatch one = PreparedBatch.__new__(PreparedBatch)
+        cdef Py_ssize_t i = check_size(index, "index", 0, self.num_sequences - 1)
+        one.pool, one.step, one.num_sequences = self.pool, self.step, 1
+        one.num_tokens = self.starts[i + 1] - self.starts[i]
+        one.table, one.lens = self.table[i : i + 1], self.lens[i : i + 1]
+        one.starts = np.array([0, one.num_tokens], np.int32)
+        one.used = self.table[i, : (self.lens[i] + self.pool.block_size - 1) // self.pool.block_size]
+        if self.pool.seals:
+            one.floats_begin, one.codes_end = self.floats_begin[i : i + 1], self.codes_end[i : i + 1]
+        return one
 
     def __repr__(self):
         return f"PreparedBatch({self.num_sequences} sequences, {self.num_tokens} tokens)"

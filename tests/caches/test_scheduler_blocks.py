@@ -59,6 +59,7 @@ class Scheduler:
             padding = np.zeros((len(slots) % 2, HEADS, DIM), np.float32)
             self.pool.append_batch(layer, np.concatenate([k, padding]), np.concatenate([v, padding]), batch)
             out = self.pool.attend_batch(layer, q, batch, cascade=False)
+            assert np.array_equal(out[: counts[0]], self.pool.attend_batch(layer, q[: counts[0]], batch.only(0)))
             for request, part, first, last in zip(requests, given, starts, starts[1:]):
                 request.cache.append(layer, *part[layer])
                 assert np.array_equal(request.cache.attend(layer, q[first:last]), out[first:last])
@@ -203,7 +204,13 @@ def test_what_a_scheduler_may_not_do(rng):
     for call in (lambda batch: scheduler.pool.append_batch(0, k, v, batch), lambda batch: scheduler.pool.attend_batch(0, k, batch)):
         with pytest.raises(ValueError, match="of an earlier step"):
             call(old)
+        with pytest.raises(ValueError, match="of an earlier step"):
+            scheduler.pool.attend_batch(0, k, old.only(0))
         call(new)
+    with pytest.raises(ValueError, match="index must be"):
+        new.only(1)
+    with pytest.raises(ValueError, match="without slot_mapping"):
+        scheduler.pool.append_batch(0, k, v, new.only(0))
     with pytest.raises(ValueError, match="batches from prepare_batch"):
         scheduler.pool.append_batch(0, k, v, slots)
     with pytest.raises(ValueError, match="batches from prepare_batch"):

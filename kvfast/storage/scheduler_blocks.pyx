@@ -5,11 +5,14 @@ A scheduler's tables say which blocks a sequence has, and not which tokens of th
 block: a block begins anew when its first token is written, it is sealed once all of its tokens belong to a sequence that goes on
 behind them, and it loses its float rows when no query of that sequence reads them any more. So blocks may be freed, given to other
 sequences, shared by prefix, and written again from any token on while they are open.
+
+Nobody says that a sequence has ended. So when many blocks have float rows that the newest steps did not read, the oldest of them are
+closed: their tokens keep codes alone. A sequence that goes on in such a block gets float rows of these codes.
 """
 import numpy as np
 
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport abs, calloc, free
 from libc.string cimport memset
 
 from kvfast.codec.seal cimport seal_blocks
@@ -18,9 +21,10 @@ from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.prepared_batch cimport PreparedBatch
 
 cdef enum:
-    OPEN                       # its tokens have float rows
-    SEALED                     # they have codes, too
-    CODES                      # they have codes alone, but for the first tokens of a sequence
+    CODES                      # its tokens have codes alone, but for the first tokens of a sequence and those of a patch
+    OPEN                       # they have float rows
+    SEALED                     # they have both
+    SPARE = 16                 # most blocks with float rows that the newest step did not read, besides as many as it did
 
 
 cdef inline Py_ssize_t _tokens_before(PreparedBatch batch, Py_ssize_t i) noexcept:
@@ -35,12 +39,16 @@ cdef class SchedulerBlocks:
         self.pool = pool
         self.written = <int16_t *>calloc(pool.num_blocks, sizeof(int16_t))
         self.state = <uint8_t *>calloc(pool.num_blocks, sizeof(uint8_t))
-        if self.written == NULL or self.state == NULL:
+        self.begins = <uint8_t *>calloc(pool.num_blocks, sizeof(uint8_t))
+        self.used = <Py_ssize_t *>calloc(pool.num_blocks, sizeof(Py_ssize_t))
+        if self.written == NULL or self.state == NULL or self.begins == NULL or self.used == NULL:
             raise MemoryError("cannot allocate the state of a scheduler's blocks")
 
     def __dealloc__(self):
         free(self.written)
         free(self.state)
+        free(self.begins)
+        free(self.used)
 
     cdef int prepare(self, PreparedBatch batch) except -1:
         """Make ready for the tokens of a step, which the layers are about to write: seal the blocks that have become full, give float
@@ -51,7 +59,7 @@ cdef class SchedulerBlocks:
         cdef dict ends = {block: (end, first == 0, index) for block, index, first, end in writes}
         self._check_read(batch, ends)
         for block, index, first, end in writes:
-            needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, first, end)
+            needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, 0 if self.state[block] == CODES else first, end)
         if needed:  # those that stay lie in a chunk apart from those of prompts, which are soon released
             self.pool.floats.pieces.ensure(min(needed, batch.num_sequences * (2 * self.pool.floats.per_block + 2)))
             self.pool.floats.pieces.ensure(needed)
@@ -60,9 +68,13 @@ cdef class SchedulerBlocks:
             if first == 0:
                 self.pool.floats.release(block, 0)
                 self.pool.floats.set_kept_codes(block, 0)
+            elif self.state[block] == CODES and self.pool.seals:
+                self.pool.floats.restore(block, index, first)
             self.pool.floats.open(block, index, first, end)
-            self.written[block], self.state[block] = <int16_t>end, OPEN
+            self.written[block], self.begins[block] = <int16_t>end, index == 0
+            self._set_state(block, OPEN)
         self._release_float_rows(batch)
+        self._close_others(batch)
         self._set_states(batch)
         self.step += 1
         batch.step = self.step
@@ -82,9 +94,14 @@ cdef class SchedulerBlocks:
             self.pool.floats.set_kept_codes(<int32_t>block, 0)
         self.pool.floats.pieces.trim()
         memset(self.written, 0, self.pool.num_blocks * sizeof(int16_t))
-        memset(self.state, OPEN, self.pool.num_blocks * sizeof(uint8_t))
+        memset(self.state, CODES, self.pool.num_blocks * sizeof(uint8_t))
+        self.num_open = 0
         self.step += 1
         return 0
+
+    cdef void _set_state(self, int32_t block, int state) noexcept:
+        self.num_open += (state != CODES) - (self.state[block] != CODES)
+        self.state[block] = state
 
     cdef list _writes_of(self, PreparedBatch batch):
         """What the step writes: (block, its index in its sequence, first offset, end), after checks."""
@@ -111,7 +128,7 @@ cdef class SchedulerBlocks:
                 if offset > self.written[block]:
                     raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block}, and only "
                                      f"{self.written[block]} were written before it")
-                if offset and self.state[block] != OPEN:
+                if offset and (self.state[block] == SEALED or self.state[block] == CODES and self.written[block] == size):
                     raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block} again, and the block has been "
                                      f"sealed: go back to its first token")
                 writes.append((block, position // size, offset, end))
@@ -141,8 +158,6 @@ cdef class SchedulerBlocks:
         """Seal the blocks that sequences go on behind."""
         cdef Py_ssize_t size = self.pool.block_size, i, index
         cdef int32_t block
-        cdef int32_t[::1] blocks
-        cdef uint8_t[::1] unfit
         full = {}
         if not self.pool.seals:
             return 0
@@ -152,14 +167,49 @@ cdef class SchedulerBlocks:
                 if self.state[block] == OPEN and block not in ends:
                     full[block] = index
         for at_start in (True, False):
-            chosen = [block for block, index in full.items() if (index == 0) == at_start]
-            # Only the first of some blocks can begin a sequence.
-            for part in ([[block] for block in chosen] if at_start else [chosen] if chosen else []):
-                blocks, unfit = np.array(part, np.int32), np.zeros(len(part), np.uint8)
-                seal_blocks(self.pool.stores, self.pool.num_layers, &blocks[0], blocks.shape[0], at_start, self.pool.floats.kept_codes,
-                            &unfit[0])  # all fit, as no codes were kept
+            self._encode([block for block, index in full.items() if (index == 0) == at_start], at_start)
         for block in full:
-            self.state[block] = SEALED
+            self._set_state(block, SEALED)
+        return 0
+
+    cdef int _encode(self, list chosen, bint at_start) except -1:
+        """Encode the tokens of some blocks that have been written, from their float rows."""
+        cdef int32_t[::1] blocks
+        cdef uint8_t[::1] unfit
+        cdef Py_ssize_t i
+        # Only the first of the blocks of one call can begin a sequence.
+        for part in ([[block] for block in chosen] if at_start else [chosen] if chosen else []):
+            blocks, unfit = np.array(part, np.int32), np.zeros(len(part), np.uint8)
+            seal_blocks(self.pool.stores, self.pool.num_layers, &blocks[0], blocks.shape[0], at_start, self.pool.floats.kept_codes,
+                        &unfit[0], self.written)
+            for i in range(blocks.shape[0]):
+                if unfit[i]:
+                    self.pool.floats.set_kept_codes(blocks[i], -abs(self.pool.floats.kept_codes[blocks[i]]))
+        return 0
+
+    cdef int _close_others(self, PreparedBatch batch) except -1:
+        """Take the float rows from the blocks that were not read for longest, if there are many."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index, current = 0
+        cdef int32_t block
+        if not self.pool.seals:
+            return 0
+        for i in range(batch.num_sequences):
+            for index in range((batch.lens[i] + size - 1) // size):
+                block = batch.table[i, index]
+                if self.state[block] != CODES:
+                    current += self.used[block] != self.step + 1
+                    self.used[block] = self.step + 1
+        if self.num_open <= 2 * current + SPARE:
+            return 0
+        others = [block for block in range(self.pool.num_blocks) if self.state[block] != CODES and self.used[block] != self.step + 1]
+        others.sort(key=lambda block: self.used[block])
+        del others[self.num_open - (2 * current + SPARE):]
+        for at_start in (True, False):
+            self._encode([block for block in others if self.state[block] == OPEN and self.begins[block] == at_start], at_start)
+        for block in others:
+            self.pool.floats.release_sealed(block, 1 if self.begins[block] and self.pool.has_sinks else 0)
+            self._set_state(block, CODES)
+        self.pool.floats.pieces.trim()
         return 0
 
     cdef int _release_float_rows(self, PreparedBatch batch) except -1:
@@ -173,8 +223,9 @@ cdef class SchedulerBlocks:
             for index in range((_tokens_before(batch, i) - KV_OPEN_TOKENS) // size):
                 block = batch.table[i, index]
                 if self.state[block] == SEALED:
-                    self.pool.floats.release(block, 1 if index == 0 and self.pool.has_sinks else 0)
-                    self.state[block], some = CODES, True
+                    self.pool.floats.release_sealed(block, 1 if index == 0 and self.pool.has_sinks else 0)
+                    self._set_state(block, CODES)
+                    some = True
         if some:  # what is left may lie behind all that was released
             for i in range(batch.num_sequences):
                 for index in range((batch.lens[i] + size - 1) // size):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from cache_kinds import SEALING, UNSEALED
 from pool_buffers import CANARY, outside, strided
+from reference import attention, relative_error
 
 import kvfast
 
@@ -144,6 +145,41 @@ def test_float_rows_are_bounded(rng):
     scheduler.step(requests, [1] * 3)
     piece = 16 * LAYERS * HEADS * 2 * DIM * 2  # bytes of 16 float16 tokens
     assert scheduler.pool.nbytes - empty <= 3 * (2 * 64 + 2 * 16) // 16 * piece + 8 * piece
+
+
+def test_nobody_says_that_a_text_has_ended(rng):
+    """Float rows of blocks that no step reads any more do not add up."""
+    scheduler = Scheduler("int4", rng, num_blocks=200)
+    piece, most = 16 * LAYERS * HEADS * 2 * DIM * 2, 0
+    empty, talk = scheduler.pool.nbytes, scheduler.new()
+    scheduler.step([talk], [100])
+    for _ in range(80):
+        scheduler.step([talk, scheduler.new()], [1, 90])
+        most = max(most, scheduler.pool.nbytes - empty)
+    assert most <= ((2 * 6 + 16) * 4 + 81 + 32) * piece  # 81: the first tokens of each text, which always stay floats
+
+
+def test_a_text_that_rested_goes_on_from_its_codes(isa, rng):
+    scheduler = Scheduler("int4", rng, num_blocks=200)
+    rested = [scheduler.new() for _ in range(3)]
+    given = [rows(rng, n) for n in (100, 30, 64)]
+    scheduler.step(rested, [100, 30, 64], given)
+    for _ in range(40):
+        scheduler.step([scheduler.new()], [70])
+    for first, n in ((0, 1), (1, 40), (41, 60), (101, 1)):
+        new = [rows(rng, n) for _ in rested]
+        tables, slots = scheduler.tables(rested, [n] * 3)
+        batch = scheduler.pool.prepare_batch(**tables, slot_mapping=slots)
+        for layer in range(LAYERS):
+            scheduler.pool.append_batch(layer, *np.concatenate([one[layer] for one in new], axis=1), batch)
+            for i, request in enumerate(rested):
+                k, v = np.concatenate([given[i], new[i]], axis=2)[layer]
+                q = rng.standard_normal((n, HEADS, DIM)).astype(np.float32)
+                expected, _ = attention(q, k, v)
+                assert relative_error(scheduler.pool.attend_batch(layer, q, batch.only(i)), expected) < 0.25, (first, i)
+        for i, request in enumerate(rested):
+            given[i] = np.concatenate([given[i], new[i]], axis=2)
+            request.length += n
 
 
 def test_in_memory_of_the_caller(isa, rng):

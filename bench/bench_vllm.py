@@ -174,7 +174,8 @@ def attention_alone(given):
     n, per = given.sequences, -(-given.context // BLOCK)
     lens, starts = torch.full((n,), given.context, dtype=torch.int32), torch.arange(n + 1, dtype=torch.int32)
     table, slots = torch.arange(n * per, dtype=torch.int32).view(n, per), torch.arange(n * per * BLOCK)
-    for model, (q_heads, kv_heads, dim) in {"SmolLM2-135M": (9, 3, 64), "Llama-3.2-1B": (32, 8, 64), "Llama-3-8B": (32, 8, 128)}.items():
+
+    def measure(model, q_heads, kv_heads, dim):
         k, v = torch.randn(2, len(slots), kv_heads, dim).bfloat16()
         q = torch.randn(n, q_heads, dim).bfloat16()
         out, isa = torch.zeros_like(q), _get_attn_isa(torch.bfloat16, BLOCK, dim)
@@ -211,6 +212,9 @@ def attention_alone(given):
         for name, values_of in times.items():
             found, own = np.array(values_of[1:]), np.array(times["vLLM"][1:])  # the first round warms up
             print(f"  {name:28}{np.median(found) * 1e3:>8.2f}   {np.median(own / found):.2f}x")
+
+    for model, shape in {"SmolLM2-135M": (9, 3, 64), "Llama-3.2-1B": (32, 8, 64), "Llama-3-8B": (32, 8, 128)}.items():
+        measure(model, *shape)
 
 
 # In the parent. ------------------------------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvfast.caches.latent_rows import checked_sizes
 from kvfast.caches.paged_storage import BLOCK_SIZE
 from kvfast.codec.blocks import BLOCK_ALIGNMENT, block_nbytes
-from kvfast.codec.formats import block_size_of, floats_of, formats_of
+from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 
@@ -16,7 +17,7 @@ __all__ = ["BufferLayout", "buffer_layout"]
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """What the `buffer` of a `PagedKVCache` must be like; made by `buffer_layout`.
+    """What the `buffer` of a `PagedKVCache` or `PagedMLAKVCache` must be like; made by `buffer_layout`.
 
     Attributes
     ----------
@@ -25,6 +26,7 @@ class BufferLayout:
         Tokens of a block.
     block_nbytes : tuple of int
         Bytes of one block of each layer, scales and padding included: head after head, the keys of a head before its values.
+        Of latent rows, the latents before the rotary parts.
     alignment : int
         What the address of each block must be a multiple of, in bytes.
     """
@@ -41,13 +43,16 @@ class BufferLayout:
 
 
 def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int | None = None,
-                  dtype: Any = "int8", k_dtype: Any = None, v_dtype: Any = None, v_head_dim: int | None = None) -> BufferLayout:
-    """Size and alignment of memory for the blocks of a `PagedKVCache`.
+                  dtype: Any = "int8", k_dtype: Any = None, v_dtype: Any = None, v_head_dim: int | None = None,
+                  rope_dim: int | None = None) -> BufferLayout:
+    """Size and alignment of memory for the blocks of a `PagedKVCache`, or with `rope_dim` of a `PagedMLAKVCache`.
 
     Parameters
     ----------
     num_layers, num_kv_heads, head_dim, num_blocks, block_size, dtype, k_dtype, v_dtype, v_head_dim
-        As in `PagedKVCache`; the format must have no float rows, so `dtype` cannot be ``"int4"``.
+        As in `PagedKVCache`; float rows of a format do not lie in this memory.
+    rope_dim : int, optional
+        As in `PagedMLAKVCache`, whose `latent_dim` is the `head_dim` here; `num_kv_heads` is then 1.
 
     Returns
     -------
@@ -56,7 +61,7 @@ def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks:
     Raises
     ------
     ValueError, TypeError
-        As in `PagedKVCache`.
+        As in `PagedKVCache`, and `PagedMLAKVCache`; for `rope_dim` with several heads, or with values of their own.
 
     Examples
     --------
@@ -70,19 +75,14 @@ def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks:
     """
     num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
     num_blocks = check_size(num_blocks, "num_blocks", 1, MAX_TOKENS)
-    formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
+    if rope_dim is None:
+        formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
+    else:
+        if num_kv_heads != 1 or not (k_dtype is v_dtype is v_head_dim is None):
+            raise ValueError(f"latent rows (rope_dim={rope_dim!r}) have one head and no values of their own, got num_kv_heads={num_kv_heads!r}, "
+                             f"k_dtype={k_dtype!r}, v_dtype={v_dtype!r}, v_head_dim={v_head_dim!r}")  # fmt: skip
+        _, head_dim, rope_dim, formats = checked_sizes(num_layers, head_dim, rope_dim, dtype)
     block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
-    check_buffered(formats, False)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    sizes = tuple(block_nbytes(one, num_kv_heads, head_dim, v_head_dim, block_size) for one in formats)
+    sizes = tuple(block_nbytes(one, num_kv_heads, head_dim, v_head_dim, block_size, rope_dim) for one in formats)
     return BufferLayout(num_blocks, block_size, sizes, BLOCK_ALIGNMENT)
-
-
-def check_buffered(formats, secure):
-    """Refuse what cannot be kept in a caller's memory."""
-    if secure:
-        raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
-    rows = sorted({str(one) for one in formats if floats_of(one) is not None})
-    if rows:
-        raise ValueError(f"a buffer needs a format without num_float_tokens, centring and per_channel, whose tokens lie in their "
-                         f"block alone, got {', '.join(rows)}")  # fmt: skip

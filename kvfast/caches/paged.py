@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.attention.options import Options
-from kvfast.caches.buffer_layout import check_buffered
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.paged_storage import BLOCK_SIZE, PagedStorage
@@ -55,8 +54,8 @@ class PagedKVCache(PagedStorage):
     Raises
     ------
     ValueError
-        For a size out of range; for a `buffer` that is read-only, too small, not aligned or that overlaps itself, and with
-        one for a format with float rows, and for `secure`.
+        For a size out of range; for a `buffer` that is read-only, too small, not aligned or that overlaps itself, and for
+        one with `secure`.
     DimensionMismatchError
         For a `buffer` of another shape.
     TypeError
@@ -71,14 +70,16 @@ class PagedKVCache(PagedStorage):
     it; the least recently used block is reused first.
 
     A scheduler with its own tables passes its own slots and block tables to `append_batch`, `write_batch` and
-    `attend_batch`, and makes no sequences. A pool can be used in one of the two ways, not in both.
+    `attend_batch`, and makes no sequences. A pool can be used in one of the two ways, not in both. A format with float rows
+    needs a `prepare_batch` for each of its steps.
 
     With a window, a sequence behaves like a `RingKVCache`. Its block table has -1 where blocks have gone back to the
     pool. A scheduler's own table may have anything there: blocks that no query sees are not read. A prefix can be found
     as long as the pool has those of its blocks that a sequence of that length would hold.
 
-    In a `buffer`, all that belongs to a block of a layer lies in its bytes, scales included. So whoever owns the memory may
-    copy the bytes of a block to another, and that block then has the same tokens.
+    In a `buffer`, all that belongs to a block of a layer lies in its bytes, scales included, but for float rows, which lie in
+    memory of the pool's own. So with a format without them, whoever owns the memory may copy the bytes of a block to another,
+    and that block then has the same tokens.
 
     Any number of threads may read a pool and its sequences at once; a thread that changes them must be its only user.
 
@@ -107,8 +108,6 @@ class PagedKVCache(PagedStorage):
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
         check_block_size(block_size)
-        if buffer is not None:
-            check_buffered(formats, secure)
         num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
         rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         # An empty cache with the settings of one sequence: the template of its snapshots and files.

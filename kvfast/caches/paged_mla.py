@@ -55,11 +55,16 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         Tokens of a block: 16, 32, 64, 128 or 256; by default 32.
     dtype, secure
         As in `MLAKVCache`.
+    buffer : buffer of bytes, or one array per layer, optional
+        As in `PagedKVCache`; its size is that of `buffer_layout` with `rope_dim`.
 
     Raises
     ------
     ValueError
-        For a size out of range, and for an unknown or unsuitable dtype.
+        For a size out of range, and for an unknown or unsuitable dtype; for a `buffer` that is read-only, too small, not aligned
+        or that overlaps itself, and with one for `secure`.
+    DimensionMismatchError
+        For a `buffer` of another shape.
     MemoryError
 
     Notes
@@ -80,10 +85,10 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
     _sequence = MLASequence
 
     def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, num_blocks: int, block_size: int | None = None,
-                 dtype: Any = "int8", secure: bool = False) -> None:
+                 dtype: Any = "int8", secure: bool = False, buffer: Any = None) -> None:
         num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
         super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim,
-                         secure)
+                         secure, buffer=buffer)
 
     def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store rows of several sequences.

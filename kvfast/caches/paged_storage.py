@@ -32,6 +32,8 @@ class PagedStorage(StorageProperties):
 
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
                  v_head_dim=None, ring=None, buffer=None):
+        if buffer is not None and secure:
+            raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
         self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim,
                                    ring, buffer)
 
@@ -150,17 +152,24 @@ class PagedStorage(StorageProperties):
             As in `attend_batch`, which takes the result in the place of `sequences`. In a pool with a window, the blocks of
             its whole window have to be present.
         slot_mapping : integers of shape (num_slots,), optional
-            As in `append_batch`, which takes the result in the place of `slot_mapping`.
+            As in `append_batch`, which takes the result in the place of `slot_mapping`. A format with float rows needs it: the
+            slots of all queries, in order, and -1 behind them.
 
         Returns
         -------
         PreparedBatch
-            Holds copies, and is valid for any number of calls of this pool.
+            Holds copies, and is valid for any number of calls of this pool; with float rows, until the next is prepared.
 
         Raises
         ------
         DimensionMismatchError, ValueError
-            As the calls that take the arrays.
+            As the calls that take the arrays. With float rows also for tables with tokens that were not written, and for slots in
+            a sealed block that do not begin it anew.
+
+        Notes
+        -----
+        In a pool with float rows every step of the scheduler needs a batch, which seals the blocks that have become full, and
+        gives new tokens their float rows.
         """
         return self._buffer.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping)
 

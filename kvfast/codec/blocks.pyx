@@ -140,11 +140,11 @@ cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes):
     return arena
 
 
-def block_nbytes(fmt, num_kv_heads, head_dim, v_head_dim, int block_size):
-    """Bytes of one block of a layer: the keys and values of all heads, scales included."""
+def block_nbytes(fmt, num_kv_heads, head_dim, v_head_dim, int block_size, rope_dim=None):
+    """Bytes of one block of a layer: the keys and values of all heads, scales included; with `rope_dim`, as in `init_sides`."""
     cdef kv_store store
     cdef Py_ssize_t heads = check_count(num_kv_heads, "num_kv_heads", 1, KV_MAX_KV_HEADS)
     memset(&store, 0, sizeof(store))
     init_sides(&store, fmt, <int>check_count(head_dim, "head_dim", 1, KV_MAX_HEAD_DIM),
-               <int>check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM), block_size, None)
+               <int>check_count(v_head_dim, "v_head_dim", 1, KV_MAX_HEAD_DIM), block_size, rope_dim)
     return heads * (store.k.bytes + store.v.bytes)

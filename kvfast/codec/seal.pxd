@@ -5,4 +5,4 @@ from kvfast.codec.blocks cimport kv_store
 
 
 cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
-                     bint at_start, const int16_t *kept_codes, uint8_t *unfit) except -1
+                     bint at_start, const int16_t *kept_codes, uint8_t *unfit, const int16_t *written) except -1

@@ -23,14 +23,16 @@ ctypedef struct kv_seal:
     const int32_t *blocks
     bint at_start              # the first block is the first of its sequence
     const int16_t *kept_codes
+    const int16_t *written     # or NULL
     uint8_t *unfit
     float *rows                # (threads, elements) rows of one head of a block
     Py_ssize_t elements        # floats of a thread's rows
 
 
 cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
-                     bint at_start, const int16_t *kept_codes, uint8_t *unfit) except -1:
-    """Seal blocks whose tokens all have float rows. With `at_start` the first block is the first of its sequence.
+                     bint at_start, const int16_t *kept_codes, uint8_t *unfit, const int16_t *written) except -1:
+    """Seal blocks whose tokens all have float rows. With `at_start` the first block is the first of its sequence. Of block b only
+    the first written[b] tokens, at least one, need them, if `written` is not NULL: the codes of the others must not be read.
 
     The first abs(kept_codes[b]) tokens of block b keep their codes, and the block keeps its statistics. unfit[i] is set if
     the other tokens of the i-th block do not fit these statistics; their codes must not be read then.
@@ -41,7 +43,7 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
     cdef kv_seal call
     gather(&team, None, <double>tasks * elements * 8)
     call.kernels, call.stores, call.num_layers, call.blocks, call.at_start = active(), stores, num_layers, blocks, at_start
-    call.kept_codes, call.unfit, call.elements = kept_codes, unfit, elements
+    call.kept_codes, call.unfit, call.elements, call.written = kept_codes, unfit, elements, written
     nbytes = team.threads * elements * sizeof(float)
     call.rows = <float *>malloc(nbytes)
     if call.rows == NULL:
@@ -64,23 +66,25 @@ cdef int _seal(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noex
     cdef bint at_start = call.at_start and i == 0
     cdef Py_ssize_t v_dim = store.v.head_dim
     cdef int size = store.k.block_size, good = abs(call.kept_codes[block])
+    cdef Py_ssize_t last = size - 1 if call.written == NULL else call.written[block] - 1
     cdef float *rows = call.rows + thread * call.elements
     if not store.seals:
         return 0
-    _load(call.kernels, store, block, head, at_start, False, rows)
+    _load(call.kernels, store, block, head, at_start, last, False, rows)
     if not call.kernels.seal_k(&store.k, k_block_at(store, block, head), rows, store.k.head_dim, good):
         kv_set(call.unfit + i)
-    _load(call.kernels, store, block, head, at_start, True, rows)
+    _load(call.kernels, store, block, head, at_start, last, True, rows)
     call.kernels.encode_v(&store.v, v_block_at(store, block, head), good, rows + good * v_dim, v_dim, size - good)
     return 0
 
 
-cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start, bint values,
-                float *rows) noexcept nogil:
-    """Load the float rows of a block, one after the other. The codes of a sequence's first tokens are never read. The token
-    after them takes their places, so that their unusual values do not widen the statistics."""
+cdef void _load(const kv_kernels *kernels, const kv_store *store, int32_t block, Py_ssize_t head, bint at_start, Py_ssize_t last,
+                bint values, float *rows) noexcept nogil:
+    """Load the float rows of a block up to offset `last`, one after the other. The codes of a sequence's first tokens are never
+    read. The token after them takes their places, so that their unusual values do not widen the statistics; so does the last for
+    the tokens behind it."""
     cdef Py_ssize_t offset, first = store.float_tokens if at_start else 0
     cdef Py_ssize_t dim = store.v.head_dim if values else store.k.head_dim
     for offset in range(store.k.block_size):
-        kernels.to_float[float_dtype_of(store, values)](float_row_at(store, block, max(offset, first), head, values), dim,
-                                                        rows + offset * dim)
+        kernels.to_float[float_dtype_of(store, values)](float_row_at(store, block, min(max(offset, first), last), head, values),
+                                                        dim, rows + offset * dim)

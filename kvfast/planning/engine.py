@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfast.caches.buffer_layout import buffer_layout
-from kvfast.codec.formats import KVFormat
+from kvfast.codec.formats import KVFormat, floats_of
 from kvfast.core.checks import check_block_size
 
 __all__ = ["ENGINES", "KEEPS_FIRST_AND_LAST", "VLLM_BLOCK_SIZE", "VLLM_FORMATS", "BlocksOfVLLM"]
@@ -15,12 +15,11 @@ def rotated(dtype):
     return KVFormat(dtype, rotation="kv", codebook="gaussian")
 
 
-# All that a token stores lies in its block: vLLM gives blocks to other tokens, and copies their bytes.
 VLLM_FORMATS = {
     "auto": KVFormat.of("bfloat16"),  # the model's dtype
     "int8_per_token_head": KVFormat.of("int8"),
     "turboquant_k8v4": KVFormat.of("k8v4"),
-    "int4_per_token_head": rotated("int4"),
+    "int4_per_token_head": KVFormat.of("int4"),
     "turboquant_4bit_nc": rotated("int4"),
     "turboquant_k3v4_nc": rotated("int3/int4"),
     "turboquant_3bit_nc": rotated("int3"),
@@ -30,6 +29,12 @@ KEEPS_FIRST_AND_LAST = 2
 VLLM_BLOCK_SIZE = 64
 # vLLM holds a window for as many tokens more as one step may compute; this is its server's default.
 STEP_TOKENS = 2048
+
+
+def vllm_format(name, window):
+    """The KVFormat of a layer. Layers with a window have no float rows beside their blocks."""
+    form = VLLM_FORMATS[name]
+    return form if window is None or floats_of(form) is None else rotated(form.k_dtype)
 
 
 class BlocksOfVLLM:
@@ -42,7 +47,7 @@ class BlocksOfVLLM:
         kept = range(KEEPS_FIRST_AND_LAST, len(layers) - KEEPS_FIRST_AND_LAST) if name.startswith("turboquant") else range(len(layers))
         self.layers = []
         for index, layer in enumerate(layers):
-            form = VLLM_FORMATS[name if index in kept else "auto"]
+            form = VLLM_FORMATS[name if index in kept else "auto"]  # with a window, too: vLLM needs blocks of one size
             layout = buffer_layout(1, layer.num_kv_heads, layer.head_dim, 1, block_size, form, v_head_dim=layer.v_head_dim)
             self.layers.append((layer.window, layout.nbytes))
         self.bytes_per_token = sum(size for _, size in self.layers) // block_size

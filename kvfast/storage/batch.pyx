@@ -50,6 +50,7 @@ cdef class PagedBuffer:
                               v_head_dim, buffer)
         self.index = self.pool.index = PrefixIndex(self.pool.num_blocks)
         self.kind = BlockTable(self.pool) if ring is None else RingTable(self.pool, *ring)
+        self.scheduler = None if self.pool.floats is None else SchedulerBlocks(self.pool)
         self.given = [None] * self.pool.num_blocks
         self.given_at = <Py_ssize_t *>malloc(self.pool.num_blocks * sizeof(Py_ssize_t))
         if self.given_at == NULL:
@@ -104,6 +105,8 @@ cdef class PagedBuffer:
             if self.num_owned:
                 raise ValueError(f"{self.num_owned} blocks still belong to sequences or snapshots; free them first")
             self._evict_all()
+            if self.is_external and self.scheduler is not None:
+                self.scheduler.forget()
             self.is_external = False
         finally:
             self.pool.leave()
@@ -192,19 +195,44 @@ cdef class PagedBuffer:
         """A PreparedBatch for the tables and slots of another scheduler."""
         cdef PreparedBatch batch
         cdef Py_ssize_t count = len(seq_lens), window = 0, num_sink_tokens = -1
-        self.pool.enter_reading()
+        if count == 0:
+            raise ValueError("a batch must hold at least one sequence")
+        if self.scheduler is None:
+            self.pool.enter_reading()
+        else:
+            self.pool.enter()
         try:
-            self._check_external()
-            if count == 0:
-                raise ValueError("a batch must hold at least one sequence")
             self.kind.limit(&window, &num_sink_tokens)
+            if window and self.scheduler is not None:
+                self._check_external()
             batch = prepare(self.pool, block_table, seq_lens, checked_starts(cu_seqlens_q, count, -1), window, num_sink_tokens)
             if slot_mapping is not None:
                 batch.set_slots(slot_mapping)
+            if self.scheduler is not None:
+                self._check_no_sequences(batch.table[0, 0] * self.pool.block_size)
+                self.scheduler.prepare(batch)
+                self._become_external()
             batch.find_prefixes()
             return batch
         finally:
-            self.pool.leave_reading()
+            if self.scheduler is None:
+                self.pool.leave_reading()
+            else:
+                self.pool.leave()
+
+    cdef int _check_no_sequences(self, slot) except -1:
+        """Refuse the slots of another scheduler in a pool with sequences, which would take them, too."""
+        if self.num_owned or self.pool.num_sequences:  # also one without blocks, which would take those of the scheduler later
+            raise ValueError(f"slot_mapping holds {slot}, a slot that no sequence has; while a pool has sequences, slots must come "
+                             f"from slot_mapping()")
+        return 0
+
+    cdef int _become_external(self) except -1:
+        """Leave all blocks to another scheduler."""
+        if not self.is_external:
+            self._evict_all()
+            self.is_external = True
+        return 0
 
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n):
         """Check slots, which must be the next ones of their sequences. Returns them as int64, the number of tokens for each table,
@@ -220,6 +248,8 @@ cdef class PagedBuffer:
             batch.check(self.pool)
             if batch.slots is None:
                 raise ValueError("the batch was prepared without slot_mapping")
+            if self.scheduler is not None:
+                self.scheduler.check(batch)
             array = batch.slots
         else:
             array = check_integers(slot_mapping, "slot_mapping", np.int64, 1)
@@ -254,10 +284,7 @@ cdef class PagedBuffer:
             i = end
         if foreign:
             self._check_external()
-            # A sequence without blocks would take those of the other scheduler later.
-            if self.num_owned or self.pool.num_sequences:
-                raise ValueError(f"slot_mapping holds {foreign[0][0]}, a slot that no sequence has; while a pool has "
-                                 f"sequences, slots must come from slot_mapping()")
+            self._check_no_sequences(foreign[0][0])
             check_distinct(np.concatenate(foreign))
         return array, gains, bool(foreign)
 
@@ -300,9 +327,8 @@ cdef class PagedBuffer:
                 if self.pool.layers is not None:
                     clean_slots(store, &slots[0], slots.shape[0])
             write_rows(store, keys, values, NULL if transform is None else &transform.c, &slots[0], False, not foreign)
-            if foreign and not self.is_external:
-                self._evict_all()
-                self.is_external = True
+            if foreign:
+                self._become_external()
             for i in range(counts.shape[0]):
                 table = tables[i]
                 table.lengths[layer] += counts[i]
@@ -365,6 +391,8 @@ cdef class PagedBuffer:
                 self._check_external()
                 batch = prepare(self.pool, block_table, seq_lens, starts, call.window if isinstance(self.kind, RingTable) else 0,
                                 call.options.num_sink_tokens)
+            elif self.scheduler is not None:
+                self.scheduler.check(batch)
             self._check_owned(batch)
             prefixes = batch.prefixes
         members = <kv_member *>call.workspace.reserve(MEMBERS, count * sizeof(kv_member))
@@ -412,6 +440,7 @@ cdef class PagedBuffer:
     cdef int _check_external(self) except -1:
         """Refuse the slots and tables of another scheduler for formats that store more of a sequence than its blocks."""
         if self.pool.floats is not None:
-            raise ValueError(f"this pool needs sequences, whose first or newest tokens it keeps as floats "
-                             f"({', '.join(sorted({str(one) for one in self.pool.formats}))}); a scheduler's own slots and "
-                             f"block tables need a format without num_float_tokens, centring and per_channel")
+            names = ", ".join(sorted({str(one) for one in self.pool.formats}))
+            raise ValueError(f"this pool needs sequences, or batches from prepare_batch without a window, as it keeps the first or "
+                             f"newest tokens of a sequence as floats ({names}); a scheduler's own slots and block tables need a "
+                             f"format without num_float_tokens, centring and per_channel")

@@ -13,6 +13,8 @@ cdef class PreparedBatch:
     cdef const int32_t[::1] used         # blocks that are read
     cdef object slots                    # int64 array, without repeats, or None
     cdef list prefixes                   # that sequences share, or None if they were not looked for
+    cdef int32_t[::1] floats_begin, codes_end  # as in kv_context, if the pool seals blocks
+    cdef Py_ssize_t step                 # of a pool that keeps float rows
 
     cdef int check(self, BlockPool pool) except -1
     cdef void fill(self, kv_member *members) noexcept nogil

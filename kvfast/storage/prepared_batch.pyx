@@ -10,6 +10,7 @@ from kvfast.core.checks cimport check_integers, rises
 from kvfast.storage.cascade cimport MAX_SHARED_QUERIES, kv_member, shared_prefixes
 from kvfast.storage.pool cimport BlockPool
 
+from kvfast.core.checks import check_size
 from kvfast.errors import DimensionMismatchError
 
 
@@ -38,14 +39,18 @@ cdef class PreparedBatch:
     cdef void fill(self, kv_member *members) noexcept nogil:
         """Describe the members of the batch."""
         cdef kv_member *member
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, shareable
         memset(members, 0, self.num_sequences * sizeof(kv_member))
         for i in range(self.num_sequences):
             member = members + i
             member.context.table, member.context.length = &self.table[i, 0], self.lens[i]
             member.first_query, member.num_queries = self.starts[i], self.starts[i + 1] - self.starts[i]
+            shareable = member.context.length - member.num_queries
+            if self.pool.seals:
+                member.context.floats_begin, member.context.codes_end = self.floats_begin[i], self.codes_end[i]
+                shareable = min(shareable, member.context.floats_begin)  # all queries see these as codes
             if member.num_queries <= MAX_SHARED_QUERIES:
-                member.shareable = (member.context.length - member.num_queries) // self.pool.block_size
+                member.shareable = shareable // self.pool.block_size
 
     cdef int find_prefixes(self) except -1:
         """Look for prefixes that sequences share, once for all layers."""
@@ -70,6 +75,35 @@ cdef class PreparedBatch:
                 raise ValueError(f"slot_mapping[{i}] must be -1 or between 0 and {total - 1}, got {slots[i]}")
         check_distinct(self.slots[self.slots >= 0])
         return 0
+
+    def only(self, index):
+        """The batch of one of its sequences, to attend.
+
+        Parameters
+        ----------
+        index : int
+            From 0 on.
+
+        Returns
+        -------
+        PreparedBatch
+            Valid as long as this one.
+
+        Raises
+        ------
+        ValueError
+            For an index out of range.
+        """
+        cdef PreparedBatch one = PreparedBatch.__new__(PreparedBatch)
+        cdef Py_ssize_t i = check_size(index, "index", 0, self.num_sequences - 1)
+        one.pool, one.step, one.num_sequences = self.pool, self.step, 1
+        one.num_tokens = self.starts[i + 1] - self.starts[i]
+        one.table, one.lens = self.table[i : i + 1], self.lens[i : i + 1]
+        one.starts = np.array([0, one.num_tokens], np.int32)
+        one.used = self.table[i, : (self.lens[i] + self.pool.block_size - 1) // self.pool.block_size]
+        if self.pool.seals:
+            one.floats_begin, one.codes_end = self.floats_begin[i : i + 1], self.codes_end[i : i + 1]
+        return one
 
     def __repr__(self):
         return f"PreparedBatch({self.num_sequences} sequences, {self.num_tokens} tokens)"
@@ -136,6 +170,8 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
         raise ValueError(f"block_table must hold blocks between 0 and {pool.num_blocks - 1} for the tokens of seq_lens, got "
                          f"{np.asarray(used).min()} to {most}")
     self.table, self.lens, self.used = table, lens, used
+    if pool.seals:
+        self.floats_begin, self.codes_end = np.zeros((2, lens.shape[0]), np.int32)
     for i in range(lens.shape[0]):
         num_queries = starts[i + 1] - starts[i]
         if num_queries > lens[i]:

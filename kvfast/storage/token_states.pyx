@@ -104,7 +104,7 @@ cdef class TokenStates(BlockMap):
             view = np.array(full, np.int32)
             unfit = np.zeros(len(full), np.uint8)
             seal_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
-                        self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.floats.kept_codes, &unfit[0])
+                        self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.floats.kept_codes, &unfit[0], NULL)
             for index in range(view.shape[0]):
                 if unfit[index]:
                     self.pool.floats.set_kept_codes(view[index], -abs(self.pool.floats.kept_codes[view[index]]))

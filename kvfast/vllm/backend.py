@@ -5,7 +5,6 @@ from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
-import numpy as np
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
@@ -18,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvfast import NonFiniteInputError, PreparedBatch
-from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, content_bytes, format_of
+from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, block_sizes, content_bytes, format_of
 from kvfast.vllm.memory import GroupMemory
 
 logger = init_logger("vllm.kvfast")
@@ -29,8 +28,11 @@ class KVFastBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
-        if kv_cache_spec is None or format_of(kv_cache_spec) is not None:
+        if kv_cache_spec is None:
             return list(BLOCK_SIZES)
+        fmt = format_of(kv_cache_spec)
+        if fmt is not None:
+            return block_sizes(fmt)
         return CPUAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
 
     @classmethod
@@ -62,10 +64,8 @@ class KVFastMetadata:
     """What one step asks of all layers of a group."""
 
     num_actual_tokens: int
-    block_table: np.ndarray   # (num_reqs, max_blocks), int32
-    seq_lens: np.ndarray      # (num_reqs,), int32
-    cu_seqlens_q: np.ndarray  # (num_reqs + 1,), int32
-    batch: PreparedBatch      # of these
+    cu_seqlens_q: list[int]    # (num_reqs + 1,)
+    batch: PreparedBatch
     causal: bool | list[bool]  # of all requests, or of each
 
 
@@ -80,6 +80,9 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                                 vllm_config.cache_config.cache_dtype)
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             return
+        if fmt.num_float_tokens and vllm_config.kv_transfer_config is not None:
+            raise ValueError(f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats beside vLLM's blocks, which "
+                             f"a KV connector would not send: choose turboquant_4bit_nc or int8_per_token_head")  # fmt: skip
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         layers = [named[name] for name in layer_names]
@@ -102,7 +105,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         tables = [one.numpy() for one in (common_attn_metadata.block_table_tensor, common_attn_metadata.seq_lens,
                                           common_attn_metadata.query_start_loc)]  # fmt: skip
         batch = self._memory.prepare(*tables, common_attn_metadata.slot_mapping)
-        return KVFastMetadata(common_attn_metadata.num_actual_tokens, *tables, batch, causal)
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, tables[2].tolist(), batch, causal)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -154,13 +157,12 @@ class KVFastImpl(CPUAttentionBackendImpl):
 
     def _attend_one_by_one(self, attend, query, attn_metadata, out):
         """Requests whose queries are not finite get NaN, as from vLLM's own backend, and all others what they get alone."""
-        bounds, causal = attn_metadata.cu_seqlens_q.tolist(), attn_metadata.causal
-        for i, (first, last) in enumerate(pairwise(bounds)):
+        batch, causal = attn_metadata.batch, attn_metadata.causal
+        for i, (first, last) in enumerate(pairwise(attn_metadata.cu_seqlens_q)):
             if first == last:
                 continue
             try:
-                attend(query[first:last], block_table=attn_metadata.block_table[i : i + 1], seq_lens=attn_metadata.seq_lens[i : i + 1],
-                       cu_seqlens_q=[0, last - first], out=out[first:last], causal=causal if isinstance(causal, bool) else causal[i])
+                attend(query[first:last], batch.only(i), out=out[first:last], causal=causal if isinstance(causal, bool) else causal[i])
             except NonFiniteInputError:
                 out[first:last] = float("nan")
 

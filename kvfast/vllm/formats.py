@@ -4,14 +4,13 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 from kvfast import KVFormat, buffer_layout
-from kvfast.planning.engine import VLLM_FORMATS
+from kvfast.planning.engine import VLLM_FORMATS, vllm_format
 
 BLOCK_SIZES = (32, 64, 128, 256)
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
-
-FORMATS = {KVQuantMode[name.upper()]: form for name, form in VLLM_FORMATS.items() if name != "auto"}
-NAMES = tuple(mode.name.lower() for mode in FORMATS)  # of kv_cache_dtype
+MODES = {KVQuantMode[name.upper()]: name for name in VLLM_FORMATS if name != "auto"}
+NAMES = tuple(MODES.values())  # of kv_cache_dtype
 
 
 class Directions:
@@ -28,12 +27,19 @@ def format_of(spec):
     if type(spec) is SlidingWindowSpec and Directions.sees_later_tokens:
         return None
     if spec.kv_quant_mode is not KVQuantMode.NONE:
-        return FORMATS.get(spec.kv_quant_mode)
+        name = MODES.get(spec.kv_quant_mode)
+        return None if name is None else vllm_format(name, spec.sliding_window if type(spec) is SlidingWindowSpec else None)
     dtype = FLOATS.get(spec.dtype)
     return None if dtype is None else KVFormat.of(dtype)
 
 
+def block_sizes(fmt):
+    """Those that vLLM may choose from."""
+    return list(BLOCK_SIZES) if fmt.block_size is None else [fmt.block_size]
+
+
 def content_bytes(spec, fmt):
-    """Bytes of a token and KV head, the same for all BLOCK_SIZES."""
-    size = BLOCK_SIZES[0]
-    return buffer_layout(1, 1, spec.head_size, 1, size, fmt, v_head_dim=spec.head_size_v).nbytes // size
+    """Bytes of a token and KV head, the same for all block sizes. Layers with a window and those without have blocks of one size."""
+    widest = VLLM_FORMATS.get(MODES.get(spec.kv_quant_mode), fmt)
+    size = block_sizes(widest)[0]
+    return max(buffer_layout(1, 1, spec.head_size, 1, size, one, v_head_dim=spec.head_size_v).nbytes // size for one in (fmt, widest))

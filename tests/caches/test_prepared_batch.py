@@ -193,11 +193,6 @@ def test_the_first_slots_of_a_pool(rng):
         pool.new_sequence()
 
 
-def test_formats_with_float_rows_have_no_such_tables():
-    with pytest.raises(ValueError, match="this pool needs sequences"):
-        kvfast.PagedKVCache(1, 2, 32, 4).prepare_batch([[0]], [1])
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8", kvfast.KVFormat("int4", rotation="kv")])
 def test_rows_that_are_not_finite_are_zeros(isa, rng, dtype):
     """If asked for; other rows have the bits they have without them. In float16, 70,000 is too large as well."""

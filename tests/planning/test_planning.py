@@ -432,7 +432,7 @@ def test_blocks_of_vllm():
         assert one.tokens_per_gib == (1 << 30) // one.bytes_per_token
     ratio = found["int8_per_token_head"].tokens_per_gib / found["auto"].tokens_per_gib
     assert 1.88 < ratio < 1.89 and found["auto"].bytes_per_token == 30 * 3 * 256
-    assert found["int4_per_token_head"].tokens_per_gib > 3.7 * found["auto"].tokens_per_gib
+    assert found["int4_per_token_head"].tokens_per_gib > 3.6 * found["auto"].tokens_per_gib
     assert any("turboquant modes leave" in note for note in found.notes)
 
 
@@ -461,6 +461,6 @@ def test_the_command_plans_for_vllm(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(of_heads(3, 64, 30)))
     command = [sys.executable, "-m", "kvfast", "plan", str(tmp_path), "--engine", "vllm", "--memory", "1", "--bandwidth", "10"]
     text = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "120"}).stdout
-    assert "46,603" in text and "int4_per_token_head" in text and "175,448" in text
+    assert "46,603" in text and "int4_per_token_head" in text and "170,435" in text
     found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
     assert found["dtypes"][0]["cache"] == "vLLM, bfloat16"

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import warnings
 
 # Before vLLM is imported: one process, where a failure has its traceback, little memory, and nothing that asks a network.
@@ -50,6 +51,9 @@ def save_model(name, folder):
 def in_engine(folder, use, **options):
     """What `use` returns of an LLM of vLLM over a model, with kvfast as KVFAST_VLLM is set now. Nobody may keep the LLM: it ends the
     process group, which is the next engine's then."""
+    # vLLM looks for its kernels in vars() of all that modules hold. That of llvmlite's library, which drafts of n-grams import, is no dict.
+    if "llvmlite.binding.ffi" in sys.modules:
+        sys.modules["llvmlite.binding.ffi"]._lib_fn_wrapper.get = lambda self, name: None
     AttentionBackendEnum.CPU_ATTN.clear_override()
     selector._cached_get_attn_backend.cache_clear()
     kvfast.vllm.register()

@@ -68,7 +68,7 @@ def test_float_caches_give_the_tokens_of_vllm(folder_of, monkeypatch, name):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    ("int8_per_token_head", "int8"), ("int4_per_token_head", "int4"), ("turboquant_k8v4", "k8v4"), ("turboquant_4bit_nc", "int4"),
+    ("int8_per_token_head", "int8"), ("turboquant_k8v4", "k8v4"), ("turboquant_4bit_nc", "int4"),
     ("turboquant_k3v4_nc", "int3/int4"), ("turboquant_3bit_nc", "int3"),
 ])  # fmt: skip
 def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_of, monkeypatch, name, dtype):
@@ -95,6 +95,44 @@ def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_o
 
     monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
     in_engine(folder_of("deep"), use, kv_cache_dtype=name, num_gpu_blocks_override=10, block_size=64, max_model_len=448)
+
+
+def test_the_default_keeps_float_rows_beside_the_blocks(folder_of, monkeypatch):
+    """Tokens that are computed again, and those of known prefixes, are read with another precision, as in kvfast's own pools. So
+    a text depends on them, and on nothing else: not on the batch, and not on whose blocks it gets."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted = []
+    original = Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *args, **options: preempted.append(args) or original(*args, **options))
+
+    def use(llm):
+        alone = [generate(llm, [one])[0] for one in prompts()]
+        assert generate(llm, prompts()) == alone
+        growing = prompts((50, 52, 54, 56))
+        slowly = [generate(llm, [one], 100)[0] for one in growing]
+        assert not preempted
+        texts = generate(llm, growing, 100)
+        assert preempted and [len(text) for text in texts] == [len(text) for text in slowly]
+        assert sum(one == other for one, other in zip(texts, slowly)) >= 4 - len(preempted)
+        assert [generate(llm, [one])[0] for one in prompts()] == alone
+        assert {pool.dtype for pool in pools_of(llm)} == {"int4"}
+        [memory] = {id(layer.impl.memory): layer.impl.memory for layer in layers_of(llm).values()}.values()
+        assert 0 < memory.pool.nbytes - sum(tensor.nbytes for tensor in memory._tensors) < sum(tensor.nbytes for tensor in memory._tensors)
+
+    in_engine(folder_of("deep"), use, kv_cache_dtype="int4_per_token_head", num_gpu_blocks_override=10, block_size=64, max_model_len=448,
+              enable_prefix_caching=False)  # fmt: skip
+
+
+def test_layers_with_windows_have_blocks_of_the_same_size(folder_of):
+    """A model whose layers are of both kinds: int4 as it is, and rotated INT4 where blocks fall behind a window."""
+
+    def use(llm):
+        alone = [generate(llm, [one])[0] for one in prompts()]
+        assert generate(llm, prompts()) == alone
+        assert len({pool.dtype for pool in pools_of(llm)}) == 2
+
+    in_engine(folder_of("gemma3"), use, kv_cache_dtype="int4_per_token_head", enable_prefix_caching=False)
 
 
 def test_what_is_not_known_is_left_to_vllm(monkeypatch, caplog):

@@ -1,0 +1,27 @@
+"""The blocks of a pool with float rows that another scheduler gives out."""
+from libc.stdint cimport int16_t, int32_t, uint8_t
+
+from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.prepared_batch cimport PreparedBatch
+
+
+cdef class SchedulerBlocks:
+    cdef BlockPool pool
+    cdef int16_t *written      # (num_blocks,) number of first tokens of a block that have been written
+    cdef uint8_t *state        # (num_blocks,) CODES, OPEN or SEALED
+    cdef uint8_t *begins       # (num_blocks,) whether a block was written as the first of a sequence
+    cdef Py_ssize_t *used      # (num_blocks,) the last step with a block that has float rows
+    cdef Py_ssize_t num_open   # number of blocks that are not CODES
+    cdef Py_ssize_t step       # number of the newest batch
+
+    cdef int prepare(self, PreparedBatch batch) except -1
+    cdef int check(self, PreparedBatch batch) except -1
+    cdef int forget(self) except -1
+    cdef list _writes_of(self, PreparedBatch batch)
+    cdef int _check_read(self, PreparedBatch batch, dict ends) except -1
+    cdef int _seal(self, PreparedBatch batch, dict ends) except -1
+    cdef int _release_float_rows(self, PreparedBatch batch) except -1
+    cdef int _close_others(self, PreparedBatch batch) except -1
+    cdef void _set_state(self, int32_t block, int state) noexcept
+    cdef int _encode(self, list chosen, bint at_start) except -1
+    cdef void _set_states(self, PreparedBatch batch) noexcept

@@ -3,6 +3,7 @@
     pip install -e ".[vllm,llama]"
     python bench/bench_vllm.py                          # SmolLM2-135M
     python bench/bench_vllm.py --model 1B               # a Llama of 1.2 billion random weights
+    python bench/bench_vllm.py --attention              # only the kernels, seconds
     python bench/bench_vllm.py --context 2000 --rounds 3 --requests 16    # shorter
 
 Each contender is an engine in a process of its own. Rounds are interleaved: one engine works at a time, each in its turn, and ratios
@@ -159,6 +160,63 @@ class Engine:
         return self.clock() - start
 
 
+def attention_alone(given):
+    """Print the CPU time of one thread for one layer's attention: one token of each sequence, against vLLM's own kernel in bfloat16."""
+    import numpy as np
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    import kvfast
+    from kvfast.planning.engine import VLLM_FORMATS
+
+    torch.set_num_threads(1)
+    n, per = given.sequences, -(-given.context // BLOCK)
+    lens, starts = torch.full((n,), given.context, dtype=torch.int32), torch.arange(n + 1, dtype=torch.int32)
+    table, slots = torch.arange(n * per, dtype=torch.int32).view(n, per), torch.arange(n * per * BLOCK)
+
+    def measure(model, q_heads, kv_heads, dim):
+        k, v = torch.randn(2, len(slots), kv_heads, dim).bfloat16()
+        q = torch.randn(n, q_heads, dim).bfloat16()
+        out, isa = torch.zeros_like(q), _get_attn_isa(torch.bfloat16, BLOCK, dim)
+        keys, values = torch.zeros(n * per, kv_heads, 2 * BLOCK, dim, dtype=torch.bfloat16).chunk(2, dim=2)
+        common = {"sliding_window": -1, "softcap": 0, "alibi_slopes": None, "s_aux": None, "causal": True, "dynamic_causal": None,
+                  "k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}  # fmt: skip
+        ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+
+        def of_vllm():
+            plan = ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=n, num_heads=q_heads, num_kv_heads=kv_heads, head_dim=dim, seq_lens=lens, dtype=torch.bfloat16,
+                query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=True, dynamic_causal=None,
+                kv_cache_dtype="auto")  # fmt: skip
+            ops.cpu_attention_with_kv_cache(query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=starts,
+                                            seq_lens=lens, scale=dim**-0.5, block_table=table, scheduler_metadata=plan, **common)
+
+        runs = {"vLLM": of_vllm}
+        for name in ("auto", "int8_per_token_head", "turboquant_k8v4", "int4_per_token_head"):
+            pool = kvfast.PagedKVCache(1, kv_heads, dim, n * per, BLOCK, VLLM_FORMATS[name])
+            pool.append_batch(0, k, v, slots.numpy())
+
+            def of_kvfast(pool=pool):
+                batch = pool.prepare_batch(table.numpy(), lens.numpy(), starts.numpy())
+                pool.attend_batch(0, q, batch, out=out, num_threads=1)
+
+            runs[f"kvfast {name}"] = of_kvfast
+        times = {name: [] for name in runs}
+        for _ in range(given.rounds + 1):
+            for name, run in runs.items():
+                start = process_time()
+                run()
+                times[name].append(process_time() - start)
+        print(f"{model}: ms of CPU time of one thread for a layer, {n} sequences at {given.context} tokens, vLLM's kernel {isa}")
+        for name, values_of in times.items():
+            found, own = np.array(values_of[1:]), np.array(times["vLLM"][1:])  # the first round warms up
+            print(f"  {name:28}{np.median(found) * 1e3:>8.2f}   {np.median(own / found):.2f}x")
+
+    for model, shape in {"SmolLM2-135M": (9, 3, 64), "Llama-3.2-1B": (32, 8, 64), "Llama-3-8B": (32, 8, 128)}.items():
+        measure(model, *shape)
+
+
 # In the parent. ------------------------------------------------------------------------------------------------------------------
 
 
@@ -197,8 +255,11 @@ def main():
     parser.add_argument("--tight", type=float, default=8, help="requests of average length that the bfloat16 cache of the throughput holds")
     parser.add_argument("--compile", action="store_true", help="compile the model with PyTorch, which takes minutes")
     parser.add_argument("--one-thread", action="store_true", help="one thread, and its CPU time: for machines that others use")
+    parser.add_argument("--attention", action="store_true", help="only one layer's attention, of one thread, without an engine")
     parser.add_argument("--json", help="a file for the figures")
     given = parser.parse_args()
+    if given.attention:
+        return attention_alone(given)
     names = [one.strip() for one in given.contenders.split(",")]
     assert BASE in names, f"--contenders needs {BASE}"
     os.environ["KVFAST_VLLM"] = "0"

@@ -82,7 +82,7 @@ def stream(port, prompt, leave_after=None):
 
 
 def test_streams_at_once_have_the_texts_of_one_at_a_time(port):
-    """The cache holds two of these prompts and a half, so requests wait, and are preempted. Every fourth client goes away."""
+    """The cache holds 1,920 tokens of the 6,800 of all prompts, so requests wait for others. Every fourth client goes away."""
     leaves = {i: i % 8 for i in range(0, len(PROMPTS), 4)}
     together = {}
 

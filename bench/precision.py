@@ -67,9 +67,10 @@ def _error(cache, q, scale=1.0):
 
 
 def hard_errors(form):
-    """A row of JSON for one format: the largest errors with a loud channel of the keys, and beside one large weight."""
+    """A row of JSON for one format: the largest errors with a loud channel of the keys, beside one large weight, and beside one
+    loud element of the values."""
     rng = np.random.default_rng(2)
-    row = {"format": form, "bound": CONTRACT.get(form, 1e-3), "loud": {}, "peaked": 0.0}
+    row = {"format": form, "bound": CONTRACT.get(form, 1e-3), "loud": {}, "peaked": 0.0, "lone": 0.0}
     for loud in LOUD:
         k, v = rng.standard_normal((2, 1000, NUM_KV_HEADS, HEAD_DIM), np.float32)
         k[:, :, 5] *= loud
@@ -95,6 +96,17 @@ def hard_errors(form):
             q = np.zeros((n, NUM_Q_HEADS, HEAD_DIM), np.float32)
             q[:, :, 3] = 1
             row["peaked"] = max(row["peaked"], _error(cache, q, HEAD_DIM**0.5))
+    for loud in (40, 300, 3000):
+        for rows in ((1.0,), (-1.0, 1.0)):
+            k = rng.standard_normal((160, NUM_KV_HEADS, HEAD_DIM), np.float32)
+            v = rng.choice(rows, k.shape).astype(np.float32)
+            v[100], v[100, :, 5] = 0, loud
+            cache = kvfast.KVCache(1, NUM_KV_HEADS, HEAD_DIM, 160, form)
+            cache.append(0, k, v)
+            cache.advance(160)
+            for n in QUERIES:
+                q = rng.standard_normal((n, NUM_Q_HEADS, HEAD_DIM), np.float32)
+                row["lone"] = max(row["lone"], _error(cache, q))
     return row
 
 
@@ -121,7 +133,8 @@ def main():
         print(f"{row['format']:>10} {row['context']:>6} tokens, {row['queries']:>2} queries: {worst:.1e} (at most {row['bound']:.0e})")
     for row in report["hard"]:
         loud = ", ".join(f"{loud}: {error:.1e}" for loud, error in row["loud"].items())
-        print(f"{row['format']:>10} loud channel {loud}; many small weights {row['peaked']:.1e} (at most {row['bound']:.0e})")
+        print(f"{row['format']:>10} loud channel {loud}; many small weights {row['peaked']:.1e}, "
+              f"a lone loud value {row['lone']:.1e} (at most {row['bound']:.0e})")
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump(report, file, indent=1)
         file.write("\n")

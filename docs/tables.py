@@ -162,13 +162,14 @@ def precision():
 
 
 def hard():
-    """The largest error over tiers, for one query and 64, with a loud channel of the keys, and beside one large weight."""
+    """The largest error over tiers, for one query and 64, with a loud channel of the keys, beside one large weight, and
+    beside one loud element of the values."""
     results = load("precision")["hard"]
     rows = [
-        [f"`{one['format']}`", *(f"{error:.1e}" for error in one["loud"].values()), f"{one['peaked']:.1e}", f"{one['bound']:.0e}"]
+        [f"`{one['format']}`", *(f"{error:.1e}" for error in (*one["loud"].values(), one["peaked"], one["lone"])), f"{one['bound']:.0e}"]
         for one in results
     ]
-    return _table(["storage", *(f"loud by {loud}" for loud in results[0]["loud"]), "small weights", "contract"], rows)
+    return _table(["storage", *(f"loud by {loud}" for loud in results[0]["loud"]), "small weights", "lone value", "contract"], rows)
 
 
 def peers():

@@ -63,6 +63,7 @@ from kvfast.interop import ggml, llama_cpp_state  # noqa: F401  (kvfast.ggml, kv
 from kvfast.planning.fidelity import Fidelity, choose_format, fidelity
 from kvfast.planning.model_shape import LayerShape, ModelShape
 from kvfast.planning.plan import DtypePlan, MemoryPlan, plan
+from kvfast.storage.prepared_batch import PreparedBatch
 
 __version__ = "0.1.0"
 
@@ -95,6 +96,7 @@ __all__ = [
     "PagedKVCache",
     "PagedMLAKVCache",
     "PrefixKVCache",
+    "PreparedBatch",
     "PromptCache",
     "Quantize",
     "ReconstructionError",

@@ -4,6 +4,10 @@ import runpy
 import signal
 from pathlib import Path
 
+# Before NumPy is imported: the threads of its BLAS wait by spinning, on the processors of the threads under test. Where
+# products are large, in tests/llama, there are more.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 from cache_kinds import CENTRED, PACKED, TRELLIS

@@ -17,7 +17,7 @@ from kvfast.attention.tiles cimport bytes_of, choose_tile, kv_item, kv_query, kv
 from kvfast.attention.workspace cimport ITEMS, PARTIALS, QUERIES, ROPE, WIDE, Workspace
 from kvfast.codec.blocks cimport kv_context, kv_store, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name, parse_dtype
-from kvfast.core.arrays cimport Rows, check_apart, check_finite, open_rows
+from kvfast.core.arrays cimport Rows, check_apart, check_finite, open_output, open_rows
 from kvfast.core.checks cimport check_count, check_number, check_per_head
 from kvfast.core.flags cimport kv_drop
 from kvfast.core.interrupt cimport check_stopped
@@ -85,9 +85,7 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     self.out = options.out
     if self.out is None:
         self.out = np.empty((self.call.q.tokens, self.call.q.heads, dim), np.float32)
-    elif not isinstance(self.out, (np.ndarray, Rows)):
-        raise TypeError(f"out must be a NumPy array, got {type(self.out).__name__}")
-    self.result = open_rows(self.out, "out", True)
+    self.result = open_output(self.out, "out")
     self.call.out = self.result.rows
     if self.call.out.tokens != self.call.q.tokens or self.call.out.heads != self.call.q.heads or self.call.out.dim != dim:
         raise DimensionMismatchError(

@@ -9,8 +9,8 @@ context, row block); partial results merge in order, so that results are the sam
 from libc.math cimport INFINITY, expf, logf
 from libc.string cimport memcpy, memset
 
-from kvfast.attention.tiles cimport (attend_span, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, load,
-                                     touch, touch_first_floats, touch_sinks)
+from kvfast.attention.tiles cimport (attend_span, begin_refined, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic,
+                                     load, touch, touch_first_floats, touch_sinks)
 from kvfast.codec.blocks cimport values_of
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
@@ -51,6 +51,7 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
     cdef Py_ssize_t begin, end, row0, token, split, sinks_end = 0, split_begin
     cdef kv_range rest
     cdef int r, tile
+    cdef bint refined = False
     cdef Py_ssize_t i
     cdef float m, l
     cdef float *acc
@@ -99,16 +100,20 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
     if call.traffic == NULL:
         begin_rows(&task)
 
-    if sinks_end > 0:
-        load(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
-        rest = kv_range(call.store, call.tile, begin, end)
-        attend_span(&task, 0, sinks_end, zeros, sink_stops, &rest)
-    if sinks_end == 0 or call.sink_q.data != NULL:
-        load(&task, &call.q)
-    if begin < end:
-        attend_span(&task, begin, end, starts, stops, NULL)
-    if call.traffic != NULL:
-        return 0
+    while True:
+        if sinks_end > 0:
+            load(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
+            rest = kv_range(call.store, call.tile, begin, end)
+            attend_span(&task, 0, sinks_end, zeros, sink_stops, &rest)
+        if sinks_end == 0 or call.sink_q.data != NULL:
+            load(&task, &call.q)
+        if begin < end:
+            attend_span(&task, begin, end, starts, stops, NULL)
+        if call.traffic != NULL:
+            return 0
+        if refined or not begin_refined(&task):
+            break
+        refined = True
 
     for r in range(task.rows):
         query = call.queries + task.tokens[r]

@@ -100,6 +100,7 @@ cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noe
 cdef void touch_first_floats(const kv_task *task) noexcept nogil
 cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil
 cdef void begin_rows(kv_task *task) noexcept nogil
+cdef bint begin_refined(kv_task *task) noexcept nogil
 cdef void load(kv_task *task, const kv_rows *q) noexcept nogil
 cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts, const Py_ssize_t *stops,
                       const kv_range *following) noexcept nogil

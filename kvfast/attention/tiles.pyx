@@ -13,7 +13,7 @@ from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_scratch, kv_side,
                                   kv_softmax, kv_tile)
-from kvfast.core.limits cimport KV_LANES, KV_OPEN_TOKENS, KV_PIECE, KV_ROWS, KV_TILE
+from kvfast.core.limits cimport KV_LANES, KV_OPEN_TOKENS, KV_PANELS, KV_PIECE, KV_ROWS, KV_TILE
 
 cdef extern from *:
     """
@@ -207,7 +207,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         ahead.next = ahead.after
         _aim(&ahead.after, &next_store.v, next_values, next_tile, next_count)
         ahead.lead = lead - v_bytes
-        kernels.accumulate[v.dtype](v, state.weights, task.rows, &values[now], &ahead, state.rescale, scratch.acc)
+        kernels.accumulate[v.dtype](v, state, task.rows, &values[now], &ahead, scratch.acc)
         now = 1 - now
         t += tile
 
@@ -227,7 +227,7 @@ cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *la
             kernels.scale_add(state.weights + r * KV_TILE, 1.0, task.rope.scores + r * KV_TILE, 1.0,
                               (latents.count + KV_LANES - 1) // KV_LANES * KV_LANES)
     kernels.softmax(state, task.rows, latents.count, first, last, position, &task.options)
-    kernels.accumulate_latent(k, state.weights, task.rows, latents, ahead, state.rescale, scratch.acc)
+    kernels.accumulate_latent(k, state, task.rows, latents, ahead, scratch.acc)
 
 
 cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
@@ -434,10 +434,11 @@ cdef void begin_rows(kv_task *task) noexcept nogil:
     cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
     cdef kv_panel *panel
     cdef int r, i
+    state.refined = 0
     if task.wide == NULL:
         memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
         for r in range(task.rows):
-            state.m[r], state.l[r], state.rescale[r] = -INFINITY, 0.0, 1.0
+            state.m[r], state.l[r], state.rescale[r], state.noise[r] = -INFINITY, 0.0, 1.0, 0.0
     for i in range(_num_panels(task)):
         panel = task.wide.panels + i
         panel.rows = min(<int>KV_ROWS, task.rows - i * KV_ROWS)
@@ -445,6 +446,32 @@ cdef void begin_rows(kv_task *task) noexcept nogil:
         panel.options.query_at += i * KV_ROWS
         if task.options.slopes != NULL:
             panel.options.slopes += i * KV_ROWS
+        panel.refined = 0
         memset(panel.acc, 0, KV_ROWS * padded * sizeof(float))
         for r in range(KV_ROWS):
-            panel.m[r], panel.l[r] = -INFINITY, 0.0
+            panel.m[r], panel.l[r], panel.noise[r] = -INFINITY, 0.0, 0.0
+
+
+cdef bint begin_refined(kv_task *task) noexcept nogil:
+    """Return whether the rounding of weights counts in some rows, and reset the state of all rows then. They are to be read again:
+    those rows become more exact, and the others become the same."""
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef kv_softmax *state = &task.scratch.softmax
+    cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
+    cdef kv_panel *panel
+    cdef unsigned refined[KV_PANELS]
+    cdef unsigned some = 0
+    cdef int i
+    if task.wide == NULL:
+        some = refined[0] = kernels.rows_to_refine(task.scratch.acc, padded, KV_LANES, padded, state.noise, task.rows)
+    for i in range(_num_panels(task)):
+        panel = task.wide.panels + i
+        refined[i] = kernels.rows_to_refine(panel.acc, KV_LANES, KV_ROWS * KV_LANES, padded, panel.noise, panel.rows)
+        some |= refined[i]
+    if some == 0:
+        return False
+    begin_rows(task)
+    state.refined = refined[0]
+    for i in range(_num_panels(task)):
+        task.wide.panels[i].refined = refined[i]
+    return True

@@ -8,7 +8,7 @@ from typing import Any
 from kvfast.caches.latent_rows import checked_sizes
 from kvfast.caches.paged_storage import BLOCK_SIZE
 from kvfast.codec.blocks import BLOCK_ALIGNMENT, block_nbytes
-from kvfast.codec.formats import block_size_of, floats_of, formats_of
+from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 
@@ -50,10 +50,9 @@ def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks:
     Parameters
     ----------
     num_layers, num_kv_heads, head_dim, num_blocks, block_size, dtype, k_dtype, v_dtype, v_head_dim
-        As in `PagedKVCache`; the format must have no float rows, so `dtype` cannot be ``"int4"``.
+        As in `PagedKVCache`; float rows of a format do not lie in this memory.
     rope_dim : int, optional
-        As in `PagedMLAKVCache`, whose `latent_dim` is the `head_dim` here; `num_kv_heads` is then 1. All of its formats will do,
-        ``"int4"`` too.
+        As in `PagedMLAKVCache`, whose `latent_dim` is the `head_dim` here; `num_kv_heads` is then 1.
 
     Returns
     -------
@@ -84,17 +83,6 @@ def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks:
                              f"k_dtype={k_dtype!r}, v_dtype={v_dtype!r}, v_head_dim={v_head_dim!r}")  # fmt: skip
         _, head_dim, rope_dim, formats = checked_sizes(num_layers, head_dim, rope_dim, dtype)
     block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
-    check_buffered(formats, False)
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     sizes = tuple(block_nbytes(one, num_kv_heads, head_dim, v_head_dim, block_size, rope_dim) for one in formats)
     return BufferLayout(num_blocks, block_size, sizes, BLOCK_ALIGNMENT)
-
-
-def check_buffered(formats, secure):
-    """Refuse what cannot be kept in a caller's memory."""
-    if secure:
-        raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
-    rows = sorted({str(one) for one in formats if floats_of(one) is not None})
-    if rows:
-        raise ValueError(f"a buffer needs a format without num_float_tokens, centring and per_channel, whose tokens lie in their "
-                         f"block alone, got {', '.join(rows)}")  # fmt: skip

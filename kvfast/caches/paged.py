@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.attention.options import Options
-from kvfast.caches.buffer_layout import check_buffered
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.paged_storage import BLOCK_SIZE, PagedStorage
@@ -55,8 +54,8 @@ class PagedKVCache(PagedStorage):
     Raises
     ------
     ValueError
-        For a size out of range; for a `buffer` that is read-only, too small, not aligned or that overlaps itself, and with
-        one for a format with float rows, and for `secure`.
+        For a size out of range; for a `buffer` that is read-only, too small, not aligned or that overlaps itself, and for
+        one with `secure`.
     DimensionMismatchError
         For a `buffer` of another shape.
     TypeError
@@ -71,14 +70,16 @@ class PagedKVCache(PagedStorage):
     it; the least recently used block is reused first.
 
     A scheduler with its own tables passes its own slots and block tables to `append_batch`, `write_batch` and
-    `attend_batch`, and makes no sequences. A pool can be used in one of the two ways, not in both.
+    `attend_batch`, and makes no sequences. A pool can be used in one of the two ways, not in both. A format with float rows
+    needs a `prepare_batch` for each of its steps.
 
     With a window, a sequence behaves like a `RingKVCache`. Its block table has -1 where blocks have gone back to the
     pool. A scheduler's own table may have anything there: blocks that no query sees are not read. A prefix can be found
     as long as the pool has those of its blocks that a sequence of that length would hold.
 
-    In a `buffer`, all that belongs to a block of a layer lies in its bytes, scales included. So whoever owns the memory may
-    copy the bytes of a block to another, and that block then has the same tokens.
+    In a `buffer`, all that belongs to a block of a layer lies in its bytes, scales included, but for float rows, which lie in
+    memory of the pool's own. So with a format without them, whoever owns the memory may copy the bytes of a block to another,
+    and that block then has the same tokens.
 
     Any number of threads may read a pool and its sequences at once; a thread that changes them must be its only user.
 
@@ -107,8 +108,6 @@ class PagedKVCache(PagedStorage):
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
         check_block_size(block_size)
-        if buffer is not None:
-            check_buffered(formats, secure)
         num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
         rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         # An empty cache with the settings of one sequence: the template of its snapshots and files.
@@ -141,7 +140,8 @@ class PagedKVCache(PagedStorage):
         """Number of tokens that `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
         return getattr(self._alone, "rollback", None)
 
-    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike) -> None:
+    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *,
+                     zero_nonfinite: bool = False) -> None:
         """Store tokens of several sequences.
 
         Parameters
@@ -151,7 +151,10 @@ class PagedKVCache(PagedStorage):
         v : array of shape (num_tokens, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         slot_mapping : integers of shape (num_tokens,)
             From `slot_mapping`, the same for every layer, with -1 for a token to leave out; or, in a pool without
-            sequences, the slots of another scheduler.
+            sequences, the slots of another scheduler, or a PreparedBatch that has them.
+        zero_nonfinite : bool
+            Store zeros for a row (one head of a token) that has NaN, infinity or numbers too large for the format, instead of
+            raising: for a server, in which one bad text must not end the others.
 
         Raises
         ------
@@ -160,7 +163,7 @@ class PagedKVCache(PagedStorage):
         ValueError
             For slots that are out of range, given twice, or not the next slots of their sequence.
         """
-        self._buffer.append_batch(layer, k, v, slot_mapping)
+        self._buffer.append_batch(layer, k, v, slot_mapping, zero_nonfinite)
 
     def write_batch(self, layer: int, qkv: ArrayLike, slot_mapping: ArrayLike, *, num_q_heads: int | None = None,
                     cos: ArrayLike | None = None, sin: ArrayLike | None = None, positions: ArrayLike | None = None,
@@ -200,8 +203,9 @@ class PagedKVCache(PagedStorage):
         layer : int
         q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
             Queries of the last tokens of each sequence, sequence after sequence.
-        sequences : list of Sequence
-            Each is read with the tokens that this layer holds. Instead, pass `block_table` and `seq_lens`.
+        sequences : list of Sequence, or PreparedBatch
+            Each is read with the tokens that this layer holds. Instead, pass `block_table` and `seq_lens`, or what
+            `prepare_batch` has made of them.
         block_table : integers of shape (num_sequences, max_blocks)
         seq_lens : integers of shape (num_sequences,)
             Plain block tables, and the tokens in them including those of `q`. In a pool with a window, only the blocks of
@@ -228,7 +232,7 @@ class PagedKVCache(PagedStorage):
         """
         options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
                           num_splits, num_threads, attention_chunk_size)
-        return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
+        return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options,
                                          cascade)
 
     def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *,
@@ -254,4 +258,4 @@ class PagedKVCache(PagedStorage):
         options = Options(causal=causal, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
                           num_splits=num_splits, num_threads=num_threads, attention_chunk_size=attention_chunk_size)
         return self._buffer.explain_batch(layer, q_shape, num_q_heads, dtype,
-                                          *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options, cascade)
+                                          *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)

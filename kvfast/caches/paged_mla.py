@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.attention.options import Options
-from kvfast.caches.buffer_layout import check_buffered
 from kvfast.caches.latent_rows import LatentRows, checked_sizes
 from kvfast.caches.mla import LatentSequence, MLAKVCache
 from kvfast.caches.paged_sequence import PagedSequence
@@ -88,12 +87,10 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
     def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, num_blocks: int, block_size: int | None = None,
                  dtype: Any = "int8", secure: bool = False, buffer: Any = None) -> None:
         num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
-        if buffer is not None:
-            check_buffered(formats, secure)
         super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim,
                          secure, buffer=buffer)
 
-    def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike) -> None:
+    def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store rows of several sequences.
 
         Parameters
@@ -101,7 +98,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         layer : int
         latent : array of shape (num_tokens, latent_dim + rope_dim), float32, float16 or bfloat16
             As in `MLAKVCache.append`.
-        slot_mapping : integers of shape (num_tokens,)
+        slot_mapping, zero_nonfinite
             As in `PagedKVCache.append_batch`.
 
         Raises
@@ -111,7 +108,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         ValueError
             For slots that are out of range, given twice, or not the next slots of their sequence.
         """
-        self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping)
+        self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping, zero_nonfinite)
 
     def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
                      seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
@@ -145,7 +142,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         latent, rope = self._query_parts(q)
         options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits,
                           num_threads)  # fmt: skip
-        return self._buffer.attend_batch(layer, latent, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q, options,
+        return self._buffer.attend_batch(layer, latent, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options,
                                          cascade, rope)  # fmt: skip
 
     def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *, block_table: ArrayLike | None = None,
@@ -167,5 +164,5 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         """
         shape = self._latent_shape(q_shape, num_q_heads)
         options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
-        return self._buffer.explain_batch(layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens), cu_seqlens_q,
+        return self._buffer.explain_batch(layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q),
                                           options, cascade)  # fmt: skip

@@ -12,9 +12,10 @@ from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.storage.batch import PagedBuffer
+from kvfast.storage.prepared_batch import PreparedBatch
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
     from kvfast.caches.snapshot import Snapshot
 
@@ -31,6 +32,8 @@ class PagedStorage(StorageProperties):
 
     def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
                  v_head_dim=None, ring=None, buffer=None):
+        if buffer is not None and secure:
+            raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
         self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim,
                                    ring, buffer)
 
@@ -139,11 +142,46 @@ class PagedStorage(StorageProperties):
             raise ValueError(f"num_tokens must be one number or {len(tables)}, one per sequence, got {len(counts)}")
         return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, MAX_TOKENS) for n in counts])
 
-    def _batch(self, sequences, block_table, seq_lens):
-        """Block tables of sequences, or the given tables and lengths of another scheduler."""
+    def prepare_batch(self, block_table: ArrayLike, seq_lens: ArrayLike, cu_seqlens_q: ArrayLike | None = None,
+                      slot_mapping: ArrayLike | None = None) -> PreparedBatch:
+        """Check the tables of another scheduler for one step, once for all layers.
+
+        Parameters
+        ----------
+        block_table, seq_lens, cu_seqlens_q
+            As in `attend_batch`, which takes the result in the place of `sequences`. In a pool with a window, the blocks of
+            its whole window have to be present.
+        slot_mapping : integers of shape (num_slots,), optional
+            As in `append_batch`, which takes the result in the place of `slot_mapping`. A format with float rows needs it: the
+            slots of all queries, in order, and -1 behind them.
+
+        Returns
+        -------
+        PreparedBatch
+            Holds copies, and is valid for any number of calls of this pool; with float rows, until the next is prepared.
+
+        Raises
+        ------
+        DimensionMismatchError, ValueError
+            As the calls that take the arrays. With float rows also for tables with tokens that were not written, and for slots in
+            a sealed block that do not begin it anew.
+
+        Notes
+        -----
+        In a pool with float rows every step of the scheduler needs a batch, which seals the blocks that have become full, and
+        gives new tokens their float rows.
+        """
+        return self._buffer.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping)
+
+    def _batch(self, sequences, block_table, seq_lens, cu_seqlens_q):
+        """Block tables of sequences, or the given tables and lengths of another scheduler, or a PreparedBatch."""
+        if type(sequences) is PreparedBatch:
+            if block_table is not None or seq_lens is not None or cu_seqlens_q is not None:
+                raise ValueError("a PreparedBatch has its own block_table, seq_lens and cu_seqlens_q")
+            return None, sequences, None, None
         if (sequences is None) == (block_table is None) or (block_table is None) != (seq_lens is None):
             raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
-        return None if sequences is None else self._tables(sequences), block_table, seq_lens
+        return None if sequences is None else self._tables(sequences), block_table, seq_lens, cu_seqlens_q
 
     def can_append(self, n: int) -> bool:
         """Whether the pool has enough blocks for a new sequence of `n` tokens, all of them appended before the next `advance`."""

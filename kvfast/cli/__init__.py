@@ -176,6 +176,7 @@ def _add_plan(commands):
     add("--memory", type=_gigabytes, metavar="GB", help="memory for keys and values (default: what is available here)")
     add("--bandwidth", type=_gigabytes, metavar="GB/S", help="what the machine reads (default: measured)")
     add("--weights", type=_gigabytes, metavar="GB", help="weights that a token reads (default: those of a GGUF file)")
+    add("--engine", choices=["kvfast", "vllm"], default="kvfast", help="whose blocks: kvfast's own caches, or vLLM's with kvfast's formats")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run_plan)
 

@@ -18,23 +18,25 @@ def run_plan(args):
     """
     dtype = None if args.dtype is None else [name.strip() for name in args.dtype.split(",")]
     found = plan(args.model, context=args.context, batch=args.batch, dtype=dtype, memory=args.memory,
-                 bandwidth=args.bandwidth, weight_bytes=args.weights)  # fmt: skip
+                 bandwidth=args.bandwidth, weight_bytes=args.weights, engine=args.engine)  # fmt: skip
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
         return
     from rich.console import Console
 
     console = Console()
-    console.print(table(found))
+    console.print(table(found, with_gib=args.engine == "vllm"))
     console.print(conditions(found), style="dim", highlight=False)
 
 
-def table(found):
+def table(found, with_gib=False):
     """A `MemoryPlan` as a table for the screen.
 
     Parameters
     ----------
     found : MemoryPlan
+    with_gib : bool
+        With the tokens of a gibibyte.
 
     Returns
     -------
@@ -49,11 +51,13 @@ def table(found):
     names = ["dtype", "bytes a\ntoken", "one\nsequence", "all", "fits", "longest\ncontext", "largest\nbatch", "tokens\nper s"]
     if found.batch == 1:
         names.remove("one\nsequence")  # which is all
+    if with_gib:
+        names.insert(2, "tokens\na GiB")
     for name in [*names, "with\nweights"] if with_weights else names:
         # Where the screen is too narrow a number is broken, and never cut.
         rows.add_column(name, justify="left" if name == "dtype" else "right", overflow="fold")
     for one in found.dtypes:
-        cells = [one.dtype, f"{one.bytes_per_token:,}"]
+        cells = [one.dtype, f"{one.bytes_per_token:,}"] + [f"{one.tokens_per_gib:,}"] * with_gib
         cells += [size_text(one.bytes_per_sequence)] * (found.batch > 1) + [size_text(one.nbytes)]
         cells += [_known(one.fits, lambda fits: "yes" if fits else "no")]
         cells += ["any" if found.memory is not None and one.longest_context is None else _known(one.longest_context, "{:,}".format)]

@@ -5,7 +5,7 @@ from libc.string cimport memset
 
 from kvfast.codec.blocks cimport k_block_at, kv_store, piece_of, v_block_at
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
-from kvfast.core.arrays cimport Rows, check_finite, kv_rows
+from kvfast.core.arrays cimport Rows, check_finite, kv_rows, zero_unstorable
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_ROTATED, KV_PIECE
@@ -154,6 +154,11 @@ cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1:
     check_finite(k, names[0], _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else store.floats.k.dtype))
     check_finite(v, names[1], _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else store.floats.v.dtype))
     return 0
+
+
+cdef tuple storable(const kv_store *store, Rows k, Rows v):
+    """Keys and values with zeros for rows that cannot be stored."""
+    return zero_unstorable(k, _limit(store, False)), zero_unstorable(v, _limit(store, True))
 
 
 cdef int _check_shape(const kv_store *store, Rows array, str name, Py_ssize_t dim) except -1:

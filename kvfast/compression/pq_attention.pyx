@@ -140,7 +140,7 @@ cdef int _attend_task(void *shared, Py_ssize_t task, int thread, kv_watch *watch
     for r in range(rows):
         at = (head * call.rows + row0 + r) * k.head_dim
         memcpy(own.rows + r * k.padded_dim, call.queries + at, k.head_dim * sizeof(float))
-        state.m[r], state.l[r], state.rescale[r], begin[r] = -INFINITY, 0.0, 1.0, 0
+        state.m[r], state.l[r], state.rescale[r], state.noise[r], begin[r] = -INFINITY, 0.0, 1.0, 0.0, 0
         seen = max(seen, call.visible[row0 + r])
     last = min(last, seen)
     call.kernels.prepare[KV_FLOAT16](k, own.rows, rows, 1.0, &own.queries)
@@ -152,7 +152,7 @@ cdef int _attend_task(void *shared, Py_ssize_t task, int thread, kv_watch *watch
         call.kernels.scores[KV_FLOAT16](k, &own.queries, rows, &tile, &ahead, state.weights)
         call.kernels.softmax(state, rows, count, begin, end, 0.0, &options)
         _decode_tile(call, call.values, head, t, count, scratch.rows, &tile, &ahead)
-        call.kernels.accumulate[KV_FLOAT16](v, state.weights, rows, &tile, &ahead, state.rescale, own.acc)
+        call.kernels.accumulate[KV_FLOAT16](v, state, rows, &tile, &ahead, own.acc)
         t += count
     for r in range(rows):
         at = (split * call.heads + head) * call.rows + row0 + r

@@ -22,6 +22,7 @@ cdef class Rows:
     cdef kv_rows rows
     cdef Py_buffer buffer
     cdef bint is_open
+    cdef object owner          # of memory that is no buffer
 
 
 cdef inline Py_ssize_t width_of(const kv_rows *rows) noexcept nogil:
@@ -31,9 +32,11 @@ cdef inline Py_ssize_t width_of(const kv_rows *rows) noexcept nogil:
 
 cdef int dtype_of(object array) except -1
 cdef Rows open_rows(object array, str name, bint writable=*)
+cdef Rows open_output(object array, str name)
 cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,
                                 kv_watch *watch) noexcept nogil
 cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1
+cdef Rows zero_unstorable(Rows array, float limit)
 cdef tuple open_pair(object k, object v, bint latent)
 cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil
 cdef int check_apart(const kv_rows *out, const kv_rows *given, str name) except -1

@@ -4,6 +4,7 @@ import numpy as np
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
+from kvfast.core.dlpack cimport DLTensor, read_tensor
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT16, KV_FLOAT32, active, kv_kernels
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM
@@ -12,7 +13,14 @@ from kvfast.core import slow_paths
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import as_floats
 
+cdef enum:
+    # Codes of types in DLPack.
+    FLOAT = 2
+    BFLOAT = 4
+
 cdef bint _LOGS = slow_paths.LOGS
+
+cdef object _ndarray = np.ndarray
 
 _DTYPES = {"f": KV_FLOAT32, "e": KV_FLOAT16, "H": KV_BFLOAT16}  # uint16: the bits of bfloat16
 
@@ -39,6 +47,46 @@ cdef bint _rows_overlap(const kv_rows *rows) noexcept nogil:
     return inner > 1 and near < width_of(rows) or outer > 1 and far < (inner - 1) * near + width_of(rows)
 
 
+cdef bint _open_tensor(Rows self, object array, bint writable) except -1:
+    """Open a tensor of another library where it lies. False for what `open_rows` has to look at, or to refuse."""
+    cdef DLTensor tensor
+    cdef Py_ssize_t itemsize
+    cdef bint is_contiguous
+    if not read_tensor(array, &tensor, writable) or tensor.ndim != 3 or tensor.lanes != 1:
+        return False
+    if tensor.code == FLOAT and tensor.bits == 32:
+        self.rows.dtype = KV_FLOAT32
+    elif tensor.bits == 16 and (tensor.code == FLOAT or tensor.code == BFLOAT):
+        self.rows.dtype = KV_FLOAT16 if tensor.code == FLOAT else KV_BFLOAT16
+    else:
+        return False
+    itemsize, is_contiguous = tensor.bits // 8, tensor.strides == NULL
+    self.rows.data = <char *>tensor.data + tensor.byte_offset
+    self.rows.tokens, self.rows.heads, self.rows.dim = tensor.shape[0], tensor.shape[1], tensor.shape[2]
+    self.rows.head_stride = itemsize * (tensor.shape[2] if is_contiguous else tensor.strides[1])
+    self.rows.token_stride = itemsize * (tensor.shape[1] * tensor.shape[2] if is_contiguous else tensor.strides[0])
+    if (self.rows.tokens == 0 or self.rows.heads == 0 or self.rows.dim == 0 or self.rows.dim > KV_MAX_HEAD_DIM
+            or <Py_ssize_t>self.rows.data % itemsize
+            or not is_contiguous and tensor.strides[2] != 1 and self.rows.dim > 1
+            or writable and _rows_overlap(&self.rows)):
+        return False
+    self.owner = array
+    return True
+
+
+cdef Rows open_output(object array, str name):
+    """Open what is written to: an ndarray, `Rows`, or a tensor of another library."""
+    cdef Rows self
+    if isinstance(array, (np.ndarray, Rows)):
+        return open_rows(array, name, True)
+    self = Rows.__new__(Rows)
+    if not _open_tensor(self, array, True):
+        raise TypeError(f"{name} must be a NumPy array, or a tensor of three dimensions whose library has the C functions of DLPack "
+                        f"1.2, writable, on the CPU, of float32, float16 or bfloat16, and its last axis contiguous, got "
+                        f"{type(array).__name__}")
+    return self
+
+
 cdef Rows open_rows(object array, str name, bint writable=False):
     """Open `array` of shape (tokens, heads, dim). Rows that are not contiguous are copied; `Rows` are returned as they are."""
     if type(array) is Rows:
@@ -46,7 +94,9 @@ cdef Rows open_rows(object array, str name, bint writable=False):
     cdef Rows self = Rows.__new__(Rows)
     cdef int flags = PyBUF_STRIDES | (PyBUF_WRITABLE if writable else 0)
     cdef int itemsize
-    if type(array) is not np.ndarray or array.dtype.char not in _DTYPES or not array.dtype.isnative:
+    if type(array) is not _ndarray and not writable and _open_tensor(self, array, False):
+        return self
+    if type(array) is not _ndarray or array.dtype.char not in _DTYPES or not array.dtype.isnative:
         array = as_floats(array, name)
     if writable and not array.flags.writeable:
         raise ValueError(f"{name} must be writable, got a read-only array")
@@ -126,6 +176,27 @@ cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1
         raise NonFiniteInputError(f"{name}{list(position)} is {value:g}, beyond the range of {limit_of} "
                                   f"(+-{limit:g})")
     raise NonFiniteInputError(f"{name} must be finite, got {value} at {list(position)}")
+
+
+cdef Rows zero_unstorable(Rows array, float limit):
+    """The same rows if all can be stored; else a copy as float32 in which those with NaN, infinity or magnitudes above `limit` are
+    zeros."""
+    cdef float row[KV_MAX_HEAD_DIM]
+    cdef Py_ssize_t bad, index, token, head
+    cdef const kv_kernels *kernels = active()
+    cdef float[:, :, ::1] view
+    with nogil:
+        bad = find_unstorable(&array.rows, limit, row, &index, NULL)
+    if bad < 0:
+        return array
+    copy = view = np.empty((array.rows.tokens, array.rows.heads, array.rows.dim), np.float32)
+    for token in range(array.rows.tokens):
+        for head in range(array.rows.heads):
+            kernels.to_float[array.rows.dtype](array.rows.data + token * array.rows.token_stride + head * array.rows.head_stride,
+                                               array.rows.dim, &view[token, head, 0])
+            if kernels.find_unstorable(&view[token, head, 0], array.rows.dim, limit) >= 0:
+                view[token, head] = 0
+    return open_rows(copy, "array")
 
 
 cdef tuple open_pair(object k, object v, bint latent):

@@ -66,6 +66,8 @@ cdef extern from "simd/kernels.h" nogil:
         float *m
         float *l
         float *rescale
+        double *noise
+        unsigned refined
         float *weights
 
     ctypedef struct kv_scratch:
@@ -97,6 +99,8 @@ cdef extern from "simd/kernels.h" nogil:
         kv_score_options options
         float *m
         float *l
+        double *noise
+        unsigned refined
         float *acc
 
     ctypedef struct kv_operands:
@@ -173,10 +177,12 @@ cdef extern from "simd/kernels.h" nogil:
                           const kv_ahead *ahead, float *scores) noexcept nogil
         void (*softmax)(kv_softmax *state, int num_rows, int count, const int *start, const int *stop,
                         float position, const kv_score_options *options) noexcept nogil
-        void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
-                              const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
-        void (*accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
-                                  const kv_ahead *ahead, const float *rescale, float *acc) noexcept nogil
+        void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
+                              const kv_ahead *ahead, float *acc) noexcept nogil
+        void (*accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
+                                  const kv_ahead *ahead, float *acc) noexcept nogil
+        unsigned (*rows_to_refine)(const float *acc, Py_ssize_t row_stride, Py_ssize_t stride, Py_ssize_t n, const double *noise,
+                                   int num_rows) noexcept nogil
         void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                                  float scale, kv_panel *panel) noexcept nogil
         void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,

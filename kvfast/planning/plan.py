@@ -13,6 +13,8 @@ from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of
 from kvfast.core.checks import check_size
 from kvfast.core.hardware import read_bandwidth
 from kvfast.core.limits import CHUNK_BLOCKS, MAX_TOKENS, OPEN_TOKENS, PIECE
+from kvfast.core.text import one_of
+from kvfast.planning.engine import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
 from kvfast.storage.pool import BlockPool
@@ -34,7 +36,8 @@ class DtypePlan:
     dtype : str
         Name of the format, or ``"mixed"`` where layers differ.
     cache : str
-        The class that holds a sequence; two classes, joined by a plus, if only some layers have latent rows.
+        The class that holds a sequence; two classes, joined by a plus, if only some layers have latent rows. For vLLM, the
+        format that its name of the dtype means.
     bytes_per_token : int
         Over all layers, like the `bytes_per_token` of the cache.
     bytes_per_sequence : int
@@ -71,6 +74,11 @@ class DtypePlan:
     largest_batch: int | None
     tokens_per_second: float
     tokens_per_second_with_weights: float | None
+
+    @property
+    def tokens_per_gib(self) -> int:
+        """Tokens in a gibibyte, if all layers keep all of them."""
+        return (1 << 30) // self.bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class MemoryPlan:
         return asdict(self)
 
 
-def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=None, weight_bytes=None):
+def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=None, weight_bytes=None, engine="kvfast"):
     """Memory that the cache of a model will take, and its largest possible speed, for each storage format.
 
     Parameters
@@ -131,6 +139,9 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
         Bytes per second that the machine can read. Measured by default, which takes less than a second.
     weight_bytes : int, optional
         Bytes of the model's weights that one token reads. Known from the file if `model` is a GGUF file.
+    engine : str
+        ``"kvfast"``, or ``"vllm"`` for kvfast's formats in the blocks of vLLM, whose names of ``kv_cache_dtype`` `dtype` then
+        has; all of them by default. `memory` is what `VLLM_CPU_KVCACHE_SPACE` gives, in bytes. vLLM need not be installed.
 
     Returns
     -------
@@ -165,7 +176,14 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
     if weight_bytes is not None:
         read = check_size(weight_bytes, "weight_bytes", 1)
         weights = max(weights or 0, read)
-    caches = [(name, _caches(shape, one)) for name, one in _chosen(dtype, shape)]
+    if engine not in ENGINES:
+        raise ValueError(f"engine must be {one_of(ENGINES)}, got {engine!r}")
+    notes = shape.notes
+    if engine == "vllm":
+        caches = [(name, [BlocksOfVLLM(shape, name)]) for name in _names_of_vllm(dtype)]
+        notes += _notes_of_vllm(shape)
+    else:
+        caches = [(name, _caches(shape, one)) for name, one in _chosen(dtype, shape)]
     if memory is None:
         memory = available_memory()
         memory = None if memory is None else max(0, memory - (weights or 0))
@@ -176,7 +194,23 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
     if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
         raise ValueError(f"bandwidth must be a number of bytes per second above 0, got {bandwidth!r}")
     dtypes = tuple(_dtype_plan(name, parts, context, batch, memory, bandwidth, read) for name, parts in caches)
-    return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, shape.notes)
+    return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, notes)
+
+
+def _names_of_vllm(dtype):
+    names = list(VLLM_FORMATS) if dtype is None else dtype if isinstance(dtype, (list, tuple)) else [dtype]
+    for name in names:
+        if name not in VLLM_FORMATS:
+            raise ValueError(f"dtype must be {one_of(VLLM_FORMATS)} for engine='vllm', got {name!r}")
+    return names
+
+
+def _notes_of_vllm(shape):
+    basis = (f"blocks of {VLLM_BLOCK_SIZE} tokens; auto is the model's dtype, taken as bfloat16; turboquant modes leave the first and "
+             f"last {KEEPS_FIRST_AND_LAST} layers in it")  # fmt: skip
+    if len({(layer.window, layer.num_kv_heads, layer.head_dim) for layer in shape.layers}) == 1:
+        return (basis,)
+    return basis, "vLLM puts layers of one kind into groups of one size, and pads what does not fit, so it may hold less"
 
 
 def _chosen(dtype, shape):

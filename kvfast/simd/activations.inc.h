@@ -23,7 +23,15 @@
    same bits with others and alone.
 
    Weights: many small weights beside a large one would all be rounded to 0. So what the rounding of a weight leaves out is
-   added to the next weight of its lane, of 16, and the sum of weights is right to half a unit for each lane. */
+   added to the next weight of its lane, of 16, and the sum of weights is right to half a unit for each lane. The rounding of m
+   weights adds up over their tokens' codes to
+
+       error = 0.29 sqrt(m) |c|,    in units of the largest weight / 32638,
+
+   for each element of the output. It counts where the output is small: where the largest weight belongs to a row of values with
+   few loud elements, or where values cancel. So the squares of unit x |c| are summed up over the tiles, as `noise`. A row whose
+   root mean square is small beside them is computed again, and what the rounding left out is multiplied as well (refine_values).
+   Only the row itself decides this. */
 #define KV_MAX_ACTIVATION 32639.0f
 #define KV_MAX_WEIGHT 32638.0f /* plus the carried rounding at most KV_MAX_ACTIVATION */
 #define KV_INVERSE_OF(most, largest) ((largest) > 0x1p-100f ? (most) / (largest) : 0.0f)
@@ -37,6 +45,8 @@
 /* Largest error of a score by the rounding of activations, as above, that is not corrected. An output of few tokens is off by
    about three times as much. */
 #define KV_LEAST_ERROR 2e-4f
+/* Largest part of an output that is the error by the rounding of weights, as above, and that is not corrected. */
+#define KV_LEAST_PART 3e-4f
 /* Root mean square of evenly distributed codes without their bias; it is more than that of a Gaussian row's codes. */
 #define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 73.0f)
 
@@ -44,6 +54,44 @@
 static inline float KV(error_of_unit)(const kv_side *side, int dtype)
 {
     return 0.29f * __builtin_sqrtf((float)side->padded_dim) * KV_CODE_SIZE(dtype);
+}
+
+/* The square of a tile's unit of weights times the size of its codes. In double, for float32 would lose those of small values. */
+static inline double KV(noise_of)(float unit, float code_size)
+{
+    const double noise = (double)unit * code_size;
+    return noise * noise;
+}
+
+/* Sum of the squares of n floats times `factor`; 16 floats are `stride` floats from the next 16. */
+static inline float KV(square_of)(const float *row, ptrdiff_t n, ptrdiff_t stride, float factor)
+{
+    vf squares = vf_set1(0.0f);
+    for (ptrdiff_t i = 0; i < n; i += KV_LANES, row += stride)
+        for (int lane = 0; lane < KV_LANES; lane += W) {
+            const vf x = vf_mul(vf_load(row + lane), vf_set1(factor));
+            squares = vf_fma(x, x, squares);
+        }
+    return vf_hsum(squares);
+}
+
+/* Rows whose rounding of weights counts beside their n sums of values, a bit for each. */
+static unsigned KV(rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
+                                   int num_rows)
+{
+    const double part = (double)(n * KV_TILE) * (0.29 / KV_LEAST_PART) * (0.29 / KV_LEAST_PART);
+    unsigned rows = 0;
+    for (int r = 0; r < num_rows; r++, acc += row_stride) {
+        double least = noise[r] * part;
+        if (!(least > 0.0)) continue;
+        float sum = KV(square_of)(acc, n, stride, 1.0f);
+        if (!(sum > 1e-30f && sum < 1e38f)) { /* too small or large for float32 */
+            sum = KV(square_of)(acc, n, stride, (float)(1.0 / __builtin_sqrt(least)));
+            least = 1.0;
+        }
+        if (sum < least) rows |= 1u << r;
+    }
+    return rows;
 }
 
 /* Cuts up to KV_PANEL rows of n floats, times their inverse scales, into the activations that dot_panel reads; sums[r] is
@@ -79,6 +127,22 @@ static inline void KV(leave_rounding)(const float *rows, ptrdiff_t stride, int n
         for (ptrdiff_t i = 0; i < n; i += W) {
             const vf exact = vf_mul(vf_load(rows + i), vf_set1(inverse[r]));
             vf_store(left + i, vf_mul(vf_sub(exact, vi_to_float(vf_round(exact))), vf_set1(2.0f * KV_MAX_ACTIVATION)));
+        }
+}
+
+/* What the rounding of rows of n weights left out, times KV_MAX_ACTIVATION: at most that. The rounding is carried on as in
+   put_activations. */
+static inline void KV(leave_carried)(const float *rows, ptrdiff_t stride, int num_rows, int n, const float *inverse, float *left)
+{
+    for (int r = 0; r < num_rows; r++, rows += stride, left += stride)
+        for (int lane = 0; lane < KV_LANES; lane += W) {
+            vf carried = vf_set1(0.0f);
+            for (int i = lane; i < n; i += KV_LANES) {
+                const vf exact = vf_mul(vf_load(rows + i), vf_set1(inverse[r])), sum = vf_add(exact, carried);
+                const vf rounded = vi_to_float(vf_round(sum));
+                carried = vf_sub(sum, rounded);
+                vf_store(left + i, vf_mul(vf_sub(exact, rounded), vf_set1(KV_MAX_ACTIVATION)));
+            }
         }
 }
 

@@ -243,10 +243,10 @@ static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, in
     KV(scores_int8)(&expanded.side, queries, num_rows, &expanded.tile, &expanded.ahead, scores);
 }
 
-static void KV(accumulate_packed)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
-                                  const kv_ahead *ahead, const float *rescale, float *acc)
+static void KV(accumulate_packed)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
+                                  const kv_ahead *ahead, float *acc)
 {
     KV(expanded) expanded;
     KV(expand_tile)(side, tile, ahead, 1, &expanded);
-    KV(accumulate_int8)(&expanded.side, weights, num_rows, &expanded.tile, &expanded.ahead, rescale, acc);
+    KV(accumulate_int8)(&expanded.side, state, num_rows, &expanded.tile, &expanded.ahead, acc);
 }

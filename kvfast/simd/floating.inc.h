@@ -169,14 +169,13 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     {                                                                                                      \
         KV(accumulate_floating)(side, weights, num_rows, values, count, offset, ahead, rescale, acc, dtype); \
     }                                                                                                      \
-    static void KV(accumulate_##name)(const kv_side *side, const float *weights, int num_rows,             \
-                                      const kv_tile *tile, const kv_ahead *ahead,                          \
-                                      const float *rescale, float *acc)                                    \
+    static void KV(accumulate_##name)(const kv_side *side, kv_softmax *state, int num_rows,                \
+                                      const kv_tile *tile, const kv_ahead *ahead, float *acc)              \
     {                                                                                                      \
         for (int start = 0, count; start < tile->count; start += count) {                                  \
             const char *values = KV(rows_in_block)(side, tile, start, &count);                             \
-            KV(accumulate_rows_##name)(side, weights + start, num_rows, values, count,                     \
-                                       start * side->row_stride, ahead, start ? kv_ones : rescale, acc);   \
+            KV(accumulate_rows_##name)(side, state->weights + start, num_rows, values, count,              \
+                                       start * side->row_stride, ahead, start ? kv_ones : state->rescale, acc); \
         }                                                                                                  \
     }
 KV_FLOATING_KERNELS(float32, KV_FLOAT32)

@@ -173,62 +173,116 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     kv_prefetch_end(ahead);
 }
 
-static inline __attribute__((always_inline)) void KV(accumulate_integer)(
-    const kv_side *side, const float *weights, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
-    const float *rescale, float *acc, const int dtype, const int gather)
+/* How a tile of values lies in memory. */
+typedef struct {
+    const char *base;
+    const ptrdiff_t *blocks;
+    const char *scales[KV_TILE / KV_LANES]; /* of 16 tokens each */
+    int tokens, lines, block_lines;
+    ptrdiff_t tile_bytes, first;
+} KV(values);
+
+static inline __attribute__((always_inline)) KV(values) KV(find_values)(const kv_side *side, const kv_tile *tile, const int dtype)
 {
-    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
-    const int depth = KV_DEPTHS(dtype);
-    const int lines = tokens / depth, block_lines = (side->block_size - tile->first) / depth;
-    const ptrdiff_t tile_bytes = (ptrdiff_t)(side->block_size / depth) * 64;
-    const ptrdiff_t first = tile->first / depth * 64;
-    const char *token_scales[KV_TILE / KV_LANES];
-    int8_t parts[KV_ROWS * KV_TILE * 2];
-    float scales[KV_ROWS];
-    int32_t sums[KV_ROWS];
+    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, depth = KV_DEPTHS(dtype);
+    KV(values) values = {tile->base, tile->at, {0}, tokens, tokens / depth, (side->block_size - tile->first) / depth,
+                         (ptrdiff_t)(side->block_size / depth) * 64, (ptrdiff_t)(tile->first / depth) * 64};
     for (int t = 0, block = 0, slot = tile->first; t < tokens; t += KV_LANES) {
-        token_scales[t / KV_LANES] = tile->base + tile->at[block] + side->scales + slot * (dtype == KV_GAUSS4 ? 2 : 4);
+        values.scales[t / KV_LANES] = tile->base + tile->at[block] + side->scales + slot * (dtype == KV_GAUSS4 ? 2 : 4);
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
-    for (int row = 0; row < num_rows; row += KV_PANEL) { /* fold the V scales into the weights */
+    return values;
+}
+
+/* Folds the scales of the values into up to KV_PANEL rows of weights. */
+static inline __attribute__((always_inline)) void KV(fold_weights)(
+    const KV(values) *values, const float *weights, int rows, float *folded, float *inverse, float *unit, const int dtype)
+{
+    for (int r = 0; r < rows; r++) {
+        vf largest = vf_set1(0.0f);
+        for (int t = 0; t < values->tokens; t += W) {
+            vf weight = vf_mul(vf_load(weights + r * KV_TILE + t),
+                               KV(load_scales)(values->scales[t / KV_LANES], t % KV_LANES, dtype));
+            vf_store(folded + r * KV_TILE + t, weight);
+            largest = vf_max(largest, weight);
+        }
+        float peak = vf_hmax(largest);
+        inverse[r] = KV_INVERSE_OF(KV_MAX_WEIGHT, peak);
+        unit[r] = peak / KV_MAX_WEIGHT;
+    }
+}
+
+/* Adds what the rounding of a panel's weights left out to its sums, in the rows that `refined` marks; see activations.inc.h. */
+static inline __attribute__((always_inline)) void KV(refine_values)(
+    const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined, float *acc, const int dtype)
+{
+    const KV(values) values = KV(find_values)(side, tile, dtype);
+    const float ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
+    float folded[KV_PANEL * KV_TILE], left[KV_PANEL * KV_TILE], inverse[KV_PANEL], unit[KV_PANEL];
+    KV_ALIGNED int8_t parts[KV_PANEL * KV_TILE * 2];
+    int32_t sums[KV_PANEL];
+    KV(fold_weights)(&values, weights, rows, folded, inverse, unit, dtype);
+    memset(left, 0, sizeof left);
+    KV(leave_carried)(folded, KV_TILE, rows, values.tokens, inverse, left);
+    KV(put_activations)(left, KV_TILE, KV_PANEL, values.tokens, ones, parts, sums, 0);
+    for (int lane = 0; lane < side->padded_dim; lane += W) {
+        const char *codes = values.base + values.first + lane / KV_LANES * values.tile_bytes + lane % KV_LANES * 4;
+        vi out[KV_PANEL][4];
+        KV(dot_panel)(codes, values.blocks, values.tile_bytes, values.lines, 1, values.block_lines, dtype, parts, KV_PANEL, 1,
+                      (const char *)parts, out);
+        for (int r = 0; r < rows; r++) {
+            if (!(refined >> r & 1)) continue;
+            float *target = acc + r * side->padded_dim + lane;
+            const vf dot = vi_to_float(vi_sub(out[r][0], vi_set1(KV_BIAS(dtype) * sums[r])));
+            vf_store(target, vf_fma(dot, vf_set1(unit[r] * (1.0f / KV_MAX_ACTIVATION)), vf_load(target)));
+        }
+    }
+}
+
+typedef void KV(value_refiner)(const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined,
+                               float *acc);
+
+static inline __attribute__((always_inline)) void KV(accumulate_integer)(
+    const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile, const kv_ahead *ahead, float *acc, const int dtype,
+    const int gather, KV(value_refiner) *refine)
+{
+    const KV(values) values = KV(find_values)(side, tile, dtype);
+    int8_t parts[KV_ROWS * KV_TILE * 2];
+    float scales[KV_ROWS];
+    int32_t sums[KV_ROWS];
+    for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         float folded[KV_PANEL * KV_TILE], inverse[KV_PANEL];
-        for (int r = 0; r < rows; r++) {
-            vf largest = vf_set1(0.0f);
-            for (int t = 0; t < tokens; t += W) {
-                vf weight = vf_mul(vf_load(weights + (row + r) * KV_TILE + t),
-                                   KV(load_scales)(token_scales[t / KV_LANES], t % KV_LANES, dtype));
-                vf_store(folded + r * KV_TILE + t, weight);
-                largest = vf_max(largest, weight);
-            }
-            float peak = vf_hmax(largest);
-            inverse[r] = KV_INVERSE_OF(KV_MAX_WEIGHT, peak);
-            scales[row + r] = peak / KV_MAX_WEIGHT;
+        KV(fold_weights)(&values, state->weights + row * KV_TILE, rows, folded, inverse, scales + row, dtype);
+        KV(put_activations)(folded, KV_TILE, rows, values.tokens, inverse, parts + row * (KV_TILE * 2), sums + row, 1);
+        for (int r = row; r < row + rows; r++) {
+            sums[r] *= KV_BIAS(dtype);
+            state->noise[r] += KV(noise_of)(scales[r], KV_CODE_SIZE(dtype));
         }
-        KV(put_activations)(folded, KV_TILE, rows, tokens, inverse, parts + row * (KV_TILE * 2), sums + row, 1);
-        for (int r = 0; r < rows; r++) sums[row + r] *= KV_BIAS(dtype);
     }
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int8_t *x = parts + row * (KV_TILE * 2);
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         for (int lane = 0; lane < side->padded_dim;) {
-            const ptrdiff_t at = first + lane / KV_LANES * tile_bytes + lane % KV_LANES * 4;
-            const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * (ptrdiff_t)lines * 64);
+            const char *codes = values.base + values.first + lane / KV_LANES * values.tile_bytes + lane % KV_LANES * 4;
+            const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * (ptrdiff_t)values.lines * 64);
             const int vectors = lane + INT_VECTORS * W <= side->padded_dim ? INT_VECTORS : 1;
 #define KV_PANEL_VALUES(R, V)                                                                         \
-    vi out[KV_PANEL][4];                                                                    \
-    KV(dot_panel)(tile->base + at, tile->at, tile_bytes, lines, gather, block_lines, dtype, x, R, V, fetch, out); \
+    vi out[KV_PANEL][4];                                                                              \
+    KV(dot_panel)(codes, values.blocks, values.tile_bytes, values.lines, gather, values.block_lines, dtype, x, R, V, fetch, out); \
     for (int r = 0; r < R; r++)                                                                       \
         for (int v = 0; v < V; v++) {                                                                 \
             float *target = acc + (row + r) * side->padded_dim + lane + v * W;                        \
             vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(sums[row + r])));                          \
             vf_store(target, vf_fma(dot, vf_set1(scales[row + r]),                                    \
-                                    vf_mul(vf_load(target), vf_set1(rescale[row + r]))));             \
+                                    vf_mul(vf_load(target), vf_set1(state->rescale[row + r]))));      \
         }
             KV_EACH_PANEL(rows, vectors, KV_PANEL_VALUES)
             lane += vectors * W;
         }
+        if (state->refined >> row)
+            refine(side, tile, state->weights + row * KV_TILE, rows, state->refined >> row, acc + row * side->padded_dim);
     }
     kv_prefetch_end(ahead);
 }
@@ -249,6 +303,11 @@ KV_REFINER(channels, KV_INT4, 1)
         KV(prepare_integer)(side, rows, num_rows, factor, queries, KV_BIAS(dtype));                   \
     }                                                                                                 \
     KV_REFINER(name, dtype, 0)                                                                        \
+    static __attribute__((noinline)) void KV(refine_values_##name)(                                   \
+        const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined, float *acc) \
+    {                                                                                                 \
+        KV(refine_values)(side, tile, weights, rows, refined, acc, dtype);                            \
+    }                                                                                                 \
     static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,       \
                                   const kv_tile *tile, const kv_ahead *ahead, float *scores)          \
     {                                                                                                 \
@@ -259,14 +318,13 @@ KV_REFINER(channels, KV_INT4, 1)
         else                                                                                          \
             KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, 0, KV(refine_##name)); \
     }                                                                                                 \
-    static void KV(accumulate_##name)(const kv_side *side, const float *weights, int num_rows,        \
-                                      const kv_tile *tile, const kv_ahead *ahead,                     \
-                                      const float *rescale, float *acc)                               \
+    static void KV(accumulate_##name)(const kv_side *side, kv_softmax *state, int num_rows,           \
+                                      const kv_tile *tile, const kv_ahead *ahead, float *acc)         \
     {                                                                                                 \
         if (tile->first + tile->count <= side->block_size)                                            \
-            KV(accumulate_integer)(side, weights, num_rows, tile, ahead, rescale, acc, dtype, 0);     \
+            KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, dtype, 0, KV(refine_values_##name)); \
         else                                                                                          \
-            KV(accumulate_integer)(side, weights, num_rows, tile, ahead, rescale, acc, dtype, 1);     \
+            KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, dtype, 1, KV(refine_values_##name)); \
     }
 KV_INTEGER_KERNELS(int8, KV_INT8)
 KV_INTEGER_KERNELS(int4, KV_INT4)

@@ -88,6 +88,8 @@ typedef struct {
     float m[KV_ROWS];
     float l[KV_ROWS];
     float rescale[KV_ROWS];                /* exp(m_before - m_now) of the last tile */
+    double noise[KV_ROWS];                 /* sum of the squares of the weights' rounding; see activations.inc.h */
+    unsigned refined;                      /* bit r: what the rounding of the weights of row r leaves out is added */
     KV_ALIGNED float weights[KV_ROWS * KV_TILE]; /* (rows, KV_TILE): scores, then exp(score - m) */
 } kv_softmax;
 
@@ -137,6 +139,8 @@ typedef struct {
     float rope_unit[KV_ROWS], rope_inverse[KV_ROWS];
     KV_ALIGNED float m[KV_ROWS];
     KV_ALIGNED float l[KV_ROWS];
+    double noise[KV_ROWS];                        /* as in kv_softmax */
+    unsigned refined;                             /* bit r: as in kv_softmax */
     KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];      /* (rows, padded_dim) as given, x softmax scale */
     KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];   /* the same as integers, (high and low, depth/64, rows, 64) */
@@ -157,6 +161,7 @@ typedef struct {
     int num_blocks, has_channels;       /* with means, and with channel scales */
     int block_of[KV_TILE / KV_LANES];
     float error, rope_error;            /* see error_of_unit */
+    float code_size;                    /* of values; see there */
     KV_ALIGNED int8_t keys[KV_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t values[KV_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t rope[KV_TILE * KV_MAX_ROPE_DIM * 4];
@@ -257,12 +262,15 @@ typedef struct {
                                   const kv_tile *tile, const kv_ahead *ahead, float *scores);
     void (*softmax)(kv_softmax *state, int num_rows, int count, const int *from, const int *to,
                     float position, const kv_score_options *options);
-    void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, const float *weights, int num_rows,
-                                      const kv_tile *tile, const kv_ahead *ahead, const float *rescale,
-                                      float *acc);
+    void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
+                                      const kv_ahead *ahead, float *acc);
     /* The same for latent rows of any dtype: reads the values from the K side. */
-    void (*accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
-                              const kv_ahead *ahead, const float *rescale, float *acc);
+    void (*accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
+                              float *acc);
+    /* Rows whose rounding of weights counts beside their n sums of values, a bit for each; see activations.inc.h. 16 sums of a
+       row are `stride` floats from the next 16. */
+    unsigned (*rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
+                               int num_rows);
     /* Attention of many query rows on one tile, with a matrix unit; NULL without one. KV_INTEGERS: of all dtypes but
        FLOAT32, in 16-bit integers; KV_HALVES: of FLOAT16 and BFLOAT16, in bfloat16 of two parts. */
     void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,

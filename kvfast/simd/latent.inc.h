@@ -39,7 +39,7 @@ static inline void KV(widen_lines)(const char *lines, const int dtype, uint8_t *
                 if (dtype == KV_GAUSS4) {
                     KV(put_levels)(&nibbles, 4, kv_gauss_levels, out + 64 * i + half);
                 } else {
-                    nibbles += 0x78787878; /* subtracts the bias of INT4 and adds that of INT8 */
+                    nibbles <<= 4; /* 16 times the code, with the bias of INT8 */
                     memcpy(out + 64 * i + half, &nibbles, 32);
                 }
             }
@@ -72,7 +72,8 @@ static void KV(transpose_tile)(const kv_side *side, const kv_tile *tile, KV(expa
         if (side->dtype == KV_INT8) KV(transpose_lanes)(side, codes, out, stride, KV_INT8);
         else if (side->dtype == KV_INT4) KV(transpose_lanes)(side, codes, out, stride, KV_INT4);
         else KV(transpose_lanes)(side, codes, out, stride, KV_GAUSS4);
-        for (int i = 0; i < KV_LANES; i++) scales[t + i] = KV(get_scale)(side, at, slot + i);
+        for (int i = 0; i < KV_LANES; i++)
+            scales[t + i] = KV(get_scale)(side, at, slot + i) * (side->dtype == KV_INT4 ? 1.0f / 16 : 1.0f);
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
@@ -88,22 +89,21 @@ static __attribute__((noinline)) void KV(transpose_packed)(const kv_side *side, 
 }
 
 static __attribute__((noinline)) void KV(accumulate_transposed)(
-    const kv_side *side, const float *weights, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
-    const float *rescale, float *acc)
+    const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile, const kv_ahead *ahead, float *acc)
 {
     KV(expanded) transposed;
     if (side->family == KV_PACKED_CODES) KV(transpose_packed)(side, tile, ahead, &transposed);
     else KV(transpose_tile)(side, tile, &transposed);
-    KV(accumulate_int8)(&transposed.side, weights, num_rows, &transposed.tile, &transposed.ahead, rescale, acc);
+    KV(accumulate_int8)(&transposed.side, state, num_rows, &transposed.tile, &transposed.ahead, acc);
 }
 
-static void KV(accumulate_latent)(const kv_side *side, const float *weights, int num_rows, const kv_tile *tile,
-                                  const kv_ahead *ahead, const float *rescale, float *acc)
+static void KV(accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
+                                  const kv_ahead *ahead, float *acc)
 {
     switch (side->dtype) {
-    case KV_FLOAT32: KV(accumulate_float32)(side, weights, num_rows, tile, ahead, rescale, acc); break;
-    case KV_FLOAT16: KV(accumulate_float16)(side, weights, num_rows, tile, ahead, rescale, acc); break;
-    case KV_BFLOAT16: KV(accumulate_bfloat16)(side, weights, num_rows, tile, ahead, rescale, acc); break;
-    default: KV(accumulate_transposed)(side, weights, num_rows, tile, ahead, rescale, acc);
+    case KV_FLOAT32: KV(accumulate_float32)(side, state, num_rows, tile, ahead, acc); break;
+    case KV_FLOAT16: KV(accumulate_float16)(side, state, num_rows, tile, ahead, acc); break;
+    case KV_BFLOAT16: KV(accumulate_bfloat16)(side, state, num_rows, tile, ahead, acc); break;
+    default: KV(accumulate_transposed)(side, state, num_rows, tile, ahead, acc);
     }
 }

@@ -254,8 +254,13 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
             vf_store(weights + t, weight);
             sum = vf_add(sum, weight);
         }
-        state->rescale[r] = m == state->m[r] ? 1.0f : KV(exp1)(state->m[r] - m);
-        state->l[r] = state->l[r] * state->rescale[r] + vf_hsum(sum);
+        float rescale = 1.0f;
+        if (m != state->m[r]) {
+            rescale = KV(exp1)(state->m[r] - m);
+            state->noise[r] *= (double)rescale * rescale;
+        }
+        state->rescale[r] = rescale;
+        state->l[r] = state->l[r] * rescale + vf_hsum(sum);
         state->m[r] = m;
     }
 }

@@ -38,6 +38,7 @@
     .softmax = KV(softmax),                                                                                           \
     .accumulate = {KV_DTYPES(KV_ACCUMULATE)},                                                                         \
     .accumulate_latent = KV(accumulate_latent),                                                                       \
+    .rows_to_refine = KV(rows_to_refine),                                                                             \
     .scale_add = KV(scale_add),                                                                                       \
     .nearest = KV(nearest),                                                                                           \
     .decode_codes = KV(decode_codes),                                                                                 \

@@ -10,23 +10,26 @@ from libc.string cimport memset
 from kvfast.attention.call cimport AttendCall, imagined_rows, open_call
 from kvfast.attention.options cimport Options
 from kvfast.attention.tiles cimport floats_from
+from kvfast.attention.workspace cimport MEMBERS
 from kvfast.codec.blocks cimport kv_store
-from kvfast.codec.encode cimport check_rows, check_storable, write_rows
+from kvfast.codec.encode cimport check_rows, check_storable, storable, write_rows
 from kvfast.codec.projection cimport Projection, Transform, open_projection, transform_rows, write_queries
 from kvfast.core.arrays cimport Rows, open_pair, open_rows
-from kvfast.core.checks cimport check_integers, check_layer, rises
+from kvfast.core.checks cimport check_integers, check_layer
 from kvfast.core.limits cimport KV_ROWS
 from kvfast.storage.block_map cimport entry_of
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.buffer_layers cimport clean_slots
-from kvfast.storage.cascade cimport MAX_SHARED_QUERIES, Context, read_together
+from kvfast.storage.cascade cimport MAX_SHARED_QUERIES, kv_member, read_together, shared_prefixes
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.prefix_index cimport PrefixIndex
+from kvfast.storage.prepared_batch cimport PreparedBatch, checked_starts, prepare
 from kvfast.storage.ring_table cimport RingTable
 from kvfast.storage.sequence cimport check_held, fit_window
 
 from kvfast.errors import DimensionMismatchError
 from kvfast.core.checks import check_block_size
+from kvfast.storage.prepared_batch import check_distinct
 
 
 cdef int _check_all_open(list tables) except -1:
@@ -47,6 +50,7 @@ cdef class PagedBuffer:
                               v_head_dim, buffer)
         self.index = self.pool.index = PrefixIndex(self.pool.num_blocks)
         self.kind = BlockTable(self.pool) if ring is None else RingTable(self.pool, *ring)
+        self.scheduler = None if self.pool.floats is None else SchedulerBlocks(self.pool)
         self.given = [None] * self.pool.num_blocks
         self.given_at = <Py_ssize_t *>malloc(self.pool.num_blocks * sizeof(Py_ssize_t))
         if self.given_at == NULL:
@@ -101,6 +105,8 @@ cdef class PagedBuffer:
             if self.num_owned:
                 raise ValueError(f"{self.num_owned} blocks still belong to sequences or snapshots; free them first")
             self._evict_all()
+            if self.is_external and self.scheduler is not None:
+                self.scheduler.forget()
             self.is_external = False
         finally:
             self.pool.leave()
@@ -185,6 +191,49 @@ cdef class PagedBuffer:
         finally:
             self.pool.leave()
 
+    def prepare(self, block_table, seq_lens, cu_seqlens_q, slot_mapping):
+        """A PreparedBatch for the tables and slots of another scheduler."""
+        cdef PreparedBatch batch
+        cdef Py_ssize_t count = len(seq_lens), window = 0, num_sink_tokens = -1
+        if count == 0:
+            raise ValueError("a batch must hold at least one sequence")
+        if self.scheduler is None:
+            self.pool.enter_reading()
+        else:
+            self.pool.enter()
+        try:
+            self.kind.limit(&window, &num_sink_tokens)
+            if window and self.scheduler is not None:
+                self._check_external()
+            batch = prepare(self.pool, block_table, seq_lens, checked_starts(cu_seqlens_q, count, -1), window, num_sink_tokens)
+            if slot_mapping is not None:
+                batch.set_slots(slot_mapping)
+            if self.scheduler is not None:
+                self._check_no_sequences(batch.table[0, 0] * self.pool.block_size)
+                self.scheduler.prepare(batch)
+                self._become_external()
+            batch.find_prefixes()
+            return batch
+        finally:
+            if self.scheduler is None:
+                self.pool.leave_reading()
+            else:
+                self.pool.leave()
+
+    cdef int _check_no_sequences(self, slot) except -1:
+        """Refuse the slots of another scheduler in a pool with sequences, which would take them, too."""
+        if self.num_owned or self.pool.num_sequences:  # also one without blocks, which would take those of the scheduler later
+            raise ValueError(f"slot_mapping holds {slot}, a slot that no sequence has; while a pool has sequences, slots must come "
+                             f"from slot_mapping()")
+        return 0
+
+    cdef int _become_external(self) except -1:
+        """Leave all blocks to another scheduler."""
+        if not self.is_external:
+            self._evict_all()
+            self.is_external = True
+        return 0
+
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n):
         """Check slots, which must be the next ones of their sequences. Returns them as int64, the number of tokens for each table,
         and whether they are slots of another scheduler."""
@@ -193,10 +242,22 @@ cdef class PagedBuffer:
         cdef int64_t total = self.pool.num_blocks * size, slot
         cdef int32_t block
         cdef BlockTable table
-        array = check_integers(slot_mapping, "slot_mapping", np.int64, 1)
-        if array.shape[0] != n:
-            raise DimensionMismatchError(f"slot_mapping must have shape ({n},), one slot per token, got {array.shape}")
+        cdef PreparedBatch batch = None
+        if type(slot_mapping) is PreparedBatch:
+            batch = slot_mapping
+            batch.check(self.pool)
+            if batch.slots is None:
+                raise ValueError("the batch was prepared without slot_mapping")
+            if self.scheduler is not None:
+                self.scheduler.check(batch)
+            array = batch.slots
+        else:
+            array = check_integers(slot_mapping, "slot_mapping", np.int64, 1)
         slots = array
+        if slots.shape[0] != n:
+            raise DimensionMismatchError(f"slot_mapping must have shape ({n},), one slot per token, got {array.shape}")
+        if batch is not None and self.is_external:  # no block has an owner
+            return array, {}, True
         gains, foreign = {}, []
         while i < n:
             slot = slots[i]
@@ -223,19 +284,14 @@ cdef class PagedBuffer:
             i = end
         if foreign:
             self._check_external()
-            # A sequence without blocks would take those of the other scheduler later.
-            if self.num_owned or self.pool.num_sequences:
-                raise ValueError(f"slot_mapping holds {foreign[0][0]}, a slot that no sequence has; while a pool has "
-                                 f"sequences, slots must come from slot_mapping()")
-            unique = np.unique(np.concatenate(foreign))
-            if unique.size != sum(part.size for part in foreign):
-                raise ValueError("slot_mapping must not hold a slot twice")
+            self._check_no_sequences(foreign[0][0])
+            check_distinct(np.concatenate(foreign))
         return array, gains, bool(foreign)
 
-    def append_batch(self, layer, k, v, slot_mapping):
+    def append_batch(self, layer, k, v, slot_mapping, bint zero_nonfinite=False):
         cdef Rows keys, values
         keys, values = open_pair(k, v, self.pool.rope_dim is not None)
-        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None)
+        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None, zero_nonfinite)
 
     def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
         cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim,
@@ -243,12 +299,13 @@ cdef class PagedBuffer:
         of_q.fit(parts.heads.rows.tokens, 0)
         of_k.fit(parts.heads.rows.tokens, 0)
         number = check_layer(layer, self.pool.num_layers)
-        slot_mapping = check_integers(slot_mapping, "slot_mapping", np.int64, 1)  # a copy, as the queries may be written over it
+        if type(slot_mapping) is not PreparedBatch:  # which has a copy: the queries may be written over an array
+            slot_mapping = check_integers(slot_mapping, "slot_mapping", np.int64, 1)
         q = write_queries(parts, of_q, out, num_threads)
-        self._write(number, parts.k, parts.v, slot_mapping, of_k)
+        self._write(number, parts.k, parts.v, slot_mapping, of_k, False)
         return q
 
-    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform):
+    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform, bint zero_nonfinite):
         cdef kv_store *store = self.pool.stores + layer
         cdef int64_t[::1] slots, counts
         cdef list tables
@@ -257,6 +314,8 @@ cdef class PagedBuffer:
         self.pool.enter()
         try:
             check_rows(store, keys, values)
+            if zero_nonfinite:
+                keys, values = storable(store, keys, values)
             slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
             tables, counts = list(gains), np.array(list(gains.values()), np.int64)  # before the write, after which nothing must fail
             if foreign:
@@ -269,8 +328,7 @@ cdef class PagedBuffer:
                     clean_slots(store, &slots[0], slots.shape[0])
             write_rows(store, keys, values, NULL if transform is None else &transform.c, &slots[0], False, not foreign)
             if foreign:
-                self._evict_all()
-                self.is_external = True
+                self._become_external()
             for i in range(counts.shape[0]):
                 table = tables[i]
                 table.lengths[layer] += counts[i]
@@ -301,100 +359,88 @@ cdef class PagedBuffer:
 
     cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
                                object cu_seqlens_q, Options options, bint cascade):
-        cdef Py_ssize_t i, count, first
+        cdef Py_ssize_t i, count, first, size = self.pool.block_size
         cdef AttendCall call
-        cdef Context context
+        cdef kv_member *members
+        cdef kv_member *member
         cdef BlockTable table
-        cdef const int32_t[:, ::1] plain
-        cdef const int32_t[::1] lens, starts
+        cdef PreparedBatch batch = None
+        cdef const int32_t[::1] starts
+        cdef list prefixes = None
         if tables is not None:
             _check_all_open(tables)
-        count = len(tables) if tables is not None else len(seq_lens)
+            count = len(tables)
+        elif type(block_table) is PreparedBatch:
+            batch = block_table
+            batch.check(self.pool)
+            count = batch.num_sequences
+        else:
+            count = len(seq_lens)
         if count == 0:
             raise ValueError("a batch must hold at least one sequence")
         call = open_call(&self.pool.stores[number], self.pool.workspace, q, options, count)
         fit_window(self.kind, call)
         if rope_q is not None:
             call.set_rope(rope_q)
-        if cu_seqlens_q is None:
-            cu_seqlens_q = np.arange(count + 1, dtype=np.int32)
-        starts = cu_seqlens_q = check_integers(cu_seqlens_q, "cu_seqlens_q", np.int32, 1)
-        if starts.shape[0] != count + 1 or starts[0] != 0 or starts[count] != call.call.q.tokens or not rises(starts):
-            raise DimensionMismatchError(
-                f"cu_seqlens_q must rise from 0 to the {call.call.q.tokens} tokens of q in {count + 1} entries, got "
-                f"{np.array2string(cu_seqlens_q, threshold=8)}; without it q must hold one token per sequence")
+        if batch is None:
+            starts = checked_starts(cu_seqlens_q, count, call.call.q.tokens)
+        elif batch.num_tokens != call.call.q.tokens:
+            raise DimensionMismatchError(f"q must have the {batch.num_tokens} tokens of the batch, got {call.call.q.tokens}")
         if tables is None:
-            lens = seq_lens = check_integers(seq_lens, "seq_lens", np.int32, 1)
-            plain = block_table = self._check_blocks(block_table, seq_lens, np.diff(cu_seqlens_q), call)
-        contexts = []
+            if batch is None:
+                self._check_external()
+                batch = prepare(self.pool, block_table, seq_lens, starts, call.window if isinstance(self.kind, RingTable) else 0,
+                                call.options.num_sink_tokens)
+            elif self.scheduler is not None:
+                self.scheduler.check(batch)
+            self._check_owned(batch)
+            prefixes = batch.prefixes
+        members = <kv_member *>call.workspace.reserve(MEMBERS, count * sizeof(kv_member))
+        if members == NULL:
+            raise MemoryError("cannot allocate the working memory of a batch")
+        if batch is not None:
+            batch.fill(members)
         for i in range(count):
-            context = Context.__new__(Context)
+            member = members + i
             if tables is not None:
                 table = tables[i]
-                table.context(number, &context.c)
-            else:
-                memset(&context.c, 0, sizeof(context.c))
-                context.c.table, context.c.length = &plain[i, 0], lens[i]
-            context.first_query, context.num_queries = starts[i], starts[i + 1] - starts[i]
-            if context.num_queries > context.c.length:
-                raise ValueError(f"sequence {i} of the batch holds {context.c.length} tokens, and q "
-                                 f"{context.num_queries} of them")
-            if context.num_queries <= MAX_SHARED_QUERIES:
-                first = context.c.length - context.num_queries
-                context.shareable = min(first, floats_from(call.call.store, &context.c, first)) // self.pool.block_size
-            call.ask(&context.c, context.first_query, context.num_queries)
-            if tables is not None and context.num_queries:
-                check_held(table, call, context.first_query)
-            contexts.append(context)
+                memset(member, 0, sizeof(kv_member))
+                table.context(number, &member.context)
+                member.first_query, member.num_queries = starts[i], starts[i + 1] - starts[i]
+                if member.num_queries > member.context.length:
+                    raise ValueError(f"sequence {i} of the batch holds {member.context.length} tokens, and q "
+                                     f"{member.num_queries} of them")
+                if member.num_queries <= MAX_SHARED_QUERIES:
+                    first = member.context.length - member.num_queries
+                    member.shareable = min(first, floats_from(call.call.store, &member.context, first)) // size
+            call.ask(&member.context, member.first_query, member.num_queries)
+            if tables is not None and member.num_queries:
+                check_held(table, call, member.first_query)
 
-        begins, parts, keepalive = [0] * count, [0] * count, []
         if call.call.store.latent and call.call.group % KV_ROWS == 0:
             cascade = False  # each query has whole passes of its own: to read together would save only bytes, and there are few
         if cascade and call.window == 0 and call.options.attention_chunk_size == 0 and count > 1:
-            read_together(call, contexts, [i for i in range(count) if (<Context>contexts[i]).num_queries], 0, self.pool.block_size,
-                          begins, parts, keepalive)
+            if prefixes is None:
+                prefixes = shared_prefixes(members, count, size)
+            read_together(call, prefixes, members)
         for i in range(count):
-            context = contexts[i]
-            call.add(&context.c, context.first_query, context.num_queries, begins[i], parts[i])
-        call.keepalive = block_table, seq_lens, keepalive
+            member = members + i
+            call.add(&member.context, member.first_query, member.num_queries, member.begin, member.parts)
+        call.keepalive = batch, prefixes
         return call
+
+    cdef int _check_owned(self, PreparedBatch batch) except -1:
+        """Refuse tables of blocks that nobody has written to, unless another scheduler gives them out, who alone knows."""
+        cdef Py_ssize_t i
+        for i in range(0 if self.is_external else batch.used.shape[0]):
+            if self.pool.owners[batch.used[i]] == 0:
+                raise ValueError(f"block_table holds block {batch.used[i]}, which belongs to no sequence (a stale table?)")
+        return 0
 
     cdef int _check_external(self) except -1:
         """Refuse the slots and tables of another scheduler for formats that store more of a sequence than its blocks."""
         if self.pool.floats is not None:
-            raise ValueError(f"this pool needs sequences, whose first or newest tokens it keeps as floats "
-                             f"({', '.join(sorted({str(one) for one in self.pool.formats}))}); a scheduler's own slots and "
-                             f"block tables need a format without num_float_tokens, centring and per_channel")
-
-    def _check_blocks(self, block_table, seq_lens, num_queries, AttendCall call):
-        """Check the block table of another scheduler: each block that is read must hold tokens.
-
-        In a pool with a window, blocks between the sinks and the window of the first query are not read: in their place the
-        result has another block of the row.
-        """
-        cdef Py_ssize_t size = self.pool.block_size, i
-        cdef const int32_t[::1] blocks
-        self._check_external()
-        table = check_integers(block_table, "block_table", np.int32, 2)
-        if table.shape[0] != seq_lens.shape[0] or table.shape[1] == 0:
-            raise DimensionMismatchError(f"block_table must have shape ({seq_lens.shape[0]}, max_blocks), one row per "
-                                         f"sequence, got {table.shape}")
-        if seq_lens.min() < 0 or seq_lens.max() > table.shape[1] * size:
-            raise ValueError(f"seq_lens must lie between 0 and the {table.shape[1] * size} tokens of block_table's "
-                             f"{table.shape[1]} blocks, got {seq_lens.min()} to {seq_lens.max()}")
-        begins = np.arange(table.shape[1], dtype=np.int64) * size
-        is_used = begins < seq_lens[:, None]
-        if isinstance(self.kind, RingTable):
-            first = seq_lens.astype(np.int64) - np.maximum(num_queries, 1) + 1 - call.window
-            is_used &= (begins + size > first[:, None]) | (begins < max(call.options.num_sink_tokens, 0))
-            last = np.maximum(seq_lens - 1, 0) // size
-            table = np.where(is_used, table, np.take_along_axis(table, last[:, None], 1))
-        used = table[is_used]
-        if used.size and (used.min() < 0 or used.max() >= self.pool.num_blocks):
-            raise ValueError(f"block_table must hold blocks between 0 and {self.pool.num_blocks - 1} for the tokens of "
-                             f"seq_lens, got {used.min()} to {used.max()}")
-        blocks = used
-        for i in range(0 if self.is_external else blocks.shape[0]):
-            if self.pool.owners[blocks[i]] == 0:
-                raise ValueError(f"block_table holds block {blocks[i]}, which belongs to no sequence (a stale table?)")
-        return table
+            names = ", ".join(sorted({str(one) for one in self.pool.formats}))
+            raise ValueError(f"this pool needs sequences, or batches from prepare_batch without a window, as it keeps the first or "
+                             f"newest tokens of a sequence as floats ({names}); a scheduler's own slots and block tables need a "
+                             f"format without num_float_tokens, centring and per_channel")

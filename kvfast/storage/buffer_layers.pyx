@@ -150,7 +150,7 @@ cdef inline void _clean_token(const kv_side *side, char *block, int offset) noex
         used = side.head_dim * (kv_dtypes[side.dtype].bits // 8)
         memset(block + offset * side.row_stride + used, 0, side.row_stride - used)
         return
-    if (offset + 1) % KV_LANES == 0:
+    if (offset + 1) % KV_LANES == 0 or side.scale_bytes == 0:
         return
     if side.scale_bytes == 4:
         wide = <uint32_t *>(block + side.scales)

@@ -1,4 +1,6 @@
 """Prefixes that sequences of a batch share."""
+from libc.stdint cimport int32_t
+
 from kvfast.attention.call cimport AttendCall
 from kvfast.codec.blocks cimport kv_context
 
@@ -6,11 +8,20 @@ cdef enum:
     MAX_SHARED_QUERIES = 8     # with more queries, arithmetic limits a sequence, not reading
 
 
-cdef class Context:
-    cdef kv_context c
-    cdef Py_ssize_t first_query, num_queries
-    cdef Py_ssize_t shareable  # number of first blocks that all of its queries see in full
+# The keys that one sequence of a batch sees, and its queries.
+ctypedef struct kv_member:
+    kv_context context
+    Py_ssize_t first_query
+    Py_ssize_t num_queries
+    Py_ssize_t shareable       # number of first blocks that all of its queries see in full
+    Py_ssize_t begin           # its own item begins here
+    int parts                  # partial results before its own item
 
 
-cdef int read_together(AttendCall call, list contexts, list members, Py_ssize_t depth, Py_ssize_t size, list begins, list parts,
-                       list keepalive) except -1
+cdef class SharedPrefix:
+    cdef const int32_t[::1] members, queries
+    cdef Py_ssize_t begin, end  # positions
+
+
+cdef list shared_prefixes(const kv_member *members, Py_ssize_t count, Py_ssize_t size)
+cdef void read_together(AttendCall call, list prefixes, kv_member *members)

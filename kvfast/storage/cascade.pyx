@@ -2,7 +2,6 @@
 """Cascade attention (FlashInfer, arXiv 2501.01005): keys that several sequences of a batch share are read once for all."""
 import numpy as np
 
-from libc.stdint cimport int32_t
 from libc.string cimport memset
 
 from kvfast.attention.call cimport AttendCall
@@ -13,54 +12,67 @@ cdef enum:
     MIN_SHARED_TOKENS = 256    # each sequence reads shorter shared prefixes by itself
 
 
-cdef class Context:
-    """The keys that one sequence of a batch sees, and its queries."""
+cdef class SharedPrefix:
+    """Positions of a prefix that members of a batch share, from `begin`, where a shorter prefix that they share ends, to `end`."""
 
 
-cdef int read_together(AttendCall call, list contexts, list members, Py_ssize_t depth, Py_ssize_t size, list begins, list parts,
-                       list keepalive) except -1:
-    """Add items for prefixes that members of the batch share, from block `depth` on; blocks have `size` tokens. Sets for each
-    member where its own item begins, and the number of partial results before it."""
-    cdef Context context, first
-    cdef Py_ssize_t common, limit, tokens, begin, i, j, n
-    cdef int32_t[::1] queries
-    cdef kv_item *item
+cdef list shared_prefixes(const kv_member *members, Py_ssize_t count, Py_ssize_t size):
+    """The prefixes that members of the batch share, the shorter before the longer; blocks have `size` tokens."""
+    cdef list found = []
+    _find(members, [i for i in range(count) if members[i].num_queries], 0, 0, size, found)
+    return found
+
+
+cdef int _find(const kv_member *members, list numbers, Py_ssize_t depth, Py_ssize_t begin, Py_ssize_t size, list found) except -1:
+    """Those of some members from block `depth` on; they share the positions before `begin`."""
+    cdef SharedPrefix prefix
+    cdef const kv_member *first
+    cdef Py_ssize_t common, limit, end, i
     groups = {}
-    for member in members:
-        context = contexts[member]
-        if context.shareable > depth:
-            groups.setdefault(context.c.table[depth], []).append(member)
+    for i in numbers:
+        if members[i].shareable > depth:
+            groups.setdefault(members[i].context.table[depth], []).append(i)
     for group in groups.values():
         if len(group) < 2:
             continue
-        first = contexts[group[0]]
-        limit = min([(<Context>contexts[member]).shareable for member in group])
+        first = members + <Py_ssize_t>group[0]
+        limit = min([members[<Py_ssize_t>i].shareable for i in group])
         common = depth + 1
         while common < limit:
-            for member in group:
-                if (<Context>contexts[member]).c.table[common] != first.c.table[common]:
+            for i in group:
+                if members[i].context.table[common] != first.context.table[common]:
                     break
             else:
                 common += 1
                 continue
             break
-        begin, tokens = begins[group[0]], common * size // KV_TILE * KV_TILE
-        if tokens - begin >= MIN_SHARED_TOKENS:
-            n = sum([(<Context>contexts[member]).num_queries for member in group])
-            queries = np.empty(n, np.int32)
-            keepalive.append(queries)
-            j = 0
-            for member in group:
-                context = contexts[member]
-                for i in range(context.num_queries):
-                    queries[j] = <int32_t>(context.first_query + i)
-                    j += 1
-            item = call.call.items + call.call.num_items
-            memset(item, 0, sizeof(kv_item))
-            item.context, item.members, item.num_queries = first.c, &queries[0], n
-            item.begin, item.part = begin, parts[group[0]]
-            call.close(item, tokens)
-            for member in group:
-                begins[member], parts[member] = tokens, item.part + <int>item.splits
-        read_together(call, contexts, group, common, size, begins, parts, keepalive)
+        end = common * size // KV_TILE * KV_TILE
+        if end - begin >= MIN_SHARED_TOKENS:
+            prefix = SharedPrefix.__new__(SharedPrefix)
+            prefix.begin, prefix.end, prefix.members = begin, end, np.array(group, np.int32)
+            prefix.queries = np.concatenate([np.arange(members[<Py_ssize_t>i].first_query, members[<Py_ssize_t>i].first_query
+                                                       + members[<Py_ssize_t>i].num_queries, dtype=np.int32) for i in group])
+            found.append(prefix)
+        else:
+            end = begin
+        _find(members, group, common, end, size, found)
     return 0
+
+
+cdef void read_together(AttendCall call, list prefixes, kv_member *members):
+    """Add items for prefixes that members of the batch share. Sets for each member where its own item begins, and the number of
+    partial results before it."""
+    cdef SharedPrefix prefix
+    cdef kv_member *first
+    cdef kv_item *item
+    cdef Py_ssize_t i
+    for prefix in prefixes:
+        first = members + prefix.members[0]
+        item = call.call.items + call.call.num_items
+        memset(item, 0, sizeof(kv_item))
+        item.context, item.members, item.num_queries = first.context, &prefix.queries[0], prefix.queries.shape[0]
+        item.begin, item.part = prefix.begin, first.parts
+        call.close(item, prefix.end)
+        for i in range(prefix.members.shape[0]):
+            members[prefix.members[i]].begin = prefix.end
+            members[prefix.members[i]].parts = item.part + <int>item.splits

@@ -1,10 +1,11 @@
 """vLLM's attention backend for CPUs, where kvfast carries a layer; vLLM's own for all others."""
 
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import ClassVar
 
-import numpy as np
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionMetadataBuilder
@@ -13,9 +14,11 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from kvfast.vllm.formats import BLOCK_SIZES, NAMES, content_bytes, format_of
-from kvfast.vllm.memory import GroupMemory, as_numpy
+from kvfast import NonFiniteInputError, PreparedBatch
+from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, block_sizes, content_bytes, format_of
+from kvfast.vllm.memory import GroupMemory
 
 logger = init_logger("vllm.kvfast")
 
@@ -25,8 +28,11 @@ class KVFastBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
-        if kv_cache_spec is None or format_of(kv_cache_spec) is not None:
+        if kv_cache_spec is None:
             return list(BLOCK_SIZES)
+        fmt = format_of(kv_cache_spec)
+        if fmt is not None:
+            return block_sizes(fmt)
         return CPUAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
 
     @classmethod
@@ -58,10 +64,9 @@ class KVFastMetadata:
     """What one step asks of all layers of a group."""
 
     num_actual_tokens: int
-    block_table: np.ndarray   # (num_reqs, max_blocks), int32
-    seq_lens: np.ndarray      # (num_reqs,), int32
-    cu_seqlens_q: np.ndarray  # (num_reqs + 1,), int32
-    causal: bool
+    cu_seqlens_q: list[int]    # (num_reqs + 1,)
+    batch: PreparedBatch
+    causal: bool | list[bool]  # of all requests, or of each
 
 
 class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -75,6 +80,9 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                                 vllm_config.cache_config.cache_dtype)
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             return
+        if fmt.num_float_tokens and vllm_config.kv_transfer_config is not None:
+            raise ValueError(f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats beside vLLM's blocks, which "
+                             f"a KV connector would not send: choose turboquant_4bit_nc or int8_per_token_head")  # fmt: skip
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         layers = [named[name] for name in layer_names]
@@ -87,13 +95,17 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         if self._memory is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if not isinstance(common_attn_metadata.causal, bool):
-            raise NotImplementedError("kvfast has no attention that is causal for some requests of a batch only: set KVFAST_VLLM=0")
-        self._memory.bind()
-        return KVFastMetadata(
-            common_attn_metadata.num_actual_tokens, common_attn_metadata.block_table_tensor.numpy(),
-            common_attn_metadata.seq_lens.numpy(), common_attn_metadata.query_start_loc.numpy(), common_attn_metadata.causal,
-        )
+        causal = common_attn_metadata.causal
+        if not isinstance(causal, bool):  # of each request
+            causal = causal.bool().tolist()
+            causal = causal[0] if len(set(causal)) == 1 else causal
+        if causal is not True and isinstance(self.kv_cache_spec, SlidingWindowSpec):
+            raise NotImplementedError("kvfast has no windows with two sides, and this model did not ask for them when its layers were "
+                                      "made: set KVFAST_VLLM=0")  # fmt: skip
+        tables = [one.numpy() for one in (common_attn_metadata.block_table_tensor, common_attn_metadata.seq_lens,
+                                          common_attn_metadata.query_start_loc)]  # fmt: skip
+        batch = self._memory.prepare(*tables, common_attn_metadata.slot_mapping)
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, tables[2].tolist(), batch, causal)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -102,27 +114,57 @@ class KVFastImpl(CPUAttentionBackendImpl):
     number = None  # of the layer in it
     _options = None
 
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        config = get_current_vllm_config()
+        if config.attention_config.use_non_causal or config.diffusion_config is not None:
+            Directions.sees_later_tokens = True
+
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         if not self.is_carried:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         if self.memory is None:
             return  # a dummy run: every step of requests has built its metadata before
-        slots = slot_mapping.numpy()
-        self.memory.pool.append_batch(self.number, as_numpy(key[: len(slots)]), as_numpy(value[: len(slots)]), slots)
+        n = slot_mapping.shape[0]
+        if key.shape[0] != n:
+            key, value = key[:n], value[:n]
+        append, slots = self.memory.pool.append_batch, self.memory.batch_of(slot_mapping)
+        try:
+            append(self.number, key, value, slots)
+        except NonFiniteInputError as error:
+            logger.warning_once("kvfast stores zeros for keys and values that are not finite; the texts they belong to are wrong: %s", error)
+            append(self.number, key, value, slots, zero_nonfinite=True)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         if not isinstance(attn_metadata, KVFastMetadata):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("kvfast has no fused quantization of outputs")
-        n = attn_metadata.num_actual_tokens
-        self.memory.pool.attend_batch(
-            self.number, as_numpy(query[:n]), block_table=attn_metadata.block_table, seq_lens=attn_metadata.seq_lens,
-            cu_seqlens_q=attn_metadata.cu_seqlens_q, out=as_numpy(output[:n]), causal=attn_metadata.causal,
-            **(self._options or self._set_options()),
-        )
+        n, out = attn_metadata.num_actual_tokens, output
+        if query.shape[0] != n:
+            query, out = query[:n], output[:n]
+        attend = partial(self.memory.pool.attend_batch, self.number, **(self._options or self._set_options()))
+        if not isinstance(attn_metadata.causal, bool):
+            self._attend_one_by_one(attend, query, attn_metadata, out)
+            return output
+        try:
+            attend(query, attn_metadata.batch, out=out, causal=attn_metadata.causal)
+        except NonFiniteInputError as error:
+            logger.warning_once("kvfast returns NaN for requests whose queries are not finite: %s", error)
+            self._attend_one_by_one(attend, query, attn_metadata, out)
         return output
+
+    def _attend_one_by_one(self, attend, query, attn_metadata, out):
+        """Requests whose queries are not finite get NaN, as from vLLM's own backend, and all others what they get alone."""
+        batch, causal = attn_metadata.batch, attn_metadata.causal
+        for i, (first, last) in enumerate(pairwise(attn_metadata.cu_seqlens_q)):
+            if first == last:
+                continue
+            try:
+                attend(query[first:last], batch.only(i), out=out[first:last], causal=causal if isinstance(causal, bool) else causal[i])
+            except NonFiniteInputError:
+                out[first:last] = float("nan")
 
     def _set_options(self):
         """Those of this layer's attention, now that its weights are loaded."""

@@ -4,39 +4,42 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 from kvfast import KVFormat, buffer_layout
+from kvfast.planning.engine import VLLM_FORMATS, vllm_format
 
 BLOCK_SIZES = (32, 64, 128, 256)
 FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
+MODES = {KVQuantMode[name.upper()]: name for name in VLLM_FORMATS if name != "auto"}
+NAMES = tuple(MODES.values())  # of kv_cache_dtype
 
-def rotated(dtype):
-    return KVFormat(dtype, rotation="kv", codebook="gaussian")
 
+class Directions:
+    """What the models of this process ask of attention. Their configurations set it when their layers are made; specs do not have it."""
 
-# All that a token stores lies in its block: vLLM gives blocks to other tokens, and copies their bytes.
-FORMATS = {
-    KVQuantMode.INT8_PER_TOKEN_HEAD: KVFormat.of("int8"),
-    KVQuantMode.INT4_PER_TOKEN_HEAD: rotated("int4"),
-    KVQuantMode.TURBOQUANT_K8V4: KVFormat.of("k8v4"),
-    KVQuantMode.TURBOQUANT_4BIT_NC: rotated("int4"),
-    KVQuantMode.TURBOQUANT_K3V4_NC: rotated("int3/int4"),
-    KVQuantMode.TURBOQUANT_3BIT_NC: rotated("int3"),
-}
-NAMES = tuple(mode.name.lower() for mode in FORMATS)  # of kv_cache_dtype
+    sees_later_tokens = False
 
 
 def format_of(spec):
-    """The KVFormat of a layer's KVCacheSpec, or None for what vLLM's own backend carries: fp8, and layers that are neither causal
-    nor windowed self-attention."""
+    """The KVFormat of a layer's KVCacheSpec, or None for what vLLM's own backend carries: fp8, layers that are neither causal nor
+    windowed self-attention, and windows of models whose queries also see later tokens: those of vLLM then have two sides."""
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
         return None
+    if type(spec) is SlidingWindowSpec and Directions.sees_later_tokens:
+        return None
     if spec.kv_quant_mode is not KVQuantMode.NONE:
-        return FORMATS.get(spec.kv_quant_mode)
+        name = MODES.get(spec.kv_quant_mode)
+        return None if name is None else vllm_format(name, spec.sliding_window if type(spec) is SlidingWindowSpec else None)
     dtype = FLOATS.get(spec.dtype)
     return None if dtype is None else KVFormat.of(dtype)
 
 
+def block_sizes(fmt):
+    """Those that vLLM may choose from."""
+    return list(BLOCK_SIZES) if fmt.block_size is None else [fmt.block_size]
+
+
 def content_bytes(spec, fmt):
-    """Bytes of a token and KV head, the same for all BLOCK_SIZES."""
-    size = BLOCK_SIZES[0]
-    return buffer_layout(1, 1, spec.head_size, 1, size, fmt, v_head_dim=spec.head_size_v).nbytes // size
+    """Bytes of a token and KV head, the same for all block sizes. Layers with a window and those without have blocks of one size."""
+    widest = VLLM_FORMATS.get(MODES.get(spec.kv_quant_mode), fmt)
+    size = block_sizes(widest)[0]
+    return max(buffer_layout(1, 1, spec.head_size, 1, size, one, v_head_dim=spec.head_size_v).nbytes // size for one in (fmt, widest))

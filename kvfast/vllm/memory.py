@@ -23,6 +23,7 @@ class GroupMemory:
         self._layers, self._spec, self._format = layers, spec, fmt
         self._tensors = []
         self.pool = None
+        self._batch = self._slots = None
 
     def bind(self):
         """Make the pool over the layers' tensors, unless it is there, and give each layer its number in it."""
@@ -41,3 +42,13 @@ class GroupMemory:
                                  v_head_dim=self._spec.head_size_v, buffer=buffer)
         self._tensors = tensors
         return self.pool
+
+    def prepare(self, block_table, seq_lens, cu_seqlens_q, slots):
+        """The PreparedBatch of a step; `slots` is the tensor that the layers are given, too."""
+        pool = self.bind()
+        self._slots, self._batch = slots, pool.prepare_batch(block_table, seq_lens, cu_seqlens_q, slots.numpy())
+        return self._batch
+
+    def batch_of(self, slots):
+        """What stands for the slots of a step: its batch, if they are the very tensor that it was prepared from."""
+        return self._batch if slots is self._slots else slots.numpy()

@@ -68,6 +68,41 @@ def test_many_small_weights_beside_a_large_one(isa, rng, name):
             assert relative_error(cache.attend(0, q, scale=1.0), expected) < bound(name), (below, n)
 
 
+def one_loud_element(rng, loud):
+    """160 full rows of 512, and one of them with a single element."""
+    for full in (rng.choice([-1.0, 1.0], (160, 512)), np.ones((160, 512))):
+        rows = full.astype(np.float32)
+        rows[100], rows[100, 5] = 0, loud
+        yield rows
+
+
+@pytest.mark.parametrize("loud", [40, 300, 3000])
+@pytest.mark.parametrize("name", STORED)
+def test_one_loud_element_of_values_beside_full_rows(isa, rng, name, loud):
+    """It takes the range of a tile's weights and leaves few bits to the others, whose rounding is large beside the output."""
+    for v in one_loud_element(rng, loud):
+        cache = filled(STORED[name], rng.standard_normal((160, 1, 512)).astype(np.float32), v[:, None])
+        for n in (1, 64):
+            q = rng.standard_normal((n, 4, 512)).astype(np.float32)
+            expected, _ = attention(q, cache.k(0), cache.v(0))
+            assert relative_error(cache.attend(0, q), expected) < bound(name), n
+
+
+@pytest.mark.parametrize("loud", [40, 300, 3000])
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int7", "int4", "int3"])
+def test_one_loud_element_of_latents_beside_full_rows(isa, rng, dtype, loud):
+    for rows in one_loud_element(rng, loud):
+        cache = kvfast.MLAKVCache(1, 512, 32, dtype=dtype)
+        cache.append(0, np.concatenate([rows, rng.standard_normal((160, 32))], 1, dtype=np.float32))
+        cache.advance(160)
+        for n in (1, 16):
+            q = rng.standard_normal((n, 20, 544)).astype(np.float32)
+            q[:, :, 5] /= loud
+            k = cache.get_latent(0)[:, None]
+            expected, _ = attention(q, k, k[:, :, :512])
+            assert relative_error(cache.attend(0, q), expected) < bound(dtype), n
+
+
 @pytest.mark.parametrize("softcap", [0.3, 30, 1e3, 1e4, 1e20, 3e38])
 def test_softcaps_of_any_size(isa, rng, softcap):
     k, v = rng.standard_normal((2, 300, 2, 32)).astype(np.float32)
@@ -77,6 +112,23 @@ def test_softcaps_of_any_size(isa, rng, softcap):
     expected, expected_lse = attention(q, k, v, softcap=softcap)
     assert relative_error(out, expected) < bound("float32")
     assert np.abs(lse - expected_lse).max() < 1e-5
+
+
+def test_rounding_of_weights_is_that_of_each_query_alone(isa, rng):
+    """Whether the rounding of a query's weights counts does not depend on the queries beside it."""
+    for v in one_loud_element(rng, 3000):
+        k = rng.standard_normal((160, 1, 512)).astype(np.float32)
+        k[100] = 0
+        k[100, 0, 5] = 4
+        cache = filled(kvfast.KVFormat("int8/int4"), k, v[:, None])
+        q = rng.standard_normal((16, 8, 512)).astype(np.float32)
+        q[::3, :, 5] = -40  # hides the loud element
+        together = cache.attend(0, q)
+        for i in (0, 1, 9, 15):
+            shorter = cache.copy()
+            if i < 15:
+                shorter.truncate(160 - 15 + i)
+            assert np.array_equal(shorter.attend(0, q[i : i + 1])[0], together[i])
 
 
 def test_rounding_is_that_of_each_query_alone(isa, rng):

@@ -38,7 +38,11 @@ def blocks_held(table):
     return int((table >= 0).sum())
 
 
-@pytest.mark.parametrize("name, block_size", [*((name, None) for name in FORMATS), *((name, size) for name in UNSEALED for size in (16, 64, 256))])
+BLOCK_SIZES = [(name, None) for name in FORMATS]
+EVERY_SIZE = [(name, size) for name in UNSEALED for size in (16, 64, 256)]
+
+
+@parametrize(("name", "block_size"), BLOCK_SIZES + EVERY_SIZE, usual=BLOCK_SIZES + [EVERY_SIZE[3 * i + i % 3] for i in range(len(UNSEALED))])
 def test_a_pool_serves_texts_far_longer_than_itself(name, block_size):
     """With the bits of a ring, in steps of any size, by calls of its own and in batches."""
     form, stream = FORMATS[name], Stream(3, 3000, layers=2)
@@ -117,10 +121,11 @@ def test_forks_and_going_back(name):
 SIZES = [(name, size, other) for name in UNSEALED for size, other in ((16, 256), (256, 16), (32, 64), (64, 32))]
 WINDOWS = [WINDOW, {"sliding_window": 30, "num_sink_tokens": 0, "rollback": 0}, {"sliding_window": 20, "num_sink_tokens": 20, "rollback": 70}]
 SIZED = [*((name, None, None) for name in FORMATS), *SIZES]
+USUAL_SIZED = [*SIZED[:len(FORMATS)], *(SIZES[4 * i + i % 4] for i in range(len(UNSEALED)))]
 
 
 @parametrize(("name", "size", "other", "window"), [(*sized, window) for window in WINDOWS for sized in SIZED],
-             usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(SIZED)], ids=str)  # fmt: skip
+             usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(USUAL_SIZED)], ids=str)  # fmt: skip
 def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
     """There and back, to blocks of any size, at any time; and it goes on as if nothing had been."""
     stream, form = Stream(4, 700, layers=2), FORMATS[name]

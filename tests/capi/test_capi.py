@@ -45,6 +45,11 @@ def installed(tmp_path_factory):
         (built / name).parent.mkdir(exist_ok=True)
         shutil.copy(module, built / name)
         (folder / "source" / "kvfast" / name).unlink()
+    for path in folder.rglob("*.pyx"):  # nor translated, as by a Cython that was installed after the build
+        if path.with_suffix(".c").exists():
+            os.utime(path.with_suffix(".c"))
+    for path in built.rglob("*.so"):
+        os.utime(path)
     options = ("--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check", "-q")
     command("-m", "pip", "wheel", *options, "-w", folder, folder / "source", cwd=folder)
     (wheel,) = folder.glob("*.whl")
@@ -188,7 +193,6 @@ def test_a_pool_in_memory_of_c(runtimes, rng):
     del pool
     assert sys.getrefcount(memory) == references
     for arguments, message in [
-        ((memory, 2, 2, 64, 4, 0, b"int4", 0), "a format without num_float_tokens"),
         ((memory, 2, 2, 64, 4, 24, b"int8", 0), "block_size must be"),
         ((memory, 2, 2, 64, 4, 16, b"int8", 64), "must not overlap"),
         ((memory, 2, 2, 64, 4, 16, b"int8", nbytes + 4), "aligned to 64 bytes"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command_line
 import numpy as np
 import pytest
 from selection import exhaustive
@@ -265,14 +266,15 @@ SIZE = ("--model", "SmolLM2-135M", "--contexts", "64,128", "--tokens", "32", "--
 QUICK = ("--megabytes", "1", "--rounds", "1", "--threads", "1")
 
 
-def run(*args, cwd=None):
+def run(*args):
     """Run `python -m kvfast bench` to its end: (exit code, stdout, stderr)."""
     pytest.importorskip("rich")
-    places = os.pathsep.join([str(Path(kvfast.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONIOENCODING": "utf-8", "PYTHONPATH": places}
-    command = [sys.executable, "-m", "kvfast", "bench", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, cwd=cwd, timeout=300, check=False)
-    return done.returncode, done.stdout, done.stderr
+    return command_line.run("bench", *args)
+
+
+def run_here(*args):
+    pytest.importorskip("rich")
+    return command_line.run_here("bench", *args)
 
 
 def test_tables_and_json(tmp_path):
@@ -290,10 +292,10 @@ def test_tables_and_json(tmp_path):
 
 
 def test_every_work_and_format():
-    code, out, err = run("--work", "append,cached,read", "--formats", "all", "--contexts", "64", "--tokens", "64", *QUICK)
+    code, out, err = run_here("--work", "append,cached,read", "--formats", "all", "--contexts", "64", "--tokens", "64", *QUICK)
     assert code == 0, err
     assert all(form in out for form in FORMATS) and out.count("threads") >= 3
-    code, out, err = run("--work", "quantize,dequantize", "--formats", "int8,int4", "--contexts", "64", *QUICK)
+    code, out, err = run_here("--work", "quantize,dequantize", "--formats", "int8,int4", "--contexts", "64", *QUICK)
     assert code == 0, err
     assert "quantize" in out and "of peak" not in out
 
@@ -302,7 +304,7 @@ def test_every_work_and_format():
 def test_plot(tmp_path, suffix, magic):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"bench.{suffix}"
-    code, _, err = run(*SIZE, *QUICK, "--plot", path)
+    code, _, err = run_here(*SIZE, *QUICK, "--plot", path)
     assert code == 0, err
     assert path.read_bytes().startswith(magic)
 
@@ -342,20 +344,22 @@ def doctored(path, factor, tier=None):
     path.write_text(json.dumps(fields))
 
 
-def test_check(tmp_path):
+def test_check(tmp_path, monkeypatch):
     folder = tmp_path / "bench"
     folder.mkdir()
     path = folder / "baseline.json"
-    code, _, err = run(*SIZE, *QUICK, "--write-baseline", path)
+    code, _, err = run_here(*SIZE, *QUICK, "--write-baseline", path)
     assert code == 0, err
     doctored(path, 0.01)
-    code, out, err = run("--check", "--rounds", 1, "--json", tmp_path / "check.json", cwd=folder)
+    monkeypatch.chdir(folder)
+    code, out, err = run_here("--check", "--rounds", 1, "--json", tmp_path / "check.json")
     assert code == 0, err
     assert out.count("ok ") == 8 and f"all 8 cases are within 15% of {path}" in out
     assert len(json.loads((tmp_path / "check.json").read_text())["results"]) == 8
 
     doctored(path, 1e6)
-    code, out, err = run("--check", "--short", "--rounds", 1, cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_here("--check", "--short", "--rounds", 1)
     assert code == 1 and out.count("SLOWER ") == 4
     assert "error: 4 of 4 cases are more than 15% below" in err
     for work, form in (("decode", "float16"), ("prefill", "int4")):
@@ -363,10 +367,10 @@ def test_check(tmp_path):
     assert "expected" in err and "found" in err
 
     doctored(path, 1, "abacus")
-    code, out, err = run("--check", path)
+    code, out, err = run_here("--check", path)
     assert (code, err.strip()) == (0, "") and "abacus" in out and "nothing to check" in out
     # What the file says of other tiers stays.
-    code, _, err = run(*SIZE, *QUICK, "--write-baseline", path)
+    code, _, err = run_here(*SIZE, *QUICK, "--write-baseline", path)
     assert code == 0, err
     assert set(json.loads(path.read_text())["tiers"]) == {"abacus", kvfast.active_isa()}
 
@@ -375,12 +379,13 @@ def test_more_threads_than_there_are_are_not_checked(tmp_path):
     path = tmp_path / "baseline.json"
     fractions = {"1": 1e-6, "2": 1e6, "4096": 1e6}
     path.write_text(json.dumps({"megabytes": 1, "tiers": {kvfast.active_isa(): {str(TINY_CASES[0]): fractions}}}))
-    code, out, err = run("--check", path, "--threads", "1", "--rounds", 1)
+    code, out, err = run_here("--check", path, "--threads", "1", "--rounds", 1)
     assert code == 0, err
     assert "2, 4096 threads" in out and "all 1 cases" in out
 
 
-def test_errors_are_one_plain_line(tmp_path):
+def test_errors_are_one_plain_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     missing = tmp_path / "no" / "such"
     for args, words in [
         (("--formats", "int9"), "int9"),
@@ -397,20 +402,20 @@ def test_errors_are_one_plain_line(tmp_path):
         (("--work", "quantize", "--formats", "float16", "--contexts", "64"), "codecs"),
         (("--work", "append", "--contexts", "64", "--tokens", "8", "--plot", "x.svg", *QUICK), "neither was measured"),
     ]:
-        code, _, err = run(*args, cwd=tmp_path)
+        code, _, err = run_here(*args)
         assert code == 1, (args, err)
         lines = [line for line in err.splitlines() if line.strip()]
         assert lines[-1].startswith("error: ") and words in lines[-1], (args, err)
         assert "Traceback" not in err
     path = tmp_path / "baseline.json"
     Baseline(3).save(path)
-    code, _, err = run("--contexts", "64", "--work", "decode", *QUICK, "--write-baseline", path)
+    code, _, err = run_here("--contexts", "64", "--work", "decode", *QUICK, "--write-baseline", path)
     assert code == 1 and "3 megabytes" in err
 
 
 @pytest.mark.parametrize("args", [("--contexts", "0"), ("--threads", "x"), ("--rounds", "0"), ("--megabytes", "-1")])
 def test_wrong_usage(args):
-    code, out, err = run(*args)
+    code, out, err = run_here(*args)
     assert (code, out) == (2, "") and "usage:" in err
 
 

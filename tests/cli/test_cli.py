@@ -1,4 +1,4 @@
-"""`python -m kvfast`, as a user runs it: in a process of its own."""
+"""`python -m kvfast`, as a user runs it: each command in a process of its own once, and in this one for its options."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from command_line import command, run
+from command_line import command, run, run_here
 from selection import exhaustive
 
 import kvfast
@@ -17,12 +17,12 @@ import kvfast
 
 
 def test_help():
-    for args in [(), ("--help",)]:
-        code, out, err = run(*args)
+    for run_it, args in [(run, ()), (run_here, ("--help",))]:
+        code, out, err = run_it(*args)
         assert (code, err) == (0, "")
         assert all(name in out for name in ("generate", "eval", "serve-sim", "bench", "info"))
     for name, option in [("generate", "--max-seq-len"), ("eval", "--chunk"), ("bench", "--check"), ("info", "--help")]:
-        code, out, _ = run(name, "--help")
+        code, out, _ = run_here(name, "--help")
         assert code == 0
         assert option in out
 
@@ -53,7 +53,7 @@ def test_info():
     ],
 )
 def test_wrong_usage(args):
-    code, out, err = run(*args)
+    code, out, err = run_here(*args)
     assert (code, out) == (2, "")
     assert "usage:" in err
 
@@ -102,7 +102,7 @@ def test_generate(model):
 def test_generate_tells_what_the_cache_took(model, dtype, max_tokens, tmp_path):
     """Blocks that are not full and float rows included: of a short text they are most of it."""
     session = tmp_path / "text"
-    code, out, _ = run("generate", "then the", "--model", model, "--max-tokens", max_tokens, "--dtype", dtype, "--session", session)
+    code, out, _ = run_here("generate", "then the", "--model", model, "--max-tokens", max_tokens, "--dtype", dtype, "--session", session)
     cache, line = kvfast.load(session), re.search(r"^cache    .*", out, re.MULTILINE)[0]
     tokens, taken = (int(number.replace(",", "")) for number in re.search(r": ([\d,]+) tokens take ([\d,]+) bytes", line).groups())
     assert code == 0 and tokens == len(cache) and taken == cache.nbytes_used
@@ -113,14 +113,17 @@ def test_generate_tells_what_the_cache_took(model, dtype, max_tokens, tmp_path):
 
 
 def test_generate_is_repeatable(model):
-    def text(*args):
-        _, out, _ = run("generate", "the", "--model", model, "--max-tokens", 20, "--threads", 1, *args)
+    def text(*args, run=run_here):
+        code, out, err = run("generate", "the", "--model", model, "--max-tokens", 20, *args)
+        assert code == 0, err
         return out.rsplit("\n\n", 1)[0]
 
-    assert text() == text()
-    assert text("--temperature", 2, "--seed", 1) == text("--temperature", 2, "--seed", 1)
-    assert text("--temperature", 2, "--seed", 1) != text("--temperature", 2, "--seed", 2)
+    drawn = text("--temperature", 2, "--seed", 1)
+    assert drawn == text("--temperature", 2, "--seed", 1)
+    assert drawn != text("--temperature", 2, "--seed", 2)
     assert text("--temperature", 2, "--top-k", 1) == text()
+    alone = ("--threads", 1, "--temperature", 2, "--seed", 1)
+    assert text(*alone, run=run) == text(*alone, run=run)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +139,13 @@ def test_generate_is_repeatable(model):
     ],
 )
 def test_generate_dtypes(model, args, stored):
-    code, out, _ = run("generate", "the", "--model", model, "--max-tokens", 2, *args)
+    code, out, _ = run_here("generate", "the", "--model", model, "--max-tokens", 2, *args)
     assert code == 0
     assert f"cache    {stored}: " in out
 
 
 def test_generate_stops_when_the_cache_is_full(model):
-    code, out, _ = run("generate", "the", "--model", model, "--max-tokens", 50, "--max-seq-len", 10)
+    code, out, _ = run_here("generate", "the", "--model", model, "--max-tokens", 50, "--max-seq-len", 10)
     assert code == 0
     assert "decode   9 tokens" in out  # 1 prompt token, 9 more stored; one more token chosen, not stored
 
@@ -157,7 +160,7 @@ def test_generate_stops_when_the_cache_is_full(model):
 )
 def test_generate_speculatively(model, args):
     options = ("--model", model, "--max-tokens", 40, "--seed", 3)
-    code, out, err = run("generate", "the the the the the", *options, *args, "--compare")
+    code, out, err = run_here("generate", "the the the the the", *options, *args, "--compare")
     assert (code, err) == (0, "")
     drafted = re.search(r"^drafted  (\d+) tokens, (\d+) accepted \((\d+)%\), (\d\.\d\d) tokens per step$", out, re.MULTILINE)
     count, accepted, percent, per_step = map(float, drafted.groups())
@@ -166,14 +169,14 @@ def test_generate_speculatively(model, args):
     if "layers" in args:
         assert accepted == count > 20  # all of the layers: the model itself
     assert re.search(r"^plain    39 tokens in .* tokens/s; the same tokens, [\d.]+x as fast with drafts$", out, re.MULTILINE)
-    _, plain, _ = run("generate", "the the the the the", *options, *args[2:4] * ("lookup" in args))
+    _, plain, _ = run_here("generate", "the the the the the", *options, *args[2:4] * ("lookup" in args))
     assert out.split("\n\nprefill")[0] == plain.split("\n\nprefill")[0]
     assert "drafted" not in plain
 
 
 def test_generate_compares_nothing_when_the_text_ends_at_once(model):
     args = ("--model", model, "--max-tokens", 1, "--speculative", "--compare")
-    code, out, _ = run("generate", "the", *args)
+    code, out, _ = run_here("generate", "the", *args)
     assert code == 0
     assert "plain    no tokens; the same tokens\n" in out
 
@@ -201,7 +204,7 @@ def test_serve_sim(model):
     assert re.search(r"^prefix +[\d,]+ of [\d,]+ prompt tokens found in the pool \(\d+%\)$", out, re.MULTILINE)
     assert re.search(r"^pool +int8, ", out, re.MULTILINE)
     assert "3 of 3 texts the same" in out
-    code, out, err = run("serve-sim", *options)
+    code, out, err = run_here("serve-sim", *options)
     assert code == 0 and re.search(r"^pool +int4, .* blocks of 64 tokens", out, re.MULTILINE), err
     assert re.search(r"^alone +\d of 3 texts the same", out, re.MULTILINE)
 
@@ -234,7 +237,7 @@ def test_eval_table(model, text):
 
 def test_eval_json(model, text):
     args = ("--dtype", "float32,int4", "--tokens", 100, "--chunk", 30, "--json")
-    code, out, _ = run("eval", "--model", model, "--text", text, *args)
+    code, out, _ = run_here("eval", "--model", model, "--text", text, *args)
     assert code == 0
     report = json.loads(out)
     assert (report["text"], report["chunk"]) == (str(text), 30)
@@ -251,7 +254,7 @@ def test_eval_formats(model, text):
     from kvfast.llama.evaluation import FORMATS
 
     def results(*args):
-        code, out, err = run("eval", "--model", model, "--text", text, "--tokens", 40, "--json", *args)
+        code, out, err = run_here("eval", "--model", model, "--text", text, "--tokens", 40, "--json", *args)
         assert code == 0, err
         return json.loads(out)["results"]
 
@@ -273,7 +276,7 @@ def test_eval_of_several_texts(model, text, tmp_path):
     args = ("--formats", "int8,int4", "--tokens", 90, "--json")
     reports = []
     for texts in [("--text", text, other), ("--text", text, "--text", other), ("--text", text), ("--text", other)]:
-        code, out, err = run("eval", "--model", model, *texts, *args)
+        code, out, err = run_here("eval", "--model", model, *texts, *args)
         assert code == 0, err
         reports.append(json.loads(out))
     both, again, *single = reports
@@ -292,7 +295,7 @@ def test_eval_of_several_texts(model, text, tmp_path):
 def test_eval_plot(model, text, tmp_path, suffix, magic):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"kl.{suffix}"
-    code, out, err = run(
+    code, out, err = run_here(
         "eval", "--model", model, "--text", text, "--tokens", 60, "--formats", "float32,int8,int4", "--plot", path
     )
     assert code == 0 and "59 tokens predicted" in out, err
@@ -310,6 +313,8 @@ def test_errors_are_one_plain_line(model, text, tmp_path):
     empty = tmp_path / "empty"
     empty.touch()
     missing = tmp_path / "missing"
+    # The whole of stderr, in a process of its own; of the others the text.
+    assert run("generate", "x", "--model", missing) == (1, "", f"error: {missing}: No such file or directory\n")
     for args, message in [
         (("generate", "x", "--model", missing), f"{missing}: No such file"),
         (("generate", "x", "--model", damaged), f"{damaged} is damaged"),
@@ -332,7 +337,7 @@ def test_errors_are_one_plain_line(model, text, tmp_path):
         (("eval", "--model", model, "--text", text, "--plot", "kl.txt"), "png"),
         (("eval", "--model", model, "--text", text, "--plot", missing / "kl.png"), f"no folder {missing}"),
     ]:
-        code, _, err = run(*args)
+        code, _, err = run_here(*args)
         line = err.strip().splitlines()[-1]
         assert code == 1, args
         assert line.startswith("error: "), args
@@ -376,7 +381,7 @@ def test_a_session_goes_on_where_it_was_left(model, tmp_path):
     code, first, err = run("generate", "then the", *options)
     assert code == 0, err
     length = len(kvfast.load(path))
-    code, second, err = run("generate", " and", *options, "--speculative", "--compare")
+    code, second, err = run_here("generate", " and", *options, "--speculative", "--compare")
     assert code == 0 and f"session  {length} tokens of {path}" in second and "the same tokens" in second, err
     # The same in one go, by hand.
     runtime, tokenizer = llama.load(model)
@@ -390,31 +395,31 @@ def test_a_session_goes_on_where_it_was_left(model, tmp_path):
         runtime.prefill(token_ids[len(cache) :], cache)
     snapshot = kvfast.Snapshot.load(path)
     assert snapshot.token_ids.tolist() == token_ids and snapshot == cache.snapshot()
-    code, _, err = run("generate", "", *options)
+    code, _, err = run_here("generate", "", *options)
     assert code == 0 and len(kvfast.load(path)) > len(token_ids), err
 
 
 def test_a_session_keeps_its_storage_and_its_model(model, tmp_path):
     path = tmp_path / "talk.safetensors"
     options = ("--model", model, "--max-tokens", 4, "--session", path)
-    assert run("generate", "then the", *options, "--dtype", "int4")[0] == 0
+    assert run_here("generate", "then the", *options, "--dtype", "int4")[0] == 0
     before = path.read_bytes()
-    code, _, err = run("generate", "the", *options, "--dtype", "float32")
+    code, _, err = run_here("generate", "the", *options, "--dtype", "float32")
     assert code == 1 and "int4" in err and "float32" in err
-    code, _, err = run("generate", "the", *options, "--max-seq-len", 5)
+    code, _, err = run_here("generate", "the", *options, "--max-seq-len", 5)
     assert code == 1 and "room for" in err
     kvfast.load(path).save(path)  # without tokens and model
-    code, _, err = run("generate", "the", *options)
+    code, _, err = run_here("generate", "the", *options)
     assert code == 1 and "not a session of this model" in err
     path.write_bytes(before[:-1])
-    code, _, err = run("generate", "the", *options)
+    code, _, err = run_here("generate", "the", *options)
     assert code == 1 and str(path) in err and path.read_bytes() == before[:-1]
     path.write_bytes(before)
-    code, out, err = run("generate", "the", *options)
+    code, out, err = run_here("generate", "the", *options)
     assert code == 0 and "int4" in out, err
 
 
 def test_a_full_session_is_kept_as_far_as_it_goes(model, tmp_path):
     path = tmp_path / "talk.safetensors"
-    code, _, err = run("generate", "then the", "--model", model, "--max-seq-len", 10, "--max-tokens", 50, "--session", path)
+    code, _, err = run_here("generate", "then the", "--model", model, "--max-seq-len", 10, "--max-tokens", 50, "--session", path)
     assert code == 0 and len(kvfast.load(path)) == 10, err

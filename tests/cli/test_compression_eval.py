@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from command_line import run
+from command_line import run, run_here
 
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
@@ -56,7 +56,7 @@ def test_command(model, text, tmp_path):
     rows = [line.split() for line in out.splitlines() if line.strip().startswith(("int8-plain", "hybrid:4", "pq:16:4"))]
     assert [row[0] for row in rows] == ["int8-plain", "hybrid:4", "pq:16:4"]
     plot = tmp_path / "kl.svg"
-    code, out, err = run("eval", "--model", model, *args, "--json", "--plot", plot, "--text", text)
+    code, out, err = run_here("eval", "--model", model, *args, "--json", "--plot", plot, "--text", text)
     assert code == 0, err
     report = json.loads(out)
     assert plot.read_bytes().startswith(b"<?xml")
@@ -74,5 +74,5 @@ def test_errors(model, text):
         (("--compress", "int8", "--tokens", "100", "--prompt", "99"), "99 cannot be compressed"),
         (("--compress", "lowrank:13", "--tokens", "100", "--prompt", "50"), "rank must be at most head_dim, 12"),
     ]:
-        code, _, err = run("eval", "--model", model, "--text", text, *args)
+        code, _, err = run_here("eval", "--model", model, "--text", text, *args)
         assert code == 1 and err.splitlines()[-1].startswith("error: ") and message in err

@@ -112,8 +112,17 @@ def test_torch(rng, dtype):
     cache.append(0, k, v)
     out = torch.zeros((40, 2, 32), dtype=getattr(torch, dtype))
     cache.attend(0, k, out=as_array(out))  # into torch's own memory
-    with pytest.raises(TypeError, match="must be a NumPy array, got Tensor"):
-        cache.attend(0, k, out=out)
+    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        into = torch.zeros((40, 4, 32), dtype=getattr(torch, dtype))[:, 1:3]
+        assert cache.attend(0, k, out=into) is into and torch.equal(into, out)
+    else:
+        with pytest.raises(TypeError, match="must be a NumPy array, or a tensor .* got Tensor"):
+            cache.attend(0, k, out=out)
+    for wrong in (out.double(), out.mT, out[:, :, :0], out.clone().requires_grad_(), out[0].expand(40, 2, 32), [[[1.0]]]):
+        with pytest.raises((TypeError, kvfast.DimensionMismatchError), match="out must"):
+            cache.attend(0, k, out=wrong)
+    with pytest.raises(ValueError, match="out must not share memory with q"):
+        cache.attend(0, out, out=out)
     torch.testing.assert_close(out.float(), torch.from_numpy(cache.attend(0, k)), rtol=1e-2, atol=1e-2)
     assert torch.from_dlpack(cache.k(0)).data_ptr() == cache.k(0).ctypes.data
     held = as_array(torch.ones((100, 2, 32), dtype=getattr(torch, dtype)))

@@ -18,7 +18,7 @@ import kvfast
 # Made by kvfast alone, for reading: they check nothing, and are made but not used.
 RECORDS = {
     "AttendPlan", "AttendItem", "BufferLayout", "DtypePlan", "MemoryPlan", "Fidelity", "LayerShape", "ModelShape", "CompressedShape",
-    "ReconstructionError", "Snapshot", "CompressedKV", "Sequence", "MLASequence", "CacheFullError", "CorruptFileError",
+    "ReconstructionError", "Snapshot", "CompressedKV", "PreparedBatch", "Sequence", "MLASequence", "CacheFullError", "CorruptFileError",
     "DimensionMismatchError", "IncompatibleSnapshotError", "NonFiniteInputError",
 }  # fmt: skip
 # What every object answers to.
@@ -253,9 +253,10 @@ RECIPES = {
     "alibi_slopes": lambda c: c.floats(c.heads * c.group),
     "return_lse": small(True, False), "softmax": small(True, False), "num_splits": small(0, 1, 3, 1000),
     "num_threads": small(1, 2, None),
-    "cascade": small(True, False),
+    "cascade": small(True, False), "zero_nonfinite": small(True, False),
     "q_shape": lambda c: c.pick(1, (1, c.heads * c.group, c.dim), c.floats(1, c.heads, c.dim)),
-    "sequences": lambda c: c.batch, "block_table": lambda c: c.target.block_table(c.batch),
+    "sequences": lambda c: (c.any("PreparedBatch") if c.rng.random() < 0.1 else None) or c.batch,
+    "block_table": lambda c: c.target.block_table(c.batch),
     "seq_lens": lambda c: c.target.seq_lens(c.batch),
     "cu_seqlens_q": lambda c: np.arange(len(c.batch) + 1), "slot_mapping": Call.slots, "index": small(0, 1),
     # whole caches
@@ -273,7 +274,7 @@ RECIPES = {
     # the machine and the plan
     "plan.model": Call.config, "context": none_or(1, 4096), "memory": none_or(1 << 30), "bandwidth": lambda c: 1e10,
     "weight_bytes": none_or(10**9),
-    "plan.batch": small(1, 3), "name": lambda c: c.rng.choice(kvfast.available_isas()), "nbytes": small(1, 100_000),
+    "plan.batch": small(1, 3), "engine": small("kvfast", "vllm"), "name": lambda c: c.rng.choice(kvfast.available_isas()), "nbytes": small(1, 100_000),
     "kind": small("int8", "float32"),
     "max_error": small(0.02, 1.0), "metric": small("output_error", "kl"),
     "fidelity.q": lambda c: c.floats(3, 4, 20), "choose_format.q": lambda c: c.floats(3, 4, 20),

@@ -24,7 +24,7 @@ import fuzz_recipes
 import kvfast
 from kvfast.interop import ggml
 
-SECONDS = 60  # for one call; each takes milliseconds
+SECONDS = 60  # for all calls of a name; each takes milliseconds
 TOKENS, HEADS, GROUP, DIM = 70, 2, 2, 32  # more tokens than a tile
 RANK, ROPE = 32, 8
 
@@ -68,7 +68,8 @@ def read_only(a, _):
 
 def sliding(a, _):
     """Each token one element behind the one before."""
-    return as_strided(a.copy(), a.shape, (a.itemsize, *a.strides[1:]), writeable=False)
+    copy = a.copy()  # whose strides stay in its memory, where those of `a` may not
+    return as_strided(copy, a.shape, (a.itemsize, *copy.strides[1:]), writeable=False)
 
 
 def swapped(a, _):
@@ -296,6 +297,12 @@ def paged_calls():
         def attend(q, latents=latents, **options):
             return held(pool(latents), latents).attend_batch(0, q, **options)
 
+        def prepare(slot_mapping, latents=latents, **tables):
+            one, rows = held(pool(latents), latents), (latent,) if latents else (k, v)
+            batch = one.prepare_batch(**tables, slot_mapping=slot_mapping)
+            one.append_batch(0, *[each[: len(slot_mapping)] for each in rows], batch)
+            return one.attend_batch(0, latent_q if latents else q, batch)
+
         def explain(q_shape, latents=latents, **options):
             return repr(held(pool(latents), latents).explain_batch(q_shape, **options))
 
@@ -311,6 +318,7 @@ def paged_calls():
             f"{name}.append_batch with slots": (
                 lambda slot_mapping, append=append, rows=rows: append(slot_mapping=slot_mapping, **rows), {"slot_mapping": slots}),
             f"{name}.attend_batch": (attend, {"q": queries, **plain}),
+            f"{name}.prepare_batch": (prepare, {**plain, "slot_mapping": slots[:40]}),
             f"{name}.explain_batch": (explain, {"q_shape": queries, **plain}),
             f"{name}.match_prefix": (match, {"token_ids": ids}),
         }  # fmt: skip
@@ -444,13 +452,10 @@ ROWS = {"q", "k", "v", "x", "qkv", "rows", "keys", "values", "queries", "latent"
 
 def outcome(function, arrays):
     """What a call returns, as bytes, or what it raises."""
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
         return "returned", flat(function(**arrays))
     except Exception as error:  # noqa: BLE001  (whatever it is, the same of a plain copy)
         return type(error).__name__, str(error)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def flat(result):
@@ -535,10 +540,16 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     for name in sys.argv[1:]:
         print(json.dumps({"begins": name}), flush=True)
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         print(json.dumps({"ends": name, "findings": list(findings(name))}), flush=True)
+        faulthandler.cancel_dump_traceback_later()
 
 
 # The tests. ----------------------------------------------------------------------------------------------------------------
+
+
+# Without huge pages, as those of tokens that lie far apart would all be cleared; and without threads of the BLAS.
+CHILD = {"NUMPY_MADVISE_HUGEPAGE": "0", "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module", params=[kvfast.available_isas()[0], pytest.param("scalar", marks=pytest.mark.exhaustive)])
@@ -547,7 +558,7 @@ def found(request):
     results, left = {}, list(CALLS)
     while left:
         child = subprocess.run([sys.executable, __file__, *left], capture_output=True, text=True, check=False,
-                               env=os.environ | {"KVFAST_ISA": request.param})  # fmt: skip
+                               env=os.environ | CHILD | {"KVFAST_ISA": request.param})  # fmt: skip
         lines = [json.loads(line) for line in child.stdout.splitlines()]
         results |= {line["ends"]: line["findings"] for line in lines if "ends" in line}
         if child.returncode:

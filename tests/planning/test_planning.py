@@ -1,6 +1,7 @@
 """Plans against real caches, files of models, and a machine's memory."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 from model_configs import CONFIGS
 
 import kvfast
-from kvfast import KVFormat, LayerShape
+from kvfast import KVFormat, LayerShape, ModelShape
+from kvfast.planning.engine import VLLM_FORMATS
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import read_shape
 from kvfast.planning.plan import DTYPES
@@ -415,3 +417,50 @@ def test_a_prompt_takes_what_is_planned_and_gives_it_back(dtype):
     ring.advance(context)
     filled(ring, context + 512)  # the blocks of the window are still those that came with the prompt, until it has moved on
     assert ring.nbytes <= planned.bytes_per_sequence
+
+
+def test_blocks_of_vllm():
+    """What `buffer_layout` gives each layer, in whole blocks of 64 tokens; turboquant leaves two layers at each end in bfloat16."""
+    found = kvfast.plan(of_heads(3, 64, 30), context=8000, batch=8, engine="vllm", memory=1 << 30, bandwidth=1e10)
+    assert [one.dtype for one in found.dtypes] == list(VLLM_FORMATS)
+    for name, form in VLLM_FORMATS.items():
+        inner, outer = (kvfast.buffer_layout(1, 3, 64, 125, 64, each).nbytes for each in (form, "bfloat16"))
+        ends = 4 if name.startswith("turboquant") else 0
+        one = found[name]
+        assert one.bytes_per_sequence == (30 - ends) * inner + ends * outer == one.bytes_per_token * 8000
+        assert one.largest_batch == (1 << 30) // one.bytes_per_sequence and one.nbytes == 8 * one.bytes_per_sequence
+        assert one.tokens_per_gib == (1 << 30) // one.bytes_per_token
+    ratio = found["int8_per_token_head"].tokens_per_gib / found["auto"].tokens_per_gib
+    assert 1.88 < ratio < 1.89 and found["auto"].bytes_per_token == 30 * 3 * 256
+    assert found["int4_per_token_head"].tokens_per_gib > 3.6 * found["auto"].tokens_per_gib
+    assert any("turboquant modes leave" in note for note in found.notes)
+
+
+def test_windows_of_vllm():
+    """A window keeps its tokens and those of one step, however long the text is."""
+    config = of_heads(sliding_window=4096, model_type="mistral")
+    long, longer = (kvfast.plan(config, context=n, engine="vllm", dtype="auto", **QUIET).dtypes[0] for n in (100_000, 200_000))
+    assert long.bytes_per_sequence == longer.bytes_per_sequence == long.bytes_per_token * 64 * (-(-(4095 + 2048) // 64) + 1)
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"engine": "sglang"}, "engine must be kvfast or vllm, got 'sglang'"),
+    ({"engine": "vllm", "dtype": "int8"}, "dtype must be auto, .* or turboquant_3bit_nc for engine='vllm', got 'int8'"),
+])  # fmt: skip
+def test_engines_that_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        kvfast.plan(of_heads(), **options, **QUIET)
+
+
+def test_latent_rows_are_not_planned_for_vllm():
+    with pytest.raises(ValueError, match="no latent rows"):
+        kvfast.plan(ModelShape("deepseek", (LayerShape(1, 512, rope_dim=64),), 4096), engine="vllm", **QUIET)
+
+
+def test_the_command_plans_for_vllm(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(of_heads(3, 64, 30)))
+    command = [sys.executable, "-m", "kvfast", "plan", str(tmp_path), "--engine", "vllm", "--memory", "1", "--bandwidth", "10"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "120"}).stdout
+    assert "46,603" in text and "int4_per_token_head" in text and "170,435" in text
+    found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    assert found["dtypes"][0]["cache"] == "vLLM, bfloat16"

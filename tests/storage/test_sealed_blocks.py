@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cache_kinds import FORMATS, HEADS, LONG_KINDS, MIXED, SEALING, Stream, relative_rms, told
 from reference import attention, bound, relative_error, ways_agree
-from selection import parametrize
+from selection import cases_of, pairwise, parametrize
 
 import kvfast
 from kvfast import KVFormat
@@ -279,10 +279,14 @@ def check_contract(cache):
     assert relative_error(cache.attend(0, q), expected) < bound("int4")
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 40, "num_sink_tokens": 3}, {"softcap": 5.0, "num_splits": 2}])
-@pytest.mark.parametrize("kind, dim", [("growing", 16), ("sequence", DIM), ("ring", 128)])
-@pytest.mark.parametrize("name", FINISHING_SETS)
-def test_a_few_queries_at_once_get_the_bits_of_each_alone(name, kind, dim, options):
+@pairwise(
+    ("name", "shape", "options"),
+    FINISHING_SETS,
+    [("growing", 16), ("sequence", DIM), ("ring", 128)],
+    [{}, {"sliding_window": 40, "num_sink_tokens": 3}, {"softcap": 5.0, "num_splits": 2}],
+)
+def test_a_few_queries_at_once_get_the_bits_of_each_alone(name, shape, options):
+    kind, dim = shape
     stream, layer = Stream(1, 300, dim), 2 if name == "mixed" else 1
     form = FINISHING_SETS[name]
     q = np.random.default_rng(2).standard_normal((300, 6, dim)).astype(np.float32)
@@ -301,19 +305,19 @@ def test_a_few_queries_at_once_get_the_bits_of_each_alone(name, kind, dim, optio
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_every_cache_and_number_of_threads_gives_the_same_bits(isa, name):
+@parametrize("every", [False, True], usual=[False])
+def test_every_cache_and_number_of_threads_gives_the_same_bits(isa, name, every):
     stream = Stream(1, 700, 64)
     caches = [stream.feed(make(kind, SETS[name], 64), 690, 150) for kind in ("growing", "bounded", "sequence", "wide ring")]
-    rng = np.random.default_rng(2)
-    for n in (1, 10):
-        q = rng.standard_normal((n, 6, 64)).astype(np.float32)
-        for layer in range(caches[0].num_layers):
-            for options in ({}, {"num_splits": 4}, {"sliding_window": 300, "num_sink_tokens": 4}):
-                out, lse = caches[0].attend(layer, q, num_threads=1, return_lse=True, **options)
-                for cache in caches:
-                    for num_threads in (1, 2, 3):
-                        again = cache.attend(layer, q, num_threads=num_threads, return_lse=True, **options)
-                        assert np.array_equal(again[0], out) and np.array_equal(again[1], lse)
+    queries = [np.random.default_rng(2).standard_normal((n, 6, 64)).astype(np.float32) for n in (1, 10)]
+    layers, settings = range(caches[0].num_layers), [{}, {"num_splits": 4}, {"sliding_window": 300, "num_sink_tokens": 4}]
+    calls = list(itertools.product(range(2), layers, range(3)))
+    expected = {
+        (i, layer, j): caches[0].attend(layer, queries[i], num_threads=1, return_lse=True, **settings[j]) for i, layer, j in calls
+    }
+    for (i, layer, j), cache, num_threads in cases_of(every, calls, caches, (1, 2, 3)):
+        out, lse = cache.attend(layer, queries[i], num_threads=num_threads, return_lse=True, **settings[j])
+        assert np.array_equal(out, expected[i, layer, j][0]) and np.array_equal(lse, expected[i, layer, j][1])
 
 
 def test_threads_finish_the_same_blocks():

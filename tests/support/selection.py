@@ -60,6 +60,12 @@ def pairwise(names, *axes, **options):
     return pytest.mark.parametrize(names, cases, indirect=[name for name in names if name == "isa"], **options)
 
 
+def cases_of(every, *axes):
+    """The product of axes within a test; unless `every`, as many of its cases as hold all pairs of two values."""
+    rows = itertools.product(*(range(len(axis)) for axis in axes)) if every else covering(*map(len, axes))
+    return [tuple(axis[at] for axis, at in zip(axes, row)) for row in rows]
+
+
 def covering(*sizes):
     """Cases of ``itertools.product(*map(range, sizes))`` that hold every pair of values of two axes: few, not fewest."""
     axes = range(len(sizes))

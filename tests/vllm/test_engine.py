@@ -1,17 +1,21 @@
 """vLLM with kvfast as its KV cache, against vLLM alone and against kvfast's own pools, on tiny models with random weights."""
 
+import copy
 import importlib.metadata
 import logging
 import random
+import shutil
 
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
+import torch
+from safetensors.torch import load_file, save_file
 from vllm_engines import MODELS, generate, in_engine, layers_of, save_model
 
 import kvfast
-from kvfast.vllm import backend, versions
+from kvfast.vllm import backend, formats, versions
 
 # Of vLLM and PyTorch, which use parts of each other that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,7 +68,7 @@ def test_float_caches_give_the_tokens_of_vllm(folder_of, monkeypatch, name):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    ("int8_per_token_head", "int8"), ("int4_per_token_head", "int4"), ("turboquant_k8v4", "k8v4"), ("turboquant_4bit_nc", "int4"),
+    ("int8_per_token_head", "int8"), ("turboquant_k8v4", "k8v4"), ("turboquant_4bit_nc", "int4"),
     ("turboquant_k3v4_nc", "int3/int4"), ("turboquant_3bit_nc", "int3"),
 ])  # fmt: skip
 def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_of, monkeypatch, name, dtype):
@@ -91,6 +95,44 @@ def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_o
 
     monkeypatch.setattr(Scheduler, "_preempt_request", preempt)
     in_engine(folder_of("deep"), use, kv_cache_dtype=name, num_gpu_blocks_override=10, block_size=64, max_model_len=448)
+
+
+def test_the_default_keeps_float_rows_beside_the_blocks(folder_of, monkeypatch):
+    """Tokens that are computed again, and those of known prefixes, are read with another precision, as in kvfast's own pools. So
+    a text depends on them, and on nothing else: not on the batch, and not on whose blocks it gets."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted = []
+    original = Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *args, **options: preempted.append(args) or original(*args, **options))
+
+    def use(llm):
+        alone = [generate(llm, [one])[0] for one in prompts()]
+        assert generate(llm, prompts()) == alone
+        growing = prompts((50, 52, 54, 56))
+        slowly = [generate(llm, [one], 100)[0] for one in growing]
+        assert not preempted
+        texts = generate(llm, growing, 100)
+        assert preempted and [len(text) for text in texts] == [len(text) for text in slowly]
+        assert sum(one == other for one, other in zip(texts, slowly)) >= 4 - len(preempted)
+        assert [generate(llm, [one])[0] for one in prompts()] == alone
+        assert {pool.dtype for pool in pools_of(llm)} == {"int4"}
+        [memory] = {id(layer.impl.memory): layer.impl.memory for layer in layers_of(llm).values()}.values()
+        assert 0 < memory.pool.nbytes - sum(tensor.nbytes for tensor in memory._tensors) < sum(tensor.nbytes for tensor in memory._tensors)
+
+    in_engine(folder_of("deep"), use, kv_cache_dtype="int4_per_token_head", num_gpu_blocks_override=10, block_size=64, max_model_len=448,
+              enable_prefix_caching=False)  # fmt: skip
+
+
+def test_layers_with_windows_have_blocks_of_the_same_size(folder_of):
+    """A model whose layers are of both kinds: int4 as it is, and rotated INT4 where blocks fall behind a window."""
+
+    def use(llm):
+        alone = [generate(llm, [one])[0] for one in prompts()]
+        assert generate(llm, prompts()) == alone
+        assert len({pool.dtype for pool in pools_of(llm)}) == 2
+
+    in_engine(folder_of("gemma3"), use, kv_cache_dtype="int4_per_token_head", enable_prefix_caching=False)
 
 
 def test_what_is_not_known_is_left_to_vllm(monkeypatch, caplog):
@@ -161,3 +203,47 @@ def test_drafts_that_are_rejected_are_written_over(folder_of, monkeypatch):
     plain = in_engine(folder_of("llama"), use)
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     assert in_engine(folder_of("llama"), use, speculative_config=drafts) == plain
+
+
+@pytest.mark.parametrize("name", ["auto", "int8_per_token_head", "int4_per_token_head"])
+def test_a_request_with_nan_does_not_touch_the_others(folder_of, tmp_path, name):
+    """A token whose embedding is NaN, in a prompt and in one step with others; the engine goes on."""
+    shutil.copytree(folder_of("llama"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.embed_tokens.weight"][500] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def use(llm):
+        expected = [generate(llm, [one])[0] for one in prompts()]
+        bad = prompts((60,))[0]
+        bad[40] = 500
+        tokens = generate(llm, [*prompts()[:2], bad, *prompts()[2:]])
+        assert len(tokens.pop(2)) == 24 and tokens == expected
+        assert generate(llm, prompts()) == expected
+
+    in_engine(tmp_path, use, kv_cache_dtype=name)
+
+
+def test_requests_that_see_later_tokens(folder_of, monkeypatch):
+    """In one batch with others, as models of diffusion ask for it: the tokens of vLLM's own backend. Windows, which have two sides
+    there, are left to it; and a model that did not say so when it was loaded is refused."""
+    for kind in (backend.CPUAttentionMetadataBuilder, backend.KVFastMetadataBuilder):
+        def build(self, common_prefix_len, common, fast_build=False, original=kind.build):
+            if isinstance(common.causal, bool):
+                common = copy.copy(common)
+                common.causal = (torch.arange(common.num_reqs) % 3 == 0).int()
+            return original(self, common_prefix_len, common, fast_build)
+
+        monkeypatch.setattr(kind, "build", build)
+    monkeypatch.setenv("KVFAST_VLLM", "0")
+    expected = {name: in_engine(folder_of(name), lambda llm: generate(llm, prompts())) for name in ("llama", "mistral")}
+    monkeypatch.setenv("KVFAST_VLLM", "1")
+
+    def use(llm):
+        return generate(llm, prompts()), {layer.impl.memory is not None for layer in layers_of(llm).values()}
+
+    assert in_engine(folder_of("llama"), use) == (expected["llama"], {True})
+    with pytest.raises(Exception, match="no windows with two sides"):
+        in_engine(folder_of("mistral"), use)
+    monkeypatch.setattr(formats.Directions, "sees_later_tokens", True)
+    assert in_engine(folder_of("mistral"), use) == (expected["mistral"], {False})

@@ -74,7 +74,7 @@ static inline __attribute__((always_inline)) void KV(attend_panel)(
     KV_SETTLE(x);
     KV(prefetch_part)(next);
     if (halves) KV(add_value_halves)(operands, panel, begin, end, x, &correction);
-    else KV(add_values)(operands, panel, begin, end, x, &correction, sums);
+    else KV(add_values)(operands, panel, begin, end, scores, x, &correction, sums);
 }
 
 static inline __attribute__((always_inline)) void KV(attend_all)(
@@ -113,9 +113,11 @@ static void KV(attend_integers)(const kv_side *k, const kv_side *v, const kv_til
                                 const kv_tile *next_keys, const kv_tile *next_values, float position,
                                 kv_operands *operands, kv_panel *panels, int num_panels)
 {
+    const kv_side *from = v->as_keys ? k : v;
     KV(load_all_keys)(k, v, keys, values, operands);
+    operands->code_size = KV_CODE_SIZE(from->dtype);
     if (v->as_keys && k->family != KV_FLOAT_ROWS) KV(transpose_keys)(keys, operands);
-    else KV(load_values)(v->as_keys ? k : v, v->as_keys ? keys : values, operands);
+    else KV(load_values)(from, v->as_keys ? keys : values, operands);
     KV(attend_all)(k, v, next_keys, next_values, position, operands, panels, num_panels, 0);
 }
 

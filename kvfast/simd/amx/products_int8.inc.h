@@ -277,11 +277,11 @@ static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *pan
     KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, operands->rope_error, begin / KV_LANES, end / KV_LANES, scores, 0, 1);
 }
 
-/* Adds weights times values to the panel's sums. */
-static void KV(add_values)(const kv_operands *operands, kv_panel *panel, int begin, int end, const int8_t *x,
-                           const KV(correction) *correction, KV(lane_sums) sums[2])
+/* Adds weights times values to the panel's sums, and the sums before times `rescale`, or as they are if it is NULL. */
+static inline __attribute__((always_inline)) void KV(add_products)(
+    const kv_operands *operands, kv_panel *panel, int begin, int end, const int8_t *x, const float *unit, const float *rescale,
+    KV(lane_sums) sums[2])
 {
-    const float *weight = correction->unit, *rescale = correction->rescale;
     const int tiles = (end - begin) / TILE_DEPTH, lanes = operands->value_dim / KV_LANES;
     const ptrdiff_t part = TOKEN_TILES * TILE_BYTES;
     const int8_t *values = operands->values + begin * KV_LANES;
@@ -294,12 +294,41 @@ static void KV(add_values)(const kv_operands *operands, kv_panel *panel, int beg
         if (lane == 0) continue;
         const KV(lane_sums) *done = sums + ((lane - 1) & 1);
         float *target = panel->acc + (lane - 1) * (KV_ROWS * KV_LANES);
-        if (!correction->changed)
+        if (!rescale)
             for (int r = 0; r < KV_ROWS; r++, target += KV_LANES)
-                vf_store(target, vf_fma(KV(total)(done, r), vf_set1(weight[r]), vf_load(target)));
+                vf_store(target, vf_fma(KV(total)(done, r), vf_set1(unit[r]), vf_load(target)));
         else
             for (int r = 0; r < KV_ROWS; r++, target += KV_LANES)
-                vf_store(target, vf_fma(KV(total)(done, r), vf_set1(weight[r]),
+                vf_store(target, vf_fma(KV(total)(done, r), vf_set1(unit[r]),
                                         vf_mul(vf_load(target), vf_set1(rescale[r]))));
     }
+}
+
+/* Adds what the rounding of the weights left out, in the rows that panel->refined marks; see activations.inc.h. */
+static __attribute__((noinline)) void KV(refine_weights)(const kv_operands *operands, kv_panel *panel, int begin, int end,
+                                                         const float *weights, const KV(correction) *correction,
+                                                         KV(lane_sums) sums[2])
+{
+    KV_ALIGNED int8_t x[2 * TOKEN_TILES * TILE_BYTES];
+    KV_ALIGNED float left[KV_TILE], unit[KV_ROWS];
+    vf_store(unit, _mm512_maskz_mul_ps((__mmask16)panel->refined, vf_load(correction->unit), vf_set1(1.0f / KV_MAX_ACTIVATION)));
+    for (int r = 0; r < KV_ROWS; r++) {
+        KV(leave_carried)(weights + r * KV_TILE + begin, 0, 1, end - begin, correction->inverse + r, left);
+        for (int t = 0; t < end - begin; t += TILE_DEPTH) {
+            int8_t *at = x + (begin + t) / TILE_DEPTH * TILE_BYTES + r * TILE_DEPTH;
+            vi parts[4];
+            for (int i = 0; i < 4; i++) parts[i] = vf_round(vf_load(left + t + i * W));
+            KV(put_bytes)(parts[0], parts[1], parts[2], parts[3], at, at + TOKEN_TILES * TILE_BYTES);
+        }
+    }
+    KV_SETTLE(x);
+    KV(add_products)(operands, panel, begin, end, x, unit, NULL, sums);
+}
+
+/* Adds values to the panel's sums: times x, which are the weights as integers, and more exactly in rows to refine. */
+static void KV(add_values)(const kv_operands *operands, kv_panel *panel, int begin, int end, const float *weights, const int8_t *x,
+                           const KV(correction) *correction, KV(lane_sums) sums[2])
+{
+    KV(add_products)(operands, panel, begin, end, x, correction->unit, correction->changed ? correction->rescale : NULL, sums);
+    if (panel->refined) KV(refine_weights)(operands, panel, begin, end, weights, correction, sums);
 }

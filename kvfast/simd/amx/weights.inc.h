@@ -52,18 +52,19 @@ typedef struct {
     unsigned changed;                  /* bit r: the maximum of row r rose */
     KV_ALIGNED float rescale[KV_ROWS]; /* exp(maximum before - maximum now), exactly 1 where it stays */
     KV_ALIGNED float unit[KV_ROWS];    /* of integer weights, relative to the maximum now */
+    KV_ALIGNED float inverse[KV_ROWS]; /* factor that made the weights integers */
 } KV(correction);
 
 /* Turns scores into weights, exp(score - maximum), and updates the panel's maxima and sums of weights.
    With `halves` the maxima are those of all tiles so far, and x is (2, KV_TILE / 32, KV_ROWS, 32) bfloat16. Otherwise they
-   are those of these tokens, and weights times the values' scales are rounded to integers, (2, KV_TILE / 64, KV_ROWS, 64)
-   bytes. `begin` and `end`, multiples of 64, leave out only tokens that no row sees. They do not change a row's numbers:
-   weights of masked tokens are 0, and sums are taken lane by lane. */
+   are those of these tokens. The weights times the values' scales stay in `scores`, and are rounded to integers, (2,
+   KV_TILE / 64, KV_ROWS, 64) bytes. `begin` and `end`, multiples of 64, leave out only tokens that no row sees. They do
+   not change a row's numbers: weights of masked tokens are 0, and sums are taken lane by lane. */
 static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const kv_operands *operands, kv_panel *panel, float position, int begin, int end, float *scores, int8_t *x,
     KV(correction) *correction, const int halves)
 {
-    KV_ALIGNED float most[KV_ROWS * W], sums[KV_ROWS * W], base[KV_ROWS], inverse[KV_ROWS];
+    KV_ALIGNED float most[KV_ROWS * W], sums[KV_ROWS * W], base[KV_ROWS];
     const vf log2e = vf_set1(1.44269504f);
     const vf none = vf_set1(-INFINITY), one = vf_set1(1.0f);
     for (int r = 0; r < KV_ROWS; r++) {
@@ -114,7 +115,10 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const vf add = KV(exp)(vf_sub(here, from)), top = KV(reduce_rows)(most, 1);
     vf_store(panel->l, vf_fma(l, keep, vf_mul(sum, add)));
     vf_store(correction->unit, vf_mul(vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)), add));
-    vf_store(inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_WEIGHT), top), top, 0x1p-100f));
+    for (int r = 0; r < KV_ROWS; r++)
+        panel->noise[r] = panel->noise[r] * correction->rescale[r] * correction->rescale[r]
+                        + KV(noise_of)(correction->unit[r], operands->code_size);
+    vf_store(correction->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_WEIGHT), top), top, 0x1p-100f));
     /* What the rounding of a weight leaves out goes to the next weight; see activations.inc.h. Four rows at once wait less. */
     for (int r = 0; r < KV_ROWS; r += 4) {
         vf left[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
@@ -123,7 +127,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
             for (int i = 0; i < 4; i++)
                 for (int j = 0; j < 4; j++) {
                     const vf weight = vf_load(scores + (r + j) * KV_TILE + t + i * W);
-                    const vf exact = vf_add(vf_mul(weight, vf_set1(inverse[r + j])), left[j]);
+                    const vf exact = vf_add(vf_mul(weight, vf_set1(correction->inverse[r + j])), left[j]);
                     weights[j][i] = vf_round(exact);
                     left[j] = vf_sub(exact, vi_to_float(weights[j][i]));
                 }

@@ -10,7 +10,7 @@ setup(
     version="0",
     py_modules=[],
     ext_modules=[
-        Extension("runtime_in_c", ["runtime_in_c.c"], include_dirs=include, extra_compile_args=["-Wall", "-Werror"]),
-        Extension("runtime_in_cython", ["runtime_in_cython.pyx"], include_dirs=include),
+        Extension("runtime_in_c", ["runtime_in_c.c"], include_dirs=include, extra_compile_args=["-O1", "-Wall", "-Werror"]),
+        Extension("runtime_in_cython", ["runtime_in_cython.pyx"], include_dirs=include, extra_compile_args=["-O1"]),
     ],
 )

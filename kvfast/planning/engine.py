@@ -1,0 +1,71 @@
+"""The cache of vLLM with kvfast's formats: what the names of ``kv_cache_dtype`` store, and the memory of its blocks."""
+
+from __future__ import annotations
+
+from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.codec.formats import KVFormat, floats_of
+from kvfast.core.checks import check_block_size
+
+__all__ = ["ENGINES", "KEEPS_FIRST_AND_LAST", "VLLM_BLOCK_SIZE", "VLLM_FORMATS", "BlocksOfVLLM"]
+
+ENGINES = ("kvfast", "vllm")
+
+
+def rotated(dtype):
+    return KVFormat(dtype, rotation="kv", codebook="gaussian")
+
+
+VLLM_FORMATS = {
+    "auto": KVFormat.of("bfloat16"),  # the model's dtype
+    "int8_per_token_head": KVFormat.of("int8"),
+    "turboquant_k8v4": KVFormat.of("k8v4"),
+    "int4_per_token_head": KVFormat.of("int4"),
+    "turboquant_4bit_nc": rotated("int4"),
+    "turboquant_k3v4_nc": rotated("int3/int4"),
+    "turboquant_3bit_nc": rotated("int3"),
+}
+# Of a turboquant mode, vLLM leaves this many layers at each end in the model's dtype.
+KEEPS_FIRST_AND_LAST = 2
+VLLM_BLOCK_SIZE = 64
+# vLLM holds a window for as many tokens more as one step may compute; this is its server's default.
+STEP_TOKENS = 2048
+
+
+def vllm_format(name, window):
+    """The KVFormat of a layer. Layers with a window have no float rows beside their blocks."""
+    form = VLLM_FORMATS[name]
+    return form if window is None or floats_of(form) is None else rotated(form.k_dtype)
+
+
+class BlocksOfVLLM:
+    """The blocks of one sequence, with the methods of `plan`'s own caches."""
+
+    def __init__(self, shape, name, block_size=VLLM_BLOCK_SIZE):
+        self.block_size, layers = check_block_size(block_size), shape.layers
+        if any(layer.rope_dim is not None for layer in layers):
+            raise ValueError("plan of engine='vllm' knows no latent rows, which the model has")
+        kept = range(KEEPS_FIRST_AND_LAST, len(layers) - KEEPS_FIRST_AND_LAST) if name.startswith("turboquant") else range(len(layers))
+        self.layers = []
+        for index, layer in enumerate(layers):
+            form = VLLM_FORMATS[name if index in kept else "auto"]  # with a window, too: vLLM needs blocks of one size
+            layout = buffer_layout(1, layer.num_kv_heads, layer.head_dim, 1, block_size, form, v_head_dim=layer.v_head_dim)
+            self.layers.append((layer.window, layout.nbytes))
+        self.bytes_per_token = sum(size for _, size in self.layers) // block_size
+        self.form = VLLM_FORMATS[name]
+
+    def name(self, context):
+        return f"vLLM, {self.form}"
+
+    def nbytes(self, context):
+        blocks = -(-context // self.block_size)
+        return sum(size * min(blocks, self._window_blocks(window)) for window, size in self.layers)
+
+    bytes_of_prompt = nbytes
+
+    def bytes_read(self, context):
+        return sum(size * min(context, window or context) // self.block_size for window, size in self.layers)
+
+    def _window_blocks(self, window):
+        if window is None:
+            return float("inf")
+        return -(-(window - 1 + STEP_TOKENS) // self.block_size) + 1

@@ -1,0 +1,228 @@
+"""Formats with float rows under the tables of another scheduler: the bits of sequences, whatever the scheduler does with its blocks."""
+
+import numpy as np
+import pytest
+from cache_kinds import SEALING, UNSEALED
+from pool_buffers import CANARY, outside, strided
+
+import kvfast
+
+LAYERS, HEADS, DIM = 2, 2, 32
+FORMATS = SEALING | {name: fmt for name, fmt in UNSEALED.items() if fmt.num_float_tokens}
+
+
+def rows(rng, n):
+    return rng.standard_normal((LAYERS, 2, n, HEADS, DIM)).astype(np.float32)
+
+
+class Request:
+    """What a scheduler knows of a sequence, and a cache of its own that holds the same."""
+
+    def __init__(self, form, size, blocks=()):
+        self.cache = kvfast.KVCache(LAYERS, HEADS, DIM, dtype=form, block_size=size)
+        self.blocks, self.length = list(blocks), 0
+
+
+class Scheduler:
+    """Gives out the blocks of a pool, at random."""
+
+    def __init__(self, form, rng, num_blocks=24, **options):
+        fmt = kvfast.KVFormat.of(form)
+        self.size = fmt.block_size or 64
+        self.pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, self.size, form, **options)
+        self.form, self.rng, self.free = form, rng, rng.permutation(num_blocks).tolist()
+
+    def new(self, blocks=()):
+        return Request(self.form, self.size, blocks)
+
+    def tables(self, requests, counts):
+        for request, n in zip(requests, counts):
+            while len(request.blocks) * self.size < request.length + n:
+                request.blocks.append(self.free.pop())
+        table = np.full((len(requests), max(len(request.blocks) for request in requests) + 1), -1, np.int32)
+        for row, request in zip(table, requests):
+            row[: len(request.blocks)] = request.blocks
+        lens = np.array([request.length + n for request, n in zip(requests, counts)], np.int32)
+        positions = [np.arange(request.length, request.length + n) for request, n in zip(requests, counts)]
+        slots = [row[at // self.size].astype(np.int64) * self.size + at % self.size for row, at in zip(table, positions)]
+        return {"block_table": table, "seq_lens": lens, "cu_seqlens_q": np.cumsum([0, *counts]).astype(np.int32)}, np.concatenate(slots)
+
+    def step(self, requests, counts, given=None, accepted=None):
+        """New tokens of each request; all but the first `accepted` are taken back. The outputs are those of the requests' caches."""
+        tables, slots = self.tables(requests, counts)
+        batch = self.pool.prepare_batch(**tables, slot_mapping=np.append(slots, -1) if len(slots) % 2 else slots)
+        given = given or [rows(self.rng, n) for n in counts]
+        q = self.rng.standard_normal((sum(counts), 2 * HEADS, DIM)).astype(np.float32)
+        starts = tables["cu_seqlens_q"]
+        for layer in range(LAYERS):
+            k, v = np.concatenate([part[layer] for part in given], axis=1)
+            padding = np.zeros((len(slots) % 2, HEADS, DIM), np.float32)
+            self.pool.append_batch(layer, np.concatenate([k, padding]), np.concatenate([v, padding]), batch)
+            out = self.pool.attend_batch(layer, q, batch, cascade=False)
+            assert np.array_equal(out[: counts[0]], self.pool.attend_batch(layer, q[: counts[0]], batch.only(0)))
+            for request, part, first, last in zip(requests, given, starts, starts[1:]):
+                request.cache.append(layer, *part[layer])
+                assert np.array_equal(request.cache.attend(layer, q[first:last]), out[first:last])
+        for i, (request, n) in enumerate(zip(requests, counts)):
+            kept = n if accepted is None else accepted[i]
+            request.length += kept
+            if kept < n:
+                request.cache.truncate(request.length - kept)
+                for layer in range(LAYERS):
+                    request.cache.append(layer, *given[i][layer][:, :kept])
+            request.cache.advance(kept)
+
+    def release(self, request):
+        self.free = [int(block) for block in self.rng.permutation(self.free + request.blocks)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bits_of_sequences(isa, rng, name):
+    scheduler = Scheduler(FORMATS[name], rng)
+    requests = [scheduler.new() for _ in range(3)]
+    scheduler.step(requests, [200, 3, 64])
+    for _ in range(30):
+        scheduler.step(requests, rng.integers(1, 9, 3).tolist())
+    scheduler.step(requests[:2], [70, 1])
+    for _ in range(3):  # freed blocks are written again, in another order
+        scheduler.release(requests.pop(0))
+        requests.append(scheduler.new())
+        scheduler.step(requests, [1, 2, int(rng.integers(1, 260))])
+        for _ in range(20):
+            scheduler.step(requests, [1] * 3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_drafts_are_taken_back(rng, name):
+    """A block that drafts fill is not sealed with them."""
+    scheduler = Scheduler(FORMATS[name], rng)
+    requests = [scheduler.new() for _ in range(2)]
+    scheduler.step(requests, [130, 60])
+    for _ in range(60):
+        counts = rng.integers(1, 9, 2)
+        scheduler.step(requests, counts.tolist(), accepted=rng.integers(1, counts + 1).tolist())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prefixes_are_shared(rng, name):
+    """By a request of the same step, which sees the float rows; and later, as codes."""
+    scheduler = Scheduler(FORMATS[name], rng)
+    size, [first] = scheduler.size, [rows(rng, 3 * scheduler.size + 5)]
+    one, other = scheduler.new(), scheduler.new()
+    one.blocks = [scheduler.free.pop() for _ in range(4)]
+    other.blocks, other.length = one.blocks[:2], 2 * size
+    for layer in range(LAYERS):
+        other.cache.append(layer, *first[layer][:, : 2 * size])
+    tables, slots = scheduler.tables([one, other], [first.shape[2], 7])
+    batch = scheduler.pool.prepare_batch(**tables, slot_mapping=slots)
+    tail, q = rows(rng, 7), rng.standard_normal((first.shape[2] + 7, HEADS, DIM)).astype(np.float32)
+    for layer in range(LAYERS):
+        scheduler.pool.append_batch(layer, *np.concatenate([first[layer], tail[layer]], axis=1), batch)
+        out = scheduler.pool.attend_batch(layer, q, batch)
+        one.cache.append(layer, *first[layer])
+        other.cache.append(layer, *tail[layer])
+        assert np.array_equal(out[: -7], one.cache.attend(layer, q[:-7]))
+        assert np.array_equal(out[-7:], other.cache.attend(layer, q[-7:]))
+    one.cache.advance(first.shape[2])
+    one.length = first.shape[2]
+    for _ in range(30):
+        scheduler.step([one], [1])
+    late = scheduler.new(one.blocks[:3])
+    late.length = 3 * size
+    late.cache.restore(one.cache.snapshot())
+    late.cache.truncate(3 * size)
+    for counts in ([1, 40], [1, 1], [3, 2]):
+        scheduler.step([one, late], counts)
+
+
+def test_float_rows_are_bounded(rng):
+    """Those of open blocks, of the newest tokens, and of the first tokens of known sequences."""
+    scheduler = Scheduler("int4", rng, num_blocks=60)
+    empty = scheduler.pool.nbytes
+    requests = [scheduler.new() for _ in range(3)]
+    scheduler.step(requests, [900, 900, 900])
+    scheduler.step(requests, [1] * 3)
+    piece = 16 * LAYERS * HEADS * 2 * DIM * 2  # bytes of 16 float16 tokens
+    assert scheduler.pool.nbytes - empty <= 3 * (2 * 64 + 2 * 16) // 16 * piece + 8 * piece
+
+
+def test_in_memory_of_the_caller(isa, rng):
+    scheduler = Scheduler("int4", rng)
+    layout = kvfast.buffer_layout(LAYERS, HEADS, DIM, 24, dtype="int4")
+    arrays, memory = strided(layout, gap=64, by_layer=False)
+    for array in arrays:
+        array.view(np.uint8)[...] = 255  # no numbers
+    scheduler.pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, 24, dtype="int4", buffer=arrays)
+    requests = [scheduler.new() for _ in range(3)]
+    scheduler.step(requests, [200, 3, 64])
+    for _ in range(40):
+        scheduler.step(requests, [3, 1, 2])
+    # The bytes of a block with codes alone may be copied to another.
+    block = requests[0].blocks[1]
+    before = [array[block].copy() for array in arrays]
+    for array in arrays:
+        array[block] = 0
+    for array, kept in zip(arrays, before):
+        array[block] = kept
+    scheduler.step(requests, [1, 1, 1])
+    assert (outside(memory, arrays) == CANARY).all()
+
+
+def refused(scheduler, message, tables, slots):
+    state = scheduler.pool.nbytes
+    with pytest.raises(ValueError, match=message):
+        scheduler.pool.prepare_batch(**tables, slot_mapping=slots)
+    assert scheduler.pool.nbytes == state
+
+
+def test_what_a_scheduler_may_not_do(rng):
+    scheduler = Scheduler("int4", rng)
+    request, other = scheduler.new(), scheduler.new()
+    scheduler.step([request], [150])
+    scheduler.step([request], [1])
+    tables, slots = scheduler.tables([request], [1])
+    refused(scheduler, "needs slot_mapping", tables, None)
+    refused(scheduler, "must be slot", tables, slots + 1)
+    refused(scheduler, "-1 behind them", tables, np.append(slots, slots + 1))
+    gap = tables | {"seq_lens": tables["seq_lens"] + 5}
+    refused(scheduler, "were written before it", gap, slots + 5)
+    sealed = tables | {"seq_lens": np.array([64], np.int32)}
+    refused(scheduler, "has been sealed", sealed, np.array([request.blocks[0] * 64 + 63]))
+    unwritten = {"block_table": np.array([[other_block := scheduler.free[0], scheduler.free[1]]], np.int32), "seq_lens": np.array([65], np.int32)}
+    refused(scheduler, "of them were written", unwritten, np.array([scheduler.free[1] * 64]))
+    assert other_block not in request.blocks
+    middle = {"block_table": np.array([[request.blocks[1], scheduler.free[1]]], np.int32), "seq_lens": np.array([65], np.int32)}
+    for _ in range(60):
+        scheduler.step([request], [1])
+    refused(scheduler, "not written as the first", middle, np.array([scheduler.free[1] * 64]))
+    scheduler.step([request, other], [1, 70])  # nothing has changed
+
+    tables, slots = scheduler.tables([request], [1])
+    old = scheduler.pool.prepare_batch(**tables, slot_mapping=slots)
+    new = scheduler.pool.prepare_batch(**tables, slot_mapping=slots)
+    k, v = rows(rng, 1)[0]
+    for call in (lambda batch: scheduler.pool.append_batch(0, k, v, batch), lambda batch: scheduler.pool.attend_batch(0, k, batch)):
+        with pytest.raises(ValueError, match="of an earlier step"):
+            call(old)
+        with pytest.raises(ValueError, match="of an earlier step"):
+            scheduler.pool.attend_batch(0, k, old.only(0))
+        call(new)
+    with pytest.raises(ValueError, match="index must be"):
+        new.only(1)
+    with pytest.raises(ValueError, match="without slot_mapping"):
+        scheduler.pool.append_batch(0, k, v, new.only(0))
+    with pytest.raises(ValueError, match="batches from prepare_batch"):
+        scheduler.pool.append_batch(0, k, v, slots)
+    with pytest.raises(ValueError, match="batches from prepare_batch"):
+        scheduler.pool.attend_batch(0, k, **tables)
+    with pytest.raises(ValueError, match="another scheduler"):
+        scheduler.pool.new_sequence()
+    scheduler.pool.clear()
+    with pytest.raises(ValueError, match="of an earlier step"):
+        scheduler.pool.attend_batch(0, k, new)
+    sequence = scheduler.pool.new_sequence()
+    refused(scheduler, "while a pool has sequences", tables, slots)
+    sequence.free()
+    windowed = kvfast.PagedKVCache(1, HEADS, DIM, 24, dtype="int4", sliding_window=100)
+    with pytest.raises(ValueError, match="without a window"):
+        windowed.prepare_batch(**tables, slot_mapping=slots)

@@ -1,0 +1,95 @@
+"""SmolLM2 in vLLM with kvfast's cache: the texts of vLLM's own backend, and of kvfast's own runtime on the same format."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vLLM is not installed")
+pytest.importorskip("gguf", reason="the model is a GGUF file")
+
+from vllm_engines import SamplingParams, TokensPrompt, in_engine
+
+import kvfast
+from kvfast.cli.bench.llama_folder import save_folder
+from kvfast.llama.prompts import chat_prompts
+from kvfast.planning.engine import VLLM_FORMATS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOKENS = 12
+# Of log-probabilities: what the precision contract leaves through the layers, in float32; and where rounding to a code may turn out
+# otherwise.
+EXACT, ROUNDED = 2e-3, 0.1
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2, tmp_path_factory):
+    """(model, its folder, 20 prompts of token ids)."""
+    _, model, tokenizer = smollm2
+    folder = tmp_path_factory.mktemp("smollm2")
+    save_folder(model, folder)
+    return model, folder, [tokenizer.encode(text) for text in chat_prompts(20)]
+
+
+def texts(llm, prompts):
+    """(tokens, log-probability of each) of the text after each prompt."""
+    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts], parameters, use_tqdm=False)
+    found = [output.outputs[0] for output in outputs]
+    return [(list(one.token_ids), [step[token].logprob for token, step in zip(one.token_ids, one.logprobs)]) for one in found]
+
+
+def check_texts(model, prompts, form, found, error):
+    """Texts are what kvfast's own runtime chooses on a cache of this format, given the tokens before; but for ties, of which most
+    texts have none. Their log-probabilities are as near as `error`."""
+    wholes = 0
+    for ids, (tokens, logprobs) in zip(prompts, found, strict=True):
+        cache = kvfast.KVCache(*model.cache_shape, dtype=form)
+        logits = model.logits(model.forward([*ids, *tokens[:-1]], cache)[-TOKENS:]).astype(np.float64)
+        chosen, best = logits[range(TOKENS), tokens], logits.max(1)
+        assert (best - chosen < 2 * error).all(), ids
+        np.testing.assert_allclose(logprobs, chosen - best - np.log(np.exp(logits - best[:, None]).sum(1)), atol=error)
+        wholes += (best == chosen).all()
+    assert wholes >= 0.7 * len(prompts)
+
+
+@pytest.fixture(scope="module")
+def of_vllm(smollm2):
+    """The texts of vLLM's own backend in float32."""
+    _, folder, prompts = smollm2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVFAST_VLLM", "0")
+        return in_engine(folder, lambda llm: texts(llm, prompts))
+
+
+def test_the_texts_of_vllm(smollm2, of_vllm):
+    """In float32, in chunks, eight at once and alone, from known prefixes and not: the same but for ties."""
+    model, folder, prompts = smollm2
+
+    def use(llm):
+        return texts(llm, prompts), texts(llm, prompts[:5]), [texts(llm, [ids])[0] for ids in prompts[5:10]]
+
+    together, again, alone = in_engine(folder, use, max_num_batched_tokens=128, enable_prefix_caching=True)
+    for found, expected in ((together, of_vllm), (again, of_vllm[:5]), (alone, of_vllm[5:10])):
+        same = [one[0] == other[0] for one, other in zip(found, expected, strict=True)]
+        assert sum(same) >= 0.8 * len(same)
+        for one, other in zip(found, expected):
+            if one[0] == other[0]:
+                np.testing.assert_allclose(one[1], other[1], atol=EXACT)
+    check_texts(model, prompts, "float32", together, EXACT)  # where they differ, both are ties
+    check_texts(model, prompts[::4], "float32", of_vllm[::4], EXACT)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8_per_token_head", "int4_per_token_head"])
+def test_the_texts_of_kvfast(smollm2, name):
+    """Of its own runtime on the same format; and the tokens of the memory are those of `plan`."""
+    model, folder, prompts = smollm2
+    form = VLLM_FORMATS.get(name, name)
+
+    def use(llm):
+        config = llm.llm_engine.vllm_config.cache_config
+        return texts(llm, prompts), config.num_gpu_blocks * config.block_size
+
+    found, capacity = in_engine(folder, use, kv_cache_dtype=name, block_size=64, enable_prefix_caching=False)
+    check_texts(model, prompts, form, found, ROUNDED)
+    planned = kvfast.plan(folder, engine="vllm", memory=1 << 30, bandwidth=1e10, context=64)
+    assert capacity == planned[name if name in VLLM_FORMATS else "auto"].longest_context  # of VLLM_CPU_KVCACHE_SPACE=1

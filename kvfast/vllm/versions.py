@@ -6,7 +6,11 @@ import os
 
 SWITCH = "KVFAST_VLLM"
 TESTED = ("0.32",)
-BACKEND = "kvfast.vllm.backend.KVFastBackend"
+BACKENDS = {  # by the name of the one that it replaces
+    "CPU_ATTN": "kvfast.vllm.backend.KVFastBackend",
+    "CPU_MLA": "kvfast.vllm.mla.KVFastMLABackend",
+    "AMX_MLA": "kvfast.vllm.mla.KVFastMLABackend",
+}
 
 
 def register():
@@ -25,7 +29,8 @@ def register():
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    for name, backend in BACKENDS.items():
+        register_backend(AttentionBackendEnum[name], backend)
 
 
 def installed_version():

@@ -11,6 +11,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM imports parts of PyTorch that are deprecated
+    import tokenizers
     import torch
     import transformers
     from vllm import LLM, SamplingParams, TokensPrompt
@@ -19,6 +20,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import kvfast.vllm
+from kvfast.vllm import versions
 
 SMALL = {
     "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -32,6 +34,12 @@ MODELS = {
     "gemma2": ("Gemma2", {"sliding_window": 70, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma3": ("Gemma3", {"sliding_window": 70, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gpt_oss": ("GptOss", {"sliding_window": 70, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    "deepseek": ("DeepseekV2", {
+        "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
+        "head_dim": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64,
+        "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0,
+        "num_hidden_layers": 3,
+    }),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 4, "tie_word_embeddings": True}),
 }
 
@@ -48,17 +56,27 @@ def save_model(name, folder):
     model.save_pretrained(folder)
 
 
+
+def save_tokenizer(folder):
+    """One whose words are the numbers of tokens, for what vLLM does not without: beams, embeddings and servers."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(SMALL["vocab_size"])}, unk_token="0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="2", pad_token="0", unk_token="0").save_pretrained(folder)
+
+
 def in_engine(folder, use, **options):
     """What `use` returns of an LLM of vLLM over a model, with kvfast as KVFAST_VLLM is set now. Nobody may keep the LLM: it ends the
     process group, which is the next engine's then."""
     # vLLM looks for its kernels in vars() of all that modules hold. That of llvmlite's library, which drafts of n-grams import, is no dict.
     if "llvmlite.binding.ffi" in sys.modules:
         sys.modules["llvmlite.binding.ffi"]._lib_fn_wrapper.get = lambda self, name: None
-    AttentionBackendEnum.CPU_ATTN.clear_override()
+    for name in versions.BACKENDS:
+        AttentionBackendEnum[name].clear_override()
     selector._cached_get_attn_backend.cache_clear()
     kvfast.vllm.register()
-    options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True} | options
-    llm = LLM(str(folder), skip_tokenizer_init=True, seed=0, **options)
+    options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True,
+               "skip_tokenizer_init": True} | options
+    llm = LLM(str(folder), seed=0, **options)
     try:
         return use(llm)
     finally:

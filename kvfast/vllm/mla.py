@@ -1,0 +1,163 @@
+"""vLLM's attention backend of latent rows (DeepSeek) on CPUs: multi-head latent attention on the stored bytes."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
+
+from kvfast import KVFormat, PagedMLAKVCache, buffer_layout
+from kvfast.vllm.formats import BLOCK_SIZES, FLOATS
+from kvfast.vllm.memory import as_numpy
+
+logger = init_logger("vllm.kvfast")
+
+FORMATS = {KVQuantMode.INT8_PER_TOKEN_HEAD: "int8", KVQuantMode.INT4_PER_TOKEN_HEAD: "int4"}
+NAMES = tuple(mode.name.lower() for mode in FORMATS)  # of kv_cache_dtype
+SMALLEST = 16  # what vLLM sets as block size where it would use its own CPU_MLA
+
+
+def format_of(spec):
+    """The KVFormat of the latent rows of a KVCacheSpec; ValueError for what kvfast does not carry."""
+    if type(spec) is MLAAttentionSpec:
+        fmt = FLOATS.get(spec.dtype) if spec.kv_quant_mode is KVQuantMode.NONE else FORMATS.get(spec.kv_quant_mode)
+        if fmt is not None:
+            return KVFormat.of(fmt)
+    raise ValueError(f"kvfast keeps latent rows as auto, float16, bfloat16, {' or '.join(NAMES)}, got {type(spec).__name__} with "
+                     f"kv_cache_dtype={spec.cache_dtype_str}; KVFAST_VLLM=0 leaves them to vLLM's own backend")
+
+
+def block_sizes(spec):
+    return BLOCK_SIZES if spec is None or spec.block_size % BLOCK_SIZES[0] == 0 else (SMALLEST,)
+
+
+def content_bytes(spec, fmt):
+    """Bytes of a token, the same for all `block_sizes`."""
+    latent_dim, rope_dim = KVFastMLAImpl.parts[spec.head_size]
+    size = block_sizes(spec)[0]
+    return buffer_layout(1, 1, latent_dim, 1, size, fmt, rope_dim=rope_dim).nbytes // size
+
+
+class KVFastMLABackend(CPUMLABackend):
+    """In place of CPU_MLA, and of AMX_MLA on CPUs with AMX."""
+
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *NAMES]
+
+    @classmethod
+    def get_supported_head_sizes(cls):
+        return []  # any
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return list(block_sizes(kv_cache_spec))
+
+    @classmethod
+    def supports_block_size(cls, block_size):
+        return block_size is None or block_size % SMALLEST == 0
+
+    @classmethod
+    def customize_spec(cls, spec):
+        if spec.state_content_bytes is not None:
+            return spec
+        return replace(spec, state_content_bytes=content_bytes(spec, format_of(spec)))
+
+    @staticmethod
+    def get_impl_cls():
+        return KVFastMLAImpl
+
+    @staticmethod
+    def get_builder_cls():
+        return KVFastMLAMetadataBuilder
+
+
+@dataclass
+class KVFastMLAMetadata:
+    """What one step asks of all layers of a group. For vLLM all its tokens are decoded: their queries come with the projection
+    absorbed, as attention in latents takes them, prompts and single tokens alike."""
+
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    block_table: np.ndarray   # (num_reqs, max_blocks), int32
+    seq_lens: np.ndarray      # (num_reqs,), int32
+    cu_seqlens_q: np.ndarray  # (num_reqs + 1,), int32
+    num_prefills: int = 0
+    prefill: object = None
+    decode: object = True
+
+
+class KVFastMLAMetadataBuilder(AttentionMetadataBuilder):
+    """Prepares tables, lengths and bounds once a step, for all layers of a group."""
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        named = get_layers_from_vllm_config(vllm_config, MLAAttention, layer_names)
+        self._memory = LatentMemory([named[name] for name in layer_names], format_of(kv_cache_spec))
+        logger.info_once("kvfast keeps latent rows as %s, %d bytes per token (kv_cache_dtype=%s)", str(format_of(kv_cache_spec)),
+                         content_bytes(kv_cache_spec, format_of(kv_cache_spec)), vllm_config.cache_config.cache_dtype)
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        if common_attn_metadata.causal is not True:
+            raise NotImplementedError("kvfast has causal attention only in latents: set KVFAST_VLLM=0")
+        self._memory.bind()
+        return KVFastMLAMetadata(
+            common_attn_metadata.num_actual_tokens, common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens,
+            common_attn_metadata.block_table_tensor.numpy(), common_attn_metadata.seq_lens.numpy(),
+            common_attn_metadata.query_start_loc.numpy(),
+        )
+
+
+class LatentMemory:
+    """The pool of some layers whose latent rows have one format, in the tensors that vLLM has bound to them; see `GroupMemory`."""
+
+    def __init__(self, layers, fmt):
+        self._layers, self._format = layers, fmt
+        self._tensors = []
+        self.pool = None
+
+    def bind(self):
+        """Make the pool over the layers' tensors, unless it is there, and give each layer its number in it."""
+        if self.pool is not None and all(layer.kv_cache is tensor for layer, tensor in zip(self._layers, self._tensors)):
+            return
+        self._tensors = [layer.kv_cache for layer in self._layers]
+        num_blocks, block_size, _ = self._tensors[0].shape
+        one = self._layers[0]
+        self.pool = PagedMLAKVCache(len(self._layers), one.kv_lora_rank, one.qk_rope_head_dim, num_blocks, block_size, self._format,
+                                    buffer=[as_numpy(tensor) for tensor in self._tensors])
+        for number, layer in enumerate(self._layers):
+            layer.impl.memory, layer.impl.number = self, number
+
+
+class KVFastMLAImpl(CPUMLAImpl):
+    parts: ClassVar = {}  # (latent_dim, rope_dim) of rows of some length: specs only have their sum
+    memory = None  # LatentMemory, once its tensors are bound
+    number = None  # of the layer in it
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        parts = self.kv_lora_rank, self.qk_rope_head_dim
+        if self.parts.setdefault(self.head_size, parts) != parts:
+            raise NotImplementedError(f"kvfast has one way to divide latent rows of {self.head_size} elements, got {parts} and "
+                                      f"{self.parts[self.head_size]} (latent_dim, rope_dim): set KVFAST_VLLM=0")
+
+    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
+        if self.memory is None:
+            return  # a dummy run: every step of requests has built its metadata before
+        slots = slot_mapping.numpy()
+        rows = torch.cat((kv_c_normed[: len(slots)], k_pe[: len(slots)].flatten(1)), 1)
+        self.memory.pool.append_batch(self.number, as_numpy(rows), slots)
+
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        q = torch.cat(q, -1) if isinstance(q, tuple) else q
+        out = q.new_empty((*q.shape[:2], self.kv_lora_rank))
+        self.memory.pool.attend_batch(
+            self.number, as_numpy(q), block_table=attn_metadata.block_table, seq_lens=attn_metadata.seq_lens,
+            cu_seqlens_q=attn_metadata.cu_seqlens_q, out=as_numpy(out), scale=self.scale,
+        )
+        return out, None

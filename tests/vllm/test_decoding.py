@@ -1,0 +1,86 @@
+"""vLLM's ways to decode over a cache of kvfast: drafts of a model, several texts of a prompt, beams; and encoders, left to vLLM."""
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vLLM is not installed")
+
+import torch
+import transformers
+from vllm import SamplingParams, TokensPrompt
+from vllm.sampling_params import BeamSearchParams
+from vllm_engines import SMALL, generate, in_engine, layers_of, save_model, save_tokenizer
+
+# Of vLLM and PyTorch, which use parts of each other that are deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PROMPTS = [[3 + (i * i * 7 + 11 * i * n) % 497 for i in range(n)] for n in (20, 150)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    save_model("llama", folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def with_both(monkeypatch, folder, use, **options):
+    """What `use` returns of vLLM's own cache, and of kvfast's."""
+    results = []
+    for switch in "01":
+        monkeypatch.setenv("KVFAST_VLLM", switch)
+        results.append(in_engine(folder, use, **options))
+    return results
+
+
+def is_carried(llm):
+    return {getattr(layer.impl, "is_carried", False) for layer in layers_of(llm).values()}
+
+
+def test_several_texts_of_a_prompt_and_beams(folder, monkeypatch):
+    """They share the prompt's blocks, and beams are left and begun anew at every token."""
+
+    def use(llm):
+        given = [TokensPrompt(prompt_token_ids=ids) for ids in PROMPTS]
+        drawn = llm.generate(given, SamplingParams(n=3, seed=1, max_tokens=16, ignore_eos=True, detokenize=False), use_tqdm=False)
+        texts = [[tuple(one.token_ids) for one in output.outputs] for output in drawn]
+        assert all(len({*one}) == 3 for one in texts)
+        beams = llm.beam_search(given, BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))
+        carried.append(is_carried(llm))
+        return texts, [[one.tokens for one in output.sequences] for output in beams]
+
+    carried = []
+    own, kvfast = with_both(monkeypatch, folder, use, skip_tokenizer_init=False)
+    assert own == kvfast
+    assert carried == [{False}, {True}]
+
+
+def test_drafts_of_another_model(folder, tmp_path, monkeypatch):
+    """Its layers have a cache of kvfast, too; it has other weights, so nearly all drafts are rejected and written over."""
+    save_model("deep", tmp_path)
+
+    def use(llm):
+        assert is_carried(llm) == {True}
+        return generate(llm, PROMPTS, 24), len(layers_of(llm))
+
+    (plain, few), (drafted, many) = [
+        in_engine(folder, use, kv_cache_dtype="int8_per_token_head", **one)
+        for one in ({}, {"speculative_config": {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}})
+    ]
+    assert drafted == plain
+    assert many > few
+
+
+def test_encoders_are_left_to_vllm(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SMALL | {"num_hidden_layers": 2, "max_position_embeddings": 256})
+    transformers.BertModel(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+
+    def use(llm):
+        outputs = llm.encode([TokensPrompt(prompt_token_ids=ids) for ids in PROMPTS], pooling_task="embed", use_tqdm=False)
+        assert is_carried(llm) == {False}
+        return torch.stack([one.outputs.data for one in outputs])
+
+    own, kvfast = with_both(monkeypatch, tmp_path, use, runner="pooling", skip_tokenizer_init=False, max_model_len=256)
+    assert torch.equal(own, kvfast) and own.isfinite().all()

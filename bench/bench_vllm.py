@@ -173,7 +173,8 @@ def attention_alone(given):
     torch.set_num_threads(1)
     n, per = given.sequences, -(-given.context // BLOCK)
     lens, starts = torch.full((n,), given.context, dtype=torch.int32), torch.arange(n + 1, dtype=torch.int32)
-    table, slots = torch.arange(n * per, dtype=torch.int32).view(n, per), torch.arange(n * per * BLOCK)
+    table, slots = torch.arange(n * per, dtype=torch.int32).view(n, per), torch.arange(n * per * BLOCK).view(n, -1)[:, : given.context]
+    newest, slots = slots[:, -1].numpy(), slots.flatten()
 
     def measure(model, q_heads, kv_heads, dim):
         k, v = torch.randn(2, len(slots), kv_heads, dim).bfloat16()
@@ -195,10 +196,10 @@ def attention_alone(given):
         runs = {"vLLM": of_vllm}
         for name in ("auto", "int8_per_token_head", "turboquant_k8v4", "int4_per_token_head"):
             pool = kvfast.PagedKVCache(1, kv_heads, dim, n * per, BLOCK, VLLM_FORMATS[name])
-            pool.append_batch(0, k, v, slots.numpy())
+            pool.append_batch(0, k, v, pool.prepare_batch(table.numpy(), lens.numpy(), given.context * starts.numpy(), slots.numpy()))
 
             def of_kvfast(pool=pool):
-                batch = pool.prepare_batch(table.numpy(), lens.numpy(), starts.numpy())
+                batch = pool.prepare_batch(table.numpy(), lens.numpy(), starts.numpy(), newest)
                 pool.attend_batch(0, q, batch, out=out, num_threads=1)
 
             runs[f"kvfast {name}"] = of_kvfast

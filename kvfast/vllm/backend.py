@@ -5,9 +5,11 @@ from functools import partial
 from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
 from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -16,7 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from kvfast import NonFiniteInputError, PreparedBatch
+from kvfast import NonFiniteInputError
 from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, block_sizes, content_bytes, format_of
 from kvfast.vllm.memory import GroupMemory
 
@@ -64,8 +66,8 @@ class KVFastMetadata:
     """What one step asks of all layers of a group."""
 
     num_actual_tokens: int
-    cu_seqlens_q: list[int]    # (num_reqs + 1,)
-    batch: PreparedBatch
+    tables: list[np.ndarray]   #  block_table, seq_lens and cu_seqlens_q
+    slots: np.ndarray
     causal: bool | list[bool]  # of all requests, or of each
 
 
@@ -102,10 +104,10 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         if causal is not True and isinstance(self.kv_cache_spec, SlidingWindowSpec):
             raise NotImplementedError("kvfast has no windows with two sides, and this model did not ask for them when its layers were "
                                       "made: set KVFAST_VLLM=0")  # fmt: skip
-        tables = [one.numpy() for one in (common_attn_metadata.block_table_tensor, common_attn_metadata.seq_lens,
-                                          common_attn_metadata.query_start_loc)]  # fmt: skip
-        batch = self._memory.prepare(*tables, common_attn_metadata.slot_mapping)
-        return KVFastMetadata(common_attn_metadata.num_actual_tokens, tables[2].tolist(), batch, causal)
+        self._memory.bind()
+        *tables, slots = [one.numpy() for one in (common_attn_metadata.block_table_tensor, common_attn_metadata.seq_lens,
+                                                  common_attn_metadata.query_start_loc, common_attn_metadata.slot_mapping)]  # fmt: skip
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, tables, slots, causal)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):
@@ -129,12 +131,13 @@ class KVFastImpl(CPUAttentionBackendImpl):
         n = slot_mapping.shape[0]
         if key.shape[0] != n:
             key, value = key[:n], value[:n]
-        append, slots = self.memory.pool.append_batch, self.memory.batch_of(slot_mapping)
+        batch = self.memory.batch_of(get_attention_context(layer.layer_name)[0])
+        append = self.memory.pool.append_batch
         try:
-            append(self.number, key, value, slots)
+            append(self.number, key, value, batch)
         except NonFiniteInputError as error:
             logger.warning_once("kvfast stores zeros for keys and values that are not finite; the texts they belong to are wrong: %s", error)
-            append(self.number, key, value, slots, zero_nonfinite=True)
+            append(self.number, key, value, batch, zero_nonfinite=True)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         if not isinstance(attn_metadata, KVFastMetadata):
@@ -149,7 +152,7 @@ class KVFastImpl(CPUAttentionBackendImpl):
             self._attend_one_by_one(attend, query, attn_metadata, out)
             return output
         try:
-            attend(query, attn_metadata.batch, out=out, causal=attn_metadata.causal)
+            attend(query, self.memory.batch_of(attn_metadata), out=out, causal=attn_metadata.causal)
         except NonFiniteInputError as error:
             logger.warning_once("kvfast returns NaN for requests whose queries are not finite: %s", error)
             self._attend_one_by_one(attend, query, attn_metadata, out)
@@ -157,8 +160,8 @@ class KVFastImpl(CPUAttentionBackendImpl):
 
     def _attend_one_by_one(self, attend, query, attn_metadata, out):
         """Requests whose queries are not finite get NaN, as from vLLM's own backend, and all others what they get alone."""
-        batch, causal = attn_metadata.batch, attn_metadata.causal
-        for i, (first, last) in enumerate(pairwise(attn_metadata.cu_seqlens_q)):
+        batch, causal = self.memory.batch_of(attn_metadata), attn_metadata.causal
+        for i, (first, last) in enumerate(pairwise(attn_metadata.tables[2].tolist())):
             if first == last:
                 continue
             try:

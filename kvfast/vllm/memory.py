@@ -23,7 +23,7 @@ class GroupMemory:
         self._layers, self._spec, self._format = layers, spec, fmt
         self._tensors = []
         self.pool = None
-        self._batch = self._slots = None
+        self._batch = self._metadata = None
 
     def bind(self):
         """Make the pool over the layers' tensors, unless it is there, and give each layer its number in it."""
@@ -43,12 +43,10 @@ class GroupMemory:
         self._tensors = tensors
         return self.pool
 
-    def prepare(self, block_table, seq_lens, cu_seqlens_q, slots):
-        """The PreparedBatch of a step; `slots` is the tensor that the layers are given, too."""
-        pool = self.bind()
-        self._slots, self._batch = slots, pool.prepare_batch(block_table, seq_lens, cu_seqlens_q, slots.numpy())
+    def batch_of(self, metadata):
+        """The PreparedBatch of a step, which the first layer that needs it prepares. Not the builder of the metadata: that may serve
+        layers of another group, as those of a draft model."""
+        if metadata is not self._metadata:
+            self._batch = self.bind().prepare_batch(*metadata.tables, metadata.slots)
+            self._metadata = metadata
         return self._batch
-
-    def batch_of(self, slots):
-        """What stands for the slots of a step: its batch, if they are the very tensor that it was prepared from."""
-        return self._batch if slots is self._slots else slots.numpy()

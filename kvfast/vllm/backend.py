@@ -66,7 +66,7 @@ class KVFastMetadata:
     """What one step asks of all layers of a group."""
 
     num_actual_tokens: int
-    tables: list[np.ndarray]   #  block_table, seq_lens and cu_seqlens_q
+    tables: list[np.ndarray]   # block_table, seq_lens and cu_seqlens_q
     slots: np.ndarray
     causal: bool | list[bool]  # of all requests, or of each
 

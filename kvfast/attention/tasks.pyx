@@ -9,8 +9,9 @@ context, row block); partial results merge in order, so that results are the sam
 from libc.math cimport INFINITY, expf, logf
 from libc.string cimport memcpy, memset
 
-from kvfast.attention.tiles cimport (attend_span, begin_refined, begin_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic,
-                                     load, touch, touch_first_floats, touch_sinks)
+from kvfast.attention.rows cimport begin_refined, begin_rows, load
+from kvfast.attention.tiles cimport (attend_span, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, touch,
+                                     touch_first_floats, touch_sinks)
 from kvfast.codec.blocks cimport values_of
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch

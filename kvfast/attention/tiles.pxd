@@ -5,6 +5,7 @@ from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport kv_kernels, kv_rope_scratch, kv_score_options, kv_scratch, kv_wide_scratch
+from kvfast.core.limits cimport KV_ROWS
 
 
 # One query token. It sees the positions below sink_stop and those from start to stop.
@@ -93,14 +94,16 @@ ctypedef struct kv_task:
     Py_ssize_t q_heads[256]
 
 
+cdef inline int num_panels(const kv_task *task) noexcept nogil:
+    """Panels of the matrix unit that a task fills, or 0 without one."""
+    return (task.rows + KV_ROWS - 1) // KV_ROWS if task.wide != NULL else 0
+
+
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil
 cdef int choose_tile(const kv_store *store) noexcept nogil
 cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil
 cdef void touch_first_floats(const kv_task *task) noexcept nogil
 cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil
-cdef void begin_rows(kv_task *task) noexcept nogil
-cdef bint begin_refined(kv_task *task) noexcept nogil
-cdef void load(kv_task *task, const kv_rows *q) noexcept nogil
 cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts, const Py_ssize_t *stops,
                       const kv_range *following) noexcept nogil

@@ -3,17 +3,14 @@
 
 The task finds the blocks of its sequence, and prefetches the next tile while it reads one.
 """
-from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
-from libc.string cimport memset
 
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of, v_block_at,
-                                  v_offset_of, values_of)
-from kvfast.core.arrays cimport kv_rows
+                                  v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_scratch, kv_side,
                                   kv_softmax, kv_tile)
-from kvfast.core.limits cimport KV_LANES, KV_OPEN_TOKENS, KV_PANELS, KV_PIECE, KV_ROWS, KV_TILE
+from kvfast.core.limits cimport KV_LANES, KV_OPEN_TOKENS, KV_PIECE, KV_ROWS, KV_TILE
 
 cdef extern from *:
     """
@@ -113,12 +110,12 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
     cdef Py_ssize_t t = range_.begin, next_t, all_from = 0, all_to = range_.end
-    cdef int now = 0, num_panels = _num_panels(task), r, count, all_seen = 0   # tokens of a tile that all rows see
+    cdef int now = 0, panels_used = num_panels(task), r, count, all_seen = 0   # tokens of a tile that all rows see
     cdef bint seen = False
     for r in range(task.rows):
         all_from, all_to = max(all_from, starts[r]), min(all_to, stops[r])
-    for r in range(task.rows, num_panels * KV_ROWS):
-        panels[num_panels - 1].start[r % KV_ROWS] = panels[num_panels - 1].stop[r % KV_ROWS] = 0
+    for r in range(task.rows, panels_used * KV_ROWS):
+        panels[panels_used - 1].start[r % KV_ROWS] = panels[panels_used - 1].stop[r % KV_ROWS] = 0
     while t < range_.end:
         if is_stopped(task.call.watch):
             return
@@ -144,7 +141,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
         if seen:
             task.call.kernels.attend_panels[task.call.wide_kind](
                 &store.k, &store.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], <float>t,
-                &task.wide.operands, panels, num_panels)
+                &task.wide.operands, panels, panels_used)
         now = 1 - now
         t = next_t
 
@@ -296,46 +293,6 @@ cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
         kv_touch(block + v.scales + j)
 
 
-cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
-    """Load the queries of the task's rows, rotated as the keys are."""
-    cdef const kv_store *store = task.call.store
-    cdef const kv_side *rope = &store.v if task.rope != NULL else NULL
-    cdef int i
-    if task.call.traffic != NULL:
-        return
-    if task.wide == NULL:
-        _load_rows(task, q, &store.k, 0, task.rows, task.scratch.rows)
-        if rope != NULL:
-            _load_rows(task, &task.call.rope_q, rope, 0, task.rows, task.rope.rows)
-        return
-    for i in range(_num_panels(task)):
-        _load_rows(task, q, &store.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
-        if rope != NULL:
-            _load_rows(task, &task.call.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
-        task.call.kernels.prepare_panel[task.call.wide_kind](&store.k, task.wide.rows, rope, task.wide.rope_rows,
-                                                             task.call.scale, task.wide.panels + i)
-
-
-cdef inline int _num_panels(const kv_task *task) noexcept nogil:
-    return (task.rows + KV_ROWS - 1) // KV_ROWS if task.wide != NULL else 0
-
-
-cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count,
-                     float *rows) noexcept nogil:
-    """Load `count` rows as floats; rows beyond those of the task are 0."""
-    cdef const kv_kernels *kernels = task.call.kernels
-    cdef int r, given = min(count, task.rows - first)
-    cdef float *row = rows
-    for r in range(first, first + given):
-        kernels.to_float[q.dtype](q.data + task.tokens[r] * q.token_stride + task.q_heads[r] * q.head_stride,
-                                  k.head_dim, row)
-        memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
-        row += k.padded_dim
-    if k.rotated:
-        kernels.rotate(rows, k.padded_dim, given, k.head_dim, rows, k.padded_dim)
-    memset(row, 0, (count - given) * k.padded_dim * sizeof(float))
-
-
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil:
     """First position that a query reads from float rows, apart from the start of the sequence. Where tokens have both
     codes and float rows, the query's own position decides."""
@@ -427,51 +384,3 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
             else:
                 lower[r], upper[r] = starts[r], min(stops[r], first)
         _attend_range(task, &ranges[i], lower, upper, after)
-
-cdef void begin_rows(kv_task *task) noexcept nogil:
-    """Reset the state of all rows: they have seen no token yet."""
-    cdef kv_softmax *state = &task.scratch.softmax
-    cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
-    cdef kv_panel *panel
-    cdef int r, i
-    state.refined = 0
-    if task.wide == NULL:
-        memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
-        for r in range(task.rows):
-            state.m[r], state.l[r], state.rescale[r], state.noise[r] = -INFINITY, 0.0, 1.0, 0.0
-    for i in range(_num_panels(task)):
-        panel = task.wide.panels + i
-        panel.rows = min(<int>KV_ROWS, task.rows - i * KV_ROWS)
-        panel.options = task.options
-        panel.options.query_at += i * KV_ROWS
-        if task.options.slopes != NULL:
-            panel.options.slopes += i * KV_ROWS
-        panel.refined = 0
-        memset(panel.acc, 0, KV_ROWS * padded * sizeof(float))
-        for r in range(KV_ROWS):
-            panel.m[r], panel.l[r], panel.noise[r] = -INFINITY, 0.0, 0.0
-
-
-cdef bint begin_refined(kv_task *task) noexcept nogil:
-    """Return whether the rounding of weights counts in some rows, and reset the state of all rows then. They are to be read again:
-    those rows become more exact, and the others become the same."""
-    cdef const kv_kernels *kernels = task.call.kernels
-    cdef kv_softmax *state = &task.scratch.softmax
-    cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
-    cdef kv_panel *panel
-    cdef unsigned refined[KV_PANELS]
-    cdef unsigned some = 0
-    cdef int i
-    if task.wide == NULL:
-        some = refined[0] = kernels.rows_to_refine(task.scratch.acc, padded, KV_LANES, padded, state.noise, task.rows)
-    for i in range(_num_panels(task)):
-        panel = task.wide.panels + i
-        refined[i] = kernels.rows_to_refine(panel.acc, KV_LANES, KV_ROWS * KV_LANES, padded, panel.noise, panel.rows)
-        some |= refined[i]
-    if some == 0:
-        return False
-    begin_rows(task)
-    state.refined = refined[0]
-    for i in range(_num_panels(task)):
-        task.wide.panels[i].refined = refined[i]
-    return True

@@ -18,9 +18,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from kvfast import NonFiniteInputError
+from kvfast import NonFiniteInputError, PagedKVCache
 from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, block_sizes, content_bytes, format_of
-from kvfast.vllm.memory import GroupMemory
+from kvfast.vllm.memory import GroupMemory, arrays_of
 
 logger = init_logger("vllm.kvfast")
 
@@ -90,7 +90,13 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = [named[name] for name in layer_names]
         for layer in layers:
             layer.impl.is_carried = True
-        self._memory = GroupMemory(layers, kv_cache_spec, fmt)
+
+        def new_pool(buffer):
+            num_blocks, num_kv_heads, block_size, _ = buffer[0].shape
+            return PagedKVCache(len(buffer), num_kv_heads, kv_cache_spec.head_size, num_blocks, block_size, fmt,
+                                v_head_dim=kv_cache_spec.head_size_v, buffer=buffer)
+
+        self._memory = GroupMemory(layers, new_pool)
         logger.info_once("kvfast keeps the KV cache as %s, %d bytes per token and KV head (kv_cache_dtype=%s)", str(fmt),
                          content_bytes(kv_cache_spec, fmt), vllm_config.cache_config.cache_dtype)
 
@@ -105,9 +111,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             raise NotImplementedError("kvfast has no windows with two sides, and this model did not ask for them when its layers were "
                                       "made: set KVFAST_VLLM=0")  # fmt: skip
         self._memory.bind()
-        *tables, slots = [one.numpy() for one in (common_attn_metadata.block_table_tensor, common_attn_metadata.seq_lens,
-                                                  common_attn_metadata.query_start_loc, common_attn_metadata.slot_mapping)]  # fmt: skip
-        return KVFastMetadata(common_attn_metadata.num_actual_tokens, tables, slots, causal)
+        return KVFastMetadata(common_attn_metadata.num_actual_tokens, *arrays_of(common_attn_metadata), causal)
 
 
 class KVFastImpl(CPUAttentionBackendImpl):

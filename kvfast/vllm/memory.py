@@ -2,8 +2,6 @@
 
 import torch
 
-from kvfast import PagedKVCache
-
 _BITS = {torch.bfloat16: torch.uint16, torch.int8: torch.uint8}
 
 
@@ -13,14 +11,26 @@ def as_numpy(tensor):
     return (tensor if bits is None else tensor.view(bits)).numpy()
 
 
+def arrays_of(metadata):
+    """What a step asks of all layers: [block_table, seq_lens, cu_seqlens_q] and the slots, of vLLM's CommonAttentionMetadata."""
+    return [one.numpy() for one in (metadata.block_table_tensor, metadata.seq_lens, metadata.query_start_loc)], metadata.slot_mapping.numpy()
+
+
 class GroupMemory:
     """The pool of some layers whose keys and values have one format, in the tensors that vLLM has bound to them.
 
     vLLM binds tensors after it has made the layers, and may do so again; then there is another pool.
+
+    Parameters
+    ----------
+    layers : list
+        Layers of vLLM.
+    new_pool : callable
+        Takes the arrays of the layers, and returns a pool with these as buffer.
     """
 
-    def __init__(self, layers, spec, fmt):
-        self._layers, self._spec, self._format = layers, spec, fmt
+    def __init__(self, layers, new_pool):
+        self._layers, self._new_pool = layers, new_pool
         self._tensors = []
         self.pool = None
         self._batch = self._metadata = None
@@ -37,9 +47,7 @@ class GroupMemory:
                 numbers[place] = len(buffer)
                 buffer.append(as_numpy(tensor))
             layer.impl.memory, layer.impl.number = self, numbers[place]
-        num_blocks, num_kv_heads, block_size, _ = tensors[0].shape
-        self.pool = PagedKVCache(len(buffer), num_kv_heads, self._spec.head_size, num_blocks, block_size, self._format,
-                                 v_head_dim=self._spec.head_size_v, buffer=buffer)
+        self.pool = self._new_pool(buffer)
         self._tensors = tensors
         return self.pool
 

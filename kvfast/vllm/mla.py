@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
 from kvfast import KVFormat, PagedMLAKVCache, buffer_layout
 from kvfast.vllm.formats import BLOCK_SIZES, FLOATS
-from kvfast.vllm.memory import as_numpy
+from kvfast.vllm.memory import GroupMemory, arrays_of, as_numpy
 
 logger = init_logger("vllm.kvfast")
 
@@ -84,9 +84,8 @@ class KVFastMLAMetadata:
     num_actual_tokens: int
     num_decodes: int
     num_decode_tokens: int
-    block_table: np.ndarray   # (num_reqs, max_blocks), int32
-    seq_lens: np.ndarray      # (num_reqs,), int32
-    cu_seqlens_q: np.ndarray  # (num_reqs + 1,), int32
+    tables: list[np.ndarray]  # block_table, seq_lens and cu_seqlens_q
+    slots: np.ndarray
     num_prefills: int = 0
     prefill: object = None
     decode: object = True
@@ -98,9 +97,15 @@ class KVFastMLAMetadataBuilder(AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, MLAAttention, layer_names)
-        self._memory = LatentMemory([named[name] for name in layer_names], format_of(kv_cache_spec))
-        logger.info_once("kvfast keeps latent rows as %s, %d bytes per token (kv_cache_dtype=%s)", str(format_of(kv_cache_spec)),
-                         content_bytes(kv_cache_spec, format_of(kv_cache_spec)), vllm_config.cache_config.cache_dtype)
+        layers, fmt = [named[name] for name in layer_names], format_of(kv_cache_spec)
+
+        def new_pool(buffer):
+            num_blocks, block_size, _ = buffer[0].shape
+            return PagedMLAKVCache(len(buffer), layers[0].kv_lora_rank, layers[0].qk_rope_head_dim, num_blocks, block_size, fmt, buffer=buffer)
+
+        self._memory = GroupMemory(layers, new_pool)
+        logger.info_once("kvfast keeps latent rows as %s, %d bytes per token (kv_cache_dtype=%s)", str(fmt), content_bytes(kv_cache_spec, fmt),
+                         vllm_config.cache_config.cache_dtype)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         if common_attn_metadata.causal is not True:
@@ -108,35 +113,13 @@ class KVFastMLAMetadataBuilder(AttentionMetadataBuilder):
         self._memory.bind()
         return KVFastMLAMetadata(
             common_attn_metadata.num_actual_tokens, common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens,
-            common_attn_metadata.block_table_tensor.numpy(), common_attn_metadata.seq_lens.numpy(),
-            common_attn_metadata.query_start_loc.numpy(),
+            *arrays_of(common_attn_metadata),
         )
-
-
-class LatentMemory:
-    """The pool of some layers whose latent rows have one format, in the tensors that vLLM has bound to them; see `GroupMemory`."""
-
-    def __init__(self, layers, fmt):
-        self._layers, self._format = layers, fmt
-        self._tensors = []
-        self.pool = None
-
-    def bind(self):
-        """Make the pool over the layers' tensors, unless it is there, and give each layer its number in it."""
-        if self.pool is not None and all(layer.kv_cache is tensor for layer, tensor in zip(self._layers, self._tensors)):
-            return
-        self._tensors = [layer.kv_cache for layer in self._layers]
-        num_blocks, block_size, _ = self._tensors[0].shape
-        one = self._layers[0]
-        self.pool = PagedMLAKVCache(len(self._layers), one.kv_lora_rank, one.qk_rope_head_dim, num_blocks, block_size, self._format,
-                                    buffer=[as_numpy(tensor) for tensor in self._tensors])
-        for number, layer in enumerate(self._layers):
-            layer.impl.memory, layer.impl.number = self, number
 
 
 class KVFastMLAImpl(CPUMLAImpl):
     parts: ClassVar = {}  # (latent_dim, rope_dim) of rows of some length: specs only have their sum
-    memory = None  # LatentMemory, once its tensors are bound
+    memory = None  # GroupMemory, once its tensors are bound
     number = None  # of the layer in it
 
     def __init__(self, *arguments, **options):
@@ -156,8 +139,5 @@ class KVFastMLAImpl(CPUMLAImpl):
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         q = torch.cat(q, -1) if isinstance(q, tuple) else q
         out = q.new_empty((*q.shape[:2], self.kv_lora_rank))
-        self.memory.pool.attend_batch(
-            self.number, as_numpy(q), block_table=attn_metadata.block_table, seq_lens=attn_metadata.seq_lens,
-            cu_seqlens_q=attn_metadata.cu_seqlens_q, out=as_numpy(out), scale=self.scale,
-        )
+        self.memory.pool.attend_batch(self.number, as_numpy(q), self.memory.batch_of(attn_metadata), out=as_numpy(out), scale=self.scale)
         return out, None

@@ -1,0 +1,95 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The query rows of a task of attention: loaded, begun, and begun again where their weights need more than 16 bits."""
+from libc.math cimport INFINITY
+from libc.string cimport memset
+
+from kvfast.attention.tiles cimport kv_task, num_panels
+from kvfast.codec.blocks cimport kv_store, values_of
+from kvfast.core.arrays cimport kv_rows
+from kvfast.core.kernels cimport kv_kernels, kv_panel, kv_side, kv_softmax
+from kvfast.core.limits cimport KV_LANES, KV_PANELS, KV_ROWS
+
+
+cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
+    """Load the queries of the task's rows, rotated as the keys are."""
+    cdef const kv_store *store = task.call.store
+    cdef const kv_side *rope = &store.v if task.rope != NULL else NULL
+    cdef int i
+    if task.call.traffic != NULL:
+        return
+    if task.wide == NULL:
+        _load_rows(task, q, &store.k, 0, task.rows, task.scratch.rows)
+        if rope != NULL:
+            _load_rows(task, &task.call.rope_q, rope, 0, task.rows, task.rope.rows)
+        return
+    for i in range(num_panels(task)):
+        _load_rows(task, q, &store.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
+        if rope != NULL:
+            _load_rows(task, &task.call.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
+        task.call.kernels.prepare_panel[task.call.wide_kind](&store.k, task.wide.rows, rope, task.wide.rope_rows,
+                                                             task.call.scale, task.wide.panels + i)
+
+
+cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count,
+                     float *rows) noexcept nogil:
+    """Load `count` rows as floats; rows beyond those of the task are 0."""
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef int r, given = min(count, task.rows - first)
+    cdef float *row = rows
+    for r in range(first, first + given):
+        kernels.to_float[q.dtype](q.data + task.tokens[r] * q.token_stride + task.q_heads[r] * q.head_stride,
+                                  k.head_dim, row)
+        memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
+        row += k.padded_dim
+    if k.rotated:
+        kernels.rotate(rows, k.padded_dim, given, k.head_dim, rows, k.padded_dim)
+    memset(row, 0, (count - given) * k.padded_dim * sizeof(float))
+
+
+cdef void begin_rows(kv_task *task) noexcept nogil:
+    """Reset the state of all rows: they have seen no token yet."""
+    cdef kv_softmax *state = &task.scratch.softmax
+    cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
+    cdef kv_panel *panel
+    cdef int r, i
+    state.refined = 0
+    if task.wide == NULL:
+        memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
+        for r in range(task.rows):
+            state.m[r], state.l[r], state.rescale[r], state.noise[r] = -INFINITY, 0.0, 1.0, 0.0
+    for i in range(num_panels(task)):
+        panel = task.wide.panels + i
+        panel.rows = min(<int>KV_ROWS, task.rows - i * KV_ROWS)
+        panel.options = task.options
+        panel.options.query_at += i * KV_ROWS
+        if task.options.slopes != NULL:
+            panel.options.slopes += i * KV_ROWS
+        panel.refined = 0
+        memset(panel.acc, 0, KV_ROWS * padded * sizeof(float))
+        for r in range(KV_ROWS):
+            panel.m[r], panel.l[r], panel.noise[r] = -INFINITY, 0.0, 0.0
+
+
+cdef bint begin_refined(kv_task *task) noexcept nogil:
+    """Return whether the rounding of weights counts in some rows, and reset the state of all rows then. They are to be read again:
+    those rows become more exact, and the others become the same."""
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef kv_softmax *state = &task.scratch.softmax
+    cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
+    cdef kv_panel *panel
+    cdef unsigned refined[KV_PANELS]
+    cdef unsigned some = 0
+    cdef int i
+    if task.wide == NULL:
+        some = refined[0] = kernels.rows_to_refine(task.scratch.acc, padded, KV_LANES, padded, state.noise, task.rows)
+    for i in range(num_panels(task)):
+        panel = task.wide.panels + i
+        refined[i] = kernels.rows_to_refine(panel.acc, KV_LANES, KV_ROWS * KV_LANES, padded, panel.noise, panel.rows)
+        some |= refined[i]
+    if some == 0:
+        return False
+    begin_rows(task)
+    state.refined = refined[0]
+    for i in range(num_panels(task)):
+        task.wide.panels[i].refined = refined[i]
+    return True

@@ -123,12 +123,17 @@ def test_rounding_of_weights_is_that_of_each_query_alone(isa, rng):
         cache = filled(kvfast.KVFormat("int8/int4"), k, v[:, None])
         q = rng.standard_normal((16, 8, 512)).astype(np.float32)
         q[::3, :, 5] = -40  # hides the loud element
-        together = cache.attend(0, q)
-        for i in (0, 1, 9, 15):
-            shorter = cache.copy()
-            if i < 15:
-                shorter.truncate(160 - 15 + i)
-            assert np.array_equal(shorter.attend(0, q[i : i + 1])[0], together[i])
+        check_each_alone(cache, q)
+
+
+def check_each_alone(cache, q):
+    """The last 16 queries of a cache have the same bits together and alone."""
+    together = cache.attend(0, q)
+    for i in (0, 1, 5, 9, 15):
+        shorter = cache.copy()
+        if i < 15:
+            shorter.truncate(len(cache) - 15 + i)
+        assert np.array_equal(shorter.attend(0, q[i : i + 1])[0], together[i])
 
 
 def test_rounding_is_that_of_each_query_alone(isa, rng):
@@ -138,9 +143,4 @@ def test_rounding_is_that_of_each_query_alone(isa, rng):
     for form in ("int8", "k8v4", "int4", "int8-plain"):
         cache = filled(form, k, v)
         q = rng.standard_normal((16, 12, 64)).astype(np.float32) * np.geomspace(0.01, 10, 16, dtype=np.float32)[:, None, None]
-        together = cache.attend(0, q)
-        for i in (0, 5, 9, 15):
-            shorter = cache.copy()
-            if i < 15:
-                shorter.truncate(400 - 15 + i)
-            assert np.array_equal(shorter.attend(0, q[i : i + 1])[0], together[i])
+        check_each_alone(cache, q)

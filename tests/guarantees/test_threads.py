@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from selection import parametrize
 
 import kvfast
 import kvfast.compression
@@ -73,9 +74,10 @@ def test_parallel_regions_besides_attention_have_the_same_bits(region):
         assert all(np.array_equal(array, one) for array, one in zip(outcome, outcomes[0], strict=True))
 
 
-def test_second_thread_is_refused_or_served(rng):
+@parametrize("num_queries", [40, 200], usual=[40])
+def test_second_thread_is_refused_or_served(rng, num_queries):
     cache = filled(rng, "int8")
-    q = rng.standard_normal((40, 16, 64)).astype(np.float32)
+    q = rng.standard_normal((num_queries, 16, 64)).astype(np.float32)
     expected = cache.attend(0, q)
     outcomes = []
 

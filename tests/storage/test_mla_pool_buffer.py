@@ -1,11 +1,8 @@
 """PagedMLAKVCache in memory of the caller: the same bits as in its own, and nothing else of the memory is touched."""
 
-import ctypes
-import mmap
-
 import numpy as np
 import pytest
-from pool_buffers import CANARY, aligned, outside, strided
+from pool_buffers import CANARY, aligned, before_a_page, outside, strided
 
 import kvfast
 
@@ -53,25 +50,15 @@ def test_a_schedulers_blocks_have_the_bits_of_a_pool_of_its_own(isa, dtype, size
 @pytest.mark.parametrize("sizes", SIZES)
 def test_no_byte_beyond_the_last_block_is_read(isa, dtype, sizes):
     """The memory ends where a page begins that nobody may touch."""
-    page, layout = mmap.PAGESIZE, layout_of(*sizes, 3, 16, dtype, layers=1)
-    pages = -(-layout.nbytes // page)
-    memory = mmap.mmap(-1, (pages + 2) * page)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    libc = ctypes.CDLL(None, use_errno=True)
-    for border in (start, start + (pages + 1) * page):
-        assert libc.mprotect(ctypes.c_void_p(border), ctypes.c_size_t(page), 0) == 0
-    at = (pages + 1) * page - layout.nbytes
-    assert at % 64 == 0
-    pool = kvfast.PagedMLAKVCache(1, *sizes, 3, 16, dtype, buffer=np.frombuffer(memory, np.uint8)[at : at + layout.nbytes])
     rows = np.random.default_rng(0).standard_normal((48, sum(sizes)), np.float32)
-    for n in (47, 48):
-        pool.append_batch(0, rows[:n], np.arange(n))
-        for queries in (1, 40):
-            q = np.repeat(rows[:queries, None], 16, 1)
-            out = pool.attend_batch(0, q, block_table=[[0, 1, 2]], seq_lens=[n], cu_seqlens_q=[0, queries])
-            assert np.isfinite(out).all()
-    for border in (start, start + (pages + 1) * page):
-        libc.mprotect(ctypes.c_void_p(border), ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
+    with before_a_page(layout_of(*sizes, 3, 16, dtype, layers=1).nbytes) as memory:
+        pool = kvfast.PagedMLAKVCache(1, *sizes, 3, 16, dtype, buffer=memory)
+        for n in (47, 48):
+            pool.append_batch(0, rows[:n], np.arange(n))
+            for queries in (1, 40):
+                q = np.repeat(rows[:queries, None], 16, 1)
+                out = pool.attend_batch(0, q, block_table=[[0, 1, 2]], seq_lens=[n], cu_seqlens_q=[0, queries])
+                assert np.isfinite(out).all()
 
 
 def test_sequences_in_a_buffer_are_saved_and_restored(tmp_path, rng):

@@ -1,6 +1,5 @@
 """PagedKVCache in memory of the caller: the same bits as in its own, and nothing else of the memory is touched."""
 
-import ctypes
 import gc
 import mmap
 import weakref
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_buffers import CANARY, FORMATS, aligned, outside, strided
+from pool_buffers import CANARY, FORMATS, aligned, before_a_page, outside, strided
 
 import kvfast
 
@@ -73,27 +72,15 @@ def copy_block(pool, num_blocks, source, target):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_no_byte_beyond_the_last_block_is_read(isa, dtype):
     """The memory ends where a page begins that nobody may touch."""
-    page = mmap.PAGESIZE
     shape = 1, 1, 64, 3, 16
-    layout = kvfast.buffer_layout(*shape, dtype)
-    pages = -(-layout.nbytes // page)
-    memory = mmap.mmap(-1, (pages + 2) * page)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    libc = ctypes.CDLL(None, use_errno=True)
-    for border in (start, start + (pages + 1) * page):
-        assert libc.mprotect(ctypes.c_void_p(border), ctypes.c_size_t(page), 0) == 0
-    at = (pages + 1) * page - layout.nbytes
-    if at % 64 == 0:
-        pool = kvfast.PagedKVCache(*shape, dtype, buffer=np.frombuffer(memory, np.uint8)[at : at + layout.nbytes])
+    with before_a_page(kvfast.buffer_layout(*shape, dtype).nbytes) as memory:
+        pool = kvfast.PagedKVCache(*shape, dtype, buffer=memory)
         k, v = np.random.default_rng(0).standard_normal((2, 48, 1, 64), np.float32)
         for n in (47, 48):
             pool.append_batch(0, k[:n], v[:n], np.arange(n))
             for queries in (1, 40):
                 out = pool.attend_batch(0, np.repeat(k[:queries], 4, 1), block_table=[[0, 1, 2]], seq_lens=[n], cu_seqlens_q=[0, queries])
                 assert np.isfinite(out).all()
-    for border in (start, start + (pages + 1) * page):
-        libc.mprotect(ctypes.c_void_p(border), ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
-    assert at % 64 == 0
 
 
 def test_sequences_in_a_buffer_are_saved_copied_and_found_again(tmp_path, rng):

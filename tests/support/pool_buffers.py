@@ -1,5 +1,9 @@
 """Memory of a caller for the blocks of a pool, which holds no numbers at first."""
 
+import contextlib
+import ctypes
+import mmap
+
 import numpy as np
 from cache_kinds import ANY_BLOCK
 
@@ -13,6 +17,23 @@ def aligned(nbytes, fill=255):
     memory = np.full(nbytes + 64, fill, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + nbytes]
+
+
+@contextlib.contextmanager
+def before_a_page(nbytes):
+    """Memory of `nbytes`, between pages that nobody may touch, of which the second begins where it ends."""
+    page = mmap.PAGESIZE
+    pages = -(-nbytes // page)
+    memory = mmap.mmap(-1, (pages + 2) * page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for border in (start, start + (pages + 1) * page):
+        assert libc.mprotect(ctypes.c_void_p(border), ctypes.c_size_t(page), 0) == 0
+    at = (pages + 1) * page - nbytes
+    assert at % 64 == 0
+    yield np.frombuffer(memory, np.uint8)[at : at + nbytes]
+    for border in (start, start + (pages + 1) * page):
+        libc.mprotect(ctypes.c_void_p(border), ctypes.c_size_t(page), mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def strided(layout, gap, by_layer):

@@ -99,8 +99,13 @@ class SingleWorld(World):
                 snapshot = snapshot.truncated(track.length)
             self.keep(Held(snapshot.to_cache(), track, source))
             return
-        held.cache.restore(snapshot)
-        held.track, held.source = track.copy(), source
+        try:
+            held.cache.restore(snapshot)
+        except kvfast.CacheFullError:  # a sequence, and a snapshot of another pool: the sequence stays as it was
+            if not held.cache.is_paged or held.cache.pool.can_append(track.length):
+                raise
+        else:
+            held.track, held.source = track.copy(), source
         self.check_all(held)
 
     def run(self):

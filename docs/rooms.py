@@ -19,7 +19,7 @@ FLOORS = (
     ("storage",),
     ("files",),
     ("caches",),
-    ("capi", "compression", "interop"),
+    ("capi", "compression", "interop", "prompts"),
     ("planning",),
     ("__init__",),  # the public names, which is what those above use
     ("llama", "transformers", "vllm"),

@@ -11,7 +11,7 @@ Keys and values are stored in 4 or 8 bits (or as float32, float16, bfloat16), an
 - Planning and tuning: `plan`, `config`, `set_num_threads`, `use_isa`.
 
 The packages below, each importing only from those before it: ``simd``, ``core``, ``codec``, ``attention``, ``storage``,
-``files``, ``caches``, ``compression``, ``interop``, ``planning``; above stand ``transformers``, ``llama`` and ``cli``. See
+``files``, ``caches``, ``prompts``, ``compression``, ``interop``, ``planning``; above stand ``transformers``, ``llama`` and ``cli``. See
 ``docs/architecture.md``.
 """
 
@@ -32,7 +32,6 @@ from kvfast.caches.multi_head_config import MultiHeadConfig
 from kvfast.caches.paged import PagedKVCache
 from kvfast.caches.paged_mla import MLASequence, PagedMLAKVCache
 from kvfast.caches.paged_sequence import Sequence
-from kvfast.caches.prompt_cache import PromptCache
 from kvfast.caches.ring import RingKVCache
 from kvfast.caches.snapshot import Snapshot
 from kvfast.codec.formats import PRESETS, KVFormat
@@ -58,11 +57,13 @@ from kvfast.errors import (
     DimensionMismatchError,
     IncompatibleSnapshotError,
     NonFiniteInputError,
+    StoreError,
 )
 from kvfast.interop import ggml, llama_cpp_state  # noqa: F401  (kvfast.ggml, kvfast.llama_cpp_state)
 from kvfast.planning.fidelity import Fidelity, choose_format, fidelity
 from kvfast.planning.model_shape import LayerShape, ModelShape
 from kvfast.planning.plan import DtypePlan, MemoryPlan, plan
+from kvfast.prompts.prompt_cache import PromptCache, PromptCacheStats
 from kvfast.storage.prepared_batch import PreparedBatch
 
 __version__ = "0.1.0"
@@ -98,11 +99,13 @@ __all__ = [
     "PrefixKVCache",
     "PreparedBatch",
     "PromptCache",
+    "PromptCacheStats",
     "Quantize",
     "ReconstructionError",
     "RingKVCache",
     "Sequence",
     "Snapshot",
+    "StoreError",
     "VectorQuantization",
     "active_isa",
     "attention",

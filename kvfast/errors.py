@@ -49,3 +49,7 @@ class CacheFullError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
         return type(self), (self.args[0], self.needed, self.free)
+
+
+class StoreError(OSError):
+    """A store of prompts cannot be reached, does not answer in time, or refuses. The text shows no password."""

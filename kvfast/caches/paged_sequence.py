@@ -141,21 +141,23 @@ class PagedSequence(StoredSequence):
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         snapshot = self._fitting(snapshot, convert)
-        self._buffer.restore(snapshot._cache._buffer, self._forget_ids, lambda: self._restore_ids(snapshot))
+        self._buffer.restore(snapshot._cache._buffer, self._forget_ids, lambda: self._set_ids(snapshot.token_ids))
 
     restore.__doc__ = StoredSequence.restore.__doc__
 
     def _forget_ids(self):
         self._token_ids = None
 
-    def _restore_ids(self, snapshot):
-        self._digests = []
+    def _know_tokens(self, token_ids):
+        self._buffer.alone(lambda: self._set_ids(token_ids))
+
+    def _set_ids(self, token_ids):
+        """Replace the ids of all tokens, while no other thread is in the pool. None: they are not known."""
+        self._token_ids, self._digests = [] if self._table.length == 0 else None, []
         try:
-            if snapshot.token_ids is not None:
-                self._token_ids = snapshot.token_ids.tolist()
+            if token_ids is not None:
+                self._token_ids = token_ids.tolist()
                 self._make_known()
-            elif snapshot.seq_len == 0:
-                self._token_ids = []
         except MemoryError:
             self._token_ids = None
 

@@ -305,6 +305,11 @@ class Snapshot(StorageProperties):
         return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"
 
 
+def cache_of(snapshot):
+    """The cache that holds a snapshot's tokens, for packages above the caches. It must not be changed."""
+    return snapshot._cache
+
+
 def new_cache(settings, block_size, max_seq_len):
     """See `loading.new_cache`. It is imported here because all classes of caches import this module."""
     from kvfast.caches import loading

@@ -29,6 +29,16 @@ def buffer_of(cache):
     return cache._buffer
 
 
+def settings_of(cache):
+    """What a header has of a cache: its kind, shape and formats."""
+    return cache._settings()
+
+
+def know_tokens(cache, token_ids):
+    """Let the pool of a sequence find its blocks by their token ids; nothing for a cache without a pool."""
+    cache._know_tokens(token_ids)
+
+
 class StoredSequence(StorageProperties):
     """Lengths, going back, snapshots and files, over the compiled buffer."""
 
@@ -39,6 +49,9 @@ class StoredSequence(StorageProperties):
     def _decoded(self, layer):
         """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
         raise NotImplementedError
+
+    def _know_tokens(self, token_ids):
+        pass
 
     def advance(self, n: int = 1) -> None:
         """Count `n` tokens as complete; every layer must hold exactly that many new ones.

@@ -8,10 +8,16 @@ from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.copying cimport clone_table, copy_slots
 from kvfast.storage.float_rows cimport FloatRows
 from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.ring_table cimport RingTable
 from kvfast.storage.sequence cimport SequenceBuffer
 
 
-cdef Py_ssize_t _full_blocks(BlockTable table) noexcept:
+cdef bint keeps_all(BlockTable table) noexcept:
+    """Whether the table never evicts tokens."""
+    return not isinstance(table, RingTable)
+
+
+cdef Py_ssize_t num_full_blocks(BlockTable table) noexcept:
     """Number of blocks of the table that are full of codes in all layers."""
     cdef Py_ssize_t slots = table.num_slots()
     if table.pool.seals:
@@ -24,7 +30,7 @@ cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) noexcept:
     cdef Py_ssize_t slots = table.num_slots()
     if table.pool.stores[layer].seals:
         slots = min(slots, table.slots_with_codes())
-    return (slots + table.pool.block_size - 1) // table.pool.block_size - _full_blocks(table)
+    return (slots + table.pool.block_size - 1) // table.pool.block_size - num_full_blocks(table)
 
 
 cdef BlockTable _straight(BlockTable table):
@@ -33,7 +39,7 @@ cdef BlockTable _straight(BlockTable table):
     cdef BlockPool pool = table.pool
     if pool.layers is not None:
         return clone_table(table, pool.exact(table.count))
-    for i in range(1, _full_blocks(table)):
+    for i in range(1, num_full_blocks(table)):
         if (table.blocks[i] != table.blocks[0] + i
                 or pool.chunk_of[table.blocks[i] >> KV_CHUNK_SHIFT] != pool.chunk_of[table.blocks[0] >> KV_CHUNK_SHIFT]):
             return clone_table(table, pool.exact(table.count))
@@ -42,7 +48,7 @@ cdef BlockTable _straight(BlockTable table):
 
 cdef BlockTable _tail(BlockTable table):
     """A copy of the blocks after the full ones, with only this sequence's tokens; None if there are none."""
-    cdef Py_ssize_t full = _full_blocks(table), first = full * table.pool.block_size, rest = table.num_slots() - first
+    cdef Py_ssize_t full = num_full_blocks(table), first = full * table.pool.block_size, rest = table.num_slots() - first
     cdef BlockTable other
     if rest == 0:
         return None
@@ -125,11 +131,57 @@ def layout(SequenceBuffer buffer, Py_ssize_t length, list states):
     for table, layer in buffer.layer_tables:
         store = table.pool.stores + layer
         table = measured[table]
-        blocks = _full_blocks(table), _tail_blocks(table, layer)
+        blocks = num_full_blocks(table), _tail_blocks(table, layer)
         pieces, k_bytes, v_bytes = 0, 0, 0
         if store.floats != NULL:
             pieces, k_bytes, v_bytes = len(table.pieces(length)), store.floats.k.bytes, store.floats.v.bytes
         result.append(((*blocks, store.k.bytes, pieces, k_bytes), (*blocks, store.v.bytes, pieces, v_bytes)))
+    return result
+
+
+def rest_nbytes(SequenceBuffer buffer, Py_ssize_t skip, Py_ssize_t length, list states):
+    """Bytes of `rest` for `length` tokens; ValueError if `states` are invalid."""
+    cdef BlockTable table
+    total = 0
+    for (table, _), pair in zip(buffer.layer_tables, layout(buffer, length, states)):
+        skipped = skip if keeps_all(table) else 0
+        for full, tails, nbytes, pieces, piece_bytes in pair:
+            if skipped > full:
+                raise ValueError(f"states must be of a sequence with {skipped} full blocks, got {full}")
+            total += table.pool.num_kv_heads * ((full - skipped + tails) * nbytes + pieces * piece_bytes)
+    return total
+
+
+def rest(SequenceBuffer buffer, Py_ssize_t skip, bint copies):
+    """The bytes of a sequence behind the first `skip` blocks of those layers that keep all tokens.
+
+    Parameters
+    ----------
+    skip : int
+    copies : bool
+        As for `arrays`: with zeros behind the last token, for reading. Otherwise they are where to write, after `reopen`.
+
+    Returns
+    -------
+    list of uint8 arrays, each contiguous
+        Layer after layer; in it keys and values; in them the full blocks head after head, then the blocks after them, block
+        after block and head after head, then the pieces of float rows likewise.
+    """
+    cdef BlockTable table, tail
+    cdef Py_ssize_t layer, full, first, i
+    tails = {table: _tail(table) for table in buffer.tables} if copies else {}
+    result = []
+    for table, layer in buffer.layer_tables:
+        full, tail = num_full_blocks(table), tails.get(table, table)
+        first = 0 if copies else full
+        heads = range(table.pool.num_kv_heads)
+        for values in (False, True):
+            for head in heads:
+                result += [table.pool.bytes_of_head(layer, table.blocks[i], 1, head, values)[0]
+                           for i in range(skip if keeps_all(table) else 0, full)]
+            result += [tail.pool.bytes_of_head(layer, tail.blocks[first + i], 1, head, values)[0]
+                       for i in range(_tail_blocks(table, layer)) for head in heads]
+            result += _floats(table, layer, values, copies)
     return result
 
 
@@ -142,7 +194,7 @@ def reopen(SequenceBuffer buffer, Py_ssize_t length, list states, memory=None, o
     cdef BlockTable table
     cdef Py_ssize_t full, size
     for table, state in zip(buffer.tables, states):
-        full, size = _full_blocks(_measured(table, length, state)), table.pool.block_size
+        full, size = num_full_blocks(_measured(table, length, state)), table.pool.block_size
         if memory is not None and full:
             table.pool.map(memory, full, [offsets[i] for i in range(buffer.num_layers) if buffer.layer_tables[i][0] is table])
         _take_blocks(table, length, state)
@@ -159,7 +211,7 @@ def targets(SequenceBuffer buffer):
         after them, block after block and head after head, uint8 of shape (bytes,); the pieces of float rows, in the
         same order and form.
     """
-    return _targets(buffer, {table: (table, table, _full_blocks(table)) for table in buffer.tables}, False)
+    return _targets(buffer, {table: (table, table, num_full_blocks(table)) for table in buffer.tables}, False)
 
 
 def arrays(SequenceBuffer buffer):
@@ -179,7 +231,7 @@ cdef list _targets(SequenceBuffer buffer, dict sources, bint copies):
     result = []
     for table, layer in buffer.layer_tables:
         source, tail, first = sources[table]
-        full, behind = _full_blocks(source), _tail_blocks(table, layer)
+        full, behind = num_full_blocks(source), _tail_blocks(table, layer)
         heads, pair = range(source.pool.num_kv_heads), []
         for values in (False, True):
             whole = [source.pool.bytes_of_head(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]

@@ -24,9 +24,15 @@ ALIGNMENT = 4096     # of the tensors in a file, so that they can be mapped: a p
 BYTES_AT_ONCE = 1 << 20  # bytes that are read at a time, and then hashed while they are in the processor's cache
 
 
+def need_files():
+    """Raise ModuleNotFoundError without the packages of ``kvfast[files]``."""
+    _import("safetensors.numpy")
+    _import("xxhash")
+
+
 def write(settings, buffer, token_ids, metadata, path):
     """Write the complete tokens of a buffer; see `state.header_of`."""
-    _import("safetensors.numpy")  # to fail before the work
+    need_files()  # to fail before the work
     write_tensors(_tensors_of(buffer, token_ids), state.header_of(settings, buffer, metadata), path)
 
 
@@ -96,6 +102,12 @@ def remove_folder(path):
     from shutil import rmtree
 
     rmtree(path, ignore_errors=True)
+
+
+def remove_file(path):
+    """Remove a file, if it exists and the system allows it."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _drop_pages(path):

@@ -231,7 +231,7 @@ def _fields(text):
         and _is_count(fields["seq_len"])
         and fields["seq_len"] <= (MAX_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MAX_TOKENS
         and isinstance(fields["tables"], list)
-        and all(map(_is_resume_state, fields["tables"]))
+        and all(map(is_resume_state, fields["tables"]))
         and isinstance(fields["metadata"], dict)
         and all(isinstance(value, str) for value in fields["metadata"].values())
     )
@@ -240,7 +240,7 @@ def _fields(text):
     return fields
 
 
-def _is_resume_state(state):
+def is_resume_state(state):
     """Whether a state holds numbers, and pairs of numbers for patched blocks. The tables check their values."""
     return isinstance(state, dict) and all(
         isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value)

@@ -345,6 +345,14 @@ cdef class SequenceBuffer:
             copy_table(other.tables[i], self.tables[i], pieces[i], False)
         return 0
 
+    def alone(self, then):
+        """Call `then` while no other thread is in the pool."""
+        self._enter()
+        try:
+            then()
+        finally:
+            self._leave()
+
     cdef int _trim_surplus(self) except -1:
         cdef BlockTable table
         for table in self.tables:

@@ -1,0 +1,6 @@
+"""The blocks of a table, as files have them."""
+from kvfast.storage.block_table cimport BlockTable
+
+
+cdef bint keeps_all(BlockTable table) noexcept
+cdef Py_ssize_t num_full_blocks(BlockTable table) noexcept

@@ -1,0 +1,170 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The bytes of shared prefixes, outside of a sequence's own file.
+
+A chunk is a run of full blocks of the layers that keep all tokens: the same bytes in every sequence that has the same tokens up
+to its end. The rest of a sequence is in `block_bytes.rest_layout` and `block_bytes.rest`.
+"""
+import numpy as np
+
+from libc.string cimport memcpy
+
+from kvfast.codec.blocks cimport k_block_at, kv_store, v_block_at
+from kvfast.core.limits cimport KV_PIECE
+from kvfast.files.block_bytes cimport keeps_all, num_full_blocks
+from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.sequence cimport SequenceBuffer
+
+
+cdef list _tables(SequenceBuffer buffer):
+    return [table for table in buffer.tables if keeps_all(table)]
+
+
+def keeps_everything(SequenceBuffer buffer):
+    """Whether no layer evicts tokens."""
+    return len(_tables(buffer)) == len(buffer.tables)
+
+
+def count_chunk_blocks(SequenceBuffer buffer):
+    """Number of first blocks that may be in chunks: full, and with codes that follow from the tokens alone."""
+    cdef BlockTable table
+    cdef Py_ssize_t count = buffer.length // buffer.block_size, i
+    buffer.enter_reading()
+    try:
+        for table in _tables(buffer):
+            count = min(count, num_full_blocks(table))
+            if table.pool.floats is not None and table.pool.floats.num_patched:
+                for i in range(count):
+                    if table.knowable_block(i) < 0:
+                        count = i
+                        break
+    finally:
+        buffer.leave_reading()
+    return count
+
+
+def chunk_nbytes(SequenceBuffer buffer, Py_ssize_t num_blocks):
+    """Bytes of `num_blocks` blocks in a chunk, without float rows; 0 if no layer keeps all tokens."""
+    return sum([(<BlockTable>table).pool.block_bytes for table in _tables(buffer)]) * num_blocks
+
+
+def copy_blocks(SequenceBuffer buffer, Py_ssize_t first, Py_ssize_t last, data, bint write, Py_ssize_t start=0):
+    """Read the blocks first to last of a chunk into `data`, or write those of them from `start` on.
+
+    Parameters
+    ----------
+    data : buffer of chunk_nbytes(last - first) bytes
+        Layer after layer; in it keys and values, in them head after head, in them block after block. Writable, unless `write`.
+
+    Other threads may copy other blocks of the buffer at the same time. Nothing else may change it.
+    """
+    cdef const unsigned char[::1] source
+    cdef unsigned char[::1] target
+    cdef char *at
+    cdef Py_ssize_t expected = chunk_nbytes(buffer, last - first)
+    if write:
+        source = data
+        at = <char *>&source[0] if expected else NULL
+        found = source.shape[0]
+    else:
+        target = data
+        at = <char *>&target[0] if expected else NULL
+        found = target.shape[0]
+    if found != expected:
+        raise ValueError(f"the blocks of a chunk must have {expected} bytes, got {found}")
+    for table, layer in buffer.layer_tables:
+        if keeps_all(table):
+            at = _copy_layer(table, layer, first, last, at, write, start)
+
+
+cdef char *_copy_layer(BlockTable table, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last, char *at, bint write,
+                       Py_ssize_t start) except? NULL:
+    cdef const kv_store *store = table.pool.stores + layer
+    cdef Py_ssize_t heads = table.pool.num_kv_heads, head, i, nbytes
+    cdef char *block
+    cdef int values
+    if not 0 <= first <= last <= table.count:
+        raise ValueError(f"the blocks of a chunk must be among the {table.count} of the sequence, got {first} to {last}")
+    with nogil:
+        for values in range(2):
+            nbytes = store.v.bytes if values else store.k.bytes
+            for head in range(heads):
+                for i in range(first, last):
+                    block = v_block_at(store, table.blocks[i], head) if values else k_block_at(store, table.blocks[i], head)
+                    if not write:
+                        memcpy(at, block, nbytes)
+                    elif i >= start:
+                        memcpy(block, at, nbytes)
+                    at += nbytes
+    return at
+
+
+def first_float_rows(SequenceBuffer buffer, bint copies):
+    """The float rows that a sequence keeps of its first tokens, as views; or with `copies`, copies in which all other rows of
+    their pieces are 0. Only of layers that keep all tokens."""
+    cdef BlockTable table
+    cdef Py_ssize_t layer, head
+    cdef kv_store *store
+    result = []
+    for table, layer in buffer.layer_tables:
+        store = table.pool.stores + layer
+        if not keeps_all(table) or not table.pool.has_sinks or store.floats == NULL:
+            continue
+        for values in (False, True):
+            for head in range(table.pool.num_kv_heads):
+                piece = table.pool.floats.pieces.bytes_of_head(layer, table.pool.floats.float_of[table.slot(0) // KV_PIECE], 1, head, values)[0]
+                if copies:
+                    piece = piece.copy()
+                    piece[store.float_tokens * (store.floats.v.row_stride if values else store.floats.k.row_stride):] = 0
+                result.append(piece)
+    return result
+
+
+def first_floats_nbytes(SequenceBuffer buffer):
+    """Bytes of `first_float_rows`."""
+    cdef BlockTable table
+    cdef Py_ssize_t layer
+    cdef kv_store *store
+    total = 0
+    for table, layer in buffer.layer_tables:
+        store = table.pool.stores + layer
+        if keeps_all(table) and table.pool.has_sinks and store.floats != NULL:
+            total += (store.floats.k.bytes + store.floats.v.bytes) * table.pool.num_kv_heads
+    return total
+
+
+def extend(SequenceBuffer buffer, Py_ssize_t length):
+    """Let a sequence go on to `length` tokens, in full blocks whose bytes are written later.
+
+    All of its layers keep all tokens, and all of its tokens are in full blocks with codes.
+
+    Raises
+    ------
+    CacheFullError, MemoryError
+        The sequence stays as it was.
+    """
+    cdef BlockTable table
+    cdef Py_ssize_t size = buffer.block_size, count = length // size, i
+    buffer._enter()
+    try:
+        for table in buffer.tables:
+            if table.length % size or length % size or length < table.length or table.pool.seals and table.floats_begin < table.length:
+                raise ValueError(f"a sequence of {table.length} tokens cannot go on in full blocks up to {length}")
+        for table in buffer.tables:
+            table.reserve_blocks(length)
+            table.ensure(count - table.count)
+            if table.pool.has_sinks and table.count == 0 and count:
+                table.pool.floats.pieces.ensure(1)
+        for table in buffer.tables:
+            if table.pool.seals:
+                table.floats_begin = length
+            begins = table.count == 0 and count > 0
+            while table.count < count:
+                table.blocks[table.count] = table.pool.take(table.blocks[table.count - 1] if table.count else -1)
+                table.count += 1
+            if begins and table.pool.has_sinks:
+                table.pool.floats.add(table.blocks[0], 0, KV_PIECE)
+            table.length = length
+            for i in range(table.pool.num_layers):
+                table.lengths[i] = length
+    finally:
+        buffer._leave()

@@ -1,0 +1,70 @@
+"""The keys of a prompt: digests of all tokens up to a point, of the model, and of the cache's settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# A tail of at least so many tokens is listed under its first ones, so that prompts without a common beginning do not share a list.
+LISTED_TOKENS = 16
+
+
+def key_of(kind: str, digest: bytes) -> str:
+    """The key of a value: "c" for a chunk, "e" for the end of a prompt, "t" for a list of tails."""
+    return f"{kind}-{digest.hex()}"
+
+
+class Chain:
+    """Digests of the prefixes of a prompt.
+
+    Node i stands for the first ``i * chunk_tokens`` tokens. Its digest covers the node before it, as in vLLM and SGLang. With a
+    secret, nobody else can compute a digest, or learn from one which prompt it is.
+
+    Parameters
+    ----------
+    settings : str
+        All that must be equal for stored bytes to be usable.
+    token_ids : ndarray of int64
+    chunk_tokens : int
+    secret : bytes
+        At most 64 bytes; may be empty.
+    """
+
+    def __init__(self, settings: str, token_ids: NDArray[np.int64], chunk_tokens: int, secret: bytes) -> None:
+        self.token_ids, self.chunk_tokens, self._secret = token_ids, chunk_tokens, secret
+        self.nodes = [self._digest(b"prompts", settings.encode(), chunk_tokens.to_bytes(8, "little"))]
+        for start in range(0, len(token_ids) - chunk_tokens + 1, chunk_tokens):
+            self.nodes.append(self._digest(b"node", self.nodes[-1], self._bytes(start, start + chunk_tokens)))
+
+    def chunk(self, index: int) -> bytes:
+        """Digest of a chunk: the tokens between the nodes `index` and ``index + 1``."""
+        return self._digest(b"chunk", self.nodes[index + 1])
+
+    def end(self, node: int, tail: NDArray[np.int64]) -> bytes:
+        """Digest of the end of a prompt with these tokens behind a node."""
+        return self._digest(b"end", self.nodes[node], tail.astype("<i8").tobytes())
+
+    def tails(self, node: int, length: int | None = None) -> list[bytes]:
+        """Digests of the lists in which a prompt finds tails behind a node; with `length`, of the one that has its own tail of so
+        many tokens."""
+        start, digests = node * self.chunk_tokens, []
+        if length is None or length < LISTED_TOKENS:
+            digests.append(self._digest(b"tails", self.nodes[node]))
+        if (len(self.token_ids) - start if length is None else length) >= LISTED_TOKENS:
+            digests.append(self._digest(b"tails", self.nodes[node], self._bytes(start, start + LISTED_TOKENS)))
+        return digests
+
+    def _bytes(self, start, end):
+        return self.token_ids[start:end].astype("<i8").tobytes()
+
+    def _digest(self, person, *parts):
+        from hashlib import blake2b  # takes 10 ms, and only prefixes need it
+
+        state = blake2b(digest_size=32, key=self._secret, person=person)
+        for part in parts:
+            state.update(part)
+        return state.digest()

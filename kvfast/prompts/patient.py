@@ -1,0 +1,110 @@
+"""Calls of a store that may be slow, full or gone: they cost time, never an exception."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvfast.prompts.stores.store import Store, Value
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds without calls after a failure, doubled by each failure that follows
+WEIGHT = 0.5       # of the newest measurement of the rate
+FORGETTING = 1.1   # by which the rate is raised when a fetch was not begun for it: a store that got faster is found out
+
+
+class PatientStore:
+    """A store with a deadline for each call, a warning for the first failure of a kind, and a pause after failures.
+
+    Parameters
+    ----------
+    store : Store
+    time_limit : float
+        Seconds for the calls of one prompt.
+    """
+
+    def __init__(self, store: Store, time_limit: float) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self.store, self.time_limit = store, time_limit
+        self.rate = 0.0  # bytes per second of what was fetched, 0 if not known
+        self._threads = ThreadPoolExecutor(2, "kvfast-store")
+        self._resume_at, self._pause, self._warned, self._lock = 0.0, FIRST_PAUSE, set(), Lock()
+
+    def deadline(self) -> float:
+        """When the calls of a prompt that begins now must have ended."""
+        return time.monotonic() + self.time_limit
+
+    def contains_many(self, keys: Sequence[str], deadline: float) -> list[bool]:
+        """Which keys are there; none if the store fails."""
+        return self._call(lambda: self.store.contains_many(keys), deadline, [False] * len(keys)) if keys else []
+
+    def get_many(self, keys: Sequence[str], deadline: float) -> list[Value | None]:
+        """The values that are there; none if the store fails."""
+        return self._call(lambda: list(self.store.get_many(keys)), deadline, [None] * len(keys)) if keys else []
+
+    def put(self, key: str, value: Any) -> bool:
+        """Whether the value is kept now."""
+        return self._call(lambda: self.store.put(key, value), self.deadline(), False)
+
+    def touch(self, keys: Sequence[str], deadline: float) -> None:
+        """Mark keys as used, the last of them as the newest."""
+        self._call(lambda: self.store.touch(keys), deadline, None)
+
+    def delete(self, key: str, why: object) -> None:
+        """Delete a value that is no good, and warn."""
+        self.warn(f"a value of {self.store.url} cannot be used ({why}); what it had is computed")
+        self._call(lambda: self.store.delete([key]), self.deadline(), None)
+
+    def takes_longer(self, nbytes: int, seconds: float) -> bool:
+        """Whether fetching so many bytes would take longer than `seconds`, as far as is known."""
+        if not self.rate or nbytes / self.rate <= seconds:
+            return False
+        self.rate *= FORGETTING
+        return True
+
+    def measured(self, nbytes: int, seconds: float) -> None:
+        """Remember how fast bytes came."""
+        rate = nbytes / max(seconds, 1e-9)
+        self.rate = WEIGHT * rate + (1 - WEIGHT) * self.rate if self.rate else rate
+
+    def warn(self, text: str) -> None:
+        """Warn, once for each text."""
+        with self._lock:
+            known = text in self._warned
+            self._warned.add(text)
+        if not known:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+        self.store.close()
+
+    def _call(self, work: Callable[[], Any], deadline: float, otherwise: Any) -> Any:
+        from concurrent.futures import TimeoutError as Late
+
+        now = time.monotonic()
+        if now < self._resume_at or now >= deadline:
+            return otherwise
+        call = self._threads.submit(work)
+        try:
+            result = call.result(deadline - now)
+        except Late:
+            call.cancel()
+            self.store.cancel()
+            self._failed(f"no answer within {self.time_limit:g} s")
+        except OSError as error:  # a StoreError
+            self._failed(str(error))
+        else:
+            self._pause = FIRST_PAUSE
+            return result
+        return otherwise
+
+    def _failed(self, why):
+        self._resume_at = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        self.warn(f"prompts are computed, as {self.store.url} fails: {why}")

@@ -1,0 +1,146 @@
+"""The payloads of chunks, of ends of prompts, and of lists of tails."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvfast.core.limits import MAX_TOKENS
+from kvfast.errors import CorruptFileError
+from kvfast.files import block_bytes, chunk_bytes, state
+from kvfast.prompts.envelope import complete, new_value
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_TAILS = 64     # in a list; the newest stay
+MAX_HEADER = 1 << 20  # bytes of the header of an end
+
+
+class ChunkForm:
+    """The form of a cache's chunks.
+
+    Parameters
+    ----------
+    buffer : SequenceBuffer
+        Of any cache with the settings and the block size.
+    chunk_tokens : int
+    """
+
+    def __init__(self, buffer: Any, chunk_tokens: int) -> None:
+        self.blocks = chunk_tokens // buffer.block_size
+        self._of_blocks = chunk_bytes.chunk_nbytes(buffer, self.blocks)
+        self._of_floats = chunk_bytes.first_floats_nbytes(buffer)
+
+    def nbytes(self, index: int) -> int:
+        """Bytes of the payload of a chunk; 0 if no layer keeps all tokens, and there are no chunks."""
+        return self._of_blocks + (self._of_floats if index == 0 else 0)
+
+    def read(self, buffer: Any, index: int, digest: bytes, secret: bytes) -> bytearray:
+        """The value of a chunk."""
+        value, payload = new_value(self.nbytes(index))
+        chunk_bytes.copy_blocks(buffer, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], False)
+        if index == 0:
+            _fill(payload[self._of_blocks :], chunk_bytes.first_float_rows(buffer, True))
+        return complete(value, digest, secret)
+
+    def write(self, buffer: Any, index: int, payload: memoryview, start: int = 0, floats: bool = True) -> None:
+        """Write a payload to the blocks of a sequence, from its block `start` on.
+
+        Without `floats`, the float rows of the first tokens are left out: the end of a prompt has them too.
+        """
+        chunk_bytes.copy_blocks(buffer, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], True, start)
+        if floats and index == 0 and start == 0:
+            _spread(payload[self._of_blocks :], chunk_bytes.first_float_rows(buffer, False))
+
+
+class End:
+    """What a prompt has behind its last chunk: open blocks, float rows, and layers with windows.
+
+    Parameters
+    ----------
+    payload : memoryview
+    buffer : SequenceBuffer
+        Of an empty cache with the settings and the block size.
+    num_chunk_blocks : int
+        Blocks of the chunks before it.
+    seq_len : int
+        Tokens of the prompt.
+
+    Raises
+    ------
+    CorruptFileError
+        Before anything is allocated by what the payload claims.
+    """
+
+    def __init__(self, payload: memoryview, buffer: Any, num_chunk_blocks: int, seq_len: int) -> None:
+        self.seq_len, self._skip = seq_len, num_chunk_blocks
+        try:
+            (nbytes,) = struct.unpack_from("<I", payload)
+            if nbytes > min(MAX_HEADER, len(payload) - 4):
+                raise ValueError(f"a header of {nbytes} bytes")
+            self.states = json.loads(bytes(payload[4 : 4 + nbytes]))
+            if not isinstance(self.states, list) or not all(map(state.is_resume_state, self.states)):
+                raise ValueError("states that are none")
+            expected = block_bytes.rest_nbytes(buffer, num_chunk_blocks, seq_len, self.states)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error) as error:
+            raise CorruptFileError(f"it describes no end of {seq_len} tokens: {error}") from None
+        self._rows = payload[4 + nbytes :]
+        if len(self._rows) != expected:
+            raise CorruptFileError(f"the end of {seq_len} tokens must have {expected} bytes, got {len(self._rows)}")
+
+    def write(self, buffer: Any) -> None:
+        """Make an empty sequence one of `seq_len` tokens, and write what is here. The chunks remain to be written."""
+        block_bytes.reopen(buffer, self.seq_len, self.states)
+        _spread(self._rows, block_bytes.rest(buffer, self._skip, False))
+
+    @staticmethod
+    def read(buffer: Any, num_chunk_blocks: int, digest: bytes, secret: bytes) -> bytearray:
+        """The value of the end of a sequence."""
+        states = json.dumps(buffer.resume_states(), separators=(",", ":")).encode()
+        rows = block_bytes.rest(buffer, num_chunk_blocks, True)
+        value, payload = new_value(4 + len(states) + sum(row.nbytes for row in rows))
+        struct.pack_into("<I", payload, 0, len(states))
+        payload[4 : 4 + len(states)] = states
+        _fill(payload[4 + len(states) :], rows)
+        return complete(value, digest, secret)
+
+
+def tails_value(tails: list[NDArray[np.int64]], digest: bytes, secret: bytes) -> bytearray:
+    """The value of a list of tails, the newest first: the token ids of each behind a node."""
+    data = b"".join(struct.pack("<I", len(tail)) + tail.astype("<i8").tobytes() for tail in tails[:MAX_TAILS])
+    value, payload = new_value(len(data))
+    payload[:] = data
+    return complete(value, digest, secret)
+
+
+def tails_of(payload: memoryview) -> list[NDArray[np.int64]]:
+    """The tails of a list; CorruptFileError if it is none."""
+    tails, at = [], 0
+    while at < len(payload) and len(tails) < MAX_TAILS:
+        if len(payload) - at < 4:
+            raise CorruptFileError("a list of tails ends within a length")
+        (count,) = struct.unpack_from("<I", payload, at)
+        at += 4
+        if count > min(MAX_TOKENS, (len(payload) - at) // 8):
+            raise CorruptFileError(f"a tail of {count} tokens must lie in the {len(payload) - at} bytes that are left")
+        tails.append(np.frombuffer(payload, "<i8", count, at).astype(np.int64))
+        at += 8 * count
+    return tails
+
+
+def _fill(payload, rows):
+    at = 0
+    for row in rows:
+        payload[at : at + row.nbytes] = memoryview(row.reshape(-1))
+        at += row.nbytes
+
+
+def _spread(payload, rows):
+    at = 0
+    for row in rows:
+        memoryview(row)[:] = payload[at : at + row.nbytes]
+        at += row.nbytes

@@ -1,0 +1,73 @@
+"""One prompt, as a store keeps it for a cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvfast.caches.loading import new_cache
+from kvfast.caches.snapshot import cache_of
+from kvfast.caches.stored_sequence import BLOCK_SIZE, buffer_of, settings_of
+from kvfast.codec.formats import block_size_of
+from kvfast.files import chunk_bytes, state
+from kvfast.prompts.chain import Chain
+from kvfast.prompts.payloads import ChunkForm, End
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Prompt:
+    """The keys of a prompt, and the form of its values.
+
+    Chunks have blocks of 64 tokens, or of what the format requires. So caches with other blocks share them too, by a copy.
+
+    Parameters
+    ----------
+    cache : StoredSequence
+    token_ids : ndarray of int64
+    model : str
+    salt, secret : bytes
+    chunk_tokens : int
+
+    Attributes
+    ----------
+    keeps_all : bool
+        Whether no layer evicts tokens. Otherwise a prefix can only be restored with the end of a prompt.
+    """
+
+    def __init__(self, cache: Any, token_ids: NDArray[np.int64], model: str, salt: bytes, chunk_tokens: int, secret: bytes) -> None:
+        if not isinstance(model, str):
+            raise TypeError(f"model must be a str, got {model!r}")
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
+        self._settings, self.token_ids, self.secret = settings_of(cache), token_ids, secret
+        self.block_size = block_size_of(buffer_of(cache).formats, None, BLOCK_SIZE)
+        if chunk_tokens % self.block_size:
+            raise ValueError(f"chunk_tokens must be a multiple of the {self.block_size} tokens of a block, got {chunk_tokens}")
+        self._secure = cache.secure
+        self.template = cache if cache.block_size == self.block_size else self.empty()
+        self.form = ChunkForm(buffer_of(self.template), chunk_tokens)
+        self.keeps_all = chunk_bytes.keeps_everything(buffer_of(self.template))
+        text = state.json_of([state.VERSION, model, salt.hex(), self._settings, self.block_size], sort_keys=True)
+        self.chain = Chain(text, token_ids, chunk_tokens, secret)
+
+    def chunks(self, count: int) -> list[bytes]:
+        """Digests of the first `count` chunks; none if no layer keeps all tokens."""
+        return [self.chain.chunk(i) for i in range(count if self.form.nbytes(0) else 0)]
+
+    def end(self, payload: memoryview, node: int, seq_len: int) -> End:
+        """The end of a prompt of `seq_len` tokens behind a node; CorruptFileError."""
+        return End(payload, buffer_of(self.template), node * self.form.blocks, seq_len)
+
+    def empty(self) -> Any:
+        """An empty cache of its own with the settings, and with the blocks of chunks."""
+        return new_cache(self._settings | {"secure": self._secure}, self.block_size, None)[0]
+
+    def buffer_with(self, snapshot: Any) -> Any:
+        """The buffer of a snapshot, with the blocks of chunks."""
+        if snapshot.block_size == self.block_size:
+            return buffer_of(cache_of(snapshot))
+        other = self.empty()
+        other.restore(snapshot)
+        return buffer_of(other)

@@ -1,0 +1,399 @@
+"""Caches of prompts, in a folder or on a server."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvfast.caches.stored_sequence import StoredSequence, buffer_of, know_tokens
+from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.errors import CorruptFileError
+from kvfast.files import chunk_bytes
+from kvfast.files.cache_file import need_files
+from kvfast.prompts.chain import key_of
+from kvfast.prompts.envelope import HEADER_BYTES, payload_of
+from kvfast.prompts.fetching import fetch_chunks
+from kvfast.prompts.patient import PatientStore
+from kvfast.prompts.payloads import End, tails_of, tails_value
+from kvfast.prompts.prompt import Prompt
+from kvfast.prompts.stores.store import Store
+from kvfast.prompts.stores.urls import open_store
+from kvfast.prompts.writer import Writer
+
+if TYPE_CHECKING:
+    import os
+
+    from numpy.typing import ArrayLike
+    from typing_extensions import Self
+
+__all__ = ["PromptCache", "PromptCacheStats"]
+
+CHUNK_TOKENS = 256
+
+
+@dataclass
+class PromptCacheStats:
+    """What a `PromptCache` did in this process.
+
+    Parameters
+    ----------
+    num_prompts : int
+        Prompts that were looked up.
+    num_hits : int
+        Those of which some tokens were restored.
+    num_tokens : int
+        Tokens of all that were looked up.
+    num_restored_tokens : int
+    bytes_fetched, bytes_written : int
+    seconds : float
+        Time in `PromptCache.restore`.
+    """
+
+    num_prompts: int = 0
+    num_hits: int = 0
+    num_tokens: int = 0
+    num_restored_tokens: int = 0
+    bytes_fetched: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+
+
+class PromptCache:
+    """Caches of prompts in a store, found again by their tokens.
+
+    A prompt is kept in chunks of `chunk_tokens` tokens. The key of a chunk is a digest of all tokens up to its end, the model, and
+    the settings of the cache. So prompts with the same beginning share chunks, and finding the longest prefix costs one look-up per
+    chunk, whatever else the store holds. What a prompt has behind its last chunk is a value of its own.
+
+    Any number of processes may share a store. A missing, damaged or foreign value ends the match, and what was found before it is
+    used. A store that is slow, full or gone costs time and a warning, and the prompt is computed.
+
+    Parameters
+    ----------
+    store : str, path-like or Store
+        A folder, which is created if it does not exist; a URL such as ``"redis://..."`` or ``"s3://..."``, see
+        `kvfast.prompts.stores.open_store`; or a store of your own.
+    max_bytes : int, optional
+        Largest number of bytes in the folder. The least recently used values are removed first. If the store is far: in the folder
+        `near`.
+    near : path-like, optional
+        A folder in front of a far store.
+    chunk_tokens : int
+        A multiple of the block size of every cache. Larger chunks need fewer look-ups, smaller ones share more.
+    secret : bytes
+        At most 64 bytes. Separates tenants: without it, nobody finds a value, or makes one that is found.
+    time_limit : float
+        Seconds that the calls of the store may take for one prompt. What has come by then is used.
+    background : bool
+        Let `save` return before the store has the values; see `flush`.
+
+    Examples
+    --------
+    >>> import kvfast, numpy as np, tempfile
+    >>> prompts = kvfast.PromptCache(tempfile.mkdtemp(), max_bytes=1 << 30)
+    >>> cache = kvfast.KVCache(1, 2, 64)
+    >>> k = v = np.ones((3, 2, 64), np.float32)
+    >>> cache.append(0, k, v)
+    >>> cache.advance(3)
+    >>> prompts.save(cache, [5, 6, 7], model="smollm2")
+    True
+    >>> other = kvfast.KVCache(1, 2, 64)
+    >>> prompts.restore(other, [5, 6, 8, 9], model="smollm2")
+    2
+    """
+
+    def __init__(self, store: str | os.PathLike[str] | Store, max_bytes: int | None = None, *,
+                 near: str | os.PathLike[str] | None = None, chunk_tokens: int = CHUNK_TOKENS, secret: bytes = b"",
+                 time_limit: float = 5.0, background: bool = False) -> None:
+        self.chunk_tokens = check_size(chunk_tokens, "chunk_tokens", 16, 1 << 20)
+        self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)
+        if not isinstance(secret, bytes) or len(secret) > 64:
+            raise TypeError("secret must be at most 64 bytes")  # which no message shows
+        if not isinstance(time_limit, (int, float)) or not time_limit > 0:
+            raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit!r}")
+        need_files()
+        self.store = store if isinstance(store, Store) else open_store(store, max_bytes=self.max_bytes, near=near)
+        self.background, self.stats = bool(background), PromptCacheStats()
+        self._secret, self._patient = secret, PatientStore(self.store, time_limit)
+        self._writer = Writer(self._patient)
+
+    def save(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"") -> bool:
+        """Save the complete tokens of a cache. What the store has already is not written again.
+
+        Parameters
+        ----------
+        cache : KVCache, RingKVCache, MLAKVCache or Sequence
+        token_ids : integers of shape (len(cache),)
+        model : str
+            Fingerprint of the model that computed the cache: its name and version, or a checksum of its weights.
+        salt : bytes
+            As in `PagedKVCache.match_prefix`: a part of the keys.
+
+        Returns
+        -------
+        bool
+            Whether the store keeps the prompt; in the background, whether it is going to be written. False if the cache is empty, or
+            larger than `max_bytes` by itself.
+        """
+        snapshot = _checked_cache(cache).snapshot(token_ids)
+        if not len(snapshot):
+            return False
+        prompt = self._prompt(cache, snapshot.token_ids, model, salt)
+        buffer, form, chain, deadline = prompt.buffer_with(snapshot), prompt.form, prompt.chain, self._patient.deadline()
+        node = chunk_bytes.count_chunk_blocks(buffer) // form.blocks
+        chunks, tail = prompt.chunks(node), prompt.token_ids[node * self.chunk_tokens :]
+        end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
+        others = [one for one in self._tails(listed, deadline) if not np.array_equal(one, tail)]
+        # The same prompt, or one that goes on, may be there already.
+        ends = [end, *(chain.end(node, one) for one in others if len(one) > len(tail) and np.array_equal(one[: len(tail)], tail))]
+        here = self._patient.contains_many([key_of("c", one) for one in chunks] + [key_of("e", one) for one in ends], deadline)
+        kept = next((one for one, is_here in zip(ends, here[len(chunks) :]) if is_here), None)
+        values = {}
+        if kept is None:
+            values[key_of("e", end)] = End.read(buffer, node * form.blocks, end, self._secret)
+            values[key_of("t", listed)] = tails_value([tail, *others], listed, self._secret)
+        total = sum(HEADER_BYTES + form.nbytes(i) for i in range(len(chunks))) + sum(map(len, values.values()))
+        if self.max_bytes is not None and total > self.max_bytes:
+            return False
+        # All bytes are read now, as the cache may change when this returns.
+        new = [i for i, is_here in enumerate(here[: len(chunks)]) if not is_here]
+        calls = [self._put(key_of("c", chunks[i]), form.read(buffer, i, chunks[i], self._secret)) for i in new]
+        calls += [self._put(key, value) for key, value in values.items()]
+        # In this order the chunks that all others need are removed last.
+        used = [key_of("t", listed), key_of("e", kept or end), *(key_of("c", one) for one in reversed(chunks))]
+        done = self._writer.after(calls, lambda: self._patient.touch(used, self._patient.deadline()))
+        return self.background or done.result()
+
+    def restore(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"",
+                tokens_per_second: float | None = None) -> int:
+        """Fill an empty cache with the longest saved prefix of a prompt.
+
+        Parameters
+        ----------
+        cache : KVCache, RingKVCache, MLAKVCache or Sequence
+            Empty.
+        token_ids : integers of shape (num_tokens,)
+            The prompt. Its last token is never restored, so at least one token remains to be computed.
+        model, salt
+            As in `save`.
+        tokens_per_second : float, optional
+            Tokens of a prompt that the runtime computes in a second. What would take longer to fetch than to compute, by the rate of
+            the fetches before, is not fetched.
+
+        Returns
+        -------
+        int
+            Tokens that the cache now holds; 0 if nothing was found.
+
+        Raises
+        ------
+        CacheFullError
+            If the pool of a `Sequence` has too few blocks.
+        """
+        if len(_checked_cache(cache)):
+            raise ValueError(f"the cache must be empty, it holds {len(cache)} tokens")
+        token_ids = checked_token_ids(token_ids)
+        begin, found = time.perf_counter(), 0
+        if len(token_ids) > 1:
+            prompt, deadline = self._prompt(cache, token_ids, model, salt), self._patient.deadline()
+            for choice in self._choices(cache, prompt, deadline):
+                found = self._fill(cache, prompt, *choice, tokens_per_second, deadline)
+                if found:
+                    break
+        self._count(len(token_ids), found, begin)
+        return found
+
+    def extend(self, sequence: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"",
+               tokens_per_second: float | None = None) -> int:
+        """Let a sequence go on with the chunks that follow its tokens; for `PagedKVCache.match_prefix`.
+
+        Parameters
+        ----------
+        sequence : Sequence
+            Its tokens are the first of the prompt, in full blocks.
+        token_ids, model, salt, tokens_per_second
+            As in `restore`.
+
+        Returns
+        -------
+        int
+            Tokens that the sequence now holds.
+        """
+        token_ids, held = checked_token_ids(token_ids), len(_checked_cache(sequence))
+        begin, prompt = time.perf_counter(), self._prompt(sequence, token_ids, model, salt)
+        if not prompt.keeps_all or sequence.block_size != prompt.block_size:
+            return held or self.restore(sequence, token_ids, model, salt=salt, tokens_per_second=tokens_per_second)
+        deadline, first = self._patient.deadline(), held // self.chunk_tokens
+        room = held + sequence.pool.num_free_blocks * sequence.block_size
+        keys = prompt.chunks(min(len(token_ids) - 1, room) // self.chunk_tokens)[first:]
+        count = (*self._patient.contains_many([key_of("c", one) for one in keys], deadline), False).index(False)
+        length = (first + count) * self.chunk_tokens
+        if length > held and not self._is_slow(prompt, range(first, first + count), length - held, tokens_per_second):
+            buffer = buffer_of(sequence)
+            chunk_bytes.extend(buffer, length)
+            try:
+                good = self._write_chunks(buffer, prompt, range(first, first + count), True, deadline, held // sequence.block_size)
+            except BaseException:
+                sequence.truncate(held)
+                raise
+            sequence.truncate(max(held, (first + good) * self.chunk_tokens))
+            know_tokens(sequence, token_ids[: len(sequence)])
+            self._patient.touch([key_of("c", one) for one in reversed(keys[:good])], deadline)
+        self._count(len(token_ids) - held, len(sequence) - held, begin)
+        return len(sequence)
+
+    def flush(self) -> None:
+        """Wait until the store has all that was saved in the background."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what was saved in the background, and leave the store. Closing twice is harmless."""
+        self._writer.close()
+        self._patient.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def clear(self) -> None:
+        """Remove all values, of all models. It lists the store."""
+        self.flush()
+        self.store.delete([entry.key for entry in self.store.entries()])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values. It lists the store."""
+        self.flush()
+        return sum(entry.nbytes for entry in self.store.entries())
+
+    def __len__(self) -> int:
+        """Number of prompts, of all models. It lists the store."""
+        self.flush()
+        return sum(entry.key.startswith("e-") for entry in self.store.entries())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"PromptCache({self.store.url!r}, max_bytes={self.max_bytes})"
+
+    def _prompt(self, cache, token_ids, model, salt):
+        return Prompt(cache, token_ids, model, salt, self.chunk_tokens, self._secret)
+
+    def _choices(self, cache, prompt, deadline):
+        """(tokens, chunks before them, tail behind those, digest of its list) that the store may have, the longest first."""
+        most = min(len(prompt.token_ids) - 1, len(prompt.token_ids) if cache.max_seq_len is None else cache.max_seq_len)
+        count, size = most // self.chunk_tokens, self.chunk_tokens
+        if prompt.form.nbytes(0):
+            keys = [key_of("c", one) for one in prompt.chunks(count)]
+            count = (*self._patient.contains_many(keys, deadline), False).index(False)
+        least = count * size if prompt.keeps_all else 0
+        choices = [(least, count, None, None)] if least else []
+        # Blocks whose tokens still have float rows are in no chunk, so an end may begin before the last chunk.
+        for node in range(max(count - 1, 0), count + 1):
+            behind = prompt.token_ids[node * size : most]
+            for digest in prompt.chain.tails(node):
+                tails = [(node * size + _common(tail, behind), node, tail, digest) for tail in self._tails(digest, deadline)]
+                choices += [choice for choice in tails if choice[0] > least]
+        return sorted(choices, key=lambda choice: choice[:2], reverse=True)
+
+    def _fill(self, cache, prompt, num_tokens, node, tail, listed, tokens_per_second, deadline):
+        """Fill an empty cache with a choice of `_choices`. Returns the number of tokens that it holds then."""
+        seq_len, end, chunks = num_tokens, None, prompt.chunks(node)
+        if self._is_slow(prompt, range(len(chunks)), num_tokens, tokens_per_second):
+            return 0
+        if tail is not None:
+            seq_len, digest = node * self.chunk_tokens + len(tail), prompt.chain.end(node, tail)
+            end = self._value("e", digest, deadline, lambda payload: prompt.end(payload, node, seq_len))
+            if end is None:
+                return 0
+        direct = cache.block_size == prompt.block_size and seq_len <= _room(cache)
+        target = cache if direct else prompt.empty()
+        try:
+            if end is None:
+                chunk_bytes.extend(buffer_of(target), seq_len)
+            else:
+                end.write(buffer_of(target))
+            good = self._write_chunks(buffer_of(target), prompt, range(len(chunks)), end is None, deadline)
+            if good < len(chunks):
+                num_tokens = good * self.chunk_tokens
+            try:
+                target.truncate(num_tokens)
+            except ValueError:  # a ring that cannot go back that far
+                target.clear()
+            if not direct and len(target):
+                cache.restore(target.snapshot(prompt.token_ids[:num_tokens]))
+            know_tokens(cache, prompt.token_ids[: len(cache)])
+        except BaseException:
+            cache.clear()
+            raise
+        used = [key_of("c", one) for one in reversed(chunks[:good])]
+        self._patient.touch(used if end is None else [key_of("t", listed), key_of("e", digest), *used], deadline)
+        return len(cache)
+
+    def _write_chunks(self, buffer, prompt, indices, floats, deadline, start=0):
+        """Write chunks to the blocks of a sequence, from its block `start` on. Returns how many of them came, one after another."""
+        nbytes, begin = sum(map(prompt.form.nbytes, indices)), time.perf_counter()
+        good = fetch_chunks(self._patient, prompt, indices, lambda i, payload: prompt.form.write(buffer, i, payload, start, floats), deadline)
+        if good == len(indices) and nbytes:
+            self._patient.measured(nbytes, time.perf_counter() - begin)
+        self.stats.bytes_fetched += sum(map(prompt.form.nbytes, indices[:good]))
+        return good
+
+    def _is_slow(self, prompt, indices, num_tokens, tokens_per_second):
+        return tokens_per_second is not None and self._patient.takes_longer(sum(map(prompt.form.nbytes, indices)), num_tokens / tokens_per_second)
+
+    def _tails(self, digest, deadline):
+        """The tails of a list, the newest first."""
+        return self._value("t", digest, deadline, tails_of) or []
+
+    def _value(self, kind, digest, deadline, parse):
+        """What `parse` makes of a payload, or None if there is none that is sound."""
+        key = key_of(kind, digest)
+        (value,) = self._patient.get_many([key], deadline)
+        if value is None:
+            return None
+        try:
+            with value:
+                data = value.read(0, len(value))
+            self.stats.bytes_fetched += len(data)
+            return parse(payload_of(data, digest, self._secret))
+        except (CorruptFileError, EOFError) as error:
+            self._patient.delete(key, error)
+        return None
+
+    def _put(self, key, value):
+        self.stats.bytes_written += len(value)
+        return self._writer.put(key, value)
+
+    def _count(self, num_tokens, found, begin):
+        self.stats.num_prompts += 1
+        self.stats.num_hits += found > 0
+        self.stats.num_tokens += num_tokens
+        self.stats.num_restored_tokens += found
+        self.stats.seconds += time.perf_counter() - begin
+
+
+def _checked_cache(cache):
+    if not isinstance(cache, StoredSequence):
+        raise TypeError(f"cache must be a KVCache, RingKVCache, MLAKVCache or Sequence, got {type(cache).__name__}")
+    return cache
+
+
+def _room(cache):
+    """Tokens that an empty cache has room for."""
+    if cache.is_paged:
+        return cache.pool.num_free_blocks * cache.block_size
+    return 1 << 62 if cache.max_seq_len is None else cache.max_seq_len
+
+
+def _common(a, b):
+    """Length of the prefix that two arrays share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n

@@ -1,0 +1,119 @@
+"""The interface of a store."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from typing_extensions import Self
+
+_KEY = re.compile(r"[a-z0-9]{1,8}-[0-9a-f]{64}")
+
+
+class Entry(NamedTuple):
+    """A value of a store, as `Store.entries` lists it.
+
+    Parameters
+    ----------
+    key : str
+    nbytes : int
+    last_used : float
+        Seconds since 1970; NaN if the store does not know.
+    hits : int
+        Number of calls of `Store.touch`; -1 if the store does not know.
+    """
+
+    key: str
+    nbytes: int
+    last_used: float
+    hits: int
+
+
+class Value:
+    """The bytes of a key. A context manager that closes what is behind them."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = memoryview(data).cast("B")
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, start: int, count: int, memory: memoryview | None = None) -> memoryview:
+        """`count` bytes from byte `start` on.
+
+        Parameters
+        ----------
+        memory : writable memoryview of at least `count` bytes, optional
+            Where the bytes may be put.
+
+        Raises
+        ------
+        EOFError
+            If there are fewer.
+        """
+        if start + count > len(self._data):
+            raise EOFError(f"it must have {start + count} bytes, got {len(self._data)}")
+        return self._data[start : start + count]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._data.release()
+
+
+class Store(ABC):
+    """Values by their keys.
+
+    Keys are those of `check_key`. A missing key is no error. Whatever else goes wrong is a StoreError, whose text shows no password.
+    Several threads may call a store at once.
+    """
+
+    url: str
+    """For messages; without a password."""
+
+    @abstractmethod
+    def get_many(self, keys: Sequence[str]) -> list[Value | None]:
+        """The values of some keys, None where there is none."""
+
+    @abstractmethod
+    def put(self, key: str, value: Any) -> bool:
+        """Store the bytes of a value. Readers see all of it or nothing. False if there is no room."""
+
+    @abstractmethod
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        """Which of some keys there are, in one round trip."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[str]) -> None:
+        """Count a use of each key; the last of them is the one that was used last."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove keys, if they are there."""
+
+    @abstractmethod
+    def entries(self) -> Iterator[Entry]:
+        """All values. This lists the store, and is slow if it is large."""
+
+    def cancel(self) -> None:
+        """End the calls of other threads, which have taken too long."""
+
+    def close(self) -> None:
+        """Let go of files and connections. Closing twice is harmless."""
+
+
+def check_key(key: str) -> str:
+    """The key; ValueError if it is not letters or digits, a hyphen, and 64 hexadecimal digits."""
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise ValueError(f"a key must be like 'c-' and 64 hexadecimal digits, got {key!r}")
+    return key
+
+
+def is_key(name: str) -> bool:
+    """Whether a name is one of a key."""
+    return _KEY.fullmatch(name) is not None

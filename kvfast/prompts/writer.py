@@ -1,0 +1,59 @@
+"""Values on their way to a store."""
+
+from __future__ import annotations
+
+from threading import Condition
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from kvfast.prompts.patient import PatientStore
+
+MOST_PENDING = 256 << 20  # bytes that wait; a store that is slower than its user then holds the user up
+
+
+class Writer:
+    """Puts values into a store, several at once."""
+
+    def __init__(self, store: PatientStore) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._store, self._threads = store, ThreadPoolExecutor(2, "kvfast-writer")
+        self._pending, self._room, self._calls = 0, Condition(), set()
+
+    def put(self, key: str, value: Any) -> Future[bool]:
+        """Whether the store keeps the value, in the future."""
+        with self._room:
+            self._room.wait_for(lambda: not self._pending or self._pending + len(value) <= MOST_PENDING)
+            self._pending += len(value)
+        return self._begin(lambda: self._put(key, value))
+
+    def after(self, calls: list[Future[bool]], then: Callable[[], None]) -> Future[bool]:
+        """Call `then` when these calls have ended. The result is whether all of them are true."""
+        # The calls have begun before this one, so that it never waits for a thread.
+        return self._begin(lambda: (all([call.result() for call in calls]), then())[0])
+
+    def flush(self) -> None:
+        """Wait until all has been written."""
+        from concurrent.futures import wait
+
+        wait(list(self._calls))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+
+    def _put(self, key, value):
+        try:
+            return self._store.put(key, value)
+        finally:
+            with self._room:
+                self._pending -= len(value)
+                self._room.notify_all()
+
+    def _begin(self, work):
+        call = self._threads.submit(work)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call

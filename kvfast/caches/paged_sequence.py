@@ -176,7 +176,11 @@ class PagedSequence(StoredSequence):
 
     def free(self) -> None:
         """Release all blocks. The sequence cannot be used afterwards; freeing it twice is harmless."""
-        if not self._buffer.closed:
+        if self._buffer.closed:
+            return
+        try:
+            self._pool._save_freed(self, self._token_ids, self._salt)
+        finally:
             self._pool._buffer.free(self._table)
 
     def __enter__(self) -> Self:

@@ -36,6 +36,7 @@ class PagedStorage(StorageProperties):
             raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
         self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim,
                                    ring, buffer)
+        self._prompts = None  # see `use_prompt_cache`
 
     def new_sequence(self) -> Any:
         """An empty sequence.
@@ -91,7 +92,37 @@ class PagedStorage(StorageProperties):
         if not isinstance(salt, bytes) or len(salt) > 64:
             raise TypeError(f"salt must be at most 64 bytes, got {salt!r}")
         digests = self._buffer.index.digests(token_ids[:-1], self.block_size, salt)
-        return self._sequence(self, token_ids, digests, salt)
+        found = self._sequence(self, token_ids, digests, salt)
+        if self._prompts is None or len(token_ids) < 2:
+            return found
+        prompts, model, _, tokens_per_second = self._prompts
+        found = prompts.extended(found, token_ids, model, salt=salt, tokens_per_second=tokens_per_second)
+        found.num_cached_tokens = len(found)
+        return found
+
+    def use_prompt_cache(self, prompts: Any, model: str = "", *, save: bool = True, tokens_per_second: float | None = None) -> None:
+        """Let `match_prefix` go on to a `PromptCache` behind the blocks that the pool has.
+
+        Parameters
+        ----------
+        prompts : PromptCache, or None to leave it
+        model : str
+            As in `PromptCache.save`.
+        save : bool
+            Write the chunks of a sequence when it is freed, as the pool may evict its blocks from then on. Only tokens whose ids are
+            known are written, see `Sequence.advance`. With ``PromptCache(background=True)`` this does not wait for the store.
+        tokens_per_second : float, optional
+            As in `PromptCache.restore`.
+
+        Notes
+        -----
+        `match_prefix` then returns any number of tokens if the pool has a window, or blocks of another size than chunks have.
+        """
+        if prompts is not None and not hasattr(prompts, "extended"):
+            raise TypeError(f"prompts must be a PromptCache, got {type(prompts).__name__}")
+        if not isinstance(model, str):
+            raise TypeError(f"model must be a str, got {model!r}")
+        self._prompts = None if prompts is None else (prompts, model, bool(save), tokens_per_second)
 
     def block_table(self, sequences: Any) -> NDArray[np.int32]:
         """Block tables of some sequences.
@@ -196,6 +227,13 @@ class PagedStorage(StorageProperties):
             If a sequence or snapshot is left.
         """
         self._buffer.clear()
+
+    def _save_freed(self, sequence, token_ids, salt):
+        """Write the chunks of a sequence that is about to be freed."""
+        if self._prompts is not None and token_ids is not None and len(token_ids) == len(sequence) > 0:
+            prompts, model, save, _ = self._prompts
+            if save:
+                prompts.save_chunks(sequence, token_ids, model, salt=salt)
 
     def _own(self, sequences):
         sequences = list(sequences)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvfast.caches.stored_sequence import StoredSequence, buffer_of, know_tokens
 from kvfast.core.checks import check_size, checked_token_ids
-from kvfast.errors import CorruptFileError
+from kvfast.errors import CacheFullError, CorruptFileError
 from kvfast.files import chunk_bytes
 from kvfast.files.cache_file import need_files
 from kvfast.prompts.chain import key_of
@@ -138,32 +138,43 @@ class PromptCache:
             Whether the store keeps the prompt; in the background, whether it is going to be written. False if the cache is empty, or
             larger than `max_bytes` by itself.
         """
-        snapshot = _checked_cache(cache).snapshot(token_ids)
+        return self._save(_checked_cache(cache).snapshot(token_ids), cache, model, salt, True)
+
+    def save_chunks(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"") -> bool:
+        """`save`, without what the prompt has behind its last chunk, which few other prompts share.
+
+        Parameters and result are those of `save`.
+        """
+        return self._save(_checked_cache(cache).snapshot(token_ids), cache, model, salt, False)
+
+    def _save(self, snapshot, cache, model, salt, with_end):
         if not len(snapshot):
             return False
-        prompt = self._prompt(cache, snapshot.token_ids, model, salt)
-        buffer, form, chain, deadline = prompt.buffer_with(snapshot), prompt.form, prompt.chain, self._patient.deadline()
+        prompt, deadline = self._prompt(cache, snapshot.token_ids, model, salt), self._patient.deadline()
+        buffer, form, chain = prompt.buffer_with(snapshot), prompt.form, prompt.chain
         node = chunk_bytes.count_chunk_blocks(buffer) // form.blocks
         chunks, tail = prompt.chunks(node), prompt.token_ids[node * self.chunk_tokens :]
         end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
-        others = [one for one in self._tails(listed, deadline) if not np.array_equal(one, tail)]
+        others = [one for one in self._tails(listed, deadline) if not np.array_equal(one, tail)] if with_end else []
         # The same prompt, or one that goes on, may be there already.
         ends = [end, *(chain.end(node, one) for one in others if len(one) > len(tail) and np.array_equal(one[: len(tail)], tail))]
-        here = self._patient.contains_many([key_of("c", one) for one in chunks] + [key_of("e", one) for one in ends], deadline)
+        keys = [key_of("c", one) for one in chunks] + [key_of("e", one) for one in ends if with_end]
+        here = self._patient.contains_many(keys, deadline)
         kept = next((one for one, is_here in zip(ends, here[len(chunks) :]) if is_here), None)
-        values = {}
-        if kept is None:
-            values[key_of("e", end)] = End.read(buffer, node * form.blocks, end, self._secret)
-            values[key_of("t", listed)] = tails_value([tail, *others], listed, self._secret)
+        values, used = {}, [key_of("c", one) for one in reversed(chunks)]
+        if with_end:
+            # In this order the chunks, which the others need, are removed last.
+            used = [key_of("t", listed), key_of("e", kept or end), *used]
+            if kept is None:
+                values[used[1]] = End.read(buffer, node * form.blocks, end, self._secret)
+                values[used[0]] = tails_value([tail, *others], listed, self._secret)
         total = sum(HEADER_BYTES + form.nbytes(i) for i in range(len(chunks))) + sum(map(len, values.values()))
         if self.max_bytes is not None and total > self.max_bytes:
             return False
         # All bytes are read now, as the cache may change when this returns.
         new = [i for i, is_here in enumerate(here[: len(chunks)]) if not is_here]
-        calls = [self._put(key_of("c", chunks[i]), form.read(buffer, i, chunks[i], self._secret)) for i in new]
+        calls = [self._put(keys[i], form.read(buffer, i, chunks[i], self._secret)) for i in new]
         calls += [self._put(key, value) for key, value in values.items()]
-        # In this order the chunks that all others need are removed last.
-        used = [key_of("t", listed), key_of("e", kept or end), *(key_of("c", one) for one in reversed(chunks))]
         done = self._writer.after(calls, lambda: self._patient.touch(used, self._patient.deadline()))
         return self.background or done.result()
 
@@ -206,44 +217,49 @@ class PromptCache:
         self._count(len(token_ids), found, begin)
         return found
 
-    def extend(self, sequence: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"",
-               tokens_per_second: float | None = None) -> int:
-        """Let a sequence go on with the chunks that follow its tokens; for `PagedKVCache.match_prefix`.
+    def extended(self, sequence: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"",
+                 tokens_per_second: float | None = None) -> Any:
+        """A sequence that goes on with what the store has of a prompt; see `PagedKVCache.use_prompt_cache`.
 
         Parameters
         ----------
         sequence : Sequence
-            Its tokens are the first of the prompt, in full blocks.
+            Holds the first tokens of the prompt, in full blocks: a result of `PagedKVCache.match_prefix`.
         token_ids, model, salt, tokens_per_second
             As in `restore`.
 
         Returns
         -------
-        int
-            Tokens that the sequence now holds.
+        Sequence
+            `sequence` itself; or, if its blocks cannot be continued with chunks, another one in its place.
         """
         token_ids, held = checked_token_ids(token_ids), len(_checked_cache(sequence))
         begin, prompt = time.perf_counter(), self._prompt(sequence, token_ids, model, salt)
         if not prompt.keeps_all or sequence.block_size != prompt.block_size:
-            return held or self.restore(sequence, token_ids, model, salt=salt, tokens_per_second=tokens_per_second)
+            other = sequence.pool.new_sequence()
+            try:
+                better = self.restore(other, token_ids, model, salt=salt, tokens_per_second=tokens_per_second) > held
+            except CacheFullError:
+                better = False
+            (sequence if better else other).free()
+            return other if better else sequence
         deadline, first = self._patient.deadline(), held // self.chunk_tokens
         room = held + sequence.pool.num_free_blocks * sequence.block_size
-        keys = prompt.chunks(min(len(token_ids) - 1, room) // self.chunk_tokens)[first:]
-        count = (*self._patient.contains_many([key_of("c", one) for one in keys], deadline), False).index(False)
-        length = (first + count) * self.chunk_tokens
-        if length > held and not self._is_slow(prompt, range(first, first + count), length - held, tokens_per_second):
-            buffer = buffer_of(sequence)
-            chunk_bytes.extend(buffer, length)
+        digests = prompt.chunks(max(min(len(token_ids) - 1, room), 0) // self.chunk_tokens)[first:]
+        count = (*self._patient.contains_many([key_of("c", one) for one in digests], deadline), False).index(False)
+        indices, length = range(first, first + count), (first + count) * self.chunk_tokens
+        if length > held and not self._is_slow(prompt, indices, length - held, tokens_per_second):
+            chunk_bytes.extend(buffer_of(sequence), length)
             try:
-                good = self._write_chunks(buffer, prompt, range(first, first + count), True, deadline, held // sequence.block_size)
+                good = self._write_chunks(buffer_of(sequence), prompt, indices, True, deadline, held // sequence.block_size)
             except BaseException:
                 sequence.truncate(held)
                 raise
             sequence.truncate(max(held, (first + good) * self.chunk_tokens))
             know_tokens(sequence, token_ids[: len(sequence)])
-            self._patient.touch([key_of("c", one) for one in reversed(keys[:good])], deadline)
-        self._count(len(token_ids) - held, len(sequence) - held, begin)
-        return len(sequence)
+            self._patient.touch([key_of("c", one) for one in reversed(digests[:good])], deadline)
+        self._count(len(token_ids), len(sequence) - held, begin)
+        return sequence
 
     def flush(self) -> None:
         """Wait until the store has all that was saved in the background."""

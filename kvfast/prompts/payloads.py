@@ -92,9 +92,12 @@ class End:
         if len(self._rows) != expected:
             raise CorruptFileError(f"the end of {seq_len} tokens must have {expected} bytes, got {len(self._rows)}")
 
-    def write(self, buffer: Any) -> None:
-        """Make an empty sequence one of `seq_len` tokens, and write what is here. The chunks remain to be written."""
+    def open(self, buffer: Any) -> None:
+        """Make an empty sequence one of `seq_len` tokens, all of whose bytes remain to be written."""
         block_bytes.reopen(buffer, self.seq_len, self.states)
+
+    def write(self, buffer: Any) -> None:
+        """Write the bytes behind the chunks."""
         _spread(self._rows, block_bytes.rest(buffer, self._skip, False))
 
     @staticmethod

@@ -94,14 +94,17 @@ def test_the_same_beginning_is_stored_once():
 def test_a_prompt_is_found_with_few_calls():
     prompts = prompts_of()
     prompts.save(STREAM.feed(make("growing", "int8"), 300), TOKENS)
+    prompts.flush()
     for _ in range(2):
         prompts.store.calls.clear()
         assert prompts.restore(make("growing", "int8"), TOKENS) == 299
+        prompts.flush()
         names = [name for name, _ in prompts.store.calls]
         # One for all chunks, then lists of tails, the end, and the chunks themselves.
         assert names.count("contains") == 1 and names.count("get") <= 6 and names.count("touch") == 1
         for i in range(50):
             prompts.save(STREAM.feed(make("growing", "int8"), 90), [1000 + i] * 90)
+        prompts.flush()
 
 
 @pytest.mark.parametrize("kind", ["growing", "sequence", "sequence with window", "ring and whole layer"])

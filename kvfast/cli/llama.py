@@ -103,9 +103,9 @@ def _open_text(args, model, tokenizer, storage):
     return session, cache, history, prompt
 
 
-def _open_prompts(args):
+def _open_prompts(args, **options):
     """The PromptCache of --prompt-cache, or None."""
-    return kvfast.PromptCache(args.prompt_cache, background=True) if args.prompt_cache else None
+    return kvfast.PromptCache(args.prompt_cache, background=True, **options) if args.prompt_cache else None
 
 
 def _saving(prompts, cache, prompt, fingerprint, tokens):
@@ -296,7 +296,7 @@ def run_serve_sim(args):
     size = kvfast.PagedKVCache(1, 1, 1, num_blocks=1, block_size=args.block_size, **storage).block_size
     blocks = args.blocks or args.max_running * -(-longest // size)
     pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=blocks, block_size=size, **storage)
-    prompt_cache = _open_prompts(args)
+    prompt_cache = _open_prompts(args, chunk_tokens=max(64, size))  # these prompts are short
     pool.use_prompt_cache(prompt_cache, model.fingerprint)
     model.batch_invariant = args.check  # else rounding could make the texts differ
     server = llama.BatchGenerator(model, pool, end_ids=tokenizer.end_ids, max_running=args.max_running)

@@ -52,10 +52,10 @@ class PatientStore:
         """Whether the value is kept now."""
         return self._call(lambda: self.store.put(key, value), self.deadline(), False)
 
-    def touch(self, keys: Sequence[str]) -> None:
+    def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         """Mark keys as used, the last of them as the newest. Nobody waits for it."""
         deadline = self.deadline()
-        self._later.submit(lambda: self._call(lambda: self.store.touch(keys), deadline, None))
+        self._later.submit(lambda: self._call(lambda: self.store.touch(keys, is_hit), deadline, None))
 
     def settle(self) -> None:
         """Wait for `touch`."""

@@ -176,7 +176,7 @@ class PromptCache:
         new = [i for i, is_here in enumerate(here[: len(chunks)]) if not is_here]
         calls = [self._put(keys[i], form.read(buffer, i, chunks[i], self._secret)) for i in new]
         calls += [self._put(key, value) for key, value in values.items()]
-        done = self._writer.after(calls, lambda: self._patient.touch(used))
+        done = self._writer.after(calls, lambda: self._patient.touch(used, is_hit=False))
         return self.background or done.result()
 
     def restore(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"",

@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     last_used : float
         Seconds since 1970; NaN if the store does not know.
     hits : int
-        Number of calls of `Store.touch`; -1 if the store does not know.
+        Number of hits, see `Store.touch`; -1 if the store does not know.
     """
 
     key: str
@@ -89,8 +89,8 @@ class Store(ABC):
         """Which of some keys there are, in one round trip."""
 
     @abstractmethod
-    def touch(self, keys: Sequence[str]) -> None:
-        """Count a use of each key; the last of them is the one that was used last."""
+    def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
+        """Count each key as used now, the last of them as the newest; and as a hit, if it was found."""
 
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:

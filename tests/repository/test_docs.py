@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 import pytest
 
 import kvfast
-from kvfast.prompts import stores
 from kvfast import cli
 from kvfast.planning.engine import VLLM_FORMATS
+from kvfast.prompts import stores
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

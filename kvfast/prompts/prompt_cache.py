@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptCache", "PromptCacheStats"]
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 128
 
 
 @dataclass
@@ -152,7 +152,8 @@ class PromptCache:
             return False
         prompt, deadline = self._prompt(cache, snapshot.token_ids, model, salt), self._patient.deadline()
         buffer, form, chain = prompt.buffer_with(snapshot), prompt.form, prompt.chain
-        node = chunk_bytes.count_chunk_blocks(buffer) // form.blocks
+        # An end has one token at least, so that the same prompt, whose last token is never restored, looks for it.
+        node = min(chunk_bytes.count_chunk_blocks(buffer) // form.blocks, (len(snapshot) - 1) // self.chunk_tokens)
         chunks, tail = prompt.chunks(node), prompt.token_ids[node * self.chunk_tokens :]
         end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
         (known,) = self._values("t", [listed], deadline, tails_of) if with_end else (None,)

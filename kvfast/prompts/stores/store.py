@@ -114,6 +114,13 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_timeout(timeout: float) -> float:
+    """The time limit of a server in seconds; ValueError if it is not positive and finite."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    return float(timeout)
+
+
 def is_key(name: str) -> bool:
     """Whether a name is one of a key."""
     return _KEY.fullmatch(name) is not None

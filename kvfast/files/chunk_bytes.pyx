@@ -160,29 +160,30 @@ def extend(SequenceBuffer buffer, Py_ssize_t length):
     CacheFullError, MemoryError
         The sequence stays as it was.
     """
+    buffer.alone(lambda: _extend(buffer, length))
+
+
+cdef int _extend(SequenceBuffer buffer, Py_ssize_t length) except -1:
     cdef BlockTable table
     cdef Py_ssize_t size = buffer.block_size, count = length // size, i
-    buffer._enter()
-    try:
-        for table in buffer.tables:
-            if table.length % size or length % size or length < table.length or table.pool.seals and table.floats_begin < table.length:
-                raise ValueError(f"a sequence of {table.length} tokens cannot go on in full blocks up to {length}")
-        for table in buffer.tables:
-            table.reserve_blocks(length)
-            table.ensure(count - table.count)
-            if table.pool.has_sinks and table.count == 0 and count:
-                table.pool.floats.pieces.ensure(1)
-        for table in buffer.tables:
-            if table.pool.seals:
-                table.floats_begin = length
-            begins = table.count == 0 and count > 0
-            while table.count < count:
-                table.blocks[table.count] = table.pool.take(table.blocks[table.count - 1] if table.count else -1)
-                table.count += 1
-            if begins and table.pool.has_sinks:
-                table.pool.floats.add(table.blocks[0], 0, KV_PIECE)
-            table.length = length
-            for i in range(table.pool.num_layers):
-                table.lengths[i] = length
-    finally:
-        buffer._leave()
+    for table in buffer.tables:
+        if table.length % size or length % size or length < table.length or table.pool.seals and table.floats_begin < table.length:
+            raise ValueError(f"a sequence of {table.length} tokens cannot go on in full blocks up to {length}")
+    for table in buffer.tables:
+        table.reserve_blocks(length)
+        table.ensure(count - table.count)
+        if table.pool.has_sinks and table.count == 0 and count:
+            table.pool.floats.pieces.ensure(1)
+    for table in buffer.tables:
+        if table.pool.seals:
+            table.floats_begin = length
+        begins = table.count == 0 and count > 0
+        while table.count < count:
+            table.blocks[table.count] = table.pool.take(table.blocks[table.count - 1] if table.count else -1)
+            table.count += 1
+        if begins and table.pool.has_sinks:
+            table.pool.floats.add(table.blocks[0], 0, KV_PIECE)
+        table.length = length
+        for i in range(table.pool.num_layers):
+            table.lengths[i] = length
+    return 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvfast.errors import CorruptFileError
 
-MAGIC, VERSION = b"kvfast/p", 1
+MAGIC, VERSION = b"kvfastpc", 1
 # Magic, version, zeros, bytes of the payload, digest, checksum, tokens; then zeros, so that the payload starts at two cache lines.
 _HEADER = struct.Struct("<8sIIQ32s16sQ48x")
 HEADER_BYTES = _HEADER.size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptCache", "PromptCacheStats"]
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 128
 
 
 @dataclass
@@ -117,7 +117,7 @@ class PromptCache:
         need_files()
         self.store = store if isinstance(store, Store) else open_store(store, max_bytes=self.max_bytes, near=near)
         self.background, self.stats = bool(background), PromptCacheStats()
-        self._secret, self._patient = secret, PatientStore(self.store, time_limit)
+        self._is_closed, self._secret, self._patient = False, secret, PatientStore(self.store, time_limit)
         self._writer = Writer(self._patient)
 
     def save(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"") -> bool:
@@ -152,7 +152,8 @@ class PromptCache:
             return False
         prompt, deadline = self._prompt(cache, snapshot.token_ids, model, salt), self._patient.deadline()
         buffer, form, chain = prompt.buffer_with(snapshot), prompt.form, prompt.chain
-        node = chunk_bytes.count_chunk_blocks(buffer) // form.blocks
+        # An end has one token at least, so that the same prompt, whose last token is never restored, looks for it.
+        node = min(chunk_bytes.count_chunk_blocks(buffer) // form.blocks, (len(snapshot) - 1) // self.chunk_tokens)
         chunks, tail = prompt.chunks(node), prompt.token_ids[node * self.chunk_tokens :]
         end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
         (known,) = self._values("t", [listed], deadline, tails_of) if with_end else (None,)
@@ -264,13 +265,15 @@ class PromptCache:
 
     def flush(self) -> None:
         """Wait until the store has all that was saved in the background."""
+        self._check_open()
         self._writer.flush()
         self._patient.settle()
 
     def close(self) -> None:
-        """Write what was saved in the background, and leave the store. Closing twice is harmless."""
+        """Write what was saved in the background, and leave the store. Closing twice is harmless; other calls are refused afterwards."""
         self._writer.close()
         self._patient.close()
+        self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -297,10 +300,18 @@ class PromptCache:
     def __bool__(self) -> bool:
         return True
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PromptCache has threads and connections, and cannot be copied or pickled: make another one of its store")
+
     def __repr__(self) -> str:
         return f"PromptCache({self.store.url!r}, max_bytes={self.max_bytes})"
 
+    def _check_open(self):
+        if self._is_closed:
+            raise ValueError("this PromptCache is closed")
+
     def _prompt(self, cache, token_ids, model, salt):
+        self._check_open()
         return Prompt(cache, token_ids, model, salt, self.chunk_tokens, self._secret)
 
     def _choices(self, cache, prompt, deadline):

@@ -293,7 +293,7 @@ def test_values_of_a_prompt_cache(tmp_path, secret):
             checksum = blake2b(one + payload, digest_size=16, key=secret, person=b"kvfast value").digest()
         else:
             checksum = xxhash.xxh3_128_digest(one + payload)
-        assert value[:128] == b"kvfast/p" + struct.pack("<IIQ", 1, 0, len(payload)) + one + checksum + struct.pack("<Q", count) + bytes(48)
+        assert value[:128] == b"kvfastpc" + struct.pack("<IIQ", 1, 0, len(payload)) + one + checksum + struct.pack("<Q", count) + bytes(48)
         payloads[key] = payload
     sides = [f"layers.{layer}.{side}" for layer in range(2) for side in "kv"]
     for i in range(2):

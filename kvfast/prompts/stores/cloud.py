@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -65,7 +66,7 @@ class CloudStore(Store):
         obstore = _obstore()
         return [found is not None for found in self._for_each(keys, lambda key: obstore.head(self._store, key))]
 
-    def touch(self, keys: Sequence[str]) -> None:
+    def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         """Do nothing: an object store counts no uses."""
         for key in keys:
             check_key(key)
@@ -96,7 +97,7 @@ class CloudStore(Store):
             return request()
         except FileNotFoundError:
             return None
-        except Exception as error:
+        except (_obstore().exceptions.BaseError, OSError, RuntimeError) as error:
             # The first line, up to what a server answered: behind it may be anything.
             why = f"{type(error).__name__}: {error}".partition("\n")[0].partition("<")[0].strip()
         raise StoreError(f"{self.url}: {why}")
@@ -105,6 +106,7 @@ class CloudStore(Store):
 def _obstore():
     try:
         import obstore
+        import obstore.exceptions
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f'object stores need the package {error.name}: pip install "kvfast[cloud]"', name=error.name) from None
     return obstore
@@ -126,7 +128,7 @@ def _checked(url):
 
 
 def _opened(url, timeout):
-    _obstore()
+    errors = _obstore().exceptions
     from obstore.store import MemoryStore, from_url
 
     if url.startswith("memory://"):
@@ -134,10 +136,11 @@ def _opened(url, timeout):
             return _memory.setdefault(url.rstrip("/"), MemoryStore())
     limit = f"{timeout * 1000:.0f}ms"
     options: dict[str, Any] = {"timeout": limit, "connect_timeout": limit}
-    if url.startswith("http://"):
+    # Without TLS if the URL says so, or the environment: options that are given hide what obstore reads there.
+    if url.startswith("http://") or any(os.environ.get(f"{one}_ALLOW_HTTP", "").lower() in ("1", "true") for one in ("AWS", "AZURE")):
         options["allow_http"] = True
     try:
         return from_url(url, client_options=options, retry_config={"max_retries": 0})
-    except Exception as error:
+    except (errors.BaseError, ValueError) as error:
         why = str(error).partition("\n")[0]
     raise ValueError(f"cannot open {url}: {why}")

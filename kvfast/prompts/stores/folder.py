@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import time
 from pathlib import Path
 from threading import Lock
@@ -13,30 +14,35 @@ from typing import TYPE_CHECKING, Any
 from kvfast.core.checks import check_size
 from kvfast.errors import StoreError
 from kvfast.files.cache_file import remove_file
-from kvfast.prompts.stores.folder_index import FolderIndex
+from kvfast.prompts.stores.file_lock import is_locked, try_lock
+from kvfast.prompts.stores.folder_index import FolderIndex, sqlite
 from kvfast.prompts.stores.store import Entry, Store, Value, check_key, is_key
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-STALE = 3600  # seconds after which an unfinished file counts as left by a killed process
+STALE = 10                # seconds after which an unfinished file that no process has locked is one of a killed process
+STALE_WITHOUT_LOCKS = 3600
+# Larger values stay in the page cache until they are read; smaller ones, of which there may be thousands, would take as many open files.
+KEPT_OPEN, MOST_OPEN = 256 << 10, 256
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_VALUE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # of what is no file
 
 
 class FolderStore(Store):
     """Values in the files of a folder, for any number of processes at once.
 
     A file appears complete. It is not forced to the disk: readers verify what they read. Sizes, uses and the order of eviction are in
-    an index (SQLite), so no call lists the folder; the files are the truth, and a lost index is made again from them. Other files are
-    left alone.
+    an index (SQLite), so no call lists the folder; the files are the truth, and a lost or damaged index is made again from them, with
+    all uses at 0. Other files are left alone. A folder that cannot be written is read: `put` returns False, and `touch` does nothing.
 
     Parameters
     ----------
     folder : path-like
         Created if it does not exist. On one machine: several machines need a server, or a tier in front of one.
     max_bytes : int, optional
-        Largest number of bytes of all values. The least recently used ones are removed before others are written. What a process is
-        writing comes on top.
+        Largest number of bytes of all values. The least recently used ones are removed before others are written. While processes
+        write, each may be beyond it by one value.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
@@ -53,51 +59,70 @@ class FolderStore(Store):
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:
         values: list[Value | None] = []
+        num_open = 0
         try:
             for key in keys:
-                values.append(_open(self._path(key)))
-        except OSError as error:
+                values.append(_open(self._path(key), num_open < MOST_OPEN))
+                num_open += isinstance(values[-1], _FileValue)
+        except BaseException as error:
             for value in values:
                 if value is not None:
                     value.__exit__()
+            if not isinstance(error, OSError):
+                raise
             raise StoreError(f"cannot read {self.url}: {error}") from None
         return values
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
-        return [self._path(key).exists() for key in keys]
+        return [os.path.isfile(self._path(key)) for key in keys]
 
     def put(self, key: str, value: Any) -> bool:
         path, data = self._path(key), memoryview(value).cast("B")
-        if self.max_bytes is not None and len(data) > self.max_bytes:
+        if (self.max_bytes is not None and len(data) > self.max_bytes) or self._is_read_only():
             return False
         part = self._parts / f"{key}.{os.urandom(8).hex()}"
         try:
+            self._parts.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            # Room is made before it is taken, and the line of the index comes before the file.
+            self._in_index(lambda index: index.add(key, len(data), self.max_bytes, self._unlink))
             with open(part, "xb", buffering=0) as file:
-                at = 0
-                while at < len(data):
-                    at += file.write(data[at:])
-            with self._index() as index:
-                index.add(key, len(data), self.max_bytes, self._unlink)
+                try_lock(file.fileno())
+                _write(file, data)
                 path.parent.mkdir(exist_ok=True)
-                os.replace(part, path)
+                # Other processes may have written so much since that this was the next to go.
+                for _ in range(3):
+                    if self._in_index(lambda index: index.if_listed(key, lambda: os.replace(part, path))):
+                        return True
+                    self._in_index(lambda index: index.add(key, len(data), self.max_bytes, self._unlink))
         except OSError as error:
-            remove_file(part)
+            with contextlib.suppress(OSError):
+                remove_file(part)
+                self.delete([key])
             if error.errno in _NO_ROOM:
                 return False
             raise error if isinstance(error, StoreError) else StoreError(f"cannot write to {self.url}: {error}") from None
-        return True
+        remove_file(part)
+        self.delete([key])
+        return False
 
     def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
-        with self._index() as index:
-            index.touch([check_key(key) for key in keys], is_hit)
+        keys = [check_key(key) for key in keys]
+        if not self._is_read_only():
+            self._in_index(lambda index: index.touch(keys, is_hit))
 
     def delete(self, keys: Sequence[str]) -> None:
-        with self._index() as index:
-            index.remove([check_key(key) for key in keys], self._unlink)
+        keys = [check_key(key) for key in keys]
+        self._in_index(lambda index: index.remove(keys, self._unlink))
 
     def entries(self) -> Iterator[Entry]:
-        with self._index() as index:
-            yield from index.entries()
+        if self._is_read_only():
+            for key, status in self._files():
+                yield Entry(key, status.st_size, status.st_mtime, -1)
+            return
+        last = ""
+        while page := self._in_index(lambda index, last=last: index.entries_after(last)):
+            yield from page
+            last = page[-1].key
 
     def close(self) -> None:
         with self._lock:
@@ -119,20 +144,34 @@ class FolderStore(Store):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             os.unlink(self._path(key))
 
-    @contextlib.contextmanager
-    def _index(self):
-        """The index, for one thread at a time."""
-        with self._lock:
-            try:
-                if self._open is None or self._open.is_foreign():
-                    self._open = FolderIndex(self.folder / "index.sqlite3", self._files)
-                yield self._open
-            except OSError:
-                raise
-            except Exception as error:
-                if type(error).__module__ != "sqlite3":
-                    raise
-                raise StoreError(f"cannot use the index of {self.url}: {error}") from None
+    def _in_index(self, call: Callable[[FolderIndex], Any]) -> Any:
+        """Call with the index, for one thread at a time."""
+        errors = sqlite()
+        try:
+            with self._lock:
+                for is_first in (True, False):
+                    try:
+                        if self._open is None or self._open.is_foreign():
+                            if self._open is not None:
+                                self._open.close()
+                                self._open = None
+                            self._open = FolderIndex(self.folder / "index.sqlite3", self._files)
+                        return call(self._open)
+                    except (errors.OperationalError, errors.ProgrammingError):  # locked, no room, closed
+                        raise
+                    except errors.DatabaseError:  # damaged
+                        if not is_first:
+                            raise
+                        if self._open is not None:
+                            self._open.discard()
+                            self._open = None
+        except (errors.Error, OSError) as error:
+            failure = StoreError(f"cannot use the index of {self.url}: {error}")
+            failure.errno = errno.ENOSPC if "disk is full" in str(error) else getattr(error, "errno", None)
+        raise failure
+
+    def _is_read_only(self):
+        return self.folder.is_dir() and not os.access(self.folder, os.W_OK)
 
     def _files(self):
         """(key, status) of all files."""
@@ -147,33 +186,31 @@ class FolderStore(Store):
         """Remove what killed processes have left."""
         with contextlib.suppress(OSError):
             for part in os.scandir(self._parts):
-                if is_key(part.name.partition(".")[0]) and time.time() - part.stat().st_mtime > STALE:
-                    remove_file(part.path)
+                with contextlib.suppress(OSError):
+                    age = time.time() - part.stat().st_mtime if is_key(part.name.partition(".")[0]) else 0
+                    if age > STALE_WITHOUT_LOCKS or (age > STALE and not is_locked(part.path)):
+                        remove_file(part.path)
 
 
 class _FileValue(Value):
     """An open file."""
 
-    def __init__(self, descriptor):
-        self._descriptor, self._nbytes = descriptor, os.fstat(descriptor).st_size
+    def __init__(self, descriptor, nbytes):
+        self._descriptor, self._nbytes = descriptor, nbytes
 
     def __len__(self):
         return self._nbytes
 
     def read(self, start, count, memory=None):
+        if start + count > self._nbytes:
+            raise EOFError(f"it must have {start + count} bytes, got {self._nbytes}")
         memory = memoryview(bytearray(count)) if memory is None else memory[:count]
-        at = 0
-        while at < count:
-            if hasattr(os, "preadv"):
-                got = os.preadv(self._descriptor, [memory[at:]], start + at)
-            else:
-                os.lseek(self._descriptor, start + at, os.SEEK_SET)
-                data = os.read(self._descriptor, count - at)
-                got = len(data)
-                memory[at : at + got] = data
-            if not got:
-                raise EOFError(f"it must have {start + count} bytes, got {start + at}")
-            at += got
+        try:
+            got = _read(self._descriptor, start, memory)
+        except OSError as error:
+            raise EOFError(f"it cannot be read: {error}") from None
+        if got < count:
+            raise EOFError(f"it must have {start + count} bytes, got {start + got}")
         return memory
 
     def __exit__(self, *exception):
@@ -181,9 +218,53 @@ class _FileValue(Value):
             os.close(self._descriptor)
             self._descriptor = None
 
+    def __del__(self):
+        self.__exit__()
 
-def _open(path):
+
+def _open(path, may_stay_open):
+    """The value of a file; None if there is none. A pipe or a link in its place is none."""
+    flags = os.O_RDONLY
+    for name in ("O_BINARY", "O_CLOEXEC", "O_NONBLOCK", "O_NOFOLLOW"):
+        flags |= getattr(os, name, 0)
     try:
-        return _FileValue(os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)))
-    except FileNotFoundError:
-        return None
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno in _NO_VALUE:
+            return None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        if may_stay_open and status.st_size > KEPT_OPEN:
+            value, descriptor = _FileValue(descriptor, status.st_size), None
+            return value
+        data = bytearray(status.st_size)
+        return Value(memoryview(data)[: _read(descriptor, 0, memoryview(data))])
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _read(descriptor, start, memory):
+    """Read until memory is full or the file ends. Returns the number of bytes."""
+    at = 0
+    while at < len(memory):
+        if hasattr(os, "preadv"):
+            got = os.preadv(descriptor, [memory[at:]], start + at)
+        else:
+            os.lseek(descriptor, start + at, os.SEEK_SET)
+            data = os.read(descriptor, len(memory) - at)
+            got = len(data)
+            memory[at : at + got] = data
+        if not got:
+            break
+        at += got
+    return at
+
+
+def _write(file, data):
+    at = 0
+    while at < len(data):
+        at += file.write(data[at:])

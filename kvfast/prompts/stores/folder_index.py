@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfast.files.cache_file import remove_file
+from kvfast.prompts.stores.file_lock import file_lock
 from kvfast.prompts.stores.store import Entry
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 WAIT = 5.0  # seconds for other processes, whose transactions take milliseconds
+LISTED = 10_000  # lines that are read at once
 _TABLES = """
 CREATE TABLE stored (key TEXT PRIMARY KEY, nbytes INTEGER NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX by_use ON stored (used);
@@ -30,6 +32,9 @@ CREATE TRIGGER changed AFTER UPDATE OF nbytes ON stored BEGIN UPDATE total SET n
 class FolderIndex:
     """Sizes and uses of values. One thread may use it at a time, and any number of processes.
 
+    A line is there before its file, and is removed after it. So what a killed process leaves is a line without a file, which does no
+    harm and is removed in its turn, and never a file without a line.
+
     Parameters
     ----------
     path : Path
@@ -39,47 +44,67 @@ class FolderIndex:
 
     def __init__(self, path: Path, files: Callable[[], Iterator[tuple[str, os.stat_result]]]) -> None:
         self._path, self._process = path, os.getpid()
-        try:
-            import sqlite3
-        except ImportError:  # some Pythons are built without it
-            raise ModuleNotFoundError("a folder of prompts needs Python's sqlite3", name="sqlite3") from None
-        try:
-            self._connect(files)
-        except sqlite3.OperationalError:  # locked, or a folder that cannot be written
-            raise
-        except sqlite3.DatabaseError:  # damaged
-            for end in ("", "-wal", "-shm"):
-                remove_file(f"{path}{end}")
-            self._connect(files)
+        if not self._connect():
+            # One process makes an index, and the others wait for it.
+            with file_lock(path.with_suffix(".lock")):
+                if not self._connect():
+                    self._create(files)
+                    self._connect()
 
-    def _connect(self, files):
-        import sqlite3
-
-        self._database = sqlite3.connect(self._path, timeout=WAIT, isolation_level=None, check_same_thread=False)
+    def _connect(self):
+        """Open a sound index. False if there is none."""
+        if not self._path.exists():
+            return False
+        sqlite3 = sqlite()
+        self._database, self._file = _opened(self._path), _identity(self._path)
         try:
-            if self._version() != VERSION:
-                self._database.execute("PRAGMA journal_mode = WAL")
-                with self._transaction():
-                    if self._version() != VERSION:  # else another process was faster
-                        for (name,) in self._database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-                            self._database.execute(f'DROP TABLE "{name}"')
-                        for statement in _TABLES.split(";\n"):
-                            self._database.execute(statement)
-                        rows = ((key, status.st_size, status.st_mtime_ns) for key, status in files())
-                        self._database.executemany("INSERT INTO stored VALUES (?, ?, ?, 0)", rows)
-                        self._database.execute(f"PRAGMA user_version = {VERSION}")
-            self._database.execute("PRAGMA synchronous = NORMAL")
-            self._database.execute("SELECT * FROM total").fetchone()
-        except BaseException:
+            (version,) = self._database.execute("PRAGMA user_version").fetchone()
+            (nbytes,) = self._database.execute("SELECT nbytes FROM total").fetchone()
+            self._database.execute("SELECT * FROM stored ORDER BY used LIMIT 1").fetchone()
+            if version == VERSION and isinstance(nbytes, int):
+                return True
+        except sqlite3.OperationalError as error:
+            if "no such" not in str(error):  # locked, or a folder that cannot be read
+                self._database.close()
+                raise
+        except (sqlite3.DatabaseError, TypeError):
+            pass  # damaged
+        self._database.close()
+        return False
+
+    def _create(self, files):
+        """Make an index of the files. It appears complete."""
+        path = self._path.with_suffix(".new")
+        self._remove(path)
+        self._database = _opened(path)
+        try:
+            self._database.execute("PRAGMA journal_mode = WAL")
+            with self._transaction():
+                for statement in _TABLES.split(";\n"):
+                    self._database.execute(statement)
+                rows = ((key, status.st_size, status.st_mtime_ns) for key, status in files())
+                self._database.executemany("INSERT OR IGNORE INTO stored VALUES (?, ?, ?, 0)", rows)
+                self._database.execute(f"PRAGMA user_version = {VERSION}")
+        finally:
             self._database.close()
-            raise
+        self._remove(self._path)
+        os.replace(path, self._path)
 
-    def _version(self):
-        return self._database.execute("PRAGMA user_version").fetchone()[0]
+    @staticmethod
+    def _remove(path):
+        for end in ("-wal", "-shm", ""):
+            remove_file(f"{path}{end}")
 
     def is_foreign(self) -> bool:
-        """Whether it was opened by the process that this one was forked from, and must not be used, or its file is gone."""
-        return self._process != os.getpid() or not self._path.exists()
+        """Whether it was opened by the process that this one was forked from, and must not be used, or another file is in its place."""
+        return self._process != os.getpid() or self._file != _identity(self._path)
+
+    def discard(self) -> None:
+        """Close a damaged index, so that the next one to open it makes a new one."""
+        self.close()
+        with file_lock(self._path.with_suffix(".lock")):
+            if self._file == _identity(self._path):  # else another process was faster
+                self._remove(self._path)
 
     def add(self, key: str, nbytes: int, max_bytes: int | None, unlink: Callable[[str], None]) -> None:
         """Add a value, after removing the least recently used others until it fits."""
@@ -90,9 +115,16 @@ class FolderIndex:
                 oldest = self._database.execute("SELECT key FROM stored WHERE key != ? ORDER BY used LIMIT 1", (key,)).fetchone()
                 if oldest is None:
                     break
-                # The file first: if this process ends here, a line without a file is left, which does no harm.
                 unlink(oldest[0])
                 self._database.execute("DELETE FROM stored WHERE key = ?", oldest)
+
+    def if_listed(self, key: str, call: Callable[[], None]) -> bool:
+        """Call `call` if a key is there, while no process can remove it. Returns whether it is."""
+        with self._transaction():
+            is_listed = self._database.execute("SELECT 1 FROM stored WHERE key = ?", (key,)).fetchone() is not None
+            if is_listed:
+                call()
+        return is_listed
 
     def touch(self, keys: Sequence[str], is_hit: bool) -> None:
         """Count each key as used now, the last of them as the newest."""
@@ -107,8 +139,9 @@ class FolderIndex:
                 unlink(key)
             self._database.executemany("DELETE FROM stored WHERE key = ?", [(key,) for key in keys])
 
-    def entries(self) -> list[Entry]:
-        rows = self._database.execute("SELECT key, nbytes, used, hits FROM stored").fetchall()
+    def entries_after(self, key: str) -> list[Entry]:
+        """The next values in the order of their keys, at most `LISTED`."""
+        rows = self._database.execute("SELECT key, nbytes, used, hits FROM stored WHERE key > ? ORDER BY key LIMIT ?", (key, LISTED))
         return [Entry(key, nbytes, used / 1e9, hits) for key, nbytes, used, hits in rows]
 
     def close(self) -> None:
@@ -120,7 +153,31 @@ class FolderIndex:
         self._database.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._database.execute("COMMIT")
         except BaseException:
-            self._database.execute("ROLLBACK")
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
             raise
-        self._database.execute("COMMIT")
+
+
+def sqlite() -> Any:
+    """The module sqlite3, which some Pythons are built without."""
+    try:
+        import sqlite3
+    except ImportError:
+        raise ModuleNotFoundError("a folder of prompts needs Python's sqlite3", name="sqlite3") from None
+    return sqlite3
+
+
+def _opened(path):
+    database = sqlite().connect(path, timeout=WAIT, isolation_level=None, check_same_thread=False)
+    database.execute("PRAGMA synchronous = NORMAL")
+    return database
+
+
+def _identity(path):
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -73,11 +73,12 @@ class RedisStore(Store):
     def contains_many(self, keys: Sequence[str]) -> list[bool]:
         return [bool(found) for found in self._call([(b"EXISTS", PREFIX + key) for key in _encoded(keys)])]
 
-    def touch(self, keys: Sequence[str]) -> None:
+    def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         commands: list[tuple[Any, ...]] = []
         for key in _encoded(keys):
             commands.append((b"EXPIRE", PREFIX + key, self._ttl) if self._ttl else (b"TOUCH", PREFIX + key))
-            commands += [(b"INCR", HITS + key), (b"EXPIRE", HITS + key, max(self._ttl, HITS_SECONDS))]
+            if is_hit:
+                commands += [(b"INCR", HITS + key), (b"EXPIRE", HITS + key, max(self._ttl, HITS_SECONDS))]
         self._call(commands, _is_full)
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -213,6 +214,8 @@ def _parsed(url):
         options = parse_url(url.partition("?")[0] + (f"?{rest}" if rest else ""))
     except ValueError:
         options = None
+    if options is not None and parts.scheme != "unix" and parts.path.strip("/") and not parts.path.strip("/").isdecimal():
+        options = None  # redis-py would take database 0
     if options is None:
         raise ValueError("the URL of a Redis server must be like redis://user:password@host:6379/0?ttl=3600, with special letters of the "
                          "password as %40")  # fmt: skip

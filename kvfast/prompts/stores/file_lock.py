@@ -1,0 +1,55 @@
+"""Locks of files, which end with their process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+WAIT = 60.0  # seconds for a process that lists a folder of millions of files
+
+
+@contextlib.contextmanager
+def file_lock(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the lock of a file, which is created. TimeoutError if another process holds it for a minute."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        end = time.monotonic() + WAIT
+        while not try_lock(descriptor):
+            if time.monotonic() > end:
+                raise TimeoutError(f"another process holds {path}")
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed. False if another process has. Where the system has no such locks, they are not taken."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Whether a process holds the lock of a file that exists; True where nobody can know."""
+    if fcntl is None:
+        return True
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)

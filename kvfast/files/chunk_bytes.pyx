@@ -4,7 +4,6 @@
 A chunk is a run of full blocks of the layers that keep all tokens: the same bytes in every sequence that has the same tokens up
 to its end. The rest of a sequence is in `block_bytes.rest_layout` and `block_bytes.rest`.
 """
-import numpy as np
 
 from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
@@ -129,7 +128,8 @@ def first_float_rows(SequenceBuffer buffer, bint copies):
             continue
         for values in (False, True):
             for head in range(table.pool.num_kv_heads):
-                piece = table.pool.floats.pieces.bytes_of_head(layer, table.pool.floats.float_of[table.slot(0) // KV_PIECE], 1, head, values)[0]
+                number = table.pool.floats.float_of[table.slot(0) // KV_PIECE]
+                piece = table.pool.floats.pieces.bytes_of_head(layer, number, 1, head, values)[0]
                 if copies:
                     piece = piece.copy()
                     piece[store.float_tokens * (store.floats.v.row_stride if values else store.floats.k.row_stride):] = 0

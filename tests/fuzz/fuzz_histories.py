@@ -5,6 +5,7 @@ import tempfile
 
 import ml_dtypes
 import numpy as np
+from dict_store import DictStore
 from fuzz_inputs import as_given, often, one_of, told
 from fuzz_oracle import OPEN_TOKENS, Finding, Side, check_output, contract, exact_attention, from_storage, norms
 
@@ -382,8 +383,10 @@ class World:
             self.grow(held, int(self.rng.integers(1, 70)))
 
     def through_bytes(self, held):
-        """The same cache, by way of plain arrays or a file."""
+        """The same cache, by way of plain arrays, a file, or a store of prompts."""
         self.case.calls += 2
+        if held.track.length > 1 and often(self.case.later, 0.4):
+            return self.through_store(held)
         if often(self.rng, 0.5):
             self.case.note("state_dict")
             cache = self.plain_class.from_state_dict(held.cache.state_dict())
@@ -393,3 +396,23 @@ class World:
                 held.cache.save(file.name)
                 cache = kvfast.load(file.name, mmap=often(self.rng, 0.5))
         return Held(cache, held.track.copy(), held.source)
+
+    def through_store(self, held):
+        """The first tokens of a cache, by way of a store of prompts that has lost some of its values."""
+        later, length, size = self.case.later, held.track.length, held.cache.block_size
+        cache, token_ids = held.cache.snapshot().truncated(0).to_cache(), np.arange(length)
+        asked = int(later.integers(1, length + 1)) if often(later, 0.5) else length
+        with kvfast.PromptCache(DictStore(), chunk_tokens=max(64, size), secret=b"s" * int(later.integers(2))) as prompts:
+            if not prompts.save(held.cache, token_ids) or not prompts.store.values:
+                raise Finding("a prompt was not saved", f"{length} tokens")
+            prompts.flush()
+            for key in list(prompts.store.values):
+                if often(later, 0.08):
+                    del prompts.store.values[key]
+            found = prompts.restore(cache, [*token_ids[:asked], length])
+        self.case.note("store", asked, found)
+        track = held.track.copy()
+        track.truncate(found)
+        if found < length:  # full blocks of a chunk have their codes alone
+            track.coded = track.lossy = max(track.coded, found // track.block_size * track.block_size)
+        return Held(cache, track, held.source)

@@ -413,6 +413,7 @@ class World:
         self.case.note("store", asked, found)
         track = held.track.copy()
         track.truncate(found)
-        if found < length:  # full blocks of a chunk have their codes alone
-            track.coded = track.lossy = max(track.coded, found // track.block_size * track.block_size)
+        if found < length or not prompts.store.keys("e"):  # full blocks of a chunk have their codes alone
+            track.coded = max(track.coded, found // track.block_size * track.block_size)
+            track.lossy = max(track.lossy, track.coded)
         return Held(cache, track, held.source)

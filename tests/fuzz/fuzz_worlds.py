@@ -114,6 +114,12 @@ class SingleWorld(World):
         for held in self.held:
             self.check_all(held)
             self.attend(held)
+            if held.track.length > 1 and often(self.case.later, 0.25):
+                other = self.through_store(held)
+                self.check_all(other)
+                if other.track.length:
+                    self.grow(other)
+                    self.check_all(other)
 
 
 class RingWorld(SingleWorld):

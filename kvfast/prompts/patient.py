@@ -7,6 +7,8 @@ import warnings
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from kvfast.prompts.threads import Threads
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -28,12 +30,10 @@ class PatientStore:
     """
 
     def __init__(self, store: Store, time_limit: float) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
         self.store, self.time_limit = store, time_limit
         self.rate = 0.0  # bytes per second of what was fetched, 0 if not known
         # Of its own, as the calls of `touch` wait for one of the others.
-        self._threads, self._later = ThreadPoolExecutor(2, "kvfast-store"), ThreadPoolExecutor(1, "kvfast-touch")
+        self._threads, self._later = Threads(2, "kvfast-store"), Threads(1, "kvfast-touch")
         self._resume_at, self._pause, self._warned, self._lock = 0.0, FIRST_PAUSE, set(), Lock()
 
     def deadline(self) -> float:
@@ -87,8 +87,8 @@ class PatientStore:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def close(self) -> None:
-        for threads in (self._later, self._threads):
-            threads.shutdown(wait=True)
+        self._later.close()
+        self._threads.close()
         self.store.close()
 
     def _call(self, work: Callable[[], Any], deadline: float, otherwise: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from threading import Condition
 from typing import TYPE_CHECKING, Any
 
+from kvfast.prompts.threads import Threads
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
@@ -18,9 +20,7 @@ class Writer:
     """Puts values into a store, several at once."""
 
     def __init__(self, store: PatientStore) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
-        self._store, self._threads = store, ThreadPoolExecutor(2, "kvfast-writer")
+        self._store, self._threads = store, Threads(2, "kvfast-writer")
         self._pending, self._room, self._calls = 0, Condition(), set()
 
     def put(self, key: str, value: Any) -> Future[bool]:
@@ -47,7 +47,7 @@ class Writer:
         wait(list(self._calls))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True)
+        self._threads.close()
 
     def _put(self, key, value):
         try:

@@ -1,5 +1,6 @@
 """Chunks of prompts: what is shared, what comes back, and what a store may do."""
 
+import os
 import time
 import warnings
 
@@ -230,6 +231,19 @@ def test_what_is_faster_to_compute_is_not_fetched():
     found = [prompts.restore(make("growing", "int8"), TOKENS, tokens_per_second=1e6) for _ in range(3)]
     assert found == [0, 0, 0]
     assert prompts.restore(make("growing", "int8"), TOKENS) == 299
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own(tmp_path):
+    with prompts_of(str(tmp_path)) as prompts:
+        prompts.save(STREAM.feed(make("growing", "int8"), 300), TOKENS)
+        assert prompts.restore(make("growing", "int8"), TOKENS) == 299
+        child = os.fork()
+        if not child:
+            os._exit(prompts.restore(make("growing", "int8"), TOKENS) != 299)
+        assert os.waitpid(child, 0)[1] == 0
+        assert prompts.restore(make("growing", "int8"), TOKENS) == 299
 
 
 def test_saving_in_the_background():

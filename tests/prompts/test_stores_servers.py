@@ -2,15 +2,19 @@
 
 import logging
 import os
+import random
 import socket
 import threading
 import time
 import warnings
 from contextlib import suppress
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
+import store_processes as processes
 from prompt_tokens import filled, holds
+from selection import exhaustive
 from servers import HOST, Proxy, free_port, make_bucket, redis_server, s3_server
 from store_values import key, read, shown
 
@@ -259,6 +263,38 @@ def test_passwords_are_never_shown(tmp_path, password, message, caplog, capfd):
         texts += [shown(failure.value), *map(str, caught), caplog.text, *capfd.readouterr()]
     assert len(caught) >= 1
     assert not any(secret in text for text in texts for secret in ("hunter2", "sesame4"))
+
+
+@pytest.mark.parametrize("seconds", [5, pytest.param(300, marks=exhaustive)])
+def test_eight_processes_on_one_server_with_kills(tmp_path, seconds):
+    spawn, rng = get_context("spawn"), random.Random(4)
+    failed, end, seeds, kills = spawn.Value("i", 0), time.monotonic() + seconds, iter(range(10**9)), 0
+    with redis_server(tmp_path, "--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru") as server:
+        url = f"redis://{HOST}:{server.port}/0"
+        start = lambda: spawn.Process(target=processes.work, args=(url, None, end - time.monotonic(), next(seeds), failed))
+        running = [start() for _ in range(8)]
+        for one in running:
+            one.start()
+        try:
+            while time.monotonic() < end:
+                time.sleep(0.1)
+                if rng.random() < 0.15:
+                    place = rng.randrange(8)
+                    running[place].kill()
+                    running[place].join()
+                    kills += 1
+                    running[place] = start()
+                    running[place].start()
+            for one in running:
+                one.join(60)
+            assert [one.exitcode for one in running] == [0] * 8
+        finally:
+            for one in running:
+                one.kill()
+        store, numbers = store_at(server.port, 5), range(processes.KEYS)
+        values = read(store.get_many([processes.key_of(number) for number in numbers]))
+        assert kills and not failed.value and any(values)
+        assert all(value is None or processes.is_sound(number, value) for number, value in zip(numbers, values))
 
 
 TOKENS = list(range(600))

@@ -8,23 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from servers import redis_server, s3_server
+from store_values import key, read, shown
 
 from kvfast.prompts.stores import FolderStore, TieredStore, open_store
 
 KINDS = ["folder", "redis", "redis with ttl", "unix", "memory", "s3", "tiered"]
-
-
-def key(number, kind="c"):
-    return f"{kind}-{number:064x}"
-
-
-def read(values):
-    """Bytes of each value, None where there is none."""
-    found = []
-    for value in values:
-        with value or contextlib.nullcontext():
-            found.append(None if value is None else bytes(value.read(0, len(value))))
-    return found
 
 
 @contextlib.contextmanager
@@ -192,15 +180,6 @@ def test_bad_urls(url, message):
     with pytest.raises(ValueError, match=message) as caught:
         open_store(url)
     assert "hunter2" not in shown(caught.value) and "ter2" not in shown(caught.value)
-
-
-def shown(error):
-    """All that an error and those behind it say."""
-    texts = []
-    while error is not None:
-        texts += [str(error), repr(error), repr(error.args)]
-        error = error.__cause__ or error.__context__
-    return " ".join(texts)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, math.inf, math.nan, "5", True, None])

@@ -115,8 +115,13 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection((HOST, self._to))
-                self._sockets += [client, server]
+                self._sockets.append(client)
+                try:
+                    server = socket.create_connection((HOST, self._to))
+                except ConnectionRefusedError:
+                    client.close()
+                    continue
+                self._sockets.append(server)
                 threading.Thread(target=self._pass, args=(client, server, False), daemon=True).start()
                 threading.Thread(target=self._pass, args=(server, client, True), daemon=True).start()
 

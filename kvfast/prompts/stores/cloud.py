@@ -57,9 +57,10 @@ class CloudStore(Store):
         return [None if value is None else Value(value) for value in values]
 
     def put(self, key: str, value: Any) -> bool:
-        data = memoryview(value).cast("B")
+        key, data = check_key(key), memoryview(value).cast("B")
         # One request: an upload in parts would leave parts behind if this process is killed.
-        self._for_each([key], lambda key: _obstore().put(self._store, key, data, use_multipart=False))
+        if self._asked(lambda: _obstore().put(self._store, key, data, use_multipart=False)) is None:
+            raise StoreError(f"{self.url}: there is no such bucket or container")
         return True
 
     def contains_many(self, keys: Sequence[str]) -> list[bool]:

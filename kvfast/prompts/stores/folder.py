@@ -112,6 +112,8 @@ class FolderStore(Store):
 
     def delete(self, keys: Sequence[str]) -> None:
         keys = [check_key(key) for key in keys]
+        if self._is_read_only():
+            raise StoreError(f"{self.url} cannot be written")
         self._in_index(lambda index: index.remove(keys, self._unlink))
 
     def entries(self) -> Iterator[Entry]:
@@ -140,8 +142,8 @@ class FolderStore(Store):
         return self.folder / digest[:2] / key
 
     def _unlink(self, key):
-        # Another process may have removed it; some systems do not remove a file that is open.
-        with contextlib.suppress(FileNotFoundError, PermissionError):
+        # Another process may have removed it, or put a folder in its place; some systems do not remove a file that is open.
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
             os.unlink(self._path(key))
 
     def _in_index(self, call: Callable[[FolderIndex], Any]) -> Any:
@@ -178,8 +180,8 @@ class FolderStore(Store):
         for folder in os.scandir(self.folder):
             if len(folder.name) == 2 and folder.is_dir(follow_symlinks=False):
                 for entry in os.scandir(folder):
-                    if is_key(entry.name):
-                        with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(FileNotFoundError):
+                        if is_key(entry.name) and entry.is_file(follow_symlinks=False):
                             yield entry.name, entry.stat()
 
     def _remove_stale(self):

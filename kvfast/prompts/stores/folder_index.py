@@ -58,6 +58,7 @@ class FolderIndex:
         sqlite3 = sqlite()
         self._database, self._file = _opened(self._path), _identity(self._path)
         try:
+            self._database.execute("PRAGMA synchronous = NORMAL")
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             (nbytes,) = self._database.execute("SELECT nbytes FROM total").fetchone()
             self._database.execute("SELECT * FROM stored ORDER BY used LIMIT 1").fetchone()
@@ -170,9 +171,7 @@ def sqlite() -> Any:
 
 
 def _opened(path):
-    database = sqlite().connect(path, timeout=WAIT, isolation_level=None, check_same_thread=False)
-    database.execute("PRAGMA synchronous = NORMAL")
-    return database
+    return sqlite().connect(path, timeout=WAIT, isolation_level=None, check_same_thread=False)
 
 
 def _identity(path):

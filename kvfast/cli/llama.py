@@ -31,6 +31,8 @@ def run_generate(args):
     """
     if args.compare and not args.speculative:
         raise ValueError("--compare is for --speculative")
+    if args.keep is not None and args.session:
+        raise ValueError("--keep is not for --session: a text with dropped tokens cannot be written")
     seed = np.random.SeedSequence().entropy if args.seed is None else args.seed  # known, to draw the same again
     sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
     storage = _storage(args.dtype or "int4", args)
@@ -38,7 +40,7 @@ def run_generate(args):
     model, tokenizer = llama.load(args.model)
     session, cache, history, prompt = _open_text(args, model, tokenizer, storage)
     start = cache.snapshot()
-    options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history}
+    options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history, "keep": args.keep}
     drafter, stats = _drafter(args, model), llama.SpeculationStats()
     tokens = llama.generate(model, prompt, cache, sampler=sampler, drafter=drafter, stats=stats, **options)
     if hasattr(sys.stdout, "reconfigure"):
@@ -84,6 +86,8 @@ def _open_text(args, model, tokenizer, storage):
     room = args.max_seq_len or min(total + args.max_tokens, model.config.context_length)
     if total > room:
         raise ValueError(f"the prompt has {len(prompt)} tokens and there is room for {room - len(history)}")
+    if args.keep is not None and args.keep >= room:
+        raise ValueError(f"--keep is {args.keep}, and there is room for {room} tokens")
     if session:
         session.open(room, **storage)
     cache = session.cache if session else kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)

@@ -34,7 +34,7 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
     commands = parser.add_subparsers(metavar="command")
-    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_plan, _add_bench, _add_info):
+    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_store, _add_plan, _add_bench, _add_info):
         add_command(commands)
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
@@ -79,6 +79,7 @@ def _add_generate(commands):
     _add_model_arguments(parser)
     add("--dtype", help="what the cache stores, K and V apart with a slash: int8/int4 (default: int4)")
     add("--session", metavar="FILE", help="go on with the text that FILE holds, and keep the longer one there")
+    _add_prompt_cache(parser)
     add("--max-tokens", type=_positive, default=128, help="stop after this many (default: 128)")
     add("--max-seq-len", type=_positive, help="tokens the cache has room for (default: as many as needed)")
     add(
@@ -110,6 +111,10 @@ def _add_generate(commands):
     add("--draft-layers", type=_positive, metavar="N", help="layers that guess (default: two thirds of them)")
     add("--compare", action="store_true", help="generate without guesses as well; compare tokens and time")
     parser.set_defaults(run=_run_generate)
+
+
+def _add_prompt_cache(parser):
+    parser.add_argument("--prompt-cache", metavar="STORE", help="keep prompts in a folder, or in redis://, s3:// and others, and take from it what is there")
 
 
 def _add_eval(commands):
@@ -163,8 +168,24 @@ def _add_serve_sim(commands):
     add("--block-size", type=_positive, help="tokens of a block (default: 32, or what the format asks for)")
     add("--max-running", type=_positive, default=16, help="requests in one step (default: 16)")
     add("--show", type=_natural, default=2, help="print so many of the texts (default: 2)")
+    _add_prompt_cache(parser)
     add("--no-check", dest="check", action="store_false", help="do not run each request by itself as well")
     parser.set_defaults(run=_run_serve_sim)
+
+
+def _add_store(commands):
+    parser = commands.add_parser(
+        "store",
+        help="show what a store of prompts holds, and prune it",
+        description="Show the prompts that a folder or a server holds: how long they are, their bytes, their age and how often they were used.",
+    )
+    add = parser.add_argument
+    add("store", help="a folder, or redis://, s3:// and others")
+    add("--show", type=_natural, default=20, metavar="N", help="values to show, the most used first (default: 20)")
+    add("--older-than", type=float, metavar="DAYS", help="remove what was not used for so many days")
+    add("--max-bytes", type=_natural, metavar="N", help="remove what was not used for the longest time, until N bytes are left")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_run_store)
 
 
 def _add_plan(commands):
@@ -232,6 +253,12 @@ def _run_eval(args):
     from kvfast.cli import llama as commands
 
     commands.run_eval(args)
+
+
+def _run_store(args):
+    from kvfast.cli.store import run_store
+
+    run_store(args)
 
 
 def _run_serve_sim(args):

@@ -17,6 +17,7 @@ from kvfast import llama
 from kvfast.cli.peers import LlamaCpp, parse_cache_types
 from kvfast.cli.plotting import check_plot
 from kvfast.cli.report import as_rows, compression_table, memory_text, plot_scores, score_table
+from kvfast.core.text import size_text
 from kvfast.llama.compression import evaluate_compressed, parse_methods
 from kvfast.llama.evaluation import FORMATS
 from kvfast.llama.prompts import chat_prompts
@@ -33,16 +34,24 @@ def run_generate(args):
         raise ValueError("--compare is for --speculative")
     if args.keep is not None and args.session:
         raise ValueError("--keep is not for --session: a text with dropped tokens cannot be written")
+    if args.session and args.prompt_cache:
+        raise ValueError("--session has all of its text in a file: leave out --prompt-cache")
     seed = np.random.SeedSequence().entropy if args.seed is None else args.seed  # known, to draw the same again
     sampler = llama.Sampler(args.temperature, args.top_k, args.top_p, seed)
     storage = _storage(args.dtype or "int4", args)
     _set_threads(args.threads)
     model, tokenizer = llama.load(args.model)
+    prompts = _open_prompts(args)
     session, cache, history, prompt = _open_text(args, model, tokenizer, storage)
+    if prompts:
+        found = prompts.restore(cache, prompt, model.fingerprint)
+        history, prompt = prompt[:found], prompt[found:]
     start = cache.snapshot()
     options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history, "keep": args.keep}
     drafter, stats = _drafter(args, model), llama.SpeculationStats()
     tokens = llama.generate(model, prompt, cache, sampler=sampler, drafter=drafter, stats=stats, **options)
+    if prompts:
+        tokens = _saving(prompts, cache, [*history, *prompt], model.fingerprint, tokens)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows "?"
     clock = _Clock()
@@ -58,8 +67,9 @@ def run_generate(args):
 
     taken = memory_text(cache)  # before it is used again
     print("\n")
-    if history:
+    if session and history:
         print(f"session  {len(history):,} tokens of {args.session}")
+    _report_prompts(prompts)
     print("prefill ", _speed(len(prompt), clock.prefill))
     print("decode  ", _speed(len(clock.tokens) - 1, clock.decode))
     if drafter:
@@ -95,6 +105,35 @@ def _open_text(args, model, tokenizer, storage):
         history, prompt = history[:-1], history[-1:]
         cache.truncate(len(history))
     return session, cache, history, prompt
+
+
+def _open_prompts(args, **options):
+    """The PromptCache of --prompt-cache, or None."""
+    return kvfast.PromptCache(args.prompt_cache, background=True, **options) if args.prompt_cache else None
+
+
+def _saving(prompts, cache, prompt, fingerprint, tokens):
+    """The tokens; before the first of them the cache holds the prompt, which is then saved."""
+    is_new = True
+    try:
+        for token in tokens:
+            if is_new:
+                prompts.save(cache, prompt, fingerprint)
+            is_new = False
+            yield token
+    finally:
+        tokens.close()
+
+
+def _report_prompts(prompts):
+    """Wait for what is being written, and report what a PromptCache was good for."""
+    if not prompts:
+        return
+    prompts.close()
+    did = prompts.stats
+    fetched, written = (size_text(nbytes) for nbytes in (did.bytes_fetched, did.bytes_written))
+    print(f"prompts  {did.num_restored_tokens:,} of {did.num_tokens:,} tokens restored ({did.num_hits} of {did.num_prompts} prompts), "
+          f"{fetched} read in {did.seconds:.3f} s, {written} written: {prompts.store.url}")  # fmt: skip
 
 
 class _Clock:
@@ -261,6 +300,8 @@ def run_serve_sim(args):
     size = kvfast.PagedKVCache(1, 1, 1, num_blocks=1, block_size=args.block_size, **storage).block_size
     blocks = args.blocks or args.max_running * -(-longest // size)
     pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=blocks, block_size=size, **storage)
+    prompt_cache = _open_prompts(args, chunk_tokens=max(64, size))  # these prompts are short
+    pool.use_prompt_cache(prompt_cache, model.fingerprint)
     model.batch_invariant = args.check  # else rounding could make the texts differ
     server = llama.BatchGenerator(model, pool, end_ids=tokenizer.end_ids, max_running=args.max_running)
     requests = [server.add(prompt, args.max_tokens) for prompt in prompts]
@@ -282,7 +323,9 @@ def run_serve_sim(args):
     for request in requests[: args.show]:
         print(f"> {tokenizer.decode(request.output).strip()}\n")
     print(f"served   {len(requests)} requests, {written} tokens in {seconds:.2f} s: {written / seconds:.1f} tokens/s")
-    print(f"prefix   {found:,} of {given:,} prompt tokens found in the pool ({found / given:.0%})")
+    behind = f" and {args.prompt_cache}" if prompt_cache else ""
+    print(f"prefix   {found:,} of {given:,} prompt tokens found in the pool{behind} ({found / given:.0%})")
+    _report_prompts(prompt_cache)
     print(f"pool     {pool.dtype}, {most_used:.0%} of {pool.num_blocks} blocks of {pool.block_size} tokens at most, ", end="")
     print(f"{server.num_preemptions} preemptions")
     if args.check:

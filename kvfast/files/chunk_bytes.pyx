@@ -6,6 +6,8 @@ to its end. The rest of a sequence is in `block_bytes.rest_layout` and `block_by
 """
 import numpy as np
 
+from libc.stdint cimport int32_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from kvfast.codec.blocks cimport k_block_at, kv_store, v_block_at
@@ -13,6 +15,12 @@ from kvfast.core.limits cimport KV_PIECE
 from kvfast.files.block_bytes cimport keeps_all, num_full_blocks
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.sequence cimport SequenceBuffer
+
+
+ctypedef struct kv_layer:
+    const kv_store *store
+    const int32_t *blocks
+    Py_ssize_t num_kv_heads
 
 
 cdef list _tables(SequenceBuffer buffer):
@@ -28,6 +36,7 @@ def count_chunk_blocks(SequenceBuffer buffer):
     """Number of first blocks that may be in chunks: full, and with codes that follow from the tokens alone."""
     cdef BlockTable table
     cdef Py_ssize_t count = buffer.length // buffer.block_size, i
+    buffer.check_plain()
     buffer.enter_reading()
     try:
         for table in _tables(buffer):
@@ -59,42 +68,52 @@ def copy_blocks(SequenceBuffer buffer, Py_ssize_t first, Py_ssize_t last, data, 
     """
     cdef const unsigned char[::1] source
     cdef unsigned char[::1] target
-    cdef char *at
-    cdef Py_ssize_t expected = chunk_nbytes(buffer, last - first)
+    cdef Py_ssize_t expected = chunk_nbytes(buffer, last - first), num_layers = 0, i
+    cdef BlockTable table
+    cdef kv_layer *layers
+    cdef char *at = NULL
     if write:
         source = data
-        at = <char *>&source[0] if expected else NULL
-        found = source.shape[0]
+        at = <char *>&source[0] if source.shape[0] else NULL
     else:
         target = data
-        at = <char *>&target[0] if expected else NULL
-        found = target.shape[0]
+        at = <char *>&target[0] if target.shape[0] else NULL
+    found = source.shape[0] if write else target.shape[0]
     if found != expected:
         raise ValueError(f"the blocks of a chunk must have {expected} bytes, got {found}")
-    for table, layer in buffer.layer_tables:
-        if keeps_all(table):
-            at = _copy_layer(table, layer, first, last, at, write, start)
+    layers = <kv_layer *>malloc(max(buffer.num_layers, <Py_ssize_t>1) * sizeof(kv_layer))
+    if layers == NULL:
+        raise MemoryError("cannot allocate the list of the layers of a chunk")
+    try:
+        for table, layer in buffer.layer_tables:
+            if not keeps_all(table):
+                continue
+            if not 0 <= first <= last <= table.count:
+                raise ValueError(f"the blocks of a chunk must be among the {table.count} of the sequence, got {first} to {last}")
+            layers[num_layers].store, layers[num_layers].blocks = table.pool.stores + <Py_ssize_t>layer, table.blocks
+            layers[num_layers].num_kv_heads = table.pool.num_kv_heads
+            num_layers += 1
+        with nogil:  # once for all layers: threads that take the GIL in turns wait for each other
+            for i in range(num_layers):
+                at = _copy_layer(layers + i, first, last, at, write, start)
+    finally:
+        free(layers)
 
 
-cdef char *_copy_layer(BlockTable table, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last, char *at, bint write,
-                       Py_ssize_t start) except? NULL:
-    cdef const kv_store *store = table.pool.stores + layer
-    cdef Py_ssize_t heads = table.pool.num_kv_heads, head, i, nbytes
+cdef char *_copy_layer(const kv_layer *layer, Py_ssize_t first, Py_ssize_t last, char *at, bint write, Py_ssize_t start) noexcept nogil:
+    cdef Py_ssize_t head, i, nbytes
     cdef char *block
     cdef int values
-    if not 0 <= first <= last <= table.count:
-        raise ValueError(f"the blocks of a chunk must be among the {table.count} of the sequence, got {first} to {last}")
-    with nogil:
-        for values in range(2):
-            nbytes = store.v.bytes if values else store.k.bytes
-            for head in range(heads):
-                for i in range(first, last):
-                    block = v_block_at(store, table.blocks[i], head) if values else k_block_at(store, table.blocks[i], head)
-                    if not write:
-                        memcpy(at, block, nbytes)
-                    elif i >= start:
-                        memcpy(block, at, nbytes)
-                    at += nbytes
+    for values in range(2):
+        nbytes = layer.store.v.bytes if values else layer.store.k.bytes
+        for head in range(layer.num_kv_heads):
+            for i in range(first, last):
+                block = v_block_at(layer.store, layer.blocks[i], head) if values else k_block_at(layer.store, layer.blocks[i], head)
+                if not write:
+                    memcpy(at, block, nbytes)
+                elif i >= start:
+                    memcpy(block, at, nbytes)
+                at += nbytes
     return at
 
 
@@ -142,29 +161,31 @@ def extend(SequenceBuffer buffer, Py_ssize_t length):
     CacheFullError, MemoryError
         The sequence stays as it was.
     """
+    buffer.check_plain()
+    buffer.alone(lambda: _extend(buffer, length))
+
+
+cdef int _extend(SequenceBuffer buffer, Py_ssize_t length) except -1:
     cdef BlockTable table
     cdef Py_ssize_t size = buffer.block_size, count = length // size, i
-    buffer._enter()
-    try:
-        for table in buffer.tables:
-            if table.length % size or length % size or length < table.length or table.pool.seals and table.floats_begin < table.length:
-                raise ValueError(f"a sequence of {table.length} tokens cannot go on in full blocks up to {length}")
-        for table in buffer.tables:
-            table.reserve_blocks(length)
-            table.ensure(count - table.count)
-            if table.pool.has_sinks and table.count == 0 and count:
-                table.pool.floats.pieces.ensure(1)
-        for table in buffer.tables:
-            if table.pool.seals:
-                table.floats_begin = length
-            begins = table.count == 0 and count > 0
-            while table.count < count:
-                table.blocks[table.count] = table.pool.take(table.blocks[table.count - 1] if table.count else -1)
-                table.count += 1
-            if begins and table.pool.has_sinks:
-                table.pool.floats.add(table.blocks[0], 0, KV_PIECE)
-            table.length = length
-            for i in range(table.pool.num_layers):
-                table.lengths[i] = length
-    finally:
-        buffer._leave()
+    for table in buffer.tables:
+        if table.length % size or length % size or length < table.length or table.pool.seals and table.floats_begin < table.length:
+            raise ValueError(f"a sequence of {table.length} tokens cannot go on in full blocks up to {length}")
+    for table in buffer.tables:
+        table.reserve_blocks(length)
+        table.ensure(count - table.count)
+        if table.pool.has_sinks and table.count == 0 and count:
+            table.pool.floats.pieces.ensure(1)
+    for table in buffer.tables:
+        if table.pool.seals:
+            table.floats_begin = length
+        begins = table.count == 0 and count > 0
+        while table.count < count:
+            table.blocks[table.count] = table.pool.take(table.blocks[table.count - 1] if table.count else -1)
+            table.count += 1
+        if begins and table.pool.has_sinks:
+            table.pool.floats.add(table.blocks[0], 0, KV_PIECE)
+        table.length = length
+        for i in range(table.pool.num_layers):
+            table.lengths[i] = length
+    return 0

@@ -7,9 +7,9 @@ from typing import Any
 
 from kvfast.errors import CorruptFileError
 
-MAGIC, VERSION = b"kvfast/p", 1
-# Magic, version, zeros, bytes of the payload, digest, checksum; then zeros, so that the payload starts at two cache lines.
-_HEADER = struct.Struct("<8sIIQ32s16s56x")
+MAGIC, VERSION = b"kvfastpc", 1
+# Magic, version, zeros, bytes of the payload, digest, checksum, tokens; then zeros, so that the payload starts at two cache lines.
+_HEADER = struct.Struct("<8sIIQ32s16sQ48x")
 HEADER_BYTES = _HEADER.size
 
 
@@ -19,10 +19,10 @@ def new_value(nbytes: int) -> tuple[bytearray, memoryview]:
     return value, memoryview(value)[HEADER_BYTES:]
 
 
-def complete(value: bytearray, digest: bytes, secret: bytes) -> bytearray:
-    """Write the header of a value whose payload is there."""
+def complete(value: bytearray, digest: bytes, secret: bytes, num_tokens: int) -> bytearray:
+    """Write the header of a value whose payload is there. `num_tokens` are those of the prompt up to its end, for `num_tokens_of`."""
     payload = memoryview(value)[HEADER_BYTES:]
-    _HEADER.pack_into(value, 0, MAGIC, VERSION, 0, len(payload), digest, _checksum(digest, payload, secret))
+    _HEADER.pack_into(value, 0, MAGIC, VERSION, 0, len(payload), digest, _checksum(digest, payload, secret), num_tokens)
     return value
 
 
@@ -37,9 +37,9 @@ def payload_of(value: Any, digest: bytes, secret: bytes) -> memoryview:
     value = memoryview(value)
     if len(value) < HEADER_BYTES:
         raise CorruptFileError(f"it must have a header of {HEADER_BYTES} bytes, got {len(value)} bytes")
-    magic, version, zeros, nbytes, named, checksum = _HEADER.unpack(value[:HEADER_BYTES])
+    magic, version, zeros, nbytes, named, checksum, _ = _HEADER.unpack(value[:HEADER_BYTES])
     payload = value[HEADER_BYTES:]
-    if magic != MAGIC or zeros or any(value[_HEADER.size - 56 : _HEADER.size]):
+    if magic != MAGIC or zeros or any(value[80:HEADER_BYTES]):
         raise CorruptFileError("kvfast did not write it")
     if version != VERSION:
         raise CorruptFileError(f"it has version {version}; this kvfast reads version {VERSION}")
@@ -50,6 +50,12 @@ def payload_of(value: Any, digest: bytes, secret: bytes) -> memoryview:
     if checksum != _checksum(digest, payload, secret):
         raise CorruptFileError("its checksum is wrong")
     return payload
+
+
+def num_tokens_of(header: Any) -> int | None:
+    """Tokens of the prompt up to the end of a value, from its first HEADER_BYTES bytes; None if kvfast did not write it."""
+    magic, version, *_, num_tokens = _HEADER.unpack(header)
+    return num_tokens if (magic, version) == (MAGIC, VERSION) else None
 
 
 def _checksum(digest, payload, secret):

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 BYTES_AT_ONCE = 64 << 20  # bytes of chunks that are asked for in one call
 
 
-def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], write: Callable[[int, memoryview], None],
-                 deadline: float) -> int:
+def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], deadline: float,
+                 write: Callable[[int, memoryview], None], meanwhile: Callable[[], object]) -> int:
     """Fetch chunks, verify them, and write them.
 
     Parameters
@@ -28,6 +28,8 @@ def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], wr
     write : callable
         Gets the index and the payload of a chunk. Several threads call it at once. Chunks behind one that is no good may have been
         written too.
+    meanwhile : callable
+        Is called once, while chunks come.
 
     Returns
     -------
@@ -37,6 +39,7 @@ def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], wr
     from concurrent.futures import ThreadPoolExecutor
 
     if not len(indices):
+        meanwhile()
         return 0
     secret, memory = prompt.secret, local()
     batch = max(1, BYTES_AT_ONCE // max(prompt.form.nbytes(i) for i in indices))
@@ -66,10 +69,12 @@ def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], wr
         calls = [ahead.submit(store.get_many, [key_of("c", one) for one in digests[at : at + batch]], deadline) for at in starts[:1]]
         for number, at in enumerate(starts):
             values = calls[number].result()
+            other = threads.submit(meanwhile if number == 0 else int)
             if number + 1 < len(starts):  # comes while these are written
                 after = digests[at + batch : at + 2 * batch]
                 calls.append(ahead.submit(store.get_many, [key_of("c", one) for one in after], deadline))
             sound = list(threads.map(take, indices[at : at + batch], digests[at : at + batch], values))
+            other.result()
             good += (*sound, False).index(False)
             if not all(sound):
                 break

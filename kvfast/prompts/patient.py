@@ -32,7 +32,8 @@ class PatientStore:
 
         self.store, self.time_limit = store, time_limit
         self.rate = 0.0  # bytes per second of what was fetched, 0 if not known
-        self._threads = ThreadPoolExecutor(2, "kvfast-store")
+        # Of its own, as the calls of `touch` wait for one of the others.
+        self._threads, self._later = ThreadPoolExecutor(2, "kvfast-store"), ThreadPoolExecutor(1, "kvfast-touch")
         self._resume_at, self._pause, self._warned, self._lock = 0.0, FIRST_PAUSE, set(), Lock()
 
     def deadline(self) -> float:
@@ -51,9 +52,14 @@ class PatientStore:
         """Whether the value is kept now."""
         return self._call(lambda: self.store.put(key, value), self.deadline(), False)
 
-    def touch(self, keys: Sequence[str], deadline: float) -> None:
-        """Mark keys as used, the last of them as the newest."""
-        self._call(lambda: self.store.touch(keys), deadline, None)
+    def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
+        """Mark keys as used, the last of them as the newest. Nobody waits for it."""
+        deadline = self.deadline()
+        self._later.submit(lambda: self._call(lambda: self.store.touch(keys, is_hit), deadline, None))
+
+    def settle(self) -> None:
+        """Wait for `touch`."""
+        self._later.submit(int).result()
 
     def delete(self, key: str, why: object) -> None:
         """Delete a value that is no good, and warn."""
@@ -81,7 +87,8 @@ class PatientStore:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True)
+        for threads in (self._later, self._threads):
+            threads.shutdown(wait=True)
         self.store.close()
 
     def _call(self, work: Callable[[], Any], deadline: float, otherwise: Any) -> Any:

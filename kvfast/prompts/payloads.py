@@ -45,7 +45,7 @@ class ChunkForm:
         chunk_bytes.copy_blocks(buffer, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], False)
         if index == 0:
             _fill(payload[self._of_blocks :], chunk_bytes.first_float_rows(buffer, True))
-        return complete(value, digest, secret)
+        return complete(value, digest, secret, (index + 1) * self.blocks * buffer.block_size)
 
     def write(self, buffer: Any, index: int, payload: memoryview, start: int = 0, floats: bool = True) -> None:
         """Write a payload to the blocks of a sequence, from its block `start` on.
@@ -92,9 +92,12 @@ class End:
         if len(self._rows) != expected:
             raise CorruptFileError(f"the end of {seq_len} tokens must have {expected} bytes, got {len(self._rows)}")
 
-    def write(self, buffer: Any) -> None:
-        """Make an empty sequence one of `seq_len` tokens, and write what is here. The chunks remain to be written."""
+    def open(self, buffer: Any) -> None:
+        """Make an empty sequence one of `seq_len` tokens, all of whose bytes remain to be written."""
         block_bytes.reopen(buffer, self.seq_len, self.states)
+
+    def write(self, buffer: Any) -> None:
+        """Write the bytes behind the chunks."""
         _spread(self._rows, block_bytes.rest(buffer, self._skip, False))
 
     @staticmethod
@@ -106,7 +109,7 @@ class End:
         struct.pack_into("<I", payload, 0, len(states))
         payload[4 : 4 + len(states)] = states
         _fill(payload[4 + len(states) :], rows)
-        return complete(value, digest, secret)
+        return complete(value, digest, secret, buffer.length)
 
 
 def tails_value(tails: list[NDArray[np.int64]], digest: bytes, secret: bytes) -> bytearray:
@@ -114,7 +117,7 @@ def tails_value(tails: list[NDArray[np.int64]], digest: bytes, secret: bytes) ->
     data = b"".join(struct.pack("<I", len(tail)) + tail.astype("<i8").tobytes() for tail in tails[:MAX_TAILS])
     value, payload = new_value(len(data))
     payload[:] = data
-    return complete(value, digest, secret)
+    return complete(value, digest, secret, 0)
 
 
 def tails_of(payload: memoryview) -> list[NDArray[np.int64]]:

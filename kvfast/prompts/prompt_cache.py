@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PromptCache", "PromptCacheStats"]
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 128
 
 
 @dataclass
@@ -117,7 +117,7 @@ class PromptCache:
         need_files()
         self.store = store if isinstance(store, Store) else open_store(store, max_bytes=self.max_bytes, near=near)
         self.background, self.stats = bool(background), PromptCacheStats()
-        self._secret, self._patient = secret, PatientStore(self.store, time_limit)
+        self._is_closed, self._secret, self._patient = False, secret, PatientStore(self.store, time_limit)
         self._writer = Writer(self._patient)
 
     def save(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"") -> bool:
@@ -152,10 +152,12 @@ class PromptCache:
             return False
         prompt, deadline = self._prompt(cache, snapshot.token_ids, model, salt), self._patient.deadline()
         buffer, form, chain = prompt.buffer_with(snapshot), prompt.form, prompt.chain
-        node = chunk_bytes.count_chunk_blocks(buffer) // form.blocks
+        # An end has one token at least, so that the same prompt, whose last token is never restored, looks for it.
+        node = min(chunk_bytes.count_chunk_blocks(buffer) // form.blocks, (len(snapshot) - 1) // self.chunk_tokens)
         chunks, tail = prompt.chunks(node), prompt.token_ids[node * self.chunk_tokens :]
         end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
-        others = [one for one in self._tails(listed, deadline) if not np.array_equal(one, tail)] if with_end else []
+        (known,) = self._values("t", [listed], deadline, tails_of) if with_end else (None,)
+        others = [one for one in known or () if not np.array_equal(one, tail)]
         # The same prompt, or one that goes on, may be there already.
         ends = [end, *(chain.end(node, one) for one in others if len(one) > len(tail) and np.array_equal(one[: len(tail)], tail))]
         keys = [key_of("c", one) for one in chunks] + [key_of("e", one) for one in ends if with_end]
@@ -175,7 +177,7 @@ class PromptCache:
         new = [i for i, is_here in enumerate(here[: len(chunks)]) if not is_here]
         calls = [self._put(keys[i], form.read(buffer, i, chunks[i], self._secret)) for i in new]
         calls += [self._put(key, value) for key, value in values.items()]
-        done = self._writer.after(calls, lambda: self._patient.touch(used, self._patient.deadline()))
+        done = self._writer.after(calls, lambda: self._patient.touch(used, is_hit=False))
         return self.background or done.result()
 
     def restore(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"",
@@ -251,24 +253,27 @@ class PromptCache:
         if length > held and not self._is_slow(prompt, indices, length - held, tokens_per_second):
             chunk_bytes.extend(buffer_of(sequence), length)
             try:
-                good = self._write_chunks(buffer_of(sequence), prompt, indices, True, deadline, held // sequence.block_size)
+                good = self._write_chunks(buffer_of(sequence), prompt, indices, deadline, held // sequence.block_size)
             except BaseException:
                 sequence.truncate(held)
                 raise
             sequence.truncate(max(held, (first + good) * self.chunk_tokens))
             know_tokens(sequence, token_ids[: len(sequence)])
-            self._patient.touch([key_of("c", one) for one in reversed(digests[:good])], deadline)
+            self._patient.touch([key_of("c", one) for one in reversed(digests[:good])])
         self._count(len(token_ids), len(sequence) - held, begin)
         return sequence
 
     def flush(self) -> None:
         """Wait until the store has all that was saved in the background."""
+        self._check_open()
         self._writer.flush()
+        self._patient.settle()
 
     def close(self) -> None:
-        """Write what was saved in the background, and leave the store. Closing twice is harmless."""
+        """Write what was saved in the background, and leave the store. Closing twice is harmless; other calls are refused afterwards."""
         self._writer.close()
         self._patient.close()
+        self._is_closed = True
 
     def __enter__(self) -> Self:
         return self
@@ -295,10 +300,18 @@ class PromptCache:
     def __bool__(self) -> bool:
         return True
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PromptCache has threads and connections, and cannot be copied or pickled: make another one of its store")
+
     def __repr__(self) -> str:
         return f"PromptCache({self.store.url!r}, max_bytes={self.max_bytes})"
 
+    def _check_open(self):
+        if self._is_closed:
+            raise ValueError("this PromptCache is closed")
+
     def _prompt(self, cache, token_ids, model, salt):
+        self._check_open()
         return Prompt(cache, token_ids, model, salt, self.chunk_tokens, self._secret)
 
     def _choices(self, cache, prompt, deadline):
@@ -311,11 +324,11 @@ class PromptCache:
         least = count * size if prompt.keeps_all else 0
         choices = [(least, count, None, None)] if least else []
         # Blocks whose tokens still have float rows are in no chunk, so an end may begin before the last chunk.
-        for node in range(max(count - 1, 0), count + 1):
+        lists = [(node, digest) for node in range(max(count - 1, 0), count + 1) for digest in prompt.chain.tails(node)]
+        for (node, digest), tails in zip(lists, self._values("t", [digest for _, digest in lists], deadline, tails_of)):
             behind = prompt.token_ids[node * size : most]
-            for digest in prompt.chain.tails(node):
-                tails = [(node * size + _common(tail, behind), node, tail, digest) for tail in self._tails(digest, deadline)]
-                choices += [choice for choice in tails if choice[0] > least]
+            found = [(node * size + _common(tail, behind), node, tail, digest) for tail in tails or ()]
+            choices += [choice for choice in found if choice[0] > least]
         return sorted(choices, key=lambda choice: choice[:2], reverse=True)
 
     def _fill(self, cache, prompt, num_tokens, node, tail, listed, tokens_per_second, deadline):
@@ -325,7 +338,7 @@ class PromptCache:
             return 0
         if tail is not None:
             seq_len, digest = node * self.chunk_tokens + len(tail), prompt.chain.end(node, tail)
-            end = self._value("e", digest, deadline, lambda payload: prompt.end(payload, node, seq_len))
+            (end,) = self._values("e", [digest], deadline, lambda payload: prompt.end(payload, node, seq_len))
             if end is None:
                 return 0
         direct = cache.block_size == prompt.block_size and seq_len <= _room(cache)
@@ -334,8 +347,8 @@ class PromptCache:
             if end is None:
                 chunk_bytes.extend(buffer_of(target), seq_len)
             else:
-                end.write(buffer_of(target))
-            good = self._write_chunks(buffer_of(target), prompt, range(len(chunks)), end is None, deadline)
+                end.open(buffer_of(target))
+            good = self._write_chunks(buffer_of(target), prompt, range(len(chunks)), deadline, end=end)
             if good < len(chunks):
                 num_tokens = good * self.chunk_tokens
             try:
@@ -349,13 +362,15 @@ class PromptCache:
             cache.clear()
             raise
         used = [key_of("c", one) for one in reversed(chunks[:good])]
-        self._patient.touch(used if end is None else [key_of("t", listed), key_of("e", digest), *used], deadline)
+        self._patient.touch(used if end is None else [key_of("t", listed), key_of("e", digest), *used])
         return len(cache)
 
-    def _write_chunks(self, buffer, prompt, indices, floats, deadline, start=0):
-        """Write chunks to the blocks of a sequence, from its block `start` on. Returns how many of them came, one after another."""
+    def _write_chunks(self, buffer, prompt, indices, deadline, start=0, end=None):
+        """Write chunks to the blocks of a sequence, from its block `start` on, and an end. Returns how many chunks came, one after
+        another."""
         nbytes, begin = sum(map(prompt.form.nbytes, indices)), time.perf_counter()
-        good = fetch_chunks(self._patient, prompt, indices, lambda i, payload: prompt.form.write(buffer, i, payload, start, floats), deadline)
+        good = fetch_chunks(self._patient, prompt, indices, deadline, lambda i, payload: prompt.form.write(buffer, i, payload, start, end is None),
+                            (lambda: end.write(buffer)) if end else int)  # fmt: skip
         if good == len(indices) and nbytes:
             self._patient.measured(nbytes, time.perf_counter() - begin)
         self.stats.bytes_fetched += sum(map(prompt.form.nbytes, indices[:good]))
@@ -364,24 +379,21 @@ class PromptCache:
     def _is_slow(self, prompt, indices, num_tokens, tokens_per_second):
         return tokens_per_second is not None and self._patient.takes_longer(sum(map(prompt.form.nbytes, indices)), num_tokens / tokens_per_second)
 
-    def _tails(self, digest, deadline):
-        """The tails of a list, the newest first."""
-        return self._value("t", digest, deadline, tails_of) or []
-
-    def _value(self, kind, digest, deadline, parse):
-        """What `parse` makes of a payload, or None if there is none that is sound."""
-        key = key_of(kind, digest)
-        (value,) = self._patient.get_many([key], deadline)
-        if value is None:
-            return None
-        try:
-            with value:
-                data = value.read(0, len(value))
-            self.stats.bytes_fetched += len(data)
-            return parse(payload_of(data, digest, self._secret))
-        except (CorruptFileError, EOFError) as error:
-            self._patient.delete(key, error)
-        return None
+    def _values(self, kind, digests, deadline, parse):
+        """What `parse` makes of the payloads of some keys; None for one that is not there or not sound."""
+        keys, parsed = [key_of(kind, digest) for digest in digests], []
+        for key, digest, value in zip(keys, digests, self._patient.get_many(keys, deadline)):
+            parsed.append(None)
+            if value is None:
+                continue
+            try:
+                with value:
+                    data = value.read(0, len(value))
+                    self.stats.bytes_fetched += len(data)
+                    parsed[-1] = parse(payload_of(data, digest, self._secret))
+            except (CorruptFileError, EOFError) as error:
+                self._patient.delete(key, error)
+        return parsed
 
     def _put(self, key, value):
         self.stats.bytes_written += len(value)

@@ -32,8 +32,13 @@ class Writer:
 
     def after(self, calls: list[Future[bool]], then: Callable[[], None]) -> Future[bool]:
         """Call `then` when these calls have ended. The result is whether all of them are true."""
-        # The calls have begun before this one, so that it never waits for a thread.
-        return self._begin(lambda: (all([call.result() for call in calls]), then())[0])
+
+        def work() -> bool:
+            kept = [call.result() for call in calls]  # which began before this one, so that it never waits for a thread
+            then()
+            return all(kept)
+
+        return self._begin(work)
 
     def flush(self) -> None:
         """Wait until all has been written."""

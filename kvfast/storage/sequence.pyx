@@ -13,8 +13,8 @@ from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.copying cimport clone_table, copy_table
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.ring_table cimport RingTable
-from kvfast.storage.segments cimport (FrozenTables, Segment, SplicedReader, ask_spliced, copied, cut, frozen_of, narrowed, plan_spliced,
-                                      turned)
+from kvfast.storage.segments cimport SplicedReader, ask_spliced, copied, frozen_of, plan_spliced
+from kvfast.storage.spliced_tables cimport SplicedTables
 
 from kvfast.errors import CacheFullError, IncompatibleSnapshotError
 
@@ -44,7 +44,7 @@ cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) e
     return 0
 
 
-cdef class SequenceBuffer:
+cdef class SequenceBuffer(SplicedTables):
     def __init__(self, list tables, list layer_tables, max_seq_len=None):
         self.tables, self.layer_tables, self.max_seq_len = tables, layer_tables, max_seq_len
         self.num_layers = len(layer_tables)
@@ -177,7 +177,7 @@ cdef class SequenceBuffer:
             call.set_rope(rope_q)
         fit_window(table, call)
         if self.segments is not None:
-            reader = self.reader(index, table, layer, 0, call.call.q.tokens)
+            reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, call.call.q.tokens)
             plan_spliced(call, [reader])
             ask_spliced(call, [reader])
             return call
@@ -265,7 +265,7 @@ cdef class SequenceBuffer:
         self.enter_reading()
         try:
             if self.segments is not None:
-                return self._spliced_rows(check_layer(index, self.num_layers), table, layer, values), self.positions(index)
+                return self.spliced_rows(check_layer(index, self.num_layers), table, layer, values), self.positions(index)
             if (side.dtype == KV_FLOAT32 and not store.latent and not store.seals and not pool.grows and not pool.is_shared
                     and table.is_in_one_piece()):
                 return np.ndarray((table.lengths[layer], pool.num_kv_heads, side.head_dim), np.float32,
@@ -286,7 +286,7 @@ cdef class SequenceBuffer:
         try:
             for table in self.tables:
                 copies[table] = clone_table(table, table.pool.clone())
-            return self._with_segments(self._like(copies), True)
+            return self.give_segments(self._like(copies), True)
         finally:
             self.leave_reading()
 
@@ -302,7 +302,7 @@ cdef class SequenceBuffer:
                 other.truncate(other.length)
             if then is not None:
                 then()
-            return self._with_segments(self._like(shared), False)
+            return self.give_segments(self._like(shared), False)
         finally:
             self._leave()
 
@@ -376,90 +376,6 @@ cdef class SequenceBuffer:
         self.segments, self.base, self.ropes = segments, other.base, other.ropes
         return 0
 
-    # Of spliced sequences; see `segments` and `splicing`.
-
-    cdef list all_segments(self, Py_ssize_t end):
-        """All segments up to position `end` of the tables, with the tokens behind those of `segments` as the last one."""
-        cdef Segment newest = Segment.__new__(Segment)
-        cdef list known = self.segments or []
-        newest.start = (<Segment>known[-1]).end() if known else 0
-        newest.first, newest.last = newest.start - self.base, end
-        return known + [newest] if newest.first < newest.last else known
-
-    cdef SplicedReader reader(self, object index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query, Py_ssize_t num_queries):
-        cdef SplicedReader reader = SplicedReader.__new__(SplicedReader)
-        reader.segments, reader.live, reader.which = self.all_segments(table.lengths[layer]), table, self.tables.index(table)
-        reader.layer, reader.index, reader.length = layer, check_layer(index, self.num_layers), table.lengths[layer] + self.base
-        reader.first_query, reader.num_queries = first_query, num_queries
-        return reader
-
-    cdef SequenceBuffer _with_segments(self, SequenceBuffer buffer, bint copies):
-        """A buffer with tables like those of this one, and with its segments."""
-        if self.segments is not None:
-            buffer.segments = copied(self.segments, buffer.tables) if copies else self.segments
-            buffer.base, buffer.ropes = self.base, self.ropes
-        return buffer
-
-    def take_segments(self, SequenceBuffer other):
-        """Take over the segments of a sequence of the same pool, whose tables were shared."""
-        other._with_segments(self, False)
-
-    def forget_segments(self):
-        self.segments, self.base, self.ropes = None, 0, None
-
-    @property
-    def is_spliced(self):
-        return self.segments is not None
-
-    def segment_list(self):
-        """Of each segment: its start, its first and last position in its tables, and its shift."""
-        return [(<Segment>segment).describe() for segment in self.all_segments((<BlockTable>self.tables[0]).length)]
-
-    def check_plain(self):
-        if self.segments is not None:
-            raise ValueError("a spliced cache cannot be written or sent: its segments are those of several files; save the cache before "
-                             "it is spliced, or convert it: Snapshot.from_arrays(*cache.snapshot().to_arrays(), num_kv_heads)")
-
-    cdef object _spliced_rows(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, bint values):
-        cdef Segment segment
-        cdef BlockTable source
-        cdef list parts = [np.empty((0, table.pool.num_kv_heads, table.pool.v_head_dim if values else table.pool.head_dim), np.float32)]
-        which = self.tables.index(table)
-        for segment in self.all_segments(table.lengths[layer]):
-            source = table if segment.frozen is None else segment.frozen.tables[which]
-            rows = source.rows(layer, np.arange(segment.first, segment.last), values)
-            parts.append(rows if values or segment.turns is None else turned(rows, segment.turns[index]))
-        return np.concatenate(parts)
-
-    cdef int keep(self, Py_ssize_t n) except -1:
-        """Keep the first n positions."""
-        cdef BlockTable table
-        cdef Segment last
-        cdef Py_ssize_t i, kept = n - self.base
-        if self.segments is not None and n <= (<Segment>self.segments[-1]).end():
-            kept, segments = 0, cut(self.segments, 0, n)
-            if segments:
-                segments[-1] = last = narrowed(segments[-1])
-                kept = last.last if last.frozen is None else 0
-            self.segments, self.base = segments or None, n - kept if segments else 0
-            self.ropes = self.ropes if segments else None
-        for table in self.tables:
-            table.truncate(kept)
-        if self.segments is not None and len(self.segments) == 1 and kept == 0:
-            last = self.segments[0]
-            if last.first == 0 and last.shift == 0:  # an ordinary sequence again
-                for i in range(len(self.tables)):
-                    (<BlockTable>self.tables[i]).share(last.frozen.tables[i])
-                    (<BlockTable>self.tables[i]).truncate(last.last)
-                self.forget_segments()
-        return 0
-
-    cdef object _blocks_of(self, Py_ssize_t which):
-        """Blocks of one of the tables, and of those of the same layers in all segments."""
-        cdef FrozenTables frozen
-        return np.concatenate([table.block_ids() for table in [*[frozen.tables[which] for frozen in frozen_of(self.segments)],
-                                                               self.tables[which]]])
-
     def alone(self, then):
         """Call `then` while no other thread is in the pool."""
         self._enter()
@@ -510,7 +426,7 @@ cdef class SequenceBuffer:
         """Blocks of a layer in the order of their tokens, int32."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        return self._blocks_of(self.tables.index(table))
+        return self.blocks_of(self.tables.index(table))
 
     def capacity(self, index):
         """Number of tokens that fit the blocks of a layer's pool."""
@@ -559,7 +475,7 @@ cdef class SequenceBuffer:
     @property
     def nbytes_used(self):
         """Bytes of the blocks and float rows that hold the tokens."""
-        return sum([(<BlockTable>table).pool.bytes_of_blocks(np.unique(self._blocks_of(i))) for i, table in enumerate(self.tables)])
+        return sum([(<BlockTable>table).pool.bytes_of_blocks(np.unique(self.blocks_of(i))) for i, table in enumerate(self.tables)])
 
     @property
     def bytes_per_token(self):

@@ -6,7 +6,7 @@ from kvfast.storage.ring_table cimport RingTable
 from kvfast.storage.segments cimport FrozenTables, Segment, copy_tables, cut, frozen_of, narrowed, share_tables, turns_of
 from kvfast.storage.sequence cimport SequenceBuffer
 
-from kvfast.errors import CacheFullError
+from kvfast.errors import CacheFullError, IncompatibleSnapshotError
 
 
 cdef int _check_still(SequenceBuffer buffer, object ropes) except -1:
@@ -67,6 +67,9 @@ cdef list _segments_in(SequenceBuffer buffer, SequenceBuffer chunk):
     cdef list segments = chunk.all_segments((<BlockTable>chunk.tables[0]).length)
     if chunk._pool() is buffer._pool():
         return _frozen(chunk, segments)
+    if chunk.segments is not None and chunk.block_size != buffer.block_size:
+        raise IncompatibleSnapshotError(f"a spliced chunk must have the block_size {buffer.block_size} of the cache, got "
+                                        f"{chunk.block_size}")
     copies, result = {}, []
     chunk.enter_reading()
     try:

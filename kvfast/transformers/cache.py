@@ -2,12 +2,16 @@
 
 import copy
 
+import numpy as np
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 
 from kvfast.codec.formats import formats_of
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
+from kvfast.planning.model_shape import read_shape
+from kvfast.prompts.prompt_cache import PromptCache
+from kvfast.transformers.attention import NAME
 from kvfast.transformers.layers import KINDS, check_croppable, new_layer, select_states
 from kvfast.transformers.rows import Rows
 
@@ -31,6 +35,8 @@ class KVFastCache(Cache):
         windows, whose layers take constant memory.
     rollback : int
         Tokens that `crop` can go back in layers with a sliding window.
+    prompt_cache : kvfast.PromptCache, or what one takes, optional
+        Where `restore_prompt` and `save_prompt` keep prompts.
 
     Raises
     ------
@@ -60,7 +66,7 @@ class KVFastCache(Cache):
     KVFastCache(int8, 30 layers, batch of 1, 25 tokens, 1.5 MiB)
     """
 
-    def __init__(self, config, dtype="int4", k_dtype=None, v_dtype=None, *, max_seq_len=None, rollback=64):
+    def __init__(self, config, dtype="int4", k_dtype=None, v_dtype=None, *, max_seq_len=None, rollback=64, prompt_cache=None):
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"KVFastCache is for models with a decoder only, and {config.model_type} has an encoder")
         config = config.get_text_config(decoder=True)
@@ -91,6 +97,7 @@ class KVFastCache(Cache):
         formats_of(dtype, k_dtype, v_dtype, len(windows))  # refuses now what it would refuse at the first token
         rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         self._config, self._dtype, self._max_seq_len = config, dtype, max_seq_len
+        self.prompt_cache = prompt_cache if prompt_cache is None or isinstance(prompt_cache, PromptCache) else PromptCache(prompt_cache)
         settings = {"dtype": dtype, "k_dtype": k_dtype, "v_dtype": v_dtype}
         self._rows = Rows(stored, windows, chunks, configured, settings, max_seq_len, rollback)
         places = {index: place for place, index in enumerate(stored)}
@@ -119,6 +126,74 @@ class KVFastCache(Cache):
     def nbytes(self):
         """Bytes reserved for keys and values; what beams share counts once."""
         return self._rows.nbytes
+
+    def restore_prompt(self, input_ids, model=None, *, tokens_per_second=None):
+        """Take the longest prefix of a prompt that `prompt_cache` has; ``model.generate(input_ids)`` then computes the rest.
+
+        Parameters
+        ----------
+        input_ids : integers of shape (1, num_tokens)
+            Without padding.
+        model : str, optional
+            As in `kvfast.PromptCache.restore`; by default the name and revision in the configuration.
+        tokens_per_second : float, optional
+            As there.
+
+        Returns
+        -------
+        int
+            Tokens that the cache now holds.
+
+        Raises
+        ------
+        ValueError
+            If the cache is not empty, for more than one prompt, and for a model whose layers keep a state or latents.
+        """
+        token_ids, model = self._prompt(input_ids, model)
+        if self._rows.rows:
+            raise ValueError("restore_prompt fills an empty cache: reset() it before")
+        shape = read_shape(self._config)
+        if any(kind.has_state for kind, *_ in self._kinds) or any(layer.rope_dim for layer in shape.layers):
+            raise ValueError(f"layers of {self._config.model_type} keep more than keys and values, which a PromptCache does not have")
+        row = self._rows.begin([(layer.num_kv_heads, layer.head_dim, layer.v_head_dim or layer.head_dim) for layer in shape.layers],
+                               self._config._attn_implementation == NAME)  # fmt: skip
+        found = 0
+        try:
+            found = self.prompt_cache.restore(row, token_ids, model, tokens_per_second=tokens_per_second)
+        finally:
+            self._rows.go_on_from(found)
+        return found
+
+    def save_prompt(self, input_ids, model=None):
+        """Save the tokens that the cache holds in `prompt_cache`.
+
+        Parameters
+        ----------
+        input_ids : integers of shape (1, num_tokens)
+            At least the tokens that the cache holds: the prompt, or the result of ``model.generate``.
+        model : str, optional
+            As in `restore_prompt`.
+
+        Returns
+        -------
+        bool
+            As `kvfast.PromptCache.save`.
+        """
+        token_ids, model = self._prompt(input_ids, model)
+        rows = self.rows
+        if len(rows) != 1 or len(rows[0]) > len(token_ids):
+            raise ValueError(f"save_prompt needs the {len(rows[0]) if rows else 0} tokens of the one row of the cache, got {len(token_ids)} and {len(rows)} rows")
+        return self.prompt_cache.save(rows[0], token_ids[: len(rows[0])], model)
+
+    def _prompt(self, input_ids, model):
+        if self.prompt_cache is None:
+            raise ValueError("this cache was made without a prompt_cache")
+        token_ids = np.asarray(input_ids)
+        if token_ids.ndim != 2 or len(token_ids) != 1:
+            raise ValueError(f"input_ids must have shape (1, num_tokens), of one prompt, got {token_ids.shape}")
+        if model is None:
+            model = f"{self._config.name_or_path} {getattr(self._config, '_commit_hash', None)}"
+        return token_ids[0], model
 
     def reset(self):
         """Forget everything, the size of the batch included."""

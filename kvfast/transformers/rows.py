@@ -100,6 +100,21 @@ class Rows:
         if not self._unseen:
             self._stored.clear()
 
+    def begin(self, shapes, rings):
+        """Make the one row of a batch before its keys come, and return it. `shapes`: KV heads, head_dim and v_head_dim of each layer."""
+        self.clear()
+        self._shapes = shapes
+        self.rows = [self._new_row(rings)]
+        return self.rows[0]
+
+    def go_on_from(self, n):
+        """Count the `n` tokens that the row of `begin` got; with none, everything is as before `begin`."""
+        if n:
+            self._unseen.clear()
+            self.seen = [n] * len(self.windows)
+        else:
+            self.clear()
+
     def _new_row(self, rings):
         *shapes, v_head_dim = (list(sizes) for sizes in zip(*self._shapes))
         settings = self._settings | {"v_head_dim": v_head_dim}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
@@ -263,14 +264,52 @@ def nested(state, prefix, side):
     return (cache.k(0) if side == "k" else cache.v(0)).swapaxes(0, 1)
 
 
-def test_prompt_cache(tmp_path):
-    cache = fill(make("ring with sinks"), np.random.default_rng(0), 40)
-    assert kvfast.PromptCache(tmp_path).save(cache, np.arange(40), model="a model")
-    (path,) = tmp_path.iterdir()
-    header = json.loads(read(path)[1]["kvfast"])
-    known = json.dumps(["a model", header["settings"]]).encode(), np.arange(40).astype("<i8").tobytes()
-    assert path.name == "-".join(blake2b(data, digest_size=16).hexdigest() for data in known) + ".safetensors"
-    assert header["metadata"] == {"model": "a model"}
+def digest(person, *parts, secret=b""):
+    state = blake2b(b"".join(parts), digest_size=32, key=secret, person=person)
+    return state.digest()
+
+
+@pytest.mark.parametrize("secret", [b"", b"a secret"])
+def test_values_of_a_prompt_cache(tmp_path, secret):
+    """Keys and payloads follow from the page alone."""
+    cache, token_ids = fill(make("growing"), np.random.default_rng(0), 150), np.arange(150)
+    kvfast.PromptCache(tmp_path, chunk_tokens=64, secret=secret).save(cache, token_ids, model="a model")
+    values = {path.name: path.read_bytes() for path in tmp_path.rglob("?-*")}
+    state = cache.state_dict()
+    header = json.loads(state["header"].tobytes())
+    fields = json.dumps([header["version"], "a model", "", header["settings"], header["block_size"]], sort_keys=True)
+    nodes = [digest(b"prompts", fields.encode(), (64).to_bytes(8, "little"), secret=secret)]
+    for i in range(2):
+        nodes.append(digest(b"node", nodes[-1], token_ids[64 * i : 64 * i + 64].astype("<i8").tobytes(), secret=secret))
+    chunks = [digest(b"chunk", node, secret=secret) for node in nodes[1:]]
+    tail = token_ids[128:].astype("<i8").tobytes()
+    end, tails = digest(b"end", nodes[2], tail, secret=secret), digest(b"tails", nodes[2], tail[: 16 * 8], secret=secret)
+    keys = [*(f"c-{one.hex()}" for one in chunks), f"e-{end.hex()}", f"t-{tails.hex()}"]
+    assert sorted(values) == sorted(keys)
+    payloads = {}
+    for key, one, count in zip(keys, [*chunks, end, tails], [64, 128, 150, 0]):
+        value, payload = values[key], values[key][128:]
+        if secret:
+            checksum = blake2b(one + payload, digest_size=16, key=secret, person=b"kvfast value").digest()
+        else:
+            checksum = xxhash.xxh3_128_digest(one + payload)
+        assert value[:128] == b"kvfastpc" + struct.pack("<IIQ", 1, 0, len(payload)) + one + checksum + struct.pack("<Q", count) + bytes(48)
+        payloads[key] = payload
+    sides = [f"layers.{layer}.{side}" for layer in range(2) for side in "kv"]
+    for i in range(2):
+        blocks = b"".join(state[f"{side}.{head}"][i].tobytes() for side in sides for head in range(2))
+        payload = payloads[keys[i]]
+        assert payload.startswith(blocks)
+        floats = np.frombuffer(payload[len(blocks) :], np.float16).reshape(-1, 16, 32)
+        kept = np.concatenate([state[f"{side}.floats"][:2] for side in sides]).view(np.float16).reshape(-1, 16, 32)[: len(floats)]
+        assert len(floats) == (0 if i else 8)
+        assert np.array_equal(floats[:, :4], kept[:, :4]) and not np.any(floats[:, 4:])
+    payload = payloads[keys[2]]
+    (nbytes,) = struct.unpack_from("<I", payload)
+    assert json.loads(payload[4 : 4 + nbytes]) == header["tables"]
+    rest = b"".join(state[f"{side}.{name}"].tobytes() for side in sides for name in ("tail", "floats") if f"{side}.{name}" in state)
+    assert payload[4 + nbytes :] == rest
+    assert payloads[keys[3]] == struct.pack("<I", 22) + tail
 
 
 # --- the rules decode --------------------------------------------------------------------------

@@ -47,7 +47,7 @@ MOST_BYTES = 8 << 30  # of address space: what is asked for beyond it is refused
 MOST_OF_A_KIND = 4
 MOST_STREAMS = 64  # layers times heads of a cache that stays
 ALLOWED = (ValueError, TypeError, IndexError, BufferError, OverflowError, MemoryError, kvfast.CacheFullError)
-WITH_FILES = {"path", "folder", "model"}  # parameters that also may raise what the system says of files
+WITH_FILES = {"path", "store", "model"}  # parameters that also may raise what the system says of files
 # What these return may be infinite by their definition: a product with any scale, the log-sum-exp of nothing, no bound.
 INFINITE = {"dequantize", "merge_states", "plan"}
 SLOW = {"read_bandwidth", "peak_rate", "fidelity", "choose_format", "plan", "show_config", "config"}

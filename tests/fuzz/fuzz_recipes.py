@@ -19,7 +19,7 @@ import kvfast
 RECORDS = {
     "AttendPlan", "AttendItem", "BufferLayout", "DtypePlan", "MemoryPlan", "Fidelity", "LayerShape", "ModelShape", "CompressedShape",
     "ReconstructionError", "Snapshot", "CompressedKV", "PreparedBatch", "Sequence", "MLASequence", "CacheFullError", "CorruptFileError",
-    "DimensionMismatchError", "IncompatibleSnapshotError", "NonFiniteInputError",
+    "DimensionMismatchError", "IncompatibleSnapshotError", "NonFiniteInputError", "StoreError", "PromptCacheStats",
 }  # fmt: skip
 # What every object answers to.
 PROTOCOL = {
@@ -270,7 +270,9 @@ RECIPES = {
     "energy": none_or(0.9, 1.0),
     "codebook_size": small(1, 4, 256), "num_subvectors": none_or(1, 4), "seed": small(0, 7), "quant_bits": small(8, 4),
     "path": Call.path, "mmap": small(True, False), "folder": Call.path, "max_bytes": none_or(0, 10**6),
-    "model": small("", "m"),
+    "model": small("", "m"), "store": Call.path, "near": none_or("near"), "chunk_tokens": small(16, 64, 256), "secret": small(b"", b"s"),
+    "time_limit": small(1.0, 10), "background": small(True, False), "tokens_per_second": none_or(1.0, 1e9),
+    "prompts": lambda c: c.any("PromptCache"), "use_prompt_cache.save": small(True, False),
     # the machine and the plan
     "plan.model": Call.config, "context": none_or(1, 4096), "memory": none_or(1 << 30), "bandwidth": lambda c: 1e10,
     "weight_bytes": none_or(10**9),

@@ -5,6 +5,7 @@ that does not return cannot be told from within.
 """
 
 import faulthandler
+import functools
 import json
 import os
 import subprocess
@@ -375,7 +376,7 @@ def whole_cache_calls(name, filled):
     def snapshot(token_ids):
         return filled().snapshot(token_ids).token_ids
 
-    def save(token_ids):
+    def save(token_ids, name="save"):
         with tempfile.TemporaryDirectory() as folder:
             filled().save(f"{folder}/one", token_ids)
             return kvfast.Snapshot.load(f"{folder}/one").token_ids
@@ -403,24 +404,34 @@ def prompt_calls():
     def made(keys, values, token_ids):
         return kvfast.Snapshot.from_arrays([keys], [values], HEADS, "int8", token_ids=token_ids).to_arrays()
 
-    def save(token_ids):
+    def save(token_ids, name="save"):
         with tempfile.TemporaryDirectory() as folder:
-            kvfast.PromptCache(folder).save(filled(kvfast.KVCache(1, HEADS, DIM)), token_ids)
             cache = kvfast.KVCache(1, HEADS, DIM)
-            return kvfast.PromptCache(folder).restore(cache, np.append(token_ids, 1)), seen(cache)
+            with kvfast.PromptCache(folder) as prompts:
+                getattr(prompts, name)(filled(kvfast.KVCache(1, HEADS, DIM)), token_ids)
+                return prompts.restore(cache, np.append(token_ids, 1)), seen(cache)
 
     def restore(token_ids):
         with tempfile.TemporaryDirectory() as folder:
-            kvfast.PromptCache(folder).save(filled(kvfast.KVCache(1, HEADS, DIM)), ids)
             cache = kvfast.KVCache(1, HEADS, DIM)
-            return kvfast.PromptCache(folder).restore(cache, token_ids), seen(cache)
+            with kvfast.PromptCache(folder) as prompts:
+                prompts.save(filled(kvfast.KVCache(1, HEADS, DIM)), ids)
+                return prompts.restore(cache, token_ids), seen(cache)
+
+    def extended(token_ids):
+        pool = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=10)
+        with tempfile.TemporaryDirectory() as folder, kvfast.PromptCache(folder, chunk_tokens=64) as prompts:
+            prompts.save(filled(kvfast.KVCache(1, HEADS, DIM)), ids)
+            return seen(prompts.extended(pool.new_sequence(), token_ids))
 
     state = kvfast.Snapshot.from_arrays([k], [v], HEADS).state_dict()
     return {
         "Snapshot.from_arrays": (made, {"keys": k, "values": v, "token_ids": ids}),
         "Snapshot.from_state_dict": (lambda **arrays: kvfast.Snapshot.from_state_dict(arrays).to_arrays(), state),
         "PromptCache.save": (save, {"token_ids": ids}),
+        "PromptCache.save_chunks": (functools.partial(save, name="save_chunks"), {"token_ids": ids}),
         "PromptCache.restore": (restore, {"token_ids": ids}),
+        "PromptCache.extended": (extended, {"token_ids": ids}),
     }
 
 

@@ -340,7 +340,7 @@ def test_ids_that_an_interrupted_call_left_behind_are_not_believed(rng, monkeypa
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(type(sequence), "_restore_ids", interrupted)
+        monkeypatch.setattr(type(sequence), "_set_ids", interrupted)
         with pytest.raises(KeyboardInterrupt):
             sequence.restore(snapshot)
     assert sequence.snapshot().token_ids is None

@@ -94,14 +94,17 @@ def test_the_same_beginning_is_stored_once():
 def test_a_prompt_is_found_with_few_calls():
     prompts = prompts_of()
     prompts.save(STREAM.feed(make("growing", "int8"), 300), TOKENS)
+    prompts.flush()
     for _ in range(2):
         prompts.store.calls.clear()
         assert prompts.restore(make("growing", "int8"), TOKENS) == 299
+        prompts.flush()
         names = [name for name, _ in prompts.store.calls]
         # One for all chunks, then lists of tails, the end, and the chunks themselves.
         assert names.count("contains") == 1 and names.count("get") <= 6 and names.count("touch") == 1
         for i in range(50):
             prompts.save(STREAM.feed(make("growing", "int8"), 90), [1000 + i] * 90)
+        prompts.flush()
 
 
 @pytest.mark.parametrize("kind", ["growing", "sequence", "sequence with window", "ring and whole layer"])
@@ -162,7 +165,7 @@ def test_lies_are_never_attended_to(wrong, dtype):
     for seed in range(6):
         rng, chosen = np.random.default_rng(seed), [*store.values][seed % len(store.values)]
         values = dict(store.values)
-        store.changed = lambda key, value: lies[wrong](key, value) if key == chosen and value is not None else value
+        store.changed = lambda key, value, chosen=chosen: lies[wrong](key, value) if key == chosen and value is not None else value
         cache = make("growing", dtype)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -197,11 +200,11 @@ def test_a_store_that_fails_costs_a_warning():
     whole = STREAM.feed(make("growing", "int8"), 300)
     prompts.save(whole, TOKENS)
     prompts.store.error = kvfast.StoreError("the server is gone")
-    with pytest.warns(RuntimeWarning, match="computed, as dict fails: the server is gone") as caught:
-        for _ in range(3):
-            assert prompts.restore(make("growing", "int8"), TOKENS) == 0
-            assert not prompts.save(whole, [*TOKENS[:299], 5])
-    assert len(caught) == 1
+    with pytest.warns(RuntimeWarning, match="computed, as dict fails: the server is gone"):
+        assert prompts.restore(make("growing", "int8"), TOKENS) == 0
+    for _ in range(3):  # and no other warning
+        assert prompts.restore(make("growing", "int8"), TOKENS) == 0
+        assert not prompts.save(whole, [*TOKENS[:299], 5])
     calls = len(prompts.store.calls)
     assert prompts.restore(make("growing", "int8"), TOKENS) == 0 and len(prompts.store.calls) == calls  # it pauses
 

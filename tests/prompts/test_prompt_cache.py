@@ -72,7 +72,7 @@ def test_room_limits_what_is_restored(tmp_path):
 @pytest.mark.parametrize("dtype", ["k8v4", "int4", CENTRED])
 def test_every_format(tmp_path, dtype):
     """Where tokens of a longer entry have lost their float rows, the prompt goes on from what their codes tell."""
-    prompts = kvfast.PromptCache(tmp_path)
+    prompts = kvfast.PromptCache(tmp_path, chunk_tokens=256)
     token_ids = list(range(200))
     assert prompts.save(filled(token_ids, dtype), token_ids)
     for found in (199, 192, 150, 128, 70, 17):

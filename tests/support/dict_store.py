@@ -34,7 +34,7 @@ class DictStore(Store):
         self._called("contains", keys)
         return [key in self.values for key in keys]
 
-    def touch(self, keys):
+    def touch(self, keys, is_hit=True):
         self._called("touch", keys)
         self.used += keys
 

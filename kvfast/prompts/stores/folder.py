@@ -87,9 +87,9 @@ class FolderStore(Store):
             raise error if isinstance(error, StoreError) else StoreError(f"cannot write to {self.url}: {error}") from None
         return True
 
-    def touch(self, keys: Sequence[str]) -> None:
+    def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         with self._index() as index:
-            index.touch([check_key(key) for key in keys])
+            index.touch([check_key(key) for key in keys], is_hit)
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._index() as index:

@@ -94,12 +94,12 @@ class FolderIndex:
                 unlink(oldest[0])
                 self._database.execute("DELETE FROM stored WHERE key = ?", oldest)
 
-    def touch(self, keys: Sequence[str]) -> None:
-        """Count a use of each key, the last of them as the newest."""
+    def touch(self, keys: Sequence[str], is_hit: bool) -> None:
+        """Count each key as used now, the last of them as the newest."""
         now = time.time_ns()
         with self._transaction():
-            rows = [(now + i, key) for i, key in enumerate(keys)]
-            self._database.executemany("UPDATE stored SET used = ?, hits = hits + 1 WHERE key = ?", rows)
+            rows = [(now + i, is_hit, key) for i, key in enumerate(keys)]
+            self._database.executemany("UPDATE stored SET used = ?, hits = hits + ? WHERE key = ?", rows)
 
     def remove(self, keys: Sequence[str], unlink: Callable[[str], None]) -> None:
         with self._transaction():

@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     last_used : float
         Seconds since 1970; NaN if the store does not know.
     hits : int
-        Number of calls of `Store.touch`; -1 if the store does not know.
+        Number of hits, see `Store.touch`; -1 if the store does not know.
     """
 
     key: str
@@ -89,8 +89,8 @@ class Store(ABC):
         """Which of some keys there are, in one round trip."""
 
     @abstractmethod
-    def touch(self, keys: Sequence[str]) -> None:
-        """Count a use of each key; the last of them is the one that was used last."""
+    def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
+        """Count each key as used now, the last of them as the newest; and as a hit, if it was found."""
 
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> None:
@@ -112,6 +112,13 @@ def check_key(key: str) -> str:
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise ValueError(f"a key must be like 'c-' and 64 hexadecimal digits, got {key!r}")
     return key
+
+
+def check_timeout(timeout: float) -> float:
+    """The time limit of a server in seconds; ValueError if it is not positive and finite."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+    return float(timeout)
 
 
 def is_key(name: str) -> bool:

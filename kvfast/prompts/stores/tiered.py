@@ -51,9 +51,9 @@ class TieredStore(Store):
         kept = self.near.put(key, value)
         return self.far.put(key, value) or kept
 
-    def touch(self, keys: Sequence[str]) -> None:
-        self.near.touch(keys)
-        self.far.touch(keys)
+    def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
+        self.near.touch(keys, is_hit)
+        self.far.touch(keys, is_hit)
 
     def delete(self, keys: Sequence[str]) -> None:
         self.near.delete(keys)

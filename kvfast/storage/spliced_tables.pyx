@@ -1,0 +1,92 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The tables of a sequence that may be spliced; see `segments` for what that is, and `splicing` for how it comes about."""
+import numpy as np
+
+from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, turned
+
+
+cdef class SplicedTables:
+    """Block tables, and the segments before their tokens. Tokens are appended to the tables alone."""
+
+    cdef list all_segments(self, Py_ssize_t end):
+        """All segments up to position `end` of the tables, with the tokens behind those of `segments` as the last one."""
+        cdef Segment newest = Segment.__new__(Segment)
+        cdef list known = self.segments or []
+        newest.start = (<Segment>known[-1]).end() if known else 0
+        newest.first, newest.last = newest.start - self.base, end
+        return known + [newest] if newest.first < newest.last else known
+
+    cdef SplicedReader reader(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query, Py_ssize_t num_queries):
+        cdef SplicedReader reader = SplicedReader.__new__(SplicedReader)
+        reader.segments, reader.live, reader.which = self.all_segments(table.lengths[layer]), table, self.tables.index(table)
+        reader.layer, reader.index, reader.length = layer, index, table.lengths[layer] + self.base
+        reader.first_query, reader.num_queries = first_query, num_queries
+        return reader
+
+    cdef SplicedTables give_segments(self, SplicedTables buffer, bint copies):
+        """A buffer with tables like those of this one, and with its segments."""
+        if self.segments is not None:
+            buffer.segments = copied(self.segments, buffer.tables) if copies else self.segments
+            buffer.base, buffer.ropes = self.base, self.ropes
+        return buffer
+
+    def take_segments(self, SplicedTables other):
+        """Take over the segments of a sequence of the same pool, whose tables were shared."""
+        other.give_segments(self, False)
+
+    def forget_segments(self):
+        self.segments, self.base, self.ropes = None, 0, None
+
+    @property
+    def is_spliced(self):
+        return self.segments is not None
+
+    def segment_list(self):
+        """Of each segment: its start, its first and last position in its tables, and its shift."""
+        return [(<Segment>segment).describe() for segment in self.all_segments((<BlockTable>self.tables[0]).length)]
+
+    def check_plain(self):
+        if self.segments is not None:
+            raise ValueError("a spliced cache cannot be written or sent: its segments are those of several files; save the cache before "
+                             "it is spliced, or convert it: Snapshot.from_arrays(*cache.snapshot().to_arrays(), num_kv_heads)")
+
+    cdef object spliced_rows(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, bint values):
+        cdef Segment segment
+        cdef BlockTable source
+        cdef list parts = [np.empty((0, table.pool.num_kv_heads, table.pool.v_head_dim if values else table.pool.head_dim), np.float32)]
+        which = self.tables.index(table)
+        for segment in self.all_segments(table.lengths[layer]):
+            source = table if segment.frozen is None else segment.frozen.tables[which]
+            rows = source.rows(layer, np.arange(segment.first, segment.last), values)
+            parts.append(rows if values or segment.turns is None else turned(rows, segment.turns[index]))
+        return np.concatenate(parts)
+
+    cdef int keep(self, Py_ssize_t n) except -1:
+        """Keep the first n positions."""
+        cdef BlockTable table
+        cdef Segment last
+        cdef Py_ssize_t i, kept = n - self.base
+        if self.segments is not None and n <= (<Segment>self.segments[-1]).end():
+            kept, segments = 0, cut(self.segments, 0, n)
+            if segments:
+                segments[-1] = last = narrowed(segments[-1])
+                kept = last.last if last.frozen is None else 0
+            self.segments, self.base = segments or None, n - kept if segments else 0
+            self.ropes = self.ropes if segments else None
+        for table in self.tables:
+            table.truncate(kept)
+        if self.segments is not None and len(self.segments) == 1 and kept == 0:
+            last = self.segments[0]
+            if last.first == 0 and last.shift == 0:  # an ordinary sequence again
+                for i in range(len(self.tables)):
+                    (<BlockTable>self.tables[i]).share(last.frozen.tables[i])
+                    (<BlockTable>self.tables[i]).truncate(last.last)
+                self.forget_segments()
+        return 0
+
+    cdef object blocks_of(self, Py_ssize_t which):
+        """Blocks of one of the tables, and of those of the same layers in all segments."""
+        cdef FrozenTables frozen
+        return np.concatenate([table.block_ids() for table in [*[frozen.tables[which] for frozen in frozen_of(self.segments)],
+                                                               self.tables[which]]])

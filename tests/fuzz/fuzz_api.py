@@ -65,7 +65,7 @@ OFTEN = {
     "fork",
 }
 WRITING = OFTEN - {"attend", "attend_batch"} | {
-    "write_batch", "clear", "free", "append_kv", "push_token", "evict_outside_window", "decompress_to_cache",
+    "write_batch", "clear", "free", "splice", "drop", "append_kv", "push_token", "evict_outside_window", "decompress_to_cache",
     "decompress_to_mla_cache", "decompress_to_paged_cache", "decompress_to_ring_cache", "copy", "match_prefix", "deepcopy",
 }  # fmt: skip
 
@@ -164,6 +164,8 @@ def arguments(call, name, function):
             given |= {one: recipe_of(name, one)(call) for one in ("block_table", "seq_lens")}
         elif "sequences" not in given:
             given["sequences"] = call.batch
+    if name.endswith(".splice"):  # which takes them one by one
+        given["chunks"] = recipe_of(name, "chunks")(call)
     luck = rng.random()
     if given and luck > 0.5:
         count = len(given) if luck > 0.95 else rng.choice([1, 1, 2])
@@ -200,6 +202,10 @@ def perform(world, name, function, owner, outcomes, log):
                 result = getattr(target, method)
             elif owner is None:
                 result = function(**given)
+            elif "chunks" in given:
+                chunks = given["chunks"]
+                result = function(target, *(chunks if isinstance(chunks, list) else [chunks]),
+                                  **{one: value for one, value in given.items() if one != "chunks"})
             else:
                 result = function(target, **given)
     except Exception as error:

@@ -1,7 +1,6 @@
 """What documents in any order, and context shift, change in a model's answers: NLL of the text that follows.
 
     python bench/splicing.py --text emma.txt persuasion.txt --json bench/splicing.json
-    python bench/splicing.py --table bench/splicing.json
 
 A passage of each text is cut into two documents and the text that follows them. The model predicts that text behind
 
@@ -15,6 +14,7 @@ from the shifted cache, from the same tokens computed anew, and from the whole p
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,17 +55,18 @@ def new_cache(model, dtype):
     return kvfast.KVCache(*model.cache_shape, dtype=dtype)
 
 
+def predict(model, caches, chunk):
+    """What `compare` takes."""
+    hidden = model.forward_each(chunk, caches)
+    return lambda rows: model.logits(hidden[:, rows])
+
+
 def measure(model, passages, size, dtype, ways_of):
     """Means over all passages: {way: {nll, kl, top1}}. KL and top1 compare with the first way."""
     totals = {}
     for tokens in passages:
         caches = ways_of(model, tokens, size, dtype)
-
-        def predict(chunk, caches=tuple(caches.values())):
-            hidden = model.forward_each(chunk, caches)
-            return lambda rows: model.logits(hidden[:, rows])
-
-        nll, means = compare(tokens[2 * size :], predict, chunk_size=64)
+        nll, means = compare(tokens[2 * size :], partial(predict, model, list(caches.values())), chunk_size=64)
         for name, mean in zip(caches, [{"nll": nll, "kl": 0.0, "top1": 1.0}, *means], strict=True):
             totals.setdefault(name, []).append(mean)
     return {name: {key: float(np.mean([one[key] for one in given])) for key in given[0]} for name, given in totals.items()}
@@ -86,18 +87,14 @@ def table(report):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", nargs="+", metavar="FILE", help="UTF-8 text files")
+    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 text files")
     parser.add_argument("--passages", type=int, default=4, help="passages of each text (default: 4)")
     parser.add_argument("--size", type=int, default=768, help="tokens of a document (default: 768)")
     parser.add_argument("--tokens", type=int, default=512, help="tokens that follow (default: 512)")
     parser.add_argument("--formats", default="float32,int4")
     parser.add_argument("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--table", metavar="FILE", help="print the table of an earlier run")
     args = parser.parse_args()
-    if args.table:
-        print(table(json.loads(Path(args.table).read_text(encoding="utf-8"))))
-        return
     model, tokenizer = llama.load(args.model)
     passages = []
     for path in args.text:

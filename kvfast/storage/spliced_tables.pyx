@@ -17,7 +17,8 @@ cdef class SplicedTables:
         newest.first, newest.last = newest.start - self.base, end
         return known + [newest] if newest.first < newest.last else known
 
-    cdef SplicedReader reader(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query, Py_ssize_t num_queries):
+    cdef SplicedReader reader(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query,
+                              Py_ssize_t num_queries):
         cdef SplicedReader reader = SplicedReader.__new__(SplicedReader)
         reader.segments, reader.live, reader.which = self.all_segments(table.lengths[layer]), table, self.tables.index(table)
         reader.layer, reader.index, reader.length = layer, index, table.lengths[layer] + self.base
@@ -48,8 +49,8 @@ cdef class SplicedTables:
 
     def check_plain(self):
         if self.segments is not None:
-            raise ValueError("a spliced cache cannot be written or sent: its segments are those of several files; save the cache before "
-                             "it is spliced, or convert it: Snapshot.from_arrays(*cache.snapshot().to_arrays(), num_kv_heads)")
+            raise ValueError("a spliced cache cannot be written, nor given to another scheduler: save the caches that it was spliced "
+                             "from, or convert it: Snapshot.from_arrays(*cache.snapshot().to_arrays(), num_kv_heads)")
 
     cdef object spliced_rows(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, bint values):
         cdef Segment segment

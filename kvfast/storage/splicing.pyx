@@ -18,7 +18,8 @@ cdef int _check_still(SequenceBuffer buffer, object ropes) except -1:
             raise ValueError("a ring or a pool with a window cannot be spliced: it drops tokens by itself")
         for layer in range(table.pool.num_layers):
             if table.lengths[layer] != table.length:
-                raise ValueError(f"layers hold {table.lengths[layer] - table.length} tokens that are not complete: advance or truncate first")
+                raise ValueError(f"layers hold {table.lengths[layer] - table.length} tokens that are not complete: advance or "
+                                 f"truncate first")
     if buffer.ropes is not None and buffer.ropes != ropes:
         raise ValueError("rope must be the one that the cache, or the chunk, was spliced with before")
     return 0
@@ -136,7 +137,7 @@ def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, beg
 def drop(SequenceBuffer buffer, first, last, ropes, begin=None):
     """Take the positions from `first` to `last` out; those behind move up. See `splice`."""
     cdef BlockTable table
-    cdef Segment segment, newest = None
+    cdef Segment segment
     cdef Py_ssize_t length, low, high
     cdef list before, behind, segments
     buffer._enter()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from cache_kinds import DTYPES, FORMATS, SEALING
-from reference import attention, bound, relative_error
+from reference import attention, relative_error
 from rotated_reference import DIM, HEADS, Model, frequencies, turn
 
 import kvfast

@@ -1,5 +1,7 @@
 """Caches put together from chunks that were computed apart, and cut in the middle."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from cache_kinds import DTYPES, FORMATS, SEALING
@@ -113,18 +115,20 @@ def test_tokens_computed_again_take_the_place_of_a_chunks_own(dtype):
 def test_a_conversation_without_end_fits_a_bounded_cache(dtype):
     rope, cache = ROPES["halves"], cache_of(dtype, max_seq_len=512)
     model, most = Model(cache, rope), 0
-    model.append(500)
+    before, sizes = model.append(500).cache.nbytes, []
     for turn_ in range(30):
         model.drop(20, 20 + 200 + turn_)
         model.append(200 + turn_ + turn_ % 3)
         if len(cache) > 500:
             model.truncate(500)
         most = max(most, len(cache.block_indices()) * cache.block_size)
+        sizes.append(cache.nbytes)
         if turn_ % 7 == 0:
             model.check(2)
     model.check(64)
     # The first segment and the last both end in a block that is not full.
     assert most <= 512 + 3 * cache.block_size
+    assert max(sizes[10:]) <= max(sizes[:10]) < 2.2 * before
     assert len(cache._buffer.segment_list()) <= 5
 
 
@@ -339,3 +343,86 @@ def test_write_rotates_for_the_position_in_the_whole_cache():
     assert cache.layer_length(0) == 35
     assert np.array_equal(cache.k(0)[-5:], other.k(0)[-5:])
     cache.advance(5)
+
+
+def test_chunks_with_blocks_of_another_size(tmp_path):
+    rope = ROPES["halves"]
+    small = Model(kvfast.KVCache(1, HEADS, DIM, dtype="int8", block_size=16), rope, 3).append(100)
+    model = Model(cache_of(), rope).append(10).splice(small).append(3)
+    model.check(3)
+    model.splice(small, recomputed=3).check(1)
+    before = model.cache.snapshot()
+    small.drop(10, 50)
+    with pytest.raises(kvfast.IncompatibleSnapshotError, match="block_size 64 of the cache, got 16"):
+        model.cache.splice(small.cache, rope=rope)
+    with pytest.raises(kvfast.IncompatibleSnapshotError, match="same block_size, 16, got 64"):
+        model.cache.restore(small.cache.snapshot())
+    assert model.cache.snapshot() == before
+
+
+def test_prompt_caches_refuse_a_spliced_cache(tmp_path):
+    model = Model(cache_of(), None).append(600).drop(10, 20)
+    prompts = kvfast.PromptCache(tmp_path)
+    with pytest.raises(ValueError, match="spliced cache cannot be written"):
+        prompts.save(model.cache, np.arange(590))
+    pool = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=60, dtype="int8")
+    pool.use_prompt_cache(prompts)
+    sequence = pool.new_sequence()
+    k = np.ones((600, HEADS, DIM), np.float32)
+    sequence.append(0, k, k)
+    sequence.advance(600, token_ids=np.arange(600))
+    sequence.drop(100, 200, rope=None)
+    sequence.append(0, k[:300], k[:300])
+    sequence.advance(300, token_ids=np.arange(300))
+    sequence.free()
+    assert pool.num_free_blocks == pool.num_blocks
+    found = pool.match_prefix(np.arange(600))
+    assert np.array_equal(found.k(0), k[: len(found)])
+
+
+def test_a_prefix_is_not_found_in_what_was_dropped():
+    pool = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=60, dtype="float32")
+    sequence, k = pool.new_sequence(), np.arange(300, dtype=np.float32)[:, None, None] + np.zeros((300, HEADS, DIM), np.float32)
+    sequence.append(0, k, k)
+    sequence.advance(300, token_ids=np.arange(300))
+    sequence.drop(32, 96, rope=None)
+    sequence.append(0, k[:100], k[:100])
+    sequence.advance(100, token_ids=np.arange(100))
+    for tokens in (np.arange(300), np.concatenate((np.arange(32), np.arange(96, 300)))):
+        with pool.match_prefix(tokens) as found:
+            assert np.array_equal(found.k(0)[:, 0, 0], tokens[: len(found)])
+    sequence.truncate(0)
+    sequence.append(0, k[:64] + 1000, k[:64])
+    sequence.advance(64, token_ids=np.arange(1000, 1064))
+    with pool.match_prefix(np.arange(1000, 1100)) as found:
+        assert np.array_equal(found.k(0)[:, 0, 0], np.arange(1000, 1064))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+def test_threads_read_a_spliced_cache_together(dtype):
+    rope = ROPES["halves"]
+    model = Model(cache_of(dtype), rope).append(100).splice(*chunks(dtype, (900, 700), rope)).append(20)
+    q = model.queries(2)
+    expected = model.cache.attend(0, q)
+    with ThreadPoolExecutor(4) as threads:
+        outs = list(threads.map(lambda _: model.cache.attend(0, q), range(40)))
+    assert all(np.array_equal(out, expected) for out in outs)
+
+
+def test_a_secure_cache_overwrites_the_blocks_of_dropped_tokens():
+    cache = kvfast.KVCache(1, HEADS, 32, 256, "float32", secure=True)
+    k = np.full((256, HEADS, 32), 7.0, np.float32)
+    cache.append(0, k, k)
+    cache.advance(256)
+    seen = cache.k(0)[64:128]
+    assert (seen == 7).all()
+    cache.drop(64, 128, rope=None)
+    cache.snapshot()  # enters the pool, which releases what was dropped meanwhile
+    assert (seen == 0).all()
+    assert (cache.k(0) == 7).all()
+
+
+def test_values_of_another_width():
+    rope = ROPES["part"]
+    model = Model(kvfast.KVCache(1, HEADS, 32, dtype="int4", v_head_dim=48), rope).append(90)
+    model.splice(Model(kvfast.KVCache(1, HEADS, 32, dtype="int4", v_head_dim=48), rope, 4).append(150)).append(10).drop(5, 100).check(3)

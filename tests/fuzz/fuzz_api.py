@@ -133,8 +133,11 @@ def state(one):
         if one._buffer.closed:
             return "freed"
         shown = [decoded(one, layer) for layer in range(one.num_layers)]
-        return len(one), one.context_lens.tolist(), shown, one._buffer.resume_states()
+        states = one._buffer.segment_list() if one._buffer.is_spliced else one._buffer.resume_states()
+        return len(one), one.context_lens.tolist(), shown, states
     if isinstance(one, kvfast.Snapshot | kvfast.CompressedKV):
+        if isinstance(one, kvfast.Snapshot) and one._cache._buffer.is_spliced:
+            return [array.tobytes() for side in one.to_arrays() for array in side]
         return {name: array.tobytes() for name, array in one.state_dict().items()}
     if isinstance(one, PagedStorage):
         pool = one._buffer.pool

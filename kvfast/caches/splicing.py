@@ -8,7 +8,7 @@ from kvfast.caches.snapshot import Snapshot, cache_of
 from kvfast.codec.rope import Rope, frequencies_of
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_TOKENS
-from kvfast.storage.splicing import drop, splice
+from kvfast.storage.splicing import check_splice, drop, splice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,10 +77,12 @@ class Splicing:
             raise ValueError(f"recomputed needs one chunk of at least as many tokens, got {recomputed} with chunks of "
                              f"{[len(one) for one in snapshots]} tokens")  # fmt: skip
         snapshots = [one for one in snapshots if len(one)]
-        if len(self) == 0 and len(snapshots) == 1 and not any(self.context_lens):
+        buffers = [cache_of(one)._buffer for one in snapshots]
+        check_splice(self._buffer, buffers, ropes, recomputed)
+        if len(self) == 0 and len(snapshots) == 1:
             self.restore(snapshots[0])
         elif snapshots:
-            splice(self._buffer, [cache_of(one)._buffer for one in snapshots], ropes, recomputed, self._forget_ids)
+            splice(self._buffer, buffers, ropes, recomputed, self._forget_ids)
 
     def drop(self, first: int, last: int, *, rope: Rope | None | Sequence[Rope | None]) -> None:
         """Take the tokens from position `first` to `last` out; those behind move up (context shift).
@@ -114,7 +116,7 @@ class Splicing:
         >>> len(cache)
         256
         """
-        drop(self._buffer, first, last, self._rotations(rope), self._forget_ids)
+        drop(self._buffer, first, last, self._rotations(rope), self.truncate, self._forget_ids)
 
     @property
     def is_spliced(self) -> bool:

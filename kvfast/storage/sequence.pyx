@@ -340,7 +340,7 @@ cdef class SequenceBuffer(SplicedTables):
             begin()
         for i in range(len(self.tables)):
             (<BlockTable>self.tables[i]).share(other.tables[i])
-        self.segments, self.base, self.ropes = other.segments, other.base, other.ropes
+        self.take_segments(other)
         return 0
 
     cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1:
@@ -356,7 +356,7 @@ cdef class SequenceBuffer(SplicedTables):
             begin()
         for i in range(len(self.tables)):
             copy_table(other.tables[i], self.tables[i], pieces[i], False)
-        self.segments, self.base, self.ropes = None, 0, None
+        self.forget_segments()
         return 0
 
     cdef int _copy_spliced(self, SequenceBuffer other, list pieces, begin) except -1:
@@ -373,7 +373,7 @@ cdef class SequenceBuffer(SplicedTables):
             begin()
         for i in range(len(self.tables)):
             copy_table(other.tables[i], self.tables[i], pieces[i], False)
-        self.segments, self.base, self.ropes = segments, other.base, other.ropes
+        self.set_segments(segments, other.base, other.ropes)
         return 0
 
     def alone(self, then):
@@ -409,7 +409,7 @@ cdef class SequenceBuffer(SplicedTables):
         total = 0
         for table in self.tables:
             total += table.nbytes_alone
-        return total + sum([frozen.nbytes_alone for frozen in frozen_of(self.segments)])
+        return total + sum([frozen.nbytes_alone for frozen in frozen_of(self.known_segments())])
 
     def __del__(self):
         cdef BlockTable table

@@ -12,6 +12,8 @@ cdef class SplicedTables:
     cdef list all_segments(self, Py_ssize_t end)
     cdef SplicedReader reader(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query,
                               Py_ssize_t num_queries)
+    cdef int set_segments(self, list segments, Py_ssize_t base, object ropes) except -1
+    cdef list known_segments(self)
     cdef SplicedTables give_segments(self, SplicedTables buffer, bint copies)
     cdef object spliced_rows(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, bint values)
     cdef object blocks_of(self, Py_ssize_t which)

@@ -1,5 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The tables of a sequence that may be spliced; see `segments` for what that is, and `splicing` for how it comes about."""
+cimport cython
 import numpy as np
 
 from kvfast.storage.block_table cimport BlockTable
@@ -12,7 +13,7 @@ cdef class SplicedTables:
     cdef list all_segments(self, Py_ssize_t end):
         """All segments up to position `end` of the tables, with the tokens behind those of `segments` as the last one."""
         cdef Segment newest = Segment.__new__(Segment)
-        cdef list known = self.segments or []
+        cdef list known = self.known_segments()
         newest.start = (<Segment>known[-1]).end() if known else 0
         newest.first, newest.last = newest.start - self.base, end
         return known + [newest] if newest.first < newest.last else known
@@ -28,16 +29,25 @@ cdef class SplicedTables:
     cdef SplicedTables give_segments(self, SplicedTables buffer, bint copies):
         """A buffer with tables like those of this one, and with its segments."""
         if self.segments is not None:
-            buffer.segments = copied(self.segments, buffer.tables) if copies else self.segments
-            buffer.base, buffer.ropes = self.base, self.ropes
+            buffer.set_segments(copied(self.segments, buffer.tables) if copies else self.segments, self.base, self.ropes)
         return buffer
+
+    cdef int set_segments(self, list segments, Py_ssize_t base, object ropes) except -1:
+        with cython.critical_section(self):
+            self.segments, self.base, self.ropes = segments, base, ropes
+        return 0
+
+    cdef list known_segments(self):
+        """The segments, for queries that do not enter the pool."""
+        with cython.critical_section(self):
+            return self.segments or []
 
     def take_segments(self, SplicedTables other):
         """Take over the segments of a sequence of the same pool, whose tables were shared."""
-        other.give_segments(self, False)
+        self.set_segments(other.segments, other.base, other.ropes)
 
     def forget_segments(self):
-        self.segments, self.base, self.ropes = None, 0, None
+        self.set_segments(None, 0, None)
 
     @property
     def is_spliced(self):
@@ -73,8 +83,10 @@ cdef class SplicedTables:
             if segments:
                 segments[-1] = last = narrowed(segments[-1])
                 kept = last.last if last.frozen is None else 0
-            self.segments, self.base = segments or None, n - kept if segments else 0
-            self.ropes = self.ropes if segments else None
+            if segments:
+                self.set_segments(segments, n - kept, self.ropes)
+            else:
+                self.forget_segments()
         for table in self.tables:
             table.truncate(kept)
         if self.segments is not None and len(self.segments) == 1 and kept == 0:
@@ -89,5 +101,5 @@ cdef class SplicedTables:
     cdef object blocks_of(self, Py_ssize_t which):
         """Blocks of one of the tables, and of those of the same layers in all segments."""
         cdef FrozenTables frozen
-        return np.concatenate([table.block_ids() for table in [*[frozen.tables[which] for frozen in frozen_of(self.segments)],
+        return np.concatenate([table.block_ids() for table in [*[frozen.tables[which] for frozen in frozen_of(self.known_segments())],
                                                                self.tables[which]]])

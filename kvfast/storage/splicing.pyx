@@ -21,7 +21,7 @@ cdef int _check_still(SequenceBuffer buffer, object ropes) except -1:
                 raise ValueError(f"layers hold {table.lengths[layer] - table.length} tokens that are not complete: advance or "
                                  f"truncate first")
     if buffer.ropes is not None and buffer.ropes != ropes:
-        raise ValueError("rope must be the one that the cache, or the chunk, was spliced with before")
+        raise ValueError("rope must be the one that the cache was spliced with before")
     return 0
 
 
@@ -68,9 +68,6 @@ cdef list _segments_in(SequenceBuffer buffer, SequenceBuffer chunk):
     cdef list segments = chunk.all_segments((<BlockTable>chunk.tables[0]).length)
     if chunk._pool() is buffer._pool():
         return _frozen(chunk, segments)
-    if chunk.segments is not None and chunk.block_size != buffer.block_size:
-        raise IncompatibleSnapshotError(f"a spliced chunk must have the block_size {buffer.block_size} of the cache, got "
-                                        f"{chunk.block_size}")
     copies, result = {}, []
     chunk.enter_reading()
     try:
@@ -84,6 +81,25 @@ cdef list _segments_in(SequenceBuffer buffer, SequenceBuffer chunk):
     finally:
         chunk.leave_reading()
     return result
+
+
+def check_splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed):
+    """Check everything about `splice` but the room in a shared pool."""
+    cdef SequenceBuffer chunk
+    cdef Py_ssize_t length = buffer.length, room
+    _check_still(buffer, ropes)
+    for chunk in chunks:
+        if chunk.ropes is not None and chunk.ropes != ropes:
+            raise ValueError("rope must be the one that the chunk was spliced with before")
+        if chunk.segments is not None and chunk.block_size != buffer.block_size:
+            raise IncompatibleSnapshotError(f"a spliced chunk must have the block_size {buffer.block_size} of the cache, got "
+                                            f"{chunk.block_size}")
+    if recomputed > length:
+        raise ValueError(f"recomputed must be at most the {length} tokens of the cache, got {recomputed}")
+    total = sum([(<SequenceBuffer>chunk).length for chunk in chunks]) - recomputed
+    if buffer.most >= 0 and length + total > buffer.most:
+        room = buffer.most - length
+        raise CacheFullError(f"the cache has room for {room} of {buffer.most} tokens, got {total}", total, room)
 
 
 def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, begin=None):
@@ -103,23 +119,14 @@ def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, beg
     """
     cdef SequenceBuffer chunk
     cdef BlockTable table
-    cdef Py_ssize_t length, end, room
-    cdef list own, segments, added
+    cdef Py_ssize_t length, end
+    cdef list segments, added
     buffer._enter()
     try:
-        _check_still(buffer, ropes)
+        check_splice(buffer, chunks, ropes, recomputed)
         length = end = buffer.length
-        total = sum([(<SequenceBuffer>chunk).length for chunk in chunks]) - recomputed
-        if recomputed > length:
-            raise ValueError(f"recomputed must be at most the {length} tokens of the cache, got {recomputed}")
-        if buffer.most >= 0 and length + total > buffer.most:
-            room = buffer.most - length
-            raise CacheFullError(f"the cache has room for {room} of {buffer.most} tokens, got {total}", total, room)
-        own = _frozen(buffer, buffer.all_segments(length - buffer.base))
-        segments = own.copy()
+        segments = _frozen(buffer, buffer.all_segments(length - buffer.base))
         for chunk in chunks:
-            if chunk.ropes is not None and chunk.ropes != ropes:
-                raise ValueError("rope must be the one that the cache, or the chunk, was spliced with before")
             added = _segments_in(buffer, chunk)
             _move(added, end - recomputed, ropes)
             end += chunk.length - recomputed
@@ -128,45 +135,48 @@ def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, beg
             begin()
         for table in buffer.tables:
             table.truncate(0)
-        buffer.segments, buffer.base, buffer.ropes = segments, end, ropes
+        buffer.set_segments(segments, end, ropes)
         _settle(segments)
     finally:
         buffer._leave()
 
 
-def drop(SequenceBuffer buffer, first, last, ropes, begin=None):
-    """Take the positions from `first` to `last` out; those behind move up. See `splice`."""
+def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
+    """Take the positions from `first` to `last` out; those behind move up. Calls `truncate` instead if there are none. See `splice`."""
     cdef BlockTable table
     cdef Segment segment
     cdef Py_ssize_t length, low, high
     cdef list before, behind, segments
+    _check_still(buffer, ropes)
+    length = buffer.length
+    low, high = check_count(first, "first", 0, length), check_count(last, "last", 0, length)
+    if low > high:
+        raise ValueError(f"first must be at most last, got {low} and {high}")
+    if low == high:
+        return
+    if high == length:
+        truncate(low)
+        return
     buffer._enter()
     try:
-        _check_still(buffer, ropes)
-        length = buffer.length
-        low, high = check_count(first, "first", 0, length), check_count(last, "last", 0, length)
-        if low > high:
-            raise ValueError(f"first must be at most last, got {low} and {high}")
-        if low == high:
-            return
+        _check_still(buffer, ropes)  # again: another thread may have changed the cache
+        if buffer.length != length:
+            raise RuntimeError(f"another thread has changed the cache: it held {length} tokens, and holds {buffer.length} now")
         segments = buffer.all_segments(length - buffer.base)
         before, behind = cut(segments, 0, low), cut(segments, high, length)
         _move(behind, low - high, ropes)
-        if behind and (<Segment>behind[-1]).frozen is None:
+        if (<Segment>behind[-1]).frozen is None:
             before = _frozen(buffer, before)  # the tables themselves go on behind the gap
-        segments = [narrowed(<Segment>segment) for segment in before + behind] if behind else []
+        segments = [narrowed(<Segment>segment) for segment in before + behind]
         if begin is not None:
             begin()
-        if not behind:
-            buffer.keep(low)
-        else:
-            for segment in behind:
-                if segment.frozen is None:
-                    for table in buffer.tables:
-                        table.drop_front(segment.first)
-                    break
-            buffer.segments, buffer.base, buffer.ropes = segments, buffer.base - (high - low), ropes
-            _settle(segments)
+        for segment in behind:
+            if segment.frozen is None:
+                for table in buffer.tables:
+                    table.drop_front(segment.first)
+                break
+        buffer.set_segments(segments, buffer.base - (high - low), ropes)
+        _settle(segments)
         buffer._trim_surplus()
     finally:
         buffer._leave()

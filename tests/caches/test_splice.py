@@ -283,6 +283,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         (lambda: cache.drop(6, 5, rope=rope), ValueError, "first must be at most last"),
         (lambda: cache.drop(1.5, 5, rope=rope), TypeError, "first"),
         (lambda: ring.drop(0, 0, rope=rope), ValueError, "a ring"),
+        (lambda: ring.splice(ring, rope=rope), ValueError, "a ring"),
         (lambda: turning.drop(0, 0, rope=rope), ValueError, 'rope="cache"'),
         (lambda: windowed.drop(0, 0, rope=rope), ValueError, "a ring or a pool with a window"),
     ]
@@ -301,8 +302,11 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
     cache.drop(0, 10, rope=rope)
     with pytest.raises(ValueError, match="rope must be the one"):
         cache.drop(0, 10, rope=kvfast.Rope(theta=5.0))
-    with pytest.raises(ValueError, match="rope must be the one"):
-        cache_of().splice(chunk.cache, cache, rope=None)
+    for others in ([chunk.cache, cache], [cache]):
+        with pytest.raises(ValueError, match="rope must be the one that the chunk"):
+            cache_of().splice(*others, rope=None)
+    with pytest.raises(kvfast.CacheFullError, match="room for 30 of 30 tokens, got 40"):
+        cache_of(max_seq_len=30).splice(chunk.cache, rope=rope)
     for call in (lambda: cache.save("nowhere"), cache.state_dict, cache.snapshot().to_bytes):
         with pytest.raises(ValueError, match="spliced cache cannot be written"):
             call()
@@ -391,7 +395,7 @@ def test_a_prefix_is_not_found_in_what_was_dropped():
     for tokens in (np.arange(300), np.concatenate((np.arange(32), np.arange(96, 300)))):
         with pool.match_prefix(tokens) as found:
             assert np.array_equal(found.k(0)[:, 0, 0], tokens[: len(found)])
-    sequence.truncate(0)
+    sequence.drop(0, len(sequence), rope=None)
     sequence.append(0, k[:64] + 1000, k[:64])
     sequence.advance(64, token_ids=np.arange(1000, 1064))
     with pool.match_prefix(np.arange(1000, 1100)) as found:

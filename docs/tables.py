@@ -101,6 +101,27 @@ def compression():
     return _table(["method", "bits per element", "error of K", "of V", "of outputs", "NLL change", "KL divergence", "same top token"], rows)
 
 
+def _ways(report, key, title):
+    formats = report["formats"]
+    header = [title, *(f"`{name}`: {what}" for name in formats for what in ("NLL", "KL", "same top token"))]
+    rows = [[way, *(cell for name in formats for cell in _way(report[key][name][way]))] for way in report[key][formats[0]]]
+    return _table(header, rows)
+
+
+def _way(one):
+    return f"{one['nll']:.4f}", f"{one['kl']:.4f}", _percent(one["top1"])
+
+
+def documents():
+    """What the text behind two documents costs."""
+    return _ways(load("splicing"), "documents", "what the model has read")
+
+
+def shift():
+    """What the text behind a context shift costs."""
+    return _ways(load("splicing"), "shift", "context")
+
+
 def _threads(n):
     return f"{n} thread{'s' * (n > 1)}"
 
@@ -214,7 +235,7 @@ def _reason(text):
     return re.sub(r"layer \d+( of \w+)?", "a layer", re.sub(r"\w+Attention", "its attention", text))
 
 
-TABLES = {function.__name__: function for function in (memory, dtypes, accuracy, compression, decode, speed, prefill, precision, hard, peers, architectures)}
+TABLES = {function.__name__: function for function in (memory, dtypes, accuracy, compression, documents, shift, decode, speed, prefill, precision, hard, peers, architectures)}
 
 
 def main():

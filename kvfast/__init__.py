@@ -37,6 +37,7 @@ from kvfast.caches.snapshot import Snapshot
 from kvfast.codec.formats import PRESETS, KVFormat
 from kvfast.codec.projection import split_qkv_norm_rope
 from kvfast.codec.quantize import dequantize, quantize
+from kvfast.codec.rope import Rope
 from kvfast.compression import (
     CompressedKV,
     CompressedShape,
@@ -103,6 +104,7 @@ __all__ = [
     "Quantize",
     "ReconstructionError",
     "RingKVCache",
+    "Rope",
     "Sequence",
     "Snapshot",
     "StoreError",

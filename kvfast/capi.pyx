@@ -110,7 +110,7 @@ cdef class Handle:
         return False
 
     cdef bint is_tidy(self) noexcept nogil:
-        return (not (<BlockTable>self.tables[0]).closed
+        return (not (<BlockTable>self.tables[0]).closed and self.buffer.segments is None
                 and PyList_GET_SIZE(<void *>(<BlockTable>self.tables[0]).pool.to_release) == 0)
 
     cdef void leave(self) noexcept nogil:
@@ -393,7 +393,7 @@ cdef int truncate(kvfast_cache *cache, Py_ssize_t n) noexcept nogil:
 
 
 cdef Py_ssize_t length(kvfast_cache *cache) noexcept nogil:
-    return KVFAST_INVALID if cache == NULL else (<BlockTable>(<Handle>cache).tables[0]).length
+    return KVFAST_INVALID if cache == NULL else (<BlockTable>(<Handle>cache).tables[0]).length + (<Handle>cache).buffer.base
 
 
 cdef Py_ssize_t layer_length(kvfast_cache *cache, int layer) noexcept nogil:
@@ -401,7 +401,7 @@ cdef Py_ssize_t layer_length(kvfast_cache *cache, int layer) noexcept nogil:
         return KVFAST_INVALID
     if not 0 <= layer < (<Handle>cache).buffer.num_layers:
         return KVFAST_NO_LAYER
-    return (<BlockTable>(<Handle>cache).tables[layer]).lengths[(<Handle>cache).layers[layer]]
+    return (<BlockTable>(<Handle>cache).tables[layer]).lengths[(<Handle>cache).layers[layer]] + (<Handle>cache).buffer.base
 
 
 cdef const char *error(kvfast_cache *cache) noexcept nogil:

@@ -19,6 +19,8 @@ cdef class AttendCall:
     cdef bint packed           # whether packed codes keep the matrix unit from being used
 
     cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil
+    cdef bint reserve_queries(self, Py_ssize_t queries, Py_ssize_t contexts) noexcept nogil
+    cdef void sees(self, kv_query *query, Py_ssize_t position, Py_ssize_t length) noexcept nogil
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil
     cdef void add(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries, Py_ssize_t begin,
                  int part) noexcept nogil

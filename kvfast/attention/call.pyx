@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from libc.math cimport INFINITY
 from libc.string cimport memset
 
 from kvfast.attention.options cimport Options
@@ -134,16 +135,21 @@ cdef class AttendCall:
 
     cdef bint begin(self, const kv_store *store, Py_ssize_t contexts) noexcept nogil:
         """Set what follows from the store and from q, which was checked to fit it; False if out of memory."""
-        # One item for each context, those for shared prefixes, and as many as `add` can make.
-        cdef Py_ssize_t items = 2 * contexts + min(self.call.q.tokens, contexts * <Py_ssize_t>KV_FEW_QUERIES)
         self.call.kernels, self.call.store = active(), store
         self.bad, self.call.bad = 0, &self.bad
         self.call.group = <int>(self.call.q.heads // store.num_kv_heads)
         self.call.tile = choose_tile(store)
         if store.floats != NULL:
             self.call.float_tile = choose_tile(store.floats)
+        return self.reserve_queries(self.call.q.tokens, contexts)
+
+    cdef bint reserve_queries(self, Py_ssize_t queries, Py_ssize_t contexts) noexcept nogil:
+        """Make room for so many queries, before the first `ask`; False if out of memory."""
+        # One item for each context, those for shared prefixes, and as many as `add` can make.
+        cdef Py_ssize_t items = 2 * contexts + min(queries, contexts * <Py_ssize_t>KV_FEW_QUERIES)
+        self.call.num_queries = queries
         self.call.items = <kv_item *>self.workspace.reserve(ITEMS, items * sizeof(kv_item))
-        self.call.queries = <kv_query *>self.workspace.reserve(QUERIES, self.call.q.tokens * sizeof(kv_query))
+        self.call.queries = <kv_query *>self.workspace.reserve(QUERIES, queries * sizeof(kv_query))
         return self.call.items != NULL and self.call.queries != NULL
 
     cdef int set_rope(self, object rope_q) except -1:
@@ -157,18 +163,22 @@ cdef class AttendCall:
 
     cdef void ask(self, const kv_context *context, Py_ssize_t first_query, Py_ssize_t num_queries) noexcept nogil:
         """Set which positions each query sees. `num_queries` from `first_query` on are the last tokens of the context."""
-        cdef kv_query *query
-        cdef Py_ssize_t i, chunk = self.options.attention_chunk_size
+        cdef Py_ssize_t i
         for i in range(num_queries):
-            query = self.call.queries + first_query + i
-            query.position = context.length - num_queries + i
-            query.stop = query.position + 1 if self.options.causal else context.length
-            query.start = max(<Py_ssize_t>0, query.position + 1 - self.window) if self.window else 0
-            if chunk:
-                query.start = max(query.start, query.position // chunk * chunk)
-            query.sink_stop = min(max(self.options.num_sink_tokens, 0), query.start)
-            query.parts = 0
+            self.sees(self.call.queries + first_query + i, context.length - num_queries + i, context.length)
+            self.call.queries[first_query + i].token = first_query + i
         self.context += context.length
+
+    cdef void sees(self, kv_query *query, Py_ssize_t position, Py_ssize_t length) noexcept nogil:
+        """Set which of `length` positions a query at `position` sees."""
+        cdef Py_ssize_t chunk = self.options.attention_chunk_size
+        query.position = position
+        query.stop = position + 1 if self.options.causal else length
+        query.start = max(<Py_ssize_t>0, position + 1 - self.window) if self.window else 0
+        if chunk:
+            query.start = max(query.start, position // chunk * chunk)
+        query.sink_stop = min(max(self.options.num_sink_tokens, 0), query.start)
+        query.parts = 0
 
     cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil:
         """Tokens of each split of a span of `span` tokens that `num_queries` queries read."""
@@ -268,19 +278,25 @@ cdef class AttendCall:
             item = self.call.items + i
             for j in range(item.num_queries):
                 query = self.call.queries + (item.members[j] if item.members != NULL else item.first_query + j)
+                query = self.call.queries + query.token
                 query.parts = max(query.parts, item.part + <int>item.splits)
         for i in range(self.call.q.tokens):
             query = self.call.queries + i
             query.partial = parts
             parts += query.parts if query.parts > 1 else 0
+        for i in range(self.call.q.tokens, self.call.num_queries):
+            query = self.call.queries + self.call.queries[i].token
+            self.call.queries[i].partial, self.call.queries[i].parts = query.partial, query.parts
         return parts
 
     cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil:
         """Reserve memory for partial results and threads, as the last step before `run`; False if out of memory."""
-        cdef Py_ssize_t parts = self._count_parts()
+        cdef Py_ssize_t parts = self._count_parts(), width = values_of(self.call.store).padded_dim + 2, i
         if parts:
-            self.call.partials = <float *>self.workspace.reserve(
-                PARTIALS, parts * self.call.q.heads * (values_of(self.call.store).padded_dim + 2) * sizeof(float))
+            self.call.partials = <float *>self.workspace.reserve(PARTIALS, parts * self.call.q.heads * width * sizeof(float))
+        if self.call.partials != NULL and self.call.num_queries > self.call.q.tokens:
+            for i in range(parts * self.call.q.heads):  # a query may see no key of a split of a segment that others see
+                self.call.partials[i * width], self.call.partials[i * width + 1] = -INFINITY, 0.0
         if self.wide:
             self.call.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
         if self.call.rope_q.data != NULL:

@@ -126,7 +126,7 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
             for i in range(padded // KV_LANES):
                 memcpy(acc + i * KV_LANES, panel.acc + (i * KV_ROWS + r % KV_ROWS) * KV_LANES, KV_LANES * sizeof(float))
         if query.parts == 1:
-            _write_output(call, task.tokens[r], task.q_heads[r], acc, m, l)
+            _write_output(call, query.token, task.q_heads[r], acc, m, l)
         else:
             partial = _partials_of(call, query, task.q_heads[r]) + (item.part + split) * (padded + 2)
             partial[0] = m

@@ -8,8 +8,10 @@ from kvfast.core.kernels cimport kv_kernels, kv_rope_scratch, kv_score_options, 
 from kvfast.core.limits cimport KV_ROWS
 
 
-# One query token. It sees the positions below sink_stop and those from start to stop.
+# One query token. It sees the positions below sink_stop and those from start to stop. In a spliced sequence a token has one
+# for each segment that it sees, with the positions of that segment's table.
 ctypedef struct kv_query:
+    Py_ssize_t token           # its output row
     Py_ssize_t position
     Py_ssize_t sink_stop
     Py_ssize_t start
@@ -60,7 +62,8 @@ ctypedef struct kv_call:
     const float *slopes        # (num_q_heads,) or NULL
     kv_item *items
     Py_ssize_t num_items
-    kv_query *queries          # (tokens,)
+    kv_query *queries          # (num_queries,) the first of each token, then the others; row i of q is for query i
+    Py_ssize_t num_queries
     Py_ssize_t num_tasks
     float *partials            # (tokens, num_q_heads, parts, padded_dim of values + 2)
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
@@ -90,7 +93,7 @@ ctypedef struct kv_task:
     kv_rope_scratch *rope      # or NULL
     float slopes[256]
     float query_at[256]        # position of each row's query
-    Py_ssize_t tokens[256]     # query token of each row
+    Py_ssize_t tokens[256]     # query of each row
     Py_ssize_t q_heads[256]
 
 

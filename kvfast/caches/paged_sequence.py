@@ -124,6 +124,7 @@ class PagedSequence(StoredSequence):
     def _know_as(self, other):
         self._token_ids = None if other._token_ids is None else other._token_ids.copy()
         self._digests, self._salt, self.num_cached_tokens = other._digests.copy(), other._salt, other.num_cached_tokens
+        self._buffer.take_segments(other._buffer)
 
     copy = fork
     __copy__ = fork
@@ -182,6 +183,7 @@ class PagedSequence(StoredSequence):
             self._pool._save_freed(self, self._token_ids, self._salt)
         finally:
             self._pool._buffer.free(self._table)
+            self._buffer.forget_segments()
 
     def __enter__(self) -> Self:
         self._check_open()

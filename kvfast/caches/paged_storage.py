@@ -133,6 +133,8 @@ class PagedStorage(StorageProperties):
             Column i has the blocks of the ``block_size`` positions from ``i * block_size``: -1 behind the last block, and
             for blocks behind a window.
         """
+        for sequence in self._own(sequences):
+            sequence._buffer.check_plain()
         blocks = [table.block_row() for table in self._tables(sequences)]
         table = np.full((len(blocks), max([len(one) for one in blocks], default=0)), -1, np.int32)
         for row, one in zip(table, blocks):
@@ -212,7 +214,7 @@ class PagedStorage(StorageProperties):
             return None, sequences, None, None
         if (sequences is None) == (block_table is None) or (block_table is None) != (seq_lens is None):
             raise ValueError("attend_batch needs either sequences, or block_table and seq_lens")
-        return None if sequences is None else self._tables(sequences), block_table, seq_lens, cu_seqlens_q
+        return None if sequences is None else [one._buffer for one in self._own(sequences)], block_table, seq_lens, cu_seqlens_q
 
     def can_append(self, n: int) -> bool:
         """Whether the pool has enough blocks for a new sequence of `n` tokens, all of them appended before the next `advance`."""

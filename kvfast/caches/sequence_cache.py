@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.attention.options import Options
+from kvfast.caches.splicing import Splicing
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.codec.projection import Transform
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from kvfast.attention.plan import AttendPlan
 
 
-class SequenceCache(StoredSequence):
+class SequenceCache(Splicing, StoredSequence):
     """Methods that all caches of keys and values of one sequence share."""
 
     __slots__ = ()
@@ -191,7 +192,7 @@ class SequenceCache(StoredSequence):
         return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:
-        """Keys of a layer, including tokens that are not yet advanced.
+        """Keys of a layer, including tokens that are not yet advanced. In a spliced cache they are rotated for their positions there.
 
         Returns
         -------

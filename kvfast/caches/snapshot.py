@@ -255,13 +255,17 @@ class Snapshot(StorageProperties):
 
     def _check_fits(self, cache, but):
         """Raise unless `cache` can restore this snapshot; the settings in `but` may differ."""
+        self._check_settings(cache, but)
+        if cache.max_seq_len is not None and self.seq_len > cache.max_seq_len:
+            raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {cache.max_seq_len}")
+
+    def _check_settings(self, cache, but=()):
+        """Raise unless `cache` has the settings of this snapshot, but for those in `but`."""
         mine, other = self._cache._settings(), cache._settings()
         for name in mine | other:  # the kind first, and the number of layers before their settings
             if name not in but and mine.get(name) != other.get(name):
                 wrong = [_shown(name, settings.get(name)) for settings in (mine, other)]
                 raise IncompatibleSnapshotError(f"the snapshot has {name} {wrong[0]!r}, the cache {wrong[1]!r}")
-        if cache.max_seq_len is not None and self.seq_len > cache.max_seq_len:
-            raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {cache.max_seq_len}")
 
     def __eq__(self, other: object) -> bool:
         """Whether both hold the same bytes for the same tokens; their block sizes may differ."""
@@ -269,6 +273,9 @@ class Snapshot(StorageProperties):
             return NotImplemented
         if self._cache._settings() != other._cache._settings() or self.seq_len != other.seq_len:
             return False
+        if self._cache._buffer.is_spliced or other._cache._buffer.is_spliced:
+            same = self._cache._buffer.segment_list() == other._cache._buffer.segment_list()
+            return same and all(np.array_equal(*pair) for pairs in zip(self.to_arrays(), other.to_arrays()) for pair in zip(*pairs))
         if self.block_size > other.block_size:
             return other == self
         if self.block_size != other.block_size:  # a ring with smaller blocks may hold fewer tokens behind the window

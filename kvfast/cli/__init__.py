@@ -82,6 +82,12 @@ def _add_generate(commands):
     _add_prompt_cache(parser)
     add("--max-tokens", type=_positive, default=128, help="stop after this many (default: 128)")
     add("--max-seq-len", type=_positive, help="tokens the cache has room for (default: as many as needed)")
+    add(
+        "--keep",
+        type=_natural,
+        metavar="N",
+        help="when the cache is full, go on: keep the first N tokens, and drop half of the others (default: stop)",
+    )
     add("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)")
     add("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (default: 0, no limit)")
     add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that sum to this (default: 1)")

@@ -32,6 +32,8 @@ def run_generate(args):
     """
     if args.compare and not args.speculative:
         raise ValueError("--compare is for --speculative")
+    if args.keep is not None and args.session:
+        raise ValueError("--keep is not for --session: a text with dropped tokens cannot be written")
     if args.session and args.prompt_cache:
         raise ValueError("--session has all of its text in a file: leave out --prompt-cache")
     seed = np.random.SeedSequence().entropy if args.seed is None else args.seed  # known, to draw the same again
@@ -45,7 +47,7 @@ def run_generate(args):
         found = prompts.restore(cache, prompt, model.fingerprint)
         history, prompt = prompt[:found], prompt[found:]
     start = cache.snapshot()
-    options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history}
+    options = {"max_tokens": args.max_tokens, "end_ids": tokenizer.end_ids, "history": history, "keep": args.keep}
     drafter, stats = _drafter(args, model), llama.SpeculationStats()
     tokens = llama.generate(model, prompt, cache, sampler=sampler, drafter=drafter, stats=stats, **options)
     if prompts:
@@ -94,6 +96,8 @@ def _open_text(args, model, tokenizer, storage):
     room = args.max_seq_len or min(total + args.max_tokens, model.config.context_length)
     if total > room:
         raise ValueError(f"the prompt has {len(prompt)} tokens and there is room for {room - len(history)}")
+    if args.keep is not None and args.keep >= room:
+        raise ValueError(f"--keep is {args.keep}, and there is room for {room} tokens")
     if session:
         session.open(room, **storage)
     cache = session.cache if session else kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage)

@@ -1,6 +1,75 @@
-"""Tables of rotary position embedding (arXiv 2104.09864)."""
+"""Rotary position embedding (arXiv 2104.09864): its parameters, and tables of cosines and sines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from kvfast.core.checks import check_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Rope"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How a model rotates its queries and keys, for `KVCache.splice` and `KVCache.drop`.
+
+    Parameters
+    ----------
+    theta : float
+        Pair i is rotated by ``theta ** (-2 * i / rotary_dim)`` radians per position.
+    rotary_dim : int, optional
+        Number of first dimensions that are rotated, even; `head_dim` by default.
+    frequencies : sequence of float, of length rotary_dim // 2, optional
+        Radians per position for each pair, instead of `theta` and `rotary_dim`: for models that scale them.
+    interleaved : bool
+        Rotate dimension 2i with 2i + 1 (Llama in GGUF) instead of i with i + rotary_dim // 2 (Hugging Face).
+
+    Raises
+    ------
+    ValueError
+        For a number out of range.
+
+    Examples
+    --------
+    >>> import kvfast
+    >>> kvfast.Rope(theta=500000.0)
+    Rope(theta=500000.0, rotary_dim=None, frequencies=None, interleaved=False)
+    """
+
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    frequencies: Sequence[float] | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.theta, (int, float, np.number)) and 0 < self.theta < float("inf")):
+            raise ValueError(f"theta must be a finite number above 0, got {self.theta!r}")
+        if not isinstance(self.interleaved, (bool, np.bool_)):
+            raise TypeError(f"interleaved must be True or False, got {self.interleaved!r}")
+        if self.rotary_dim is not None and check_size(self.rotary_dim, "rotary_dim", 2, 1 << 20) % 2:
+            raise ValueError(f"rotary_dim must be even, got {self.rotary_dim}")
+        if self.frequencies is not None:
+            given = np.asarray(self.frequencies)
+            if given.ndim != 1 or not given.size or given.dtype.kind not in "iuf" or not (abs(given) <= 1e6).all():
+                raise ValueError(f"frequencies must be a sequence of numbers of at most 1e6, got {self.frequencies!r}")
+            object.__setattr__(self, "frequencies", tuple(given.astype(float).tolist()))
+
+
+def frequencies_of(rope, head_dim):
+    """Radians per position of each rotated pair of a head, as a tuple; ValueError if they do not fit it."""
+    frequencies = rope.frequencies
+    if frequencies is None:
+        rotary_dim = head_dim // 2 * 2 if rope.rotary_dim is None else rope.rotary_dim
+        frequencies = tuple((float(rope.theta) ** (-np.arange(0, rotary_dim, 2) / rotary_dim)).tolist()) if rotary_dim else ()
+    if not 1 <= len(frequencies) <= head_dim // 2:
+        raise ValueError(f"rope must rotate 1 to {head_dim // 2} pairs of the head_dim {head_dim}, got {len(frequencies)}")
+    return frequencies
 
 
 class RotaryTables:

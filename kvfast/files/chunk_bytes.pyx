@@ -35,6 +35,7 @@ def count_chunk_blocks(SequenceBuffer buffer):
     """Number of first blocks that may be in chunks: full, and with codes that follow from the tokens alone."""
     cdef BlockTable table
     cdef Py_ssize_t count = buffer.length // buffer.block_size, i
+    buffer.check_plain()
     buffer.enter_reading()
     try:
         for table in _tables(buffer):
@@ -160,6 +161,7 @@ def extend(SequenceBuffer buffer, Py_ssize_t length):
     CacheFullError, MemoryError
         The sequence stays as it was.
     """
+    buffer.check_plain()
     buffer.alone(lambda: _extend(buffer, length))
 
 

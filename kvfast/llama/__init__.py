@@ -2,6 +2,7 @@
 
     gguf_file -> weights -> model -> speculative -> generation -> serving
                                   -> evaluation -> peers, report
+                                  -> documents
                                   -> session
     gguf_file -> tokenizer
     fetch
@@ -18,6 +19,7 @@ Needs the extra packages of `pip install "kvfast[llama]"`.
 """
 
 from kvfast.interop.gguf_file import GGUFFile, ModelFileError
+from kvfast.llama.documents import compute_document, shift_context, splice_documents
 from kvfast.llama.evaluation import CacheScore, evaluate, mean_score
 from kvfast.llama.fetch import FetchError, fetch_model
 from kvfast.llama.generation import Sampler, generate
@@ -43,11 +45,14 @@ __all__ = [
     "SkipLayers",
     "SpeculationStats",
     "Tokenizer",
+    "compute_document",
     "evaluate",
     "fetch_model",
     "generate",
     "load",
     "mean_score",
+    "shift_context",
+    "splice_documents",
 ]
 
 

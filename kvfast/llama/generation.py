@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvfast.llama.documents import shift_context
 from kvfast.llama.model import FEW_TOKENS
 from kvfast.llama.speculative import SpeculationStats
 
@@ -56,7 +57,7 @@ class Sampler:
 
 
 def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), drafter=None, stats=None,
-             history=()):
+             history=(), keep=None):
     """Continue a context token by token.
 
     With a drafter, tokens are guessed and then checked together in one call of the model (speculative
@@ -71,7 +72,7 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
         The prompt; it follows whatever the cache holds.
     cache : kvfast.KVCache, kvfast.RingKVCache or kvfast.Sequence
         Holds the prompt and every yielded token but the last one afterwards, also when generation is
-        closed early; between two tokens it may hold guesses as well. When it is full, generation ends.
+        closed early; between two tokens it may hold guesses as well. When it is full, generation ends, unless `keep` is given.
     max_tokens : int
         Yield at most this many.
     sampler : callable, optional
@@ -85,6 +86,8 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
         Gets the counts of this generation added.
     history : sequence of int
         The tokens that the cache holds already, for the drafter to know.
+    keep : int, optional
+        When the cache is full, go on: keep so many of its first tokens, and drop half of the others (context shift).
 
     Yields
     ------
@@ -112,8 +115,12 @@ def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), 
         finally:  # also when generation is closed at a yield; a cache that was changed meanwhile is left alone
             if kept < length == len(cache):
                 cache.truncate(kept)
-        if remaining == 0 or len(cache) == cache.max_seq_len:
+        if remaining == 0:
             return
+        if len(cache) == cache.max_seq_len:
+            if keep is None:
+                return
+            del context[keep : keep + shift_context(model, cache, keep)]
         limit = _draft_limit(cache, remaining - 1) if drafter is not None else 0
         draft = drafter.draft(context, cache, limit)[:limit] if limit > 0 else []
         hidden = model.forward([token, *draft], cache)

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvfast.codec.rope import RotaryTables
+from kvfast.codec.rope import Rope, RotaryTables
 from kvfast.interop.gguf_file import GGUFFile
 from kvfast.llama.weights import LlamaConfig, Weights, read_config, read_weights
 
@@ -70,6 +70,11 @@ class LlamaModel:
     def cache_shape(self):
         """(num_layers, num_kv_heads, head_dim): the first arguments of a cache for this model."""
         return self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
+
+    @cached_property
+    def rope(self):
+        """How the model rotates queries and keys, for `KVCache.splice` and `KVCache.drop`."""
+        return Rope(frequencies=self.weights.rope_frequencies)
 
     def forward(self, tokens, cache):
         """Run tokens through the model, extending the context in `cache`.

@@ -22,5 +22,5 @@ cdef class PagedBuffer:
     cdef int _become_external(self) except -1
     cdef int _check_owned(self, PreparedBatch batch) except -1
     cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n)
-    cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
+    cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list buffers, object block_table, object seq_lens,
                                object cu_seqlens_q, Options options, bint cascade)

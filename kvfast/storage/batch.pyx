@@ -25,7 +25,8 @@ from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.prefix_index cimport PrefixIndex
 from kvfast.storage.prepared_batch cimport PreparedBatch, checked_starts, prepare
 from kvfast.storage.ring_table cimport RingTable
-from kvfast.storage.sequence cimport check_held, fit_window
+from kvfast.storage.segments cimport ask_spliced, plan_spliced
+from kvfast.storage.sequence cimport SequenceBuffer, check_held, fit_window
 
 from kvfast.errors import DimensionMismatchError
 from kvfast.core.checks import check_block_size
@@ -335,29 +336,29 @@ cdef class PagedBuffer:
         finally:
             self.pool.leave()
 
-    def attend_batch(self, layer, q, list tables, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade,
+    def attend_batch(self, layer, q, list buffers, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade,
                      rope_q=None):
-        """Attention of a ragged batch: over the `tables` of sequences, or over the block tables of another scheduler."""
+        """Attention of a ragged batch: over the buffers of sequences, or over the block tables of another scheduler."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
         self.pool.enter_reading()
         try:
-            return self._open_call(number, q, rope_q, tables, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
+            return self._open_call(number, q, rope_q, buffers, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
         finally:
             self.pool.leave_reading()
 
-    def explain_batch(self, layer, q, num_q_heads, dtype, list tables, block_table, seq_lens, cu_seqlens_q, Options options,
+    def explain_batch(self, layer, q, num_q_heads, dtype, list buffers, block_table, seq_lens, cu_seqlens_q, Options options,
                       bint cascade):
         """The AttendPlan of `attend_batch` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.stores[number])
         self.pool.enter_reading()
         try:
-            return self._open_call(number, rows, None, tables, block_table, seq_lens, cu_seqlens_q, options,
+            return self._open_call(number, rows, None, buffers, block_table, seq_lens, cu_seqlens_q, options,
                                    cascade).explain(str(self.pool.formats[number]))
         finally:
             self.pool.leave_reading()
 
-    cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list tables, object block_table, object seq_lens,
+    cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list buffers, object block_table, object seq_lens,
                                object cu_seqlens_q, Options options, bint cascade):
         cdef Py_ssize_t i, count, first, size = self.pool.block_size
         cdef AttendCall call
@@ -366,8 +367,10 @@ cdef class PagedBuffer:
         cdef BlockTable table
         cdef PreparedBatch batch = None
         cdef const int32_t[::1] starts
-        cdef list prefixes = None
-        if tables is not None:
+        cdef list prefixes = None, tables = None, spliced = []
+        cdef SequenceBuffer buffer
+        if buffers is not None:
+            tables = [(<SequenceBuffer>buffer).tables[0] for buffer in buffers]
             _check_all_open(tables)
             count = len(tables)
         elif type(block_table) is PreparedBatch:
@@ -395,6 +398,16 @@ cdef class PagedBuffer:
                 self.scheduler.check(batch)
             self._check_owned(batch)
             prefixes = batch.prefixes
+        for i in range(count if tables is not None else 0):
+            buffer = buffers[i]
+            if buffer.segments is not None:
+                table = buffer.tables[0]
+                if starts[i + 1] - starts[i] > table.lengths[number] + buffer.base:
+                    raise ValueError(f"sequence {i} of the batch holds {table.lengths[number] + buffer.base} tokens, and q "
+                                     f"{starts[i + 1] - starts[i]} of them")
+                spliced.append(buffer.reader(number, table, number, starts[i], starts[i + 1] - starts[i]))
+        if spliced:
+            plan_spliced(call, spliced)
         members = <kv_member *>call.workspace.reserve(MEMBERS, count * sizeof(kv_member))
         if members == NULL:
             raise MemoryError("cannot allocate the working memory of a batch")
@@ -407,6 +420,9 @@ cdef class PagedBuffer:
                 memset(member, 0, sizeof(kv_member))
                 table.context(number, &member.context)
                 member.first_query, member.num_queries = starts[i], starts[i + 1] - starts[i]
+                if (<SequenceBuffer>buffers[i]).segments is not None:
+                    member.num_queries = 0  # see `ask_spliced`
+                    continue
                 if member.num_queries > member.context.length:
                     raise ValueError(f"sequence {i} of the batch holds {member.context.length} tokens, and q "
                                      f"{member.num_queries} of them")
@@ -426,7 +442,8 @@ cdef class PagedBuffer:
         for i in range(count):
             member = members + i
             call.add(&member.context, member.first_query, member.num_queries, member.begin, member.parts)
-        call.keepalive = batch, prefixes
+        ask_spliced(call, spliced)
+        call.keepalive = batch, prefixes, call.keepalive
         return call
 
     cdef int _check_owned(self, PreparedBatch batch) except -1:

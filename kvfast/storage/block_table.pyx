@@ -4,7 +4,7 @@ cimport cython
 import numpy as np
 
 from libc.stdint cimport int16_t, int32_t, int64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memmove
 
 from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.codec.decode cimport decode_tokens
@@ -145,6 +145,19 @@ cdef class BlockTable(TokenStates):
             self._undo_reopening()
         if self.pool.secure and n % self.pool.block_size:
             self._wipe_behind(n // self.pool.block_size)
+        return 0
+
+    cdef int drop_front(self, Py_ssize_t first) except -1:
+        """Release the blocks all of whose positions lie before `first`, which is at most `length`. All layers have as many tokens."""
+        cdef Py_ssize_t gone = first // self.pool.block_size - self.skipped, i
+        if gone <= 0:
+            return 0
+        for i in range(gone):
+            self.pool.release(self.blocks[i])
+        memmove(self.blocks, self.blocks + gone, (self.count - gone) * sizeof(self.blocks[0]))
+        self.count -= gone
+        self.skipped += gone
+        self.floats_begin = max(self.floats_begin, self.skipped * self.pool.block_size if self.pool.seals else 0)
         return 0
 
     cdef int _wipe_behind(self, Py_ssize_t index) except -1:

@@ -3,14 +3,14 @@ from kvfast.attention.call cimport AttendCall
 from kvfast.attention.options cimport Options
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
+from kvfast.storage.spliced_tables cimport SplicedTables
 
 
 cdef int fit_window(BlockTable table, AttendCall call) except -1
 cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) except -1
 
 
-cdef class SequenceBuffer:
-    cdef readonly list tables          # of BlockTable: one for each group of layers with the same window and shape
+cdef class SequenceBuffer(SplicedTables):
     cdef list layer_tables             # (table, layer in it) for each layer
     cdef readonly Py_ssize_t num_layers
     cdef Py_ssize_t most               # most tokens, or -1: any number
@@ -25,6 +25,7 @@ cdef class SequenceBuffer:
     cdef int _trim_surplus(self) except -1
     cdef int _share_blocks(self, SequenceBuffer other, begin) except -1
     cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1
+    cdef int _copy_spliced(self, SequenceBuffer other, list pieces, begin) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
     cdef AttendCall _open_call(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
                                Options options)

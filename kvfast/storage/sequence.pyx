@@ -13,8 +13,10 @@ from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.copying cimport clone_table, copy_table
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.ring_table cimport RingTable
+from kvfast.storage.segments cimport SplicedReader, ask_spliced, copied, frozen_of, plan_spliced
+from kvfast.storage.spliced_tables cimport SplicedTables
 
-from kvfast.errors import CacheFullError
+from kvfast.errors import CacheFullError, IncompatibleSnapshotError
 
 
 cdef tuple _shape_of(BlockTable table):
@@ -42,7 +44,7 @@ cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) e
     return 0
 
 
-cdef class SequenceBuffer:
+cdef class SequenceBuffer(SplicedTables):
     def __init__(self, list tables, list layer_tables, max_seq_len=None):
         self.tables, self.layer_tables, self.max_seq_len = tables, layer_tables, max_seq_len
         self.num_layers = len(layer_tables)
@@ -108,9 +110,9 @@ cdef class SequenceBuffer:
         keys, values = open_pair(k, v, table.pool.rope_dim is not None)
         self._enter()
         try:
-            self._check_room(index, table.lengths[layer], keys.rows.tokens)
+            self._check_room(index, table.lengths[layer] + self.base, keys.rows.tokens)
             if transform is not None:
-                transform.fit(keys.rows.tokens, table.lengths[layer])
+                transform.fit(keys.rows.tokens, table.lengths[layer] + self.base)
             table.append(layer, keys, values, NULL if transform is None else &transform.c)
         finally:
             self._leave()
@@ -123,7 +125,7 @@ cdef class SequenceBuffer:
                                                 table.pool.v_head_dim)
         self._enter()
         try:
-            first = table.lengths[layer]
+            first = table.lengths[layer] + self.base
             self._check_room(index, first, parts.heads.rows.tokens)
             of_q.fit(parts.heads.rows.tokens, first)
             of_k.fit(parts.heads.rows.tokens, first)
@@ -157,7 +159,9 @@ cdef class SequenceBuffer:
                                Options options):
         cdef AttendCall call
         cdef kv_context context
+        cdef SplicedReader reader
         table.context(layer, &context)
+        context.length += self.base
         if options.made_for >= 0 and options.made_for != context.length:
             raise RuntimeError(f"another thread has changed layer {index}: it held {options.made_for} tokens, and holds "
                                f"{context.length} now")
@@ -172,6 +176,11 @@ cdef class SequenceBuffer:
         if rope_q is not None:
             call.set_rope(rope_q)
         fit_window(table, call)
+        if self.segments is not None:
+            reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, call.call.q.tokens)
+            plan_spliced(call, [reader])
+            ask_spliced(call, [reader])
+            return call
         call.ask(&context, 0, call.call.q.tokens)
         check_held(table, call, 0)
         call.add(&context, 0, call.call.q.tokens, 0, 0)
@@ -190,8 +199,8 @@ cdef class SequenceBuffer:
             wrong, length = [], self.length
             for i in range(self.num_layers):
                 table = self._table(i, &layer)
-                if table.lengths[layer] != length + count:
-                    wrong.append(f"layer {i} has {table.lengths[layer]}")
+                if table.lengths[layer] + self.base != length + count:
+                    wrong.append(f"layer {i} has {table.lengths[layer] + self.base}")
             if wrong:
                 raise ValueError(f"advance({n}) needs {length + count} tokens in every layer, but "
                                  + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
@@ -221,26 +230,25 @@ cdef class SequenceBuffer:
                 table.check_truncate(count)
             if begin is not None:
                 begin(number)
-            for table in self.tables:
-                table.truncate(count)
+            self.keep(count)
             self._trim_surplus()
         finally:
             self._leave()
 
     @property
     def length(self):
-        return (<BlockTable>self.tables[0]).length
+        return (<BlockTable>self.tables[0]).length + self.base
 
     def layer_length(self, index):
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        return table.lengths[layer]
+        return table.lengths[layer] + self.base
 
     def positions(self, index):
         """Absolute positions that a layer shows."""
         cdef Py_ssize_t layer, oldest, length
         cdef BlockTable table = self._table(index, &layer)
-        length = table.lengths[layer]
+        length = table.lengths[layer] + self.base
         oldest = table.oldest(length)
         window = np.arange(oldest, length)
         if oldest == 0:
@@ -256,6 +264,8 @@ cdef class SequenceBuffer:
         cdef kv_side *side = &store.v if values else &store.k
         self.enter_reading()
         try:
+            if self.segments is not None:
+                return self.spliced_rows(check_layer(index, self.num_layers), table, layer, values), self.positions(index)
             if (side.dtype == KV_FLOAT32 and not store.latent and not store.seals and not pool.grows and not pool.is_shared
                     and table.is_in_one_piece()):
                 return np.ndarray((table.lengths[layer], pool.num_kv_heads, side.head_dim), np.float32,
@@ -276,7 +286,7 @@ cdef class SequenceBuffer:
         try:
             for table in self.tables:
                 copies[table] = clone_table(table, table.pool.clone())
-            return self._like(copies)
+            return self.give_segments(self._like(copies), True)
         finally:
             self.leave_reading()
 
@@ -292,7 +302,7 @@ cdef class SequenceBuffer:
                 other.truncate(other.length)
             if then is not None:
                 then()
-            return self._like(shared)
+            return self.give_segments(self._like(shared), False)
         finally:
             self._leave()
 
@@ -330,6 +340,7 @@ cdef class SequenceBuffer:
             begin()
         for i in range(len(self.tables)):
             (<BlockTable>self.tables[i]).share(other.tables[i])
+        self.take_segments(other)
         return 0
 
     cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1:
@@ -339,10 +350,30 @@ cdef class SequenceBuffer:
         for i in range(len(self.tables)):
             table = self.tables[i]
             table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
+        if other.segments is not None:
+            return self._copy_spliced(other, pieces, begin)
         if begin is not None:
             begin()
         for i in range(len(self.tables)):
             copy_table(other.tables[i], self.tables[i], pieces[i], False)
+        self.forget_segments()
+        return 0
+
+    cdef int _copy_spliced(self, SequenceBuffer other, list pieces, begin) except -1:
+        """`_copy_blocks` of a spliced sequence."""
+        cdef BlockTable table
+        cdef Py_ssize_t i
+        if other.block_size != self.block_size:
+            raise IncompatibleSnapshotError(f"a spliced sequence needs the same block_size, {other.block_size}, got {self.block_size}")
+        segments = copied(other.segments, self.tables)
+        for i in range(len(self.tables)):  # again, as the copies took blocks
+            table = self.tables[i]
+            table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
+        if begin is not None:
+            begin()
+        for i in range(len(self.tables)):
+            copy_table(other.tables[i], self.tables[i], pieces[i], False)
+        self.set_segments(segments, other.base, other.ropes)
         return 0
 
     def alone(self, then):
@@ -364,6 +395,7 @@ cdef class SequenceBuffer:
 
     def resume_states(self):
         """For `block_bytes.reopen`."""
+        self.check_plain()
         self._enter()
         try:
             return [(<BlockTable>table).resume_state() for table in self.tables]
@@ -377,7 +409,7 @@ cdef class SequenceBuffer:
         total = 0
         for table in self.tables:
             total += table.nbytes_alone
-        return total
+        return total + sum([frozen.nbytes_alone for frozen in frozen_of(self.known_segments())])
 
     def __del__(self):
         cdef BlockTable table
@@ -394,7 +426,7 @@ cdef class SequenceBuffer:
         """Blocks of a layer in the order of their tokens, int32."""
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
-        return table.block_ids()
+        return self.blocks_of(self.tables.index(table))
 
     def capacity(self, index):
         """Number of tokens that fit the blocks of a layer's pool."""
@@ -443,7 +475,7 @@ cdef class SequenceBuffer:
     @property
     def nbytes_used(self):
         """Bytes of the blocks and float rows that hold the tokens."""
-        return sum([(<BlockTable>table).pool.bytes_of_blocks(table.block_ids()) for table in self.tables])
+        return sum([(<BlockTable>table).pool.bytes_of_blocks(np.unique(self.blocks_of(i))) for i, table in enumerate(self.tables)])
 
     @property
     def bytes_per_token(self):

@@ -19,6 +19,7 @@ cdef class TokenStates(BlockMap):
     cdef int release_evicted(self) except -1
     cdef Py_ssize_t _floats_begin_at(self, Py_ssize_t length) noexcept nogil
     cdef int _release_float_rows(self) except -1
+    cdef int settle(self) except -1
     cdef int _undo_reopening(self) except -1
     cdef int _reopen_block(self) except -1
     cdef Py_ssize_t codes_end(self) noexcept nogil

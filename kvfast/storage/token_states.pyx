@@ -160,6 +160,19 @@ cdef class TokenStates(BlockMap):
             self.pool.floats.pieces.trim()
         return 0
 
+    cdef int settle(self) except -1:
+        """Let queries read full blocks by their codes alone, as no more tokens follow."""
+        cdef Py_ssize_t size = self.pool.block_size, index
+        cdef int32_t block
+        if not self.pool.seals:
+            return 0
+        for index in range(self.floats_begin // size, self.length // size):
+            block = <int32_t>(self.slot(index * size) // size)
+            if self.pool.owners[block] == 1:
+                self.pool.floats.release_sealed(block, 1 if index == 0 and self.pool.has_sinks else 0)
+        self.floats_begin = max(self.floats_begin, self.length // size * size)
+        return 0
+
     cdef void set_kept_codes(self, Py_ssize_t kept_codes) noexcept:
         """Take over `_kept_codes`."""
         if kept_codes:

@@ -140,6 +140,24 @@ def test_c_runs_as_python(runtimes, rng, kind, chunk):
     assert ours.snapshot() == theirs.snapshot()
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_spliced_cache_runs_in_c(runtimes, rng, paged):
+    k, v, q = (rng.standard_normal((1, 40, 2, 32), dtype=np.float32) for _ in range(3))
+    caches, outs = [], []
+    for run in (python_run, lambda *given: runtimes[0].run(*given)):
+        pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=20, dtype="int8")
+        cache, chunk = pool.new_sequence() if paged else kvfast.KVCache(1, 2, 32, 200, "int8"), kvfast.KVCache(1, 2, 32, dtype="int8")
+        chunk.append(0, k[0, :30], v[0, :30])
+        chunk.advance(30)
+        cache.splice(chunk, chunk, rope=kvfast.Rope())
+        caches.append(cache)
+        outs.append(np.zeros((1, 40, 2, 32), np.float32))
+        told = run(cache, k, v, q, outs[-1], 1)
+    assert told == (OK, "", 100)
+    assert np.array_equal(*outs)
+    assert caches[0].snapshot() == caches[1].snapshot()
+
+
 def test_snapshots_stay_as_they_were(runtimes, rng):
     k, v, q = (rng.standard_normal((1, 40, 2, 32), dtype=np.float32) for _ in range(3))
     cache, out = kvfast.KVCache(1, 2, 32, 200, "int8"), np.empty((1, 40, 2, 32), np.float32)

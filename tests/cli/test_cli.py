@@ -150,6 +150,18 @@ def test_generate_stops_when_the_cache_is_full(model):
     assert "decode   9 tokens" in out  # 1 prompt token, 9 more stored; one more token chosen, not stored
 
 
+@pytest.mark.parametrize("more", [(), ("--speculative", "--compare", "--seed", 3)])
+def test_generate_goes_on_when_the_cache_is_full(model, more):
+    options = ("--model", model, "--max-tokens", 50, "--max-seq-len", 20)
+    code, out, err = run_here("generate", "the", *options, "--keep", 2, *more)
+    assert (code, err) == (0, "")
+    assert "decode   49 tokens" in out
+    code, _, err = run_here("generate", "the", *options, "--keep", 20)
+    assert code == 1 and "--keep is 20, and there is room for 20 tokens" in err
+    code, _, err = run_here("generate", "the", *options, "--keep", 2, "--session", "nowhere")
+    assert code == 1 and "--keep is not for --session" in err
+
+
 @pytest.mark.parametrize(
     "args",
     [

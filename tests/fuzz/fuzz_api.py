@@ -65,7 +65,7 @@ OFTEN = {
     "fork",
 }
 WRITING = OFTEN - {"attend", "attend_batch"} | {
-    "write_batch", "clear", "free", "append_kv", "push_token", "evict_outside_window", "decompress_to_cache",
+    "write_batch", "clear", "free", "splice", "drop", "append_kv", "push_token", "evict_outside_window", "decompress_to_cache",
     "decompress_to_mla_cache", "decompress_to_paged_cache", "decompress_to_ring_cache", "copy", "match_prefix", "deepcopy",
 }  # fmt: skip
 
@@ -133,8 +133,11 @@ def state(one):
         if one._buffer.closed:
             return "freed"
         shown = [decoded(one, layer) for layer in range(one.num_layers)]
-        return len(one), one.context_lens.tolist(), shown, one._buffer.resume_states()
+        states = one._buffer.segment_list() if one._buffer.is_spliced else one._buffer.resume_states()
+        return len(one), one.context_lens.tolist(), shown, states
     if isinstance(one, kvfast.Snapshot | kvfast.CompressedKV):
+        if isinstance(one, kvfast.Snapshot) and one._cache._buffer.is_spliced:
+            return [array.tobytes() for side in one.to_arrays() for array in side]
         return {name: array.tobytes() for name, array in one.state_dict().items()}
     if isinstance(one, PagedStorage):
         pool = one._buffer.pool
@@ -164,6 +167,8 @@ def arguments(call, name, function):
             given |= {one: recipe_of(name, one)(call) for one in ("block_table", "seq_lens")}
         elif "sequences" not in given:
             given["sequences"] = call.batch
+    if name.endswith(".splice"):  # which takes them one by one
+        given["chunks"] = recipe_of(name, "chunks")(call)
     luck = rng.random()
     if given and luck > 0.5:
         count = len(given) if luck > 0.95 else rng.choice([1, 1, 2])
@@ -200,6 +205,10 @@ def perform(world, name, function, owner, outcomes, log):
                 result = getattr(target, method)
             elif owner is None:
                 result = function(**given)
+            elif "chunks" in given:
+                chunks = given["chunks"]
+                result = function(target, *(chunks if isinstance(chunks, list) else [chunks]),
+                                  **{one: value for one, value in given.items() if one != "chunks"})
             else:
                 result = function(target, **given)
     except Exception as error:

@@ -213,6 +213,10 @@ RECIPES = {
     # rope
     "rope": none_or("cache"), "rope_theta": small(10000.0, 1.5), "rope_frequencies": lambda c: None,
     "rope_interleaved": small(True, False),
+    "splice.rope": lambda c: c.pick(None, kvfast.Rope(), kvfast.Rope(rotary_dim=16)), "drop.rope": lambda c: c.pick(None, kvfast.Rope()),
+    "theta": small(10000.0, 1.5), "frequencies": none_or([1.0, 0.1]), "recomputed": small(0, 0, 1),
+    "chunks": lambda c: [one for one in (c.any(*CACHES, "Snapshot") for _ in range(c.pick(1, 2))) if one is not None],
+    "first": small(0, 3, 20), "last": small(5, 20, 40),
     "cos": lambda c: c.floats(400, 8), "sin": lambda c: c.floats(400, 8),
     "positions": lambda c: c.integers(400, c.tokens),
     "q_norm": lambda c: c.floats(c.dim), "k_norm": lambda c: c.floats(c.dim), "eps": small(1e-6, 0.0),

@@ -1,0 +1,92 @@
+"""Documents that were computed apart, in any order; and texts longer than their cache."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import kvfast
+
+
+def compute_document(model, tokens, **storage):
+    """Compute the keys and values of a document by itself, for `splice_documents`.
+
+    Parameters
+    ----------
+    model : LlamaModel
+    tokens : sequence of int
+    **storage
+        Storage formats of a `kvfast.KVCache`, those of the cache that it will be part of.
+
+    Returns
+    -------
+    kvfast.Snapshot
+        With the token ids.
+    """
+    cache = kvfast.KVCache(*model.cache_shape, **storage)
+    model.prefill(tokens, cache)
+    return cache.snapshot(np.asarray(tokens))
+
+
+def splice_documents(model, cache, documents, recompute=0):
+    """Put documents one behind another, behind what a cache holds.
+
+    Parameters
+    ----------
+    model : LlamaModel
+    cache : kvfast.KVCache or kvfast.Sequence
+    documents : sequence of kvfast.Snapshot
+        Of `compute_document`, with the formats of the cache.
+    recompute : int
+        Compute so many first tokens of each document again, in their new place: these see all that comes before them.
+
+    Raises
+    ------
+    ValueError
+        If tokens are to be computed again, and a document does not have their ids.
+    kvfast.CacheFullError, kvfast.IncompatibleSnapshotError
+        As `KVCache.splice`. The cache then holds what it held.
+    """
+    if recompute < 0:
+        raise ValueError(f"recompute must be at least 0, got {recompute}")
+    if not recompute:
+        cache.splice(*documents, rope=model.rope)
+        return
+    for document in documents:
+        if document.token_ids is None:
+            raise ValueError("recompute needs documents with token ids, see compute_document")
+    before = len(cache)
+    try:
+        for document in documents:
+            tokens = document.token_ids[:recompute]
+            if len(tokens):
+                model.prefill(tokens, cache)
+            cache.splice(document, rope=model.rope, recomputed=len(tokens))
+    except BaseException:
+        cache.truncate(before)
+        raise
+
+
+def shift_context(model, cache, keep):
+    """Make room in a full cache: drop half of the tokens behind the first `keep`.
+
+    Parameters
+    ----------
+    model : LlamaModel
+    cache : kvfast.KVCache or kvfast.Sequence
+    keep : int
+
+    Returns
+    -------
+    int
+        Number of dropped tokens, at least 1.
+
+    Raises
+    ------
+    ValueError
+        If there are none.
+    """
+    if not 0 <= keep < len(cache):
+        raise ValueError(f"keep must be at least 0 and less than the {len(cache)} tokens of the cache, got {keep}")
+    count = (len(cache) - keep + 1) // 2
+    cache.drop(keep, keep + count, rope=model.rope)
+    return count

@@ -1,0 +1,39 @@
+"""Segments of a spliced sequence."""
+from kvfast.attention.call cimport AttendCall
+from kvfast.storage.block_table cimport BlockTable
+
+
+cdef class FrozenTables:
+    cdef list tables           # of BlockTable: one for each group of layers
+
+
+cdef class Segment:
+    cdef FrozenTables frozen   # where its tokens are, or None: in the tables of the sequence itself
+    cdef Py_ssize_t start      # its first position
+    cdef Py_ssize_t first      # the same token's position in the tables
+    cdef Py_ssize_t last       # where it ends there
+    cdef Py_ssize_t shift      # distance from the positions that its keys were rotated for
+    cdef list turns            # of each layer: None, or cos and sin of -shift, float32 of shape (2, 1, pairs), and if interleaved
+
+    cdef Py_ssize_t end(self) noexcept
+    cdef Segment part(self, Py_ssize_t begin, Py_ssize_t end)
+
+
+# A sequence in a call of attention, and what its queries see of each segment.
+cdef class SplicedReader:
+    cdef list segments
+    cdef BlockTable live
+    cdef Py_ssize_t which, layer, index, length, first_query, num_queries
+    cdef list views            # (segment, whether as sink tokens)
+
+
+cdef FrozenTables share_tables(list tables)
+cdef FrozenTables copy_tables(list tables, list live)
+cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end)
+cdef Segment narrowed(Segment segment)
+cdef list frozen_of(list segments)
+cdef list copied(list segments, list live)
+cdef list turns_of(object ropes, Py_ssize_t shift)
+cdef object turned(object k, object turn)
+cdef int plan_spliced(AttendCall call, list readers) except -1
+cdef int ask_spliced(AttendCall call, list readers) except -1

@@ -1,0 +1,292 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Segments: runs of positions whose keys were rotated for other positions (PromptCache, arXiv 2311.04934; llama.cpp's context shift).
+
+Rotary scores depend on distances alone. So keys stay as they are stored, and the queries are rotated back by the shift of each
+segment. To attention a segment is a context of its own, whose partial results are merged like those of any other split.
+"""
+import numpy as np
+
+from libc.stdlib cimport free, malloc
+from libc.string cimport memset
+
+from kvfast.attention.call cimport AttendCall
+from kvfast.attention.tiles cimport kv_query
+from kvfast.codec.blocks cimport kv_context
+from kvfast.codec.encode cimport kv_rotary, load_rows
+from kvfast.codec.projection import rotated
+from kvfast.core.arrays cimport kv_rows
+from kvfast.core.interrupt cimport kv_watch
+from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
+from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
+from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.copying cimport copy_table
+
+
+cdef class FrozenTables:
+    """Tables that no token follows any more. Several segments, and several sequences, may read them."""
+
+    def __del__(self):
+        cdef BlockTable table
+        for table in self.tables or ():
+            (<BlockTable>self.tables[0]).pool.release_later(table)
+
+    @property
+    def nbytes_alone(self):
+        """Bytes that these tables keep from being freed."""
+        return sum([table.nbytes_alone for table in self.tables])
+
+
+cdef class Segment:
+    """Positions that lie one after the other in one table."""
+
+    cdef Py_ssize_t end(self) noexcept:
+        return self.start + self.last - self.first
+
+    cdef Segment part(self, Py_ssize_t begin, Py_ssize_t end):
+        """The positions of the segment from `begin` to `end`."""
+        cdef Segment other = Segment.__new__(Segment)
+        other.frozen, other.shift, other.turns = self.frozen, self.shift, self.turns
+        other.start = max(begin, self.start)
+        other.first = other.start - self.start + self.first
+        other.last = min(end, self.end()) - self.start + self.first
+        return other
+
+    def describe(self):
+        """What tells whether two segments show the same tokens at the same positions, tables apart."""
+        return self.start, self.first, self.last, self.shift
+
+
+cdef FrozenTables share_tables(list tables):
+    """Tables that share the blocks of others of the same pools."""
+    cdef FrozenTables frozen = FrozenTables.__new__(FrozenTables)
+    cdef BlockTable table, other
+    frozen.tables = []
+    for table in tables:
+        other = table.empty(table.pool)
+        frozen.tables.append(other)
+        other.share(table)
+    return frozen
+
+
+cdef FrozenTables copy_tables(list tables, list live):
+    """Copies of tables in the pools of the tables of a sequence."""
+    cdef FrozenTables frozen = FrozenTables.__new__(FrozenTables)
+    cdef BlockTable table, mine, other
+    frozen.tables = []
+    for table, mine in zip(tables, live):
+        other = mine.empty(mine.pool)
+        frozen.tables.append(other)
+        pieces = other.pieces_of(table)
+        other.reserve(other.blocks_of(table), len(pieces))
+        copy_table(table, other, pieces, False)
+    return frozen
+
+
+cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end):
+    """The parts of some segments between two positions."""
+    cdef Segment segment
+    return [segment.part(begin, end) for segment in segments if segment.start < end and begin < segment.end()]
+
+
+cdef Segment narrowed(Segment segment):
+    """A segment with tables of its own, if these can do without some of the blocks."""
+    cdef BlockTable table
+    cdef Segment other
+    if segment.frozen is None:
+        return segment
+    table = segment.frozen.tables[0]
+    if (segment.first // table.pool.block_size == table.skipped
+            and (segment.last + table.pool.block_size - 1) // table.pool.block_size == table.count + table.skipped):
+        return segment
+    other = segment.part(segment.start, segment.end())
+    other.frozen = share_tables(segment.frozen.tables)
+    for table in other.frozen.tables:
+        table.truncate(segment.last)
+        table.drop_front(segment.first)
+    return other
+
+
+cdef list frozen_of(list segments):
+    """The FrozenTables of some segments, each once."""
+    cdef Segment segment
+    return list(dict.fromkeys([segment.frozen for segment in segments or () if segment.frozen is not None]))
+
+
+cdef list copied(list segments, list live):
+    """Segments with copies of their tables in the pools of other tables."""
+    cdef Segment segment, other
+    cdef FrozenTables frozen
+    copies, result = {}, []
+    for frozen in frozen_of(segments):
+        copies[frozen] = copy_tables(frozen.tables, live)
+    for segment in segments:
+        other = segment.part(segment.start, segment.end())
+        other.frozen = copies.get(segment.frozen)
+        result.append(other)
+    return result
+
+
+cdef list turns_of(object ropes, Py_ssize_t shift):
+    """`Segment.turns` for the rotation of each layer: (frequencies, whether interleaved), or None."""
+    known = {None: None}
+    for rope in ropes if shift else ():
+        if rope not in known:
+            angles = -shift * np.array(rope[0], np.float64)
+            known[rope] = np.stack((np.cos(angles), np.sin(angles))).astype(np.float32)[:, None], rope[1]
+    return [known[rope] if shift else None for rope in ropes]
+
+
+cdef object turned(object k, object turn):
+    """Decoded keys of a segment, rotated for its positions."""
+    if turn is None or not len(k):
+        return k
+    angles, interleaved = turn
+    cos, sin = np.repeat(angles, len(k), axis=1)
+    return rotated(k, cos, -sin, interleaved)
+
+
+cdef list _views(AttendCall call, SplicedReader reader):
+    """The segments that some query sees, twice if it sees parts of them as sink tokens."""
+    cdef kv_query oldest, newest
+    cdef Segment segment
+    call.sees(&oldest, reader.length - reader.num_queries, reader.length)
+    call.sees(&newest, reader.length - 1, reader.length)
+    views = []
+    for segment in reader.segments if reader.num_queries else ():
+        if segment.start < newest.sink_stop:
+            views.append((segment, True))
+        if oldest.start < segment.end() and segment.start < newest.stop:
+            views.append((segment, False))
+    return views
+
+
+cdef inline bint _is_plain(SplicedReader reader, Segment segment, bint sinks):
+    """Whether a view is read by the first queries of the tokens, which are not rotated."""
+    return not sinks and segment.frozen is None and segment.shift == 0 and segment is reader.segments[-1]
+
+
+# Rows of q for some tokens, rotated alike.
+ctypedef struct kv_fill:
+    Py_ssize_t row
+    Py_ssize_t token
+    Py_ssize_t count
+    kv_rotary rotary
+
+
+ctypedef struct kv_turn_call:
+    const kv_kernels *kernels
+    const kv_rows *q
+    const kv_fill *fills
+    Py_ssize_t num_fills
+    float *out
+
+
+cdef int _turn_row(void *shared, Py_ssize_t row, int thread, kv_watch *watch) noexcept nogil:
+    """Fill a row of queries."""
+    cdef const kv_turn_call *call = <const kv_turn_call *>shared
+    cdef Py_ssize_t i = call.num_fills - 1, token
+    cdef kv_rotary rotary
+    while call.fills[i].row > row:
+        i -= 1
+    token = call.fills[i].token + row - call.fills[i].row
+    rotary = call.fills[i].rotary
+    rotary.first = -token
+    load_rows(call.kernels, call.q, token, 0, call.q.heads, &rotary, call.out + row * call.q.heads * call.q.dim, call.q.dim)
+    return 0
+
+
+cdef int _turn_queries(AttendCall call, list turns) except -1:
+    """Replace q by its own rows and those for further queries. `turns`: (first row, first token, tokens, cos and sin, interleaved)."""
+    cdef kv_rows *q = &call.call.q
+    cdef Py_ssize_t total = call.call.num_queries, i = 1
+    cdef float[:, :, ::1] rows = np.empty((total, q.heads, q.dim), np.float32)
+    cdef const float[:, :, ::1] table
+    cdef kv_turn_call turn
+    cdef kv_team team
+    cdef kv_rows given = q[0]
+    cdef kv_fill *fills = <kv_fill *>malloc((len(turns) + 1) * sizeof(kv_fill))
+    if fills == NULL:
+        raise MemoryError("cannot allocate the rotations of queries")
+    try:
+        memset(fills, 0, (len(turns) + 1) * sizeof(kv_fill))
+        fills[0].count = q.tokens
+        for row, token, count, angles, interleaved in turns:
+            fills[i].row, fills[i].token, fills[i].count = row, token, count
+            if angles is not None:
+                table = angles
+                fills[i].rotary.row.cos, fills[i].rotary.row.sin = &table[0, 0, 0], &table[1, 0, 0]
+                fills[i].rotary.row.pairs, fills[i].rotary.row.interleaved = table.shape[2], interleaved
+            i += 1
+        turn.kernels, turn.q, turn.fills, turn.num_fills, turn.out = active(), &given, fills, i, &rows[0, 0, 0]
+        gather(&team, call.options.num_threads, <double>total * q.heads * q.dim * 8)
+        for_each(&team, _turn_row, &turn, total, STATIC)
+    finally:
+        free(fills)
+    call.keepalive = call.keepalive, rows
+    q.data, q.dtype = <char *>&rows[0, 0, 0], KV_FLOAT32
+    q.token_stride, q.head_stride = q.heads * q.dim * sizeof(float), q.dim * sizeof(float)
+    return 0
+
+
+cdef int plan_spliced(AttendCall call, list readers) except -1:
+    """Make room in a call for the queries of some spliced sequences, before any `ask`, and rotate them."""
+    cdef SplicedReader reader
+    cdef Segment segment
+    cdef Py_ssize_t rows = call.call.q.tokens, contexts = 1
+    turns = []
+    for reader in readers:
+        reader.views = _views(call, reader)
+        contexts += len(reader.views) + 1
+        for segment, sinks in reader.views:
+            if not _is_plain(reader, segment, sinks):
+                turn = None if segment.turns is None else segment.turns[reader.index]
+                turns.append((rows, reader.first_query, reader.num_queries, *(turn or (None, False))))
+                rows += reader.num_queries
+    if not call.reserve_queries(rows, contexts + call.call.q.tokens):
+        raise MemoryError("cannot allocate the working memory of a call of attend")
+    if turns and call.call.q.data != NULL:
+        _turn_queries(call, turns)
+    return 0
+
+
+cdef int ask_spliced(AttendCall call, list readers) except -1:
+    """`ask` and `add` for the sequences of `plan_spliced`."""
+    cdef SplicedReader reader
+    cdef Segment segment
+    cdef Py_ssize_t row, extra = call.call.q.tokens, i, seen, first, base, begin, end, items
+    cdef int part
+    cdef bint sinks
+    cdef kv_query *query
+    cdef kv_context context
+    cdef BlockTable table
+    for reader in readers:
+        part = 0
+        call.context += reader.length
+        for i in range(reader.first_query, reader.first_query + reader.num_queries):
+            memset(call.call.queries + i, 0, sizeof(kv_query))
+            call.call.queries[i].token = i
+        for segment, sinks in reader.views:
+            row = reader.first_query
+            if not _is_plain(reader, segment, sinks):
+                row, extra = extra, extra + reader.num_queries
+            base = segment.start - segment.first
+            first, seen = 0, 0
+            for i in range(reader.num_queries):
+                query = call.call.queries + row + i
+                call.sees(query, reader.length - reader.num_queries + i, reader.length)
+                begin = 0 if sinks else query.start
+                end = query.sink_stop if sinks else query.stop
+                begin = min(max(begin, segment.start), segment.end())
+                end = min(max(end, begin), segment.end())
+                query.position -= base
+                query.token, query.start, query.stop, query.sink_stop = reader.first_query + i, begin - base, end - base, 0
+                if begin < end:  # such queries follow each other
+                    first = i if seen == 0 else first
+                    seen += 1
+            table = reader.live if segment.frozen is None else segment.frozen.tables[reader.which]
+            table.context(reader.layer, &context)
+            items = call.call.num_items
+            call.add(&context, row + first, seen, 0, part)
+            for i in range(items, call.call.num_items):
+                part = max(part, call.call.items[i].part + <int>call.call.items[i].splits)
+    return 0

@@ -1,0 +1,105 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The tables of a sequence that may be spliced; see `segments` for what that is, and `splicing` for how it comes about."""
+cimport cython
+import numpy as np
+
+from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, turned
+
+
+cdef class SplicedTables:
+    """Block tables, and the segments before their tokens. Tokens are appended to the tables alone."""
+
+    cdef list all_segments(self, Py_ssize_t end):
+        """All segments up to position `end` of the tables, with the tokens behind those of `segments` as the last one."""
+        cdef Segment newest = Segment.__new__(Segment)
+        cdef list known = self.known_segments()
+        newest.start = (<Segment>known[-1]).end() if known else 0
+        newest.first, newest.last = newest.start - self.base, end
+        return known + [newest] if newest.first < newest.last else known
+
+    cdef SplicedReader reader(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query,
+                              Py_ssize_t num_queries):
+        cdef SplicedReader reader = SplicedReader.__new__(SplicedReader)
+        reader.segments, reader.live, reader.which = self.all_segments(table.lengths[layer]), table, self.tables.index(table)
+        reader.layer, reader.index, reader.length = layer, index, table.lengths[layer] + self.base
+        reader.first_query, reader.num_queries = first_query, num_queries
+        return reader
+
+    cdef SplicedTables give_segments(self, SplicedTables buffer, bint copies):
+        """A buffer with tables like those of this one, and with its segments."""
+        if self.segments is not None:
+            buffer.set_segments(copied(self.segments, buffer.tables) if copies else self.segments, self.base, self.ropes)
+        return buffer
+
+    cdef int set_segments(self, list segments, Py_ssize_t base, object ropes) except -1:
+        with cython.critical_section(self):
+            self.segments, self.base, self.ropes = segments, base, ropes
+        return 0
+
+    cdef list known_segments(self):
+        """The segments, for queries that do not enter the pool."""
+        with cython.critical_section(self):
+            return self.segments or []
+
+    def take_segments(self, SplicedTables other):
+        """Take over the segments of a sequence of the same pool, whose tables were shared."""
+        self.set_segments(other.segments, other.base, other.ropes)
+
+    def forget_segments(self):
+        self.set_segments(None, 0, None)
+
+    @property
+    def is_spliced(self):
+        return self.segments is not None
+
+    def segment_list(self):
+        """Of each segment: its start, its first and last position in its tables, and its shift."""
+        return [(<Segment>segment).describe() for segment in self.all_segments((<BlockTable>self.tables[0]).length)]
+
+    def check_plain(self):
+        if self.segments is not None:
+            raise ValueError("a spliced cache cannot be written, nor given to another scheduler: save the caches that it was spliced "
+                             "from, or convert it: Snapshot.from_arrays(*cache.snapshot().to_arrays(), num_kv_heads)")
+
+    cdef object spliced_rows(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, bint values):
+        cdef Segment segment
+        cdef BlockTable source
+        cdef list parts = [np.empty((0, table.pool.num_kv_heads, table.pool.v_head_dim if values else table.pool.head_dim), np.float32)]
+        which = self.tables.index(table)
+        for segment in self.all_segments(table.lengths[layer]):
+            source = table if segment.frozen is None else segment.frozen.tables[which]
+            rows = source.rows(layer, np.arange(segment.first, segment.last), values)
+            parts.append(rows if values or segment.turns is None else turned(rows, segment.turns[index]))
+        return np.concatenate(parts)
+
+    cdef int keep(self, Py_ssize_t n) except -1:
+        """Keep the first n positions."""
+        cdef BlockTable table
+        cdef Segment last
+        cdef Py_ssize_t i, kept = n - self.base
+        if self.segments is not None and n <= (<Segment>self.segments[-1]).end():
+            kept, segments = 0, cut(self.segments, 0, n)
+            if segments:
+                segments[-1] = last = narrowed(segments[-1])
+                kept = last.last if last.frozen is None else 0
+            if segments:
+                self.set_segments(segments, n - kept, self.ropes)
+            else:
+                self.forget_segments()
+        for table in self.tables:
+            table.truncate(kept)
+        if self.segments is not None and len(self.segments) == 1 and kept == 0:
+            last = self.segments[0]
+            if last.first == 0 and last.shift == 0:  # an ordinary sequence again
+                for i in range(len(self.tables)):
+                    (<BlockTable>self.tables[i]).share(last.frozen.tables[i])
+                    (<BlockTable>self.tables[i]).truncate(last.last)
+                self.forget_segments()
+        return 0
+
+    cdef object blocks_of(self, Py_ssize_t which):
+        """Blocks of one of the tables, and of those of the same layers in all segments."""
+        cdef FrozenTables frozen
+        return np.concatenate([table.block_ids() for table in [*[frozen.tables[which] for frozen in frozen_of(self.known_segments())],
+                                                               self.tables[which]]])

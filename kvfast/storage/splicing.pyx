@@ -1,0 +1,182 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Puts sequences that were computed apart one behind another, and takes runs of tokens out, without computing keys again."""
+from kvfast.core.checks cimport check_count
+from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.ring_table cimport RingTable
+from kvfast.storage.segments cimport FrozenTables, Segment, copy_tables, cut, frozen_of, narrowed, share_tables, turns_of
+from kvfast.storage.sequence cimport SequenceBuffer
+
+from kvfast.errors import CacheFullError, IncompatibleSnapshotError
+
+
+cdef int _check_still(SequenceBuffer buffer, object ropes) except -1:
+    """Check that a sequence keeps all of its tokens, that all layers have as many, and that its keys were rotated by `ropes`."""
+    cdef BlockTable table
+    cdef Py_ssize_t layer
+    for table in buffer.tables:
+        if isinstance(table, RingTable):
+            raise ValueError("a ring or a pool with a window cannot be spliced: it drops tokens by itself")
+        for layer in range(table.pool.num_layers):
+            if table.lengths[layer] != table.length:
+                raise ValueError(f"layers hold {table.lengths[layer] - table.length} tokens that are not complete: advance or "
+                                 f"truncate first")
+    if buffer.ropes is not None and buffer.ropes != ropes:
+        raise ValueError("rope must be the one that the cache was spliced with before")
+    return 0
+
+
+cdef int _move(list segments, Py_ssize_t distance, object ropes) except -1:
+    """Move segments that no sequence has yet."""
+    cdef Segment segment
+    known = {}
+    for segment in segments:
+        segment.start += distance
+        segment.shift += distance
+        if segment.shift not in known:
+            known[segment.shift] = turns_of(ropes, segment.shift)
+        segment.turns = known[segment.shift]
+    return 0
+
+
+cdef list _frozen(SequenceBuffer buffer, list segments):
+    """Copies of a sequence's segments that read tables of their own where they read those of the sequence."""
+    cdef FrozenTables frozen = None
+    cdef Segment segment, other
+    result = []
+    for segment in segments:
+        other = segment.part(segment.start, segment.end())
+        if other.frozen is None:
+            frozen = frozen or share_tables(buffer.tables)
+            other.frozen = frozen
+        result.append(other)
+    return result
+
+
+cdef int _settle(list segments) except -1:
+    cdef FrozenTables frozen
+    cdef BlockTable table
+    for frozen in frozen_of(segments):
+        for table in frozen.tables:
+            table.settle()
+    return 0
+
+
+cdef list _segments_in(SequenceBuffer buffer, SequenceBuffer chunk):
+    """The segments of a chunk, in tables of the buffer's pools."""
+    cdef Segment segment
+    cdef FrozenTables frozen
+    cdef list segments = chunk.all_segments((<BlockTable>chunk.tables[0]).length)
+    if chunk._pool() is buffer._pool():
+        return _frozen(chunk, segments)
+    copies, result = {}, []
+    chunk.enter_reading()
+    try:
+        for segment in segments:
+            frozen = segment.frozen
+            if frozen not in copies:
+                copies[frozen] = copy_tables(chunk.tables if frozen is None else frozen.tables, buffer.tables)
+            segment = segment.part(segment.start, segment.end())
+            segment.frozen = copies[frozen]
+            result.append(segment)
+    finally:
+        chunk.leave_reading()
+    return result
+
+
+def check_splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed):
+    """Check everything about `splice` but the room in a shared pool."""
+    cdef SequenceBuffer chunk
+    cdef Py_ssize_t length = buffer.length, room
+    _check_still(buffer, ropes)
+    for chunk in chunks:
+        if chunk.ropes is not None and chunk.ropes != ropes:
+            raise ValueError("rope must be the one that the chunk was spliced with before")
+        if chunk.segments is not None and chunk.block_size != buffer.block_size:
+            raise IncompatibleSnapshotError(f"a spliced chunk must have the block_size {buffer.block_size} of the cache, got "
+                                            f"{chunk.block_size}")
+    if recomputed > length:
+        raise ValueError(f"recomputed must be at most the {length} tokens of the cache, got {recomputed}")
+    total = sum([(<SequenceBuffer>chunk).length for chunk in chunks]) - recomputed
+    if buffer.most >= 0 and length + total > buffer.most:
+        room = buffer.most - length
+        raise CacheFullError(f"the cache has room for {room} of {buffer.most} tokens, got {total}", total, room)
+
+
+def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, begin=None):
+    """Put sequences one behind another behind the tokens of a buffer.
+
+    Parameters
+    ----------
+    buffer : SequenceBuffer
+    chunks : list of SequenceBuffer
+        With the same settings. They do not change while the call runs.
+    ropes : tuple
+        Of each layer (frequencies, whether interleaved), or None.
+    recomputed : int
+        The last tokens of the buffer are so many of the first tokens of the only chunk.
+    begin : callable, optional
+        Called after the last step that can fail.
+    """
+    cdef SequenceBuffer chunk
+    cdef BlockTable table
+    cdef Py_ssize_t length, end
+    cdef list segments, added
+    buffer._enter()
+    try:
+        check_splice(buffer, chunks, ropes, recomputed)
+        length = end = buffer.length
+        segments = _frozen(buffer, buffer.all_segments(length - buffer.base))
+        for chunk in chunks:
+            added = _segments_in(buffer, chunk)
+            _move(added, end - recomputed, ropes)
+            end += chunk.length - recomputed
+            segments += [narrowed(<Segment>segment) for segment in cut(added, length if recomputed else 0, end)]
+        if begin is not None:
+            begin()
+        for table in buffer.tables:
+            table.truncate(0)
+        buffer.set_segments(segments, end, ropes)
+        _settle(segments)
+    finally:
+        buffer._leave()
+
+
+def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
+    """Take the positions from `first` to `last` out; those behind move up. Calls `truncate` instead if there are none. See `splice`."""
+    cdef BlockTable table
+    cdef Segment segment
+    cdef Py_ssize_t length, low, high
+    cdef list before, behind, segments
+    _check_still(buffer, ropes)
+    length = buffer.length
+    low, high = check_count(first, "first", 0, length), check_count(last, "last", 0, length)
+    if low > high:
+        raise ValueError(f"first must be at most last, got {low} and {high}")
+    if low == high:
+        return
+    if high == length:
+        truncate(low)
+        return
+    buffer._enter()
+    try:
+        _check_still(buffer, ropes)  # again: another thread may have changed the cache
+        if buffer.length != length:
+            raise RuntimeError(f"another thread has changed the cache: it held {length} tokens, and holds {buffer.length} now")
+        segments = buffer.all_segments(length - buffer.base)
+        before, behind = cut(segments, 0, low), cut(segments, high, length)
+        _move(behind, low - high, ropes)
+        if (<Segment>behind[-1]).frozen is None:
+            before = _frozen(buffer, before)  # the tables themselves go on behind the gap
+        segments = [narrowed(<Segment>segment) for segment in before + behind]
+        if begin is not None:
+            begin()
+        for segment in behind:
+            if segment.frozen is None:
+                for table in buffer.tables:
+                    table.drop_front(segment.first)
+                break
+        buffer.set_segments(segments, buffer.base - (high - low), ropes)
+        _settle(segments)
+        buffer._trim_surplus()
+    finally:
+        buffer._leave()

@@ -6,6 +6,7 @@ A folder with an index of SQLite, and redis-server on loopback. Each row is the 
 """
 
 import argparse
+import hashlib
 import os
 import random
 import shutil
@@ -25,7 +26,7 @@ SMALL = 100  # bytes of a value where calls are timed
 
 
 def key(number):
-    return f"c-{number * 0x9E3779B97F4A7C15 % 2**256:064x}"[:66]
+    return f"c-{hashlib.sha256(number.to_bytes(8, 'little')).hexdigest()}"
 
 
 def timed(call):
@@ -161,7 +162,9 @@ def main():
     counts, rounds, many = ((100, 10_000), 20, 10) if given.short else ((100, 10_000, 1_000_000), 300, 40)
     with tempfile.TemporaryDirectory() as base:
         print("folder: values" + "".join(f"{count:>17,}" for count in counts))
-        look_ups({count: filled_folder(Path(base, str(count)), count) for count in counts}, rounds)
+        stores = {count: filled_folder(Path(base, str(count)), count) for count in counts}
+        os.sync()  # so that nobody waits for the files that were just made
+        look_ups(stores, rounds)
         server, port = start_redis(base)
         if server is None:
             print("no redis-server")

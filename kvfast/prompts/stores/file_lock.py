@@ -15,7 +15,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-WAIT = 60.0  # seconds for a process that lists a folder of millions of files
+WAIT = 60.0  # seconds for a process that lists a folder of a million files
 
 
 @contextlib.contextmanager

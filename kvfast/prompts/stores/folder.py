@@ -176,10 +176,10 @@ class FolderStore(Store):
         return self.folder.is_dir() and not os.access(self.folder, os.W_OK)
 
     def _files(self):
-        """(key, status) of all files."""
-        for folder in os.scandir(self.folder):
+        """(key, status) of all files, nearly in the order of their keys, in which an index is made soonest."""
+        for folder in sorted(os.scandir(self.folder), key=lambda entry: entry.name):
             if len(folder.name) == 2 and folder.is_dir(follow_symlinks=False):
-                for entry in os.scandir(folder):
+                for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
                     with contextlib.suppress(FileNotFoundError):
                         if is_key(entry.name) and entry.is_file(follow_symlinks=False):
                             yield entry.name, entry.stat()

@@ -3,7 +3,9 @@
 import logging
 import os
 import random
+import shutil
 import socket
+import subprocess
 import threading
 import time
 import warnings
@@ -239,6 +241,45 @@ def test_what_is_no_redis_server(answer):
                 call()
             assert time.monotonic() - begin < 4 * TIMEOUT
         listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("lie", [b":5\r\n", b"*2\r\n:1\r\n:2\r\n", b"%1\r\n:1\r\n:2\r\n", b"#t\r\n", b",1.5\r\n", b"*0\r\n",
+                                 b"*2\r\n:0\r\n*1\r\n:7\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n:7\r\n"])  # fmt: skip
+def test_a_server_that_lies(server, lie):
+    with Proxy(server.port) as proxy:
+        store = store_at(proxy.port)
+        store.put(key(1), b"1")
+        proxy.manner, proxy.lie = "lying", lie
+        for call in (lambda: store.get_many([key(1)]), lambda: list(store.entries())):
+            with pytest.raises(StoreError, match="is not one of a Redis server"):
+                call()
+        for call in calls_of(store)[1:5]:
+            with suppress(StoreError):
+                call()
+
+
+def test_tls(tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    certificate, secret, port = tmp_path / "certificate.pem", tmp_path / "key.pem", free_port()
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
+               f"subjectAltName=IP:{HOST}", "-out", certificate, "-keyout", secret]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    with redis_server(tmp_path, "--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(secret),
+                      "--tls-auth-clients", "no", "--tls-ca-cert-file", str(certificate)):  # fmt: skip
+        store = RedisStore(f"rediss://{HOST}:{port}/0?ssl_ca_certs={certificate}", 5)
+        assert store.url == f"rediss://{HOST}:{port}/0"
+        assert store.put(key(1), DATA) and read(store.get_many([key(1), key(2)])) == [DATA, None]
+        with pytest.raises(StoreError, match="certificate"):
+            RedisStore(f"rediss://{HOST}:{port}/0", 5).get_many([key(1)])
+        with Proxy(port) as proxy:
+            store = RedisStore(f"rediss://{HOST}:{proxy.port}/0?ssl_ca_certs={certificate}", TIMEOUT)
+            store.put(key(3), b"3")
+            proxy.manner = "dripping"
+            begin = time.monotonic()
+            with pytest.raises(StoreError, match=r"[Tt]imeout|timed out"):
+                store.get_many([key(1)])
+            assert time.monotonic() - begin < 3 * TIMEOUT
 
 
 @pytest.mark.parametrize("password, message", [("hunter2", "WRONGPASS|invalid"), ("", "NOAUTH|authenticat")])

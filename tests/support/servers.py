@@ -93,11 +93,11 @@ class Proxy:
     ----------
     manner : str
         "plain"; "delayed": each answer comes `pause` seconds later; "dripping": it comes in drops of one byte; "half-open": no answer
-        comes, and the connection stays; "cut": the connection ends in the middle of an answer.
+        comes, and the connection stays; "cut": the connection ends in the middle of an answer; "lying": `lie` comes instead.
     """
 
     def __init__(self, port):
-        self.manner, self.pause, self._to, self._sockets = "plain", 0.3, port, []
+        self.manner, self.pause, self.lie, self._to, self._sockets = "plain", 0.3, b"", port, []
         self._listener = socket.create_server((HOST, 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -143,6 +143,8 @@ class Proxy:
             for i in range(len(data)):
                 target.sendall(data[i : i + 1])
                 time.sleep(0.05)
+        elif self.manner == "lying":
+            target.sendall(self.lie)
         elif self.manner == "cut":
             target.sendall(data[: len(data) // 2])
             raise OSError("cut")

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 PREFIX, HITS = b"kvfast:", b"kvfast:hits:"
-LARGEST = 512 << 20      # bytes of a value, which the server refuses beyond
-READ_BYTES = 1 << 20     # bytes that are read at once; redis-py's 32 KiB take longer
-HITS_SECONDS = 30 << 16  # that a count of uses stays after the last one: 23 days; its value may have been removed long before
+LARGEST = 512 << 20  # bytes of a value, which the server refuses beyond
+READ_BYTES = 1 << 20  # bytes that are read at once; redis-py's 32 KiB take longer
+HITS_SECONDS = 30 * 86400  # that a count of uses stays after the last one; its value may have been removed long before
 # Commands that are sent before their answers are there. A server copies what it cannot send yet: asking for 40 values of 1.6 MB at
 # once took twice as long as asking for the next one while one comes.
 LEAST_AHEAD, MOST_AHEAD, BYTES_AHEAD = 2, 1000, 1 << 20
@@ -60,6 +60,7 @@ class RedisStore(Store):
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:
         answers = self._call([(b"GET", PREFIX + key) for key in _encoded(keys)], ahead=LEAST_AHEAD)
+        self._check(all(isinstance(value, (bytes, type(None))) for value in answers), "GET")
         return [None if value is None else Value(value) for value in answers]
 
     def put(self, key: str, value: Any) -> bool:
@@ -87,7 +88,10 @@ class RedisStore(Store):
     def entries(self) -> Iterator[Entry]:
         cursor, seen = b"0", set()
         while True:
-            ((cursor, found),) = self._call([(b"SCAN", cursor, b"MATCH", PREFIX + b"*-*", b"COUNT", SCANNED)])
+            (answer,) = self._call([(b"SCAN", cursor, b"MATCH", PREFIX + b"*-*", b"COUNT", SCANNED)])
+            self._check(isinstance(answer, (list, tuple)) and len(answer) == 2 and isinstance(answer[1], list), "SCAN")
+            cursor, found = answer
+            self._check(all(isinstance(one, bytes) for one in (cursor, *found)), "SCAN")
             # A scan may list a key twice.
             keys = [key for key in dict.fromkeys(found) if key not in seen and is_key(key[len(PREFIX) :].decode("latin-1"))]
             seen.update(keys)
@@ -116,6 +120,10 @@ class RedisStore(Store):
             if isinstance(nbytes, int) and nbytes:
                 used = time.time() - idle if isinstance(idle, int) else float("nan")
                 yield Entry(key.decode(), nbytes, used, int(hits) if isinstance(hits, bytes) and hits.isdigit() else 0)
+
+    def _check(self, is_right, command):
+        if not is_right:
+            raise StoreError(f"{self.url}: an answer to {command} is not one of a Redis server")
 
     def _call(self, commands: Sequence[tuple[Any, ...]], may_fail: Callable[[Exception], bool] = lambda error: False,
               ahead: int = MOST_AHEAD) -> list[Any]:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 STALE = 10                # seconds after which an unfinished file that no process has locked is one of a killed process
 STALE_WITHOUT_LOCKS = 3600
-# Larger values stay in the page cache until they are read; smaller ones, of which there may be thousands, would take as many open files.
-KEPT_OPEN, MOST_OPEN = 256 << 10, 256
+# Bytes of a value that are read at once; larger ones stay in the page cache until they are asked for, in so many open files of a call.
+SMALL, MOST_OPEN = 32 << 10, 256
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_VALUE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)  # of what is no file
 
@@ -239,11 +239,10 @@ def _open(path, may_stay_open):
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             return None
-        if may_stay_open and status.st_size > KEPT_OPEN:
+        if may_stay_open and status.st_size > SMALL:
             value, descriptor = _FileValue(descriptor, status.st_size), None
             return value
-        data = bytearray(status.st_size)
-        return Value(memoryview(data)[: _read(descriptor, 0, memoryview(data))])
+        return Value(os.read(descriptor, status.st_size))
     finally:
         if descriptor is not None:
             os.close(descriptor)

@@ -27,8 +27,9 @@ cdef class FrozenTables:
 
     def __del__(self):
         cdef BlockTable table
-        for table in self.tables or ():
-            (<BlockTable>self.tables[0]).pool.release_later(table)
+        if self.tables is not None:
+            for table in self.tables:
+                (<BlockTable>self.tables[0]).pool.release_later(table)
 
     @property
     def nbytes_alone(self):

@@ -217,6 +217,7 @@ cdef class SequenceBuffer(SplicedTables):
         """Keep the first `n` tokens. `begin` is called with the new length."""
         cdef BlockTable table
         cdef Py_ssize_t count
+        cdef list _old = self.segments  # which are released behind the end of the call
         try:
             number = n.__index__()
         except AttributeError:
@@ -314,6 +315,7 @@ cdef class SequenceBuffer(SplicedTables):
     def restore(self, SequenceBuffer other, begin=None, then=None):
         """Become equal to a buffer with the same settings: share its blocks, or copy those of another pool. `begin` is called
         when only a signal can still prevent the change, `then` after the change."""
+        cdef list _old = self.segments  # as in `truncate`
         self._enter()
         try:
             if other._pool() is self._pool():

@@ -1,6 +1,6 @@
 """The tables of a sequence, and its segments."""
 from kvfast.storage.block_table cimport BlockTable
-from kvfast.storage.segments cimport SplicedReader
+from kvfast.storage.segments cimport Segment, SplicedReader
 
 
 cdef class SplicedTables:
@@ -18,3 +18,4 @@ cdef class SplicedTables:
     cdef object spliced_rows(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, bint values)
     cdef object blocks_of(self, Py_ssize_t which)
     cdef int keep(self, Py_ssize_t n) except -1
+    cdef int _keep_plain(self, Segment segment) except -1

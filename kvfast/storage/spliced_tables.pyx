@@ -77,25 +77,30 @@ cdef class SplicedTables:
         """Keep the first n positions."""
         cdef BlockTable table
         cdef Segment last
-        cdef Py_ssize_t i, kept = n - self.base
+        cdef Py_ssize_t kept = n - self.base
         if self.segments is not None and n <= (<Segment>self.segments[-1]).end():
             kept, segments = 0, cut(self.segments, 0, n)
             if segments:
                 segments[-1] = last = narrowed(segments[-1])
+                if len(segments) == 1 and last.frozen is not None and last.first == 0 and last.shift == 0:
+                    return self._keep_plain(last)
                 kept = last.last if last.frozen is None else 0
-            if segments:
                 self.set_segments(segments, n - kept, self.ropes)
             else:
                 self.forget_segments()
         for table in self.tables:
             table.truncate(kept)
-        if self.segments is not None and len(self.segments) == 1 and kept == 0:
-            last = self.segments[0]
-            if last.first == 0 and last.shift == 0:  # an ordinary sequence again
-                for i in range(len(self.tables)):
-                    (<BlockTable>self.tables[i]).share(last.frozen.tables[i])
-                    (<BlockTable>self.tables[i]).truncate(last.last)
-                self.forget_segments()
+        return 0
+
+    cdef int _keep_plain(self, Segment segment) except -1:
+        """Become the ordinary sequence that only this segment is left of."""
+        cdef Py_ssize_t i
+        for i in range(len(self.tables)):  # first what can fail
+            (<BlockTable>self.tables[i]).reserve_list((<BlockTable>segment.frozen.tables[i]).count)
+        for i in range(len(self.tables)):
+            (<BlockTable>self.tables[i]).share(segment.frozen.tables[i])
+            (<BlockTable>self.tables[i]).truncate(segment.last)
+        self.forget_segments()
         return 0
 
     cdef object blocks_of(self, Py_ssize_t which):

@@ -52,10 +52,11 @@ cdef list _frozen(SequenceBuffer buffer, list segments):
     return result
 
 
-cdef int _settle(list segments) except -1:
+cdef int _settle(list frozen_tables) except -1:
+    """Settle tables. Allocates nothing, as the splice is done by then."""
     cdef FrozenTables frozen
     cdef BlockTable table
-    for frozen in frozen_of(segments):
+    for frozen in frozen_tables:
         for table in frozen.tables:
             table.settle()
     return 0
@@ -120,7 +121,7 @@ def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, beg
     cdef SequenceBuffer chunk
     cdef BlockTable table
     cdef Py_ssize_t length, end
-    cdef list segments, added
+    cdef list segments, added, frozen, _old = buffer.segments  # which are released behind the end of the call
     buffer._enter()
     try:
         check_splice(buffer, chunks, ropes, recomputed)
@@ -131,12 +132,13 @@ def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, beg
             _move(added, end - recomputed, ropes)
             end += chunk.length - recomputed
             segments += [narrowed(<Segment>segment) for segment in cut(added, length if recomputed else 0, end)]
+        frozen = frozen_of(segments)
         if begin is not None:
             begin()
         for table in buffer.tables:
             table.truncate(0)
         buffer.set_segments(segments, end, ropes)
-        _settle(segments)
+        _settle(frozen)
     finally:
         buffer._leave()
 
@@ -146,7 +148,7 @@ def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
     cdef BlockTable table
     cdef Segment segment
     cdef Py_ssize_t length, low, high
-    cdef list before, behind, segments
+    cdef list before, behind, segments, frozen, _old = buffer.segments  # which are released behind the end of the call
     _check_still(buffer, ropes)
     length = buffer.length
     low, high = check_count(first, "first", 0, length), check_count(last, "last", 0, length)
@@ -168,6 +170,7 @@ def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
         if (<Segment>behind[-1]).frozen is None:
             before = _frozen(buffer, before)  # the tables themselves go on behind the gap
         segments = [narrowed(<Segment>segment) for segment in before + behind]
+        frozen = frozen_of(segments)
         if begin is not None:
             begin()
         for segment in behind:
@@ -176,7 +179,7 @@ def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
                     table.drop_front(segment.first)
                 break
         buffer.set_segments(segments, buffer.base - (high - low), ropes)
-        _settle(segments)
+        _settle(frozen)
         buffer._trim_surplus()
     finally:
         buffer._leave()

@@ -31,9 +31,9 @@ def failing(mode, *names, **environment):
 def test_every_allocation_of_the_modules(tmp_path, which):
     shim = tmp_path / "failing_malloc.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, SUPPORT / "failing_malloc.c", "-ldl"], check=True)
-    some = ["append, growing, int4", "attend_batch, pool, int4", "codecs"]
+    some = ["append, growing, int4", "attend_batch, pool, int4", "codecs", "splice, growing, int4", "attend_spliced, growing, int4"]
     failed = failing("memory", *(some if which == "some" else []), LD_PRELOAD=str(shim), KVFAST_NUM_THREADS="1")
-    assert [failed[name] >= least for name, least in zip(some, (3, 2, 2))] == [True] * 3
+    assert [failed[name] >= least for name, least in zip(some, (3, 2, 2, 2, 1))] == [True] * 5
     assert which == "some" or len(failed) > 100 and sum(failed.values()) > 500
 
 
@@ -52,6 +52,8 @@ def test_every_object(which):
     names += [f"{operation}, ring that rotates, int4" for operation in ("append_one", "attend")]
     operations = ["new_sequence", "fork", "match", "restore_into_pool", "append_shared", "slots", "append_batch", "attend_batch", "truncate_known"]
     names += [f"{operation}, pool, int4" for operation in operations]
+    operations = ["splice", "drop", "attend_spliced", "drop_spliced", "truncate_spliced", "copy_spliced", "restore_spliced"]
+    names += [f"{operation}, {kind}, int4" for kind in ("growing", "sequence") for operation in operations]
     names += ["write", "explain", "append_latent", "attend_latent", "push", "scores", "codecs", "attention", "make_cache"]
     names = names if which == "all" else ["append, growing, int4", "fork, pool, int4", "attend_batch, pool, int4", "attention"]
     failed = failing("objects", *names, KVFAST_NUM_THREADS="1")

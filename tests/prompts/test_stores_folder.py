@@ -113,7 +113,10 @@ def test_what_a_killed_process_leaves_is_removed(tmp_path):
     for _ in range(4):
         one = SPAWN.Process(target=processes.put_without_end, args=(str(tmp_path),))
         one.start()
-        time.sleep(0.4 + random.random() / 10)
+        begun = time.monotonic()
+        while not (tmp_path / "index.sqlite3").exists() and time.monotonic() < begun + 60:  # a busy machine starts slowly
+            time.sleep(0.02)
+        time.sleep(0.2 + random.random() / 10)
         os.kill(one.pid, signal.SIGKILL)
         one.join()
     part = tmp_path / "unfinished" / f"{key(1)}.0123"

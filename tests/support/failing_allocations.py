@@ -187,6 +187,44 @@ def with_file(self):
     self.cache.save(self.path)
 
 
+ROPE = kvfast.Rope()
+
+
+def splice(self):
+    self.cache.splice(self.foreign, self.snapshot, rope=ROPE)
+
+
+def drop(self):
+    self.cache.drop(5, 75, rope=ROPE)
+
+
+def attend_spliced(self):
+    return self.cache.attend(0, QUERIES, return_lse=True)
+
+
+def drop_spliced(self):
+    self.cache.drop(60, 150, rope=ROPE)
+
+
+def truncate_spliced(self):
+    self.cache.truncate(200)
+
+
+def copy_spliced(self):
+    self.copied = self.cache.copy(), self.cache.fork()
+
+
+def restore_spliced(self):
+    self.cache.restore(self.spliced)
+
+
+def another_spliced(self):
+    kind = "growing" if not self.cache.is_paged else "sequence"
+    other = fill(make(kind, self.cache.format), np.random.default_rng(3), 100)
+    other.drop(10, 30, rope=ROPE)
+    self.spliced = other.snapshot()
+
+
 class Pool:
     """A pool with sequences that share blocks, and known prefixes."""
 
@@ -335,6 +373,11 @@ for _kind in ("growing", "bounded", "sequence", "ring with sinks", "ring of two 
         for _before, _operation in ((None, append), (None, append_one), (both_layers, advance), (None, attend), (None, prefill),
                                     (None, copy), (None, truncate), (None, snapshot), (append, restore), (append, restore_foreign),
                                     (None, keys), (None, state)):  # fmt: skip
+            OPERATIONS[f"{_operation.__name__}, {_kind}, {_format}"] = lambda k=_kind, f=_format: Cache(k, f), _before, _operation
+for _kind in ("growing", "sequence"):
+    for _format in FORMATS:
+        for _before, _operation in ((None, splice), (None, drop), (splice, attend_spliced), (splice, drop_spliced),
+                                    (splice, truncate_spliced), (splice, copy_spliced), (another_spliced, restore_spliced)):  # fmt: skip
             OPERATIONS[f"{_operation.__name__}, {_kind}, {_format}"] = lambda k=_kind, f=_format: Cache(k, f), _before, _operation
 for _before, _operation in ((None, write), (None, explain), (None, clear), (state, from_state), (with_file, save), (with_file, load)):
     OPERATIONS[_operation.__name__] = lambda: Cache("growing", "int4"), _before, _operation

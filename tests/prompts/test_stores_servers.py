@@ -220,7 +220,7 @@ def test_other_values_of_the_server_are_left_alone(server):
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"+OK\r\n$99999999999999999999\r\n", b"$-5\r\n", b"*1000000000\r\n",
-                                    b"\x00" * 1000, b"+OK\r\n+OK\r\n:5\r\n$3\r\nabc\r\n", b"%5\r\n", b""])  # fmt: skip
+                                    b"\x00" * 1000, b"+OK\r\n+OK\r\n:5\r\n$3\r\nabc\r\n", b"%5\r\n", b"*1\r\n" * 5000, b""])  # fmt: skip
 def test_what_is_no_redis_server(answer):
     with socket.create_server((HOST, 0)) as listener:
 
@@ -251,7 +251,7 @@ def test_a_server_that_lies(server, lie):
         store.put(key(1), b"1")
         proxy.manner, proxy.lie = "lying", lie
         for call in (lambda: store.get_many([key(1)]), lambda: list(store.entries())):
-            with pytest.raises(StoreError, match="is not one of a Redis server"):
+            with pytest.raises(StoreError, match="is not one of a Redis server|Protocol Error"):
                 call()
         for call in calls_of(store)[1:5]:
             with suppress(StoreError):
@@ -282,7 +282,7 @@ def test_tls(tmp_path):
             assert time.monotonic() - begin < 3 * TIMEOUT
 
 
-@pytest.mark.parametrize("password, message", [("hunter2", "WRONGPASS|invalid"), ("", "NOAUTH|authenticat")])
+@pytest.mark.parametrize("password, message", [("hunter2", "WRONGPASS|invalid"), ("", "NOAUTH|[Aa]uthenticat")])
 def test_passwords_are_never_shown(tmp_path, password, message, caplog, capfd):
     with redis_server(tmp_path, "--requirepass", "sesame4") as server, caplog.at_level(logging.DEBUG), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -23,6 +23,8 @@ HITS_SECONDS = 30 * 86400  # that a count of uses stays after the last one; its 
 # once took 1.6 times as long as asking for the next one while one comes, or more.
 LEAST_AHEAD, MOST_AHEAD, BYTES_AHEAD = 2, 1000, 1 << 20
 SCANNED = 1000  # keys that are listed at once
+# What redis-py makes of answers that no Redis server gives.
+_OF_OTHER_SERVERS = (OSError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 _OPTIONS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 
 
@@ -139,7 +141,7 @@ class RedisStore(Store):
                 # A server that was started again has closed all connections. Each command may be sent twice.
                 is_old = isinstance(error, _redis().ConnectionError) and not is_new and not connection.is_cancelled
                 why = "the call took too long" if connection.is_cancelled else str(error)
-            except (OSError, AttributeError, ValueError, TypeError) as error:  # what redis-py makes of answers of other servers
+            except _OF_OTHER_SERVERS as error:
                 is_old, why = False, f"{type(error).__name__}: {error}"
             finally:
                 self._give_back(connection, why is None)

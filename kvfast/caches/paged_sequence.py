@@ -154,9 +154,9 @@ class PagedSequence(StoredSequence):
 
     def _set_ids(self, token_ids):
         """Replace the ids of all tokens, while no other thread is in the pool. None: they are not known."""
-        self._token_ids, self._digests = [] if self._table.length == 0 else None, []
+        self._token_ids, self._digests = [] if len(self) == 0 else None, []
         try:
-            if token_ids is not None:
+            if token_ids is not None and not self._buffer.is_spliced:  # whose blocks do not follow from the tokens before them
                 self._token_ids = token_ids.tolist()
                 self._make_known()
         except MemoryError:

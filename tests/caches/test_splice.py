@@ -402,6 +402,21 @@ def test_a_prefix_is_not_found_in_what_was_dropped():
         assert np.array_equal(found.k(0)[:, 0, 0], np.arange(1000, 1064))
 
 
+def test_the_ids_of_a_spliced_snapshot_make_no_block_known():
+    """Its blocks do not follow from the tokens before them."""
+    model = Model(cache_of(block_size=16), None).append(100).drop(10, 30)
+    pool = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=60, block_size=16, dtype="int8")
+    sequence = pool.restore(model.cache.snapshot(token_ids=np.arange(80)))
+    assert np.array_equal(sequence.k(0), model.cache.k(0))
+    assert pool.num_cached_blocks == 0
+    again = pool.restore(sequence.snapshot(token_ids=np.arange(80)))
+    k = np.ones((40, HEADS, DIM), np.float32)
+    again.append(0, k, k)
+    again.advance(40, token_ids=np.arange(40))
+    assert pool.num_cached_blocks == 0
+    assert len(pool.match_prefix(np.arange(80))) == 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_threads_read_a_spliced_cache_together(dtype):
     rope = ROPES["halves"]

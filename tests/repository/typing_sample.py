@@ -47,6 +47,14 @@ def batch(pool: kvfast.PagedKVCache, q: Floats, k: Floats, v: Floats) -> Floats:
     return out
 
 
+def splice(cache: kvfast.KVCache, documents: list[kvfast.Snapshot]) -> bool:
+    rope = kvfast.Rope(theta=500000.0, interleaved=True)
+    cache.splice(*documents, rope=rope)
+    cache.splice(cache, rope=[rope, None], recomputed=1)
+    cache.drop(4, 100, rope=kvfast.Rope(frequencies=[1.0, 0.1]))
+    return cache.is_spliced
+
+
 def keep(cache: kvfast.KVCache, path: Path) -> kvfast.KVCache:
     snapshot: kvfast.Snapshot = cache.snapshot([1], {"model": "m"})
     snapshot.save(path)

@@ -36,7 +36,7 @@ class PagedStorage(StorageProperties):
             raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
         self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim,
                                    ring, buffer)
-        self._prompts = None  # see `use_prompt_cache`
+        self._prompts = None, "", False, None  # see `use_prompt_cache`
 
     def new_sequence(self) -> Any:
         """An empty sequence.
@@ -93,10 +93,14 @@ class PagedStorage(StorageProperties):
             raise TypeError(f"salt must be at most 64 bytes, got {salt!r}")
         digests = self._buffer.index.digests(token_ids[:-1], self.block_size, salt)
         found = self._sequence(self, token_ids, digests, salt)
-        if self._prompts is None or len(token_ids) < 2:
-            return found
         prompts, model, _, tokens_per_second = self._prompts
-        found = prompts.extended(found, token_ids, model, salt=salt, tokens_per_second=tokens_per_second)
+        if prompts is None or prompts.is_closed or len(token_ids) < 2:
+            return found
+        try:
+            found = prompts.extended(found, token_ids, model, salt=salt, tokens_per_second=tokens_per_second)
+        except BaseException:
+            found.free()
+            raise
         found.num_cached_tokens = len(found)
         return found
 
@@ -106,6 +110,7 @@ class PagedStorage(StorageProperties):
         Parameters
         ----------
         prompts : PromptCache, or None to leave it
+            One that is closed later is left, too.
         model : str
             As in `PromptCache.save`.
         save : bool
@@ -122,7 +127,7 @@ class PagedStorage(StorageProperties):
             raise TypeError(f"prompts must be a PromptCache, got {type(prompts).__name__}")
         if not isinstance(model, str):
             raise TypeError(f"model must be a str, got {model!r}")
-        self._prompts = None if prompts is None else (prompts, model, bool(save), tokens_per_second)
+        self._prompts = prompts, model, bool(save), tokens_per_second
 
     def block_table(self, sequences: Any) -> NDArray[np.int32]:
         """Block tables of some sequences.
@@ -232,10 +237,9 @@ class PagedStorage(StorageProperties):
 
     def _save_freed(self, sequence, token_ids, salt):
         """Write the chunks of a sequence that is about to be freed."""
-        if self._prompts is not None and token_ids is not None and len(token_ids) == len(sequence) > 0:
-            prompts, model, save, _ = self._prompts
-            if save:
-                prompts.save_chunks(sequence, token_ids, model, salt=salt)
+        prompts, model, save, _ = self._prompts
+        if save and prompts is not None and not prompts.is_closed and token_ids is not None and len(token_ids) == len(sequence) > 0:
+            prompts.save_chunks(sequence, token_ids, model, salt=salt)
 
     def _own(self, sequences):
         sequences = list(sequences)

@@ -235,7 +235,9 @@ class PromptCache:
         Sequence
             `sequence` itself; or, if its blocks cannot be continued with chunks, another one in its place.
         """
-        token_ids, held = checked_token_ids(token_ids), len(_checked_cache(sequence))
+        if not _checked_cache(sequence).is_paged:
+            raise TypeError(f"sequence must be one of a pool, got {type(sequence).__name__}; restore() fills other caches")
+        token_ids, held = checked_token_ids(token_ids), len(sequence)
         begin, prompt = time.perf_counter(), self._prompt(sequence, token_ids, model, salt)
         if not prompt.keeps_all or sequence.block_size != prompt.block_size:
             other = sequence.pool.new_sequence()
@@ -305,6 +307,11 @@ class PromptCache:
 
     def __repr__(self) -> str:
         return f"PromptCache({self.store.url!r}, max_bytes={self.max_bytes})"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
 
     def _check_open(self):
         if self._is_closed:

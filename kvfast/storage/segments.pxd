@@ -13,7 +13,7 @@ cdef class Segment:
     cdef Py_ssize_t first      # the same token's position in the tables
     cdef Py_ssize_t last       # where it ends there
     cdef Py_ssize_t shift      # distance from the positions that its keys were rotated for
-    cdef list turns            # of each layer: None, or cos and sin of -shift, float32 of shape (2, 1, pairs), and if interleaved
+    cdef list rotations            # of each layer: None, or cos and sin of -shift, float32 of shape (2, 1, pairs), and if interleaved
 
     cdef Py_ssize_t end(self) noexcept
     cdef Segment part(self, Py_ssize_t begin, Py_ssize_t end)
@@ -33,7 +33,7 @@ cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end)
 cdef Segment narrowed(Segment segment)
 cdef list frozen_of(list segments)
 cdef list copied(list segments, list live)
-cdef list turns_of(object ropes, Py_ssize_t shift)
-cdef object turned(object k, object turn)
+cdef list rotations_of(object ropes, Py_ssize_t shift)
+cdef object rotated_keys(object k, object rotation)
 cdef int plan_spliced(AttendCall call, list readers) except -1
 cdef int ask_spliced(AttendCall call, list readers) except -1

@@ -46,14 +46,14 @@ cdef class Segment:
     cdef Segment part(self, Py_ssize_t begin, Py_ssize_t end):
         """The positions of the segment from `begin` to `end`."""
         cdef Segment other = Segment.__new__(Segment)
-        other.frozen, other.shift, other.turns = self.frozen, self.shift, self.turns
+        other.frozen, other.shift, other.rotations = self.frozen, self.shift, self.rotations
         other.start = max(begin, self.start)
         other.first = other.start - self.start + self.first
         other.last = min(end, self.end()) - self.start + self.first
         return other
 
     def describe(self):
-        """What tells whether two segments show the same tokens at the same positions, tables apart."""
+        """What is equal if two segments show the same tokens at the same positions, tables apart."""
         return self.start, self.first, self.last, self.shift
 
 
@@ -127,8 +127,8 @@ cdef list copied(list segments, list live):
     return result
 
 
-cdef list turns_of(object ropes, Py_ssize_t shift):
-    """`Segment.turns` for the rotation of each layer: (frequencies, whether interleaved), or None."""
+cdef list rotations_of(object ropes, Py_ssize_t shift):
+    """`Segment.rotations` for the rotation of each layer: (frequencies, whether interleaved), or None."""
     known = {None: None}
     for rope in ropes if shift else ():
         if rope not in known:
@@ -137,11 +137,11 @@ cdef list turns_of(object ropes, Py_ssize_t shift):
     return [known[rope] if shift else None for rope in ropes]
 
 
-cdef object turned(object k, object turn):
+cdef object rotated_keys(object k, object rotation):
     """Decoded keys of a segment, rotated for its positions."""
-    if turn is None or not len(k):
+    if rotation is None or not len(k):
         return k
-    angles, interleaved = turn
+    angles, interleaved = rotation
     cos, sin = np.repeat(angles, len(k), axis=1)
     return rotated(k, cos, -sin, interleaved)
 
@@ -174,7 +174,7 @@ ctypedef struct kv_fill:
     kv_rotary rotary
 
 
-ctypedef struct kv_turn_call:
+ctypedef struct kv_rotate_call:
     const kv_kernels *kernels
     const kv_rows *q
     const kv_fill *fills
@@ -182,9 +182,9 @@ ctypedef struct kv_turn_call:
     float *out
 
 
-cdef int _turn_row(void *shared, Py_ssize_t row, int thread, kv_watch *watch) noexcept nogil:
+cdef int _rotate_row(void *shared, Py_ssize_t row, int thread, kv_watch *watch) noexcept nogil:
     """Fill a row of queries."""
-    cdef const kv_turn_call *call = <const kv_turn_call *>shared
+    cdef const kv_rotate_call *call = <const kv_rotate_call *>shared
     cdef Py_ssize_t i = call.num_fills - 1, token
     cdef kv_rotary rotary
     while call.fills[i].row > row:
@@ -196,31 +196,31 @@ cdef int _turn_row(void *shared, Py_ssize_t row, int thread, kv_watch *watch) no
     return 0
 
 
-cdef int _turn_queries(AttendCall call, list turns) except -1:
-    """Replace q by its own rows and those for further queries. `turns`: (first row, first token, tokens, cos and sin, interleaved)."""
+cdef int _rotate_queries(AttendCall call, list rotations) except -1:
+    """Replace q by its own rows and those for further queries. `rotations`: (first row, first token, tokens, cos and sin, interleaved)."""
     cdef kv_rows *q = &call.call.q
     cdef Py_ssize_t total = call.call.num_queries, i = 1
     cdef float[:, :, ::1] rows = np.empty((total, q.heads, q.dim), np.float32)
     cdef const float[:, :, ::1] table
-    cdef kv_turn_call turn
+    cdef kv_rotate_call shared
     cdef kv_team team
     cdef kv_rows given = q[0]
-    cdef kv_fill *fills = <kv_fill *>malloc((len(turns) + 1) * sizeof(kv_fill))
+    cdef kv_fill *fills = <kv_fill *>malloc((len(rotations) + 1) * sizeof(kv_fill))
     if fills == NULL:
         raise MemoryError("cannot allocate the rotations of queries")
     try:
-        memset(fills, 0, (len(turns) + 1) * sizeof(kv_fill))
+        memset(fills, 0, (len(rotations) + 1) * sizeof(kv_fill))
         fills[0].count = q.tokens
-        for row, token, count, angles, interleaved in turns:
+        for row, token, count, angles, interleaved in rotations:
             fills[i].row, fills[i].token, fills[i].count = row, token, count
             if angles is not None:
                 table = angles
                 fills[i].rotary.row.cos, fills[i].rotary.row.sin = &table[0, 0, 0], &table[1, 0, 0]
                 fills[i].rotary.row.pairs, fills[i].rotary.row.interleaved = table.shape[2], interleaved
             i += 1
-        turn.kernels, turn.q, turn.fills, turn.num_fills, turn.out = active(), &given, fills, i, &rows[0, 0, 0]
+        shared.kernels, shared.q, shared.fills, shared.num_fills, shared.out = active(), &given, fills, i, &rows[0, 0, 0]
         gather(&team, call.options.num_threads, <double>total * q.heads * q.dim * 8)
-        for_each(&team, _turn_row, &turn, total, STATIC)
+        for_each(&team, _rotate_row, &shared, total, STATIC)
     finally:
         free(fills)
     call.keepalive = call.keepalive, rows
@@ -234,19 +234,19 @@ cdef int plan_spliced(AttendCall call, list readers) except -1:
     cdef SplicedReader reader
     cdef Segment segment
     cdef Py_ssize_t rows = call.call.q.tokens, contexts = 1
-    turns = []
+    rotations = []
     for reader in readers:
         reader.views = _views(call, reader)
         contexts += len(reader.views) + 1
         for segment, sinks in reader.views:
             if not _is_plain(reader, segment, sinks):
-                turn = None if segment.turns is None else segment.turns[reader.index]
-                turns.append((rows, reader.first_query, reader.num_queries, *(turn or (None, False))))
+                rotation = None if segment.rotations is None else segment.rotations[reader.index]
+                rotations.append((rows, reader.first_query, reader.num_queries, *(rotation or (None, False))))
                 rows += reader.num_queries
     if not call.reserve_queries(rows, contexts + call.call.q.tokens):
         raise MemoryError("cannot allocate the working memory of a call of attend")
-    if turns and call.call.q.data != NULL:
-        _turn_queries(call, turns)
+    if rotations and call.call.q.data != NULL:
+        _rotate_queries(call, rotations)
     return 0
 
 

@@ -4,7 +4,7 @@ cimport cython
 import numpy as np
 
 from kvfast.storage.block_table cimport BlockTable
-from kvfast.storage.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, turned
+from kvfast.storage.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, rotated_keys
 
 
 cdef class SplicedTables:
@@ -70,7 +70,7 @@ cdef class SplicedTables:
         for segment in self.all_segments(table.lengths[layer]):
             source = table if segment.frozen is None else segment.frozen.tables[which]
             rows = source.rows(layer, np.arange(segment.first, segment.last), values)
-            parts.append(rows if values or segment.turns is None else turned(rows, segment.turns[index]))
+            parts.append(rows if values or segment.rotations is None else rotated_keys(rows, segment.rotations[index]))
         return np.concatenate(parts)
 
     cdef int keep(self, Py_ssize_t n) except -1:

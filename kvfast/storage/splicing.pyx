@@ -3,7 +3,7 @@
 from kvfast.core.checks cimport check_count
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.ring_table cimport RingTable
-from kvfast.storage.segments cimport FrozenTables, Segment, copy_tables, cut, frozen_of, narrowed, share_tables, turns_of
+from kvfast.storage.segments cimport FrozenTables, Segment, copy_tables, cut, frozen_of, narrowed, share_tables, rotations_of
 from kvfast.storage.sequence cimport SequenceBuffer
 
 from kvfast.errors import CacheFullError, IncompatibleSnapshotError
@@ -33,8 +33,8 @@ cdef int _move(list segments, Py_ssize_t distance, object ropes) except -1:
         segment.start += distance
         segment.shift += distance
         if segment.shift not in known:
-            known[segment.shift] = turns_of(ropes, segment.shift)
-        segment.turns = known[segment.shift]
+            known[segment.shift] = rotations_of(ropes, segment.shift)
+        segment.rotations = known[segment.shift]
     return 0
 
 

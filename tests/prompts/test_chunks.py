@@ -319,3 +319,12 @@ def test_bad_input(tmp_path):
     pool = kvfast.PagedKVCache(1, 1, 16, num_blocks=2)
     with pytest.raises(TypeError, match="PromptCache"):
         pool.use_prompt_cache("folder")
+    with kvfast.PromptCache(DictStore()) as prompts:
+        with pytest.raises(TypeError, match="must be one of a pool, got KVCache"):
+            prompts.extended(kvfast.KVCache(1, 1, 16), TOKENS)
+        pool.use_prompt_cache(prompts)
+    with pytest.raises(ValueError, match="closed"):
+        prompts.restore(kvfast.KVCache(1, 1, 16), TOKENS)
+    with pool.match_prefix(TOKENS) as sequence:  # the pool goes on without the store
+        assert len(sequence) == 0 and pool.num_sequences == 1
+    assert pool.num_sequences == 0

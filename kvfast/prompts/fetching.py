@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvfast.prompts.patient import PatientStore
     from kvfast.prompts.prompt import Prompt
 
-BYTES_AT_ONCE = 64 << 20  # bytes of chunks that are asked for in one call
+BYTES_AT_ONCE = 8 << 20  # bytes of chunks that are asked for in one call, while those of the last one are written
 
 
 def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], deadline: float,
@@ -58,7 +58,7 @@ def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], de
                     memory.bytes = bytearray(expected)
                 data = value.read(0, expected, memoryview(memory.bytes))
             write(i, payload_of(data, digest, secret))
-        except (CorruptFileError, EOFError) as error:
+        except (CorruptFileError, EOFError, OSError) as error:
             store.delete(key_of("c", digest), error)
             return False
         return True

@@ -398,7 +398,7 @@ class PromptCache:
                     data = value.read(0, len(value))
                     self.stats.bytes_fetched += len(data)
                     parsed[-1] = parse(payload_of(data, digest, self._secret))
-            except (CorruptFileError, EOFError) as error:
+            except (CorruptFileError, EOFError, OSError) as error:
                 self._patient.delete(key, error)
         return parsed
 

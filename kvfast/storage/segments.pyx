@@ -197,7 +197,8 @@ cdef int _rotate_row(void *shared, Py_ssize_t row, int thread, kv_watch *watch) 
 
 
 cdef int _rotate_queries(AttendCall call, list rotations) except -1:
-    """Replace q by its own rows and those for further queries. `rotations`: (first row, first token, tokens, cos and sin, interleaved)."""
+    """Replace q by its own rows and those for further queries. Each of `rotations` is (first row, first token, tokens, cos and sin,
+    whether interleaved)."""
     cdef kv_rows *q = &call.call.q
     cdef Py_ssize_t total = call.call.num_queries, i = 1
     cdef float[:, :, ::1] rows = np.empty((total, q.heads, q.dim), np.float32)

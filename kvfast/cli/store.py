@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 
 from rich.console import Console
@@ -24,6 +25,8 @@ def run_store(args):
     ----------
     args : argparse.Namespace
     """
+    if "://" not in args.store and not os.path.isdir(args.store):
+        raise ValueError(f"there is no folder {args.store}")
     store = open_store(args.store)
     try:
         entries = sorted(store.entries(), key=lambda entry: (-entry.hits, -_last_used(entry)))
@@ -41,7 +44,8 @@ def run_store(args):
                  "values": rows}  # fmt: skip
         print(json.dumps(found, indent=2))
         return
-    table = Table(title=f"{store.url}: {counts[KINDS['e']]:,} prompts, {counts[KINDS['c']]:,} chunks, {size_text(total)}")
+    print(f"{store.url}: {counts[KINDS['e']]:,} prompts, {counts[KINDS['c']]:,} chunks, {size_text(total)}")
+    table = Table()
     for name in ("value", "kind", "tokens", "bytes", "last used", "hits"):
         table.add_column(name, justify="left" if name in ("value", "kind") else "right")
     for row in rows:

@@ -204,6 +204,38 @@ def test_generate_with_the_fetched_model():
     assert re.search(r"int8: 2\d tokens take 783,360 bytes, [\d,]+ each; as bare float32 they take 1.\d\dx as much", out)
 
 
+# --- prompts in a store ------------------------------------------------------------------------
+
+
+def test_generate_goes_on_from_a_stored_prompt(model, tmp_path):
+    pytest.importorskip("safetensors")
+    store, prompt = tmp_path / "prompts", "ab " * 60
+    options = ["generate", prompt, "--model", model, "--max-tokens", 5, "--prompt-cache", store]
+    _, first, _ = run_here(*options)
+    code, second, err = run_here(*options)
+    assert code == 0 and not err
+    text, count = prompt_line(first)
+    assert text.startswith("prompts  0 of ") and "(0 of 1 prompts)" in text
+    text, again = prompt_line(second)
+    assert text.startswith(f"prompts  {count - 1} of {count} tokens restored (1 of 1 prompts)") and again == count
+    assert first.partition("\nprompts")[0] == second.partition("\nprompts")[0]  # the same text
+    code, shown, _ = run_here("store", store)
+    assert code == 0 and "1 prompts" in shown and "end of a prompt" in shown
+    found = json.loads(run_here("store", store, "--json")[1])
+    assert found["prompts"] == 1 and found["nbytes"] > 0 and found["removed"] == 0
+    assert {one["kind"] for one in found["values"]} <= {"chunk", "end of a prompt"} and found["values"][0]["hits"] == 1
+    assert json.loads(run_here("store", store, "--json", "--max-bytes", 0)[1])["nbytes"] == 0
+    code, _, err = run_here(*options[:-2], "--prompt-cache", store, "--session", tmp_path / "talk")
+    assert code and "leave out --prompt-cache" in err
+    code, _, err = run_here("store", tmp_path / "nowhere")
+    assert code and "there is no folder" in err and not (tmp_path / "nowhere").exists()
+
+
+def prompt_line(out):
+    (line,) = (line for line in out.splitlines() if line.startswith("prompts "))
+    return line, int(line.split(" of ")[1].split()[0].replace(",", ""))
+
+
 # --- serve-sim ---------------------------------------------------------------------------------
 
 

@@ -64,7 +64,8 @@ from kvfast.interop import ggml, llama_cpp_state  # noqa: F401  (kvfast.ggml, kv
 from kvfast.planning.fidelity import Fidelity, choose_format, fidelity
 from kvfast.planning.model_shape import LayerShape, ModelShape
 from kvfast.planning.plan import DtypePlan, MemoryPlan, plan
-from kvfast.prompts.prompt_cache import PromptCache, PromptCacheStats
+from kvfast.prompts.prompt_cache import PromptCache
+from kvfast.prompts.stats import PromptCacheStats
 from kvfast.storage.prepared_batch import PreparedBatch
 
 __version__ = "0.1.0"

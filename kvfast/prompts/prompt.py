@@ -41,7 +41,7 @@ class Prompt:
             raise TypeError(f"model must be a str, got {model!r}")
         if not isinstance(salt, bytes):
             raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
-        self._settings, self.token_ids, self.secret = settings_of(cache), token_ids, secret
+        self._settings, self.token_ids, self.chunk_tokens, self.secret = settings_of(cache), token_ids, chunk_tokens, secret
         self.block_size = block_size_of(buffer_of(cache).formats, None, BLOCK_SIZE)
         if chunk_tokens % self.block_size:
             raise ValueError(f"chunk_tokens must be a multiple of the {self.block_size} tokens of a block, got {chunk_tokens}")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from kvfast.caches.stored_sequence import StoredSequence, buffer_of, know_tokens
 from kvfast.core.checks import check_size, checked_token_ids
-from kvfast.errors import CacheFullError, CorruptFileError
+from kvfast.errors import CacheFullError
 from kvfast.files import chunk_bytes
 from kvfast.files.cache_file import need_files
 from kvfast.prompts.chain import key_of
-from kvfast.prompts.envelope import HEADER_BYTES, payload_of
-from kvfast.prompts.fetching import fetch_chunks
+from kvfast.prompts.envelope import HEADER_BYTES
 from kvfast.prompts.patient import PatientStore
 from kvfast.prompts.payloads import End, tails_of, tails_value
 from kvfast.prompts.prompt import Prompt
+from kvfast.prompts.reader import Reader
+from kvfast.prompts.stats import PromptCacheStats
 from kvfast.prompts.stores.store import Store
 from kvfast.prompts.stores.urls import open_store
 from kvfast.prompts.writer import Writer
@@ -29,36 +29,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
     from typing_extensions import Self
 
-__all__ = ["PromptCache", "PromptCacheStats"]
+__all__ = ["PromptCache"]
 
 CHUNK_TOKENS = 128
-
-
-@dataclass
-class PromptCacheStats:
-    """What a `PromptCache` did in this process.
-
-    Parameters
-    ----------
-    num_prompts : int
-        Prompts that were looked up.
-    num_hits : int
-        Those of which some tokens were restored.
-    num_tokens : int
-        Tokens of all that were looked up.
-    num_restored_tokens : int
-    bytes_fetched, bytes_written : int
-    seconds : float
-        Time in `PromptCache.restore`.
-    """
-
-    num_prompts: int = 0
-    num_hits: int = 0
-    num_tokens: int = 0
-    num_restored_tokens: int = 0
-    bytes_fetched: int = 0
-    bytes_written: int = 0
-    seconds: float = 0.0
 
 
 class PromptCache:
@@ -118,7 +91,7 @@ class PromptCache:
         self.store = store if isinstance(store, Store) else open_store(store, max_bytes=self.max_bytes, near=near)
         self.background, self.stats = bool(background), PromptCacheStats()
         self._is_closed, self._secret, self._patient = False, secret, PatientStore(self.store, time_limit)
-        self._writer = Writer(self._patient)
+        self._writer, self._reader = Writer(self._patient), Reader(self._patient, secret, self.stats)
 
     def save(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"") -> bool:
         """Save the complete tokens of a cache. What the store has already is not written again.
@@ -156,7 +129,7 @@ class PromptCache:
         node = min(chunk_bytes.count_chunk_blocks(buffer) // form.blocks, (len(snapshot) - 1) // self.chunk_tokens)
         chunks, tail = prompt.chunks(node), prompt.token_ids[node * self.chunk_tokens :]
         end, (*_, listed) = chain.end(node, tail), chain.tails(node, len(tail))
-        (known,) = self._values("t", [listed], deadline, tails_of) if with_end else (None,)
+        (known,) = self._reader.values("t", [listed], deadline, tails_of) if with_end else (None,)
         others = [one for one in known or () if not np.array_equal(one, tail)]
         # The same prompt, or one that goes on, may be there already.
         ends = [end, *(chain.end(node, one) for one in others if len(one) > len(tail) and np.array_equal(one[: len(tail)], tail))]
@@ -211,9 +184,9 @@ class PromptCache:
         token_ids = checked_token_ids(token_ids)
         begin, found = time.perf_counter(), 0
         if len(token_ids) > 1:
-            prompt, deadline = self._prompt(cache, token_ids, model, salt), self._patient.deadline()
-            for choice in self._choices(cache, prompt, deadline):
-                found = self._fill(cache, prompt, *choice, tokens_per_second, deadline)
+            prompt, deadline = self._prompt(cache, token_ids, model, salt, tokens_per_second), self._patient.deadline()
+            for choice in self._reader.choices(cache, prompt, deadline):
+                found = self._reader.fill(cache, prompt, *choice, tokens_per_second, deadline)
                 if found:
                     break
         self._count(len(token_ids), found, begin)
@@ -238,7 +211,7 @@ class PromptCache:
         if not _checked_cache(sequence).is_paged:
             raise TypeError(f"sequence must be one of a pool, got {type(sequence).__name__}; restore() fills other caches")
         token_ids, held = checked_token_ids(token_ids), len(sequence)
-        begin, prompt = time.perf_counter(), self._prompt(sequence, token_ids, model, salt)
+        begin, prompt = time.perf_counter(), self._prompt(sequence, token_ids, model, salt, tokens_per_second)
         if not prompt.keeps_all or sequence.block_size != prompt.block_size:
             other = sequence.pool.new_sequence()
             try:
@@ -252,10 +225,10 @@ class PromptCache:
         digests = prompt.chunks(max(min(len(token_ids) - 1, room), 0) // self.chunk_tokens)[first:]
         count = (*self._patient.contains_many([key_of("c", one) for one in digests], deadline), False).index(False)
         indices, length = range(first, first + count), (first + count) * self.chunk_tokens
-        if length > held and not self._is_slow(prompt, indices, length - held, tokens_per_second):
+        if length > held and not self._reader.is_slow(prompt, indices, length - held, tokens_per_second):
             chunk_bytes.extend(buffer_of(sequence), length)
             try:
-                good = self._write_chunks(buffer_of(sequence), prompt, indices, deadline, held // sequence.block_size)
+                good = self._reader.write_chunks(buffer_of(sequence), prompt, indices, deadline, held // sequence.block_size)
             except BaseException:
                 sequence.truncate(held)
                 raise
@@ -317,90 +290,11 @@ class PromptCache:
         if self._is_closed:
             raise ValueError("this PromptCache is closed")
 
-    def _prompt(self, cache, token_ids, model, salt):
+    def _prompt(self, cache, token_ids, model, salt, tokens_per_second=None):
         self._check_open()
+        if tokens_per_second is not None and not (isinstance(tokens_per_second, (int, float)) and tokens_per_second > 0):
+            raise ValueError(f"tokens_per_second must be a positive number, got {tokens_per_second!r}")
         return Prompt(cache, token_ids, model, salt, self.chunk_tokens, self._secret)
-
-    def _choices(self, cache, prompt, deadline):
-        """(tokens, chunks before them, tail behind those, digest of its list) that the store may have, the longest first."""
-        most = min(len(prompt.token_ids) - 1, len(prompt.token_ids) if cache.max_seq_len is None else cache.max_seq_len)
-        count, size = most // self.chunk_tokens, self.chunk_tokens
-        if prompt.form.nbytes(0):
-            keys = [key_of("c", one) for one in prompt.chunks(count)]
-            count = (*self._patient.contains_many(keys, deadline), False).index(False)
-        least = count * size if prompt.keeps_all else 0
-        choices = [(least, count, None, None)] if least else []
-        # Blocks whose tokens still have float rows are in no chunk, so an end may begin before the last chunk.
-        lists = [(node, digest) for node in range(max(count - 1, 0), count + 1) for digest in prompt.chain.tails(node)]
-        for (node, digest), tails in zip(lists, self._values("t", [digest for _, digest in lists], deadline, tails_of)):
-            behind = prompt.token_ids[node * size : most]
-            found = [(node * size + _common(tail, behind), node, tail, digest) for tail in tails or ()]
-            choices += [choice for choice in found if choice[0] > least]
-        return sorted(choices, key=lambda choice: choice[:2], reverse=True)
-
-    def _fill(self, cache, prompt, num_tokens, node, tail, listed, tokens_per_second, deadline):
-        """Fill an empty cache with a choice of `_choices`. Returns the number of tokens that it holds then."""
-        seq_len, end, chunks = num_tokens, None, prompt.chunks(node)
-        if self._is_slow(prompt, range(len(chunks)), num_tokens, tokens_per_second):
-            return 0
-        if tail is not None:
-            seq_len, digest = node * self.chunk_tokens + len(tail), prompt.chain.end(node, tail)
-            (end,) = self._values("e", [digest], deadline, lambda payload: prompt.end(payload, node, seq_len))
-            if end is None:
-                return 0
-        direct = cache.block_size == prompt.block_size and seq_len <= _room(cache)
-        target = cache if direct else prompt.empty()
-        try:
-            if end is None:
-                chunk_bytes.extend(buffer_of(target), seq_len)
-            else:
-                end.open(buffer_of(target))
-            good = self._write_chunks(buffer_of(target), prompt, range(len(chunks)), deadline, end=end)
-            if good < len(chunks):
-                num_tokens = good * self.chunk_tokens
-            try:
-                target.truncate(num_tokens)
-            except ValueError:  # a ring that cannot go back that far
-                target.clear()
-            if not direct and len(target):
-                cache.restore(target.snapshot(prompt.token_ids[:num_tokens]))
-            know_tokens(cache, prompt.token_ids[: len(cache)])
-        except BaseException:
-            cache.clear()
-            raise
-        used = [key_of("c", one) for one in reversed(chunks[:good])]
-        self._patient.touch(used if end is None else [key_of("t", listed), key_of("e", digest), *used])
-        return len(cache)
-
-    def _write_chunks(self, buffer, prompt, indices, deadline, start=0, end=None):
-        """Write chunks to the blocks of a sequence, from its block `start` on, and an end. Returns how many chunks came, one after
-        another."""
-        nbytes, begin = sum(map(prompt.form.nbytes, indices)), time.perf_counter()
-        good = fetch_chunks(self._patient, prompt, indices, deadline, lambda i, payload: prompt.form.write(buffer, i, payload, start, end is None),
-                            (lambda: end.write(buffer)) if end else int)  # fmt: skip
-        if good == len(indices) and nbytes:
-            self._patient.measured(nbytes, time.perf_counter() - begin)
-        self.stats.bytes_fetched += sum(map(prompt.form.nbytes, indices[:good]))
-        return good
-
-    def _is_slow(self, prompt, indices, num_tokens, tokens_per_second):
-        return tokens_per_second is not None and self._patient.takes_longer(sum(map(prompt.form.nbytes, indices)), num_tokens / tokens_per_second)
-
-    def _values(self, kind, digests, deadline, parse):
-        """What `parse` makes of the payloads of some keys; None for one that is not there or not sound."""
-        keys, parsed = [key_of(kind, digest) for digest in digests], []
-        for key, digest, value in zip(keys, digests, self._patient.get_many(keys, deadline)):
-            parsed.append(None)
-            if value is None:
-                continue
-            try:
-                with value:
-                    data = value.read(0, len(value))
-                    self.stats.bytes_fetched += len(data)
-                    parsed[-1] = parse(payload_of(data, digest, self._secret))
-            except (CorruptFileError, EOFError, OSError) as error:
-                self._patient.delete(key, error)
-        return parsed
 
     def _put(self, key, value):
         self.stats.bytes_written += len(value)
@@ -418,17 +312,3 @@ def _checked_cache(cache):
     if not isinstance(cache, StoredSequence):
         raise TypeError(f"cache must be a KVCache, RingKVCache, MLAKVCache or Sequence, got {type(cache).__name__}")
     return cache
-
-
-def _room(cache):
-    """Tokens that an empty cache has room for."""
-    if cache.is_paged:
-        return cache.pool.num_free_blocks * cache.block_size
-    return 1 << 62 if cache.max_seq_len is None else cache.max_seq_len
-
-
-def _common(a, b):
-    """Length of the prefix that two arrays share."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n

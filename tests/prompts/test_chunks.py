@@ -316,6 +316,9 @@ def test_bad_input(tmp_path):
         kvfast.PromptCache("ftp://user:password@host/")
     with pytest.raises(ValueError, match="multiple of the 64 tokens"):
         kvfast.PromptCache(tmp_path, chunk_tokens=96).restore(make("growing", "int4"), TOKENS)
+    for rate in (0, -1.0, float("nan"), "fast"):
+        with pytest.raises(ValueError, match="tokens_per_second"):
+            kvfast.PromptCache(DictStore()).restore(make("growing", "int4"), TOKENS, tokens_per_second=rate)
     pool = kvfast.PagedKVCache(1, 1, 16, num_blocks=2)
     with pytest.raises(TypeError, match="PromptCache"):
         pool.use_prompt_cache("folder")

@@ -1,0 +1,130 @@
+"""What a store has of a prompt, brought to the blocks of a cache."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvfast.caches.stored_sequence import buffer_of, know_tokens
+from kvfast.errors import CorruptFileError
+from kvfast.files import chunk_bytes
+from kvfast.prompts.chain import key_of
+from kvfast.prompts.envelope import payload_of
+from kvfast.prompts.fetching import fetch_chunks
+from kvfast.prompts.payloads import tails_of
+
+if TYPE_CHECKING:
+    from kvfast.prompts.patient import PatientStore
+    from kvfast.prompts.stats import PromptCacheStats
+
+
+class Reader:
+    """Finds prompts in a store, and fills caches with them.
+
+    Parameters
+    ----------
+    store : PatientStore
+    secret : bytes
+    stats : PromptCacheStats
+        Gets the bytes that are fetched added.
+    """
+
+    def __init__(self, store: PatientStore, secret: bytes, stats: PromptCacheStats) -> None:
+        self._store, self._secret, self._stats = store, secret, stats
+
+    def choices(self, cache, prompt, deadline):
+        """(tokens, chunks before them, tail behind those, digest of its list) that the store may have, the longest first."""
+        most = min(len(prompt.token_ids) - 1, len(prompt.token_ids) if cache.max_seq_len is None else cache.max_seq_len)
+        count, size = most // prompt.chunk_tokens, prompt.chunk_tokens
+        if prompt.form.nbytes(0):
+            keys = [key_of("c", one) for one in prompt.chunks(count)]
+            count = (*self._store.contains_many(keys, deadline), False).index(False)
+        least = count * size if prompt.keeps_all else 0
+        choices = [(least, count, None, None)] if least else []
+        # Blocks whose tokens still have float rows are in no chunk, so an end may begin before the last chunk.
+        lists = [(node, digest) for node in range(max(count - 1, 0), count + 1) for digest in prompt.chain.tails(node)]
+        for (node, digest), tails in zip(lists, self.values("t", [digest for _, digest in lists], deadline, tails_of)):
+            behind = prompt.token_ids[node * size : most]
+            found = [(node * size + _common(tail, behind), node, tail, digest) for tail in tails or ()]
+            choices += [choice for choice in found if choice[0] > least]
+        return sorted(choices, key=lambda choice: choice[:2], reverse=True)
+
+    def fill(self, cache, prompt, num_tokens, node, tail, listed, tokens_per_second, deadline):
+        """Fill an empty cache with one of `choices`. Returns the number of tokens that it holds then."""
+        seq_len, end, chunks = num_tokens, None, prompt.chunks(node)
+        if self.is_slow(prompt, range(len(chunks)), num_tokens, tokens_per_second):
+            return 0
+        if tail is not None:
+            seq_len, digest = node * prompt.chunk_tokens + len(tail), prompt.chain.end(node, tail)
+            (end,) = self.values("e", [digest], deadline, lambda payload: prompt.end(payload, node, seq_len))
+            if end is None:
+                return 0
+        direct = cache.block_size == prompt.block_size and seq_len <= _room(cache)
+        target = cache if direct else prompt.empty()
+        try:
+            if end is None:
+                chunk_bytes.extend(buffer_of(target), seq_len)
+            else:
+                end.open(buffer_of(target))
+            good = self.write_chunks(buffer_of(target), prompt, range(len(chunks)), deadline, end=end)
+            if good < len(chunks):
+                num_tokens = good * prompt.chunk_tokens
+            try:
+                target.truncate(num_tokens)
+            except ValueError:  # a ring that cannot go back that far
+                target.clear()
+            if not direct and len(target):
+                cache.restore(target.snapshot(prompt.token_ids[:num_tokens]))
+            know_tokens(cache, prompt.token_ids[: len(cache)])
+        except BaseException:
+            cache.clear()
+            raise
+        used = [key_of("c", one) for one in reversed(chunks[:good])]
+        self._store.touch(used if end is None else [key_of("t", listed), key_of("e", digest), *used])
+        return len(cache)
+
+    def write_chunks(self, buffer, prompt, indices, deadline, start=0, end=None):
+        """Write chunks to the blocks of a sequence, from its block `start` on, and an end. Returns how many chunks came, one after
+        another."""
+        nbytes, begin = sum(map(prompt.form.nbytes, indices)), time.perf_counter()
+        good = fetch_chunks(self._store, prompt, indices, deadline, lambda i, payload: prompt.form.write(buffer, i, payload, start, end is None),
+                            (lambda: end.write(buffer)) if end else int)  # fmt: skip
+        if good == len(indices) and nbytes:
+            self._store.measured(nbytes, time.perf_counter() - begin)
+        self._stats.bytes_fetched += sum(map(prompt.form.nbytes, indices[:good]))
+        return good
+
+    def is_slow(self, prompt, indices, num_tokens, tokens_per_second):
+        return tokens_per_second is not None and self._store.takes_longer(sum(map(prompt.form.nbytes, indices)), num_tokens / tokens_per_second)
+
+    def values(self, kind, digests, deadline, parse):
+        """What `parse` makes of the payloads of some keys; None for one that is not there or not sound."""
+        keys, parsed = [key_of(kind, digest) for digest in digests], []
+        for key, digest, value in zip(keys, digests, self._store.get_many(keys, deadline)):
+            parsed.append(None)
+            if value is None:
+                continue
+            try:
+                with value:
+                    data = value.read(0, len(value))
+                    self._stats.bytes_fetched += len(data)
+                    parsed[-1] = parse(payload_of(data, digest, self._secret))
+            except (CorruptFileError, EOFError, OSError) as error:
+                self._store.delete(key, error)
+        return parsed
+
+
+def _room(cache):
+    """Tokens that an empty cache has room for."""
+    if cache.is_paged:
+        return cache.pool.num_free_blocks * cache.block_size
+    return 1 << 62 if cache.max_seq_len is None else cache.max_seq_len
+
+
+def _common(a, b):
+    """Length of the prefix that two arrays share."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n

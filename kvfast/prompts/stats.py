@@ -1,0 +1,34 @@
+"""What a PromptCache did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PromptCacheStats"]
+
+
+@dataclass
+class PromptCacheStats:
+    """What a `PromptCache` did in this process.
+
+    Parameters
+    ----------
+    num_prompts : int
+        Prompts that were looked up.
+    num_hits : int
+        Those of which some tokens were restored.
+    num_tokens : int
+        Tokens of all that were looked up.
+    num_restored_tokens : int
+    bytes_fetched, bytes_written : int
+    seconds : float
+        Time in `PromptCache.restore`.
+    """
+
+    num_prompts: int = 0
+    num_hits: int = 0
+    num_tokens: int = 0
+    num_restored_tokens: int = 0
+    bytes_fetched: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0

@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 from cache_kinds import Stream, make
-from prompt_tokens import extend, holds, resembles
+from prompt_tokens import use_store
 from servers import Proxy, redis_server
 
 import kvfast
@@ -157,22 +157,6 @@ def test_what_another_wrote(server):
         assert "this kvfast reads version 1" in str(caught[0].message)
 
 
-def run(store, seed, seconds, seen):
-    """Histories on a shared store until the time is over; a process of its own."""
-    rng, end = np.random.default_rng(seed), time.monotonic() + seconds
-    dtype = "int4" if seed % 2 else "int8"
-    warnings.simplefilter("ignore")
-    with kvfast.PromptCache(store, max_bytes=None if "://" in store else 400_000, chunk_tokens=64, time_limit=2.0) as prompts:
-        while time.monotonic() < end:
-            tokens = [int(rng.integers(3))] * int(rng.integers(1, 300)) + [int(rng.integers(5))]
-            cache = kvfast.KVCache(2, 2, 20, dtype=dtype)
-            count = prompts.restore(cache, tokens)
-            assert (resembles if dtype == "int4" else holds)(cache, tokens[:count])
-            prompts.save(extend(cache, tokens[count:]), tokens)
-            with seen.get_lock():
-                seen.value += count > 0
-
-
 @pytest.mark.parametrize("kind", ["folder", "redis"])
 def test_processes_share_a_store_and_are_killed(kind, server, tmp_path):
     """Eight processes, some of which are killed: no wrong byte, and a folder that stays within its bytes."""
@@ -183,7 +167,7 @@ def test_processes_share_a_store_and_are_killed(kind, server, tmp_path):
     running, failed = [], []
     while time.monotonic() < end:
         while len(running) < 8:
-            running.append(spawn.Process(target=run, args=(store, seed, max(1.0, end - time.monotonic()), seen)))
+            running.append(spawn.Process(target=use_store, args=(store, seed, max(1.0, end - time.monotonic()), seen)))
             running[-1].start()
             seed += 1
         time.sleep(0.5)

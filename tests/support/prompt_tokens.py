@@ -1,5 +1,8 @@
 """Caches whose keys and values tell their tokens, also for processes of their own."""
 
+import time
+import warnings
+
 import numpy as np
 from cache_kinds import close
 
@@ -49,3 +52,19 @@ def work(folder, seed):
         found += count > 0
         prompts.save(extend(cache, token_ids[count:]), token_ids)
     return found
+
+
+def use_store(store, seed, seconds, seen):
+    """Histories on a shared store until the time is over. Counts the prompts that were found."""
+    rng, end = np.random.default_rng(seed), time.monotonic() + seconds
+    dtype = "int4" if seed % 2 else "int8"
+    warnings.simplefilter("ignore")
+    with kvfast.PromptCache(store, max_bytes=None if "://" in store else 400_000, chunk_tokens=64, time_limit=2.0) as prompts:
+        while time.monotonic() < end:
+            tokens = [int(rng.integers(3))] * int(rng.integers(1, 300)) + [int(rng.integers(5))]
+            cache = kvfast.KVCache(2, 2, 20, dtype=dtype)
+            count = prompts.restore(cache, tokens)
+            assert (resembles if dtype == "int4" else holds)(cache, tokens[:count])
+            prompts.save(extend(cache, tokens[count:]), tokens)
+            with seen.get_lock():
+                seen.value += count > 0

@@ -20,7 +20,7 @@ from kvfast.prompts import patient
 pytest.importorskip("safetensors")
 pytest.importorskip("redis", reason="needs the extra redis")
 
-SECONDS = int(os.environ.get("KVFAST_STORE_SECONDS", "4"))  # `make stores` lets it run for five minutes
+SECONDS = int(os.environ.get("KVFAST_STORE_SECONDS", "3"))  # `make stores` lets it run for five minutes
 TOKENS = list(range(400))
 STREAM = Stream(21, 400, layers=2)
 WHOLE = STREAM.feed(make("growing", "int8"), 400)

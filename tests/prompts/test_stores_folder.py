@@ -19,7 +19,7 @@ from kvfast.prompts.stores import FolderStore
 from kvfast.prompts.stores import folder as folder_module
 
 SPAWN = get_context("spawn")
-SECONDS = float(os.environ.get("KVFAST_STORE_SECONDS", "6"))  # `make stores` lets it run for five minutes
+SECONDS = float(os.environ.get("KVFAST_STORE_SECONDS", "3"))  # `make stores` lets it run for five minutes
 
 
 def files_of(folder):

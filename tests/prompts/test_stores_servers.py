@@ -25,7 +25,7 @@ from kvfast.prompts.stores import open_store
 from kvfast.prompts.stores.redis import RedisStore
 
 pytest.importorskip("redis", reason="needs the extra redis")
-SECONDS = float(os.environ.get("KVFAST_STORE_SECONDS", "5"))  # `make stores` lets it run for five minutes
+SECONDS = float(os.environ.get("KVFAST_STORE_SECONDS", "3"))  # `make stores` lets it run for five minutes
 TIMEOUT = 0.5
 DATA = os.urandom(3_000_000)
 

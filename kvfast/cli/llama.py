@@ -323,7 +323,7 @@ def run_serve_sim(args):
     for request in requests[: args.show]:
         print(f"> {tokenizer.decode(request.output).strip()}\n")
     print(f"served   {len(requests)} requests, {written} tokens in {seconds:.2f} s: {written / seconds:.1f} tokens/s")
-    behind = f" and {args.prompt_cache}" if prompt_cache else ""
+    behind = f" and {prompt_cache.store.url}" if prompt_cache else ""
     print(f"prefix   {found:,} of {given:,} prompt tokens found in the pool{behind} ({found / given:.0%})")
     _report_prompts(prompt_cache)
     print(f"pool     {pool.dtype}, {most_used:.0%} of {pool.num_blocks} blocks of {pool.block_size} tokens at most, ", end="")

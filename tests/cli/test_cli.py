@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 from command_line import command, run, run_here
@@ -229,6 +230,18 @@ def test_generate_goes_on_from_a_stored_prompt(model, tmp_path):
     assert code and "leave out --prompt-cache" in err
     code, _, err = run_here("store", tmp_path / "nowhere")
     assert code and "there is no folder" in err and not (tmp_path / "nowhere").exists()
+
+
+def test_no_command_shows_the_password_of_a_store(model):
+    pytest.importorskip("redis")
+    store = "redis://:hunter2@127.0.0.1:1"
+    for words in (["generate", "ab"], ["serve-sim", "--requests", 1, "--no-check"]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            code, out, err = run_here(*words, "--model", model, "--max-tokens", 2, "--prompt-cache", store)
+        assert code == 0 and "127.0.0.1" in out and "hunter2" not in out + err
+    code, out, err = run_here("store", store)
+    assert code and "127.0.0.1" in err and "hunter2" not in out + err
 
 
 def prompt_line(out):

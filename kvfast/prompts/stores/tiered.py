@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.store import Entry, Store, Value
+from kvfast.prompts.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +29,9 @@ class TieredStore(Store):
     """
 
     def __init__(self, near: Store, far: Store) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
         self.near, self.far = near, far
         self.url = f"{near.url} in front of {far.url}"
-        self._threads: ThreadPoolExecutor | None = None
-        self._new_thread = lambda: ThreadPoolExecutor(1, "kvfast-tier")
+        self._threads = Threads(1, "kvfast-tier")
         self._lock, self._pending, self._resume_at, self._warned = Lock(), 0, 0.0, False
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:
@@ -76,10 +74,7 @@ class TieredStore(Store):
 
     def flush(self) -> None:
         """Wait until the near store has what was read from the far one."""
-        with self._lock:
-            threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=True)
+        self._threads.close()  # the next call begins others
 
     def close(self) -> None:
         self.flush()
@@ -116,9 +111,7 @@ class TieredStore(Store):
             if self._pending + len(data) > MOST_PENDING:
                 return
             self._pending += len(data)
-            if self._threads is None:
-                self._threads = self._new_thread()
-            self._threads.submit(self._put_near, key, data)
+        self._threads.submit(lambda: self._put_near(key, data))
 
     def _put_near(self, key, data):
         try:

@@ -9,8 +9,6 @@ Each process is a fresh one with its own model. The second part keeps 1,000 prom
 import argparse
 import contextlib
 import json
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from bench_store import start_redis
 
 import kvfast
 from kvfast import llama
@@ -57,22 +56,14 @@ def in_a_process(*arguments):
 @contextlib.contextmanager
 def redis_server():
     """The URL of a redis-server on a free port; None without the program."""
-    program = shutil.which("redis-server")
-    if program is None:
-        yield None
-        return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        server = subprocess.Popen([program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder], stdout=subprocess.DEVNULL)
+        server, port = start_redis(folder)
         try:
-            while socket.socket().connect_ex(("127.0.0.1", port)):
-                time.sleep(0.05)
-            yield f"redis://127.0.0.1:{port}"
+            yield server and f"redis://127.0.0.1:{port}"
         finally:
-            server.terminate()
-            server.wait()
+            if server:
+                server.terminate()
+                server.wait()
 
 
 def two_processes(store, dtype, num_tokens, rounds):

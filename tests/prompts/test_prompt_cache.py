@@ -2,13 +2,11 @@
 
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import numpy as np
 import pytest
 from cache_kinds import CENTRED, seals
-from prompt_tokens import extend, filled, holds, resembles, work
+from prompt_tokens import extend, filled, holds, resembles
 
 import kvfast
 
@@ -168,13 +166,6 @@ def test_what_killed_processes_left_is_cleared_away(tmp_path):
         os.utime(part, (0, 0))
     kvfast.PromptCache(tmp_path)
     assert not old.exists() and new.exists() and other.exists() and len(prompts) == 1
-
-
-def test_processes_share_a_folder(tmp_path):
-    with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(work, [tmp_path] * 3, range(3)))
-    assert min(found) > 5
-    assert kvfast.PromptCache(tmp_path).nbytes <= 200_000
 
 
 def test_bad_input(tmp_path):

@@ -352,36 +352,6 @@ def restored(prompts, num_tokens=600):
     return found
 
 
-def test_prompts_are_computed_while_a_server_is_gone(server):
-    prompts, cache = prompts_at(server.port), filled(TOKENS)
-    assert prompts.save(cache, TOKENS) and restored(prompts) == 599
-    server.kill()
-    with pytest.warns(RuntimeWarning, match="prompts are computed, as redis://") as caught:
-        assert restored(prompts) == 0 and not prompts.save(cache, TOKENS)
-    assert len(caught) == 1
-    server.start()
-    end = time.monotonic() + 30
-    while not prompts.save(cache, TOKENS):
-        assert time.monotonic() < end
-        time.sleep(0.2)
-    assert restored(prompts) == 599
-    prompts.close()
-
-
-@pytest.mark.parametrize("manner", ["half-open", "dripping", "cut"])
-def test_a_prompt_waits_no_longer_than_its_time_limit(server, manner):
-    with Proxy(server.port) as proxy:
-        prompts = prompts_at(proxy.port, time_limit=1.0)
-        prompts.save(filled(TOKENS), TOKENS)
-        proxy.manner = manner
-        begin = time.monotonic()
-        with pytest.warns(RuntimeWarning, match="prompts are computed"):
-            assert restored(prompts) == 0
-        assert time.monotonic() - begin < 2
-        proxy.manner = "plain"
-        prompts.close()
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_damaged_chunks_of_a_server_are_not_used(server, seed):
     import redis

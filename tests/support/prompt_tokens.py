@@ -42,18 +42,6 @@ def resembles(cache, token_ids):
     )
 
 
-def work(folder, seed):
-    rng, prompts, found = np.random.default_rng(seed), kvfast.PromptCache(folder, max_bytes=100_000), 0
-    for _ in range(40):
-        token_ids = [int(rng.integers(3))] * int(rng.integers(1, 120)) + [int(rng.integers(5))]
-        cache = kvfast.KVCache(2, 2, 20, dtype="int4" if seed == 0 else "int8")
-        count = prompts.restore(cache, token_ids)
-        assert (resembles if seed == 0 else holds)(cache, token_ids[:count])
-        found += count > 0
-        prompts.save(extend(cache, token_ids[count:]), token_ids)
-    return found
-
-
 def use_store(store, seed, seconds, seen):
     """Histories on a shared store until the time is over. Counts the prompts that were found."""
     rng, end = np.random.default_rng(seed), time.monotonic() + seconds

@@ -424,10 +424,12 @@ def test_many_threads_on_distinct_caches():
 def test_many_threads_on_one_cache(rng):
     """They append one token each at a time, and go back, when they are let in: none is lost, none is torn."""
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=64, dtype="float32")
-    sequence, wanted, stop = pool.new_sequence(), 400, threading.Event()
+    sequence, wanted, stop, read_once = pool.new_sequence(), 400, threading.Event(), threading.Event()
 
     def write(number):
         for i in range(wanted // 4):
+            if i == 10:  # on a busy machine all tokens could be there before a reader is let in
+                assert read_once.wait(60)
             insistently(sequence.append, 0, *np.full((2, 1, 2, 32), 1 + number * 1000 + i, np.float32))
 
     def read():
@@ -437,6 +439,7 @@ def test_many_threads_on_one_cache(rng):
                 insistently(sequence.attend, 0, q)
                 rows = insistently(sequence.k, 0)
                 torn.append(bool(np.any(rows != rows[:, :1, :1])))
+                read_once.set()
             insistently(insistently(sequence.fork).free)
 
     torn = []

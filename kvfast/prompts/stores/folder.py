@@ -7,7 +7,6 @@ import errno
 import os
 import stat
 import time
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,8 @@ class FolderStore(Store):
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+        from pathlib import Path  # `import kvfast` shall not load it
+
         self.folder = Path(os.fsdecode(folder))
         self.url = str(self.folder)
         self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)

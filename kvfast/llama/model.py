@@ -13,6 +13,7 @@ import numpy as np
 
 from kvfast.codec.rope import Rope, RotaryTables
 from kvfast.interop.gguf_file import GGUFFile
+from kvfast.llama.product_threads import ProductThreads
 from kvfast.llama.weights import LlamaConfig, Weights, read_config, read_weights
 
 # A product of at most so many rows is made row by row, each the same bits as alone. BLAS would round them
@@ -21,6 +22,9 @@ FEW_TOKENS = 8
 # Each row reads the weight in blocks that stay in the processor's cache for the next. OpenBLAS leaves much less
 # than this to a single thread.
 BLOCK_BYTES = 2 << 20
+# Rows of a block are a multiple of this, so that 1, 2, 4 and 8 threads of OpenBLAS round a row in the same way, where a weight has
+# such a multiple of rows: it takes rows by eight, and what is left over otherwise.
+BLOCK_ROWS = 64
 
 
 class LlamaModel:
@@ -47,6 +51,7 @@ class LlamaModel:
         self.config = config
         self.batch_invariant = batch_invariant
         self.weights = weights
+        self._threads = ProductThreads()
         self._rotation = RotaryTables(config.rope_dims, frequencies=weights.rope_frequencies)
 
     @classmethod
@@ -272,9 +277,11 @@ class LlamaModel:
         rows = x.reshape(-1, x.shape[-1])
         if self.batch_invariant:
             filler = np.zeros((max(0, 4 - len(rows)), rows.shape[1]), np.float32)
-            out = (np.concatenate([rows, filler]) @ weight.T)[: len(rows)]
+            out = self._threads.call(np.matmul, np.concatenate([rows, filler]), weight.T)[: len(rows)]
+        elif len(rows) <= FEW_TOKENS:
+            out = self._threads.call(row_by_row, rows, weight)
         else:
-            out = row_by_row(rows, weight) if len(rows) <= FEW_TOKENS else rows @ weight.T
+            out = self._threads.call(np.matmul, rows, weight.T)
         return out.reshape(*x.shape[:-1], -1)
 
 
@@ -291,6 +298,7 @@ def row_by_row(x, weight):
     """``x @ weight.T`` for few rows: each gets the same bits whatever the others are."""
     out = np.empty((len(x), len(weight)), np.result_type(x, weight))
     step = -(-len(weight) // max(1, weight.nbytes // BLOCK_BYTES))
+    step = -(-step // BLOCK_ROWS) * BLOCK_ROWS
     for start in range(0, len(weight), step):
         block = weight[start : start + step]
         for row, products in zip(x, out, strict=True):

@@ -1,0 +1,56 @@
+"""Tokens per second of `python -m kvfast generate` beside processes that compute all the time, and its fair share of them.
+
+    python bench/bench_neighbours.py
+    python bench/bench_neighbours.py --neighbours 6 --max-tokens 24
+
+The scheduler gives each thread the same time. So the fair share of a process with one thread per processor beside n busy
+processes is its speed alone times processors / (processors + n).
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from contextlib import contextmanager
+from statistics import median
+
+BUSY = "while True: sum(range(100_000))"
+GENERATE = [sys.executable, "-m", "kvfast", "generate", "It is a truth universally acknowledged"]
+
+
+@contextmanager
+def neighbours(count):
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def tokens_per_second(max_tokens):
+    done = subprocess.run([*GENERATE, "--max-tokens", str(max_tokens)], capture_output=True, text=True, check=True)
+    return float(re.search(r"decode .*: ([\d.]+) tokens/s", done.stdout + done.stderr)[1])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--neighbours", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    alone, beside = [], []
+    for _ in range(options.rounds):
+        alone.append(tokens_per_second(options.max_tokens))
+        with neighbours(options.neighbours):
+            beside.append(tokens_per_second(options.max_tokens))
+    fair = median(alone) * processors / (processors + options.neighbours)
+    print(f"alone {median(alone):.1f} tokens/s; beside {options.neighbours} busy processes on {processors} processors "
+          f"{median(beside):.1f}, {median(beside) / fair:.2f} of the fair share of {fair:.1f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -73,7 +73,7 @@ def two_widths(rng, n, dtype="int4", v_head_dim=(12, DIM, 40)):
     return cache
 
 
-ALL_OPTIONS = kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=9, clip_search=True)
+ALL_OPTIONS = kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=9, num_recent_tokens=32, clip_search=True)
 CACHES = {
     **{f"{kind} {dtype}": lambda rng, kind=kind, dtype=dtype: fill(make(kind, dtype), rng, 150)
        for kind in KINDS for dtype in ("int4", "int8-plain")},

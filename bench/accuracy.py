@@ -16,23 +16,24 @@ import kvfast
 from kvfast import llama
 
 TEXTS = ("austen", "python", "german", "chinese")
-FORMATS = ("bfloat16", "int8", "int8-recent", "int8-plain", "k8v4", "k8v4-recent", "int4", "k4v3", "int4-plain")
+FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3")
+MORE = ("bfloat16", "int8-plain", "int4-plain")  # and llama.cpp's own caches: on the first text
 PEERS = "q8_0,q8_0/q4_0,q4_0"
 FLOATS = {"num_float_tokens": 4, "num_recent_tokens": 16}  # as int4 has them
 CONTEXTS = (128, 512, 2048, 8192, 32768)
 SHAPE = (2, 64)  # KV heads and head_dim of the caches whose bits are counted
 
 
-def scores(model, path, tokens, peers):
+def scores(model, path, tokens, is_first, peers):
     """A row for each cache."""
     shape, room = model.cache_shape, len(tokens)
-    caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in FORMATS]
-    simulated = [SimulatedCache(shape, room, kinds, **floats) for floats in ({}, FLOATS) for kinds in (("q8_0", "q4_0"), ("q4_0", "q4_0"))]
+    caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in FORMATS + MORE * is_first]
+    simulated = [SimulatedCache(shape, room, ("q4_0", "q4_0"), **floats) for floats in ({}, FLOATS)]
     found = llama.evaluate(model, tokens, [*caches, *simulated])
     rows = [row_of(one) for one in found]
     for row, one in zip(rows[len(caches) :], simulated):
         row |= {"runtime": "simulated", "floats": bool(one.num_recent_tokens)}
-    if peers:
+    if is_first and peers:
         from kvfast.cli.peers import LlamaCpp, parse_cache_types
 
         with LlamaCpp(path, shape) as peer:
@@ -72,11 +73,11 @@ def main():
     report = json.loads(args.json.read_text()) if args.json.exists() else {}
     report |= {"model": Path(args.model).stem, "tokens": args.tokens}
     if args.only in (None, "bits"):
-        report["bits"] = {dtype: {context: bits(dtype, context) for context in CONTEXTS} for dtype in FORMATS}
+        report["bits"] = {dtype: {context: bits(dtype, context) for context in CONTEXTS} for dtype in FORMATS + MORE}
     for name in TEXTS if args.only is None else [args.only] * (args.only != "bits"):
         model, tokenizer = llama.load(args.model)
         tokens = tokenizer.encode((args.texts / f"{name}.txt").read_text("utf-8"))[: args.tokens]
-        rows, nll = scores(model, args.model, tokens, args.peers)
+        rows, nll = scores(model, args.model, tokens, name == TEXTS[0], args.peers)
         report.setdefault("texts", {})[name] = {"nll_float32": round(nll, 4), "results": rows}
         print(name, *rows, sep="\n", flush=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")

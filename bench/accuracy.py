@@ -1,8 +1,8 @@
-"""What formats cost a model in accuracy on four kinds of text, with llama.cpp's caches beside them:
+"""What formats cost a model in accuracy on four kinds of text, and the bits that they take:
 
-    python bench/accuracy.py --model model.gguf --texts texts --json bench/accuracy.json
+    python bench/accuracy.py --model model.gguf --texts texts --json bench/texts.json
 
-`bench/texts.py` writes the texts. Without llama-cpp-python the rows of llama.cpp are left out.
+`bench/texts.py` writes the texts.
 """
 
 import argparse
@@ -17,27 +17,20 @@ from kvfast import llama
 
 TEXTS = ("austen", "python", "german", "chinese")
 FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3")
-MORE = ("bfloat16", "int8-plain", "int4-plain")  # and llama.cpp's own caches: on the first text
-PEERS = "q8_0,q8_0/q4_0,q4_0"
 FLOATS = {"num_float_tokens": 4, "num_recent_tokens": 16}  # as int4 has them
 CONTEXTS = (128, 512, 2048, 8192, 32768)
 SHAPE = (2, 64)  # KV heads and head_dim of the caches whose bits are counted
 
 
-def scores(model, path, tokens, is_first, peers):
+def scores(model, tokens):
     """A row for each cache."""
     shape, room = model.cache_shape, len(tokens)
-    caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in FORMATS + MORE * is_first]
+    caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in FORMATS]
     simulated = [SimulatedCache(shape, room, ("q4_0", "q4_0"), **floats) for floats in ({}, FLOATS)]
     found = llama.evaluate(model, tokens, [*caches, *simulated])
     rows = [row_of(one) for one in found]
     for row, one in zip(rows[len(caches) :], simulated):
         row |= {"runtime": "simulated", "floats": bool(one.num_recent_tokens)}
-    if is_first and peers:
-        from kvfast.cli.peers import LlamaCpp, parse_cache_types
-
-        with LlamaCpp(path, shape) as peer:
-            rows += map(row_of, peer.evaluate(tokens, parse_cache_types(PEERS)))
     return rows, found[0].nll_float32
 
 
@@ -67,17 +60,16 @@ def main():
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--no-llama-cpp", dest="peers", action="store_false")
     parser.add_argument("--only", choices=("bits", *TEXTS), help="measure this alone, and keep the rest of the file")
     args = parser.parse_args()
     report = json.loads(args.json.read_text()) if args.json.exists() else {}
     report |= {"model": Path(args.model).stem, "tokens": args.tokens}
     if args.only in (None, "bits"):
-        report["bits"] = {dtype: {context: bits(dtype, context) for context in CONTEXTS} for dtype in FORMATS + MORE}
+        report["bits"] = {dtype: {context: bits(dtype, context) for context in CONTEXTS} for dtype in FORMATS}
     for name in TEXTS if args.only is None else [args.only] * (args.only != "bits"):
         model, tokenizer = llama.load(args.model)
         tokens = tokenizer.encode((args.texts / f"{name}.txt").read_text("utf-8"))[: args.tokens]
-        rows, nll = scores(model, args.model, tokens, name == TEXTS[0], args.peers)
+        rows, nll = scores(model, tokens)
         report.setdefault("texts", {})[name] = {"nll_float32": round(nll, 4), "results": rows}
         print(name, *rows, sep="\n", flush=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 
 NOVEL = b"EMMA"
-GUIDES = {"german": ("de", "\n1.1. Was ist Debian?"), "chinese": ("zh_CN", "\n1.1. 什么是 Debian？")}  # noqa: RUF001
+GUIDES = {"german": ("de", "\n1.1. Was ist Debian?"), "chinese": ("zh_CN", "\n1.1. 什么是 Debian？")}
 
 
 def novels(data):

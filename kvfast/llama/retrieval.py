@@ -13,12 +13,14 @@ import numpy as np
 import kvfast
 from kvfast.llama.evaluation import log_softmax
 
-NAMES = tuple(
-    "Athens Baghdad Bangkok Barcelona Beijing Berlin Bogota Boston Brussels Bucharest Budapest Cairo Chicago Copenhagen Dallas Delhi "
-    "Denver Dublin Geneva Glasgow Hamburg Havana Helsinki Houston Istanbul Jakarta Jerusalem Karachi Kiev Lagos Lima Lisbon London "
-    "Madrid Manila Melbourne Miami Milan Montreal Moscow Mumbai Munich Nairobi Naples Oslo Ottawa Oxford Paris Prague Rome Santiago "
-    "Seattle Seoul Shanghai Singapore Stockholm Sydney Tokyo Toronto Tunis Venice Vienna Warsaw Zurich".split()
-)
+NAMES = (
+    "Athens", "Baghdad", "Bangkok", "Barcelona", "Beijing", "Berlin", "Bogota", "Boston", "Brussels", "Bucharest",
+    "Budapest", "Cairo", "Chicago", "Copenhagen", "Dallas", "Delhi", "Denver", "Dublin", "Geneva", "Glasgow", "Hamburg",
+    "Havana", "Helsinki", "Houston", "Istanbul", "Jakarta", "Jerusalem", "Karachi", "Kiev", "Lagos", "Lima", "Lisbon",
+    "London", "Madrid", "Manila", "Melbourne", "Miami", "Milan", "Montreal", "Moscow", "Mumbai", "Munich", "Nairobi",
+    "Naples", "Oslo", "Ottawa", "Oxford", "Paris", "Prague", "Rome", "Santiago", "Seattle", "Seoul", "Shanghai",
+    "Singapore", "Stockholm", "Sydney", "Tokyo", "Toronto", "Tunis", "Venice", "Vienna", "Warsaw", "Zurich",
+)  # fmt: skip
 DIGITS = 5
 _QUESTION_CHUNK = 16  # up to so many tokens see what each would see alone
 _NORMAL = 1.96  # standard deviations of a 95 % interval

@@ -16,7 +16,16 @@ from command_line import run_here
 
 import kvfast
 from kvfast import llama
-from kvfast.llama.retrieval import DIGITS, NAMES, RetrievalTask, retrieval_scores, retrieval_task, retrieve, retrieve_with, wilson_interval
+from kvfast.llama.retrieval import (
+    DIGITS,
+    NAMES,
+    RetrievalTask,
+    retrieval_scores,
+    retrieval_task,
+    retrieve,
+    retrieve_with,
+    wilson_interval,
+)
 
 
 @pytest.fixture(scope="module")

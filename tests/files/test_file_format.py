@@ -79,6 +79,8 @@ CACHES = {
        for kind in KINDS for dtype in ("int4", "int8-plain")},
     **{f"growing {dtype}": lambda rng, dtype=dtype: fill(make("growing", dtype), rng, 150) for dtype in DTYPES},
     "every option": lambda rng: fill(make("growing", ALL_OPTIONS), rng, 150),
+    "recent": lambda rng: fill(make("growing", "k8v4-recent"), rng, 150),
+    "recent, a ring": lambda rng: fill(make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_tokens=48, block_size=32)), rng, 333),
     "empty": lambda rng: make("growing"),
     "a long ring": lambda rng: fill(make("ring with sinks", "int4"), rng, 700),
     "cut": lambda rng: cut(make("growing"), rng, 0),

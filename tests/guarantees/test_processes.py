@@ -60,7 +60,7 @@ def test_a_forked_child_has_threads():
     assert plan == repr(notes)
     if sys.platform == "linux" and kvfast.has_openmp():
         assert notes.num_threads == 2
-        assert fork(lambda: bytes([num_threads_of(cache)])) == bytes([num_threads_of(cache)])
+        assert fork(lambda: bytes([num_threads_of(cache)])) == b"\x01"  # two with its own; here, tools may have some of theirs
         assert num_threads_of(cache) >= 1
 
 

@@ -213,11 +213,11 @@ def test_a_store_that_fails_costs_a_warning():
 def test_a_slow_store_costs_its_time_limit():
     prompts = prompts_of(time_limit=0.2)
     prompts.save(STREAM.feed(make("growing", "int8"), 300), TOKENS)
-    prompts.store.delay = 0.6
+    prompts.store.delay = 2
     begin = time.perf_counter()
     with pytest.warns(RuntimeWarning, match="no answer within 0.2 s"):
         assert prompts.restore(make("growing", "int8"), TOKENS) == 0
-    assert time.perf_counter() - begin < 0.55
+    assert time.perf_counter() - begin < 1.9
     prompts.close()
 
 

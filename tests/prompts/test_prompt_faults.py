@@ -123,11 +123,11 @@ def test_a_connection_that_is_slow_or_breaks(server, manner):
         assert direct.save(WHOLE, TOKENS)
     with Proxy(server.port) as proxy, prompts_at(proxy.port, time_limit=0.25) as prompts:
         assert restored(prompts) == 400
-        proxy.manner, proxy.pause = manner, 0.6
+        proxy.manner, proxy.pause = manner, 30
         begin = time.monotonic()
         with only_warnings() as caught:
             assert restored(prompts) < 400
-            assert time.monotonic() - begin < 1.0
+            assert time.monotonic() - begin < 10
             prompts.save(WHOLE, [*TOKENS[:300], *range(100)])
         assert caught
         proxy.manner = "plain"

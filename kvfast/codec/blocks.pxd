@@ -24,7 +24,7 @@ ctypedef struct kv_chunk:
 #
 # Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
 # blocks of a store of their own. The first `float_tokens` of a sequence always have float rows. With `seals` all tokens have
-# them until their block is sealed, and until `open_tokens` more follow it. If a side is rotated, so are its float rows. A sealed block is
+# them until `open_tokens` tokens follow their block. If a side is rotated, so are its float rows. A sealed block is
 # patched if it was cut and then got tokens that do not fit its statistics: the tokens before keep their codes, and the new
 # ones keep their float rows.
 ctypedef struct kv_store:

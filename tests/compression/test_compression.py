@@ -346,3 +346,11 @@ def test_an_outlier_is_found_in_a_short_prompt(rng, tokens):
     (part,) = compressed._parts
     assert tokens // 2 in part.positions and list(part.positions[:4]) == [0, 1, 2, 3]
     np.testing.assert_allclose(compressed.decode()[0][:, tokens // 2], k[:, tokens // 2], rtol=1e-3)
+
+
+def test_a_compressed_prompt_has_no_recent_floats(kv):
+    """No tokens follow, so that all of them are codes, whatever the format keeps of tokens that others follow."""
+    for recent, plain in (("k8v4-recent", kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True, num_float_tokens=4)),
+                          (kvfast.KVFormat("int4", per_channel=True, num_recent_tokens=256), kvfast.KVFormat("int4", per_channel=True))):
+        one, other = (KVCacheCompressor(Quantize(dtype)).compress_kv_3d(*kv) for dtype in (recent, plain))
+        assert one.nbytes == other.nbytes and all(map(np.array_equal, one.decode(), other.decode()))

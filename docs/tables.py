@@ -272,7 +272,7 @@ def _reason(text):
     return re.sub(r"layer \d+( of \w+)?", "a layer", re.sub(r"\w+Attention", "its attention", text))
 
 
-TABLES = {function.__name__: function for function in (memory, dtypes, accuracy, texts, bits, compression, documents, shift, decode, speed, prefill, precision, hard, peers, architectures)}
+TABLES = {function.__name__: function for function in (memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, prefill, precision, hard, peers, architectures)}
 
 
 def main():

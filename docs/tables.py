@@ -91,6 +91,43 @@ def accuracy():
     return _table(["cache", "bits per element", "NLL change", "KL divergence", "same top token"], rows)
 
 
+def _kl(value):
+    return f"{value:.5f}" if value < 1e-4 else f"{value:.4f}"
+
+
+def texts():
+    """What formats cost on texts of several kinds."""
+    texts = load("texts")["texts"]
+    rows = []
+    for same in zip(*(one["results"] for one in texts.values())):
+        name = f"`{same[0]['dtype']}`"
+        if same[0]["runtime"] == "simulated":
+            name = f"{same[0]['dtype']}, simulated" + (", with the floats of `int4`" if same[0]["floats"] else "")
+        rows.append([name, *(f"{_kl(one['kl'])} ({_percent(one['top1'])})" for one in same)])
+    return _table(["cache", *texts], rows)
+
+
+def bits():
+    """Bits per element of a cache that is filled."""
+    found = load("texts")["bits"]
+    contexts = list(next(iter(found.values())))
+    rows = [[f"`{dtype}`", *(f"{used:.2f} / {allocated:.2f}" for used, allocated in found[dtype].values())] for dtype in found]
+    return _table(["tokens", *(tokens(int(n)) for n in contexts)], rows)
+
+
+def retrieval():
+    """Numbers that were hidden in a text."""
+    lengths = load("retrieval")["lengths"]
+    rows = []
+    for same in zip(*(one["results"] for one in lengths)):
+        name = f"`{same[0]['dtype']}`" if same[0]["runtime"] == "kvfast" else f"{same[0]['runtime']} {same[0]['dtype']}"
+        cells = [f"{one['difference']:+.3f} +- {one['interval']:.3f}, {one['num_exact']} of {one['num_answers']}" for one in same]
+        rows.append([name, *cells])
+    first = [one["results"][0] for one in lengths]
+    floats = [f"{one['log_prob_float32']:.3f}, {one['num_exact_float32']} of {one['num_answers']}" for one in first]
+    return _table(["cache", *(f"{one['tokens']:,} tokens" for one in lengths)], [["`float32`", *floats], *rows])
+
+
 def compression():
     rows = []
     for one in load("compression")["results"]:
@@ -235,7 +272,7 @@ def _reason(text):
     return re.sub(r"layer \d+( of \w+)?", "a layer", re.sub(r"\w+Attention", "its attention", text))
 
 
-TABLES = {function.__name__: function for function in (memory, dtypes, accuracy, compression, documents, shift, decode, speed, prefill, precision, hard, peers, architectures)}
+TABLES = {function.__name__: function for function in (memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, prefill, precision, hard, peers, architectures)}
 
 
 def main():

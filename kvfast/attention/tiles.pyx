@@ -10,7 +10,7 @@ from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context,
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_scratch, kv_side,
                                   kv_softmax, kv_tile)
-from kvfast.core.limits cimport KV_LANES, KV_OPEN_TOKENS, KV_PIECE, KV_ROWS, KV_TILE
+from kvfast.core.limits cimport KV_LANES, KV_PIECE, KV_ROWS, KV_TILE
 
 cdef extern from *:
     """
@@ -299,7 +299,7 @@ cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py
     cdef Py_ssize_t codes
     if not store.seals:
         return context.length
-    codes = (position - KV_OPEN_TOKENS) >> store.block_shift << store.block_shift if position > KV_OPEN_TOKENS else 0
+    codes = (position - store.open_tokens) >> store.block_shift << store.block_shift if position > store.open_tokens else 0
     return max(context.floats_begin, min(codes, context.codes_end))
 
 

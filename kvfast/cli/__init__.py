@@ -144,6 +144,15 @@ def _add_eval(commands):
         "hybrid:RANK:BITS, pq:CENTROIDS:SUBVECTORS or a format, with commas; or all",
     )
     add("--prompt", type=_positive, metavar="N", help="tokens to compress (default: all but 512)")
+    add(
+        "--task",
+        choices=["predict", "retrieval"],
+        default="predict",
+        help="predict every token of the texts, or give back numbers that are hidden in the first of them (default: predict)",
+    )
+    add("--lengths", type=_numbers, default=[1500, 4000, 7000], metavar="LIST", help="of retrieval: tokens of each task (default: 1500,4000,7000)")
+    add("--seeds", type=_positive, default=3, metavar="N", help="of retrieval: tasks of each length, of the seeds 0 to N - 1 (default: 3)")
+    add("--pairs", type=_positive, default=24, metavar="N", help="of retrieval: numbers that a task hides (default: 24)")
     add("--text", required=True, nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, each by itself")
     add("--tokens", type=_positive, default=8000, help="use this many tokens of each text (default: 8000)")
     add("--chunk", type=_positive, default=16, help="tokens per forward pass (default: 16, see evaluate)")

@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,12 @@ import kvfast
 from kvfast import llama
 from kvfast.cli.peers import LlamaCpp, parse_cache_types
 from kvfast.cli.plotting import check_plot
-from kvfast.cli.report import as_rows, compression_table, memory_text, plot_scores, score_table
+from kvfast.cli.report import as_rows, compression_table, memory_text, plot_scores, retrieval_table, score_table
 from kvfast.core.text import size_text
 from kvfast.llama.compression import evaluate_compressed, parse_methods
-from kvfast.llama.evaluation import FORMATS
+from kvfast.llama.evaluation import FORMATS, bits_per_element
 from kvfast.llama.prompts import chat_prompts
+from kvfast.llama.retrieval import retrieval_scores, retrieval_task, retrieve_with
 
 
 def run_generate(args):
@@ -185,6 +187,8 @@ def run_eval(args):
     ----------
     args : argparse.Namespace
     """
+    if args.task == "retrieval":
+        return _run_retrieval(args)
     if args.compress:
         return _run_compress(args)
     if args.prompt:
@@ -233,6 +237,47 @@ def run_eval(args):
         print("llama.cpp's rows compare with its own f32 cache; its weights are the same, in float32.")
         if rotated:
             print(f"Its log says that it rotates before it rounds: {', '.join(rotated)}.")
+
+
+def _run_retrieval(args):
+    """Score the caches of `args.formats` on numbers hidden in the first of `args.text`, length by length."""
+    if args.compress or args.prompt or args.plot:
+        raise ValueError("--compress, --prompt and --plot are not for --task retrieval")
+    if len(args.text) > 1:
+        raise ValueError(f"--task retrieval hides numbers in one text, got {len(args.text)}")
+    text = _read_text(args.text[0])
+    storages = [_storage(name, args) for name in _format_names(args.formats)]
+    types = parse_cache_types(args.llama_cpp) if args.llama_cpp else []
+    _set_threads(args.threads)
+    path = args.model or llama.fetch_model()
+    model, tokenizer = llama.load(path)
+    if max(args.lengths) > model.config.context_length:
+        raise ValueError(f"--lengths has {max(args.lengths)}; the model's context is {model.config.context_length}")
+    tasks = [[retrieval_task(tokenizer, text, length, args.pairs, seed) for seed in range(args.seeds)] for length in args.lengths]
+    total = sum(len(task.tokens) - 1 for group in tasks for task in group) * (2 if types else 1)
+    found = []
+    columns = [BarColumn(), MofNCompleteColumn(), "tokens", TimeElapsedColumn(), "ETA", TimeRemainingColumn()]
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        progress = functools.partial(bar.advance, bar.add_task("", total=total))
+        for group in tasks:
+            results = []
+            for task in group:
+                caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=len(task.tokens), **storage) for storage in storages]
+                results.append(retrieve_with(model, task, caches, progress=progress))
+            scores = retrieval_scores(results, [str(cache.dtype) for cache in caches], list(map(bits_per_element, caches)))
+            if types:
+                with LlamaCpp(path, model.cache_shape) as peer:
+                    results = [peer.retrieve(task, types, progress=progress) for task in group]
+                scores += retrieval_scores(results, list(map(str, types)), [sum(one.bits) / 2 for one in types], "llama.cpp")
+            found.append(scores)
+    if args.json:
+        by_length = [{"tokens": length, "results": [asdict(one) for one in scores]} for length, scores in zip(args.lengths, found)]
+        print(json.dumps({"text": args.text[0], "pairs": args.pairs, "seeds": list(range(args.seeds)), "lengths": by_length}, indent=2))
+        return
+    for length, scores in zip(args.lengths, found):
+        print(f"{args.text[0]}: {args.pairs} numbers in {length:,} tokens, {args.seeds} times")
+        Console(width=None if sys.stdout.isatty() else 120).print(retrieval_table(scores))
+    print("log-prob of a digit, in nats; +- and the range of exact answers are 95 % intervals")
 
 
 def _run_compress(args):

@@ -7,6 +7,7 @@ than a cache of 8 bits does). In float32 both runtimes predict the same, and wha
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -19,6 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 import kvfast
 from kvfast.llama.evaluation import CacheScore, compare
+from kvfast.llama.retrieval import retrieve
 
 # Those that llama.cpp's own command line knows.
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -142,22 +144,33 @@ class LlamaCpp:
         list of CacheScore
             One per type, `nll_float32` and `kl` against llama.cpp's own float32 cache.
         """
+        with self._predictor(types, len(tokens), chunk_size) as predict:
+            nll_float32, means = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
+        return [self._score(pair, len(tokens) - 1, nll_float32, row) for pair, row in zip(types, means)]
+
+    def retrieve(self, task, types, *, chunk_size=512, progress=None):
+        """`kvfast.llama.retrieval.retrieve` with llama.cpp's own float32 cache and with each type of cache."""
+        with self._predictor(types, len(task.tokens), chunk_size) as predict:
+            return retrieve(task, predict, chunk_size=chunk_size, progress=progress)
+
+    @contextlib.contextmanager
+    def _predictor(self, types, room, chunk_size):
+        """What `compare` calls, over caches of llama.cpp: the reference and those of `types`."""
         contexts = []
+
+        def predict(chunk):
+            logits = [context(chunk) for context in contexts]
+            return lambda rows: [one[rows] for one in logits]
+
         try:
             for pair in (REFERENCE, *types):
-                contexts.append(_Context(self._api, self._model, pair, len(tokens), min(chunk_size, len(tokens))))
-
-            def predict(chunk):
-                logits = [context(chunk) for context in contexts]
-                return lambda rows: [one[rows] for one in logits]
-
-            nll_float32, means = compare(tokens, predict, chunk_size=chunk_size, progress=progress)
+                contexts.append(_Context(self._api, self._model, pair, room, min(chunk_size, room)))
+            yield predict
         finally:
             for context in contexts:
                 context.close()
         found = [str(pair) for pair, context in zip(types, contexts[1:]) if context.rotates]
         self.rotated = list(dict.fromkeys(self.rotated + found))
-        return [self._score(pair, len(tokens) - 1, nll_float32, row) for pair, row in zip(types, means)]
 
     def _score(self, types, num_predictions, nll_float32, means):
         num_layers, num_kv_heads, head_dim = self._cache_shape

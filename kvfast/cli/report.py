@@ -109,6 +109,37 @@ def compression_table(scores):
     return table
 
 
+def retrieval_table(scores):
+    """The scores of retrieval as a table, below those of each runtime's float32 cache.
+
+    Parameters
+    ----------
+    scores : sequence of RetrievalScore
+
+    Returns
+    -------
+    rich.table.Table
+    """
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("cache", "log-prob", "- float32", "+-", "exact answers", "of all", "bits"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+    for runtime, group in groupby(scores, key=lambda score: score.runtime):
+        group = list(group)
+        first = group[0]
+        table.add_row(REFERENCES[runtime], f"{first.log_prob_float32:.4f}", "", "", f"{first.num_exact_float32} of {first.num_answers}", "", "32.00")
+        for score in group:
+            table.add_row(
+                score.name,
+                f"{score.log_prob:.4f}",
+                f"{score.difference:+.4f}",
+                f"{score.interval:.4f}",
+                f"{score.num_exact} of {score.num_answers}",
+                f"{score.exact_low:.0%} to {score.exact_high:.0%}",
+                f"{score.bits_per_element:.2f}",
+            )
+    return table
+
+
 def plot_scores(scores, path, title):
     """Draw KL divergence over bits per element, a labelled point for each score.
 

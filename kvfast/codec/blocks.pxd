@@ -24,7 +24,7 @@ ctypedef struct kv_chunk:
 #
 # Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
 # blocks of a store of their own. The first `float_tokens` of a sequence always have float rows. With `seals` all tokens have
-# them until their block is sealed, and a little longer. If a side is rotated, so are its float rows. A sealed block is
+# them until `open_tokens` tokens follow their block. If a side is rotated, so are its float rows. A sealed block is
 # patched if it was cut and then got tokens that do not fit its statistics: the tokens before keep their codes, and the new
 # ones keep their float rows.
 ctypedef struct kv_store:
@@ -37,7 +37,8 @@ ctypedef struct kv_store:
     const uint8_t *chunk_of    # NULL: all blocks are in the first chunk
     bint secure                # memory is wiped before it is freed
     bint latent                # rows are keys and values at once, on the K side; their rotary part is on the V side
-    bint seals                 # blocks are sealed: encoded as a whole
+    bint seals                 # blocks are sealed: encoded when they are full
+    Py_ssize_t open_tokens     # with `seals`: tokens that follow a block before it is read as codes
     int float_tokens
     const kv_store *floats     # NULL: no token of this layer has float rows
     const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of each KV_PIECE tokens of a block, or -1

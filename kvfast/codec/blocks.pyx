@@ -80,7 +80,7 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, i
     # Channel scales need evenly spaced levels.
     cdef int k = parse_dtype(fmt.k_dtype, "uniform" if fmt.per_channel else fmt.codebook)
     cdef int v = parse_dtype(fmt.v_dtype, fmt.codebook)
-    init_side(&store.k, k, head_dim, block_size, fmt.seals, fmt.per_channel)
+    init_side(&store.k, k, head_dim, block_size, fmt.centring or fmt.per_channel, fmt.per_channel)
     if rope_dim is None:
         init_side(&store.v, v, v_head_dim, block_size)
     else:  # an empty rotary part is float16, which has no scales and so takes no bytes
@@ -89,7 +89,7 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, i
     store.k.gaussian = store.v.gaussian = fmt.codebook != "uniform"
     store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
     store.k.clip_search = store.v.clip_search = fmt.clip_search
-    store.seals, store.float_tokens = fmt.seals, fmt.num_float_tokens
+    store.seals, store.open_tokens, store.float_tokens = fmt.seals, fmt.open_tokens, fmt.num_float_tokens
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvfast.codec.dtypes import CODEBOOKS, FLOATS, canonical_dtype, dtype_row, names_with
 from kvfast.core.checks import check_size
-from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS
+from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_RECENT_TOKENS, OPEN_TOKENS, PIECE
 from kvfast.core.text import one_of
 from kvfast.errors import DimensionMismatchError
 
@@ -47,11 +47,15 @@ class KVFormat:
     per_channel : bool
         INT4 keys have a scale and an offset per channel and full block, and none per token (KIVI, arXiv 2402.02750).
     block_size : int or None
-        Tokens that share means or channel scales: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring`
-        or `per_channel`, where the tokens of a block stay float16 until it is full.
+        Tokens that are encoded together: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring`, `per_channel`
+        or `num_recent_tokens`, where the tokens of a block stay float16 until it is full.
     num_float_tokens : int
         Number of first tokens of a sequence, up to 16, whose integer sides always stay float16. These tokens receive much
         attention, whatever their content (attention sinks, StreamingLLM, arXiv 2309.17453).
+    num_recent_tokens : int
+        Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a block is read as codes
+        once it is full and so many tokens follow it. So between this number and `block_size` - 1 more are floats. With
+        `centring` or `per_channel` they are 16 at least. A rollback of so many tokens is exact.
     clip_search : bool
         Choose each token's INT4 scale for the least squared error, even if that clips the largest elements. Writing takes
         longer; reading does not.
@@ -70,7 +74,7 @@ class KVFormat:
     --------
     >>> import kvfast
     >>> kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian")
-    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block_size=None, num_float_tokens=0, clip_search=False)
+    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block_size=None, num_float_tokens=0, num_recent_tokens=0, clip_search=False)
     >>> str(kvfast.KVFormat("int8/int4"))
     'int8/int4'
     """
@@ -82,6 +86,7 @@ class KVFormat:
     per_channel: bool = False
     block_size: int | None = None
     num_float_tokens: int = 0
+    num_recent_tokens: int = 0
     clip_search: bool = False
 
     def __post_init__(self) -> None:
@@ -98,6 +103,8 @@ class KVFormat:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         check_size(self.num_float_tokens, "num_float_tokens", 0, MAX_FLOAT_TOKENS)
+        if check_size(self.num_recent_tokens, "num_recent_tokens", 0, MAX_RECENT_TOKENS) % PIECE:
+            raise ValueError(f"num_recent_tokens must be a multiple of {PIECE}, got {self.num_recent_tokens}")
         self._check_rotation()
         self._check_blocks()
         by_token = [dtype_row(name, self.codebook) for name in [k] * (not self.per_channel) + [v]]
@@ -106,8 +113,9 @@ class KVFormat:
         if self.clip_search and not any("clip_search" in row.options for row in by_token):
             raise ValueError(f"clip_search is for {names_with('clip_search')} with a scale per token, which neither side of this "
                              f"format has")  # fmt: skip
-        if self.num_float_tokens and k in FLOATS and v in FLOATS:
-            raise ValueError(f"num_float_tokens is for integer formats; all tokens of {self.dtype} are floats")
+        for name in ("num_float_tokens", "num_recent_tokens"):
+            if getattr(self, name) and k in FLOATS and v in FLOATS:
+                raise ValueError(f"{name} is for integer formats; all tokens of {self.dtype} are floats")
 
     def _check_rotation(self):
         for side, dtype in zip("kv", (self.k_dtype, self.v_dtype)):
@@ -133,7 +141,7 @@ class KVFormat:
             if self.block_size not in _SEALED_SIZES:
                 raise ValueError(f"block_size must be {one_of(_SEALED_SIZES)} tokens, got {self.block_size!r}")
         elif self.block_size is not None:
-            raise ValueError("block_size is for centring and per_channel keys, and this format has neither")
+            raise ValueError("block_size is for centring, per_channel and num_recent_tokens, and this format has none of them")
 
     @property
     def k_dtype(self) -> str:
@@ -147,8 +155,13 @@ class KVFormat:
 
     @property
     def seals(self) -> bool:
-        """Whether full blocks are sealed, that is, encoded as a whole."""
-        return self.centring or self.per_channel
+        """Whether blocks are sealed, that is, encoded when they are full."""
+        return self.centring or self.per_channel or self.num_recent_tokens > 0
+
+    @property
+    def open_tokens(self) -> int:
+        """Tokens that follow a sealed block before it is read as codes; 0 if no blocks are sealed."""
+        return max(self.num_recent_tokens, OPEN_TOKENS) if self.seals else 0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from ``KVFormat()``, and `dtype`, for JSON."""
@@ -188,6 +201,9 @@ PRESETS = {
     "int8": KVFormat("int8", rotation="kv"),
     "k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True),
     "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
+    "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
+    "int8-recent": KVFormat("int8", rotation="kv", num_float_tokens=4, num_recent_tokens=16),
+    "k8v4-recent": KVFormat("int8/int4", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=16, clip_search=True),
     "int8-plain": KVFormat("int8"),
     "int4-plain": KVFormat("int4"),
 }

@@ -14,6 +14,7 @@ cdef extern from "simd/limits.h" nogil:
         KV_MAX_BLOCK_SIZE
         KV_PIECE
         KV_OPEN_TOKENS
+        KV_MAX_RECENT_TOKENS
         KV_FEW_QUERIES
         KV_MAX_FLOAT_TOKENS
         KV_CHUNK_SHIFT

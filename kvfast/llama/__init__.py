@@ -1,7 +1,7 @@
 """A small llama-style runtime on kvfast: GGUF models, in NumPy, with a compressed KV cache.
 
     gguf_file -> weights -> model -> speculative -> generation -> serving
-                                  -> evaluation -> peers, report
+                                  -> evaluation -> retrieval -> peers, report
                                   -> documents
                                   -> session
     gguf_file -> tokenizer

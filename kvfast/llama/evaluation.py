@@ -98,7 +98,7 @@ def evaluate(model, tokens, caches, *, chunk_size=16, progress=None):
             num_predictions=len(tokens) - 1,
             nll_float32=nll_float32,
             bytes_per_token=cache.bytes_per_token,
-            bits_per_element=_bits_per_element(cache),
+            bits_per_element=bits_per_element(cache),
             **scores,
         )
         for cache, scores in zip(caches, means, strict=True)
@@ -142,12 +142,12 @@ def compare(tokens, predict, *, chunk_size=512, progress=None):
             rows = slice(first, min(first + _ROWS, len(chunk)))
             picked = targets[start:][rows, None]
             reference, *others = logits(rows)
-            expected = _log_softmax(reference)
+            expected = log_softmax(reference)
             probabilities = np.exp(expected)
             reference_sum -= np.take_along_axis(expected, picked, axis=1).sum()
             sums = sums or [np.zeros(3) for _ in others]
             for total, other in zip(sums, others, strict=True):
-                actual = _log_softmax(other)
+                actual = log_softmax(other)
                 total[0] -= np.take_along_axis(actual, picked, axis=1).sum()
                 total[2] += np.count_nonzero(actual.argmax(axis=1) == expected.argmax(axis=1))
                 np.subtract(expected, actual, out=actual)
@@ -177,11 +177,12 @@ def mean_score(scores):
     return replace(scores[0], num_predictions=sum(counts), **means)
 
 
-def _bits_per_element(cache):
+def bits_per_element(cache):
+    """Bits that a cache stores for each number of its keys and values, with all that it keeps beside them."""
     return 8 * cache.nbytes_used / (2 * cache.num_layers * cache.entry_size * len(cache))
 
 
-def _log_softmax(logits):
+def log_softmax(logits):
     """Log-probabilities over the last axis, in float64: divergences near 1e-4 are to be resolved."""
     result = logits.astype(np.float64)
     result -= result.max(axis=-1, keepdims=True)

@@ -12,7 +12,7 @@ from kvfast.codec.dtypes import FLOATS, NAMES, dtype_row
 from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of
 from kvfast.core.checks import check_size
 from kvfast.core.hardware import read_bandwidth
-from kvfast.core.limits import CHUNK_BLOCKS, MAX_TOKENS, OPEN_TOKENS, PIECE
+from kvfast.core.limits import CHUNK_BLOCKS, MAX_TOKENS, PIECE
 from kvfast.core.text import one_of
 from kvfast.planning.engine import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
 from kvfast.planning.memory import available_memory
@@ -302,7 +302,7 @@ class _Cache:
         total = 0
         for count, window, form, pool in self.kinds:
             seen = min(context, window or context)
-            newest = context - max(0, context - OPEN_TOKENS) // self.block_size * self.block_size if form.seals else 0
+            newest = context - max(0, context - form.open_tokens) // self.block_size * self.block_size if form.seals else 0
             first = min(context, form.num_float_tokens) if seen == context else 0
             floats, newest = pool.float_pool(), min(newest, seen)
             bytes_of_floats = 0 if floats is None else (newest + first) * floats.block_bytes // PIECE

@@ -35,8 +35,8 @@
    on the K side, and read from there as values, too. The rotary part, which only the scores use, is on the V side in
    the layout of keys.
 
-   A sealed block has statistics of its own (means, channel scales): seal_k encodes it as a whole when all its tokens
-   are there. It is read like any other block. */
+   A sealed block is encoded by seal_k when all its tokens are there; it may have statistics of its own (means, channel
+   scales). It is read like any other block. */
 #ifndef KVFAST_KERNELS_H
 #define KVFAST_KERNELS_H
 
@@ -237,9 +237,9 @@ typedef struct {
     void (*encode_v)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count);
     void (*decode_k)(const kv_side *side, const char *block, int slot, float *row);
     void (*decode_v)(const kv_side *side, const char *block, int slot, float *row);
-    /* Encodes all keys of a block with means: its statistics, then its codes. If `kept` is above 0, the first `kept`
+    /* Encodes all keys of a block: its statistics if it has means, then its codes. If `kept` is above 0, the first `kept`
        tokens keep their codes and the block its statistics. Returns 0 if another row does not fit these: a value is more
-       than 1.25 steps beyond the codes of its channel; such rows get no codes. Means without channel scales fit all rows.
+       than 1.25 steps beyond the codes of its channel; such rows get no codes. A block without channel scales fits all rows.
        seal_k leaves no value more than one step beyond the codes, so sealing the same rows again changes nothing. */
     int (*seal_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept);
     /* Copies a token's codes and scale into a block, perhaps of another size; `values`: it is the V side. */

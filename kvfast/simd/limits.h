@@ -23,9 +23,10 @@ enum {
     KV_MIN_BLOCK_SIZE = KV_LANES, /* tokens of a block, a power of two */
     KV_MAX_BLOCK_SIZE = 256,
     KV_PIECE = 16,                /* tokens of a piece of float rows */
-    /* A block is read as float rows until so many tokens follow it, and as codes from then on. So a rollback of so many
-       tokens is exact, and so many queries in one call see what each would see alone. */
+    /* A block that is sealed is read as float rows until so many tokens, at least, follow it, and as codes from then on. So a
+       rollback of so many tokens is exact, and so many queries in one call see what each would see alone. */
     KV_OPEN_TOKENS = 16,
+    KV_MAX_RECENT_TOKENS = 1024, /* most tokens that a format may let follow it */
     KV_FEW_QUERIES = KV_OPEN_TOKENS, /* most queries of a call that see what each would see alone */
     KV_MAX_FLOAT_TOKENS = KV_PIECE,  /* first tokens of a sequence that always stay floats */
     KV_CHUNK_SHIFT = 3,

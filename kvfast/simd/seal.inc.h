@@ -125,6 +125,10 @@ static int KV(seal_k)(const kv_side *side, char *block, const float *rows, ptrdi
         KV(fit_channels)(side, block, rows, stride);
         return KV(code_channels)(side, block, rows, stride, 0, 0);
     }
+    if (!side->means) { /* each token by itself */
+        KV(encode_k)(side, block, kept, rows + kept * stride, stride, side->block_size - kept);
+        return 1;
+    }
     KV_ALIGNED float mean[KV_MAX_HEAD_DIM], centred[KV_MAX_HEAD_DIM];
     if (!kept) KV(centre)(side, block, rows, stride);
     KV(to_float16)(block + side->means, side->padded_dim, mean);

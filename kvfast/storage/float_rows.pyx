@@ -170,7 +170,8 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     self = FloatRows.__new__(FloatRows)
     self.per_block = blocks.block_size // KV_PIECE
     # The pieces of one sequence between prompts: a block, the open tokens after it, and the start of the sequence.
-    most = self.per_block + 2 if any([one is not None and one.seals for one in blocks.formats]) else 1
+    open_pieces = max([(one.open_tokens + KV_PIECE - 1) // KV_PIECE for one in blocks.formats if one is not None])
+    most = self.per_block + open_pieces + 1 if open_pieces else 1
     self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, KV_PIECE, formats,
                               (most + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS, True, secure=blocks.secure,
                               v_head_dim=blocks.v_head_dim)

@@ -14,6 +14,7 @@ from kvfast.storage.prefix_index cimport PrefixIndex
 
 cdef class BlockPool(BlockMemory):
     cdef bint seals                    # whether some layers seal blocks
+    cdef Py_ssize_t open_tokens        # the most of a layer that does
     cdef bint has_sinks                # whether some layers keep the first tokens of a sequence as floats
     cdef FloatRows floats              # float rows of tokens, or None
     cdef readonly Py_ssize_t num_sequences  # sequences of a shared pool

@@ -38,6 +38,7 @@ cdef class BlockPool(BlockMemory):
         cdef Py_ssize_t i
         for i in range(self.num_layers):
             self.seals |= self.stores[i].seals
+            self.open_tokens = max(self.open_tokens, self.stores[i].open_tokens)
             self.has_sinks |= self.stores[i].float_tokens > 0
         self.floats = float_rows_of(self)
         self.to_release = []

@@ -16,7 +16,6 @@ from libc.stdlib cimport abs, calloc, free
 from libc.string cimport memset
 
 from kvfast.codec.seal cimport seal_blocks
-from kvfast.core.limits cimport KV_OPEN_TOKENS
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.prepared_batch cimport PreparedBatch
 
@@ -220,7 +219,7 @@ cdef class SchedulerBlocks:
         if not self.pool.seals:
             return 0
         for i in range(batch.num_sequences):
-            for index in range((_tokens_before(batch, i) - KV_OPEN_TOKENS) // size):
+            for index in range((_tokens_before(batch, i) - self.pool.open_tokens) // size):
                 block = batch.table[i, index]
                 if self.state[block] == SEALED:
                     self.pool.floats.release_sealed(block, 1 if index == 0 and self.pool.has_sinks else 0)

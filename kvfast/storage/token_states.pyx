@@ -7,7 +7,7 @@ from libc.stdlib cimport abs, calloc, free
 
 from kvfast.codec.seal cimport seal_blocks
 from kvfast.core.checks cimport check_count
-from kvfast.core.limits cimport KV_OPEN_TOKENS, KV_PIECE
+from kvfast.core.limits cimport KV_PIECE
 from kvfast.storage.block_map cimport BlockMap, entry_of
 from kvfast.storage.pool cimport BlockPool
 
@@ -137,7 +137,8 @@ cdef class TokenStates(BlockMap):
 
     cdef Py_ssize_t _floats_begin_at(self, Py_ssize_t length) noexcept nogil:
         """Number of first tokens of a sequence of `length` tokens that need no float rows."""
-        return (length - KV_OPEN_TOKENS) // self.pool.block_size * self.pool.block_size if length > KV_OPEN_TOKENS else 0
+        cdef Py_ssize_t end = length - self.pool.open_tokens
+        return end // self.pool.block_size * self.pool.block_size if end > 0 else 0
 
     cdef int _release_float_rows(self) except -1:
         """Release the float rows that no query reads any more."""

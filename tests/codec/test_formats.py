@@ -34,7 +34,7 @@ class TestKVFormat:
             ({"dtype": "int5/int8", "centring": True}, "centring is for int8 and int4 keys, got int5"),
             ({"dtype": "int8", "clip_search": True}, "clip_search is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "clip_search": True, "per_channel": True}, "clip_search is for int4"),
-            ({"dtype": "int4", "block_size": 64}, "block_size is for centring and per_channel"),
+            ({"dtype": "int4", "block_size": 64}, "block_size is for centring, per_channel and num_recent_tokens"),
             ({"dtype": "int4", "per_channel": True, "block_size": 16}, "block_size must be 32, 64, 128 or 256 tokens, got 16"),
             ({"dtype": "int8", "centring": True, "block_size": 100}, "block_size must be 32, 64, 128 or 256 tokens, got 100"),
             ({"dtype": "int4", "num_float_tokens": 17}, "num_float_tokens must be between 0 and 16, got 17"),
@@ -43,6 +43,10 @@ class TestKVFormat:
             ({"dtype": "int9"}, "unknown storage dtype 'int9'"),
             ({"dtype": "int4/int4/int4"}, "one storage dtype, or two"),
             ({"dtype": "int4", "rotation": "vk"}, "rotation must be .* got 'vk'"),
+            ({"dtype": "int8", "num_recent_tokens": 24}, "num_recent_tokens must be a multiple of 16, got 24"),
+            ({"dtype": "int8", "num_recent_tokens": 1040}, "num_recent_tokens must be between 0 and 1024, got 1040"),
+            ({"dtype": "float16", "num_recent_tokens": 16}, "num_recent_tokens is for integer formats"),
+            ({"dtype": "int8", "num_recent_tokens": 16, "block_size": 16}, "block_size must be 32, 64, 128 or 256 tokens"),
             ({"dtype": "int4", "codebook": "nf4"}, "codebook must be .* got 'nf4'"),
         ],
     )
@@ -54,8 +58,9 @@ class TestKVFormat:
         for name in ("centring", "per_channel", "clip_search"):
             with pytest.raises(TypeError, match=f"{name} must be a bool"):
                 KVFormat("int4", **{name: 1})
-        with pytest.raises(TypeError, match="num_float_tokens must be an integer"):
-            KVFormat("int4", num_float_tokens=2.0)
+        for name in ("num_float_tokens", "num_recent_tokens"):
+            with pytest.raises(TypeError, match=f"{name} must be an integer"):
+                KVFormat("int4", **{name: 2.0})
         with pytest.raises(TypeError):
             KVFormat("int4", colour="red")
         for unknown in ("k4v4", "int4-rich", "", 4, None):
@@ -71,7 +76,7 @@ class TestKVFormat:
         assert KVFormat.of(ml_dtypes.bfloat16) == KVFormat("bfloat16") and KVFormat.of(ml_dtypes.int4) is PRESETS["int4"]
 
     def test_presets(self):
-        assert set(PRESETS) == {"int8", "k8v4", "int4", "int8-plain", "int4-plain"}
+        assert set(PRESETS) == {"int8", "k8v4", "int4", "k4v3", "int8-recent", "k8v4-recent", "int8-plain", "int4-plain"}
         for name, preset in PRESETS.items():
             assert str(preset) == name and KVFormat.of(name) is preset is KVFormat.of(preset)
         assert PRESETS["int4"].seals and PRESETS["int4"].block_size == 64 and not PRESETS["k8v4"].seals
@@ -178,6 +183,7 @@ def check(cache, rng, group, n, options):
 INT8, UNIFORM, CLIPPED, GAUSSIAN, FLOAT16, BFLOAT16 = 0.007, 0.123, 0.112, 0.0975, 2.2e-4, 1.8e-3
 INT2, INT3, INT5, INT6, INT7 = 0.343, 0.186, 0.0465, 0.0265, 0.0133  # of 2 to 5 bits Gaussian
 TRELLIS, SEARCHED_TRELLIS = 0.0725, 0.0705
+INT3_EVEN = 0.195
 ERRORS = {
     "int8": (INT8, INT8),
     "k8v4": (INT8, GAUSSIAN),
@@ -201,16 +207,22 @@ ERRORS = {
     "trellis": (SEARCHED_TRELLIS, SEARCHED_TRELLIS),
     "trellis/int5": (TRELLIS, INT5),
     "channels, trellis": (0.09, TRELLIS),
+    "recent, int8": (INT8, INT8),
+    "recent, k8v4": (INT8, GAUSSIAN),
+    "recent, packed": (INT3_EVEN, BFLOAT16),
+    "recent, trellis": (FLOAT16, TRELLIS),
+    "recent, channels": (0.09, UNIFORM),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_stored_error(isa, name):
     rng = np.random.default_rng(1)
-    k, v = tokens(rng, 528, 128)
+    n = 512 + max(FORMATS[name].open_tokens, 16)
+    k, v = tokens(rng, n, 128)
     cache = kvfast.KVCache(1, HEADS, 128, dtype=FORMATS[name])
     cache.append(0, k, v)
-    cache.advance(528)
+    cache.advance(n)
     sides = FORMATS[name].k_dtype, FORMATS[name].v_dtype
     for dtype, got, given, most in zip(sides, (cache.k(0), cache.v(0)), (k, v), ERRORS[name]):
         rounding = 2.0**-8 if dtype == "bfloat16" else 1e-3  # of floats, which a side of bfloat16 is anyway
@@ -384,7 +396,7 @@ class TestRefusals:
         with pool.new_sequence() as sequence:
             sequence.append(0, *tokens(rng, 30, 32))
             q, table = np.ones((1, HEADS, 32), np.float32), pool.block_table([sequence])
-            with pytest.raises(ValueError, match="need a format without num_float_tokens, centring and per_channel"):
+            with pytest.raises(ValueError, match="need a format without num_float_tokens, num_recent_tokens, centring and per_channel"):
                 pool.attend_batch(0, q, block_table=table, seq_lens=[30])
             assert pool.attend_batch(0, q, [sequence]).shape == q.shape
         assert pool.num_free_blocks == 4

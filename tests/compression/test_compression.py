@@ -10,6 +10,7 @@ from selection import TIERS, pairwise
 
 import kvfast
 from kvfast import CompressedKV, Hybrid, KVCacheCompressor, LowRank, Quantize, VectorQuantization
+from kvfast.compression.stores import CacheStore
 
 
 @pytest.fixture
@@ -346,3 +347,11 @@ def test_an_outlier_is_found_in_a_short_prompt(rng, tokens):
     (part,) = compressed._parts
     assert tokens // 2 in part.positions and list(part.positions[:4]) == [0, 1, 2, 3]
     np.testing.assert_allclose(compressed.decode()[0][:, tokens // 2], k[:, tokens // 2], rtol=1e-3)
+
+
+def test_a_compressed_prompt_has_no_recent_floats(kv):
+    """No tokens follow, so that all of them are codes, whatever the format keeps of tokens that others follow."""
+    for options in ({"dtype": "int8"}, {"dtype": "int4", "per_channel": True}):
+        plain = CacheStore.of(*kv, kvfast.KVFormat(**options))
+        recent = CacheStore.of(*kv, kvfast.KVFormat(**options, num_recent_tokens=256))
+        assert recent.nbytes == plain.nbytes and np.array_equal(recent.cache.k(0), plain.cache.k(0))

@@ -73,12 +73,14 @@ def two_widths(rng, n, dtype="int4", v_head_dim=(12, DIM, 40)):
     return cache
 
 
-ALL_OPTIONS = kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=9, clip_search=True)
+ALL_OPTIONS = kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=9, num_recent_tokens=32, clip_search=True)
 CACHES = {
     **{f"{kind} {dtype}": lambda rng, kind=kind, dtype=dtype: fill(make(kind, dtype), rng, 150)
        for kind in KINDS for dtype in ("int4", "int8-plain")},
     **{f"growing {dtype}": lambda rng, dtype=dtype: fill(make("growing", dtype), rng, 150) for dtype in DTYPES},
     "every option": lambda rng: fill(make("growing", ALL_OPTIONS), rng, 150),
+    "recent": lambda rng: fill(make("growing", "k8v4-recent"), rng, 150),
+    "recent, a ring": lambda rng: fill(make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_tokens=48, block_size=32)), rng, 333),
     "empty": lambda rng: make("growing"),
     "a long ring": lambda rng: fill(make("ring with sinks", "int4"), rng, 700),
     "cut": lambda rng: cut(make("growing"), rng, 0),

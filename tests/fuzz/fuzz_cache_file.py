@@ -98,7 +98,7 @@ def exchanged(rng, value):
         inner.append(copy.deepcopy(old))
     elif choice == 1:
         inner[rng.choice(["more", "window", "dtype", "rotary_dim", "rope_theta", "max_seq_len", "frequencies", "coded_tokens", "kept_tokens", "rotation",
-                         "codebook", "centring", "per_channel", "block", "num_float_tokens", "clip_search"])] = (
+                         "codebook", "centring", "per_channel", "block", "num_float_tokens", "num_recent_tokens", "clip_search"])] = (
             rng.choice(VALUES)
         )
     elif choice in (2, 3, 4) and isinstance(old, int):

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from dict_store import DictStore
 from fuzz_inputs import as_given, often, one_of, told
-from fuzz_oracle import OPEN_TOKENS, Finding, Side, check_output, contract, exact_attention, from_storage, norms
+from fuzz_oracle import Finding, Side, check_output, contract, exact_attention, from_storage, norms, open_tokens
 
 import kvfast
 
@@ -22,6 +22,7 @@ class Track:
 
     def __init__(self, formats, heads, dims, block_size):
         self.formats, self.block_size = formats, block_size
+        self.open_tokens = max(open_tokens(one) for one in formats)
         self.sides = [[Side(one, False), Side(one, True)] for one in formats]
         self.rows = [[np.empty((0, heads, dim), np.float32) for dim in dims] for _ in formats]
         self.length = self.longest = 0  # complete tokens; the most that there were
@@ -61,7 +62,7 @@ class Track:
         self.lossy = max(self.lossy, self.coded)
 
     def _coded_at(self, length):
-        return max(length - OPEN_TOKENS, 0) // self.block_size * self.block_size
+        return max(length - self.open_tokens, 0) // self.block_size * self.block_size
 
     def truncate(self, n):
         self.length, self.coded, self.lossy = n, min(self.coded, n), min(self.lossy, n)
@@ -320,7 +321,7 @@ class World:
         if not track.formats[layer].seals:
             return True
         size = track.block_size
-        codes = np.maximum(at - OPEN_TOKENS, 0) // size * size
+        codes = np.maximum(at - open_tokens(track.formats[layer]), 0) // size * size
         encoded = max(track.coded, track.length // size * size)
         return bool((np.maximum(track.coded, np.minimum(codes, encoded)) == track.coded).all())
 

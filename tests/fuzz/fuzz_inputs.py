@@ -1,6 +1,7 @@
 """What `fuzz_caches` gives to caches: random formats, rows, and queries, in any dtype and layout."""
 
 import contextlib
+import copy
 from dataclasses import replace
 
 import ml_dtypes
@@ -57,6 +58,10 @@ def random_formats(rng, layers, latent=False):
     formats = [first if often(rng, 0.6) else random_format(rng, latent) for _ in range(layers)]
     if latent:  # what the preset is of rows that are keys and values at once
         return [KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True) if one.seals else one for one in formats]
+    # From a copy, so that the cases that found something stay what they were.
+    recent = int(one_of(copy.deepcopy(rng), [16, 0, 32, 0, 64, 128, 0, 0, 0, 0, 0]))
+    if recent:
+        formats = [replace(one, num_recent_tokens=recent) if "int" in one.dtype else one for one in formats]
     return [replace(one, block_size=block) if one.seals else one for one in formats]
 
 

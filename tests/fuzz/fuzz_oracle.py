@@ -11,13 +11,17 @@ import numpy as np
 
 INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int7", "int8")
 NOTHING = 1e-28  # queries and values below may count as nothing
-OPEN_TOKENS = 16  # for so many tokens more the tokens of a full block stay floats
 HALF = 2.0**-11  # float16 rounds by so much of a number, bfloat16 by so much:
 BRAIN = 2.0**-8
 # Of packed and Gaussian codes, half of the widest gap between levels, relative to the largest element. Their scale is the one
 # of least squared error among several of which one clips nothing, so this bounds the root mean square of a row.
 GAPS = {("int4", "uniform"): 0.5 / 7, ("int4", "gaussian"): 15.5 / 127, ("int4", "trellis"): 0.25, ("int2", "gaussian"): 42 / 120,
         ("int3", "gaussian"): 23 / 122, ("int5", "gaussian"): 10.5 / 119}  # fmt: skip
+
+
+def open_tokens(form):
+    """For so many tokens more the tokens of a full block stay floats."""
+    return max(16, form.num_recent_tokens) if form.seals else 0
 
 
 class Finding(AssertionError):

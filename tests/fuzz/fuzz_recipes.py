@@ -203,7 +203,7 @@ RECIPES = {
     "rotation": small("", "k", "kv"), "MultiHeadConfig.rotation": small(True, False),
     "codebook": small("uniform", "gaussian"),
     "centring": small(True, False), "per_channel": small(True, False), "block": none_or(32, 64),
-    "num_float_tokens": small(0, 16),
+    "num_float_tokens": small(0, 16), "num_recent_tokens": small(0, 16, 64),
     "clip_search": small(True, False), "value": fmt, "formats": lambda c: [fmt(c), fmt(c)],
     "explain.dtype": small("float32", "float16"),
     "explain_batch.dtype": small("float32", "bfloat16"), "LowRank.dtype": small("float16", "int8"), "plan.dtype": fmt,

@@ -296,3 +296,15 @@ def test_examples():
     import doctest
 
     assert doctest.testmod(module).failed == 0
+
+
+def test_float_tokens_pay_where_queries_look(rng):
+    """Queries look at the first and at the newest tokens, as those of models do; these stay floats in the formats that keep them."""
+    n, queries = 512, 16
+    k, v = rng.standard_normal((2, n, 2, 64)).astype(np.float32)
+    near = k[n - queries - 3 : n - 3] * 1.5 + k[1] * 1.5
+    q = np.repeat(near, 2, axis=1).astype(np.float32)
+    for plain, recent in (("k8v4", "k8v4-recent"), ("int8", "int8-recent")):
+        without, with_floats = kvfast.fidelity(q, k, v, [plain, recent])
+        assert with_floats.output_error < 0.25 * without.output_error
+        assert with_floats.bits_per_element < without.bits_per_element + 3.5  # 96 of 512 tokens in float16, on both sides

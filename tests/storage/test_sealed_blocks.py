@@ -19,7 +19,9 @@ make = functools.partial(cache_kinds.make, long=True)
 DIM = 20
 MIXED_SINKS = [KVFormat("int8", num_float_tokens=2), "int4", KVFormat("int8", centring=True, num_float_tokens=9)]
 SETS = FORMATS | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS}
-FINISHING_SETS = SEALING | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS}
+MIXED_RECENT = [KVFormat("int8/int4", num_recent_tokens=80), "int4", KVFormat("int3", num_float_tokens=9)]
+SETS["mixed, with recent"] = MIXED_RECENT
+FINISHING_SETS = SEALING | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS, "mixed, with recent": MIXED_RECENT}
 # Past the border of every block by more than the 16 tokens for which it is open.
 LENGTH = 333
 ODD = [1, 2, 5, 17, 63, 1, 65, 33, 100, 3]
@@ -408,7 +410,7 @@ def test_write_stores_what_append_stores(rng):
 
 @pytest.mark.parametrize("name", FINISHING_SETS)
 def test_float_rows_are_given_back(name):
-    """As the sequence goes on, it takes what its codes take and the float rows of a block and a half."""
+    """As the sequence goes on, it takes what its codes take and the float rows of a block, and of the open and first tokens."""
     stream, form = Stream(1, 1000), FINISHING_SETS[name]
     for kind in ("growing", "sequence", "wide ring"):
         cache = make(kind, form)
@@ -417,9 +419,9 @@ def test_float_rows_are_given_back(name):
             stream.feed(cache, n)
             size = len(cache.block_indices(0)) * cache.bytes_per_token * cache.block_size
             rest.append((cache._buffer.nbytes_used - size) / cache.block_size)
-        layers = cache.num_layers
+        layers, open_tokens = cache.num_layers, max(one.open_tokens for one in cache._buffer.formats)
         # Values that are float32 stay so.
-        most = (6 if name == "means, float values" else 4) * layers * HEADS * 32 * (1 + 16 / cache.block_size * 2 + 16 / cache.block_size)
+        most = (6 if name == "means, float values" else 4) * layers * HEADS * 32 * (1 + (32 + open_tokens) / cache.block_size)
         assert max(rest) <= most and min(rest) < 0.75 * most
         cache.truncate(500)
         stream.feed(cache, 990, 1)
@@ -461,7 +463,7 @@ def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name
     cache = make(kind, SEALING[name])
     layers, dim = range(2), 20
     size = SEALING[name].block_size
-    cut, n = size + size // 2 + 3, 2 * size + 20
+    cut, n = size + size // 2 + 3, 2 * size + 4 + SEALING[name].open_tokens
 
     def extend(count, loud=1):
         k, v = loud * rng.standard_normal((2, count, HEADS, dim)).astype(np.float32)
@@ -478,7 +480,7 @@ def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name
         cache.truncate(cut)
         last = extend(n - cut, 1 + 3 * (edit % 2))
     assert np.array_equal(cache.k(0)[:cut], kept)
-    assert relative_rms(cache.k(0)[cut:], last) < (0.15 if SEALING[name].k_dtype == "int4" else 0.01)
+    assert relative_rms(cache.k(0)[cut:], last) < (0.15 if SEALING[name].k_dtype in ("int3", "int4") else 0.01)
     for count in (1, 40):
         q = rng.standard_normal((count, 2 * HEADS, dim)).astype(np.float32)
         out = cache.attend(1, q)

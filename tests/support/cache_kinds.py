@@ -26,6 +26,11 @@ SEALING = {
     "channels, packed values": kvfast.KVFormat("int4/int3", per_channel=True, codebook="gaussian", block_size=32, num_float_tokens=2),
     "channels, trellis": kvfast.KVFormat("int4", rotation="v", per_channel=True, codebook="trellis", num_float_tokens=4),
     "means, float values": kvfast.KVFormat("int4/float32", centring=True, num_float_tokens=4),
+    "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_tokens=16, block_size=32),
+    "recent, k8v4": kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True, num_recent_tokens=64, num_float_tokens=4),
+    "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_tokens=144, block_size=128),
+    "recent, trellis": kvfast.KVFormat("float16/int4", codebook="trellis", rotation="v", num_recent_tokens=16),
+    "recent, channels": kvfast.KVFormat("int4", per_channel=True, num_recent_tokens=48, num_float_tokens=1),
 }
 UNSEALED = {
     "int8": kvfast.KVFormat.of("int8"),

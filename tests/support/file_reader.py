@@ -114,7 +114,7 @@ class Reader:
             levels *= floats_of(blocks[:, at : at + size * FLOATS[scale]], scale)[..., None]
             at += size * FLOATS[scale]
         at = -(-at // 64) * 64
-        if side == "k" and "block" in form:
+        if side == "k" and (form.get("centring") or form.get("per_channel")):
             means = floats_of(blocks[:, at : at + 2 * padded], "float16")[:, None]
             at += -(-2 * padded // 64) * 64
             if by_channel:

@@ -1,0 +1,80 @@
+"""What formats cost a model in accuracy on four kinds of text, and the bits that they take:
+
+    python bench/accuracy.py --model model.gguf --texts texts --json bench/texts.json
+
+`bench/texts.py` writes the texts.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from simulated_cache import SimulatedCache
+
+import kvfast
+from kvfast import llama
+
+TEXTS = ("austen", "python", "german", "chinese")
+FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3")
+FLOATS = {"num_float_tokens": 4, "num_recent_tokens": 16}  # as int4 has them
+CONTEXTS = (128, 512, 2048, 8192, 32768)
+SHAPE = (2, 64)  # KV heads and head_dim of the caches whose bits are counted
+
+
+def scores(model, tokens):
+    """A row for each cache."""
+    shape, room = model.cache_shape, len(tokens)
+    caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in FORMATS]
+    simulated = [SimulatedCache(shape, room, ("q4_0", "q4_0"), **floats) for floats in ({}, FLOATS)]
+    found = llama.evaluate(model, tokens, [*caches, *simulated])
+    rows = [row_of(one) for one in found]
+    for row, one in zip(rows[len(caches) :], simulated):
+        row |= {"runtime": "simulated", "floats": bool(one.num_recent_tokens)}
+    return rows, found[0].nll_float32
+
+
+def row_of(score):
+    return {
+        "runtime": score.runtime,
+        "dtype": score.dtype,
+        "bits_per_element": round(score.bits_per_element, 2),
+        "nll_difference": round(score.nll_difference, 5),
+        "kl": float(f"{score.kl:.3g}"),
+        "top1": round(score.top1, 4),
+    }
+
+
+def bits(dtype, context):
+    """Bits per element of a cache of so many tokens that came 16 at a time: used, and allocated."""
+    cache, rows = kvfast.KVCache(1, *SHAPE, max_seq_len=context, dtype=dtype), np.ones((16, *SHAPE), np.float32)
+    for _ in range(0, context, len(rows)):
+        cache.append(0, rows, rows)
+        cache.advance(len(rows))
+    return [round(8 * nbytes / (2 * context * cache.entry_size), 2) for nbytes in (cache.nbytes_used, cache.nbytes)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", choices=("bits", *TEXTS), help="measure this alone, and keep the rest of the file")
+    args = parser.parse_args()
+    report = json.loads(args.json.read_text()) if args.json.exists() else {}
+    report |= {"model": Path(args.model).stem, "tokens": args.tokens}
+    if args.only in (None, "bits"):
+        report["bits"] = {dtype: {context: bits(dtype, context) for context in CONTEXTS} for dtype in FORMATS}
+    for name in TEXTS if args.only is None else [args.only] * (args.only != "bits"):
+        model, tokenizer = llama.load(args.model)
+        tokens = tokenizer.encode((args.texts / f"{name}.txt").read_text("utf-8"))[: args.tokens]
+        rows, nll = scores(model, tokens)
+        report.setdefault("texts", {})[name] = {"nll_float32": round(nll, 4), "results": rows}
+        print(name, *rows, sep="\n", flush=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,20 +7,29 @@ static inline void KV(scale_codes)(const int8_t *codes, float scale, float offse
         vf_store(out + i, vf_fma(vi_to_float(vi_load_int8(codes + i)), vf_set1(scale), vf_set1(offset)));
 }
 
-/* The nibbles of 16 bytes: the low ones, then the high ones. */
-static inline void KV(split_nibbles)(const uint8_t *nibbles, int bias, int8_t *codes)
+/* The nibbles of 16 bytes: the low ones, then the high ones. As words, because compilers make vectors of these loops. */
+static inline void KV(split_nibbles)(const uint8_t *nibbles, int8_t *codes)
 {
-    for (int i = 0; i < 16; i++) {
-        codes[i] = (int8_t)((nibbles[i] & 15) - bias);
-        codes[16 + i] = (int8_t)((nibbles[i] >> 4) - bias);
+    uint64_t words[2], low[2], high[2];
+    memcpy(words, nibbles, 16);
+    for (int i = 0; i < 2; i++) {
+        low[i] = words[i] & 0x0F0F0F0F0F0F0F0F;
+        high[i] = words[i] >> 4 & 0x0F0F0F0F0F0F0F0F;
     }
+    memcpy(codes, low, 16);
+    memcpy(codes + 16, high, 16);
 }
 
+/* Bit i of a byte as the fifth bit of code i: the multiplication puts it into byte i. */
 static inline void KV(add_fifth_bits)(const uint8_t *bits, int8_t *codes)
 {
-    uint32_t word;
-    memcpy(&word, bits, 4);
-    for (int i = 0; i < 32; i++) codes[i] = (int8_t)(codes[i] + (int8_t)((word >> i & 1) << 4));
+    for (int i = 0; i < 4; i++) {
+        uint64_t eight;
+        memcpy(&eight, codes + 8 * i, 8);
+        const uint64_t spread = (bits[i] & 0x7F) * 0x0002040810204081 & 0x0001010101010101;
+        eight |= (spread | (uint64_t)(bits[i] >> 7) << 56) << 4;
+        memcpy(codes + 8 * i, &eight, 8);
+    }
 }
 
 static void KV(decode_q8_0)(const void *row, ptrdiff_t n, float *out)
@@ -34,8 +43,9 @@ static void KV(decode_q4_0)(const void *row, ptrdiff_t n, float *out)
     const block_q4_0 *block = row;
     KV_ALIGNED int8_t codes[32];
     for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        KV(split_nibbles)(block->qs, 8, codes);
-        KV(scale_codes)(codes, kv_from_float16(block->d), 0.0f, out);
+        const float scale = kv_from_float16(block->d);
+        KV(split_nibbles)(block->qs, codes);
+        KV(scale_codes)(codes, scale, -8.0f * scale, out);
     }
 }
 
@@ -44,7 +54,7 @@ static void KV(decode_q4_1)(const void *row, ptrdiff_t n, float *out)
     const block_q4_1 *block = row;
     KV_ALIGNED int8_t codes[32];
     for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        KV(split_nibbles)(block->qs, 0, codes);
+        KV(split_nibbles)(block->qs, codes);
         KV(scale_codes)(codes, kv_from_float16(block->d), kv_from_float16(block->m), out);
     }
 }
@@ -54,9 +64,10 @@ static void KV(decode_q5_0)(const void *row, ptrdiff_t n, float *out)
     const block_q5_0 *block = row;
     KV_ALIGNED int8_t codes[32];
     for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        KV(split_nibbles)(block->qs, 16, codes);
+        const float scale = kv_from_float16(block->d);
+        KV(split_nibbles)(block->qs, codes);
         KV(add_fifth_bits)(block->qh, codes);
-        KV(scale_codes)(codes, kv_from_float16(block->d), 0.0f, out);
+        KV(scale_codes)(codes, scale, -16.0f * scale, out);
     }
 }
 
@@ -65,7 +76,7 @@ static void KV(decode_q5_1)(const void *row, ptrdiff_t n, float *out)
     const block_q5_1 *block = row;
     KV_ALIGNED int8_t codes[32];
     for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        KV(split_nibbles)(block->qs, 0, codes);
+        KV(split_nibbles)(block->qs, codes);
         KV(add_fifth_bits)(block->qh, codes);
         KV(scale_codes)(codes, kv_from_float16(block->d), kv_from_float16(block->m), out);
     }
@@ -76,7 +87,7 @@ static void KV(decode_iq4_nl)(const void *row, ptrdiff_t n, float *out)
     const block_iq4_nl *block = row;
     KV_ALIGNED int8_t codes[32];
     for (ptrdiff_t i = 0; i < n; i += 32, block++, out += 32) {
-        KV(split_nibbles)(block->qs, 0, codes);
+        KV(split_nibbles)(block->qs, codes);
         for (int j = 0; j < 32; j++) codes[j] = kvalues_iq4nl[codes[j]];
         KV(scale_codes)(codes, kv_from_float16(block->d), 0.0f, out);
     }

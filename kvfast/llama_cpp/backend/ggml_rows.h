@@ -11,9 +11,27 @@
 /* n elements of a row in ggml's blocks as floats. */
 typedef void (*kv_decode_row)(const void *row, ptrdiff_t n, float *out);
 
+/* Query rows for products with the codes of blocks; see ggml_scores.inc.h. */
+typedef struct {
+    kv_queries prepared;
+    int32_t block_sums[KV_ROWS * KV_MAX_HEAD_DIM / 32]; /* (rows, blocks) of the integers, times the codes' bias */
+} kv_row_queries;
+
+/* Rows of n floats, times the softmax scale. */
+typedef void (*kv_prepare_rows)(const float *rows, int num_rows, int n, float scale, kv_row_queries *queries);
+/* (num_rows, KV_TILE) scores of `count` keys, `stride` bytes apart. */
+typedef void (*kv_score_rows)(const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count,
+                              float *scores);
+/* Corrects the sums (num_rows, n) of the tiles before, and adds the weights times `count` values. */
+typedef void (*kv_add_rows)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, float *acc);
+
 typedef struct {
     const char *isa;
     kv_decode_row decode[GGML_TYPE_COUNT]; /* NULL: not one of those that are read here */
+    /* On the stored rows; NULL: they are decoded first. */
+    kv_prepare_rows prepare[GGML_TYPE_COUNT];
+    kv_score_rows score[GGML_TYPE_COUNT];
+    kv_add_rows add[GGML_TYPE_COUNT];
 } kv_row_kernels;
 
 /* The kernels of one tier. */

@@ -93,6 +93,13 @@ static void KV(decode_iq4_nl)(const void *row, ptrdiff_t n, float *out)
     }
 }
 
+#ifdef KV_VNNI
+#include "llama_cpp/backend/ggml_scores.inc.h"
+#endif
+#if W >= 8 /* registers that hold a block in a few */
+#include "llama_cpp/backend/ggml_values.inc.h"
+#endif
+
 static const kv_row_kernels KV(row_kernels) = {
     .isa = KV_ISA,
     .decode = {
@@ -106,4 +113,11 @@ static const kv_row_kernels KV(row_kernels) = {
         [GGML_TYPE_Q5_1] = KV(decode_q5_1),
         [GGML_TYPE_IQ4_NL] = KV(decode_iq4_nl),
     },
+#ifdef KV_VNNI
+    .prepare = {[GGML_TYPE_Q8_0] = KV(prepare_q8_0), [GGML_TYPE_Q4_0] = KV(prepare_q4_0)},
+    .score = {[GGML_TYPE_Q8_0] = KV(score_q8_0), [GGML_TYPE_Q4_0] = KV(score_q4_0)},
+#endif
+#if W >= 8
+    .add = {[GGML_TYPE_Q8_0] = KV(add_q8_0), [GGML_TYPE_Q4_0] = KV(add_q4_0)},
+#endif
 };

@@ -49,14 +49,16 @@ def build(source=None, libraries=None, out=None):
         headers = find_headers(source) if source is not None else fetch_headers(scratch)
         check_headers(headers, ggml)
         compiler = shlex.split(os.environ.get("CC", "cc"))
-        flags = [*FLAGS, *_openmp(compiler, scratch), f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKVFAST_TENSOR_OVERHEAD={ggml.tensor_overhead}"]
+        _run([*compiler, "--version"])
+        openmp = _openmp(compiler, scratch)
+        flags = [*FLAGS, *openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKVFAST_TENSOR_OVERHEAD={ggml.tensor_overhead}"]
         flags += [f"-I{folder}" for folder in (SOURCES.parents[1], headers / "include", headers / "src")]
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda unit: _run([*compiler, *flags, "-c", str(SOURCES / f"{unit}.c"), "-o", str(Path(scratch, f"{unit}.o"))]), UNITS))
         built = Path(scratch, f"built{SUFFIX}")
         objects = [str(Path(scratch, f"{unit}.o")) for unit in UNITS]
         linked = [f"-L{ggml.folder}", "-lggml-base", f"-Wl,-rpath,{ggml.folder.resolve()}", "-lm"]
-        _run([*compiler, "-shared", *_openmp(compiler, scratch), *objects, *linked, "-o", str(built)])
+        _run([*compiler, "-shared", *openmp, *objects, *linked, "-o", str(built)])
         out = ggml.library if out is None else Path(out)
         out.parent.mkdir(parents=True, exist_ok=True)
         whole = out.with_name(f".{out.name}.{os.getpid()}")  # a process that loads it meanwhile sees the old or the new one

@@ -49,4 +49,4 @@ def installed():
     package = find_spec("llama_cpp")
     if package is None:
         raise ModuleNotFoundError("No module named 'llama_cpp'", name="llama_cpp")
-    return Ggml(Path(package.origin).parent / "lib")
+    return Ggml(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(package.origin).parent / "lib")

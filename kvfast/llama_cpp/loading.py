@@ -3,7 +3,7 @@
 import ctypes
 from pathlib import Path
 
-from kvfast.llama_cpp.installed import installed
+from kvfast.llama_cpp.installed import SUFFIX, installed
 
 _HINT = "python -m kvfast llama-cpp build"
 
@@ -30,12 +30,13 @@ def load(library=None):
     RuntimeError
         If ggml cannot load it, or refuses it because it was built for another ggml.
     """
-    path = installed().library if library is None else Path(library).resolve()
+    found = installed()
+    path = found.library if library is None else Path(library).resolve()
     if not path.exists():
         raise FileNotFoundError(f"there is no backend for this llama-cpp-python, {path}; {_HINT} makes it")
-    import llama_cpp
+    import llama_cpp  # noqa: F401  it loads the library
 
-    ggml = llama_cpp.llama_cpp._lib  # of this handle: a copy of the file would be another registry of backends
+    ggml = ctypes.CDLL(str(found.folder / f"libllama{SUFFIX}"))  # what it depends on is found through it, as the files have copies
     if not hasattr(ggml, "ggml_backend_load"):
         raise RuntimeError("this llama-cpp-python was built without shared libraries; it can load no backends")
     for name in ("ggml_backend_load", "ggml_backend_reg_by_name"):

@@ -2,7 +2,8 @@
 .PHONY: lint test exhaustive tiers aarch64 serial clang sanitize tsan freethreading valgrind wheel audit docs fuzz stores full
 
 lint:       ; ci/lint.sh
-test:       ; pytest
+# In two processes: most tests are small calls, which one thread makes.
+test:       ; pytest -n 2
 # Two processes of one thread each are sooner done than one of two. A file stays in one process: its fixtures are made once.
 exhaustive: ; KVFAST_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 pytest -m exhaustive -n 2 --dist loadfile
 tiers:      ; ci/tiers.sh

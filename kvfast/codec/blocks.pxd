@@ -103,6 +103,7 @@ cdef inline const kv_side *values_of(const kv_store *store) noexcept nogil:
 
 cdef class Arena:
     cdef void *_raw
+    cdef Py_ssize_t _align
     cdef object _foreign       # whose memory it is, if it is another's
     cdef char *data
     cdef readonly Py_ssize_t nbytes

@@ -17,15 +17,27 @@ cdef extern from *:
     #if defined(__linux__)
     #include <sys/mman.h>
     #include <unistd.h>
+    /* Of `calloc`, memory that was used before is zeroed, and so taken, at once. */
+    static void *kv_new_pages(size_t bytes)
+    {
+        void *pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        return pages == MAP_FAILED ? NULL : pages;
+    }
+    static void kv_free_pages(void *pages, size_t bytes) { (void)munmap(pages, bytes); }
     /* With pages of 16 or 64 KiB, as on some ARM systems, a huge page has 32 or 512 MiB: too much for a first write. */
     static void kv_advise_huge(void *address, size_t bytes)
     {
         if (sysconf(_SC_PAGESIZE) == 4096) (void)madvise(address, bytes, MADV_HUGEPAGE);
     }
     #else
+    #include <stdlib.h>
+    static void *kv_new_pages(size_t bytes) { return calloc(bytes, 1); }
+    static void kv_free_pages(void *pages, size_t bytes) { (void)bytes; free(pages); }
     static void kv_advise_huge(void *address, size_t bytes) { (void)address; (void)bytes; }
     #endif
     """
+    void *kv_new_pages(size_t bytes) nogil
+    void kv_free_pages(void *pages, size_t bytes) nogil
     void kv_advise_huge(void *address, size_t bytes) nogil
 
 
@@ -89,25 +101,27 @@ cdef class Arena:
     """
 
     def __cinit__(self, size, bint secure=False):
-        cdef Py_ssize_t align
         if size is None:
             return
         if size > <size_t>-1 // 4:
             raise MemoryError(f"a cache of {size:,} bytes is beyond the address space")
         self.nbytes, self.secure = size, secure
         # 2 MiB is a huge page; smaller arenas would only waste memory on it.
-        align = 1 << 21 if self.nbytes >= 1 << 23 else 64
-        self._raw = calloc(self.nbytes + align, 1)
+        self._align = 1 << 21 if self.nbytes >= 1 << 23 else 64
+        self._raw = kv_new_pages(self.nbytes + self._align) if self._align > 64 else calloc(self.nbytes + self._align, 1)
         if self._raw == NULL:
             raise MemoryError(f"cannot allocate {size:,} bytes for a cache")
-        self.data = <char *>((<uintptr_t>self._raw + align - 1) // align * align)
-        if align > 64:
+        self.data = <char *>((<uintptr_t>self._raw + self._align - 1) // self._align * self._align)
+        if self._align > 64:
             kv_advise_huge(self.data, self.nbytes)
 
     def __dealloc__(self):
         if self.secure and self._raw != NULL:
             kv_wipe_pages(self.data, self.nbytes)
-        free(self._raw)
+        if self._raw != NULL and self._align > 64:
+            kv_free_pages(self._raw, self.nbytes + self._align)
+        else:
+            free(self._raw)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.data, self.nbytes, 0, flags)

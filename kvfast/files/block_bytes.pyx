@@ -1,6 +1,9 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The bytes of a sequence in the layout of arrays and files: full blocks head by head, the blocks after them, and float rows."""
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 
 from kvfast.codec.blocks cimport kv_store
 from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
@@ -183,6 +186,37 @@ def rest(SequenceBuffer buffer, Py_ssize_t skip, bint copies):
                        for i in range(_tail_blocks(table, layer)) for head in heads]
             result += _floats(table, layer, values, copies)
     return result
+
+
+def copy_rows(list rows, data, bint write):
+    """Copy between contiguous arrays, one behind another in `data`, and `rows`: to them if `write`, else from them."""
+    cdef Py_ssize_t count = len(rows), total = 0, i
+    cdef Py_buffer one, whole
+    cdef char **where = <char **>malloc((count + 1) * sizeof(char *))
+    cdef Py_ssize_t *sizes = <Py_ssize_t *>malloc((count + 1) * sizeof(Py_ssize_t))
+    cdef char *at
+    try:
+        if where == NULL or sizes == NULL:
+            raise MemoryError(f"cannot allocate a list of {count:,} rows")
+        for i in range(count):
+            PyObject_GetBuffer(rows[i], &one, PyBUF_WRITABLE if write else PyBUF_SIMPLE)
+            where[i], sizes[i] = <char *>one.buf, one.len
+            total += one.len
+            PyBuffer_Release(&one)  # the list keeps it
+        PyObject_GetBuffer(data, &whole, PyBUF_SIMPLE if write else PyBUF_WRITABLE)
+        try:
+            if whole.len != total:
+                raise ValueError(f"data must have the {total} bytes of the rows, got {whole.len}")
+            at = <char *>whole.buf
+            with nogil:  # new pages cost more than the copy
+                for i in range(count):
+                    memcpy(where[i] if write else at, at if write else where[i], sizes[i])
+                    at += sizes[i]
+        finally:
+            PyBuffer_Release(&whole)
+    finally:
+        free(where)
+        free(sizes)
 
 
 def reopen(SequenceBuffer buffer, Py_ssize_t length, list states, memory=None, offsets=None, Py_ssize_t reserve=0):

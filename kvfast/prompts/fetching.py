@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from kvfast.prompts.patient import PatientStore
     from kvfast.prompts.prompt import Prompt
 
-BYTES_AT_ONCE = 8 << 20  # bytes of chunks that are asked for in one call, while those of the last one are written
+# Bytes of chunks that are asked for in one call, while those of the two calls before are written.
+BYTES_AT_ONCE = 8 << 20
 
 
 def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], deadline: float,
@@ -63,19 +64,22 @@ def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], de
             return False
         return True
 
-    good = 0
+    def ask(at: int) -> Any:
+        return ahead.submit(store.get_many, [key_of("c", one) for one in digests[at : at + batch]], deadline)
+
+    sound: list[bool] = []
     with ThreadPoolExecutor(get_num_threads()) as threads, ThreadPoolExecutor(1) as ahead:
-        starts = range(0, len(indices), batch)
-        calls = [ahead.submit(store.get_many, [key_of("c", one) for one in digests[at : at + batch]], deadline) for at in starts[:1]]
-        for number, at in enumerate(starts):
-            values = calls[number].result()
-            other = threads.submit(meanwhile if number == 0 else int)
-            if number + 1 < len(starts):  # comes while these are written
-                after = digests[at + batch : at + 2 * batch]
-                calls.append(ahead.submit(store.get_many, [key_of("c", one) for one in after], deadline))
-            sound = list(threads.map(take, indices[at : at + batch], digests[at : at + batch], values))
-            other.result()
-            good += (*sound, False).index(False)
+        values, writing, other = ask(0), [], None
+        for at in range(0, len(indices), batch):
+            jobs = [threads.submit(take, *one) for one in zip(indices[at : at + batch], digests[at : at + batch], values.result())]
+            # After the first chunks: a thread that has begun with those is not waited for.
+            other = other or threads.submit(meanwhile)
+            if at + batch < len(indices):
+                values = ask(at + batch)
+            sound += [job.result() for job in writing]  # of the call before
+            writing = jobs
             if not all(sound):
                 break
-    return good
+        sound += [job.result() for job in writing]
+        other.result()
+    return (*sound, False).index(False)

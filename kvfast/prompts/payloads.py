@@ -44,7 +44,7 @@ class ChunkForm:
         value, payload = new_value(self.nbytes(index))
         chunk_bytes.copy_blocks(buffer, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], False)
         if index == 0:
-            _fill(payload[self._of_blocks :], chunk_bytes.first_float_rows(buffer, True))
+            block_bytes.copy_rows(chunk_bytes.first_float_rows(buffer, True), payload[self._of_blocks :], False)
         return complete(value, digest, secret, (index + 1) * self.blocks * buffer.block_size)
 
     def write(self, buffer: Any, index: int, payload: memoryview, start: int = 0, floats: bool = True) -> None:
@@ -54,7 +54,7 @@ class ChunkForm:
         """
         chunk_bytes.copy_blocks(buffer, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], True, start)
         if floats and index == 0 and start == 0:
-            _spread(payload[self._of_blocks :], chunk_bytes.first_float_rows(buffer, False))
+            block_bytes.copy_rows(chunk_bytes.first_float_rows(buffer, False), payload[self._of_blocks :], True)
 
 
 class End:
@@ -98,7 +98,7 @@ class End:
 
     def write(self, buffer: Any) -> None:
         """Write the bytes behind the chunks."""
-        _spread(self._rows, block_bytes.rest(buffer, self._skip, False))
+        block_bytes.copy_rows(block_bytes.rest(buffer, self._skip, False), self._rows, True)
 
     @staticmethod
     def read(buffer: Any, num_chunk_blocks: int, digest: bytes, secret: bytes) -> bytearray:
@@ -108,7 +108,7 @@ class End:
         value, payload = new_value(4 + len(states) + sum(row.nbytes for row in rows))
         struct.pack_into("<I", payload, 0, len(states))
         payload[4 : 4 + len(states)] = states
-        _fill(payload[4 + len(states) :], rows)
+        block_bytes.copy_rows(rows, payload[4 + len(states) :], False)
         return complete(value, digest, secret, buffer.length)
 
 
@@ -133,17 +133,3 @@ def tails_of(payload: memoryview) -> list[NDArray[np.int64]]:
         tails.append(np.frombuffer(payload, "<i8", count, at).astype(np.int64))
         at += 8 * count
     return tails
-
-
-def _fill(payload, rows):
-    at = 0
-    for row in rows:
-        payload[at : at + row.nbytes] = memoryview(row.reshape(-1))
-        at += row.nbytes
-
-
-def _spread(payload, rows):
-    at = 0
-    for row in rows:
-        memoryview(row)[:] = payload[at : at + row.nbytes]
-        at += row.nbytes

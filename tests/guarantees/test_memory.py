@@ -102,6 +102,19 @@ def test_nothing_leaks():
     assert resident() - before < 4e6, f"{cycles} cycles left {resident() - before:,} bytes"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_taken_when_it_is_written():
+    """And given back with the cache: the C library would keep it for the next one, and zero it then."""
+    rows = np.ones((4000, 8, 128), np.float32)
+    before = resident()
+    for _ in range(3):
+        used = kvfast.KVCache(1, 8, 128, 4000, "float16")  # 16 MB
+        used.append(0, rows, rows)
+        del used
+    caches = [kvfast.KVCache(1, 8, 128, 4000, "float16") for _ in range(4)]
+    assert resident() - before < 8e6 and len(caches[0]) == 0
+
+
 HUGE = (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64, 10**30)
 
 

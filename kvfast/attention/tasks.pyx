@@ -98,6 +98,7 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL
     task.options.query_at = task.query_at
+    task.options.bias = NULL
     if call.traffic == NULL:
         begin_rows(&task)
 

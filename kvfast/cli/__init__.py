@@ -34,7 +34,7 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
     commands = parser.add_subparsers(metavar="command")
-    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_store, _add_plan, _add_bench, _add_info):
+    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_store, _add_plan, _add_llama_cpp, _add_bench, _add_info):
         add_command(commands)
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
@@ -247,6 +247,21 @@ def _add_bench(commands):
     parser.set_defaults(run=_run_bench, extras={"rich": "bench"})
 
 
+def _add_llama_cpp(commands):
+    parser = commands.add_parser("llama-cpp", help="build kvfast's attention for llama.cpp")
+    parser.set_defaults(run=lambda args: parser.print_help())
+    parser = parser.add_subparsers(metavar="command").add_parser(
+        "build",
+        help="build it for the ggml that is installed",
+        description="Compile the backend of ggml that kvfast.llama_cpp.load() loads, and print its path.",
+    )
+    add = parser.add_argument
+    add("--source", metavar="DIR", help="sources of llama.cpp, of the version of the libraries (default: those of llama-cpp-python, by pip)")
+    add("--libraries", metavar="DIR", help="folder of libggml-base.so (default: that of llama-cpp-python)")
+    add("--out", metavar="FILE", help="the file to write (default: one in the user's cache)")
+    parser.set_defaults(run=_run_llama_cpp_build)
+
+
 def _add_info(commands):
     parser = commands.add_parser("info", help="print how kvfast runs on this machine")
     parser.set_defaults(run=lambda args: kvfast.show_config())
@@ -268,6 +283,12 @@ def _run_store(args):
     from kvfast.cli.store import run_store
 
     run_store(args)
+
+
+def _run_llama_cpp_build(args):
+    from kvfast.llama_cpp import build
+
+    print(build(args.source, args.libraries, args.out))
 
 
 def _run_serve_sim(args):

@@ -85,6 +85,7 @@ cdef extern from "simd/kernels.h" nogil:
         float softcap
         const float *slopes
         const float *query_at
+        const float *bias
 
     ctypedef struct kv_tile:
         const char *base

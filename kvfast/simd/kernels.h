@@ -112,6 +112,7 @@ typedef struct {
     float softcap;         /* 0: off */
     const float *slopes;   /* (rows,) ALiBi slopes or NULL */
     const float *query_at; /* (rows,) position of each query, for ALiBi */
+    const float *bias;     /* (rows, KV_TILE), added to the scores of the tile, or NULL */
 } kv_score_options;
 
 /* One side of a tile, the tokens between two softmax corrections. `count` tokens from slot `first`, a multiple
@@ -272,7 +273,7 @@ typedef struct {
     unsigned (*rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
                                int num_rows);
     /* Attention of many query rows on one tile, with a matrix unit; NULL without one. KV_INTEGERS: of all dtypes but
-       FLOAT32, in 16-bit integers; KV_HALVES: of FLOAT16 and BFLOAT16, in bfloat16 of two parts. */
+       FLOAT32, in 16-bit integers; KV_HALVES: of float rows, in bfloat16 of two parts. */
     void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                              float scale, kv_panel *panel); /* rope NULL: no latent rows */
     void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,

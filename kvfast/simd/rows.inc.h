@@ -210,7 +210,7 @@ static float KV(exp1)(float x)
     return lanes[0];
 }
 
-/* Applies softcap and ALiBi to a row's scores begin to end. The row sees only those from `from` to `to`. */
+/* Applies softcap, ALiBi and biases to a row's scores begin to end. The row sees only those from `from` to `to`. */
 static inline void KV(bend_scores)(float *scores, int begin, int end, int from, int to, int row, float position,
                                    const kv_score_options *options)
 {
@@ -222,6 +222,8 @@ static inline void KV(bend_scores)(float *scores, int begin, int end, int from, 
     if (options->slopes)
         for (int t = from; t < to; t++)
             scores[t] += options->slopes[row] * (position + (float)t - options->query_at[row]);
+    if (options->bias)
+        for (int t = from; t < to; t++) scores[t] += options->bias[row * KV_TILE + t];
 }
 
 /* One softmax step over a tile: row r sees the tokens from[r] <= t < to[r]. The base is the running

@@ -46,6 +46,9 @@
 
 static const kv_kernels KV(kernels) = {
     .isa = KV_ISA, KV_TABLE .multiply = {KV(multiply_int8), KV(multiply_float32)}};
+#ifdef KV_MORE_KERNELS /* those of a library that is built with these */
+#include KV_MORE_KERNELS
+#endif
 #ifdef KV_MATRIX
 /* Not a region in a region: clang takes the outer one. */
 KV_TARGET_END

@@ -134,6 +134,8 @@ def check_command(words):
         check_script(args[0], [] if args[0] == "setup.py" else args[1:])
     elif (program, *args[:1]) == ("vllm", "serve"):
         assert args[args.index("--kv-cache-dtype") + 1] in VLLM_FORMATS  # vLLM need not be installed
+    elif program in ("llama-server", "llama-cli"):
+        assert "--flash-attn" in args  # of llama.cpp, which need not be installed
     else:
         raise AssertionError(f"no check of {program} is known")
 
@@ -141,7 +143,7 @@ def check_command(words):
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
 def test_commands_are_good(path, monkeypatch, capsys):
     if "python -m kvfast" in (text := path.read_text("utf-8")):
-        for name in ("_run_generate", "_run_eval", "_run_serve_sim", "_run_store", "_run_plan", "_run_bench"):
+        for name in ("_run_generate", "_run_eval", "_run_serve_sim", "_run_store", "_run_plan", "_run_llama_cpp_build", "_run_bench"):
             monkeypatch.setattr(cli, name, lambda args: None)
     for command in commands(text):
         check_command(shlex.split(command, comments=True))

@@ -1,4 +1,4 @@
-/* Products of float16 and bfloat16 rows on the matrix unit, in bfloat16.
+/* Products of float rows on the matrix unit, in bfloat16.
 
    A tile holds 16 rows of activations, or 16 lanes of keys or values, of 32 depths: pairs of depth j and 16 + j. A
    float is high + low, each rounded to bfloat16's 8 bits, to within 2^-17 of itself:
@@ -16,7 +16,7 @@
    relative in bfloat16 and 5.5e-6 in float16, the worst by 1.2e-5. If every 13th channel is 10 times the others, so
    that scores reach 20, they are off by 5e-6 and 1e-5, the worst by 2.7e-4. */
 
-static const KV_ALIGNED char KV(no_row)[2 * KV_MAX_HEAD_DIM];
+static const KV_ALIGNED char KV(no_row)[4 * KV_MAX_HEAD_DIM];
 
 /* Finds the rows of a tile's tokens, padded with rows of zeros to whole tiles of depth; returns their number. */
 static int KV(find_rows)(const kv_side *side, const kv_tile *tile, const char **rows)
@@ -33,6 +33,7 @@ static int KV(find_rows)(const kv_side *side, const kv_tile *tile, const char **
 static inline vf KV(load_half_row)(const char *row, int i, int dtype)
 {
     const uint16_t *at = (const uint16_t *)row + i;
+    if (dtype == KV_FLOAT32) return vf_load((const float *)row + i);
     return dtype == KV_FLOAT16 ? vf_load_float16(at) : vf_load_bfloat16(at);
 }
 
@@ -43,7 +44,7 @@ static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, int8_t 
     const char *rows[KV_TILE];
     const int count = KV(find_rows)(side, tile, rows);
     KV_ALIGNED int8_t lines[2][KV_MAX_HEAD_DIM / HALVES_DEPTH][TILE_BYTES];
-    const int parts = dtype == KV_FLOAT16 ? 2 : 1;
+    const int parts = dtype == KV_BFLOAT16 ? 1 : 2;
     for (int token = 0; token < count; token += KV_LANES) {
         for (int t = 0; t < KV_LANES; t++)
             for (int i = 0, d = 0; i < tiles; i++, d += HALVES_DEPTH) {
@@ -64,7 +65,7 @@ static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_o
     const char *rows[KV_TILE];
     const int count = KV(find_rows)(side, tile, rows);
     KV_ALIGNED int8_t unused[64];
-    operands->value_parts = dtype == KV_FLOAT16 ? 2 : 1;
+    operands->value_parts = dtype == KV_BFLOAT16 ? 1 : 2;
     for (int t = 0; t < count; t += HALVES_DEPTH)
         for (int line = 0; line < 16; line++) {
             int8_t *out = operands->values + t / HALVES_DEPTH * TILE_BYTES + 64 * line;
@@ -72,7 +73,7 @@ static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_o
                 int8_t *low = out + TOKEN_HALVES * TILE_BYTES;
                 KV(put_halves)(KV(load_half_row)(rows[t + line], d, dtype),
                                KV(load_half_row)(rows[t + 16 + line], d, dtype), out,
-                               dtype == KV_FLOAT16 ? low : unused);
+                               dtype == KV_BFLOAT16 ? unused : low);
                 out += operands->value_parts * (TOKEN_HALVES * TILE_BYTES);
             }
         }

@@ -1,0 +1,53 @@
+/* Rows of ggml's caches, read by kvfast's kernels.
+
+   kernels.c compiles kvfast's kernels (simd/dispatch.c), and with them, once per instruction set, what is special to the
+   blocks of ggml (ggml_rows.inc.h). */
+#ifndef KVFAST_GGML_ROWS_H
+#define KVFAST_GGML_ROWS_H
+
+#include "ggml.h"
+#include "simd/kernels.h"
+
+/* n elements of a row in ggml's blocks as floats. */
+typedef void (*kv_decode_row)(const void *row, ptrdiff_t n, float *out);
+
+/* Query rows for products with the codes of blocks; see ggml_scores.inc.h. */
+typedef struct {
+    kv_queries prepared;
+    int32_t block_sums[KV_ROWS * KV_MAX_HEAD_DIM / 32]; /* (rows, blocks) of the integers, times the codes' bias */
+} kv_row_queries;
+
+/* Rows of n floats, times the softmax scale. */
+typedef void (*kv_prepare_rows)(const float *rows, int num_rows, int n, float scale, kv_row_queries *queries);
+/* (num_rows, KV_TILE) scores of `count` keys, `stride` bytes apart. */
+typedef void (*kv_score_rows)(const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count,
+                              float *scores);
+/* Corrects the sums (num_rows, n) of the tiles before, and adds the weights times `count` values. */
+typedef void (*kv_add_rows)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, float *acc);
+
+typedef struct {
+    const char *isa;
+    kv_decode_row decode[GGML_TYPE_COUNT]; /* NULL: not one of those that are read here */
+    /* On the stored rows; NULL: they are decoded first. */
+    kv_prepare_rows prepare[GGML_TYPE_COUNT];
+    kv_score_rows score[GGML_TYPE_COUNT];
+    kv_add_rows add[GGML_TYPE_COUNT];
+} kv_row_kernels;
+
+/* The kernels of one tier. */
+typedef struct {
+    const kv_kernels *attention;
+    const kv_row_kernels *rows;
+} kv_tier;
+
+/* The tier in use: the best that this machine has, or the one that KVFAST_ISA names. */
+kv_tier kv_active_tier(void);
+/* Uses another tier from now on; returns 0 if there is none of that name, or the machine cannot run it. */
+int kv_use_tier(const char *isa);
+
+/* The configuration of this thread's matrix unit, which others (ggml) may have set and rely on. No-ops without one. */
+typedef struct { KV_ALIGNED char bytes[64]; } kv_matrix_state;
+void kv_save_matrix(const kv_tier *tier, kv_matrix_state *state);
+void kv_restore_matrix(const kv_tier *tier, const kv_matrix_state *state);
+
+#endif

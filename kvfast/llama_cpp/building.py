@@ -1,0 +1,84 @@
+"""Compiles the backend."""
+
+import os
+import shlex
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvfast.llama_cpp.headers import check_headers, fetch_headers, find_headers
+from kvfast.llama_cpp.installed import SOURCES, SUFFIX, Ggml, installed
+
+# Those of setup.py, and rows that are wide enough for the keys of multi-head latent attention.
+FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-DKV_WIDEST_HEAD=576"]
+UNITS = ("kernels", "attention", "backend")
+
+
+def build(source=None, libraries=None, out=None):
+    """Compile the backend for a ggml; takes about a minute.
+
+    The compiler is that of the environment variable ``CC``, or ``cc``.
+
+    Parameters
+    ----------
+    source : path, optional
+        Sources of llama.cpp, of ggml or of llama-cpp-python, of the version of the libraries, for the headers. By default
+        those of the llama-cpp-python that is installed, which pip downloads.
+    libraries : path, optional
+        The folder of ``libggml-base.so``; by default that of the llama-cpp-python that is installed.
+    out : path, optional
+        The file to write; by default one in the user's cache, where `load` finds it.
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there are no headers, or no libraries, where they were expected.
+    ValueError
+        If the headers are not those of the libraries, or of an interface of backends that kvfast does not know.
+    RuntimeError
+        If pip or the compiler fails.
+    """
+    ggml = installed() if libraries is None else Ggml(libraries)
+    with tempfile.TemporaryDirectory() as scratch:
+        headers = find_headers(source) if source is not None else fetch_headers(scratch)
+        check_headers(headers, ggml)
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+        _run([*compiler, "--version"])
+        openmp = _openmp(compiler, scratch)
+        flags = [*FLAGS, *openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKVFAST_TENSOR_OVERHEAD={ggml.tensor_overhead}"]
+        flags += [f"-I{folder}" for folder in (SOURCES.parents[1], headers / "include", headers / "src")]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda unit: _run([*compiler, *flags, "-c", str(SOURCES / f"{unit}.c"), "-o", str(Path(scratch, f"{unit}.o"))]), UNITS))
+        built = Path(scratch, f"built{SUFFIX}")
+        objects = [str(Path(scratch, f"{unit}.o")) for unit in UNITS]
+        linked = [f"-L{ggml.folder}", "-lggml-base", f"-Wl,-rpath,{ggml.folder.resolve()}", "-lm"]
+        _run([*compiler, "-shared", *openmp, *objects, *linked, "-o", str(built)])
+        out = ggml.library if out is None else Path(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        whole = out.with_name(f".{out.name}.{os.getpid()}")  # a process that loads it meanwhile sees the old or the new one
+        whole.write_bytes(built.read_bytes())
+        whole.replace(out)
+    return out
+
+
+def _openmp(compiler, scratch):
+    """The flag for ggml's own runtime of threads: libgomp with gcc, libomp with clang."""
+    source = Path(scratch, "probe.c")
+    source.write_text("#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n")
+    probe = subprocess.run([*compiler, "-fopenmp", str(source), "-o", str(Path(scratch, "probe"))], capture_output=True, check=False)
+    return ["-fopenmp"] if probe.returncode == 0 else []
+
+
+def _run(command):
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise RuntimeError(f"there is no C compiler {command[0]!r}: {error.strerror}") from None
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stderr.strip()[-2000:]}")

@@ -1,0 +1,47 @@
+"""Loads the backend into the llama.cpp of this process."""
+
+import ctypes
+from pathlib import Path
+
+from kvfast.llama_cpp.installed import SUFFIX, installed
+
+_HINT = "python -m kvfast llama-cpp build"
+
+
+def load(library=None):
+    """Let llama-cpp-python compute attention with kvfast, in the models that are opened from now on.
+
+    Contexts need flash attention: ``Llama(..., flash_attn=True)``. A second call does nothing.
+
+    Parameters
+    ----------
+    library : path, optional
+        The backend; by default the one that `build` made for the llama-cpp-python that is installed.
+
+    Returns
+    -------
+    Path
+        The backend.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file: `build` was not run, or llama-cpp-python or kvfast are others since.
+    RuntimeError
+        If ggml cannot load it, or refuses it because it was built for another ggml.
+    """
+    found = installed()
+    path = found.library if library is None else Path(library).resolve()
+    if not path.exists():
+        raise FileNotFoundError(f"there is no backend for this llama-cpp-python, {path}; {_HINT} makes it")
+    import llama_cpp  # noqa: F401  it loads the library
+
+    ggml = ctypes.CDLL(str(found.folder / f"libllama{SUFFIX}"))  # what it depends on is found through it, as the files have copies
+    if not hasattr(ggml, "ggml_backend_load"):
+        raise RuntimeError("this llama-cpp-python was built without shared libraries; it can load no backends")
+    for name in ("ggml_backend_load", "ggml_backend_reg_by_name"):
+        getattr(ggml, name).restype = ctypes.c_void_p
+        getattr(ggml, name).argtypes = [ctypes.c_char_p]
+    if ggml.ggml_backend_reg_by_name(b"KVFAST") is None and ggml.ggml_backend_load(str(path).encode()) is None:
+        raise RuntimeError(f"ggml refuses {path}, perhaps because it was built for another ggml; {_HINT} makes a new one")
+    return path

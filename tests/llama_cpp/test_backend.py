@@ -1,0 +1,158 @@
+"""The backend against float64 on the stored values."""
+
+from ctypes import c_char_p, c_int
+
+import numpy as np
+import pytest
+from ggml_attention import TYPES, Problem
+
+import kvfast
+
+
+
+def tensors(rng, streams=1, queries=1, heads=4, kv_heads=2, tokens=300, dim=64, v_dim=None, kv_streams=None):
+    q = rng.standard_normal((streams, queries, heads, dim), np.float32)
+    k = rng.standard_normal((kv_streams or streams, tokens, kv_heads, dim), np.float32)
+    v = rng.standard_normal((kv_streams or streams, tokens, kv_heads, v_dim or dim), np.float32)
+    return q, k, v
+
+
+def causal(queries, tokens):
+    position = np.arange(tokens - queries, tokens)[:, None]
+    return np.where(np.arange(tokens) <= position, 0, -np.inf)[None, None]
+
+
+def check(problem, backend, tolerance=1e-3):
+    assert problem.supported_by(backend)
+    got, expected = problem.compute(backend), problem.reference()
+    assert np.isfinite(got).all()
+    error = np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30)
+    assert error <= tolerance, f"relative error {error:.3g}"
+    return got
+
+
+@pytest.fixture(params=TYPES)
+def storage(request):
+    return request.param
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40])
+def test_each_type_is_within_the_contract(cpu, backend, storage, queries):
+    rng = np.random.default_rng(1)
+    problem = Problem(cpu, *tensors(rng, queries=queries), storage, mask=causal(queries, 300))
+    check(problem, backend, 1e-5 if storage == "f32" else 1e-3)
+    problem.free()
+
+
+@pytest.mark.parametrize("types", [("q8_0", "f16"), ("f16", "q4_0"), ("q5_1", "q8_0"), ("bf16", "f16"), ("f32", "bf16")])
+@pytest.mark.parametrize("queries", [1, 70])
+def test_keys_and_values_of_different_types(cpu, backend, types, queries):
+    problem = Problem(cpu, *tensors(np.random.default_rng(2), queries=queries), *types, mask=causal(queries, 300))
+    check(problem, backend)
+    problem.free()
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (192, 128), (40, 40), (80, 72), (1, 3), (256, 256), (512, 512)])
+@pytest.mark.parametrize("queries", [1, 33])
+def test_head_sizes(cpu, backend, dims, queries):
+    q, k, v = tensors(np.random.default_rng(3), queries=queries, dim=dims[0], v_dim=dims[1], tokens=150)
+    problem = Problem(cpu, q, k, v, "f16")
+    check(problem, backend)
+    problem.free()
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 127, 128, 129, 511, 2051])
+@pytest.mark.parametrize("storage", ["f16", "q8_0", "q4_0"])
+def test_lengths(cpu, backend, tokens, storage):
+    problem = Problem(cpu, *tensors(np.random.default_rng(4), tokens=tokens), storage)
+    check(problem, backend)
+    problem.free()
+
+
+@pytest.mark.parametrize("queries", [1, 5, 64])
+@pytest.mark.parametrize("options", [{"max_bias": 8.0}, {"softcap": 5.0}, {"scale": 0.5, "softcap": 20.0, "max_bias": 4.0}])
+def test_alibi_and_softcap(cpu, backend, queries, options):
+    rng = np.random.default_rng(5)
+    position = np.arange(300 - queries, 300)[:, None]
+    mask = np.where(np.arange(300) <= position, np.arange(300) - position, -np.inf)[None, None]
+    problem = Problem(cpu, *tensors(rng, queries=queries, heads=6), "f16", mask=mask, **options)
+    check(problem, backend)
+    problem.free()
+
+
+@pytest.mark.parametrize("queries", [1, 37])
+def test_any_mask(cpu, backend, queries):
+    rng = np.random.default_rng(6)
+    mask = np.where(rng.random((1, 4, queries, 300)) < 0.4, -np.inf, rng.standard_normal((1, 4, queries, 300)))
+    mask[:, :, :, 128:256] = np.where(rng.random((1, 4, queries, 1)) < 0.5, -np.inf, 0)
+    problem = Problem(cpu, *tensors(rng, queries=queries), "q8_0", mask=mask)
+    check(problem, backend)
+    problem.free()
+
+
+@pytest.mark.parametrize("queries", [1, 37])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_that_see_nothing_are_zero(cpu, backend, queries, sinks):
+    rng = np.random.default_rng(7)
+    mask = np.zeros((1, 1, queries, 300))
+    mask[:, :, queries // 2] = -np.inf
+    problem = Problem(cpu, *tensors(rng, queries=queries), "q8_0", mask=mask, sinks=rng.standard_normal(4) if sinks else None)
+    got = check(problem, backend)
+    assert (got[:, queries // 2] == 0).all()
+    problem.free()
+
+
+@pytest.mark.parametrize("queries", [1, 64])
+def test_sinks(cpu, backend, queries):
+    rng = np.random.default_rng(8)
+    problem = Problem(cpu, *tensors(rng, queries=queries, tokens=1500), "f16", mask=causal(queries, 1500), sinks=np.array([-3.0, 0.0, 5.0, 60.0]))
+    check(problem, backend)
+    problem.free()
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_streams(cpu, backend, queries):
+    rng = np.random.default_rng(9)
+    mask = np.where(rng.random((3, 1, queries, 300)) < 0.3, -np.inf, 0)
+    problem = Problem(cpu, *tensors(rng, streams=3, queries=queries), "q4_0", mask=mask)
+    check(problem, backend)
+    problem.free()
+
+
+@pytest.mark.parametrize("storage", ["f16", "q8_0"])
+@pytest.mark.parametrize("queries", [1, 200])
+def test_bits_are_the_same_for_every_number_of_threads(cpu, backend, storage, queries):
+    rng = np.random.default_rng(10)
+    problem = Problem(cpu, *tensors(rng, queries=queries, tokens=3000), storage, mask=causal(queries, 3000))
+    results = []
+    for num_threads in (1, 2, 3, 7):
+        backend.set_num_threads(num_threads)
+        results.append(problem.compute(backend).tobytes())
+    backend.set_num_threads(2)
+    assert len(set(results)) == 1
+    problem.free()
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_every_tier(cpu, backend, queries):
+    rng = np.random.default_rng(11)
+    use_isa = backend.function("kvfast_use_isa", c_int, c_char_p)
+    seen = 0
+    try:
+        for storage in TYPES:
+            problem = Problem(cpu, *tensors(rng, queries=queries), storage, mask=causal(queries, 300))
+            for isa in kvfast.available_isas():
+                assert use_isa(isa.encode())
+                check(problem, backend, 1e-5 if storage == "f32" else 1e-3)
+                seen += 1
+            problem.free()
+    finally:
+        use_isa(None)
+    assert seen >= len(TYPES)
+    assert not use_isa(b"abacus")
+
+
+def test_what_it_does_not_take_stays_with_ggml(cpu, backend):
+    problem = Problem(cpu, *tensors(np.random.default_rng(12), dim=640), "f16")
+    assert not problem.supported_by(backend)
+    problem.free()

@@ -1,0 +1,88 @@
+"""Building the backend, loading it, and what is refused."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import kvfast.llama_cpp
+from kvfast import cli
+from kvfast.llama_cpp import headers
+from kvfast.llama_cpp.installed import Ggml, installed
+
+needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """What looks like the sources of llama.cpp with ggml 0.25.3."""
+    folder = tmp_path / "llama.cpp" / "ggml"
+    for name in headers.NEEDED:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("#define GGML_BACKEND_API_VERSION 2\n")
+    (folder / "CMakeLists.txt").write_text("set(GGML_VERSION_MAJOR 0)\nset(GGML_VERSION_MINOR 25)\nset(GGML_VERSION_PATCH 3)\n")
+    return folder
+
+
+@pytest.mark.parametrize("version", ["0.25.3", "0.25.3-dirty"])
+def test_headers_of_the_library_are_taken(sources, version):
+    assert headers.find_headers(sources.parent) == headers.find_headers(sources) == sources
+    headers.check_headers(sources, SimpleNamespace(version=version, base="libggml-base.so"))
+
+
+def test_headers_of_another_version_are_refused(sources):
+    with pytest.raises(ValueError, match=r"expected headers of ggml 0\.25\.4, which .* is, got those of ggml 0\.25\.3"):
+        headers.check_headers(sources, SimpleNamespace(version="0.25.4", base="libggml-base.so"))
+
+
+def test_another_interface_of_backends_is_refused(sources):
+    (sources / "src/ggml-backend-impl.h").write_text("#define GGML_BACKEND_API_VERSION 3\n")
+    with pytest.raises(ValueError, match="expected GGML_BACKEND_API_VERSION 2, got 3"):
+        headers.check_headers(sources, SimpleNamespace(version="0.25.3", base="libggml-base.so"))
+
+
+def test_folders_without_headers_or_libraries_are_refused(tmp_path, capsys):
+    with pytest.raises(FileNotFoundError, match="expected sources of llama.cpp"):
+        headers.find_headers(tmp_path)
+    with pytest.raises(FileNotFoundError, match="expected a folder with libggml-base"):
+        Ggml(tmp_path)
+    assert cli.main(["llama-cpp", "build", "--libraries", str(tmp_path)]) == 1
+    assert "libggml-base" in capsys.readouterr().err
+
+
+@needs_llama_cpp
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="llama-cpp build"):
+        kvfast.llama_cpp.load(tmp_path / "none.so")
+
+
+@needs_llama_cpp
+def test_a_failing_compiler_is_reported(sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(headers, "check_headers", lambda folder, ggml: None)
+    monkeypatch.setattr("kvfast.llama_cpp.building.check_headers", lambda folder, ggml: None)
+    with pytest.raises(RuntimeError, match="error"):
+        kvfast.llama_cpp.build(sources, out=tmp_path / "backend.so")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="there is no C compiler 'no-such-compiler'"):
+        kvfast.llama_cpp.build(sources, out=tmp_path / "backend.so")
+    assert not (tmp_path / "backend.so").exists()
+
+
+@pytest.mark.exhaustive
+@needs_llama_cpp
+def test_a_backend_of_another_ggml_is_refused(tmp_path, monkeypatch):
+    """Built with a version that is not the library's, it reports that it is not supported, and llama.cpp goes on."""
+    ggml = installed()
+    try:
+        folder = headers.fetch_headers(tmp_path)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr("kvfast.llama_cpp.building.check_headers", lambda folder, ggml: None)
+    monkeypatch.setattr("kvfast.llama_cpp.building.installed", lambda: SimpleNamespace(**vars(ggml) | {"version": "0.1.2"}))
+    path = kvfast.llama_cpp.build(folder, out=tmp_path / "other.so")
+    code = f"import kvfast.llama_cpp\ntry: kvfast.llama_cpp.load({str(path)!r})\nexcept RuntimeError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert "ggml refuses" in done.stdout

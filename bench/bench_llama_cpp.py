@@ -107,10 +107,10 @@ def decoding(sessions, tokens, given):
     for number in range(given.rounds + 1):
         for name, session in sessions.items():
             session.append(tokens[:1])  # wakes the threads
-            spent = seconds(lambda: [session.append(tokens[i : i + 1]) for i in range(given.tokens)]) / given.tokens
+            spent = sum(seconds(session.append, tokens[i : i + 1]) for i in range(given.tokens))
             session.cut(length)
             if number:
-                taken[name].append(spent)
+                taken[name].append(spent / given.tokens)
     return taken
 
 

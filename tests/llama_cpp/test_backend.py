@@ -9,7 +9,6 @@ from ggml_attention import TYPES, Problem
 import kvfast
 
 
-
 def tensors(rng, streams=1, queries=1, heads=4, kv_heads=2, tokens=300, dim=64, v_dim=None, kv_streams=None):
     q = rng.standard_normal((streams, queries, heads, dim), np.float32)
     k = rng.standard_normal((kv_streams or streams, tokens, kv_heads, dim), np.float32)

@@ -169,9 +169,11 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     if task.rope != NULL:
         kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)
     _locate(task, store, t, tile, &keys[0], &values[0])
+    if kernels.open_matrix != NULL:
+        kernels.open_matrix(task.rows)
     while t < end:
         if is_stopped(task.call.watch):
-            return
+            break
         count = <int>min(<Py_ssize_t>tile, end - t)
         keys[now].count = values[now].count = count
         next_keys, next_values = &keys[1 - now], &values[1 - now]
@@ -207,6 +209,8 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         kernels.accumulate[v.dtype](v, state, task.rows, &values[now], &ahead, scratch.acc)
         now = 1 - now
         t += tile
+    if kernels.open_matrix != NULL:
+        kernels.close_matrix()
 
 
 cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *latents, const kv_tile *rope, const int *first,

@@ -22,6 +22,7 @@ cdef enum:
     INTEGER_TILE = 64
     NARROW_TILE = 128
     FLOAT_TILE_BYTES = 4096
+    AHEAD_BYTES = 2048   # prefetched of the pass after next
 
 
 cdef inline Py_ssize_t _token_bytes(const kv_side *side) noexcept nogil:
@@ -162,7 +163,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef int first[16]
     cdef int last[16]
     cdef Py_ssize_t t = range_.begin, end = range_.end, next_count
-    cdef Py_ssize_t k_bytes = _token_bytes(k) * tile, v_bytes = _token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
+    cdef Py_ssize_t k_bytes = _token_bytes(k) * tile, v_bytes = _token_bytes(v) * tile, lead = max(k_bytes, v_bytes) + AHEAD_BYTES
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)

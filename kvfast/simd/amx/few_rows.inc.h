@@ -208,13 +208,16 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
             const int slot = tile->first + (i - 1) * KV_LANES;
             KV(folded_rows) *next = folded + (slot >> shift) % 2;
             const int8_t *x = channels ? next->x : queries->parts;
-            if (statistics && (i == 1 || (slot & mask) == 0)) {
-                KV(fold_all)(side, tile->base + tile->at[slot >> shift], queries, num_rows, next);
+            const int begins = statistics && (i == 1 || (slot & mask) == 0), after = (slot >> shift) + 1;
+            if (begins) {
+                if (i == 1) KV(fold_all)(side, tile->base + tile->at[slot >> shift], queries, num_rows, next);
                 KV_SETTLE(x);
                 if (channels) held = KV(hold_operands)(x, tiles, passes);
             }
             KV(multiply_codes)(x, held, dtype == KV_INT8 ? codes[(i - 1) % 2] : (const char *)wide[(i - 1) % 2], tiles, passes,
                                products[(i - 1) % 2]);
+            if (begins && after << shift < tile->first + lanes) /* long before it is needed */
+                KV(fold_all)(side, tile->base + tile->at[after], queries, num_rows, folded + after % 2);
         }
     }
     kv_prefetch_end(ahead);
@@ -226,6 +229,21 @@ static inline int KV(is_whole)(const kv_side *side, const kv_tile *tile)
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
     return tokens % TILE_DEPTH == 0 && side->block_size % TILE_DEPTH == 0 && tile->first % TILE_DEPTH == 0 &&
            (side->dtype != KV_INT8 || tokens == TILE_DEPTH);
+}
+
+/* Widens, or fetches, lane tile i of a tile of values. */
+static inline __attribute__((always_inline)) void KV(widen_values)(const KV(values) *values, int i, const kv_ahead *ahead,
+                                                                   int8_t *wide, const int dtype)
+{
+    const char *fetch = kv_prefetch_from(ahead, i * (ptrdiff_t)values->lines * 64);
+    const ptrdiff_t at = values->first + i * values->tile_bytes, *block = values->blocks;
+    if (dtype == KV_INT8) KV(fetch_lines)(values->base + *block + at, values->lines, fetch);
+    else
+        for (int line = 0, here; line < values->lines; line += here) {
+            here = values->block_lines < values->lines - line ? values->block_lines : values->lines - line;
+            KV(widen_nibbles)(values->base + *block++ + at, here, fetch + line * 64, wide + line * 128, dtype);
+        }
+    KV_SETTLE(wide);
 }
 
 static inline __attribute__((always_inline)) void KV(accumulate_matrix)(
@@ -240,6 +258,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_matrix)(
     KV_ALIGNED int8_t x[KV_ROWS * KV_TILE * 2];
     KV_ALIGNED int8_t wide[2][KV_LANES * KV_TILE];
     KV_ALIGNED int32_t products[2][MAX_PASSES * KV_ROWS * KV_LANES];
+    KV(widen_values)(&values, 0, ahead, wide[0], dtype);
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         float folded[KV_PANEL * KV_TILE], inverse[KV_PANEL];
@@ -252,18 +271,8 @@ static inline __attribute__((always_inline)) void KV(accumulate_matrix)(
     }
     KV_SETTLE(x);
     const int held = KV(hold_operands)(x, tiles, passes);
-    for (int i = 0; i < n + 2; i++) {
-        if (i < n) {
-            const char *fetch = kv_prefetch_from(ahead, i * (ptrdiff_t)values.lines * 64);
-            const ptrdiff_t at = values.first + i * values.tile_bytes, *block = values.blocks;
-            if (dtype == KV_INT8) KV(fetch_lines)(values.base + *block + at, values.lines, fetch);
-            else
-                for (int line = 0, here; line < values.lines; line += here) {
-                    here = values.block_lines < values.lines - line ? values.block_lines : values.lines - line;
-                    KV(widen_nibbles)(values.base + *block++ + at, here, fetch + line * 64, wide[i % 2] + line * 128, dtype);
-                }
-            KV_SETTLE(wide);
-        }
+    for (int i = 1; i < n + 2; i++) {
+        if (i < n) KV(widen_values)(&values, i, ahead, wide[i % 2], dtype);
         if (i > 1)
             for (int r = 0; r < num_rows; r++) {
                 float *target = acc + r * side->padded_dim + (i - 2) * KV_LANES;

@@ -20,6 +20,7 @@ cdef extern from "simd/dtypes.h" nogil:
         KV_BFLOAT16
         KV_NUM_DTYPES
         KV_FLOAT_ROWS
+        KV_TILED_CODES
         KV_PACKED_CODES
 
     ctypedef struct kv_dtype:

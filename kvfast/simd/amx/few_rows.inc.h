@@ -13,15 +13,21 @@ enum {
     MAX_PASSES = KV_ROWS / PASS_ROWS,
 };
 
+/* Whether the matrix unit is ready. Without it these kernels are those of integer.inc.h: a few hundred tokens are too few to
+   pay for it. */
+static __thread int KV(matrix_is_open);
+
 /* Makes the matrix unit ready for tasks of so many query rows. */
 static void KV(open_matrix)(int rows)
 {
+    KV(matrix_is_open) = 1;
     KV(configure_tiles)(2 * (rows < PASS_ROWS ? rows : PASS_ROWS));
 }
 
 static void KV(close_matrix)(void)
 {
     _tile_release();
+    KV(matrix_is_open) = 0;
 }
 
 /* Cuts up to KV_PANEL rows of n floats, from row `row` of a task on, into operands (passes, n/64, KV_ROWS, 64); else as
@@ -309,13 +315,14 @@ static void KV(prepare_operands)(const kv_side *side, const float *rows, int num
     static void KV(prepare_matrix_##name)(const kv_side *side, const float *rows, int num_rows, float factor, \
                                           kv_queries *queries)                                        \
     {                                                                                                 \
-        if (side->padded_dim % TILE_DEPTH) KV(prepare_##name)(side, rows, num_rows, factor, queries); \
+        if (!KV(matrix_is_open) || side->padded_dim % TILE_DEPTH)                                     \
+            KV(prepare_##name)(side, rows, num_rows, factor, queries);                                \
         else KV(prepare_operands)(side, rows, num_rows, factor, queries, KV_BIAS(dtype));             \
     }                                                                                                 \
     static void KV(scores_matrix_##name)(const kv_side *side, const kv_queries *queries, int num_rows, \
                                          const kv_tile *tile, const kv_ahead *ahead, float *scores)   \
     {                                                                                                 \
-        if (side->padded_dim % TILE_DEPTH)                                                            \
+        if (!KV(matrix_is_open) || side->padded_dim % TILE_DEPTH)                                     \
             KV(scores_##name)(side, queries, num_rows, tile, ahead, scores);                          \
         else if (dtype == KV_INT4 && side->channels)                                                  \
             KV(scores_matrix)(side, queries, num_rows, tile, ahead, scores, dtype, KV_CHANNELS, KV(refine_channels)); \
@@ -327,7 +334,7 @@ static void KV(prepare_operands)(const kv_side *side, const float *rows, int num
     static void KV(accumulate_matrix_##name)(const kv_side *side, kv_softmax *state, int num_rows,    \
                                              const kv_tile *tile, const kv_ahead *ahead, float *acc)  \
     {                                                                                                 \
-        if (KV(is_whole)(side, tile))                                                                 \
+        if (KV(matrix_is_open) && KV(is_whole)(side, tile))                                                                 \
             KV(accumulate_matrix)(side, state, num_rows, tile, ahead, acc, dtype, KV(refine_values_##name)); \
         else KV(accumulate_##name)(side, state, num_rows, tile, ahead, acc);                          \
     }

@@ -27,6 +27,7 @@ cdef class AttendCall:
     cdef Py_ssize_t _split_tokens(self, Py_ssize_t num_queries, Py_ssize_t span) noexcept nogil
     cdef Py_ssize_t _begin_of(self, const kv_query *query, Py_ssize_t begin) noexcept nogil
     cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil
+    cdef void join(self, Py_ssize_t first_item) noexcept nogil
     cdef void _cut_rows(self, kv_item *item) noexcept nogil
     cdef int set_rope(self, object rope_q) except -1
     cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil

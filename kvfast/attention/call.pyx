@@ -46,6 +46,9 @@ cdef enum:
     LATENT_PANELS = 8
     MIN_LATENT_SPLIT_TOKENS = 2048
 
+    # Segments are read by the same tasks where these are enough for some threads.
+    LEAST_JOINED_TASKS = 8
+
 LOGS = slow_paths.LOGS
 
 cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, Options options, Py_ssize_t contexts):
@@ -243,6 +246,21 @@ cdef class AttendCall:
         self.call.num_tasks += item.splits * item.row_blocks * self.call.store.num_kv_heads
         self.call.num_items += 1
         self.work += <Py_ssize_t>(bytes_of(self.call.store, span) * max(1.0, item.num_queries * self.call.group / 8.0))
+
+    cdef void join(self, Py_ssize_t first_item) noexcept nogil:
+        """Let the last item continue the one before it, if that is not before `first_item` and their tasks have the same rows.
+
+        So these rows leave one partial result for many segments. A few queries stay apart, as each would be alone.
+        """
+        cdef kv_item *item = self.call.items + self.call.num_items - 1
+        cdef kv_item *before = item - 1
+        if (self.call.num_items - 2 < first_item or item.num_queries <= KV_FEW_QUERIES or item.num_queries != before.num_queries
+                or self.call.queries[item.first_query].token != self.call.queries[before.first_query].token
+                or item.splits > 1 or before.splits > 1 or item.block_rows != before.block_rows
+                or item.row_blocks * self.call.store.num_kv_heads < LEAST_JOINED_TASKS):
+            return
+        item.continues, item.part = True, before.part
+        self.call.num_tasks = item.first_task
 
     cdef void _cut_rows(self, kv_item *item) noexcept nogil:
         """Set the number of query rows of each task of an item."""

@@ -35,10 +35,13 @@ cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, in
     """Load `count` rows as floats; rows beyond those of the task are 0."""
     cdef const kv_kernels *kernels = task.call.kernels
     cdef int r, given = min(count, task.rows - first)
+    cdef Py_ssize_t token
     cdef float *row = rows
     for r in range(first, first + given):
-        kernels.to_float[q.dtype](q.data + task.tokens[r] * q.token_stride + task.q_heads[r] * q.head_stride,
-                                  k.head_dim, row)
+        token = task.call.queries[task.tokens[r]].token
+        kernels.to_float[q.dtype](q.data + token * q.token_stride + task.q_heads[r] * q.head_stride, k.head_dim, row)
+        if task.item.rotation.cos != NULL:
+            kernels.transform(row, k.head_dim, 1, k.head_dim, &task.item.rotation, row, k.head_dim)
         memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
         row += k.padded_dim
     if k.rotated:

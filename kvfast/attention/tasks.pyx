@@ -36,38 +36,23 @@ cdef const kv_item *_item_of(const kv_call *call, Py_ssize_t task) noexcept nogi
     return call.items + low
 
 
-cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
-    """One (item, KV head, split, row block)."""
-    cdef const kv_call *call = <const kv_call *>shared
-    cdef kv_task task
-    cdef kv_softmax *state = &task.scratch.softmax
-    cdef kv_panel *panel
-    cdef const kv_item *item = _item_of(call, index)
-    cdef const kv_query *query
-    cdef Py_ssize_t padded = values_of(call.store).padded_dim
-    cdef Py_ssize_t starts[256]
-    cdef Py_ssize_t stops[256]
-    cdef Py_ssize_t zeros[256]
-    cdef Py_ssize_t sink_stops[256]
-    cdef Py_ssize_t begin, end, row0, token, split, sinks_end = 0, split_begin
-    cdef kv_range rest
-    cdef int r, tile
-    cdef bint refined = False
-    cdef Py_ssize_t i
-    cdef float m, l
-    cdef float *acc
-    cdef float *partial
-    index -= item.first_task
-    row0 = index % item.row_blocks * item.block_rows
-    split = index // item.row_blocks % item.splits
-    task.call, task.item = call, item
-    task.head = <int>(index // item.row_blocks // item.splits)
-    task.rows = <int>min(<Py_ssize_t>item.block_rows, item.num_queries * call.group - row0)
-    task.wide = call.wide + thread if item.block_rows > KV_ROWS and call.wide != NULL else NULL
-    task.rope = call.rope + thread if call.rope != NULL else NULL
-    split_begin = item.begin + split * item.split_tokens
+# What the rows of a task see of an item.
+ctypedef struct kv_seen:
+    Py_ssize_t starts[256]
+    Py_ssize_t stops[256]
+    Py_ssize_t sink_stops[256]
+    Py_ssize_t begin, end, sinks_end
 
-    begin, end = item.end, 0
+
+cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0, Py_ssize_t split, kv_seen *seen) noexcept nogil:
+    """Set the queries of a task's rows, from `row0` of the item on, and what they see of a split."""
+    cdef const kv_call *call = task.call
+    cdef const kv_query *query
+    cdef Py_ssize_t token, split_begin = item.begin + split * item.split_tokens
+    # The matrix unit sums tokens in groups that lie at the same positions for all rows.
+    cdef int r, tile = KV_TILE if task.wide != NULL else call.tile
+    task.item = item
+    seen.begin, seen.end, seen.sinks_end = item.end, 0, 0
     for r in range(task.rows):
         token = (row0 + r) // call.group
         token = item.members[token] if item.members != NULL else item.first_query + token
@@ -77,24 +62,70 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
         task.query_at[r] = <float>query.position
         if call.slopes != NULL:
             task.slopes[r] = call.slopes[task.q_heads[r]]
-        starts[r], stops[r], sink_stops[r], zeros[r] = query.start, query.stop, query.sink_stop, 0
-        begin = min(begin, starts[r])
-        end = max(end, stops[r])
-        sinks_end = max(sinks_end, sink_stops[r])
-    # The matrix unit sums tokens in groups that lie at the same positions for all rows.
-    tile = KV_TILE if task.wide != NULL else call.tile
-    begin = max(begin // tile * tile, split_begin)
-    end = min(min(end, item.end), split_begin + item.split_tokens)
+        seen.starts[r], seen.stops[r], seen.sink_stops[r] = query.start, query.stop, query.sink_stop
+        seen.begin = min(seen.begin, query.start)
+        seen.end = max(seen.end, query.stop)
+        seen.sinks_end = max(seen.sinks_end, query.sink_stop)
+    seen.begin = max(seen.begin // tile * tile, split_begin)
+    seen.end = min(min(seen.end, item.end), split_begin + item.split_tokens)
     if split > 0 or item.part > 0:
-        sinks_end = 0
+        seen.sinks_end = 0
 
     # Prefetch the first keys: no earlier tile did.
-    if sinks_end > 0:
-        touch_sinks(&task, sinks_end)
-    if not call.store.seals or begin < item.context.floats_begin:
-        touch(&task, begin, call.tile)
-    if call.store.float_tokens and (sinks_end > 0 or begin < call.store.float_tokens):
-        touch_first_floats(&task)
+    if seen.sinks_end > 0:
+        touch_sinks(task, seen.sinks_end)
+    if not call.store.seals or seen.begin < item.context.floats_begin:
+        touch(task, seen.begin, call.tile)
+    if call.store.float_tokens and (seen.sinks_end > 0 or seen.begin < call.store.float_tokens):
+        touch_first_floats(task)
+
+
+cdef inline void _read_item(kv_task *task, const kv_seen *seen) noexcept nogil:
+    """Read what `_open_item` found."""
+    cdef const kv_call *call = task.call
+    cdef Py_ssize_t zeros[256]
+    cdef kv_range rest
+    if seen.sinks_end > 0:
+        memset(zeros, 0, task.rows * sizeof(Py_ssize_t))
+        load(task, &call.q if call.sink_q.data == NULL else &call.sink_q)
+        rest = kv_range(call.store, call.tile, seen.begin, seen.end)
+        attend_span(task, 0, seen.sinks_end, zeros, seen.sink_stops, &rest)
+    if seen.sinks_end == 0 or call.sink_q.data != NULL:
+        load(task, &call.q)
+    if seen.begin < seen.end:
+        attend_span(task, seen.begin, seen.end, seen.starts, seen.stops, NULL)
+
+
+cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    """One (item, KV head, split, row block), and the items that continue it."""
+    cdef const kv_call *call = <const kv_call *>shared
+    cdef kv_task task
+    cdef kv_seen seen
+    cdef kv_softmax *state = &task.scratch.softmax
+    cdef kv_panel *panel
+    cdef const kv_item *item = _item_of(call, index)
+    cdef const kv_item *last = item
+    cdef const kv_item *each
+    cdef const kv_query *query
+    cdef Py_ssize_t padded = values_of(call.store).padded_dim
+    cdef Py_ssize_t row0, split
+    cdef int r
+    cdef bint refined = False
+    cdef Py_ssize_t i
+    cdef float m, l
+    cdef float *acc
+    cdef float *partial
+    index -= item.first_task
+    row0 = index % item.row_blocks * item.block_rows
+    split = index // item.row_blocks % item.splits
+    while last + 1 < call.items + call.num_items and last[1].continues:
+        last += 1
+    task.call = call
+    task.head = <int>(index // item.row_blocks // item.splits)
+    task.rows = <int>min(<Py_ssize_t>item.block_rows, item.num_queries * call.group - row0)
+    task.wide = call.wide + thread if item.block_rows > KV_ROWS and call.wide != NULL else NULL
+    task.rope = call.rope + thread if call.rope != NULL else NULL
+    _open_item(&task, item, row0, split, &seen)
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL
     task.options.query_at = task.query_at
@@ -103,19 +134,19 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
         begin_rows(&task)
 
     while True:
-        if sinks_end > 0:
-            load(&task, &call.q if call.sink_q.data == NULL else &call.sink_q)
-            rest = kv_range(call.store, call.tile, begin, end)
-            attend_span(&task, 0, sinks_end, zeros, sink_stops, &rest)
-        if sinks_end == 0 or call.sink_q.data != NULL:
-            load(&task, &call.q)
-        if begin < end:
-            attend_span(&task, begin, end, starts, stops, NULL)
+        each = item
+        while True:
+            _read_item(&task, &seen)
+            if each == last:
+                break
+            each += 1
+            _open_item(&task, each, row0, split, &seen)
         if call.traffic != NULL:
             return 0
         if refined or not begin_refined(&task):
             break
         refined = True
+        _open_item(&task, item, row0, split, &seen)
 
     for r in range(task.rows):
         query = call.queries + task.tokens[r]

@@ -4,14 +4,14 @@ from libc.stdint cimport int32_t
 from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport kv_watch
-from kvfast.core.kernels cimport kv_kernels, kv_rope_scratch, kv_score_options, kv_scratch, kv_wide_scratch
+from kvfast.core.kernels cimport kv_kernels, kv_rope_scratch, kv_score_options, kv_scratch, kv_transform, kv_wide_scratch
 from kvfast.core.limits cimport KV_ROWS
 
 
 # One query token. It sees the positions below sink_stop and those from start to stop. In a spliced sequence a token has one
 # for each segment that it sees, with the positions of that segment's table.
 ctypedef struct kv_query:
-    Py_ssize_t token           # its output row
+    Py_ssize_t token           # its row of q and of the output
     Py_ssize_t position
     Py_ssize_t sink_stop
     Py_ssize_t start
@@ -31,9 +31,11 @@ ctypedef struct kv_item:
     Py_ssize_t split_tokens    # a multiple of KV_TILE
     Py_ssize_t splits
     int part                   # index of its first split among the partial results of its queries
+    bint continues             # the tasks of the item before it read it, too: the same rows, rotated for another segment
     int block_rows             # query rows of a task: KV_ROWS, or more for the matrix unit
     Py_ssize_t row_blocks
     Py_ssize_t first_task
+    kv_transform rotation      # of the queries, back to where its keys were rotated; cos NULL: none
 
 
 # What a call reads and computes, counted over all passes.
@@ -62,7 +64,7 @@ ctypedef struct kv_call:
     const float *slopes        # (num_q_heads,) or NULL
     kv_item *items
     Py_ssize_t num_items
-    kv_query *queries          # (num_queries,) the first of each token, then the others; row i of q is for query i
+    kv_query *queries          # (num_queries,) the first of each token, then the others
     Py_ssize_t num_queries
     Py_ssize_t num_tasks
     float *partials            # (tokens, num_q_heads, parts, padded_dim of values + 2)

@@ -2,22 +2,18 @@
 """Segments: runs of positions whose keys were rotated for other positions (PromptCache, arXiv 2311.04934; llama.cpp's context shift).
 
 Rotary scores depend on distances alone. So keys stay as they are stored, and the queries are rotated back by the shift of each
-segment. To attention a segment is a context of its own, whose partial results are merged like those of any other split.
+segment. To attention a segment is a context of its own. The same tasks read all segments for many queries; for a few, partial results
+are merged like those of any other split.
 """
 import numpy as np
 
-from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from kvfast.attention.call cimport AttendCall
 from kvfast.attention.tiles cimport kv_query
 from kvfast.codec.blocks cimport kv_context
-from kvfast.codec.encode cimport kv_rotary, load_rows
 from kvfast.codec.projection import rotated
-from kvfast.core.arrays cimport kv_rows
-from kvfast.core.interrupt cimport kv_watch
-from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
-from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
+from kvfast.core.kernels cimport kv_transform
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.copying cimport copy_table
 
@@ -166,88 +162,29 @@ cdef inline bint _is_plain(SplicedReader reader, Segment segment, bint sinks):
     return not sinks and segment.frozen is None and segment.shift == 0 and segment is reader.segments[-1]
 
 
-# Rows of q for some tokens, rotated alike.
-ctypedef struct kv_fill:
-    Py_ssize_t row
-    Py_ssize_t token
-    Py_ssize_t count
-    kv_rotary rotary
-
-
-ctypedef struct kv_rotate_call:
-    const kv_kernels *kernels
-    const kv_rows *q
-    const kv_fill *fills
-    Py_ssize_t num_fills
-    float *out
-
-
-cdef int _rotate_row(void *shared, Py_ssize_t row, int thread, kv_watch *watch) noexcept nogil:
-    """Fill a row of queries."""
-    cdef const kv_rotate_call *call = <const kv_rotate_call *>shared
-    cdef Py_ssize_t i = call.num_fills - 1, token
-    cdef kv_rotary rotary
-    while call.fills[i].row > row:
-        i -= 1
-    token = call.fills[i].token + row - call.fills[i].row
-    rotary = call.fills[i].rotary
-    rotary.first = -token
-    load_rows(call.kernels, call.q, token, 0, call.q.heads, &rotary, call.out + row * call.q.heads * call.q.dim, call.q.dim)
-    return 0
-
-
-cdef int _rotate_queries(AttendCall call, list rotations) except -1:
-    """Replace q by its own rows and those for further queries. Each of `rotations` is (first row, first token, tokens, cos and sin,
-    whether interleaved)."""
-    cdef kv_rows *q = &call.call.q
-    cdef Py_ssize_t total = call.call.num_queries, i = 1
-    cdef float[:, :, ::1] rows = np.empty((total, q.heads, q.dim), np.float32)
-    cdef const float[:, :, ::1] table
-    cdef kv_rotate_call shared
-    cdef kv_team team
-    cdef kv_rows given = q[0]
-    cdef kv_fill *fills = <kv_fill *>malloc((len(rotations) + 1) * sizeof(kv_fill))
-    if fills == NULL:
-        raise MemoryError("cannot allocate the rotations of queries")
-    try:
-        memset(fills, 0, (len(rotations) + 1) * sizeof(kv_fill))
-        fills[0].count = q.tokens
-        for row, token, count, angles, interleaved in rotations:
-            fills[i].row, fills[i].token, fills[i].count = row, token, count
-            if angles is not None:
-                table = angles
-                fills[i].rotary.row.cos, fills[i].rotary.row.sin = &table[0, 0, 0], &table[1, 0, 0]
-                fills[i].rotary.row.pairs, fills[i].rotary.row.interleaved = table.shape[2], interleaved
-            i += 1
-        shared.kernels, shared.q, shared.fills, shared.num_fills, shared.out = active(), &given, fills, i, &rows[0, 0, 0]
-        gather(&team, call.options.num_threads, <double>total * q.heads * q.dim * 8)
-        for_each(&team, _rotate_row, &shared, total, STATIC)
-    finally:
-        free(fills)
-    call.keepalive = call.keepalive, rows
-    q.data, q.dtype = <char *>&rows[0, 0, 0], KV_FLOAT32
-    q.token_stride, q.head_stride = q.heads * q.dim * sizeof(float), q.dim * sizeof(float)
-    return 0
-
-
 cdef int plan_spliced(AttendCall call, list readers) except -1:
-    """Make room in a call for the queries of some spliced sequences, before any `ask`, and rotate them."""
+    """Make room in a call for the queries of some spliced sequences, before any `ask`."""
     cdef SplicedReader reader
     cdef Segment segment
     cdef Py_ssize_t rows = call.call.q.tokens, contexts = 1
-    rotations = []
     for reader in readers:
         reader.views = _views(call, reader)
         contexts += len(reader.views) + 1
         for segment, sinks in reader.views:
             if not _is_plain(reader, segment, sinks):
-                rotation = None if segment.rotations is None else segment.rotations[reader.index]
-                rotations.append((rows, reader.first_query, reader.num_queries, *(rotation or (None, False))))
                 rows += reader.num_queries
     if not call.reserve_queries(rows, contexts + call.call.q.tokens):
         raise MemoryError("cannot allocate the working memory of a call of attend")
-    if rotations and call.call.q.data != NULL:
-        _rotate_queries(call, rotations)
+    call.keepalive = call.keepalive, readers  # with the tables of their rotations
+    return 0
+
+
+cdef int _rotate_back(object rotation, kv_transform *transform) except -1:
+    """Set what rotates the queries to a segment."""
+    cdef const float[:, :, ::1] table
+    if rotation is not None:
+        table, transform.interleaved = rotation
+        transform.cos, transform.sin, transform.pairs = &table[0, 0, 0], &table[1, 0, 0], table.shape[2]
     return 0
 
 
@@ -255,14 +192,14 @@ cdef int ask_spliced(AttendCall call, list readers) except -1:
     """`ask` and `add` for the sequences of `plan_spliced`."""
     cdef SplicedReader reader
     cdef Segment segment
-    cdef Py_ssize_t row, extra = call.call.q.tokens, i, seen, first, base, begin, end, items
+    cdef Py_ssize_t row, extra = call.call.q.tokens, i, seen, first, base, begin, end, items, first_item
     cdef int part
     cdef bint sinks
     cdef kv_query *query
     cdef kv_context context
     cdef BlockTable table
     for reader in readers:
-        part = 0
+        part, first_item = 0, call.call.num_items
         call.context += reader.length
         for i in range(reader.first_query, reader.first_query + reader.num_queries):
             memset(call.call.queries + i, 0, sizeof(kv_query))
@@ -289,6 +226,10 @@ cdef int ask_spliced(AttendCall call, list readers) except -1:
             table.context(reader.layer, &context)
             items = call.call.num_items
             call.add(&context, row + first, seen, 0, part)
+            if call.call.num_items == items + 1:
+                call.join(first_item)
             for i in range(items, call.call.num_items):
+                if segment.rotations is not None:
+                    _rotate_back(segment.rotations[reader.index], &call.call.items[i].rotation)
                 part = max(part, call.call.items[i].part + <int>call.call.items[i].splits)
     return 0

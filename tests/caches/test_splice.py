@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from cache_kinds import DTYPES, FORMATS, SEALING
-from reference import attention, relative_error
+from reference import attention, bound, relative_error
 from rotated_reference import DIM, HEADS, Model, frequencies, turn
 
 import kvfast
@@ -328,6 +328,33 @@ def test_the_plan_of_a_spliced_cache_has_an_item_for_each_segment():
     assert [(item.begin, item.end) for item in plan.items] == [(0, 100), (0, 200), (0, 300), (0, 1)]
     assert plan.context == 601
     assert str(plan)
+
+
+def test_a_task_of_many_queries_reads_all_segments():
+    rope = ROPES["halves"]
+    spliced = Model(cache_of(), rope).append(300).splice(*chunks("int8", (200, 300), rope)).append(250)
+    whole = Model(cache_of(), rope).append(1050)
+    assert spliced.cache.explain((250, 6, DIM)).num_tasks == whole.cache.explain((250, 6, DIM)).num_tasks
+    assert spliced.cache.explain((16, 6, DIM)).num_tasks > whole.cache.explain((16, 6, DIM)).num_tasks
+
+
+@pytest.mark.parametrize("isa", kvfast.available_isas())
+@pytest.mark.parametrize("dtype", ["int8-plain", "int4-plain"])
+def test_rows_that_need_exact_weights_are_read_again_in_all_segments(isa, dtype):
+    """A loud element of the values leaves few bits to the weights of other tokens, in another segment, too."""
+    with kvfast.use_isa(isa):
+        values = np.random.default_rng(1).choice([-1.0, 1.0], (2, 160, 1, 512)).astype(np.float32)
+        values[1, 100], values[1, 100, 0, 5] = 0, 300
+        cache = kvfast.KVCache(1, 1, 512, dtype=dtype)
+        for v in values:
+            chunk = kvfast.KVCache(1, 1, 512, dtype=dtype)
+            chunk.append(0, np.random.default_rng(2).standard_normal((160, 1, 512), np.float32), v)
+            chunk.advance(160)
+            cache.splice(chunk, rope=ROPES["halves"])
+        assert len(cache.explain((64, 4, 512)).items) == 2
+        q = np.random.default_rng(3).standard_normal((64, 4, 512), np.float32)
+        expected, _ = attention(q, cache.k(0), cache.v(0))
+        assert relative_error(cache.attend(0, q), expected) < bound(dtype)
 
 
 def test_write_rotates_for_the_position_in_the_whole_cache():

@@ -144,7 +144,7 @@ def test_is_used(rng):
 
 
 @needs_amx
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 320])
 @pytest.mark.parametrize("dtype", FEW_ROWS, ids=str)
 def test_few_rows_have_the_bits_of_vectors(rng, dtype, head_dim):
     """Behind enough tokens the matrix unit multiplies codes for few rows, too: the same integers, so the same output."""

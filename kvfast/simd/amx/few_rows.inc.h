@@ -11,6 +11,7 @@
 enum {
     PASS_ROWS = KV_ROWS / 2,   /* query rows of an operand: row r has its high parts in row 2 r, its low ones in 2 r + 1 */
     MAX_PASSES = KV_ROWS / PASS_ROWS,
+    MATRIX_DIM = KV_MAX_HEAD_DIM / 2, /* widest rows, as the working memory is on the stack */
 };
 
 /* Whether the matrix unit is ready. Without it these kernels are those of integer.inc.h: a few hundred tokens are too few to
@@ -59,6 +60,12 @@ static inline __attribute__((always_inline)) void KV(put_operands)(
     }
     KV(vf_sum4)(vi_to_float(sum[0]), vi_to_float(sum[1]), vi_to_float(sum[2]), vi_to_float(sum[3]), total);
     KV_FOR4(r, KV_PANEL, if (r < num_rows) sums[r] = (int32_t)total[r];);
+}
+
+/* Keys of whole operands. */
+static inline int KV(fits_matrix)(const kv_side *side)
+{
+    return side->padded_dim % TILE_DEPTH == 0 && side->padded_dim <= MATRIX_DIM;
 }
 
 /* Widens consecutive lines of nibbles to twice as many lines of bytes. */
@@ -132,8 +139,8 @@ static inline vf KV(product_of)(const int32_t *sums, int r, int32_t bias)
 typedef struct {
     float shift[KV_ROWS], scale[KV_ROWS], inverse[KV_ROWS];
     int32_t sum[KV_ROWS];
-    KV_ALIGNED float rows[KV_ROWS * KV_MAX_HEAD_DIM];
-    KV_ALIGNED int8_t x[KV_ROWS * KV_MAX_HEAD_DIM * 2];
+    KV_ALIGNED float rows[KV_ROWS * MATRIX_DIM];
+    KV_ALIGNED int8_t x[KV_ROWS * MATRIX_DIM * 2];
 } KV(folded_rows);
 
 static inline __attribute__((always_inline)) void KV(fold_operands)(
@@ -170,7 +177,7 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
     const int lanes = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
     const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
     KV(folded_rows) folded[2]; /* of the block whose products are read, and of the next */
-    KV_ALIGNED int8_t wide[2][KV_LANES * KV_MAX_HEAD_DIM];
+    KV_ALIGNED int8_t wide[2][KV_LANES * MATRIX_DIM];
     KV_ALIGNED int32_t products[2][MAX_PASSES * KV_ROWS * KV_LANES];
     const int mask = side->block_size - 1, shift = __builtin_ctz((unsigned)side->block_size), count = lanes / KV_LANES;
     const char *codes[2];
@@ -315,14 +322,14 @@ static void KV(prepare_operands)(const kv_side *side, const float *rows, int num
     static void KV(prepare_matrix_##name)(const kv_side *side, const float *rows, int num_rows, float factor, \
                                           kv_queries *queries)                                        \
     {                                                                                                 \
-        if (!KV(matrix_is_open) || side->padded_dim % TILE_DEPTH)                                     \
+        if (!KV(matrix_is_open) || !KV(fits_matrix)(side))                                            \
             KV(prepare_##name)(side, rows, num_rows, factor, queries);                                \
         else KV(prepare_operands)(side, rows, num_rows, factor, queries, KV_BIAS(dtype));             \
     }                                                                                                 \
     static void KV(scores_matrix_##name)(const kv_side *side, const kv_queries *queries, int num_rows, \
                                          const kv_tile *tile, const kv_ahead *ahead, float *scores)   \
     {                                                                                                 \
-        if (!KV(matrix_is_open) || side->padded_dim % TILE_DEPTH)                                     \
+        if (!KV(matrix_is_open) || !KV(fits_matrix)(side))                                            \
             KV(scores_##name)(side, queries, num_rows, tile, ahead, scores);                          \
         else if (dtype == KV_INT4 && side->channels)                                                  \
             KV(scores_matrix)(side, queries, num_rows, tile, ahead, scores, dtype, KV_CHANNELS, KV(refine_channels)); \

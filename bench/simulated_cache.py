@@ -78,8 +78,8 @@ class SimulatedCache:
 def _rounded(rows, kind):
     """Rows of a type, rotated by a Hadamard matrix and back."""
     heads, dim = rows.shape[1:]
-    turn = np.ones((1, 1), np.float32)
-    while len(turn) < dim:
-        turn = np.block([[turn, turn], [turn, -turn]])
-    turn /= np.sqrt(dim, dtype=np.float32)
-    return ggml.from_ggml(ggml.to_ggml(rows @ turn, kind), kind, heads, dim) @ turn
+    rotation = np.ones((1, 1), np.float32)
+    while len(rotation) < dim:
+        rotation = np.block([[rotation, rotation], [rotation, -rotation]])
+    rotation /= np.sqrt(dim, dtype=np.float32)
+    return ggml.from_ggml(ggml.to_ggml(rows @ rotation, kind), kind, heads, dim) @ rotation

@@ -511,18 +511,18 @@ def compare_each(model, prompts, make_drafter, kind, max_tokens, sampling, stats
 
 @pytest.mark.model
 @exhaustive
-def test_twenty_texts_are_the_same_by_lookup(smollm2):
+def test_ten_texts_are_the_same_by_lookup(smollm2):
     _, model, tokenizer = smollm2
-    prompts = repeating_prompts(tokenizer, 10) + [tokenizer.encode(question) for question in QUESTIONS[:10]]
+    prompts = repeating_prompts(tokenizer, 5) + [tokenizer.encode(question) for question in QUESTIONS[:5]]
     stats = compare(model, prompts, llama.PromptLookup)
-    assert stats.num_accepted > 50
+    assert stats.num_accepted > 25
 
 
 @pytest.mark.model
-@parametrize(("kind", "count"), [(OTHERS[-1], 1), *((kind, 3) for kind in OTHERS)], usual=[(OTHERS[-1], 1)])
-def test_other_caches_give_the_same_text_by_lookup(smollm2, kind, count):
+@parametrize("kind", OTHERS, usual=OTHERS[-1:])
+def test_other_caches_give_the_same_text_by_lookup(smollm2, kind):
     _, model, tokenizer = smollm2
-    stats = compare(model, repeating_prompts(tokenizer, count), llama.PromptLookup, kind)
+    stats = compare(model, repeating_prompts(tokenizer, 1), llama.PromptLookup, kind)
     assert stats.num_accepted > 0
 
 

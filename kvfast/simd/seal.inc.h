@@ -110,7 +110,7 @@ static void KV(fit_packed_channels)(const kv_side *side, char *block, const floa
 {
     uint16_t *offsets = (uint16_t *)(block + side->means), *channels = (uint16_t *)(block + side->channels);
     const int lines = side->padded_dim / 4;
-    KV_ALIGNED float low[KV_MAX_HEAD_DIM], high[KV_MAX_HEAD_DIM], scales[KV_MAX_HEAD_DIM];
+    KV_ALIGNED float low[KV_MAX_HEAD_DIM], high[KV_MAX_HEAD_DIM], scales[KV_MAX_HEAD_DIM] = {0};
     uint8_t bits[KV_MAX_HEAD_DIM / 4];
     for (ptrdiff_t c = 0; c < side->padded_dim; c += W) {
         vf least = KV(load_channels)(rows, c, side->head_dim), most = least;

@@ -236,6 +236,23 @@ def test_stored_error(isa, name):
             assert np.allclose(got[512:], given[512:], rtol=rounding, atol=2e-3)
 
 
+def test_int3_keys_have_more_bits_where_channels_vary_more(isa, rng):
+    cache = kvfast.KVCache(1, 1, 64, dtype=KVFormat("int3/int8", per_channel=True))
+    k = rng.uniform(-1, 1, (80, 1, 64)).astype(np.float32)
+    bits = np.repeat(rng.permutation([4] * 4 + [3] * 8 + [2] * 4), 4)  # of four adjacent channels
+    k *= 3.0 ** bits
+    cache.append(0, k, k)
+    cache.advance(80)
+    cache.append(0, k[:1], k[:1])    # the block is read as codes from now on
+    cache.advance(1)
+    got, given = cache.k(0)[:64, 0], k[:64, 0]
+    for channel in range(64):
+        levels = 2 ** bits[channel]
+        assert levels / 2 < len(np.unique(got[:, channel])) <= levels
+        step = np.ptp(given[:, channel]) / (levels - 1)
+        assert np.abs(got[:, channel] - given[:, channel]).max() < 0.53 * step
+
+
 def test_rotated_rows_come_back(isa, rng):
     for dim in range(1, 131):
         k, v = tokens(rng, 5, dim)

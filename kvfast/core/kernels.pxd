@@ -20,6 +20,7 @@ cdef extern from "simd/dtypes.h" nogil:
         KV_BFLOAT16
         KV_NUM_DTYPES
         KV_FLOAT_ROWS
+        KV_TILED_CODES
         KV_PACKED_CODES
 
     ctypedef struct kv_dtype:
@@ -180,6 +181,8 @@ cdef extern from "simd/kernels.h" nogil:
                         float position, const kv_score_options *options) noexcept nogil
         void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, float *acc) noexcept nogil
+        void (*open_matrix)(int rows) noexcept nogil
+        void (*close_matrix)() noexcept nogil
         void (*accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                                   const kv_ahead *ahead, float *acc) noexcept nogil
         unsigned (*rows_to_refine)(const float *acc, Py_ssize_t row_stride, Py_ssize_t stride, Py_ssize_t n, const double *noise,

@@ -146,6 +146,16 @@ static inline void KV(leave_carried)(const float *rows, ptrdiff_t stride, int nu
         }
 }
 
+/* The factors that make rows of n floats activations, and the units of these, times the softmax scale. */
+static inline void KV(find_units)(const float *rows, ptrdiff_t n, int num_rows, float factor, float *inverse, float *scale)
+{
+    for (int r = 0; r < num_rows; r++) {
+        const float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(rows + r * n, n));
+        inverse[r] = KV_INVERSE(largest);
+        scale[r] = largest / KV_MAX_ACTIVATION * factor;
+    }
+}
+
 static inline __attribute__((always_inline)) void KV(prepare_integer)(
     const kv_side *side, const float *rows, int num_rows, float factor, kv_queries *queries, const int bias)
 {
@@ -155,11 +165,7 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
     if (side->channels) return; /* fold does it, block by block */
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int panel_rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
-        for (int r = row; r < row + panel_rows; r++) {
-            float largest = kv_bits_float((uint32_t)KV(max_magnitude_bits)(rows + r * n, n));
-            queries->inverse[r] = KV_INVERSE(largest);
-            queries->scale[r] = largest / KV_MAX_ACTIVATION * factor;
-        }
+        KV(find_units)(rows + row * n, n, panel_rows, factor, queries->inverse + row, queries->scale + row);
         KV(put_activations)(rows + row * n, n, panel_rows, n, queries->inverse + row, queries->parts + row * n * 2,
                             queries->sum + row, 0);
         for (int r = 0; r < panel_rows; r++) queries->sum[row + r] *= bias;
@@ -183,14 +189,16 @@ static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit)
     return vf_mul(vi_to_float(vi_and(vf_bits(vf_load_bfloat16(scales)), vi_set1(0x7FFF0000))), unit);
 }
 
-static inline __attribute__((always_inline)) void KV(fold_rows)(
-    const kv_side *side, const char *block, const kv_queries *queries, int row, const int num_rows,
-    KV(folded) *folded)
+/* The shifts of a panel's scores; and with channel scales the rows times these, with the factors that make them activations. */
+static inline __attribute__((always_inline)) void KV(fold_statistics)(
+    const kv_side *side, const char *block, const kv_queries *queries, int row, const int num_rows, float *products,
+    float *shifts, float *inverse, float *scale_of)
 {
     const uint16_t *means = (const uint16_t *)(block + side->means), *scales = (const uint16_t *)(block + side->channels);
     const ptrdiff_t n = side->padded_dim;
     const float *rows = queries->rows + row * n;
     vf shift[KV_PANEL], largest[KV_PANEL];
+    float sums[KV_PANEL];
     KV_FOR4(r, KV_PANEL, shift[r] = largest[r] = vf_set1(0.0f););
     if (side->channels) {
         const vf unit = vf_set1(KV(unit_of)(scales) * 0x1p-16f), bias = vf_set1((float)KV_BIAS(KV_INT4));
@@ -201,21 +209,30 @@ static inline __attribute__((always_inline)) void KV(fold_rows)(
                 const vf x = vf_load(rows + r * n + i), product = vf_mul(x, scale);
                 shift[r] = vf_fma(x, mean, shift[r]);
                 largest[r] = vf_max(largest[r], vf_abs(product));
-                vf_store(folded->rows + r * n + i, product););
+                vf_store(products + r * n + i, product););
         }
         KV_FOR4(r, num_rows,
             const float peak = vf_hmax(largest[r]);
-            folded->inverse[r] = KV_INVERSE(peak);
-            folded->scale[r] = peak * (queries->factor * (1.0f / KV_MAX_ACTIVATION)););
-        KV(put_activations)(folded->rows, n, num_rows, n, folded->inverse, folded->parts, folded->sum, 0);
-        for (int r = 0; r < num_rows; r++) folded->sum[r] *= KV_BIAS(KV_INT4);
+            inverse[r] = KV_INVERSE(peak);
+            scale_of[r] = peak * (queries->factor * (1.0f / KV_MAX_ACTIVATION)););
     } else
         for (ptrdiff_t i = 0; i < n; i += W) {
             const vf mean = vf_load_float16(means + i);
             KV_FOR4(r, num_rows, shift[r] = vf_fma(vf_load(rows + r * n + i), mean, shift[r]););
         }
-    KV(vf_sum4)(shift[0], shift[1], shift[2], shift[3], folded->shift);
-    for (int r = 0; r < num_rows; r++) folded->shift[r] *= queries->factor;
+    KV(vf_sum4)(shift[0], shift[1], shift[2], shift[3], sums);
+    for (int r = 0; r < num_rows; r++) shifts[r] = sums[r] * queries->factor;
+}
+
+static inline __attribute__((always_inline)) void KV(fold_rows)(
+    const kv_side *side, const char *block, const kv_queries *queries, int row, const int num_rows,
+    KV(folded) *folded)
+{
+    const ptrdiff_t n = side->padded_dim;
+    KV(fold_statistics)(side, block, queries, row, num_rows, folded->rows, folded->shift, folded->inverse, folded->scale);
+    if (!side->channels) return;
+    KV(put_activations)(folded->rows, n, num_rows, n, folded->inverse, folded->parts, folded->sum, 0);
+    for (int r = 0; r < num_rows; r++) folded->sum[r] *= KV_BIAS(KV_INT4);
 }
 
 static __attribute__((noinline)) void KV(fold)(const kv_side *side, const char *block, const kv_queries *queries,

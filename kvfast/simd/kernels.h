@@ -272,6 +272,10 @@ typedef struct {
        row are `stride` floats from the next 16. */
     unsigned (*rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
                                int num_rows);
+    /* Between these two calls prepare, scores and accumulate of a thread use the matrix unit for so many rows of TILED_CODES,
+       with the same bits; NULL without one. The thread must not call attend_panels between them. */
+    void (*open_matrix)(int rows);
+    void (*close_matrix)(void);
     /* Attention of many query rows on one tile, with a matrix unit; NULL without one. KV_INTEGERS: of all dtypes but
        FLOAT32, in 16-bit integers; KV_HALVES: of float rows, in bfloat16 of two parts. */
     void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,

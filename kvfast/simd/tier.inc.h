@@ -33,10 +33,7 @@
     .copy_token = KV(copy_token),                                                                                     \
     .rotate = KV(rotate),                                                                                             \
     .transform = KV(transform),                                                                                       \
-    .prepare = {KV_DTYPES(KV_PREPARE)},                                                                               \
-    .scores = {KV_DTYPES(KV_SCORES)},                                                                                 \
     .softmax = KV(softmax),                                                                                           \
-    .accumulate = {KV_DTYPES(KV_ACCUMULATE)},                                                                         \
     .accumulate_latent = KV(accumulate_latent),                                                                       \
     .rows_to_refine = KV(rows_to_refine),                                                                             \
     .scale_add = KV(scale_add),                                                                                       \
@@ -45,7 +42,9 @@
     .read_bytes = KV(read_bytes),
 
 static const kv_kernels KV(kernels) = {
-    .isa = KV_ISA, KV_TABLE .multiply = {KV(multiply_int8), KV(multiply_float32)}};
+    .isa = KV_ISA, KV_TABLE
+    .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},
+    .multiply = {KV(multiply_int8), KV(multiply_float32)}};
 #ifdef KV_MORE_KERNELS /* those of a library that is built with these */
 #include KV_MORE_KERNELS
 #endif
@@ -58,10 +57,31 @@ KV_TARGET_BEGIN(KV_MATRIX)
 #include "amx/products_int8.inc.h"
 #include "amx/products_bfloat16.inc.h"
 #include "amx/matrix.inc.h"
+#include "amx/few_rows.inc.h"
+/* Codes in tiles are multiplied by the matrix unit for few rows, too. */
+#define KV_FLOAT_ROWS_KERNEL(step, name) KV(step##_##name),
+#define KV_PACKED_CODES_KERNEL(step, name) KV(step##_##name),
+#define KV_TILED_CODES_KERNEL(step, name) KV(step##_matrix_##name),
+#define KV_PREPARE_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
+    KV_##family##_KERNEL(prepare, prepared_by)
+#define KV_SCORES_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
+    KV_##family##_KERNEL(scores, kernels)
+#define KV_ACCUMULATE_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
+    KV_##family##_KERNEL(accumulate, kernels)
 static const kv_kernels kernels_amx = {
-    .isa = "amx", KV_TABLE .multiply = {KV(multiply_tiles), KV(multiply_float32)},
+    .isa = "amx", KV_TABLE
+    .prepare = {KV_DTYPES(KV_PREPARE_MATRIX)}, .scores = {KV_DTYPES(KV_SCORES_MATRIX)},
+    .accumulate = {KV_DTYPES(KV_ACCUMULATE_MATRIX)},
+    .open_matrix = KV(open_matrix), .close_matrix = KV(close_matrix),
+    .multiply = {KV(multiply_tiles), KV(multiply_float32)},
     .prepare_panel = {KV(prepare_panel), KV(prepare_halves)},
     .attend_panels = {KV(attend_integers), KV(attend_halves)}};
+#undef KV_FLOAT_ROWS_KERNEL
+#undef KV_PACKED_CODES_KERNEL
+#undef KV_TILED_CODES_KERNEL
+#undef KV_PREPARE_MATRIX
+#undef KV_SCORES_MATRIX
+#undef KV_ACCUMULATE_MATRIX
 #endif
 #undef KV_TABLE
 #undef KV_PREPARE

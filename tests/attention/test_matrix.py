@@ -9,6 +9,8 @@ import kvfast
 
 HALVES = ["float16", "bfloat16", "float16/bfloat16"]
 FORMATS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED, "int8/float16", *HALVES]
+FEW_ROWS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED,
+            *(kvfast.KVFormat("int4", per_channel=True, block_size=size) for size in (32, 128))]
 needs_amx = pytest.mark.skipif("amx" not in kvfast.available_isas(), reason="this CPU has no matrix unit")
 
 
@@ -139,3 +141,24 @@ def test_is_used(rng):
         with kvfast.use_isa("avx512_vbmi"):
             assert np.array_equal(many, cache.attend(0, q)) == exact
             assert np.array_equal(few, cache.attend(0, q[-16:]))
+
+
+@needs_amx
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192])
+@pytest.mark.parametrize("dtype", FEW_ROWS, ids=str)
+def test_few_rows_have_the_bits_of_vectors(rng, dtype, head_dim):
+    """Behind enough tokens the matrix unit multiplies codes for few rows, too: the same integers, so the same output."""
+    spread = np.where(np.arange(head_dim) % 13 == 5, 30, 1).astype(np.float32)  # scores that need the rounding of queries
+    cache = kvfast.KVCache(1, 1, head_dim, dtype=dtype)
+    k, v = rng.standard_normal((2, 2500, 1, head_dim), np.float32)
+    v[700] *= 3000  # and sums of values that need the rounding of weights
+    cache.append(0, k * spread, v)
+    cache.advance(2500)
+    for num_queries, num_heads in ((1, 1), (1, 4), (1, 7), (3, 3), (4, 4)):
+        q = rng.standard_normal((num_queries, num_heads, head_dim), np.float32)
+        outs = []
+        for isa in ("amx", "avx512_vbmi"):
+            with kvfast.use_isa(isa):
+                outs.append(cache.attend(0, q, return_lse=True, num_splits=1))
+        assert np.array_equal(outs[0][0], outs[1][0])
+        assert np.array_equal(outs[0][1], outs[1][1])

@@ -4,7 +4,8 @@
    Codes, and values of float rows beside codes, are multiplied as integers, products_int8.inc.h. Keys of these float rows are
    multiplied in bfloat16, products_bfloat16.inc.h, and so are keys and values of caches of float16 or bfloat16 (`halves`). */
 
-static void KV(configure_tiles)(void)
+/* The first four tile registers get so many rows, the others 16. */
+static void KV(configure_tiles)(int rows)
 {
     struct __attribute__((packed)) {
         uint8_t palette, start_row, reserved[14];
@@ -13,7 +14,7 @@ static void KV(configure_tiles)(void)
     } config;
     memset(&config, 0, sizeof config);
     config.palette = 1;
-    for (int tile = 0; tile < 8; tile++) config.bytes[tile] = TILE_DEPTH, config.rows[tile] = 16;
+    for (int tile = 0; tile < 8; tile++) config.bytes[tile] = TILE_DEPTH, config.rows[tile] = tile < 4 ? (uint8_t)rows : 16;
     KV_SETTLE(&config);
     _tile_loadconfig(&config);
 }
@@ -81,7 +82,7 @@ static inline __attribute__((always_inline)) void KV(attend_all)(
     const kv_side *k, const kv_side *v, const kv_tile *next_keys, const kv_tile *next_values, float position,
     kv_operands *operands, kv_panel *panels, int num_panels, const int halves)
 {
-    KV(configure_tiles)();
+    KV(configure_tiles)(16);
     KV(following) next = {k, v, next_keys, next_values, 0, num_panels * PREFETCHES};
     for (int i = 0; i < num_panels; i++) {
         next.part = i * PREFETCHES;
@@ -136,7 +137,7 @@ static double KV(multiply_tiles)(ptrdiff_t steps, float *sink)
     KV_ALIGNED int8_t x[TILE_BYTES];
     KV_ALIGNED int32_t sums[KV_ROWS * KV_LANES];
     for (int i = 0; i < TILE_BYTES; i++) x[i] = (int8_t)((float)(i % 100) + *sink);
-    KV(configure_tiles)();
+    KV(configure_tiles)(16);
     KV_SETTLE(x);
     _tile_zero(0);
     _tile_zero(1);
@@ -151,4 +152,3 @@ static double KV(multiply_tiles)(ptrdiff_t steps, float *sink)
     _tile_release();
     return 2.0 * (double)((steps + 1) / 2 * 2) * (KV_ROWS * KV_LANES * TILE_DEPTH);
 }
-#undef KV_SETTLE

@@ -1,5 +1,5 @@
 # Each layer is one line; `make -k full` runs them all. CI runs the short ones, see .ci/run.
-.PHONY: lint test exhaustive tiers aarch64 serial clang sanitize tsan freethreading valgrind wheel audit docs fuzz stores full
+.PHONY: lint test exhaustive tiers aarch64 serial clang sanitize tsan freethreading valgrind llama_cpp wheel audit docs fuzz stores full
 
 lint:       ; ci/lint.sh
 # In two processes: most tests are small calls, which one thread makes.
@@ -14,10 +14,11 @@ sanitize:   ; ci/sanitize.sh
 tsan:       ; ci/tsan.sh
 freethreading: ; ci/free_threading.sh
 valgrind:   ; ci/valgrind.sh
+llama_cpp:  ; ci/llama_cpp.sh full
 wheel:      ; ci/wheel.sh
 audit:      ; python ci/audit_instructions.py
 docs:       ; pytest tests/repository/test_docs.py
 # Eight processes on one folder and on one server, for five minutes each, with kills and evictions.
 stores:     ; KVFAST_STORE_SECONDS=300 pytest -q tests/prompts -k "processes"
 fuzz:       ; python tests/fuzz/fuzz_cache_file.py && python tests/fuzz/fuzz_api.py && python tests/fuzz/fuzz_caches.py --seconds 3600
-full: lint test exhaustive tiers aarch64 serial clang sanitize tsan freethreading valgrind audit wheel docs fuzz stores
+full: lint test exhaustive tiers aarch64 serial clang sanitize tsan freethreading valgrind llama_cpp audit wheel docs fuzz stores

@@ -16,7 +16,7 @@ import kvfast
 from kvfast import llama
 
 TEXTS = ("austen", "python", "german", "chinese")
-FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3")
+FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3", "int3")
 FLOATS = {"num_float_tokens": 4, "num_recent_tokens": 16}  # as int4 has them
 CONTEXTS = (128, 512, 2048, 8192, 32768)
 SHAPE = (2, 64)  # KV heads and head_dim of the caches whose bits are counted

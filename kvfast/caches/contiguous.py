@@ -32,7 +32,7 @@ class KVCache(SequenceCache):
         Largest number of tokens. All memory is then reserved at once, and appending allocates nothing. Without it
         the cache grows by blocks and never copies what it holds.
     dtype : str, dtype or KVFormat, or a list of them with one per layer
-        Storage format: a name in `kvfast.PRESETS` (``"int4"``, ``"k4v3"``, ``"k8v4"``, ``"int8"``, ``"k8v4-recent"``,
+        Storage format: a name in `kvfast.PRESETS` (``"int4"``, ``"k4v3"``, ``"int3"``, ``"k8v4"``, ``"int8"``, ``"k8v4-recent"``,
         ``"int8-recent"``, or ``"int8-plain"`` and ``"int4-plain"``, which have only a scale per token per KV head),
         ``"float32"``, ``"float16"`` or ``"bfloat16"``, two plain dtypes for keys and values (``"int8/int4"``), or a `KVFormat`.
     k_dtype, v_dtype : optional

@@ -86,7 +86,8 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, i
     else:  # an empty rotary part is float16, which has no scales and so takes no bytes
         init_side(&store.v, v if rope_dim else KV_FLOAT16, rope_dim, block_size)
         store.latent = store.v.as_keys = True
-    store.k.gaussian = store.v.gaussian = fmt.codebook != "uniform"
+    store.v.gaussian = fmt.codebook != "uniform"
+    store.k.gaussian = store.v.gaussian and not fmt.per_channel
     store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
     store.k.clip_search = store.v.clip_search = fmt.clip_search
     store.seals, store.open_tokens, store.float_tokens = fmt.seals, fmt.open_tokens, fmt.num_float_tokens

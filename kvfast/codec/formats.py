@@ -45,7 +45,9 @@ class KVFormat:
     centring : bool
         Subtract the mean of every channel from the keys of each full block before encoding.
     per_channel : bool
-        INT4 keys have a scale and an offset per channel and full block, and none per token (KIVI, arXiv 2402.02750).
+        INT4 or INT3 keys have a scale and an offset per channel and full block, and none per token (KIVI, arXiv 2402.02750).
+        Those of INT3 have 4 bits in the quarter of the channels that vary most in the block, 2 in the quarter that varies least,
+        and 3 in the others; four adjacent channels have the same.
     block_size : int or None
         Tokens that are encoded together: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring`, `per_channel`
         or `num_recent_tokens`, where the tokens of a block stay float16 until it is full.
@@ -204,8 +206,10 @@ PRESETS = {
     "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
     "int8-recent": KVFormat("int8", rotation="kv", num_float_tokens=4, num_recent_tokens=16),
     "k8v4-recent": KVFormat("int8/int4", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=16, clip_search=True),
+    "int3": KVFormat("int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4, num_recent_tokens=96),
     "int8-plain": KVFormat("int8"),
     "int4-plain": KVFormat("int4"),
+    "int3-plain": KVFormat("int3"),
 }
 
 

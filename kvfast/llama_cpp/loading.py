@@ -3,12 +3,12 @@
 import ctypes
 from pathlib import Path
 
-from kvfast.llama_cpp.installed import SUFFIX, installed
+from kvfast.llama_cpp.installed import SUFFIX, Ggml, installed
 
 _HINT = "python -m kvfast llama-cpp build"
 
 
-def load(library=None):
+def load(library=None, libraries=None):
     """Let llama-cpp-python compute attention with kvfast, in the models that are opened from now on.
 
     Contexts need flash attention: ``Llama(..., flash_attn=True)``. A second call does nothing.
@@ -16,7 +16,9 @@ def load(library=None):
     Parameters
     ----------
     library : path, optional
-        The backend; by default the one that `build` made for the llama-cpp-python that is installed.
+        The backend; by default the one that `build` made for these libraries.
+    libraries : path, optional
+        The folder of the ``libggml`` that loads it; by default that of the llama-cpp-python that is installed.
 
     Returns
     -------
@@ -26,17 +28,20 @@ def load(library=None):
     Raises
     ------
     FileNotFoundError
-        If there is no such file: `build` was not run, or llama-cpp-python or kvfast are others since.
+        If there is no such file: `build` was not run, or llama-cpp-python or kvfast are others since. Or if there are no
+        libraries.
     RuntimeError
         If ggml cannot load it, or refuses it because it was built for another ggml.
     """
-    found = installed()
+    found = installed() if libraries is None else Ggml(libraries)
     path = found.library if library is None else Path(library).resolve()
     if not path.exists():
-        raise FileNotFoundError(f"there is no backend for this llama-cpp-python, {path}; {_HINT} makes it")
-    import llama_cpp  # noqa: F401  it loads the library
+        raise FileNotFoundError(f"there is no backend for the ggml in {found.folder}, {path}; {_HINT} makes it")
+    if libraries is None:
+        import llama_cpp  # noqa: F401  it loads the library
 
-    ggml = ctypes.CDLL(str(found.folder / f"libllama{SUFFIX}"))  # what it depends on is found through it, as the files have copies
+    # What it depends on is found through it, as the files of llama-cpp-python have copies.
+    ggml = ctypes.CDLL(str(found.folder / f"lib{'llama' if libraries is None else 'ggml'}{SUFFIX}"))
     if not hasattr(ggml, "ggml_backend_load"):
         raise RuntimeError("this llama-cpp-python was built without shared libraries; it can load no backends")
     for name in ("ggml_backend_load", "ggml_backend_reg_by_name"):

@@ -35,7 +35,7 @@
     ROW(INT2,     "int2",     PACKED_CODES,  2,  2,    4, 2.2e38f,         int8,     packed,                          \
         "i2 q2",                  "uniform gaussian", "")                                                             \
     ROW(INT3,     "int3",     PACKED_CODES,  3,  2,    8, 2.7e38f,         int8,     packed,                          \
-        "i3 q3",                  "uniform gaussian", "")                                                             \
+        "i3 q3",                  "uniform gaussian", "per_channel")                                                           \
     ROW(INT5,     "int5",     PACKED_CODES,  5,  2,   32, 3.0e38f,         int8,     packed,                          \
         "i5 q5",                  "uniform gaussian", "")                                                             \
     ROW(INT6,     "int6",     PACKED_CODES,  6,  2,   64, 3.3e38f,         int8,     packed,                          \

@@ -235,9 +235,67 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
     KV(describe_expanded)(side, tile, tokens, expanded);
 }
 
+/* Half of a line of INT3 keys with channel scales, from the units of 16 tokens. */
+static inline __attribute__((always_inline)) void KV(load_key_line)(const uint8_t *units, const kv_key_bits *key_bits, int line,
+                                                                    int half, KV(half_line) *codes)
+{
+    KV(half_line) plane;
+    memcpy(&plane, units + line / 4 * 96 + half * 32, 32);
+    *codes = plane >> line % 4 * 2 & 0x03030303;
+    for (int i = 0, place = key_bits->first[line]; i < key_bits->bits[line]; i++, place++) {
+        memcpy(&plane, units + place / 4 * 96 + 64, 32);
+        *codes |= (plane >> (place % 4 + half * 4) & 0x01010101) << (2 + i);
+    }
+}
+
+/* Expands a tile of INT3 keys with channel scales to blocks of INT4 with channel scales. */
+static void KV(expand_keys)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead, KV(expanded) *expanded)
+{
+    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, lines = side->padded_dim / 4;
+    const ptrdiff_t unit_bytes = lines / 4 * 96, statistics = side->bytes - side->means;
+    KV(describe_expanded)(side, tile, tokens < side->block_size ? tokens : side->block_size, expanded);
+    kv_side *to = &expanded->side;
+    to->dtype = KV_INT4;
+    to->scales = to->means = (ptrdiff_t)to->block_size * side->padded_dim / 2;
+    to->scale_bytes = 0;
+    to->channels = to->means + (side->channels - side->means);
+    to->bytes = to->means + statistics;
+    ptrdiff_t read = 0;
+    for (int t = 0, slot = tile->first, block = 0; t < tokens; block++, slot = 0) {
+        const char *at = tile->base + tile->at[block];
+        const uint8_t *units = (const uint8_t *)at + slot / KV_LANES * unit_bytes;
+        uint8_t *out = expanded->block + block * to->bytes;
+        uint16_t *channels = (uint16_t *)(out + to->channels);
+        const int end = t + to->block_size < tokens ? t + to->block_size : tokens;
+        kv_key_bits key_bits;
+        kv_read_key_bits((const uint16_t *)(at + side->channels), side->padded_dim, &key_bits);
+        expanded->tile.at[block] = out - expanded->block;
+        memcpy(out + to->means, at + side->means, (size_t)statistics);
+        for (int d = 0; d < side->padded_dim; d++) channels[d] &= (uint16_t)~KV_KEY_BITS;
+        for (; t < end; t += KV_LANES, units += unit_bytes) {
+            for (ptrdiff_t i = 0; i < unit_bytes; i += 64, read += 64) kv_prefetch(kv_prefetch_from(ahead, read));
+            for (int line = 0; line < lines; line += 2)
+                for (int half = 0; half < 2; half++, out += 32) {
+                    KV(half_line) low, high;
+                    KV(load_key_line)(units, &key_bits, line, half, &low);
+                    KV(load_key_line)(units, &key_bits, line + 1, half, &high);
+                    low |= high << 4;
+                    memcpy(out, &low, 32);
+                }
+        }
+    }
+    kv_prefetch_end(ahead);
+}
+
 static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, float *scores)
 {
+    if (side->channels) {
+        KV(expanded) keys;
+        KV(expand_keys)(side, tile, ahead, &keys);
+        KV(scores_int4)(&keys.side, queries, num_rows, &keys.tile, &keys.ahead, scores);
+        return;
+    }
     KV(expanded) expanded;
     KV(expand_tile)(side, tile, ahead, 0, &expanded);
     KV(scores_int8)(&expanded.side, queries, num_rows, &expanded.tile, &expanded.ahead, scores);

@@ -32,12 +32,6 @@ static inline float KV(get_scale)(const kv_side *side, const char *block, int sl
     return side->scale_bytes == 2 ? kv_from_bfloat16(((const uint16_t *)scales)[slot]) : ((const float *)scales)[slot];
 }
 
-/* The unit of the channel scales of a block: a bfloat16, in the top bits of the first 16. */
-static inline float KV(unit_of)(const uint16_t *scales)
-{
-    return kv_from_bfloat16((uint16_t)KV(top_bits)(scales));
-}
-
 static int KV(encode_floats)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
     if (side->family != KV_FLOAT_ROWS) return 0;

@@ -9,7 +9,11 @@
 
      4 bits   128 bytes: lines 0 and 1 in the low and high nibbles of 64 bytes, then 2 and 3
      2 bits    64 bytes: line l in bits 2 l and 2 l + 1
-     1 bit     32 bytes: the first 32 bytes of line l in bit l, the others in bit 4 + l */
+     1 bit     32 bytes: the first 32 bytes of line l in bit l, the others in bit 4 + l
+
+   INT3 keys with channel scales have evenly spaced codes of 2, 3 or 4 bits, as many for all tokens of a block and for the four
+   depths of a line: 3 on average. The lowest two bits of line l are where they are without channel scales. The other bits
+   follow each other, those of line 0 first, and take the places of the third bits of lines 0, 1, 2 and so on. */
 #ifndef KVFAST_PACKED_H
 #define KVFAST_PACKED_H
 
@@ -81,6 +85,47 @@ static inline int kv_get_packed(const uint8_t *codes, int bits, int depths, int 
         plane += 64, shift += 2;
     }
     if (bits & 1) code |= (plane[at % 32] >> (line + at / 32 * 4) & 1) << shift;
+    return code;
+}
+
+/* Of a row of INT3 keys with channel scales: the bits of each line above the lowest two, and the line whose place has the first. */
+typedef struct {
+    uint8_t bits[KV_MAX_HEAD_DIM / 4], first[KV_MAX_HEAD_DIM / 4];
+} kv_key_bits;
+
+enum { KV_FACTOR = 0x3FFF, KV_KEY_BITS = 0x4000 }; /* parts of a channel's scale: the fraction, and a bit of kv_key_bits.bits */
+
+/* Reads them from the channels' scales: the first two of each line have one bit each. Any bytes give codes that are in the block. */
+static inline void kv_read_key_bits(const uint16_t *channels, int padded_dim, kv_key_bits *found)
+{
+    const int lines = padded_dim / 4;
+    for (int line = 0, used = 0; line < lines; line++, channels += 4) {
+        int bits = (channels[0] & KV_KEY_BITS ? 1 : 0) + (channels[1] & KV_KEY_BITS ? 2 : 0);
+        bits = bits > 2 ? 2 : bits;
+        bits = bits > lines - used ? lines - used : bits;
+        found->bits[line] = (uint8_t)bits;
+        found->first[line] = (uint8_t)used;
+        used += bits;
+    }
+}
+
+/* Writes a token's code of a channel. */
+static inline void kv_put_key(uint8_t *codes, const kv_key_bits *key_bits, int padded_dim, int slot, int channel, int code)
+{
+    const int line = channel / 4, at = slot % KV_LANES * 4 + channel % 4;
+    kv_put_bits(kv_packed_unit(codes, 3, padded_dim, slot, channel) + at, code, line % 4 * 2, 3);
+    for (int i = 0, place = key_bits->first[line]; i < key_bits->bits[line]; i++, place++)
+        kv_put_bits(kv_packed_unit(codes, 3, padded_dim, slot, place * 4) + 64 + at % 32, code >> (2 + i),
+                    place % 4 + at / 32 * 4, 1);
+}
+
+static inline int kv_get_key(const uint8_t *codes, const kv_key_bits *key_bits, int padded_dim, int slot, int channel)
+{
+    const int line = channel / 4, at = slot % KV_LANES * 4 + channel % 4;
+    int code = kv_packed_unit((uint8_t *)codes, 3, padded_dim, slot, channel)[at] >> line % 4 * 2 & 3;
+    for (int i = 0, place = key_bits->first[line]; i < key_bits->bits[line]; i++, place++)
+        code |= (kv_packed_unit((uint8_t *)codes, 3, padded_dim, slot, place * 4)[64 + at % 32] >> (place % 4 + at / 32 * 4) & 1)
+                << (2 + i);
     return code;
 }
 

@@ -92,12 +92,37 @@ static void KV(encode_packed)(const kv_side *side, char *block, int slot, const 
         else kv_put_packed((uint8_t *)block, bits, side->padded_dim, slot, d, codes[d]);
 }
 
+/* The unit of the channel scales of a block: a bfloat16, in the top bits of the first 16. */
+static inline float KV(unit_of)(const uint16_t *scales)
+{
+    return kv_from_bfloat16((uint16_t)KV(top_bits)(scales));
+}
+
+/* Decodes a row of INT3 keys with channel scales. */
+static void KV(decode_key)(const kv_side *side, const char *block, int slot, float *row)
+{
+    KV_ALIGNED float offsets[KV_MAX_HEAD_DIM];
+    const uint16_t *channels = (const uint16_t *)(block + side->channels);
+    const float unit = KV(unit_of)(channels);
+    kv_key_bits key_bits;
+    kv_read_key_bits(channels, side->padded_dim, &key_bits);
+    KV(to_float16)(block + side->means, side->padded_dim, offsets);
+    for (int d = 0; d < side->head_dim; d++) {
+        const int code = kv_get_key((const uint8_t *)block, &key_bits, side->padded_dim, slot, d);
+        row[d] = (float)code * ((float)(channels[d] & KV_FACTOR) * unit) + offsets[d];
+    }
+}
+
 static void KV(decode_packed)(const kv_side *side, const char *block, int slot, float *row, int values)
 {
     uint8_t codes[KV_MAX_HEAD_DIM];
     int8_t levels[KV_MAX_HEAD_DIM];
     const uint8_t *stored = (const uint8_t *)block, *table = kv_packed_table(side);
     const int bits = kv_dtypes[side->dtype].bits;
+    if (side->channels) {
+        KV(decode_key)(side, block, slot, row);
+        return;
+    }
     for (int d = 0; d < side->padded_dim; d++)
         codes[d] = (uint8_t)(values ? kv_get_packed(stored, bits, side->block_size, d, slot)
                                     : kv_get_packed(stored, bits, side->padded_dim, slot, d));

@@ -1,7 +1,9 @@
 /* Seals blocks of keys: computes the statistics of the channels, then the codes, which need them.
 
    Centred blocks: x = code x token scale + mean, with the mean of the channel over the block.
-   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset, codes 0..15. */
+   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset, codes 0..15 for INT4. INT3 gives the quarter
+   of the lines with the widest range 4 bits, and that with the least 2, as Kitty gives a few channels more bits
+   (arXiv 2511.18643); see packed.h. */
 
 /* Loads W channels from c on; beyond the last channel 0. */
 static inline vf KV(load_channels)(const float *row, ptrdiff_t c, ptrdiff_t n)
@@ -22,22 +24,22 @@ static void KV(centre)(const kv_side *side, char *block, const float *rows, ptrd
     }
 }
 
-/* x / scale, clamped to the codes, rounded, as a float. */
-static inline vf KV(channel_code)(vf x, vf inverse)
+/* x / scale, clamped to the codes up to `most`, rounded, as a float. */
+static inline vf KV(channel_code)(vf x, vf inverse, vf most)
 {
-    return vi_to_float(vf_round(vf_max(vf_min(vf_mul(x, inverse), vf_set1(15.0f)), vf_set1(0.0f))));
+    return vi_to_float(vf_round(vf_max(vf_min(vf_mul(x, inverse), most), vf_set1(0.0f))));
 }
 
-/* Writes the scales as 15-bit fractions of the smallest unit that the largest scale fits, rounded up. */
-static void KV(put_channels)(const kv_side *side, uint16_t *channels, const float *scales)
+/* Writes the scales as fractions, of 15 bits or the `most` given, of the smallest unit that the largest scale fits, rounded up. */
+static void KV(put_channels)(const kv_side *side, uint16_t *channels, const float *scales, float most)
 {
     float largest = 0.0f;
     for (int d = 0; d < side->head_dim; d++) largest = scales[d] > largest ? scales[d] : largest;
-    const uint32_t bits = (kv_float_bits(largest * (1.0f / 32767.0f)) + 0xFFFF) >> 16; /* up */
+    const uint32_t bits = (kv_float_bits(largest * (1.0f / most)) + 0xFFFF) >> 16; /* up */
     const float unit = kv_bits_float(bits << 16);
     for (int d = 0; d < side->padded_dim; d++) {
         const float steps = d < side->head_dim ? __builtin_ceilf(scales[d] / unit) : 0.0f;
-        channels[d] = (uint16_t)(steps < 32767.0f ? steps : 32767.0f);
+        channels[d] = (uint16_t)(steps < most ? steps : most);
     }
     for (int i = 0; i < 16; i++) channels[i] |= (uint16_t)((bits >> i & 1) << 15);
 }
@@ -66,7 +68,7 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
             vf codes = vf_set1(0.0f), squares = codes, values = codes, products = codes;
             for (int t = 0; t < tokens; t++) {
                 const vf x = vf_sub(KV(load_channels)(rows + t * stride, c, n), offset);
-                const vf code = KV(channel_code)(x, inverse);
+                const vf code = KV(channel_code)(x, inverse, vf_set1(15.0f));
                 codes = vf_add(codes, code);
                 values = vf_add(values, x);
                 squares = vf_fma(code, code, squares);
@@ -86,7 +88,55 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
         scale = vf_max(vf_max(scale, tiny), vf_sub(offset, low));
         vf_store(scales + c, vf_max(scale, vf_mul(vf_sub(high, offset), vf_set1(1.0f / 16.0f))));
     }
-    KV(put_channels)(side, (uint16_t *)(block + side->channels), scales);
+    KV(put_channels)(side, (uint16_t *)(block + side->channels), scales, 32767.0f);
+}
+
+/* The bits of each line of INT3 keys above the lowest two: 2 for the quarter of the lines whose channels have the widest ranges in
+   sum, 0 for the quarter with the least, and 1. */
+static void KV(share_key_bits)(const float *ranges, int lines, uint8_t *bits)
+{
+    float sums[KV_MAX_HEAD_DIM / 4];
+    for (int i = 0; i < lines; i++, ranges += 4) sums[i] = ranges[0] + ranges[1] + ranges[2] + ranges[3];
+    for (int i = 0; i < lines; i++) {
+        int wider = 0; /* lines before this one in the order of their ranges */
+        for (int j = 0; j < lines; j++) wider += sums[j] > sums[i] || (sums[j] == sums[i] && j < i);
+        bits[i] = (uint8_t)(wider < lines / 4 ? 2 : wider < lines - lines / 4 ? 1
+                                                                              : 0);
+    }
+}
+
+/* The same as fit_channels for INT3: the range from the smallest to the largest value. The line of least squared error would clip
+   the largest keys, which are the ones attended to: it loses more at 3 bits, though the squared error falls. */
+static void KV(fit_packed_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride)
+{
+    uint16_t *offsets = (uint16_t *)(block + side->means), *channels = (uint16_t *)(block + side->channels);
+    const int lines = side->padded_dim / 4;
+    KV_ALIGNED float low[KV_MAX_HEAD_DIM], high[KV_MAX_HEAD_DIM], scales[KV_MAX_HEAD_DIM] = {0};
+    uint8_t bits[KV_MAX_HEAD_DIM / 4];
+    for (ptrdiff_t c = 0; c < side->padded_dim; c += W) {
+        vf least = KV(load_channels)(rows, c, side->head_dim), most = least;
+        for (int t = 1; t < side->block_size; t++) {
+            const vf x = KV(load_channels)(rows + t * stride, c, side->head_dim);
+            least = vf_min(least, x);
+            most = vf_max(most, x);
+        }
+        vf_store(low + c, least);
+        vf_store(high + c, most);
+        vf_store(scales + c, vf_sub(most, least));
+        vf_store_float16(offsets + c, least);
+    }
+    KV(share_key_bits)(scales, lines, bits);
+    for (ptrdiff_t c = 0; c < side->padded_dim; c++) {
+        const float steps = (float)((4 << bits[c / 4]) - 1), offset = kv_from_float16(offsets[c]);
+        float scale = scales[c] * (1.0f / steps);
+        /* Rounding may move the range a little. */
+        scale = scale > offset - low[c] ? scale : offset - low[c];
+        scale = scale > (high[c] - offset) * (1.0f / (steps + 1.0f)) ? scale : (high[c] - offset) * (1.0f / (steps + 1.0f));
+        scales[c] = scale > 0x1p-100f ? scale : 0x1p-100f;
+    }
+    KV(put_channels)(side, channels, scales, (float)KV_FACTOR);
+    for (int line = 0; line < lines; line++)
+        for (int i = 0; i < 2; i++) channels[4 * line + i] |= (uint16_t)(bits[line] >> i & 1 ? KV_KEY_BITS : 0);
 }
 
 /* Encodes the tokens from `token` on with the channels' scales and offsets. With `guarded`, stops and returns 0 at a token
@@ -94,26 +144,32 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
 static int KV(code_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int token, int guarded)
 {
     const uint16_t *channels = (const uint16_t *)(block + side->channels);
-    KV_ALIGNED float offset[KV_MAX_HEAD_DIM], scale[KV_MAX_HEAD_DIM], inverse[KV_MAX_HEAD_DIM];
+    KV_ALIGNED float offset[KV_MAX_HEAD_DIM], scale[KV_MAX_HEAD_DIM], inverse[KV_MAX_HEAD_DIM], most[KV_MAX_HEAD_DIM];
     uint8_t codes[KV_MAX_HEAD_DIM];
     const ptrdiff_t n = side->head_dim, dims = side->padded_dim;
     const float unit = KV(unit_of)(channels);
+    const int packed = side->family == KV_PACKED_CODES;
+    kv_key_bits key_bits;
+    if (packed) kv_read_key_bits(channels, side->padded_dim, &key_bits);
     KV(to_float16)(block + side->means, dims, offset);
     for (ptrdiff_t c = 0; c < dims; c++) {
-        scale[c] = (float)(channels[c] & 0x7FFF) * unit;
+        most[c] = packed ? (float)((4 << key_bits.bits[c / 4]) - 1) : 15.0f;
+        scale[c] = (float)(channels[c] & (packed ? KV_FACTOR : 0x7FFF)) * unit;
         inverse[c] = scale[c] > 0.0f ? 1.0f / scale[c] : 0.0f;
     }
     for (; token < side->block_size; token++) {
         vf beyond = vf_set1(0.0f); /* how far beyond the codes, in units of values */
         for (ptrdiff_t c = 0; c < dims; c += W) {
             const vf x = vf_sub(KV(load_channels)(rows + token * stride, c, n), vf_load(offset + c));
-            const vf step = vf_load(scale + c);
-            beyond = vf_max(beyond, vf_max(vf_sub(x, vf_mul(step, vf_set1(16.25f))),
+            const vf step = vf_load(scale + c), last = vf_load(most + c);
+            beyond = vf_max(beyond, vf_max(vf_sub(x, vf_mul(step, vf_add(last, vf_set1(1.25f)))),
                                            vf_sub(vf_mul(step, vf_set1(-1.25f)), x)));
-            vi_store_int8((int8_t *)codes + c, vf_round(KV(channel_code)(x, vf_load(inverse + c))));
+            vi_store_int8((int8_t *)codes + c, vf_round(KV(channel_code)(x, vf_load(inverse + c), last)));
         }
         if (guarded && vf_hmax(beyond) > 0.0f) return 0;
-        KV(put_k)(side, block, token, codes);
+        if (!packed) KV(put_k)(side, block, token, codes);
+        else
+            for (int c = 0; c < side->padded_dim; c++) kv_put_key((uint8_t *)block, &key_bits, side->padded_dim, token, c, codes[c]);
     }
     return 1;
 }
@@ -122,7 +178,8 @@ static int KV(seal_k)(const kv_side *side, char *block, const float *rows, ptrdi
 {
     if (side->channels) {
         if (kept) return KV(code_channels)(side, block, rows, stride, kept, 1);
-        KV(fit_channels)(side, block, rows, stride);
+        if (side->family == KV_PACKED_CODES) KV(fit_packed_channels)(side, block, rows, stride);
+        else KV(fit_channels)(side, block, rows, stride);
         return KV(code_channels)(side, block, rows, stride, 0, 0);
     }
     if (!side->means) { /* each token by itself */

@@ -89,7 +89,7 @@ def test_one_loud_element_of_values_beside_full_rows(isa, rng, name, loud):
 
 
 @pytest.mark.parametrize("loud", [40, 300, 3000])
-@pytest.mark.parametrize("dtype", ["float16", "int8", "int7", "int4", "int3"])
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int7", "int4", "int3-plain"])
 def test_one_loud_element_of_latents_beside_full_rows(isa, rng, dtype, loud):
     for rows in one_loud_element(rng, loud):
         cache = kvfast.MLAKVCache(1, 512, 32, dtype=dtype)

@@ -18,8 +18,8 @@ class TestKVFormat:
         [
             ({"dtype": "int4", "rotation": "k", "per_channel": True}, "per_channel keys cannot be rotated"),
             ({"dtype": "int4", "rotation": "kv", "per_channel": True}, "per_channel keys cannot be rotated"),
-            ({"dtype": "int8", "per_channel": True}, "per_channel is for int4 keys, got int8"),
-            ({"dtype": "float16/int4", "per_channel": True}, "per_channel is for int4 keys, got float16"),
+            ({"dtype": "int8", "per_channel": True}, "per_channel is for int4 and int3 keys, got int8"),
+            ({"dtype": "float16/int4", "per_channel": True}, "per_channel is for int4 and int3 keys, got float16"),
             ({"dtype": "int4", "per_channel": True, "centring": True}, "leave out centring"),
             ({"dtype": "bfloat16/int4", "centring": True}, "centring is for int8 and int4 keys, got bfloat16"),
             ({"dtype": "float16", "rotation": "v"}, "rotation=.* needs integer storage; it does not help float16"),
@@ -30,7 +30,7 @@ class TestKVFormat:
             ({"dtype": "int5/int3", "codebook": "trellis"}, "trellis is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "codebook": "trellis", "per_channel": True}, "trellis is for int4"),
             ({"dtype": "int4", "codebook": "trellis", "centring": True}, "centring is for .* int4 keys without a trellis"),
-            ({"dtype": "int3", "per_channel": True}, "per_channel is for int4 keys, got int3"),
+            ({"dtype": "int2", "per_channel": True}, "per_channel is for int4 and int3 keys, got int2"),
             ({"dtype": "int5/int8", "centring": True}, "centring is for int8 and int4 keys, got int5"),
             ({"dtype": "int8", "clip_search": True}, "clip_search is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "clip_search": True, "per_channel": True}, "clip_search is for int4"),
@@ -76,7 +76,7 @@ class TestKVFormat:
         assert KVFormat.of(ml_dtypes.bfloat16) == KVFormat("bfloat16") and KVFormat.of(ml_dtypes.int4) is PRESETS["int4"]
 
     def test_presets(self):
-        assert set(PRESETS) == {"int8", "k8v4", "int4", "k4v3", "int8-recent", "k8v4-recent", "int8-plain", "int4-plain"}
+        assert set(PRESETS) == {"int8", "k8v4", "int4", "k4v3", "int3", "int8-recent", "k8v4-recent", "int8-plain", "int4-plain", "int3-plain"}
         for name, preset in PRESETS.items():
             assert str(preset) == name and KVFormat.of(name) is preset is KVFormat.of(preset)
         assert PRESETS["int4"].seals and PRESETS["int4"].block_size == 64 and not PRESETS["k8v4"].seals
@@ -212,6 +212,9 @@ ERRORS = {
     "recent, packed": (INT3_EVEN, BFLOAT16),
     "recent, trellis": (FLOAT16, TRELLIS),
     "recent, channels": (0.09, UNIFORM),
+    "channels, int3": (0.26, INT3),
+    "channels, int3, 32": (0.24, INT8),
+    "channels, int3, 256": (0.34, GAUSSIAN),
 }
 
 
@@ -231,6 +234,23 @@ def test_stored_error(isa, name):
         assert np.allclose(got[:first], given[:first], rtol=rounding, atol=2e-3)
         if name in SEALING:    # the rest is still floats
             assert np.allclose(got[512:], given[512:], rtol=rounding, atol=2e-3)
+
+
+def test_int3_keys_have_more_bits_where_channels_vary_more(isa, rng):
+    cache = kvfast.KVCache(1, 1, 64, dtype=KVFormat("int3/int8", per_channel=True))
+    k = rng.uniform(-1, 1, (80, 1, 64)).astype(np.float32)
+    bits = np.repeat(rng.permutation([4] * 4 + [3] * 8 + [2] * 4), 4)  # of four adjacent channels
+    k *= 3.0 ** bits
+    cache.append(0, k, k)
+    cache.advance(80)
+    cache.append(0, k[:1], k[:1])    # the block is read as codes from now on
+    cache.advance(1)
+    got, given = cache.k(0)[:64, 0], k[:64, 0]
+    for channel in range(64):
+        levels = 2 ** bits[channel]
+        assert levels / 2 < len(np.unique(got[:, channel])) <= levels
+        step = np.ptp(given[:, channel]) / (levels - 1)
+        assert np.abs(got[:, channel] - given[:, channel]).max() < 0.53 * step
 
 
 def test_rotated_rows_come_back(isa, rng):

@@ -1,18 +1,45 @@
+import ctypes
+import os
+from pathlib import Path
+
 import pytest
 from ggml_attention import Backend
 
 import kvfast.llama_cpp
+from kvfast.llama_cpp.headers import fetch_headers, find_headers
+from kvfast.llama_cpp.installed import Ggml, installed
 
 
 @pytest.fixture(scope="session")
-def library():
-    """The ggml of llama-cpp-python, with the backend loaded."""
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+def ggml():
+    """The libraries of a ggml: those that ci/llama_cpp.sh has built, or of llama-cpp-python."""
+    if folder := os.environ.get("KVFAST_TEST_GGML"):
+        return Ggml(folder)
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    return installed()
+
+
+@pytest.fixture
+def ggml_headers(ggml, tmp_path):
+    if folder := os.environ.get("KVFAST_TEST_GGML_SOURCES"):
+        return find_headers(Path(folder))
     try:
-        kvfast.llama_cpp.load()
+        return fetch_headers(tmp_path)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def library(ggml):
+    """ggml with the backend loaded."""
+    alone = "KVFAST_TEST_GGML" in os.environ
+    try:
+        kvfast.llama_cpp.load(libraries=ggml.folder if alone else None)
     except FileNotFoundError as error:
+        if alone:
+            raise
         pytest.skip(f"no backend was built: {error}")
-    return llama_cpp.llama_cpp._lib
+    return ctypes.CDLL(str(ggml.folder / ggml.base.name.replace("ggml-base", "ggml" if alone else "llama")))
 
 
 @pytest.fixture(scope="session")

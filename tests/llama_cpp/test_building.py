@@ -1,6 +1,5 @@
 """Building the backend, loading it, and what is refused."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,7 @@ import pytest
 import kvfast.llama_cpp
 from kvfast import cli
 from kvfast.llama_cpp import headers
-from kvfast.llama_cpp.installed import Ggml, installed
-
-needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+from kvfast.llama_cpp.installed import Ggml
 
 
 @pytest.fixture
@@ -53,36 +50,28 @@ def test_folders_without_headers_or_libraries_are_refused(tmp_path, capsys):
     assert "libggml-base" in capsys.readouterr().err
 
 
-@needs_llama_cpp
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_file_that_is_not_there_is_refused(ggml, tmp_path):
     with pytest.raises(FileNotFoundError, match="llama-cpp build"):
-        kvfast.llama_cpp.load(tmp_path / "none.so")
+        kvfast.llama_cpp.load(tmp_path / "none.so", ggml.folder)
 
 
-@needs_llama_cpp
-def test_a_failing_compiler_is_reported(sources, tmp_path, monkeypatch):
+def test_a_failing_compiler_is_reported(ggml, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(headers, "check_headers", lambda folder, ggml: None)
     monkeypatch.setattr("kvfast.llama_cpp.building.check_headers", lambda folder, ggml: None)
     with pytest.raises(RuntimeError, match="error"):
-        kvfast.llama_cpp.build(sources, out=tmp_path / "backend.so")
+        kvfast.llama_cpp.build(sources, ggml.folder, tmp_path / "backend.so")
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(RuntimeError, match="there is no C compiler 'no-such-compiler'"):
-        kvfast.llama_cpp.build(sources, out=tmp_path / "backend.so")
+        kvfast.llama_cpp.build(sources, ggml.folder, tmp_path / "backend.so")
     assert not (tmp_path / "backend.so").exists()
 
 
 @pytest.mark.exhaustive
-@needs_llama_cpp
-def test_a_backend_of_another_ggml_is_refused(tmp_path, monkeypatch):
+def test_a_backend_of_another_ggml_is_refused(ggml, ggml_headers, tmp_path, monkeypatch):
     """Built with a version that is not the library's, it reports that it is not supported, and llama.cpp goes on."""
-    ggml = installed()
-    try:
-        folder = headers.fetch_headers(tmp_path)
-    except RuntimeError as error:
-        pytest.skip(str(error))
     monkeypatch.setattr("kvfast.llama_cpp.building.check_headers", lambda folder, ggml: None)
-    monkeypatch.setattr("kvfast.llama_cpp.building.installed", lambda: SimpleNamespace(**vars(ggml) | {"version": "0.1.2"}))
-    path = kvfast.llama_cpp.build(folder, out=tmp_path / "other.so")
-    code = f"import kvfast.llama_cpp\ntry: kvfast.llama_cpp.load({str(path)!r})\nexcept RuntimeError as error: print(error)"
+    monkeypatch.setattr("kvfast.llama_cpp.building.Ggml", lambda folder: SimpleNamespace(**vars(ggml) | {"version": "0.1.2"}))
+    path = kvfast.llama_cpp.build(ggml_headers, ggml.folder, tmp_path / "other.so")
+    code = f"import kvfast.llama_cpp\ntry: kvfast.llama_cpp.load({str(path)!r}, {str(ggml.folder)!r})\nexcept RuntimeError as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert "ggml refuses" in done.stdout

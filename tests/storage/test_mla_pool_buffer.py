@@ -7,7 +7,7 @@ from pool_buffers import CANARY, aligned, before_a_page, outside, strided
 import kvfast
 
 LAYERS = 2
-FORMATS = ["float32", "float16", "bfloat16", "int8", "int4", "int3", "int8/bfloat16"]
+FORMATS = ["float32", "float16", "bfloat16", "int8", "int4", "int3-plain", "int8/bfloat16"]
 SIZES = [(512, 64), (100, 20), (64, 0)]
 
 

@@ -618,7 +618,8 @@ def test_a_patched_block_is_sealed_once_tokens_that_fit_follow(rng, name):
     assert np.array_equal(patched[:10], coded) and relative_rms(patched[10:], given) < 1e-3
     cache.truncate(size + 20)
     _, sealed = go_on(1)
-    assert np.array_equal(sealed[:10], coded) and 1e-3 < relative_rms(sealed[10:], given) < 0.5
+    most = 0.8 if SEALING[name].k_dtype == "int3" else 0.5  # of keys at 0.3 of the statistics' range
+    assert np.array_equal(sealed[:10], coded) and 1e-3 < relative_rms(sealed[10:], given) < most
 
 
 @pytest.mark.parametrize("name", SEALING)

@@ -30,6 +30,9 @@ SEALING = {
     "recent, k8v4": kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True, num_recent_tokens=64, num_float_tokens=4),
     "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_tokens=144, block_size=128),
     "recent, trellis": kvfast.KVFormat("float16/int4", codebook="trellis", rotation="v", num_recent_tokens=16),
+    "channels, int3": kvfast.KVFormat.of("int3"),
+    "channels, int3, 32": kvfast.KVFormat("int3/int8", per_channel=True, block_size=32, num_float_tokens=2),
+    "channels, int3, 256": kvfast.KVFormat("int3/int4", per_channel=True, block_size=256, codebook="gaussian"),
     "recent, channels": kvfast.KVFormat("int4", per_channel=True, num_recent_tokens=48, num_float_tokens=1),
 }
 UNSEALED = {

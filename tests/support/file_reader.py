@@ -108,6 +108,7 @@ class Reader:
         at = size * padded * bits // 8
         codes = unpacked(blocks[:, :at].reshape(len(blocks), lanes // 16, -1), bits, depths)
         codes = codes if as_keys else codes.swapaxes(1, 2)
+        stored = codes
         levels = codes.astype(np.float64) if by_channel else levels_of(codes, bits, codebook, 4 if as_keys else 16)
         if not by_channel:
             scale = "float32" if bits == 8 or bits == 4 and codebook == "uniform" else "bfloat16"
@@ -119,6 +120,8 @@ class Reader:
             at += -(-2 * padded // 64) * 64
             if by_channel:
                 steps = np.ascontiguousarray(blocks[:, at : at + 2 * padded]).view("<u2")
+                if bits == 3:
+                    levels, steps = key_codes(stored, steps).astype(np.float64), steps & 0xBFFF
                 unit = floats_of(((steps[:, :16] >> 15) << np.arange(16)).sum(1, dtype=np.uint16)[:, None].view(np.uint8), "bfloat16")
                 levels *= ((steps & 0x7FFF) * unit)[:, None]
                 at += -(-2 * padded // 64) * 64
@@ -159,6 +162,19 @@ def unpacked(tiles, bits, depths):
     if bits == 4:  # in the order [depth / 8][half][lane % 16][depth % 4]
         codes = codes.reshape(*tiles.shape[:2], depths // 4, 16, 4)
     return codes.swapaxes(2, 3).reshape(len(tiles), -1, depths)
+
+
+def key_codes(codes, steps):
+    """Codes of INT3 keys with a scale per channel, (blocks, tokens, elements), whose channels have other numbers of bits."""
+    bits = (steps >> 14 & 1).reshape(len(steps), -1, 4)
+    bits = bits[..., 0] + 2 * bits[..., 1]  # of each 4 elements, above the lowest two
+    assert np.array_equal(bits.sum(1), np.full(len(bits), bits.shape[1])) or not codes.any()
+    low, high = ((part & mask).reshape(*part.shape[:2], -1, 4) for part, mask in ((codes, 3), (codes >> 2, 1)))
+    result = low.copy()
+    for block, given in enumerate(bits):
+        for place, line in enumerate(np.repeat(np.arange(len(given)), given)):
+            result[block, :, line] |= high[block, :, place] << (2 + place - given[:line].sum())
+    return result.reshape(codes.shape)
 
 
 def table_of(file, name):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-DTYPES = ["float32", "float16", "bfloat16", "int8", "int4", "int8/bfloat16", "int8-plain", "int4-plain", "int3", "int6"]
+DTYPES = ["float32", "float16", "bfloat16", "int8", "int4", "int8/bfloat16", "int8-plain", "int4-plain", "int3-plain", "int6"]
 
 
 def rows(rng, *shape):

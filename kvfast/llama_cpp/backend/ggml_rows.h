@@ -17,13 +17,20 @@ typedef struct {
     int32_t block_sums[KV_ROWS * KV_MAX_HEAD_DIM / 32]; /* (rows, blocks) of the integers, times the codes' bias */
 } kv_row_queries;
 
+/* Memory to fetch while a kernel computes; no bytes of it: none. */
+typedef struct {
+    const char *at;
+    ptrdiff_t bytes;
+} kv_lines;
+
 /* Rows of n floats, times the softmax scale. */
 typedef void (*kv_prepare_rows)(const float *rows, int num_rows, int n, float scale, kv_row_queries *queries);
 /* (num_rows, KV_TILE) scores of `count` keys, `stride` bytes apart. */
 typedef void (*kv_score_rows)(const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count,
-                              float *scores);
+                              kv_lines ahead, float *scores);
 /* Corrects the sums (num_rows, n) of the tiles before, and adds the weights times `count` values. */
-typedef void (*kv_add_rows)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, float *acc);
+typedef void (*kv_add_rows)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
+                            float *acc);
 
 typedef struct {
     const char *isa;

@@ -64,10 +64,12 @@ static inline __attribute__((always_inline)) void KV(score_block)(
 }
 
 static inline __attribute__((always_inline)) void KV(score_codes)(
-    const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count, float *scores, const int kind)
+    const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, float *scores,
+    const int kind)
 {
     const ptrdiff_t block_bytes = kind == KV(CODES_8) ? sizeof(block_q8_0) : sizeof(block_q4_0);
     const int blocks = n / 32;
+    const ptrdiff_t step = ahead.bytes / (KV_LANES * ((blocks + 1) / 2)) + 1; /* fetched with each piece of a row */
     for (int t = 0; t < count; t += KV_LANES) {
         const int last = count - t < KV_LANES ? count - t - 1 : KV_LANES - 1; /* stands for tokens beyond the tile */
         for (int r = 0; r < num_rows; r++) vf_store(scores + r * KV_TILE + t, vf_set1(0.0f));
@@ -77,6 +79,7 @@ static inline __attribute__((always_inline)) void KV(score_codes)(
             vi codes[16];
             for (int i = 0; i < KV_LANES; i++) {
                 const char *block = keys + (t + (i < last ? i : last)) * stride + b * block_bytes;
+                kv_prefetch(ahead.at), ahead.at += step;
                 codes[i] = KV(load_codes)(block, second, kind);
                 memcpy(&scales[0][i], block, 2);
                 memcpy(&scales[1][i], block + second * block_bytes, 2);
@@ -129,13 +132,13 @@ static void KV(prepare_q4_0)(const float *rows, int num_rows, int n, float scale
 }
 
 static void KV(score_q8_0)(const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count,
-                           float *scores)
+                           kv_lines ahead, float *scores)
 {
-    KV(score_codes)(queries, num_rows, keys, stride, n, count, scores, KV(CODES_8));
+    KV(score_codes)(queries, num_rows, keys, stride, n, count, ahead, scores, KV(CODES_8));
 }
 
 static void KV(score_q4_0)(const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count,
-                           float *scores)
+                           kv_lines ahead, float *scores)
 {
-    KV(score_codes)(queries, num_rows, keys, stride, n, count, scores, KV(CODES_4));
+    KV(score_codes)(queries, num_rows, keys, stride, n, count, ahead, scores, KV(CODES_4));
 }

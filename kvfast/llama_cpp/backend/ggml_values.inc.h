@@ -18,12 +18,13 @@ static inline __attribute__((always_inline)) vf KV(load_elements)(const char *bl
 /* rows x (vectors x W) elements of one block, from `first` on, over count tokens. */
 static inline __attribute__((always_inline)) void KV(add_block)(
     const char *values, ptrdiff_t stride, int count, int first, const float *weights, const float *rescale, const int rows,
-    const int vectors, float *acc, ptrdiff_t n, const int type)
+    const int vectors, kv_lines ahead, float *acc, ptrdiff_t n, const int type)
 {
     vf sum[KV_PANEL][2];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++) sum[r][v] = vf_mul(vf_load(acc + r * n + v * W), vf_set1(rescale[r]));
     for (int t = 0; t < count; t++, values += stride) {
+        kv_prefetch(ahead.at), ahead.at += ahead.bytes;
         vf value[2];
         for (int v = 0; v < vectors; v++) value[v] = KV(load_elements)(values, first + v * W, type);
         for (int r = 0; r < rows; r++)
@@ -34,10 +35,11 @@ static inline __attribute__((always_inline)) void KV(add_block)(
 }
 
 static inline __attribute__((always_inline)) void KV(add_rows)(
-    const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, float *acc, const int type)
+    const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead, float *acc, const int type)
 {
     enum { VECTORS = 2, STEP = VECTORS * W };
     const ptrdiff_t block_bytes = type == GGML_TYPE_Q8_0 ? sizeof(block_q8_0) : sizeof(block_q4_0);
+    const ptrdiff_t step = ahead.bytes / (count * (n / STEP)) + 1; /* fetched with each piece of a row */
     KV_ALIGNED uint16_t halves[KV_TILE];
     KV_ALIGNED float scales[KV_TILE], weights[KV_PANEL * KV_TILE];
     memset(halves, 0, sizeof halves);
@@ -51,7 +53,8 @@ static inline __attribute__((always_inline)) void KV(add_rows)(
                     vf_store(weights + r * KV_TILE + t, vf_mul(vf_load(state->weights + (row + r) * KV_TILE + t), vf_load(scales + t)));
             for (int i = 0; i < 32; i += STEP) {
                 float *at = acc + (ptrdiff_t)row * n + b * 32 + i;
-#define KV_ADD_BLOCK(R) KV(add_block)(values, stride, count, i, weights, state->rescale + row, R, VECTORS, at, n, type)
+                const kv_lines lines = {ahead.at + (b * 32 + i) / STEP * count * step, row == 0 ? step : 0};
+#define KV_ADD_BLOCK(R) KV(add_block)(values, stride, count, i, weights, state->rescale + row, R, VECTORS, lines, at, n, type)
                 switch (rows) {
                 case 1: KV_ADD_BLOCK(1); break;
                 case 2: KV_ADD_BLOCK(2); break;
@@ -64,12 +67,14 @@ static inline __attribute__((always_inline)) void KV(add_rows)(
     }
 }
 
-static void KV(add_q8_0)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, float *acc)
+static void KV(add_q8_0)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
+                        float *acc)
 {
-    KV(add_rows)(state, num_rows, values, stride, n, count, acc, GGML_TYPE_Q8_0);
+    KV(add_rows)(state, num_rows, values, stride, n, count, ahead, acc, GGML_TYPE_Q8_0);
 }
 
-static void KV(add_q4_0)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, float *acc)
+static void KV(add_q4_0)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
+                        float *acc)
 {
-    KV(add_rows)(state, num_rows, values, stride, n, count, acc, GGML_TYPE_Q4_0);
+    KV(add_rows)(state, num_rows, values, stride, n, count, ahead, acc, GGML_TYPE_Q4_0);
 }

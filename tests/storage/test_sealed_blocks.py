@@ -603,8 +603,8 @@ def test_a_patched_block_is_sealed_once_tokens_that_fit_follow(rng, name):
     cache = kvfast.KVCache(1, HEADS, DIM, dtype=SEALING[name])
 
     def go_on(loud):
-        """Up to three blocks; ten tokens that fit, then others."""
-        k, v = rng.standard_normal((2, 3 * size - len(cache), HEADS, DIM)).astype(np.float32)
+        """Up to three blocks, or as many tokens as are read as codes with two; ten tokens that fit, then others."""
+        k, v = rng.standard_normal((2, 2 * size + max(size, SEALING[name].open_tokens) - len(cache), HEADS, DIM)).astype(np.float32)
         k *= 0.3
         k[10:] *= loud
         cache.append(0, k, v)

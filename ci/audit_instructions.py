@@ -115,13 +115,15 @@ def package():
 
 
 def matrix_functions():
-    """Names of the functions in the region of the matrix unit, which have the suffix of the tier beside it."""
+    """Names of the functions in the region of the matrix unit, which have the suffix of the tier beside it. Those that a macro ends
+    with the name of a dtype end with an underscore."""
     simd = package() / "simd"
     text = (simd / "tier.inc.h").read_text()
     region = text[text.index("#ifdef KV_MATRIX"):]
     found = set()
     for header in re.findall(r'#include "(.*)"', region[:region.index("#endif")]):
-        found.update(re.findall(r"\bKV\((\w+)\)\s*\(", (simd / header).read_text()))
+        text = (simd / header).read_text()
+        found.update(re.findall(r"\bKV\((\w+)\)\s*\(", text), re.findall(r"\bstatic void KV\((\w+)##\w+\)", text))
     if not found:
         raise SystemExit("no function found in the KV_MATRIX region of simd/tier.inc.h")
     return found
@@ -132,7 +134,8 @@ def tier_of(symbol, matrix):
     base = symbol.split("@")[0].split(".")[0]
     for tier in sorted(TIERS, key=len, reverse=True):
         if base.endswith(f"_{tier}"):
-            return "amx" if base.removesuffix(f"_{tier}") in matrix else tier
+            name = base.removesuffix(f"_{tier}")
+            return "amx" if name in matrix or any(one.endswith("_") and name.startswith(one) for one in matrix) else tier
     return None
 
 

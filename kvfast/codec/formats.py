@@ -57,7 +57,8 @@ class KVFormat:
     num_recent_tokens : int
         Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a block is read as codes
         once it is full and so many tokens follow it. So between this number and `block_size` - 1 more are floats. With
-        `centring` or `per_channel` they are 16 at least. A rollback of so many tokens is exact.
+        `centring` or `per_channel` they are 16 at least. A rollback of so many tokens is exact. Sink tokens are read as codes once
+        blocks between them and the window are gone.
     clip_search : bool
         Choose each token's INT4 scale for the least squared error, even if that clips the largest elements. Writing takes
         longer; reading does not.

@@ -109,6 +109,7 @@ def test_the_least_recently_used_go_first(tmp_path):
         prompts.save(filled([token] * 50), [token] * 50)
         time.sleep(0.01)
     assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1] * 51) == 50
+    prompts.flush()  # `restore` does not wait until its prompt is marked as used
     prompts.save(filled([4] * 50), [4] * 50)
     assert prompts.nbytes <= prompts.max_bytes and len(prompts) == 3
     found = [prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [token] * 51) for token in (1, 2, 3, 4)]

@@ -12,7 +12,7 @@ from kvfast.llama_cpp.installed import SOURCES, SUFFIX, Ggml, installed
 
 # Those of setup.py, and rows that are wide enough for the keys of multi-head latent attention.
 FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-DKV_WIDEST_HEAD=576"]
-UNITS = ("kernels", "attention", "backend")
+UNITS = ("kernels", "attention", "masks", "tasks", "backend")
 
 
 def build(source=None, libraries=None, out=None):

@@ -1,0 +1,71 @@
+/* What query rows see of a tile, and what ggml's masks add to their scores. */
+#include "call.h"
+
+#include <math.h>
+#include <string.h>
+
+/* ggml's slope of a query head for ALiBi. */
+static float slope_of(const call *c, int64_t head)
+{
+    if (c->max_bias <= 0) return 1.0f;
+    const uint32_t power = 1u << (uint32_t)floor(log2((double)c->q->ne[2]));
+    if (head < power) return powf(powf(2.0f, -c->max_bias / (float)power), (float)(head + 1));
+    return powf(powf(2.0f, -c->max_bias / 2.0f / (float)power), (float)(2 * (head - power) + 1));
+}
+
+/* The tokens of a mask that are not minus infinity, from *from to *to; returns whether they need more than that: some within, or a
+   bias. */
+static bool range_of(const uint16_t *mask, int count, int *from, int *to)
+{
+    enum { HIDDEN = 0xFC00, MAGNITUDE = 0x7FFF };
+    int first = 0, last = count;
+    unsigned others = 0;
+    while (first < last && mask[first] == HIDDEN) first++;
+    while (last > first && mask[last - 1] == HIDDEN) last--;
+    for (int t = first; t < last; t++) others |= mask[t];
+    *from = first;
+    *to = last;
+    return (others & MAGNITUDE) != 0;
+}
+
+bool kv_find_seen(const task *t, int64_t token, int count)
+{
+    const call *c = t->call;
+    const struct ggml_tensor *mask = c->mask;
+    scratch *own = t->own;
+    const char *last = NULL;
+    bool any = false, bent = false;
+    memset(own->seen, 0, sizeof own->seen);
+    memset(own->biased, 0, sizeof own->biased);
+    for (int r = 0; r < t->rows; r++) {
+        if (!mask) {
+            own->from[r] = 0;
+            own->to[r] = count;
+            own->seen[r / KV_ROWS] = 1;
+            any = true;
+            continue;
+        }
+        const int64_t query = (t->first_row + r) / c->group, head = t->head * c->group + (t->first_row + r) % c->group;
+        const char *at = (const char *)mask->data + query * mask->nb[1] + head % mask->ne[2] * mask->nb[2] +
+                         t->stream % mask->ne[3] * mask->nb[3] + token * 2;
+        if (at == last) {
+            own->from[r] = own->from[r - 1];
+            own->to[r] = own->to[r - 1];
+        } else {
+            bent = range_of((const uint16_t *)at, count, own->from + r, own->to + r);
+        }
+        last = at;
+        if (own->from[r] == own->to[r]) continue;
+        own->seen[r / KV_ROWS] = 1;
+        any = true;
+        if (!bent) continue;
+        float *bias = own->bias + r / KV_ROWS * KV_ROWS * KV_TILE;
+        if (!own->biased[r / KV_ROWS]) memset(bias, 0, KV_ROWS * KV_TILE * sizeof *bias);
+        own->biased[r / KV_ROWS] = 1;
+        bias += r % KV_ROWS * KV_TILE;
+        c->tier.attention->to_float[KV_FLOAT16](at, count, bias);
+        const float slope = slope_of(c, head);
+        for (int i = 0; slope != 1.0f && i < count; i++) bias[i] *= slope;
+    }
+    return any;
+}

@@ -1,0 +1,240 @@
+/* Tasks of a call, and their partial results. */
+#include "call.h"
+
+#include <math.h>
+#include <string.h>
+
+static const char *stored_rows(const side *s, const task *t, int64_t token)
+{
+    const struct ggml_tensor *x = s->tensor;
+    return (const char *)x->data + token * x->nb[1] + t->head * x->nb[2] + t->stream / (t->call->q->ne[3] / x->ne[3]) * x->nb[3];
+}
+
+/* Fetches rows that are read soon. Hardware does not: heads alternate, so that rows of one are apart. */
+static void fetch_rows(const side *s, const char *rows, int count)
+{
+    const ptrdiff_t stride = (ptrdiff_t)s->tensor->nb[1];
+    for (int i = 0; i < count; i++, rows += stride) {
+        for (ptrdiff_t at = 0; at < s->row_bytes; at += 64) __builtin_prefetch(rows + at);
+        __builtin_prefetch(rows + s->row_bytes - 1);
+    }
+}
+
+/* What kernels of blocks fetch while they read `count` tokens from `token` on: as much of the same tokens of the next split, in the
+   order of memory, where heads that lie side by side share their lines. On a Xeon, q8_0 takes 0.78 to 0.82 of the time that it
+   takes with the rows of the next tile. */
+static kv_lines lines_ahead(const side *s, const task *t, int64_t token, int count)
+{
+    const struct ggml_tensor *x = s->tensor;
+    const call *c = t->call;
+    const int64_t stride = (int64_t)x->nb[1], size = c->split_tokens, next = (t->split + 1) * size;
+    const bool beside = (int64_t)x->nb[2] * x->ne[2] <= stride;
+    const char *rows = (const char *)x->data + t->stream / (c->q->ne[3] / x->ne[3]) * x->nb[3] + next * stride;
+    int64_t from = token - t->split * size, to = from + count;
+    if (beside) from = (t->head * size + from) * stride / x->ne[2], to = (t->head * size + to) * stride / x->ne[2];
+    else rows += t->head * x->nb[2], from *= stride, to *= stride;
+    to = smaller(to, (smaller(size, c->tokens - next) - 1) * stride + s->row_bytes);
+    return from < to ? (kv_lines){rows + from, to - from} : (kv_lines){(const char *)t->own->out, 0};
+}
+
+/* A tile as the kernels read it: stored rows as they are, or decoded ones. */
+static kv_tile open_tile(const side *s, const task *t, int64_t token, int count, float *decoded)
+{
+    const char *rows = stored_rows(s, t, token);
+    const kv_tile tile = {.base = s->decode ? (const char *)decoded : rows, .count = count};
+    const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim, stride = (ptrdiff_t)s->tensor->nb[1];
+    const bool more = token + 2 * count <= t->call->tokens;
+    for (int i = 0; s->decode && i < count; i++, rows += stride, decoded += padded) {
+        if (more) fetch_rows(s, rows + count * stride, 1);
+        s->decode(rows, n, decoded);
+        if (n < padded) memset(decoded + n, 0, (size_t)(padded - n) * sizeof *decoded);
+    }
+    return tile;
+}
+
+static void load_queries(const task *t, int first, float *rows)
+{
+    const call *c = t->call;
+    const ptrdiff_t n = c->k.rows.head_dim, padded = c->k.rows.padded_dim;
+    memset(rows, 0, (size_t)(KV_ROWS * padded) * sizeof *rows);
+    for (int r = first; r < t->rows && r < first + KV_ROWS; r++, rows += padded) {
+        const int64_t row = t->first_row + r;
+        const char *at = (const char *)c->q->data + row / c->group * c->q->nb[1] +
+                         (t->head * c->group + row % c->group) * c->q->nb[2] + t->stream * c->q->nb[3];
+        memcpy(rows, at, (size_t)n * sizeof *rows);
+    }
+}
+
+static int rows_of_block(const task *t, int block) { return (int)smaller(KV_ROWS, t->rows - block * KV_ROWS); }
+
+static void begin(const task *t)
+{
+    const call *c = t->call;
+    const kv_kernels *kernels = c->tier.attention;
+    const size_t sums = (size_t)(KV_ROWS * c->v.rows.padded_dim) * sizeof(float);
+    for (int b = 0; b * KV_ROWS < t->rows; b++) {
+        if (c->matrix) {
+            kv_panel *panel = t->own->wide.panels + b;
+            load_queries(t, b * KV_ROWS, t->own->wide.rows);
+            kernels->prepare_panel[KV_HALVES](&c->k.rows, t->own->wide.rows, NULL, NULL, c->scale, panel);
+            panel->rows = rows_of_block(t, b);
+            panel->options = (kv_score_options){.softcap = c->softcap};
+            panel->refined = 0;
+            memset(panel->acc, 0, sums);
+            for (int r = 0; r < KV_ROWS; r++) panel->m[r] = -INFINITY, panel->l[r] = 0.0f, panel->noise[r] = 0.0;
+        } else {
+            kv_scratch *narrow = t->own->narrow + b;
+            load_queries(t, b * KV_ROWS, narrow->rows);
+            if (c->k.score) c->k.prepare(narrow->rows, rows_of_block(t, b), c->k.rows.head_dim, c->scale, t->own->queries + b);
+            else kernels->prepare[c->k.rows.dtype](&c->k.rows, narrow->rows, rows_of_block(t, b), c->scale, &narrow->queries);
+            narrow->softmax.refined = 0;
+            memset(narrow->acc, 0, sums);
+            for (int r = 0; r < KV_ROWS; r++)
+                narrow->softmax.m[r] = -INFINITY, narrow->softmax.l[r] = 0.0f, narrow->softmax.noise[r] = 0.0;
+        }
+    }
+}
+
+static void attend_with_matrix(const task *t, const kv_tile *keys, const kv_tile *values)
+{
+    const call *c = t->call;
+    kv_wide_scratch *wide = &t->own->wide;
+    const int blocks = (int)parts(t->rows, KV_ROWS);
+    for (int b = 0; b < blocks; b++) {
+        kv_panel *panel = wide->panels + b;
+        memcpy(panel->start, t->own->from + b * KV_ROWS, sizeof panel->start);
+        memcpy(panel->stop, t->own->to + b * KV_ROWS, sizeof panel->stop);
+        panel->options.bias = t->own->biased[b] ? t->own->bias + b * KV_ROWS * KV_TILE : NULL;
+    }
+    c->tier.attention->attend_panels[KV_HALVES](&c->k.rows, &c->v.rows, keys, values, keys, values, 0.0f, &wide->operands,
+                                                wide->panels, blocks);
+}
+
+/* The scores of a block's rows. The first block's fetch what is read next: every few tokens as many of the tile's values and of the
+   next keys (if there are more), as a processor waits for only so many lines at once; kernels of blocks fetch their own side. */
+static void score_tile(const task *t, int block, int64_t token, const kv_tile *keys, const kv_tile *values, bool more,
+                       const kv_ahead *ahead)
+{
+    const call *c = t->call;
+    kv_scratch *own = t->own->narrow + block;
+    const ptrdiff_t stride = c->k.rows.row_stride;
+    const int rows = rows_of_block(t, block);
+    for (int i = 0, count; i < keys->count; i += count) {
+        count = keys->count - i < KV_LANES ? keys->count - i : KV_LANES;
+        const kv_tile part = {.base = keys->base + i * stride, .count = count};
+        if (block == 0 && !c->v.decode && !c->v.add) fetch_rows(&c->v, values->base + i * c->v.rows.row_stride, count);
+        if (block == 0 && !c->k.decode && !c->k.score && more) fetch_rows(&c->k, part.base + keys->count * stride, count);
+        float *scores = own->softmax.weights + i;
+        if (c->k.score) c->k.score(t->own->queries + block, rows, part.base, stride, c->k.rows.head_dim, count,
+                                   lines_ahead(&c->k, t, token + i, block == 0 ? count : 0), scores);
+        else c->tier.attention->scores[c->k.rows.dtype](&c->k.rows, &own->queries, rows, &part, ahead, scores);
+    }
+}
+
+static void attend_with_vectors(const task *t, int64_t token, const kv_tile *keys, const kv_tile *values)
+{
+    const call *c = t->call;
+    const kv_kernels *kernels = c->tier.attention;
+    static const ptrdiff_t nowhere[1] = {0};
+    const kv_prefetch none = {.base = (const char *)t->own->out, .at = nowhere, .piece = 1};
+    const kv_ahead ahead = {.next = none, .after = none};
+    const bool more = token + 2 * keys->count <= c->tokens;
+    for (int b = 0; b * KV_ROWS < t->rows; b++) {
+        if (!t->own->seen[b]) continue;
+        kv_scratch *own = t->own->narrow + b;
+        const int rows = rows_of_block(t, b);
+        const kv_score_options options = {.softcap = c->softcap, .bias = t->own->biased[b] ? t->own->bias + b * KV_ROWS * KV_TILE : NULL};
+        score_tile(t, b, token, keys, values, more, &ahead);
+        kernels->softmax(&own->softmax, rows, keys->count, t->own->from + b * KV_ROWS, t->own->to + b * KV_ROWS, 0.0f, &options);
+        if (c->v.add) c->v.add(&own->softmax, rows, values->base, c->v.rows.row_stride, c->v.rows.head_dim, values->count,
+                               lines_ahead(&c->v, t, token, b == 0 ? values->count : 0), own->acc);
+        else kernels->accumulate[c->v.rows.dtype](&c->v.rows, &own->softmax, rows, values, &ahead, own->acc);
+    }
+}
+
+/* Writes an output row, out = acc / l, after the sink of its head. */
+static void write_row(const call *c, int64_t stream, int64_t query, int64_t head, float *acc, float m, float l)
+{
+    float scale = 1.0f;
+    if (c->sinks) {
+        const float sink = ((const float *)c->sinks->data)[head], top = fmaxf(m, sink);
+        scale = m == top ? 1.0f : expf(m - top);
+        l = l * scale + expf(sink - top);
+    }
+    char *at = (char *)c->out->data + head * c->out->nb[1] + query * c->out->nb[2] + stream * c->out->nb[3];
+    scale = l == 0.0f ? 0.0f : scale / l;
+    c->tier.attention->scale_add(acc, scale, acc, 0.0f, c->v.rows.head_dim);
+    memcpy(at, acc, (size_t)c->v.rows.head_dim * sizeof(float));
+}
+
+/* Of one query row: (splits, partial_floats), in each the maximum, the sum of weights, and the sums of values. */
+static float *partials_of(const call *c, int64_t stream, int64_t query, int64_t head)
+{
+    return c->partials + ((stream * c->q->ne[1] + query) * c->q->ne[2] + head) * c->splits * c->partial_floats;
+}
+
+static void end(const task *t)
+{
+    const call *c = t->call;
+    const ptrdiff_t n = c->v.rows.padded_dim;
+    for (int r = 0; r < t->rows; r++) {
+        const int64_t query = (t->first_row + r) / c->group, head = t->head * c->group + (t->first_row + r) % c->group;
+        float *acc, m, l;
+        if (c->matrix) {
+            const kv_panel *panel = t->own->wide.panels + r / KV_ROWS;
+            acc = t->own->out, m = panel->m[r % KV_ROWS], l = panel->l[r % KV_ROWS];
+            for (int i = 0; i < n / KV_LANES; i++)
+                memcpy(acc + i * KV_LANES, panel->acc + (i * KV_ROWS + r % KV_ROWS) * KV_LANES, KV_LANES * sizeof *acc);
+        } else {
+            kv_scratch *own = t->own->narrow + r / KV_ROWS;
+            acc = own->acc + r % KV_ROWS * n, m = own->softmax.m[r % KV_ROWS], l = own->softmax.l[r % KV_ROWS];
+        }
+        if (c->splits == 1) {
+            write_row(c, t->stream, query, head, acc, m, l);
+            continue;
+        }
+        float *partial = partials_of(c, t->stream, query, head) + t->split * c->partial_floats;
+        partial[0] = m;
+        partial[1] = l;
+        memcpy(partial + 2, acc, (size_t)n * sizeof *acc);
+    }
+}
+
+void kv_run_task(const call *c, int64_t index, scratch *own)
+{
+    const int64_t heads = c->k.tensor->ne[2];
+    task t = {.call = c, .own = own};
+    t.head = index % heads, index /= heads;
+    t.split = index % c->splits, index /= c->splits;
+    t.first_row = index % c->blocks * c->block_rows;
+    t.stream = index / c->blocks;
+    t.rows = (int)smaller(c->block_rows, c->rows - t.first_row);
+    const int64_t stop = smaller(c->tokens, (t.split + 1) * c->split_tokens);
+    begin(&t);
+    for (int64_t token = t.split * c->split_tokens; token < stop; token += c->tile) {
+        const int count = (int)smaller(c->tile, stop - token);
+        if (!kv_find_seen(&t, token, count)) continue;
+        const kv_tile keys = open_tile(&c->k, &t, token, count, own->keys);
+        const kv_tile values = open_tile(&c->v, &t, token, count, own->values);
+        if (c->matrix) attend_with_matrix(&t, &keys, &values);
+        else attend_with_vectors(&t, token, &keys, &values);
+    }
+    end(&t);
+}
+
+void kv_merge_row(const call *c, int64_t row, scratch *own)
+{
+    const int64_t head = row % c->q->ne[2], query = row / c->q->ne[2] % c->q->ne[1], stream = row / c->q->ne[2] / c->q->ne[1];
+    const float *partial = partials_of(c, stream, query, head);
+    const ptrdiff_t n = c->v.rows.padded_dim;
+    float m = -INFINITY, l = 0.0f;
+    for (int64_t i = 0; i < c->splits; i++) m = fmaxf(m, partial[i * c->partial_floats]);
+    memset(own->out, 0, (size_t)n * sizeof(float));
+    for (int64_t i = 0; i < c->splits; i++, partial += c->partial_floats) {
+        if (partial[1] == 0.0f) continue; /* goes on for NaN */
+        const float weight = expf(partial[0] - m);
+        l += partial[1] * weight;
+        c->tier.attention->scale_add(own->out, 1.0f, partial + 2, weight, n);
+    }
+    write_row(c, stream, query, head, own->out, m, l);
+}

@@ -25,7 +25,8 @@ cdef enum:
     # Bytes of the pass after the next that a pass prefetches, with keys of less than 8 bits: 0.96 to 0.99 of the time on a Xeon.
     # With INT8, which takes more bytes in the same time, and with float rows that takes 1.03 to 1.17 times as long.
     NARROW_LEAD = 2048
-    # Tokens from which the matrix unit reads codes faster than vectors do (Xeon; behind 512 others it takes 1.05 of the time).
+    # Tokens from which the matrix unit reads codes faster than vectors do. Measured on a Xeon: with 512 tokens INT8 takes 1.02 of the
+    # time from memory, and nothing is gained with two threads.
     MATRIX_TOKENS = 1024
 
 

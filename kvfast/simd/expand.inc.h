@@ -1,8 +1,8 @@
 /* Scores and sums of values of packed codes; see packed.h. A tile is expanded to a block of INT8 in the processor's cache,
    which INT8's kernels read. */
 
-/* Half a line. */
-typedef uint32_t KV(half_line) __attribute__((vector_size(32)));
+/* A line; half a line is in packed.inc.h. */
+typedef uint32_t KV(line) __attribute__((vector_size(64)));
 
 /* Replaces codes by levels + 128. Passed by pointer, as compilers differ in how they pass vectors that a tier has no registers
    for. */
@@ -69,6 +69,50 @@ static inline __attribute__((always_inline)) void KV(expand_units)(const uint8_t
     }
 }
 
+/* Expands consecutive units of 3 bits to lines of INT8: levels + 128. */
+static inline __attribute__((always_inline)) void KV(expand_threes)(const uint8_t *unit, int count, const uint8_t *table,
+                                                                    const char *ahead, uint8_t *out)
+{
+#ifdef KV_VBMI
+    /* The shuffle reads 6 bits of an index. So tables of 64 take the bits around a code as well, and no mask is needed. */
+    uint64_t levels = 0;
+    for (int code = 0; code < 8; code++) levels |= (uint64_t)kv_packed_level(table, 3, code) << 8 * code;
+    const vi low = _mm512_set1_epi64((int64_t)levels);
+    const vi eighths = _mm512_set_epi64(0x0707070707070707, 0x0606060606060606, 0x0505050505050505, 0x0404040404040404,
+                                        0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    const vi high = _mm512_permutexvar_epi8(eighths, low);
+    const vi apart = _mm512_permutexvar_epi8(_mm512_set4_epi32(0x07060504, 0x07060504, 0x03020100, 0x03020100), low); /* bits 0, 1, 3 */
+    const vi nibble = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
+    for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
+        kv_prefetch(ahead);
+        if (u % 2) kv_prefetch(ahead + 64);
+        const vi plane = _mm512_loadu_si512(unit);
+        const vi nibbles = _mm512_srlv_epi64(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(unit + 64))), nibble);
+        const vi last = _mm512_ternarylogic_epi32(_mm512_srli_epi16(plane, 6), nibbles, _mm512_set1_epi8(3), 0xE4);
+        _mm512_storeu_si512(out, _mm512_permutexvar_epi8(plane, low));
+        _mm512_storeu_si512(out + 64, _mm512_permutexvar_epi8(plane, high));
+        _mm512_storeu_si512(out + 128, _mm512_permutexvar_epi8(nibbles, low));
+        _mm512_storeu_si512(out + 192, _mm512_permutexvar_epi8(last, apart));
+    }
+#else
+    for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
+        kv_prefetch(ahead);
+        if (u % 2) kv_prefetch(ahead + 64);
+        for (int half = 0; half < 2; half++) {
+            KV(half_line) plane, nibbles, codes[4];
+            memcpy(&plane, unit + half * 32, 32);
+            memcpy(&nibbles, unit + 64, 32);
+            nibbles >>= half * 4;
+            codes[0] = plane & 0x07070707;
+            codes[1] = plane >> 3 & 0x07070707;
+            codes[2] = nibbles & 0x07070707;
+            codes[3] = (plane >> 6 & 0x03030303) | (nibbles >> 1 & 0x04040404);
+            for (int line = 0; line < 4; line++) KV(put_levels)(codes + line, 3, table, out + line * 64 + half * 32);
+        }
+    }
+#endif
+}
+
 static void KV(expand)(const kv_side *side, const char *units, int count, const char *ahead, uint8_t *out)
 {
     /* shuffles read 16 levels, also of 4 and 8 */
@@ -81,8 +125,8 @@ static void KV(expand)(const kv_side *side, const char *units, int count, const 
         else KV(expand_units)(unit, count, 2, NULL, ahead, out);
         break;
     case KV_INT3:
-        if (table) KV(expand_units)(unit, count, 3, levels, ahead, out);
-        else KV(expand_units)(unit, count, 3, NULL, ahead, out);
+        if (table) KV(expand_threes)(unit, count, levels, ahead, out);
+        else KV(expand_threes)(unit, count, NULL, ahead, out);
         break;
     case KV_INT5:
         if (table) KV(expand_units)(unit, count, 5, levels, ahead, out);
@@ -174,9 +218,10 @@ static void KV(expand_trellis)(const uint8_t *unit, ptrdiff_t stride, int units,
     }
 }
 
-/* A tile that was expanded to a block of INT8; the block holds nothing else. */
+/* A tile that was expanded to a block of INT8, with its tokens' scales; or to blocks, as many as the tile has lanes at most, with
+   the channels' offsets and scales. There is nothing else. */
 typedef struct {
-    KV_ALIGNED uint8_t block[KV_TILE * KV_MAX_HEAD_DIM + KV_TILE * sizeof(float)];
+    KV_ALIGNED uint8_t block[KV_TILE * KV_MAX_HEAD_DIM + KV_TILE / KV_LANES * 4 * KV_MAX_HEAD_DIM];
     kv_side side;
     kv_tile tile;
     kv_ahead ahead; /* of the block itself: there is nothing to prefetch */
@@ -235,54 +280,55 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
     KV(describe_expanded)(side, tile, tokens, expanded);
 }
 
-/* Half of a line of INT3 keys with channel scales, from the units of 16 tokens. */
-static inline __attribute__((always_inline)) void KV(load_key_line)(const uint8_t *units, const kv_key_bits *key_bits, int line,
-                                                                    int half, KV(half_line) *codes)
+/* Expands INT3 keys with channel scales of 16 tokens to lines of bytes. */
+static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t *unit, int units, const kv_key_order *order,
+                                                                  const char *ahead, uint8_t *out)
 {
-    KV(half_line) plane;
-    memcpy(&plane, units + line / 4 * 96 + half * 32, 32);
-    *codes = plane >> line % 4 * 2 & 0x03030303;
-    for (int i = 0, place = key_bits->first[line]; i < key_bits->bits[line]; i++, place++) {
-        memcpy(&plane, units + place / 4 * 96 + 64, 32);
-        *codes |= (plane >> (place % 4 + half * 4) & 0x01010101) << (2 + i);
+    for (int u = 0; u < units; u++, unit += 96, ahead += 96) {
+        KV(line) plane, codes;
+        KV(half_line) nibbles, half;
+        uint8_t *const wide = out + 64 * order->wide[u];
+        kv_prefetch(ahead);
+        if (u % 2) kv_prefetch(ahead + 64);
+        memcpy(&plane, unit, 64);
+        memcpy(&nibbles, unit + 64, 32);
+        codes = plane & 0x07070707;
+        memcpy(out + 64 * order->even[2 * u], &codes, 64);
+        codes = plane >> 3 & 0x07070707;
+        memcpy(out + 64 * order->even[2 * u + 1], &codes, 64);
+        codes = plane >> 6 & 0x03030303;
+        memcpy(out + 64 * order->narrow[u], &codes, 64);
+        half = nibbles & 0x0F0F0F0F;
+        memcpy(wide, &half, 32);
+        half = nibbles >> 4 & 0x0F0F0F0F;
+        memcpy(wide + 32, &half, 32);
     }
 }
 
-/* Expands a tile of INT3 keys with channel scales to blocks of INT4 with channel scales. */
+/* Expands a tile of INT3 keys with channel scales to blocks of bytes, with their statistics. */
 static void KV(expand_keys)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead, KV(expanded) *expanded)
 {
-    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, lines = side->padded_dim / 4;
-    const ptrdiff_t unit_bytes = lines / 4 * 96, statistics = side->bytes - side->means;
+    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, units = side->padded_dim / KV_UNIT;
+    const ptrdiff_t lane_bytes = units * 96, statistics = side->bytes - side->means;
     KV(describe_expanded)(side, tile, tokens < side->block_size ? tokens : side->block_size, expanded);
     kv_side *to = &expanded->side;
-    to->dtype = KV_INT4;
-    to->scales = to->means = (ptrdiff_t)to->block_size * side->padded_dim / 2;
+    to->dtype = side->dtype; /* the channels' scales have flags */
+    to->means = to->scales;
     to->scale_bytes = 0;
     to->channels = to->means + (side->channels - side->means);
     to->bytes = to->means + statistics;
     ptrdiff_t read = 0;
     for (int t = 0, slot = tile->first, block = 0; t < tokens; block++, slot = 0) {
         const char *at = tile->base + tile->at[block];
-        const uint8_t *units = (const uint8_t *)at + slot / KV_LANES * unit_bytes;
+        const uint8_t *unit = (const uint8_t *)at + slot / KV_LANES * lane_bytes;
         uint8_t *out = expanded->block + block * to->bytes;
-        uint16_t *channels = (uint16_t *)(out + to->channels);
         const int end = t + to->block_size < tokens ? t + to->block_size : tokens;
-        kv_key_bits key_bits;
-        kv_read_key_bits((const uint16_t *)(at + side->channels), side->padded_dim, &key_bits);
+        kv_key_order order;
+        kv_read_key_order((const uint16_t *)(at + side->channels), side->padded_dim, &order);
         expanded->tile.at[block] = out - expanded->block;
         memcpy(out + to->means, at + side->means, (size_t)statistics);
-        for (int d = 0; d < side->padded_dim; d++) channels[d] &= (uint16_t)~KV_KEY_BITS;
-        for (; t < end; t += KV_LANES, units += unit_bytes) {
-            for (ptrdiff_t i = 0; i < unit_bytes; i += 64, read += 64) kv_prefetch(kv_prefetch_from(ahead, read));
-            for (int line = 0; line < lines; line += 2)
-                for (int half = 0; half < 2; half++, out += 32) {
-                    KV(half_line) low, high;
-                    KV(load_key_line)(units, &key_bits, line, half, &low);
-                    KV(load_key_line)(units, &key_bits, line + 1, half, &high);
-                    low |= high << 4;
-                    memcpy(out, &low, 32);
-                }
-        }
+        for (; t < end; t += KV_LANES, unit += lane_bytes, read += lane_bytes, out += side->padded_dim * KV_LANES)
+            KV(expand_lane)(unit, units, &order, kv_prefetch_from(ahead, read), out);
     }
     kv_prefetch_end(ahead);
 }
@@ -293,7 +339,7 @@ static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, in
     if (side->channels) {
         KV(expanded) keys;
         KV(expand_keys)(side, tile, ahead, &keys);
-        KV(scores_int4)(&keys.side, queries, num_rows, &keys.tile, &keys.ahead, scores);
+        KV(scores_integer)(&keys.side, queries, num_rows, &keys.tile, &keys.ahead, scores, KV_INT8, KV_CHANNELS, KV(refine_keys));
         return;
     }
     KV(expanded) expanded;

@@ -2,7 +2,7 @@
 
 static inline __attribute__((always_inline)) vf KV(load_scales)(const char *scales, int token, const int dtype)
 {
-    return dtype == KV_GAUSS4 ? vf_load_bfloat16((const uint16_t *)scales + token) : vf_load((const float *)scales + token);
+    return dtype == KV_GAUSS4 || dtype == KV_INT3 ? vf_load_bfloat16((const uint16_t *)scales + token) : vf_load((const float *)scales + token);
 }
 
 /* Multiplies (INT_VECTORS or 1) x W lanes by `rows` rows of activations over `lines` 64-byte lines: from base +
@@ -71,7 +71,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
     const ptrdiff_t n = side->padded_dim;
     const int lines = side->padded_dim / KV_DEPTHS(dtype);
     const ptrdiff_t tile_bytes = (ptrdiff_t)lines * 64;
-    const float error = KV(error_of_unit)(side, dtype), ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
+    const float error = KV(error_of_unit)(side, channels ? KV_INT4 : dtype), ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
     KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
     KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
     int32_t sums[KV_PANEL];
@@ -93,7 +93,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
                 const float limit = KV_LEAST_ERROR / (error * __builtin_fabsf(unit[r])); /* least scale of a token that counts */
                 const vf scale = vf_set1(unit[r] * (0.5f / KV_MAX_ACTIVATION));
                 const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
-                const vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(KV_BIAS(dtype) * sums[r])));
+                const vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(KV_BIAS(channels ? KV_INT4 : dtype) * sums[r])));
                 vf_store(score, vf_add(vf_load(score), vf_zero_below(vf_mul(dot, vf_mul(scale, token)), token, limit)));
             }
         lane += vectors * W;
@@ -126,7 +126,8 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     const int channels = statistics == KV_CHANNELS;
     const ptrdiff_t tile_bytes = (ptrdiff_t)lines * 64;
     const int lanes = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
-    const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
+    const float error =
+        channels ? KV(error_of_unit)(side, KV_INT4) : KV(error_of_unit)(side, dtype) * KV(largest_scale)(side, tile, dtype);
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         KV(folded) folded;
         const int8_t *x = channels ? folded.parts : queries->parts + row * (side->padded_dim * 2);
@@ -185,10 +186,11 @@ typedef struct {
 static inline __attribute__((always_inline)) KV(values) KV(find_values)(const kv_side *side, const kv_tile *tile, const int dtype)
 {
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, depth = KV_DEPTHS(dtype);
+    const ptrdiff_t token_bytes = KV_LANES * kv_dtypes[dtype].bits; /* of 8 tokens */
     KV(values) values = {tile->base, tile->at, {0}, tokens, tokens / depth, (side->block_size - tile->first) / depth,
-                         (ptrdiff_t)(side->block_size / depth) * 64, (ptrdiff_t)(tile->first / depth) * 64};
+                         side->block_size / 8 * token_bytes, tile->first / 8 * token_bytes};
     for (int t = 0, block = 0, slot = tile->first; t < tokens; t += KV_LANES) {
-        values.scales[t / KV_LANES] = tile->base + tile->at[block] + side->scales + slot * (dtype == KV_GAUSS4 ? 2 : 4);
+        values.scales[t / KV_LANES] = tile->base + tile->at[block] + side->scales + slot * kv_dtypes[dtype].scale_bytes;
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
@@ -295,6 +297,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
         KV(refine)(side, rows, inverse, unit, num_rows, tile, block, slot, lane, stop, scores, dtype, channels); \
     }
 KV_REFINER(channels, KV_INT4, 1)
+KV_REFINER(keys, KV_INT8, 1) /* of INT3, expanded */
 
 #define KV_INTEGER_KERNELS(name, dtype)                                                               \
     static void KV(prepare_##name)(const kv_side *side, const float *rows, int num_rows, float factor, \

@@ -75,9 +75,7 @@ static inline __attribute__((always_inline)) void KV(expand_threes)(const uint8_
 {
 #ifdef KV_VBMI
     /* The shuffle reads 6 bits of an index. So tables of 64 take the bits around a code as well, and no mask is needed. */
-    uint64_t levels = 0;
-    for (int code = 0; code < 8; code++) levels |= (uint64_t)kv_packed_level(table, 3, code) << 8 * code;
-    const vi low = _mm512_set1_epi64((int64_t)levels);
+    const vi low = _mm512_set1_epi64(table ? kv_load64(table) : (int64_t)0xF0D0B09070503010);
     const vi eighths = _mm512_set_epi64(0x0707070707070707, 0x0606060606060606, 0x0505050505050505, 0x0404040404040404,
                                         0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
     const vi high = _mm512_permutexvar_epi8(eighths, low);
@@ -280,7 +278,7 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
     KV(describe_expanded)(side, tile, tokens, expanded);
 }
 
-/* Expands INT3 keys with channel scales of 16 tokens to lines of bytes. */
+/* Expands INT3 keys with channel scales of 16 tokens to lines of codes of 4 bits, a byte each. */
 static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t *unit, int units, const kv_key_order *order,
                                                                   const char *ahead, uint8_t *out)
 {
@@ -292,11 +290,11 @@ static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t 
         if (u % 2) kv_prefetch(ahead + 64);
         memcpy(&plane, unit, 64);
         memcpy(&nibbles, unit + 64, 32);
-        codes = plane & 0x07070707;
+        codes = plane << 1 & 0x0E0E0E0E;
         memcpy(out + 64 * order->even[2 * u], &codes, 64);
-        codes = plane >> 3 & 0x07070707;
+        codes = plane >> 2 & 0x0E0E0E0E;
         memcpy(out + 64 * order->even[2 * u + 1], &codes, 64);
-        codes = plane >> 6 & 0x03030303;
+        codes = plane >> 4 & 0x0C0C0C0C;
         memcpy(out + 64 * order->narrow[u], &codes, 64);
         half = nibbles & 0x0F0F0F0F;
         memcpy(wide, &half, 32);

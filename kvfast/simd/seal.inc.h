@@ -131,7 +131,7 @@ static void KV(fit_packed_channels)(const kv_side *side, char *block, const floa
         /* Rounding may move the range a little. */
         scale = scale > offset - low[c] ? scale : offset - low[c];
         scale = scale > (high[c] - offset) * (1.0f / (steps + 1.0f)) ? scale : (high[c] - offset) * (1.0f / (steps + 1.0f));
-        scales[c] = scale > 0x1p-100f ? scale : 0x1p-100f;
+        scales[c] = (scale > 0x1p-100f ? scale : 0x1p-100f) * (1.0f / (float)(16 >> bits[c / 4])); /* of 4 bits */
     }
     KV(put_channels)(side, channels, scales, (float)KV_FACTOR);
     for (int line = 0; line < lines; line++) {
@@ -172,6 +172,7 @@ static int KV(code_channels)(const kv_side *side, char *block, const float *rows
     for (ptrdiff_t c = 0; c < dims; c++) {
         most[c] = packed ? (float)((1 << bits[c / 4]) - 1) : 15.0f;
         scale[c] = (float)(channels[c] & (packed ? KV_FACTOR : 0x7FFF)) * unit;
+        if (packed) scale[c] *= (float)(16 >> bits[c / 4]); /* from codes of 4 bits */
         inverse[c] = scale[c] > 0.0f ? 1.0f / scale[c] : 0.0f;
     }
     for (; token < side->block_size; token++) {

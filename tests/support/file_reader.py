@@ -168,7 +168,7 @@ def unpacked(tiles, bits, depths):
 
 
 def key_codes(tiles, steps):
-    """Codes (blocks, tokens, elements) of tiles of INT3 keys with a scale per channel, whose channels have 2, 3 or 4 bits."""
+    """Codes (blocks, tokens, elements) of tiles of INT3 keys with a scale per channel: those of 2 and 3 bits as the high ones of 4."""
     units = tiles.reshape(*tiles.shape[:2], -1, 96)
     plane, nibbles = units[..., :64], np.concatenate([units[..., 64:] & 15, units[..., 64:] >> 4], axis=-1)
     flags = (steps >> 14 & 1).reshape(len(steps), -1, 16)
@@ -179,9 +179,9 @@ def key_codes(tiles, steps):
         count = len(order) // 4
         assert not tiles[block].any() or four.sum() == two.sum() == count and not (four & two).any()
         lines[block][:, order[:count]] = nibbles[block]
-        lines[block][:, order[count : 3 * count : 2]] = plane[block] & 7
-        lines[block][:, order[count + 1 : 3 * count : 2]] = plane[block] >> 3 & 7
-        lines[block][:, order[3 * count :]] = plane[block] >> 6
+        lines[block][:, order[count : 3 * count : 2]] = plane[block] << 1 & 14
+        lines[block][:, order[count + 1 : 3 * count : 2]] = plane[block] >> 2 & 14
+        lines[block][:, order[3 * count :]] = plane[block] >> 4 & 12
     return lines.reshape(*tiles.shape[:2], -1, 16, 4).swapaxes(2, 3).reshape(len(tiles), -1, wide.shape[1] * 4)
 
 

@@ -282,24 +282,25 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
 static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t *unit, int units, const kv_key_order *order,
                                                                   const char *ahead, uint8_t *out)
 {
-    for (int u = 0; u < units; u++, unit += 96, ahead += 96) {
+    const uint8_t *wide = order->wide, *even = order->even, *narrow = order->narrow;
+    for (size_t u = 0; u < (size_t)units; u++, unit += 96, ahead += 96) {
         KV(line) plane, codes;
         KV(half_line) nibbles, half;
-        uint8_t *const wide = out + 64 * order->wide[u];
         kv_prefetch(ahead);
-        if (u % 2) kv_prefetch(ahead + 64);
+        kv_prefetch(ahead + 64);
         memcpy(&plane, unit, 64);
         memcpy(&nibbles, unit + 64, 32);
         codes = plane << 1 & 0x0E0E0E0E;
-        memcpy(out + 64 * order->even[2 * u], &codes, 64);
+        memcpy(out + (size_t)even[2 * u] * 64, &codes, 64);
         codes = plane >> 2 & 0x0E0E0E0E;
-        memcpy(out + 64 * order->even[2 * u + 1], &codes, 64);
+        memcpy(out + (size_t)even[2 * u + 1] * 64, &codes, 64);
         codes = plane >> 4 & 0x0C0C0C0C;
-        memcpy(out + 64 * order->narrow[u], &codes, 64);
+        memcpy(out + (size_t)narrow[u] * 64, &codes, 64);
+        uint8_t *line = out + (size_t)wide[u] * 64;
         half = nibbles & 0x0F0F0F0F;
-        memcpy(wide, &half, 32);
+        memcpy(line, &half, 32);
         half = nibbles >> 4 & 0x0F0F0F0F;
-        memcpy(wide + 32, &half, 32);
+        memcpy(line + 32, &half, 32);
     }
 }
 

@@ -100,7 +100,8 @@ static void KV(share_key_bits)(const float *ranges, int lines, uint8_t *bits)
     for (int i = 0; i < lines; i++) {
         int wider = 0; /* lines before this one in the order of their ranges */
         for (int j = 0; j < lines; j++) wider += (sums[j] > sums[i]) | ((sums[j] == sums[i]) & (j < i));
-        bits[i] = (uint8_t)(wider < lines / 4 ? 4 : wider < lines - lines / 4 ? 3 : 2);
+        bits[i] = (uint8_t)(wider < lines / 4 ? 4 : wider < lines - lines / 4 ? 3
+                                                                              : 2);
     }
 }
 

@@ -2,7 +2,8 @@
 
 static inline __attribute__((always_inline)) vf KV(load_scales)(const char *scales, int token, const int dtype)
 {
-    return dtype == KV_GAUSS4 || dtype == KV_INT3 ? vf_load_bfloat16((const uint16_t *)scales + token) : vf_load((const float *)scales + token);
+    return dtype == KV_GAUSS4 || dtype == KV_INT3 ? vf_load_bfloat16((const uint16_t *)scales + token)
+                                                  : vf_load((const float *)scales + token);
 }
 
 /* Multiplies (INT_VECTORS or 1) x W lanes by `rows` rows of activations over `lines` 64-byte lines: from base +

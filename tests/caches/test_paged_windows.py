@@ -124,8 +124,8 @@ SIZED = [*((name, None, None) for name in FORMATS), *SIZES]
 USUAL_SIZED = [*SIZED[:len(FORMATS)], *(SIZES[4 * i + i % 4] for i in range(len(UNSEALED)))]
 
 
-@parametrize(("name", "size", "other", "window"), [(*sized, window) for window in WINDOWS for sized in SIZED],
-             usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(USUAL_SIZED)], ids=str)  # fmt: skip
+@parametrize(("name", "size", "other", "window"), [(*sized, WINDOWS[(i + turn) % 3]) for turn in range(2) for i, sized in enumerate(SIZED)],
+             usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(SIZED) if sized in USUAL_SIZED], ids=str)  # fmt: skip
 def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
     """There and back, to blocks of any size, at any time; and it goes on as if nothing had been."""
     stream, form = Stream(4, 700, layers=2), FORMATS[name]

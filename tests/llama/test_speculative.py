@@ -511,11 +511,11 @@ def compare_each(model, prompts, make_drafter, kind, max_tokens, sampling, stats
 
 @pytest.mark.model
 @exhaustive
-def test_ten_texts_are_the_same_by_lookup(smollm2):
+def test_six_texts_are_the_same_by_lookup(smollm2):
     _, model, tokenizer = smollm2
-    prompts = repeating_prompts(tokenizer, 5) + [tokenizer.encode(question) for question in QUESTIONS[:5]]
+    prompts = repeating_prompts(tokenizer, 3) + [tokenizer.encode(question) for question in QUESTIONS[:3]]
     stats = compare(model, prompts, llama.PromptLookup)
-    assert stats.num_accepted > 25
+    assert stats.num_accepted > 15
 
 
 @pytest.mark.model

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import warnings
+from unittest import mock
 
 # Before vLLM is imported: one process, where a failure has its traceback, little memory, and nothing that asks a network.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
@@ -66,7 +67,7 @@ def save_tokenizer(folder):
 
 def in_engine(folder, use, **options):
     """What `use` returns of an LLM of vLLM over a model, with kvfast as KVFAST_VLLM is set now. Nobody may keep the LLM: it ends the
-    process group, which is the next engine's then."""
+    process group, which is the next engine's then. Garbage is collected once: vLLM does so nine times, most of a tiny engine's time."""
     # vLLM looks for its kernels in vars() of all that modules hold. That of llvmlite's library, which drafts of n-grams import, is no dict.
     if "llvmlite.binding.ffi" in sys.modules:
         sys.modules["llvmlite.binding.ffi"]._lib_fn_wrapper.get = lambda self, name: None
@@ -76,13 +77,14 @@ def in_engine(folder, use, **options):
     kvfast.vllm.register()
     options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True,
                "skip_tokenizer_init": True} | options
-    llm = LLM(str(folder), seed=0, **options)
-    try:
-        return use(llm)
-    finally:
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
+    gc.collect()
+    with mock.patch.multiple(gc, collect=mock.DEFAULT, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT):
+        llm = LLM(str(folder), seed=0, **options)
+        try:
+            return use(llm)
+        finally:
+            del llm
+            cleanup_dist_env_and_memory()
 
 
 def generate(llm, prompts, most=24, **options):

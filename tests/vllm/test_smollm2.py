@@ -44,8 +44,11 @@ def check_texts(model, prompts, form, found, error):
     wholes = 0
     for ids, (tokens, logprobs) in zip(prompts, found, strict=True):
         cache = kvfast.KVCache(*model.cache_shape, dtype=form)
-        steps = [ids, *([token] for token in tokens[:-1])]  # token by token, as int4 reads those of one step as floats
-        logits = np.concatenate([model.logits(model.forward(step, cache)[-1:]) for step in steps]).astype(np.float64)
+        text = tokens[:-1]
+        slowly = form == VLLM_FORMATS["int4_per_token_head"]  # which reads tokens of one step as floats
+        steps = [ids, *([token] for token in text)] if slowly else [[*ids, *text]]
+        hidden = np.concatenate([model.forward(step, cache) for step in steps])
+        logits = model.logits(hidden[-TOKENS:]).astype(np.float64)
         chosen, best = logits[range(TOKENS), tokens], logits.max(1)
         assert (best - chosen < 2 * error).all(), ids
         np.testing.assert_allclose(logprobs, chosen - best - np.log(np.exp(logits - best[:, None]).sum(1)), atol=error)

@@ -285,22 +285,27 @@ static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t 
     const uint8_t *wide = order->wide, *even = order->even, *narrow = order->narrow;
     for (size_t u = 0; u < (size_t)units; u++, unit += 96, ahead += 96) {
         KV(line) plane, codes;
-        KV(half_line) nibbles, half;
         kv_prefetch(ahead);
         kv_prefetch(ahead + 64);
         memcpy(&plane, unit, 64);
-        memcpy(&nibbles, unit + 64, 32);
         codes = plane << 1 & 0x0E0E0E0E;
         memcpy(out + (size_t)even[2 * u] * 64, &codes, 64);
         codes = plane >> 2 & 0x0E0E0E0E;
         memcpy(out + (size_t)even[2 * u + 1] * 64, &codes, 64);
         codes = plane >> 4 & 0x0C0C0C0C;
         memcpy(out + (size_t)narrow[u] * 64, &codes, 64);
-        uint8_t *line = out + (size_t)wide[u] * 64;
-        half = nibbles & 0x0F0F0F0F;
-        memcpy(line, &half, 32);
-        half = nibbles >> 4 & 0x0F0F0F0F;
-        memcpy(line + 32, &half, 32);
+#if W == 16
+        const vi nibbles = _mm512_srlv_epi64(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(unit + 64))),
+                                             _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0));
+        _mm512_storeu_si512(out + (size_t)wide[u] * 64, vcodes_low(nibbles));
+#else
+        for (int half = 0; half < 2; half++) {
+            KV(half_line) nibbles;
+            memcpy(&nibbles, unit + 64, 32);
+            nibbles = nibbles >> half * 4 & 0x0F0F0F0F;
+            memcpy(out + (size_t)wide[u] * 64 + half * 32, &nibbles, 32);
+        }
+#endif
     }
 }
 

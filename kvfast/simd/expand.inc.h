@@ -73,24 +73,18 @@ static inline __attribute__((always_inline)) void KV(expand_units)(const uint8_t
 static inline __attribute__((always_inline)) void KV(expand_threes)(const uint8_t *unit, int count, const uint8_t *table,
                                                                     const char *ahead, uint8_t *out)
 {
-#ifdef KV_VBMI
-    /* The shuffle reads 6 bits of an index. So tables of 64 take the bits around a code as well, and no mask is needed. */
-    const vi low = _mm512_set1_epi64(table ? kv_load64(table) : (int64_t)0xF0D0B09070503010);
-    const vi eighths = _mm512_set_epi64(0x0707070707070707, 0x0606060606060606, 0x0505050505050505, 0x0404040404040404,
-                                        0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
-    const vi high = _mm512_permutexvar_epi8(eighths, low);
-    const vi apart = _mm512_permutexvar_epi8(_mm512_set4_epi32(0x07060504, 0x07060504, 0x03020100, 0x03020100), low); /* bits 0, 1, 3 */
-    const vi nibble = _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0);
+#if W >= 8
+    const KV(threes) levels = KV(load_threes)(table);
     for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
         kv_prefetch(ahead);
-        if (u % 2) kv_prefetch(ahead + 64);
-        const vi plane = _mm512_loadu_si512(unit);
-        const vi nibbles = _mm512_srlv_epi64(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(unit + 64))), nibble);
-        const vi last = _mm512_ternarylogic_epi32(_mm512_srli_epi16(plane, 6), nibbles, _mm512_set1_epi8(3), 0xE4);
-        _mm512_storeu_si512(out, _mm512_permutexvar_epi8(plane, low));
-        _mm512_storeu_si512(out + 64, _mm512_permutexvar_epi8(plane, high));
-        _mm512_storeu_si512(out + 128, _mm512_permutexvar_epi8(nibbles, low));
-        _mm512_storeu_si512(out + 192, _mm512_permutexvar_epi8(last, apart));
+        kv_prefetch(ahead + 64);
+        for (int lane = 0; lane < KV_LANES; lane += W) {
+            const KV(words) plane = (KV(words))vcodes_load(unit + 4 * lane);
+            const vcodes nibbles = KV(load_nibbles)(unit + 64, lane);
+            KV_FOR4(line, 4,
+                    const vcodes codes = KV(line_of_three)(plane, nibbles, line, &levels);
+                    memcpy(out + line * 64 + 4 * lane, &codes, 4 * W););
+        }
     }
 #else
     for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
@@ -295,9 +289,7 @@ static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t 
         codes = plane >> 4 & 0x0C0C0C0C;
         memcpy(out + (size_t)narrow[u] * 64, &codes, 64);
 #if W == 16
-        const vi nibbles = _mm512_srlv_epi64(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(unit + 64))),
-                                             _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0));
-        _mm512_storeu_si512(out + (size_t)wide[u] * 64, vcodes_low(nibbles));
+        _mm512_storeu_si512(out + (size_t)wide[u] * 64, vcodes_low(KV(load_nibbles)(unit + 64, 0)));
 #else
         for (int half = 0; half < 2; half++) {
             KV(half_line) nibbles;
@@ -337,13 +329,41 @@ static void KV(expand_keys)(const kv_side *side, const kv_tile *tile, const kv_a
     kv_prefetch_end(ahead);
 }
 
+#if W >= 8
+/* The same as refine_channels for INT3, whose tile is expanded for it. */
+static __attribute__((noinline)) void KV(refine_packed_keys)(
+    const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows, const kv_tile *tile,
+    const ptrdiff_t *block, int slot, int lane, int stop, float *scores)
+{
+    kv_ahead ahead = {{tile->base, tile->at, 0, 64, 64, 0, 0}, {tile->base, tile->at, 0, 64, 64, 0, 0}, 0};
+    KV(expanded) keys;
+    KV(expand_keys)(side, tile, &ahead, &keys);
+    KV(refine_keys)(&keys.side, rows, inverse, unit, num_rows, &keys.tile, keys.tile.at + (block - tile->at),
+                    slot - tile->first, lane, stop, scores);
+}
+
+/* The same as refine_values_int8. */
+static __attribute__((noinline)) void KV(refine_packed_values)(const kv_side *side, const kv_tile *tile, const float *weights,
+                                                               int rows, unsigned refined, float *acc)
+{
+    kv_ahead ahead = {{tile->base, tile->at, 0, 64, 64, 0, 0}, {tile->base, tile->at, 0, 64, 64, 0, 0}, 0};
+    KV(expanded) values;
+    KV(expand_tile)(side, tile, &ahead, 1, &values);
+    KV(refine_values_int8)(&values.side, &values.tile, weights, rows, refined, acc);
+}
+#endif
+
 static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, float *scores)
 {
     if (side->channels) {
+#if W >= 8
+        KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT3, KV_CHANNELS, KV(refine_packed_keys));
+#else
         KV(expanded) keys;
         KV(expand_keys)(side, tile, ahead, &keys);
         KV(scores_integer)(&keys.side, queries, num_rows, &keys.tile, &keys.ahead, scores, KV_INT8, KV_CHANNELS, KV(refine_keys));
+#endif
         return;
     }
     KV(expanded) expanded;
@@ -354,6 +374,14 @@ static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, in
 static void KV(accumulate_packed)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                                   const kv_ahead *ahead, float *acc)
 {
+#if W >= 8
+    if (side->dtype == KV_INT3) {
+        if (tile->first + tile->count <= side->block_size)
+            KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, KV_INT3, 0, KV(refine_packed_values));
+        else KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, KV_INT3, 1, KV(refine_packed_values));
+        return;
+    }
+#endif
     KV(expanded) expanded;
     KV(expand_tile)(side, tile, ahead, 1, &expanded);
     KV(accumulate_int8)(&expanded.side, state, num_rows, &expanded.tile, &expanded.ahead, acc);

@@ -364,27 +364,6 @@ KV_MATRIX_KERNELS(int4, KV_INT4)
 KV_MATRIX_KERNELS(gauss4, KV_GAUSS4)
 #undef KV_MATRIX_KERNELS
 
-/* The same as refine_channels for INT3, whose tile is expanded again. */
-static __attribute__((noinline)) void KV(refine_packed_keys)(
-    const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows, const kv_tile *tile,
-    const ptrdiff_t *block, int slot, int lane, int stop, float *scores)
-{
-    kv_ahead ahead = {{tile->base, tile->at, 0, 64, 64, 0, 0}, {tile->base, tile->at, 0, 64, 64, 0, 0}, 0};
-    KV(expanded) keys;
-    KV(expand_keys)(side, tile, &ahead, &keys);
-    KV(refine_keys)(&keys.side, rows, inverse, unit, num_rows, &keys.tile, keys.tile.at + (block - tile->at),
-                    slot - tile->first, lane, stop, scores);
-}
-
-static __attribute__((noinline)) void KV(refine_packed_values)(const kv_side *side, const kv_tile *tile, const float *weights,
-                                                               int rows, unsigned refined, float *acc)
-{
-    kv_ahead ahead = {{tile->base, tile->at, 0, 64, 64, 0, 0}, {tile->base, tile->at, 0, 64, 64, 0, 0}, 0};
-    KV(expanded) values;
-    KV(expand_tile)(side, tile, &ahead, 1, &values);
-    KV(refine_values_int8)(&values.side, &values.tile, weights, rows, refined, acc);
-}
-
 static void KV(scores_matrix_packed)(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                                      const kv_ahead *ahead, float *scores)
 {

@@ -1,5 +1,5 @@
 /* Scores and sums of values of packed codes; see packed.h. A tile is expanded to a block of INT8 in the processor's cache,
-   which INT8's kernels read. */
+   which INT8's kernels read; INT3 only where threes.inc.h does not read it. */
 
 /* A line; half a line is in packed.inc.h. */
 typedef uint32_t KV(line) __attribute__((vector_size(64)));

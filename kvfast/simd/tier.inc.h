@@ -8,6 +8,7 @@
 #include "layout.inc.h"
 #include "seal.inc.h"
 #include "activations.inc.h"
+#include "threes.inc.h"
 #include "integer.inc.h"
 #include "expand.inc.h"
 #include "floating.inc.h"

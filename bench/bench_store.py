@@ -2,7 +2,8 @@
 
     python bench/bench_store.py [--short]
 
-A folder with an index of SQLite, and redis-server on loopback. Each row is the median of interleaved rounds.
+A folder with an index of SQLite, and redis-server on loopback. Each row is the median of interleaved rounds. The last rows are
+`PromptCache.restore` of a prompt in a new cache, next to plain reads of its values into new memory.
 """
 
 import argparse
@@ -18,11 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
+import kvfast
 from kvfast.prompts.stores import FolderStore, open_store
 
 THREADS = min(4, os.cpu_count() or 1)
 ASKED = 16  # keys of one call: a prompt of 4,096 tokens in chunks of 256
 SMALL = 100  # bytes of a value where calls are timed
+SMOLLM2, LLAMA = (30, 3, 64), (32, 8, 128)  # layers, KV heads, head_dim
 
 
 def key(number):
@@ -115,7 +120,7 @@ def throughput(name, plain, own, nbytes, rounds):
     times = [(timed(plain)[0], timed(own)[0]) for _ in range(rounds)]
     rates = [nbytes / median(column) / 1e6 for column in zip(*times)]
     ratio = median(first / second for first, second in times)
-    print(f"  {name:<34}{rates[0]:>8.0f} MB/s{rates[1]:>8.0f} MB/s{ratio:>8.2f}")
+    print(f"  {name:<42}{rates[0]:>8.0f} MB/s{rates[1]:>8.0f} MB/s{ratio:>8.2f}")
 
 
 def folder_throughput(folder, nbytes, count, rounds):
@@ -155,6 +160,55 @@ def redis_throughput(port, nbytes, count, rounds):
     client.flushdb()
 
 
+def filled_cache(shape, dtype, num_tokens):
+    cache = kvfast.KVCache(*shape, max_seq_len=num_tokens, dtype=dtype)
+    rows = np.random.default_rng(0).standard_normal((num_tokens, *shape[1:])).astype(np.float32)
+    for layer in range(shape[0]):
+        cache.append(layer, rows, rows)
+    cache.advance(num_tokens)
+    return cache
+
+
+def restore_throughput(url, read, shape, dtype, num_tokens, rounds):
+    """`read` gets the key of a value and returns the value, in new memory. A folder is read by threads, a server by one client."""
+    prompt, spare = np.arange(num_tokens + 1), []
+    with kvfast.PromptCache(url) as prompts:
+        cache = filled_cache(shape, dtype, num_tokens)
+        prompts.save(cache, prompt[:-1])
+        del cache
+        entries = list(prompts.store.entries())
+        keys, nbytes = [entry.key for entry in entries], sum(entry.nbytes for entry in entries)
+
+        def restore():
+            spare[:] = [kvfast.KVCache(*shape, max_seq_len=num_tokens, dtype=dtype)]
+            assert prompts.restore(spare[0], prompt) == num_tokens
+
+        with ThreadPoolExecutor(1 if "://" in url else THREADS) as threads:
+            name = f"{url.partition(':')[0] if '://' in url else 'folder'}, restore {nbytes / 1e6:.0f} MB {dtype}"
+            throughput(name, lambda: list(threads.map(read, keys)), restore, nbytes, rounds)
+            if "://" in url:
+                throughput(f"{name}, dropped", lambda: sum(threads.map(lambda key: len(read(key)), keys)), restore, nbytes, rounds)
+        prompts.clear()
+
+
+def restores(folder, port, rounds):
+    def of_file(key):
+        with open(f"{folder}/{key[2:4]}/{key}", "rb", buffering=0) as file:
+            value = bytearray(os.fstat(file.fileno()).st_size)
+            assert file.readinto(value) == len(value)
+            return value
+
+    cases = [(SMOLLM2, "int4", 4096), (SMOLLM2, "int8", 4096), (LLAMA, "int4", 4096)]
+    for case in cases:
+        restore_throughput(str(folder), of_file, *case, rounds)
+    if port:
+        import redis
+
+        client = redis.Redis(port=port, db=8)
+        for case in cases:
+            restore_throughput(f"redis://127.0.0.1:{port}/8", lambda key: client.get(f"kvfast:{key}"), *case, rounds)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="10,000 values at most, and fewer rounds")
@@ -172,11 +226,12 @@ def main():
             if server is not None:
                 print("redis: values " + "".join(f"{count:>17,}" for count in counts))
                 look_ups({count: filled_redis(port, i, count) for i, count in enumerate(counts)}, rounds)
-            print(f"throughput{'plain':>33}{'store':>13}{'ratio':>12}")
+            print(f"throughput{'plain':>41}{'store':>13}{'ratio':>12}")
             for nbytes in (100_000, 1_600_000):
                 folder_throughput(Path(base, f"values-{nbytes}"), nbytes, many * 2, 9)
             for nbytes in (100_000, 1_600_000) if server is not None else ():
                 redis_throughput(port, nbytes, many, 9)
+            restores(Path(base, "prompts"), port, 9)
         finally:
             if server is not None:
                 server.kill()

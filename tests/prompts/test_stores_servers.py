@@ -252,11 +252,35 @@ def test_a_server_that_lies(server, lie):
         store.put(key(1), b"1")
         proxy.manner, proxy.lie = "lying", lie
         for call in (lambda: store.get_many([key(1)]), lambda: list(store.entries())):
-            with pytest.raises(StoreError, match="is not one of a Redis server|Protocol Error"):
+            with pytest.raises(StoreError, match="is not one of a Redis server|Protocol Error|Invalid RESP version"):
                 call()
         for call in calls_of(store)[1:5]:
             with suppress(StoreError):
                 call()
+
+
+@pytest.mark.parametrize("lie", [b"$5\r\nabcdefgh\r\n", b"$-7\r\nabc\r\n", b"$536870913\r\nabc\r\n", b"$" + b"1" * 3000 + b"\r\n", b"$1" * 9000,
+                                 b"\r\n", b"$\r\n", b"$3"])  # fmt: skip
+def test_values_that_are_none(server, lie):
+    """The connection is not used again: what came too much is not the answer to the next command."""
+    with Proxy(server.port) as proxy:
+        store = store_at(proxy.port)
+        store.put(key(1), b"1")
+        proxy.manner, proxy.lie = "lying", lie
+        with pytest.raises(StoreError, match="is not one of a Redis server|timed out"):
+            store.get_many([key(1)])
+        proxy.manner = "plain"
+        assert read(store.get_many([key(1), key(2), key(1)])) == [b"1", None, b"1"]
+
+
+def test_an_answer_too_many(server):
+    with Proxy(server.port) as proxy:
+        store = store_at(proxy.port)
+        store.put(key(1), b"1")
+        proxy.manner, proxy.lie = "lying", b"$1\r\n5\r\n$1\r\n6\r\n"
+        assert read(store.get_many([key(1)])) == [b"5"]
+        proxy.manner = "plain"
+        assert read(store.get_many([key(1)])) == [b"1"]
 
 
 def test_tls(tmp_path):

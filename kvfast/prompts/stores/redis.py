@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvfast.errors import StoreError
-from kvfast.prompts.stores.redis_connection import connection_class
+from kvfast.prompts.stores.redis_connection import LARGEST, connection_class
 from kvfast.prompts.stores.store import Entry, Store, Value, check_key, check_timeout, is_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 PREFIX, HITS = b"kvfast:", b"kvfast:hits:"
-LARGEST = 512 << 20  # bytes of a value, which the server refuses beyond
-READ_BYTES = 256 << 10  # bytes that are read at once; with redis-py's 32 KiB, large values take half as long again
 HITS_SECONDS = 30 * 86400  # that a count of uses stays after the last one; its value may have been removed long before
 # Commands that are sent before their answers are there. A server copies what it cannot send yet: asking for 40 values of 1.6 MB at
 # once took 1.6 times as long as asking for the next one while one comes, or more.
@@ -55,14 +53,13 @@ class RedisStore(Store):
         timeout = check_timeout(timeout)
         self.url, options, self._ttl = _parsed(url)
         base = options.pop("connection_class", None)
-        self._new = lambda: connection_class(base or _redis().Connection)(timeout, socket_read_size=READ_BYTES, **options)
+        self._new = lambda: connection_class(base or _redis().Connection)(timeout, **options)
         self._lock, self._process = Lock(), os.getpid()
         self._idle: list[Any] = []
         self._busy: list[Any] = []
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:
-        answers = self._call([(b"GET", PREFIX + key) for key in _encoded(keys)], ahead=LEAST_AHEAD)
-        self._check(all(isinstance(value, (bytes, type(None))) for value in answers), "GET")
+        answers = self._call([(b"GET", PREFIX + key) for key in _encoded(keys)], ahead=LEAST_AHEAD, read="read_value")
         return [None if value is None else Value(value) for value in answers]
 
     def put(self, key: str, value: Any) -> bool:
@@ -128,29 +125,32 @@ class RedisStore(Store):
             raise StoreError(f"{self.url}: an answer to {command} is not one of a Redis server")
 
     def _call(self, commands: Sequence[tuple[Any, ...]], may_fail: Callable[[Exception], bool] = lambda error: False,
-              ahead: int = MOST_AHEAD) -> list[Any]:
-        """The answers to commands, of which `ahead` are sent at first. An error that `may_fail` accepts is an answer."""
+              ahead: int = MOST_AHEAD, read: str = "read_response") -> list[Any]:
+        """The answers to commands, of which `ahead` are sent at first, by a method of the connection. An error that `may_fail` accepts
+        is an answer."""
         if not commands:
             return []
         while True:
             connection, is_new = self._take()
             why = None
             try:
-                return self._answers(connection, commands, may_fail, ahead)
+                return self._answers(connection, commands, may_fail, ahead, getattr(connection, read))
             except _redis().RedisError as error:
                 # A server that was started again has closed all connections. Each command may be sent twice.
                 is_old = isinstance(error, _redis().ConnectionError) and not is_new and not connection.is_cancelled
                 why = "the call took too long" if connection.is_cancelled else str(error)
             except _OF_OTHER_SERVERS as error:
                 is_old, why = False, f"{type(error).__name__}: {error}"
+                if not isinstance(error, OSError):
+                    why = f"an answer is not one of a Redis server ({why})"
             finally:
-                self._give_back(connection, why is None)
+                self._give_back(connection, why is None and not connection.has_more)
             if not is_old:
                 raise StoreError(f"{self.url}: {why}")
             self.close()  # the other connections are as old
 
     @staticmethod
-    def _answers(connection, commands, may_fail, ahead):
+    def _answers(connection, commands, may_fail, ahead, read):
         failed, answers, num_sent = None, [], 0
         try:
             while len(answers) < len(commands):
@@ -161,12 +161,12 @@ class RedisStore(Store):
                     num_sent += len(group)
                     connection.begin_answer()
                 try:
-                    answers.append(connection.read_response())
+                    answers.append(read())
                 except _redis().ResponseError as error:
                     answers.append(error)
                     if not may_fail(error):
                         failed = failed or error
-                nbytes = len(answers[-1]) if isinstance(answers[-1], bytes) else 1
+                nbytes = len(answers[-1]) if isinstance(answers[-1], (bytes, bytearray)) else 1
                 ahead = min(2 * ahead, max(LEAST_AHEAD, BYTES_AHEAD // (nbytes + 1)), MOST_AHEAD)
         except BaseException:
             connection.disconnect()  # answers may be under way

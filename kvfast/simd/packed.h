@@ -142,8 +142,10 @@ static inline void kv_read_key_order(const uint16_t *channels, int padded_dim, k
     uint8_t *next = order->lines;
     for (int width = 0; width < 3; width++)
         for (int word = 0; word < WORDS && word * 64 < lines; word++)
-            for (uint64_t mask = masks[width][word]; mask; mask &= mask - 1)
+            for (uint64_t mask = masks[width][word]; mask; mask &= mask - 1) {
                 *next++ = (uint8_t)(word * 64 + __builtin_ctzll(mask));
+                __asm__("" : "+r"(next)); /* gcc would count the bits, by an instruction that is not of all tiers */
+            }
     order->wide = order->lines;
     order->even = order->lines + lines / 4;
     order->narrow = order->lines + (lines - lines / 4);

@@ -362,7 +362,7 @@ static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, in
 #else
         KV(expanded) keys;
         KV(expand_keys)(side, tile, ahead, &keys);
-        KV(scores_integer)(&keys.side, queries, num_rows, &keys.tile, &keys.ahead, scores, KV_INT8, KV_CHANNELS, KV(refine_keys));
+        KV(scores_integer)(&keys.side, queries, num_rows, &keys.tile, &keys.ahead, scores, KV_INT3, KV_CHANNELS, KV(refine_keys));
 #endif
         return;
     }

@@ -36,6 +36,8 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
     KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], (x) + 8 * r);););
                 if (dtype == KV_INT8) {
                     KV_MULTIPLY(vcodes_bytes, x)
+                } else if (dtype == KV_INT3) { /* expanded keys: codes of 4 bits */
+                    KV_MULTIPLY(vcodes_low, x)
                 } else {
                     if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x) }
                     else { KV_MULTIPLY(vcodes_levels, x) }
@@ -126,7 +128,8 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
 {
     const int lines = side->padded_dim / KV_DEPTHS(dtype);
     const int channels = statistics == KV_CHANNELS;
-    const ptrdiff_t tile_bytes = (ptrdiff_t)side->padded_dim * KV_LANES * kv_dtypes[dtype].bits / 8;
+    const int as_stored = dtype == KV_INT3 && W >= 8; /* else INT3 is expanded */
+    const ptrdiff_t tile_bytes = (ptrdiff_t)(as_stored ? side->padded_dim / KV_UNIT * 96 : lines * 64);
     const int lanes = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
     const float error =
         channels ? KV(error_of_unit)(side, KV_INT4) : KV(error_of_unit)(side, dtype) * KV(largest_scale)(side, tile, dtype);
@@ -146,7 +149,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             const char *token_scales = tile->base + *block + side->scales;
             if (statistics && (lane == 0 || slot == 0))
                 KV(fold)(side, tile->base + *block, queries, row, rows, &folded);
-            if (dtype == KV_INT3 && (lane == 0 || slot == 0))
+            if (as_stored && (lane == 0 || slot == 0))
                 kv_read_key_order((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, &order);
             if (lane == 0 || (channels && slot == 0)) {
                 counts = 0;
@@ -323,7 +326,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
         KV(refine)(side, rows, inverse, unit, num_rows, tile, block, slot, lane, stop, scores, dtype, channels); \
     }
 KV_REFINER(channels, KV_INT4, 1)
-KV_REFINER(keys, KV_INT8, 1) /* of INT3, expanded */
+KV_REFINER(keys, KV_INT3, 1) /* expanded */
 
 #define KV_INTEGER_KERNELS(name, dtype)                                                               \
     static void KV(prepare_##name)(const kv_side *side, const float *rows, int num_rows, float factor, \

@@ -115,15 +115,16 @@ def package():
 
 
 def matrix_functions():
-    """Names of the functions in the region of the matrix unit, which have the suffix of the tier beside it. Those that a macro ends
-    with the name of a dtype end with an underscore."""
+    """Names of the functions that are defined in the region of the matrix unit, which have the suffix of the tier beside it. Those
+    that a macro ends with the name of a dtype end with an underscore."""
     simd = package() / "simd"
     text = (simd / "tier.inc.h").read_text()
     region = text[text.index("#ifdef KV_MATRIX"):]
     found = set()
     for header in re.findall(r'#include "(.*)"', region[:region.index("#endif")]):
         text = (simd / header).read_text()
-        found.update(re.findall(r"\bKV\((\w+)\)\s*\(", text), re.findall(r"\bstatic void KV\((\w+)##\w+\)", text))
+        found.update(re.findall(r"^static\b.*?\bKV\((\w+)\)\s*\(", text, re.MULTILINE),
+                     re.findall(r"\bstatic void KV\((\w+)##\w+\)", text))
     if not found:
         raise SystemExit("no function found in the KV_MATRIX region of simd/tier.inc.h")
     return found

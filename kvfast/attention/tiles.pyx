@@ -8,7 +8,7 @@ from libc.stdint cimport int32_t
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of, v_block_at,
                                   v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_TILED_CODES, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch,
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_TILED_CODES, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch,
                                   kv_scratch, kv_side, kv_softmax, kv_tile)
 from kvfast.core.limits cimport KV_LANES, KV_PIECE, KV_ROWS, KV_TILE
 
@@ -172,7 +172,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     cdef bint matrix = end - t >= MATRIX_TOKENS and kernels.open_matrix != NULL and (
-        k.family == KV_TILED_CODES or v.family == KV_TILED_CODES)
+        k.family == KV_TILED_CODES or v.family == KV_TILED_CODES or v.dtype == KV_INT3 or (k.dtype == KV_INT3 and k.channels))
     if matrix:
         kernels.open_matrix(task.rows)
     if kv_dtypes[k.dtype].bits < 8:

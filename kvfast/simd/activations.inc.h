@@ -38,7 +38,7 @@
 #define KV_INVERSE(largest) KV_INVERSE_OF(KV_MAX_ACTIVATION, largest)
 
 #define KV_BIAS(dtype) ((dtype) == KV_INT4 ? 8 : INT8_ZERO)
-#define KV_DEPTHS(dtype) ((dtype) == KV_INT8 ? 4 : 8) /* of a line */
+#define KV_DEPTHS(dtype) ((dtype) == KV_INT8 || (dtype) == KV_INT3 ? 4 : 8) /* of a line, of INT3 one that is expanded */
 #define KV_MEANS 1    /* statistics of a key block: means alone, or */
 #define KV_CHANNELS 2 /* with channel scales */
 
@@ -183,10 +183,10 @@ typedef struct {
     KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
 } KV(folded);
 
-/* Scales of W channels of a key block; `unit` is 2^-16 times the block's unit. */
-static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit)
+/* Scales of W channels of a key block; `unit` is 2^-16 times the block's unit, `mask` keeps a factor in the high 16 bits. */
+static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit, vi mask)
 {
-    return vf_mul(vi_to_float(vi_and(vf_bits(vf_load_bfloat16(scales)), vi_set1(0x7FFF0000))), unit);
+    return vf_mul(vi_to_float(vi_and(vf_bits(vf_load_bfloat16(scales)), mask)), unit);
 }
 
 /* The shifts of a panel's scores; and with channel scales the rows times these, with the factors that make them activations. */
@@ -202,8 +202,9 @@ static inline __attribute__((always_inline)) void KV(fold_statistics)(
     KV_FOR4(r, KV_PANEL, shift[r] = largest[r] = vf_set1(0.0f););
     if (side->channels) {
         const vf unit = vf_set1(KV(unit_of)(scales) * 0x1p-16f), bias = vf_set1((float)KV_BIAS(KV_INT4));
+        const vi mask = vi_set1(side->dtype == KV_INT3 ? KV_FACTOR << 16 : 0x7FFF0000);
         for (ptrdiff_t i = 0; i < n; i += W) {
-            const vf scale = KV(load_channel_scales)(scales + i, unit);
+            const vf scale = KV(load_channel_scales)(scales + i, unit, mask);
             const vf mean = vf_fma(scale, bias, vf_load_float16(means + i));
             KV_FOR4(r, num_rows,
                 const vf x = vf_load(rows + r * n + i), product = vf_mul(x, scale);

@@ -99,9 +99,6 @@ static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offs
     return stream->base + *at + stream->offset + offset;
 }
 
-#include "packed.h"
-#include "trellis.h"
-
 static const float kv_ones[KV_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 typedef uint32_t kv_word __attribute__((may_alias)); /* a word of a line, whatever else it is */
@@ -109,6 +106,9 @@ static inline int32_t kv_load32(const void *p) { int32_t x; memcpy(&x, p, 4); re
 static inline int64_t kv_load64(const void *p) { int64_t x; memcpy(&x, p, 8); return x; }
 static inline uint32_t kv_float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 static inline float kv_bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+
+#include "packed.h"
+#include "trellis.h"
 
 /* for (i = 0; i < n; i++) body, n <= 4 constant, unrolled in the source: compilers keep arrays that are
    indexed by constants in registers, but not reliably those of loops they unroll themselves. */

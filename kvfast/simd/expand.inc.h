@@ -1,8 +1,8 @@
 /* Scores and sums of values of packed codes; see packed.h. A tile is expanded to a block of INT8 in the processor's cache,
-   which INT8's kernels read. */
+   which INT8's kernels read; INT3 only where threes.inc.h does not read it. */
 
-/* Half a line. */
-typedef uint32_t KV(half_line) __attribute__((vector_size(32)));
+/* A line; half a line is in packed.inc.h. */
+typedef uint32_t KV(line) __attribute__((vector_size(64)));
 
 /* Replaces codes by levels + 128. Passed by pointer, as compilers differ in how they pass vectors that a tier has no registers
    for. */
@@ -69,6 +69,42 @@ static inline __attribute__((always_inline)) void KV(expand_units)(const uint8_t
     }
 }
 
+/* Expands consecutive units of 3 bits to lines of INT8: levels + 128. */
+static inline __attribute__((always_inline)) void KV(expand_threes)(const uint8_t *unit, int count, const uint8_t *table,
+                                                                    const char *ahead, uint8_t *out)
+{
+#if W >= 8
+    const KV(threes) levels = KV(load_threes)(table);
+    for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
+        kv_prefetch(ahead);
+        kv_prefetch(ahead + 64);
+        for (int lane = 0; lane < KV_LANES; lane += W) {
+            const KV(words) plane = (KV(words))vcodes_load(unit + 4 * lane);
+            const vcodes nibbles = KV(load_nibbles)(unit + 64, lane);
+            KV_FOR4(line, 4,
+                    const vcodes codes = KV(line_of_three)(plane, nibbles, line, &levels);
+                    memcpy(out + line * 64 + 4 * lane, &codes, 4 * W););
+        }
+    }
+#else
+    for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
+        kv_prefetch(ahead);
+        if (u % 2) kv_prefetch(ahead + 64);
+        for (int half = 0; half < 2; half++) {
+            KV(half_line) plane, nibbles, codes[4];
+            memcpy(&plane, unit + half * 32, 32);
+            memcpy(&nibbles, unit + 64, 32);
+            nibbles >>= half * 4;
+            codes[0] = plane & 0x07070707;
+            codes[1] = plane >> 3 & 0x07070707;
+            codes[2] = nibbles & 0x07070707;
+            codes[3] = (plane >> 6 & 0x03030303) | (nibbles >> 1 & 0x04040404);
+            for (int line = 0; line < 4; line++) KV(put_levels)(codes + line, 3, table, out + line * 64 + half * 32);
+        }
+    }
+#endif
+}
+
 static void KV(expand)(const kv_side *side, const char *units, int count, const char *ahead, uint8_t *out)
 {
     /* shuffles read 16 levels, also of 4 and 8 */
@@ -81,8 +117,8 @@ static void KV(expand)(const kv_side *side, const char *units, int count, const 
         else KV(expand_units)(unit, count, 2, NULL, ahead, out);
         break;
     case KV_INT3:
-        if (table) KV(expand_units)(unit, count, 3, levels, ahead, out);
-        else KV(expand_units)(unit, count, 3, NULL, ahead, out);
+        if (table) KV(expand_threes)(unit, count, levels, ahead, out);
+        else KV(expand_threes)(unit, count, NULL, ahead, out);
         break;
     case KV_INT5:
         if (table) KV(expand_units)(unit, count, 5, levels, ahead, out);
@@ -174,9 +210,10 @@ static void KV(expand_trellis)(const uint8_t *unit, ptrdiff_t stride, int units,
     }
 }
 
-/* A tile that was expanded to a block of INT8; the block holds nothing else. */
+/* A tile that was expanded to a block of INT8, with its tokens' scales; or to blocks, as many as the tile has lanes at most, with
+   the channels' offsets and scales. There is nothing else. */
 typedef struct {
-    KV_ALIGNED uint8_t block[KV_TILE * KV_MAX_HEAD_DIM + KV_TILE * sizeof(float)];
+    KV_ALIGNED uint8_t block[KV_TILE * KV_MAX_HEAD_DIM + KV_TILE / KV_LANES * 4 * KV_MAX_HEAD_DIM];
     kv_side side;
     kv_tile tile;
     kv_ahead ahead; /* of the block itself: there is nothing to prefetch */
@@ -235,65 +272,98 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
     KV(describe_expanded)(side, tile, tokens, expanded);
 }
 
-/* Half of a line of INT3 keys with channel scales, from the units of 16 tokens. */
-static inline __attribute__((always_inline)) void KV(load_key_line)(const uint8_t *units, const kv_key_bits *key_bits, int line,
-                                                                    int half, KV(half_line) *codes)
+/* Expands INT3 keys with channel scales of 16 tokens to lines of codes of 4 bits, a byte each. */
+static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t *unit, int units, const kv_key_order *order,
+                                                                  const char *ahead, uint8_t *out)
 {
-    KV(half_line) plane;
-    memcpy(&plane, units + line / 4 * 96 + half * 32, 32);
-    *codes = plane >> line % 4 * 2 & 0x03030303;
-    for (int i = 0, place = key_bits->first[line]; i < key_bits->bits[line]; i++, place++) {
-        memcpy(&plane, units + place / 4 * 96 + 64, 32);
-        *codes |= (plane >> (place % 4 + half * 4) & 0x01010101) << (2 + i);
+    const uint8_t *wide = order->wide, *even = order->even, *narrow = order->narrow;
+    for (size_t u = 0; u < (size_t)units; u++, unit += 96, ahead += 96) {
+        KV(line) plane, codes;
+        kv_prefetch(ahead);
+        kv_prefetch(ahead + 64);
+        memcpy(&plane, unit, 64);
+        codes = plane << 1 & 0x0E0E0E0E;
+        memcpy(out + (size_t)even[2 * u] * 64, &codes, 64);
+        codes = plane >> 2 & 0x0E0E0E0E;
+        memcpy(out + (size_t)even[2 * u + 1] * 64, &codes, 64);
+        codes = plane >> 4 & 0x0C0C0C0C;
+        memcpy(out + (size_t)narrow[u] * 64, &codes, 64);
+#if W == 16
+        _mm512_storeu_si512(out + (size_t)wide[u] * 64, vcodes_low(KV(load_nibbles)(unit + 64, 0)));
+#else
+        for (int half = 0; half < 2; half++) {
+            KV(half_line) nibbles;
+            memcpy(&nibbles, unit + 64, 32);
+            nibbles = nibbles >> half * 4 & 0x0F0F0F0F;
+            memcpy(out + (size_t)wide[u] * 64 + half * 32, &nibbles, 32);
+        }
+#endif
     }
 }
 
-/* Expands a tile of INT3 keys with channel scales to blocks of INT4 with channel scales. */
+/* Expands a tile of INT3 keys with channel scales to blocks of bytes, with their statistics. */
 static void KV(expand_keys)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead, KV(expanded) *expanded)
 {
-    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, lines = side->padded_dim / 4;
-    const ptrdiff_t unit_bytes = lines / 4 * 96, statistics = side->bytes - side->means;
+    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, units = side->padded_dim / KV_UNIT;
+    const ptrdiff_t lane_bytes = units * 96, statistics = side->bytes - side->means;
     KV(describe_expanded)(side, tile, tokens < side->block_size ? tokens : side->block_size, expanded);
     kv_side *to = &expanded->side;
-    to->dtype = KV_INT4;
-    to->scales = to->means = (ptrdiff_t)to->block_size * side->padded_dim / 2;
+    to->dtype = side->dtype; /* the channels' scales have flags */
+    to->means = to->scales;
     to->scale_bytes = 0;
     to->channels = to->means + (side->channels - side->means);
     to->bytes = to->means + statistics;
     ptrdiff_t read = 0;
     for (int t = 0, slot = tile->first, block = 0; t < tokens; block++, slot = 0) {
         const char *at = tile->base + tile->at[block];
-        const uint8_t *units = (const uint8_t *)at + slot / KV_LANES * unit_bytes;
+        const uint8_t *unit = (const uint8_t *)at + slot / KV_LANES * lane_bytes;
         uint8_t *out = expanded->block + block * to->bytes;
-        uint16_t *channels = (uint16_t *)(out + to->channels);
         const int end = t + to->block_size < tokens ? t + to->block_size : tokens;
-        kv_key_bits key_bits;
-        kv_read_key_bits((const uint16_t *)(at + side->channels), side->padded_dim, &key_bits);
+        kv_key_order order;
+        kv_read_key_order((const uint16_t *)(at + side->channels), side->padded_dim, &order);
         expanded->tile.at[block] = out - expanded->block;
         memcpy(out + to->means, at + side->means, (size_t)statistics);
-        for (int d = 0; d < side->padded_dim; d++) channels[d] &= (uint16_t)~KV_KEY_BITS;
-        for (; t < end; t += KV_LANES, units += unit_bytes) {
-            for (ptrdiff_t i = 0; i < unit_bytes; i += 64, read += 64) kv_prefetch(kv_prefetch_from(ahead, read));
-            for (int line = 0; line < lines; line += 2)
-                for (int half = 0; half < 2; half++, out += 32) {
-                    KV(half_line) low, high;
-                    KV(load_key_line)(units, &key_bits, line, half, &low);
-                    KV(load_key_line)(units, &key_bits, line + 1, half, &high);
-                    low |= high << 4;
-                    memcpy(out, &low, 32);
-                }
-        }
+        for (; t < end; t += KV_LANES, unit += lane_bytes, read += lane_bytes, out += side->padded_dim * KV_LANES)
+            KV(expand_lane)(unit, units, &order, kv_prefetch_from(ahead, read), out);
     }
     kv_prefetch_end(ahead);
 }
+
+#if W >= 8
+/* The same as refine_channels for INT3, whose tile is expanded for it. */
+static __attribute__((noinline)) void KV(refine_packed_keys)(
+    const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows, const kv_tile *tile,
+    const ptrdiff_t *block, int slot, int lane, int stop, float *scores)
+{
+    kv_ahead ahead = {{tile->base, tile->at, 0, 64, 64, 0, 0}, {tile->base, tile->at, 0, 64, 64, 0, 0}, 0};
+    KV(expanded) keys;
+    KV(expand_keys)(side, tile, &ahead, &keys);
+    KV(refine_keys)(&keys.side, rows, inverse, unit, num_rows, &keys.tile, keys.tile.at + (block - tile->at),
+                    slot - tile->first, lane, stop, scores);
+}
+
+/* The same as refine_values_int8. */
+static __attribute__((noinline)) void KV(refine_packed_values)(const kv_side *side, const kv_tile *tile, const float *weights,
+                                                               int rows, unsigned refined, float *acc)
+{
+    kv_ahead ahead = {{tile->base, tile->at, 0, 64, 64, 0, 0}, {tile->base, tile->at, 0, 64, 64, 0, 0}, 0};
+    KV(expanded) values;
+    KV(expand_tile)(side, tile, &ahead, 1, &values);
+    KV(refine_values_int8)(&values.side, &values.tile, weights, rows, refined, acc);
+}
+#endif
 
 static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, float *scores)
 {
     if (side->channels) {
+#if W >= 8
+        KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT3, KV_CHANNELS, KV(refine_packed_keys));
+#else
         KV(expanded) keys;
         KV(expand_keys)(side, tile, ahead, &keys);
-        KV(scores_int4)(&keys.side, queries, num_rows, &keys.tile, &keys.ahead, scores);
+        KV(scores_integer)(&keys.side, queries, num_rows, &keys.tile, &keys.ahead, scores, KV_INT3, KV_CHANNELS, KV(refine_keys));
+#endif
         return;
     }
     KV(expanded) expanded;
@@ -304,6 +374,14 @@ static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, in
 static void KV(accumulate_packed)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                                   const kv_ahead *ahead, float *acc)
 {
+#if W >= 8
+    if (side->dtype == KV_INT3) {
+        if (tile->first + tile->count <= side->block_size)
+            KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, KV_INT3, 0, KV(refine_packed_values));
+        else KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, KV_INT3, 1, KV(refine_packed_values));
+        return;
+    }
+#endif
     KV(expanded) expanded;
     KV(expand_tile)(side, tile, ahead, 1, &expanded);
     KV(accumulate_int8)(&expanded.side, state, num_rows, &expanded.tile, &expanded.ahead, acc);

@@ -1,8 +1,10 @@
-/* Scores and sums of values of INT8, INT4 and GAUSS4 codes. activations.inc.h describes the arithmetic. */
+/* Scores and sums of values of INT8, INT4, GAUSS4 and INT3 codes. activations.inc.h describes the arithmetic. Tiers of narrow
+   vectors expand INT3 before, see expand.inc.h. */
 
 static inline __attribute__((always_inline)) vf KV(load_scales)(const char *scales, int token, const int dtype)
 {
-    return dtype == KV_GAUSS4 ? vf_load_bfloat16((const uint16_t *)scales + token) : vf_load((const float *)scales + token);
+    return dtype == KV_GAUSS4 || dtype == KV_INT3 ? vf_load_bfloat16((const uint16_t *)scales + token)
+                                                  : vf_load((const float *)scales + token);
 }
 
 /* Multiplies (INT_VECTORS or 1) x W lanes by `rows` rows of activations over `lines` 64-byte lines: from base +
@@ -34,6 +36,8 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
     KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], (x) + 8 * r);););
                 if (dtype == KV_INT8) {
                     KV_MULTIPLY(vcodes_bytes, x)
+                } else if (dtype == KV_INT3) { /* expanded keys: codes of 4 bits */
+                    KV_MULTIPLY(vcodes_low, x)
                 } else {
                     if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x) }
                     else { KV_MULTIPLY(vcodes_levels, x) }
@@ -71,7 +75,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
     const ptrdiff_t n = side->padded_dim;
     const int lines = side->padded_dim / KV_DEPTHS(dtype);
     const ptrdiff_t tile_bytes = (ptrdiff_t)lines * 64;
-    const float error = KV(error_of_unit)(side, dtype), ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
+    const float error = KV(error_of_unit)(side, channels ? KV_INT4 : dtype), ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
     KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
     KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
     int32_t sums[KV_PANEL];
@@ -93,7 +97,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
                 const float limit = KV_LEAST_ERROR / (error * __builtin_fabsf(unit[r])); /* least scale of a token that counts */
                 const vf scale = vf_set1(unit[r] * (0.5f / KV_MAX_ACTIVATION));
                 const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
-                const vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(KV_BIAS(dtype) * sums[r])));
+                const vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(KV_BIAS(channels ? KV_INT4 : dtype) * sums[r])));
                 vf_store(score, vf_add(vf_load(score), vf_zero_below(vf_mul(dot, vf_mul(scale, token)), token, limit)));
             }
         lane += vectors * W;
@@ -124,9 +128,11 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
 {
     const int lines = side->padded_dim / KV_DEPTHS(dtype);
     const int channels = statistics == KV_CHANNELS;
-    const ptrdiff_t tile_bytes = (ptrdiff_t)lines * 64;
+    const int as_stored = dtype == KV_INT3 && W >= 8; /* else INT3 is expanded */
+    const ptrdiff_t tile_bytes = (ptrdiff_t)(as_stored ? side->padded_dim / KV_UNIT * 96 : lines * 64);
     const int lanes = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
-    const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
+    const float error =
+        channels ? KV(error_of_unit)(side, KV_INT4) : KV(error_of_unit)(side, dtype) * KV(largest_scale)(side, tile, dtype);
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         KV(folded) folded;
         const int8_t *x = channels ? folded.parts : queries->parts + row * (side->padded_dim * 2);
@@ -135,6 +141,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         const ptrdiff_t *block = tile->at;
         const ptrdiff_t *first_block = block;
+        kv_key_order order; /* of INT3 */
         int slot = tile->first;
         int counts = 0, first = 0, first_slot = slot; /* whether what the rounding left out counts, from `first` on */
         for (int lane = 0; lane < lanes;) {
@@ -142,6 +149,8 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             const char *token_scales = tile->base + *block + side->scales;
             if (statistics && (lane == 0 || slot == 0))
                 KV(fold)(side, tile->base + *block, queries, row, rows, &folded);
+            if (as_stored && (lane == 0 || slot == 0))
+                kv_read_key_order((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, &order);
             if (lane == 0 || (channels && slot == 0)) {
                 counts = 0;
                 for (int r = 0; r < rows; r++) counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
@@ -150,8 +159,17 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * tile_bytes);
             const int left = lanes - lane < side->block_size - slot ? lanes - lane : side->block_size - slot;
             const int vectors = INT_VECTORS * W <= left ? INT_VECTORS : 1;
+#if W >= 8
+#define KV_DOT_KEYS(R, V)                                                                              \
+    if (dtype == KV_INT3)                                                                              \
+        KV(dot_threes)(tile->base + at, block, tile_bytes, side->padded_dim / KV_UNIT, 0, 0, &order, NULL, x, R, V, fetch, out); \
+    else
+#else
+#define KV_DOT_KEYS(R, V) /* they are expanded */
+#endif
 #define KV_PANEL_SCORES(R, V)                                                                          \
     vi out[KV_PANEL][4];                                                                               \
+    KV_DOT_KEYS(R, V)                                                                                  \
     KV(dot_panel)(tile->base + at, block, tile_bytes, lines, 0, 0, dtype, x, R, V, fetch, out);        \
     for (int r = 0; r < R; r++)                                                                        \
         for (int v = 0; v < V; v++) {                                                                  \
@@ -185,10 +203,11 @@ typedef struct {
 static inline __attribute__((always_inline)) KV(values) KV(find_values)(const kv_side *side, const kv_tile *tile, const int dtype)
 {
     const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, depth = KV_DEPTHS(dtype);
+    const ptrdiff_t token_bytes = KV_LANES * kv_dtypes[dtype].bits; /* of 8 tokens */
     KV(values) values = {tile->base, tile->at, {0}, tokens, tokens / depth, (side->block_size - tile->first) / depth,
-                         (ptrdiff_t)(side->block_size / depth) * 64, (ptrdiff_t)(tile->first / depth) * 64};
+                         side->block_size / 8 * token_bytes, tile->first / 8 * token_bytes};
     for (int t = 0, block = 0, slot = tile->first; t < tokens; t += KV_LANES) {
-        values.scales[t / KV_LANES] = tile->base + tile->at[block] + side->scales + slot * (dtype == KV_GAUSS4 ? 2 : 4);
+        values.scales[t / KV_LANES] = tile->base + tile->at[block] + side->scales + slot * kv_dtypes[dtype].scale_bytes;
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
@@ -261,15 +280,27 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             state->noise[r] += KV(noise_of)(scales[r], KV_CODE_SIZE(dtype));
         }
     }
+#if W >= 8
+    const KV(threes) levels = KV(load_threes)(kv_packed_table(side));
+#define KV_DOT_VALUES(R, V)                                                                           \
+    if (dtype == KV_INT3)                                                                             \
+        KV(dot_threes)(codes, values.blocks, values.tile_bytes, values.lines / 4, gather, values.block_lines / 4, NULL, &levels, \
+                       x, R, V, fetch, out);                                                          \
+    else
+#else
+#define KV_DOT_VALUES(R, V)
+#endif
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int8_t *x = parts + row * (KV_TILE * 2);
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         for (int lane = 0; lane < side->padded_dim;) {
             const char *codes = values.base + values.first + lane / KV_LANES * values.tile_bytes + lane % KV_LANES * 4;
-            const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * (ptrdiff_t)values.lines * 64);
+            const char *fetch =
+                kv_prefetch_from(ahead, lane / KV_LANES * ((ptrdiff_t)values.tokens * KV_LANES * kv_dtypes[dtype].bits / 8));
             const int vectors = lane + INT_VECTORS * W <= side->padded_dim ? INT_VECTORS : 1;
 #define KV_PANEL_VALUES(R, V)                                                                         \
     vi out[KV_PANEL][4];                                                                              \
+    KV_DOT_VALUES(R, V)                                                                               \
     KV(dot_panel)(codes, values.blocks, values.tile_bytes, values.lines, gather, values.block_lines, dtype, x, R, V, fetch, out); \
     for (int r = 0; r < R; r++)                                                                       \
         for (int v = 0; v < V; v++) {                                                                 \
@@ -295,6 +326,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
         KV(refine)(side, rows, inverse, unit, num_rows, tile, block, slot, lane, stop, scores, dtype, channels); \
     }
 KV_REFINER(channels, KV_INT4, 1)
+KV_REFINER(keys, KV_INT3, 1) /* expanded */
 
 #define KV_INTEGER_KERNELS(name, dtype)                                                               \
     static void KV(prepare_##name)(const kv_side *side, const float *rows, int num_rows, float factor, \
@@ -333,5 +365,7 @@ KV_INTEGER_KERNELS(gauss4, KV_GAUSS4)
 #undef KV_INTEGER_KERNELS
 #undef KV_REFINER
 #undef KV_PANEL_SCORES
+#undef KV_DOT_KEYS
+#undef KV_DOT_VALUES
 #undef KV_PANEL_VALUES
 #undef KV_EACH_PANEL

@@ -112,7 +112,11 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
     }
     if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
     if (side->family == KV_PACKED_CODES) {
-        for (; count > 0; count--, slot++, rows += stride) KV(encode_packed)(side, block, slot, rows, 1);
+        for (int here; count > 0; count -= here, slot += here, rows += here * stride) {
+            here = side->dtype == KV_INT3 && slot % KV_UNIT == 0 && count >= KV_UNIT ? KV_UNIT : 1;
+            if (here > 1) KV(encode_threes)(side, block, slot, rows, stride);
+            else KV(encode_packed)(side, block, slot, rows, 1);
+        }
         return;
     }
     enum { STRIDE = KV_MAX_HEAD_DIM + KV_LANES };

@@ -5,15 +5,23 @@
    too coarse for the least error there, and a row's own range is as good.
 
    A unit is 16 lanes x 16 depths: 32 bytes for each bit of the code. INT8 has four lines for it: line l is depths 4 l to
-   4 l + 3. A unit is cut into planes of 4, 2 and 1 bits, those that add up to the width, the lowest bits first:
+   4 l + 3. A unit of 2, 5, 6 or 7 bits is cut into planes of 4, 2 and 1 bits, those that add up to the width, the lowest bits
+   first:
 
      4 bits   128 bytes: lines 0 and 1 in the low and high nibbles of 64 bytes, then 2 and 3
      2 bits    64 bytes: line l in bits 2 l and 2 l + 1
      1 bit     32 bytes: the first 32 bytes of line l in bit l, the others in bit 4 + l
 
+   A unit of 3 bits keeps three lines in one piece, so that a shift and a mask read them:
+
+     64 bytes: line 0 in bits 0 to 2, line 1 in bits 3 to 5, the low two bits of line 3 in bits 6 and 7
+     32 bytes: the first 32 bytes of line 2 in bits 0 to 2, the others in bits 4 to 6, and the high bit of line 3 above them
+
    INT3 keys with channel scales have evenly spaced codes of 2, 3 or 4 bits, as many for all tokens of a block and for the four
-   depths of a line: 3 on average. The lowest two bits of line l are where they are without channel scales. The other bits
-   follow each other, those of line 0 first, and take the places of the third bits of lines 0, 1, 2 and so on. */
+   depths of a line: a quarter of the lines has 4, a quarter 2. Each unit has one line of 4 bits in the place of line 2, with the
+   bit above it, two of 3 bits in the places of lines 0 and 1, and one of 2 bits in bits 6 and 7. They are read as the high bits
+   of codes of 4 bits: channels with few bits then need no larger scales, and the rounding of queries counts no more than with
+   INT4. */
 #ifndef KVFAST_PACKED_H
 #define KVFAST_PACKED_H
 
@@ -60,6 +68,13 @@ static inline void kv_put_packed(uint8_t *codes, int bits, int depths, int lane,
 {
     uint8_t *plane = kv_packed_unit(codes, bits, depths, lane, depth);
     const int line = depth % KV_UNIT / 4, at = lane % KV_LANES * 4 + depth % 4;
+    if (bits == 3) {
+        uint8_t *nibbles = plane + 64 + at % 32;
+        if (line < 2) kv_put_bits(plane + at, code, 3 * line, 7);
+        else if (line == 2) kv_put_bits(nibbles, code, at / 32 * 4, 7);
+        else kv_put_bits(plane + at, code, 6, 3), kv_put_bits(nibbles, code >> 2, at / 32 * 4 + 3, 1);
+        return;
+    }
     if (bits & 4) {
         kv_put_bits(plane + line / 2 * 64 + at, code, line % 2 * 4, 15);
         plane += 128, code >>= 4;
@@ -75,6 +90,10 @@ static inline int kv_get_packed(const uint8_t *codes, int bits, int depths, int 
 {
     const uint8_t *plane = kv_packed_unit((uint8_t *)codes, bits, depths, lane, depth);
     const int line = depth % KV_UNIT / 4, at = lane % KV_LANES * 4 + depth % 4;
+    if (bits == 3) {
+        const int nibble = plane[64 + at % 32] >> at / 32 * 4;
+        return line < 2 ? plane[at] >> 3 * line & 7 : line == 2 ? nibble & 7 : plane[at] >> 6 | (nibble & 8) >> 1;
+    }
     int code = 0, shift = 0;
     if (bits & 4) {
         code = plane[line / 2 * 64 + at] >> line % 2 * 4 & 15;
@@ -88,45 +107,84 @@ static inline int kv_get_packed(const uint8_t *codes, int bits, int depths, int 
     return code;
 }
 
-/* Of a row of INT3 keys with channel scales: the bits of each line above the lowest two, and the line whose place has the first. */
+/* Lines of INT3 keys with channel scales in the order of their bits: a quarter with 4, half with 3, a quarter with 2. Unit u has
+   the lines `wide`[u], `even`[2 u], `even`[2 u + 1] and `narrow`[u]. */
 typedef struct {
-    uint8_t bits[KV_MAX_HEAD_DIM / 4], first[KV_MAX_HEAD_DIM / 4];
-} kv_key_bits;
+    uint8_t lines[KV_MAX_HEAD_DIM / 4];
+    const uint8_t *wide, *even, *narrow;
+} kv_key_order;
 
-enum { KV_FACTOR = 0x3FFF, KV_KEY_BITS = 0x4000 }; /* parts of a channel's scale: the fraction, and a bit of kv_key_bits.bits */
+/* Parts of a channel's scale: the fraction, and a flag. Those of the first four channels of a unit mark its lines with 4 bits,
+   those of the next four the lines with 2. */
+enum { KV_FACTOR = 0x3FFF, KV_KEY_FLAG = 0x4000 };
 
-/* Reads them from the channels' scales: the first two of each line have one bit each. Any bytes give codes that are in the block. */
-static inline void kv_read_key_bits(const uint16_t *channels, int padded_dim, kv_key_bits *found)
+/* The flags of four channels. */
+static inline uint64_t kv_key_flags(const uint16_t *channels)
+{
+    /* The product brings the lowest bits of four 16-bit words side by side to bits 48 to 51. */
+    const uint64_t flags = (uint64_t)kv_load64(channels) >> 14 & 0x0001000100010001;
+    return flags * 0x0001000200040008 >> 48 & 15;
+}
+
+/* Reads the order from the flags. Lines are only sorted by them, so that each is there once whatever the flags are, as in bytes
+   from elsewhere. */
+static inline void kv_read_key_order(const uint16_t *channels, int padded_dim, kv_key_order *order)
+{
+    enum { WORDS = (KV_MAX_HEAD_DIM / 4 + 63) / 64 };
+    const int lines = padded_dim / 4;
+    uint64_t masks[3][WORDS] = {{0}};
+    for (int line = 0; line < lines; line += 4, channels += KV_UNIT) {
+        const uint64_t wide = kv_key_flags(channels), narrow = kv_key_flags(channels + 4) & ~wide;
+        masks[0][line / 64] |= wide << line % 64;
+        masks[1][line / 64] |= (15 & ~(wide | narrow)) << line % 64;
+        masks[2][line / 64] |= narrow << line % 64;
+    }
+    uint8_t *next = order->lines;
+    for (int width = 0; width < 3; width++)
+        for (int word = 0; word < WORDS && word * 64 < lines; word++)
+            for (uint64_t mask = masks[width][word]; mask; mask &= mask - 1) {
+                *next++ = (uint8_t)(word * 64 + __builtin_ctzll(mask));
+                __asm__("" : "+r"(next)); /* gcc would count the bits, by an instruction that is not of all tiers */
+            }
+    order->wide = order->lines;
+    order->even = order->lines + lines / 4;
+    order->narrow = order->lines + (lines - lines / 4);
+}
+
+/* Bits of each line. */
+static inline void kv_key_bits(const kv_key_order *order, int padded_dim, uint8_t *bits)
 {
     const int lines = padded_dim / 4;
-    for (int line = 0, used = 0; line < lines; line++, channels += 4) {
-        int bits = (channels[0] & KV_KEY_BITS ? 1 : 0) + (channels[1] & KV_KEY_BITS ? 2 : 0);
-        bits = bits > 2 ? 2 : bits;
-        bits = bits > lines - used ? lines - used : bits;
-        found->bits[line] = (uint8_t)bits;
-        found->first[line] = (uint8_t)used;
-        used += bits;
-    }
+    for (int i = 0; i < lines; i++) bits[order->lines[i]] = (uint8_t)(i < lines / 4 ? 4 : i < lines - lines / 4 ? 3 : 2);
 }
 
-/* Writes a token's code of a channel. */
-static inline void kv_put_key(uint8_t *codes, const kv_key_bits *key_bits, int padded_dim, int slot, int channel, int code)
+/* Writes a token's codes of all channels, of as many bits as each has. */
+static inline void kv_put_key(uint8_t *codes, const kv_key_order *order, int padded_dim, int slot, const uint8_t *row)
 {
-    const int line = channel / 4, at = slot % KV_LANES * 4 + channel % 4;
-    kv_put_bits(kv_packed_unit(codes, 3, padded_dim, slot, channel) + at, code, line % 4 * 2, 3);
-    for (int i = 0, place = key_bits->first[line]; i < key_bits->bits[line]; i++, place++)
-        kv_put_bits(kv_packed_unit(codes, 3, padded_dim, slot, place * 4) + 64 + at % 32, code >> (2 + i),
-                    place % 4 + at / 32 * 4, 1);
+    uint8_t *unit = kv_packed_unit(codes, 3, padded_dim, slot, 0) + slot % KV_LANES * 4;
+    uint8_t *nibbles = unit + (slot % KV_LANES < 8 ? 64 : 32);
+    const int shift = slot % KV_LANES / 8 * 4;
+    for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 96, nibbles += 96)
+        for (int i = 0; i < 4; i++) {
+            unit[i] = (uint8_t)(row[order->even[2 * u] * 4 + i] | row[order->even[2 * u + 1] * 4 + i] << 3 |
+                                row[order->narrow[u] * 4 + i] << 6);
+            kv_put_bits(nibbles + i, row[order->wide[u] * 4 + i], shift, 15);
+        }
 }
 
-static inline int kv_get_key(const uint8_t *codes, const kv_key_bits *key_bits, int padded_dim, int slot, int channel)
+/* Reads them as codes of 4 bits. */
+static inline void kv_get_key(const uint8_t *codes, const kv_key_order *order, int padded_dim, int slot, uint8_t *row)
 {
-    const int line = channel / 4, at = slot % KV_LANES * 4 + channel % 4;
-    int code = kv_packed_unit((uint8_t *)codes, 3, padded_dim, slot, channel)[at] >> line % 4 * 2 & 3;
-    for (int i = 0, place = key_bits->first[line]; i < key_bits->bits[line]; i++, place++)
-        code |= (kv_packed_unit((uint8_t *)codes, 3, padded_dim, slot, place * 4)[64 + at % 32] >> (place % 4 + at / 32 * 4) & 1)
-                << (2 + i);
-    return code;
+    const uint8_t *unit = kv_packed_unit((uint8_t *)codes, 3, padded_dim, slot, 0) + slot % KV_LANES * 4;
+    const uint8_t *nibbles = unit + (slot % KV_LANES < 8 ? 64 : 32);
+    const int shift = slot % KV_LANES / 8 * 4;
+    for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 96, nibbles += 96)
+        for (int i = 0; i < 4; i++) {
+            row[order->even[2 * u] * 4 + i] = unit[i] << 1 & 14;
+            row[order->even[2 * u + 1] * 4 + i] = unit[i] >> 2 & 14;
+            row[order->narrow[u] * 4 + i] = unit[i] >> 4 & 12;
+            row[order->wide[u] * 4 + i] = nibbles[i] >> shift & 15;
+        }
 }
 
 /* Level + 128. */

@@ -80,16 +80,56 @@ static float KV(code_packed_row)(const kv_side *side, const float *row, uint8_t 
     return scale * up;
 }
 
+/* Codes of a row, and its scale in the block. */
+static void KV(code_packed)(const kv_side *side, char *block, int slot, const float *row, uint8_t *codes, int values)
+{
+    const float scale = side->dtype == KV_TRELLIS4 ? KV(code_trellis_row)(side, row, codes, values)
+                                                   : KV(code_packed_row)(side, row, codes);
+    ((uint16_t *)(block + side->scales))[slot] = kv_to_bfloat16(scale);
+}
+
 static void KV(encode_packed)(const kv_side *side, char *block, int slot, const float *row, int values)
 {
     uint8_t codes[KV_MAX_HEAD_DIM];
     const int bits = kv_dtypes[side->dtype].bits;
-    const float scale = side->dtype == KV_TRELLIS4 ? KV(code_trellis_row)(side, row, codes, values)
-                                                   : KV(code_packed_row)(side, row, codes);
-    ((uint16_t *)(block + side->scales))[slot] = kv_to_bfloat16(scale);
+    KV(code_packed)(side, block, slot, row, codes, values);
     for (int d = 0; d < side->padded_dim; d++)
         if (values) kv_put_packed((uint8_t *)block, bits, side->block_size, d, slot, codes[d]);
         else kv_put_packed((uint8_t *)block, bits, side->padded_dim, slot, d, codes[d]);
+}
+
+/* Half a line. */
+typedef uint32_t KV(half_line) __attribute__((vector_size(32)));
+
+/* Writes a unit of INT3 from its lines, a byte a code. */
+static inline void KV(put_threes)(const uint8_t *line0, const uint8_t *line1, const uint8_t *line2, const uint8_t *line3,
+                                  uint8_t *unit)
+{
+    KV(half_line) lines[4], nibbles[2];
+    for (int half = 0; half < 2; half++) {
+        memcpy(lines, line0 + half * 32, 32);
+        memcpy(lines + 1, line1 + half * 32, 32);
+        memcpy(lines + 2, line2 + half * 32, 32);
+        memcpy(lines + 3, line3 + half * 32, 32);
+        nibbles[half] = lines[2] | (lines[3] & 0x04040404) << 1;
+        lines[0] |= lines[1] << 3 | (lines[3] & 0x03030303) << 6;
+        memcpy(unit + half * 32, lines, 32);
+    }
+    nibbles[0] |= nibbles[1] << 4;
+    memcpy(unit + 64, nibbles, 32);
+}
+
+/* Encodes 16 tokens of values in INT3 from a slot on that is a multiple of 16. */
+static void KV(encode_threes)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride)
+{
+    enum { STRIDE = KV_MAX_HEAD_DIM + KV_LANES };
+    uint8_t codes[KV_UNIT * STRIDE], lines[4 * 64];
+    for (int t = 0; t < KV_UNIT; t++) KV(code_packed)(side, block, slot + t, rows + t * stride, codes + t * STRIDE, 1);
+    for (int d = 0; d < side->padded_dim; d += KV_LANES) {
+        for (int line = 0; line < 4; line++) kv_transpose_bytes(codes + 4 * line * STRIDE + d, STRIDE, lines + line * 64);
+        KV(put_threes)(lines, lines + 64, lines + 128, lines + 192,
+                       kv_packed_unit((uint8_t *)block, 3, side->block_size, d, slot));
+    }
 }
 
 /* The unit of the channel scales of a block: a bfloat16, in the top bits of the first 16. */
@@ -104,13 +144,12 @@ static void KV(decode_key)(const kv_side *side, const char *block, int slot, flo
     KV_ALIGNED float offsets[KV_MAX_HEAD_DIM];
     const uint16_t *channels = (const uint16_t *)(block + side->channels);
     const float unit = KV(unit_of)(channels);
-    kv_key_bits key_bits;
-    kv_read_key_bits(channels, side->padded_dim, &key_bits);
+    uint8_t codes[KV_MAX_HEAD_DIM];
+    kv_key_order order;
+    kv_read_key_order(channels, side->padded_dim, &order);
+    kv_get_key((const uint8_t *)block, &order, side->padded_dim, slot, codes);
     KV(to_float16)(block + side->means, side->padded_dim, offsets);
-    for (int d = 0; d < side->head_dim; d++) {
-        const int code = kv_get_key((const uint8_t *)block, &key_bits, side->padded_dim, slot, d);
-        row[d] = (float)code * ((float)(channels[d] & KV_FACTOR) * unit) + offsets[d];
-    }
+    for (int d = 0; d < side->head_dim; d++) row[d] = (float)codes[d] * ((float)(channels[d] & KV_FACTOR) * unit) + offsets[d];
 }
 
 static void KV(decode_packed)(const kv_side *side, const char *block, int slot, float *row, int values)

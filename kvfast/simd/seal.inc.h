@@ -91,17 +91,17 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
     KV(put_channels)(side, (uint16_t *)(block + side->channels), scales, 32767.0f);
 }
 
-/* The bits of each line of INT3 keys above the lowest two: 2 for the quarter of the lines whose channels have the widest ranges in
-   sum, 0 for the quarter with the least, and 1. */
+/* The bits of each line of INT3 keys: 4 for the quarter of the lines whose channels have the widest ranges in sum, 2 for the
+   quarter with the least, and 3. */
 static void KV(share_key_bits)(const float *ranges, int lines, uint8_t *bits)
 {
     float sums[KV_MAX_HEAD_DIM / 4];
     for (int i = 0; i < lines; i++, ranges += 4) sums[i] = ranges[0] + ranges[1] + ranges[2] + ranges[3];
     for (int i = 0; i < lines; i++) {
         int wider = 0; /* lines before this one in the order of their ranges */
-        for (int j = 0; j < lines; j++) wider += sums[j] > sums[i] || (sums[j] == sums[i] && j < i);
-        bits[i] = (uint8_t)(wider < lines / 4 ? 2 : wider < lines - lines / 4 ? 1
-                                                                              : 0);
+        for (int j = 0; j < lines; j++) wider += (sums[j] > sums[i]) | ((sums[j] == sums[i]) & (j < i));
+        bits[i] = (uint8_t)(wider < lines / 4 ? 4 : wider < lines - lines / 4 ? 3
+                                                                              : 2);
     }
 }
 
@@ -127,49 +127,71 @@ static void KV(fit_packed_channels)(const kv_side *side, char *block, const floa
     }
     KV(share_key_bits)(scales, lines, bits);
     for (ptrdiff_t c = 0; c < side->padded_dim; c++) {
-        const float steps = (float)((4 << bits[c / 4]) - 1), offset = kv_from_float16(offsets[c]);
+        const float steps = (float)((1 << bits[c / 4]) - 1), offset = kv_from_float16(offsets[c]);
         float scale = scales[c] * (1.0f / steps);
         /* Rounding may move the range a little. */
         scale = scale > offset - low[c] ? scale : offset - low[c];
         scale = scale > (high[c] - offset) * (1.0f / (steps + 1.0f)) ? scale : (high[c] - offset) * (1.0f / (steps + 1.0f));
-        scales[c] = scale > 0x1p-100f ? scale : 0x1p-100f;
+        scales[c] = (scale > 0x1p-100f ? scale : 0x1p-100f) * (1.0f / (float)(16 >> bits[c / 4])); /* of 4 bits */
     }
     KV(put_channels)(side, channels, scales, (float)KV_FACTOR);
-    for (int line = 0; line < lines; line++)
-        for (int i = 0; i < 2; i++) channels[4 * line + i] |= (uint16_t)(bits[line] >> i & 1 ? KV_KEY_BITS : 0);
+    for (int line = 0; line < lines; line++) {
+        uint16_t *flag = channels + line / 4 * KV_UNIT + line % 4;
+        if (bits[line] == 4) flag[0] |= KV_KEY_FLAG;
+        if (bits[line] == 2) flag[4] |= KV_KEY_FLAG;
+    }
+}
+
+/* Writes the codes of 16 tokens of INT3 keys, rows of `stride` bytes. */
+static void KV(put_keys)(const kv_key_order *order, int padded_dim, const uint8_t *codes, ptrdiff_t stride, uint8_t *unit)
+{
+    KV_ALIGNED uint8_t lines[KV_LANES * KV_MAX_HEAD_DIM];
+    for (int d = 0; d < padded_dim; d += 16)
+        for (int t = 0; t < KV_LANES; t += 4) kv_transpose_words(codes + t * stride + d, stride, lines + d * 16 + t * 4, 64);
+    for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 96)
+        KV(put_threes)(lines + order->even[2 * u] * 64, lines + order->even[2 * u + 1] * 64, lines + order->wide[u] * 64,
+                       lines + order->narrow[u] * 64, unit);
 }
 
 /* Encodes the tokens from `token` on with the channels' scales and offsets. With `guarded`, stops and returns 0 at a token
    that is more than 1.25 steps beyond the range of codes. */
 static int KV(code_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int token, int guarded)
 {
+    enum { STRIDE = KV_MAX_HEAD_DIM + KV_LANES };
     const uint16_t *channels = (const uint16_t *)(block + side->channels);
     KV_ALIGNED float offset[KV_MAX_HEAD_DIM], scale[KV_MAX_HEAD_DIM], inverse[KV_MAX_HEAD_DIM], most[KV_MAX_HEAD_DIM];
-    uint8_t codes[KV_MAX_HEAD_DIM];
+    uint8_t codes[KV_LANES * STRIDE], bits[KV_MAX_HEAD_DIM / 4];
     const ptrdiff_t n = side->head_dim, dims = side->padded_dim;
     const float unit = KV(unit_of)(channels);
-    const int packed = side->family == KV_PACKED_CODES;
-    kv_key_bits key_bits;
-    if (packed) kv_read_key_bits(channels, side->padded_dim, &key_bits);
+    const int packed = side->family == KV_PACKED_CODES, begin = (token + KV_LANES - 1) / KV_LANES * KV_LANES;
+    kv_key_order order;
+    if (packed) {
+        kv_read_key_order(channels, side->padded_dim, &order);
+        kv_key_bits(&order, side->padded_dim, bits);
+    }
     KV(to_float16)(block + side->means, dims, offset);
     for (ptrdiff_t c = 0; c < dims; c++) {
-        most[c] = packed ? (float)((4 << key_bits.bits[c / 4]) - 1) : 15.0f;
+        most[c] = packed ? (float)((1 << bits[c / 4]) - 1) : 15.0f;
         scale[c] = (float)(channels[c] & (packed ? KV_FACTOR : 0x7FFF)) * unit;
+        if (packed) scale[c] *= (float)(16 >> bits[c / 4]); /* from codes of 4 bits */
         inverse[c] = scale[c] > 0.0f ? 1.0f / scale[c] : 0.0f;
     }
     for (; token < side->block_size; token++) {
         vf beyond = vf_set1(0.0f); /* how far beyond the codes, in units of values */
+        uint8_t *row = codes + token % KV_LANES * STRIDE;
         for (ptrdiff_t c = 0; c < dims; c += W) {
             const vf x = vf_sub(KV(load_channels)(rows + token * stride, c, n), vf_load(offset + c));
             const vf step = vf_load(scale + c), last = vf_load(most + c);
             beyond = vf_max(beyond, vf_max(vf_sub(x, vf_mul(step, vf_add(last, vf_set1(1.25f)))),
                                            vf_sub(vf_mul(step, vf_set1(-1.25f)), x)));
-            vi_store_int8((int8_t *)codes + c, vf_round(KV(channel_code)(x, vf_load(inverse + c), last)));
+            vi_store_int8((int8_t *)row + c, vf_round(KV(channel_code)(x, vf_load(inverse + c), last)));
         }
         if (guarded && vf_hmax(beyond) > 0.0f) return 0;
-        if (!packed) KV(put_k)(side, block, token, codes);
-        else
-            for (int c = 0; c < side->padded_dim; c++) kv_put_key((uint8_t *)block, &key_bits, side->padded_dim, token, c, codes[c]);
+        if (!packed) KV(put_k)(side, block, token, row);
+        else if (token < begin) kv_put_key((uint8_t *)block, &order, side->padded_dim, token, row);
+        else if (token % KV_LANES == KV_LANES - 1)
+            KV(put_keys)(&order, side->padded_dim, codes, STRIDE,
+                         kv_packed_unit((uint8_t *)block, 3, side->padded_dim, token, 0));
     }
     return 1;
 }

@@ -8,6 +8,7 @@
 #include "layout.inc.h"
 #include "seal.inc.h"
 #include "activations.inc.h"
+#include "threes.inc.h"
 #include "integer.inc.h"
 #include "expand.inc.h"
 #include "floating.inc.h"
@@ -58,12 +59,15 @@ KV_TARGET_BEGIN(KV_MATRIX)
 #include "amx/products_bfloat16.inc.h"
 #include "amx/matrix.inc.h"
 #include "amx/few_rows.inc.h"
-/* Codes in tiles are multiplied by the matrix unit for few rows, too. */
+/* Codes are multiplied by the matrix unit for few rows, too. */
 #define KV_FLOAT_ROWS_KERNEL(step, name) KV(step##_##name),
-#define KV_PACKED_CODES_KERNEL(step, name) KV(step##_##name),
+#define KV_PACKED_CODES_KERNEL(step, name) KV(step##_matrix_##name),
 #define KV_TILED_CODES_KERNEL(step, name) KV(step##_matrix_##name),
+#define KV_FLOAT_ROWS_PREPARE(name) KV(prepare_##name),
+#define KV_PACKED_CODES_PREPARE(name) KV(prepare_##name),
+#define KV_TILED_CODES_PREPARE(name) KV(prepare_matrix_##name),
 #define KV_PREPARE_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
-    KV_##family##_KERNEL(prepare, prepared_by)
+    KV_##family##_PREPARE(prepared_by)
 #define KV_SCORES_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
     KV_##family##_KERNEL(scores, kernels)
 #define KV_ACCUMULATE_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
@@ -79,6 +83,9 @@ static const kv_kernels kernels_amx = {
 #undef KV_FLOAT_ROWS_KERNEL
 #undef KV_PACKED_CODES_KERNEL
 #undef KV_TILED_CODES_KERNEL
+#undef KV_FLOAT_ROWS_PREPARE
+#undef KV_PACKED_CODES_PREPARE
+#undef KV_TILED_CODES_PREPARE
 #undef KV_PREPARE_MATRIX
 #undef KV_SCORES_MATRIX
 #undef KV_ACCUMULATE_MATRIX

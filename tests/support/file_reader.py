@@ -106,9 +106,9 @@ class Reader:
         as_keys = side == "k" or self.settings["kind"] == "latent"
         lanes, depths = (size, padded) if as_keys else (padded, size)
         at = size * padded * bits // 8
-        codes = unpacked(blocks[:, :at].reshape(len(blocks), lanes // 16, -1), bits, depths)
+        tiles = blocks[:, :at].reshape(len(blocks), lanes // 16, -1)
+        codes = unpacked(tiles, bits, depths)
         codes = codes if as_keys else codes.swapaxes(1, 2)
-        stored = codes
         levels = codes.astype(np.float64) if by_channel else levels_of(codes, bits, codebook, 4 if as_keys else 16)
         if not by_channel:
             scale = "float32" if bits == 8 or bits == 4 and codebook == "uniform" else "bfloat16"
@@ -121,7 +121,7 @@ class Reader:
             if by_channel:
                 steps = np.ascontiguousarray(blocks[:, at : at + 2 * padded]).view("<u2")
                 if bits == 3:
-                    levels, steps = key_codes(stored, steps).astype(np.float64), steps & 0xBFFF
+                    levels, steps = key_codes(tiles, steps).astype(np.float64), steps & 0xBFFF
                 unit = floats_of(((steps[:, :16] >> 15) << np.arange(16)).sum(1, dtype=np.uint16)[:, None].view(np.uint8), "bfloat16")
                 levels *= ((steps & 0x7FFF) * unit)[:, None]
                 at += -(-2 * padded // 64) * 64
@@ -146,8 +146,11 @@ def unpacked(tiles, bits, depths):
     else:
         units = tiles.reshape(*tiles.shape[:2], depths // 16, 32 * bits)
         codes, at, shift = np.zeros((*units.shape[:3], 4, 64), np.uint8), 0, 0  # four lines of 64 bytes
+        if bits == 3:
+            plane, nibbles = units[..., :64], np.concatenate([units[..., 64:] & 15, units[..., 64:] >> 4], axis=-1)
+            codes[:] = np.stack([plane & 7, plane >> 3 & 7, nibbles & 7, plane >> 6 | nibbles >> 1 & 4], axis=-2)
         for width, size in ((4, 128), (2, 64), (1, 32)):
-            if bits & width:
+            if bits & width and bits != 3:
                 plane = units[..., at : at + size]
                 for line in range(4):
                     if width == 4:
@@ -164,17 +167,22 @@ def unpacked(tiles, bits, depths):
     return codes.swapaxes(2, 3).reshape(len(tiles), -1, depths)
 
 
-def key_codes(codes, steps):
-    """Codes of INT3 keys with a scale per channel, (blocks, tokens, elements), whose channels have other numbers of bits."""
-    bits = (steps >> 14 & 1).reshape(len(steps), -1, 4)
-    bits = bits[..., 0] + 2 * bits[..., 1]  # of each 4 elements, above the lowest two
-    assert np.array_equal(bits.sum(1), np.full(len(bits), bits.shape[1])) or not codes.any()
-    low, high = ((part & mask).reshape(*part.shape[:2], -1, 4) for part, mask in ((codes, 3), (codes >> 2, 1)))
-    result = low.copy()
-    for block, given in enumerate(bits):
-        for place, line in enumerate(np.repeat(np.arange(len(given)), given)):
-            result[block, :, line] |= high[block, :, place] << (2 + place - given[:line].sum())
-    return result.reshape(codes.shape)
+def key_codes(tiles, steps):
+    """Codes (blocks, tokens, elements) of tiles of INT3 keys with a scale per channel: those of 2 and 3 bits as the high ones of 4."""
+    units = tiles.reshape(*tiles.shape[:2], -1, 96)
+    plane, nibbles = units[..., :64], np.concatenate([units[..., 64:] & 15, units[..., 64:] >> 4], axis=-1)
+    flags = (steps >> 14 & 1).reshape(len(steps), -1, 16)
+    wide, narrow = (flags[..., i : i + 4].reshape(len(steps), -1) for i in (0, 4))
+    lines = np.zeros((*tiles.shape[:2], wide.shape[1], 64), np.uint8)
+    for block, (four, two) in enumerate(zip(wide, narrow)):
+        order = np.argsort(two - four.astype(int), kind="stable")
+        count = len(order) // 4
+        assert not tiles[block].any() or four.sum() == two.sum() == count and not (four & two).any()
+        lines[block][:, order[:count]] = nibbles[block]
+        lines[block][:, order[count : 3 * count : 2]] = plane[block] << 1 & 14
+        lines[block][:, order[count + 1 : 3 * count : 2]] = plane[block] >> 2 & 14
+        lines[block][:, order[3 * count :]] = plane[block] >> 4 & 12
+    return lines.reshape(*tiles.shape[:2], -1, 16, 4).swapaxes(2, 3).reshape(len(tiles), -1, wide.shape[1] * 4)
 
 
 def table_of(file, name):

@@ -1,6 +1,6 @@
-/* Attention of few query rows on INT8, INT4 and GAUSS4 codes with the matrix unit. It gives the bits of integer.inc.h: the same
+/* Attention of few query rows on INT8, INT4, GAUSS4 and INT3 codes with the matrix unit. It gives the bits of integer.inc.h: the same
    activations, and the same exact sums of their products. One instruction multiplies the high and low parts of up to 8 rows by
-   16 lanes over 64 depths; INT4 and GAUSS4 are widened to bytes first, in the processor's cache.
+   16 lanes over 64 depths; all but INT8 are widened to bytes first, in the processor's cache. Keys of INT3 have channel scales here.
 
    The sums are those of activations.inc.h: stored codes, at most 255, times parts, at least -128, over at most 512 depths,
        255 * 128 * 512 = 16 711 680 < 2^31.
@@ -178,21 +178,27 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
 {
     const int tiles = n / TILE_DEPTH, lines = n / KV_DEPTHS(dtype);
     const int channels = statistics == KV_CHANNELS, passes = (num_rows + PASS_ROWS - 1) / PASS_ROWS;
-    const ptrdiff_t tile_bytes = (ptrdiff_t)lines * 64, wide_bytes = n * KV_LANES;
+    const ptrdiff_t tile_bytes = (ptrdiff_t)n * KV_LANES * kv_dtypes[dtype].bits / 8, wide_bytes = n * KV_LANES;
     const int lanes = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
-    const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
+    const float error =
+        channels ? KV(error_of_unit)(side, KV_INT4) : KV(error_of_unit)(side, dtype) * KV(largest_scale)(side, tile, dtype);
     KV(folded_rows) folded[2]; /* of the block whose products are read, and of the next */
     KV_ALIGNED int8_t wide[2 * KV_LANES * MATRIX_DIM]; /* two lane tiles, not a page apart: loads would wait for stores */
     KV_ALIGNED int32_t products[2][MAX_PASSES * KV_ROWS * KV_LANES];
     const int mask = side->block_size - 1, shift = __builtin_ctz((unsigned)side->block_size), count = lanes / KV_LANES;
     const char *codes[2];
+    kv_key_order order; /* of the block whose codes are widened */
     int held = channels ? 0 : KV(hold_operands)(queries->parts, tiles, passes);
     for (int i = 0; i < count + 2; i++) {
         if (i < count) {
             const int slot = tile->first + i * KV_LANES;
-            const char *fetch = kv_prefetch_from(ahead, i * tile_bytes);
-            codes[i % 2] = tile->base + tile->at[slot >> shift] + (slot & mask) / KV_LANES * tile_bytes;
+            const char *fetch = kv_prefetch_from(ahead, i * tile_bytes), *block = tile->base + tile->at[slot >> shift];
+            codes[i % 2] = block + (slot & mask) / KV_LANES * tile_bytes;
+            if (dtype == KV_INT3 && (i == 0 || (slot & mask) == 0))
+                kv_read_key_order((const uint16_t *)(block + side->channels), n, &order);
             if (dtype == KV_INT8) KV(fetch_lines)(codes[i % 2], lines, fetch);
+            else if (dtype == KV_INT3)
+                KV(expand_lane)((const uint8_t *)codes[i % 2], n / KV_UNIT, &order, fetch, (uint8_t *)wide + i % 2 * wide_bytes);
             else KV(widen_nibbles)(codes[i % 2], lines, fetch, wide + i % 2 * wide_bytes, dtype);
             KV_SETTLE(wide);
         }
@@ -252,11 +258,17 @@ static inline int KV(is_whole)(const kv_side *side, const kv_tile *tile)
 
 /* Widens, or fetches, lane tile i of a tile of values. */
 static inline __attribute__((always_inline)) void KV(widen_values)(const KV(values) *values, int i, const kv_ahead *ahead,
-                                                                   int8_t *wide, const int dtype)
+                                                                   const uint8_t *table, int8_t *wide, const int dtype)
 {
-    const char *fetch = kv_prefetch_from(ahead, i * (ptrdiff_t)values->lines * 64);
+    const char *fetch = kv_prefetch_from(ahead, i * (ptrdiff_t)values->tokens * KV_LANES * kv_dtypes[dtype].bits / 8);
     const ptrdiff_t at = values->first + i * values->tile_bytes, *block = values->blocks;
     if (dtype == KV_INT8) KV(fetch_lines)(values->base + *block + at, values->lines, fetch);
+    else if (dtype == KV_INT3)
+        for (int line = 0, here; line < values->lines; line += here) { /* a unit is 4 lines */
+            here = values->block_lines < values->lines - line ? values->block_lines : values->lines - line;
+            KV(expand_threes)((const uint8_t *)values->base + *block++ + at, here / 4, table, fetch + line * 24,
+                              (uint8_t *)wide + line * 64);
+        }
     else
         for (int line = 0, here; line < values->lines; line += here) {
             here = values->block_lines < values->lines - line ? values->block_lines : values->lines - line;
@@ -278,7 +290,8 @@ static inline __attribute__((always_inline)) void KV(accumulate_matrix)(
     KV_ALIGNED int8_t x[KV_ROWS * KV_TILE * 2];
     KV_ALIGNED int8_t wide[2][KV_LANES * KV_TILE];
     KV_ALIGNED int32_t products[2][MAX_PASSES * KV_ROWS * KV_LANES];
-    KV(widen_values)(&values, 0, ahead, wide[0], dtype);
+    const uint8_t *table = kv_packed_table(side);
+    KV(widen_values)(&values, 0, ahead, table, wide[0], dtype);
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         float folded[KV_PANEL * KV_TILE], inverse[KV_PANEL];
@@ -292,7 +305,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_matrix)(
     KV_SETTLE(x);
     const int held = KV(hold_operands)(x, tiles, passes);
     for (int i = 1; i < n + 2; i++) {
-        if (i < n) KV(widen_values)(&values, i, ahead, wide[i % 2], dtype);
+        if (i < n) KV(widen_values)(&values, i, ahead, table, wide[i % 2], dtype);
         if (i > 1)
             KV_UNROLL(4)
             for (int r = 0; r < num_rows; r++) {
@@ -374,4 +387,23 @@ KV_MATRIX_KERNELS(gauss4, KV_GAUSS4)
 #undef KV_EACH_DIM
 #undef KV_UNROLL
 #undef KV_TEXT
+
+static void KV(scores_matrix_packed)(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
+                                     const kv_ahead *ahead, float *scores)
+{
+    if (!KV(matrix_is_open) || !side->channels || !KV(fits_matrix)(side))
+        KV(scores_packed)(side, queries, num_rows, tile, ahead, scores);
+    else KV(scores_matrix)(side, queries, num_rows, tile, ahead, scores, side->padded_dim, KV_INT3, KV_CHANNELS,
+                           KV(refine_packed_keys));
+}
+
+static void KV(accumulate_matrix_packed)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
+                                         const kv_ahead *ahead, float *acc)
+{
+    if (!KV(matrix_is_open) || side->dtype != KV_INT3 || !KV(is_whole)(side, tile))
+        KV(accumulate_packed)(side, state, num_rows, tile, ahead, acc);
+    else
+        KV(accumulate_matrix)(side, state, num_rows, tile, ahead, acc, (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, KV_INT3,
+                              KV(refine_packed_values));
+}
 #undef KV_SETTLE

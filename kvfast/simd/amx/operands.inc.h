@@ -184,7 +184,7 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
             for (int c = 0; c < side->padded_dim; c += W) {
                 vf mean = vf_load_float16(means + c);
                 if (side->channels) {
-                    const vf scale = KV(load_channel_scales)(scales + c, unit);
+                    const vf scale = KV(load_channel_scales)(scales + c, unit, vi_set1(0x7FFF0000));
                     mean = vf_fma(scale, vf_set1((float)KV_BIAS(KV_INT4)), mean);
                     vf_store(operands->channels + i * KV_MAX_HEAD_DIM + c, scale);
                 }

@@ -103,6 +103,11 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes_shift(c) _mm256_srli_epi16(c, 4)
 #define vcodes_levels(c) \
     _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)kv_gauss_levels)), vcodes_low(c))
+/* Half a line of INT3, from a lane on, from nibbles of 32 bytes: the low ones are the first half, the high ones the other. */
+static inline vcodes KV(load_nibbles)(const void *p, int lane)
+{
+    return lane ? vcodes_shift(vcodes_load(p)) : vcodes_load(p);
+}
 typedef struct { __m256i even, odd; } KV(vwide); /* depths 0, 2 and 1, 3 of each four */
 #define vwide KV(vwide)
 #define vcodes_widen(c) ((vwide){_mm256_and_si256(c, _mm256_set1_epi16(255)), _mm256_srli_epi16(c, 8)})

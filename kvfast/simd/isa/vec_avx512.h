@@ -75,6 +75,13 @@ static inline void KV(vf_sum4)(vf a, vf b, vf c, vf d, float *sums)
 #define vcodes_bytes(c) (c)
 #define vcodes_low(c) _mm512_and_si512(c, _mm512_set1_epi8(15))
 #define vcodes_shift(c) _mm512_srli_epi16(c, 4)
+/* A line of INT3 from nibbles of 32 bytes: the low ones, then the high ones, under anything. */
+static inline vcodes KV(load_nibbles)(const void *p, int lane)
+{
+    (void)lane;
+    return _mm512_srlv_epi64(_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)p)),
+                             _mm512_set_epi64(4, 4, 4, 4, 0, 0, 0, 0));
+}
 #define KV_LEVELS _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)kv_gauss_levels))
 #ifdef KV_VBMI
 #define vcodes_levels(c) _mm512_permutexvar_epi8(c, KV_LEVELS) /* of 64 bytes: 4 times the table, for any upper bits */

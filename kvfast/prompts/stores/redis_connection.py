@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-PIECE = 4096  # bytes that are read at once where a line is due
+LINE_BYTES = 4096  # bytes that are read at once where a line is due
 LARGEST = 512 << 20  # bytes of a value, which no server goes beyond
 
 
@@ -108,9 +108,9 @@ class _TimedSocket:
 
     def _line(self):
         while (end := self._received.find(b"\r\n")) < 0:
-            if len(self._received) > PIECE:
+            if len(self._received) > LINE_BYTES:
                 raise _Wrong(bytes(self._received[:40]))
-            piece = self.recv(PIECE)
+            piece = self.recv(LINE_BYTES)
             _some(len(piece))
             self._received += piece
         line = bytes(self._received[:end])

@@ -82,6 +82,12 @@ static inline void kv_prefetch_end(const kv_ahead *ahead)
     kv_prefetch_scales(&ahead->next, ahead->next.at[(ahead->next.bytes - 1) / ahead->next.piece]);
 }
 
+/* Lanes of the whole lane tiles that `count` of them take. */
+static inline int kv_whole_lanes(int count)
+{
+    return (count + KV_LANES - 1) / KV_LANES * KV_LANES;
+}
+
 /* The address from which a panel that starts `offset` bytes into its tile prefetches. It continues line after
    line in the order of memory, whatever the order of its loads. */
 static inline const char *kv_prefetch_from(const kv_ahead *ahead, ptrdiff_t offset)

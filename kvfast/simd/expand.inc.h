@@ -241,7 +241,7 @@ static void KV(describe_expanded)(const kv_side *side, const kv_tile *tile, int 
 static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead, int values,
                             KV(expanded) *expanded)
 {
-    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, lanes = side->padded_dim / KV_LANES;
+    const int tokens = kv_whole_lanes(tile->count), lanes = side->padded_dim / KV_LANES;
     const ptrdiff_t unit_bytes = 32 * kv_dtypes[side->dtype].bits;
     float *scales = (float *)(expanded->block + tokens * side->padded_dim);
     ptrdiff_t read = 0; /* bytes of the tile read so far; as many bytes ahead are prefetched */
@@ -304,7 +304,7 @@ static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t 
 /* Expands a tile of INT3 keys with channel scales to blocks of bytes, with their statistics. */
 static void KV(expand_keys)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead, KV(expanded) *expanded)
 {
-    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, units = side->padded_dim / KV_UNIT;
+    const int tokens = kv_whole_lanes(tile->count), units = side->padded_dim / KV_UNIT;
     const ptrdiff_t lane_bytes = units * 96, statistics = side->bytes - side->means;
     KV(describe_expanded)(side, tile, tokens < side->block_size ? tokens : side->block_size, expanded);
     kv_side *to = &expanded->side;

@@ -130,7 +130,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     const int channels = statistics == KV_CHANNELS;
     const int as_stored = dtype == KV_INT3 && W >= 8; /* else INT3 is expanded */
     const ptrdiff_t tile_bytes = (ptrdiff_t)(as_stored ? side->padded_dim / KV_UNIT * 96 : lines * 64);
-    const int lanes = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    const int lanes = kv_whole_lanes(tile->count);
     const float error =
         channels ? KV(error_of_unit)(side, KV_INT4) : KV(error_of_unit)(side, dtype) * KV(largest_scale)(side, tile, dtype);
     for (int row = 0; row < num_rows; row += KV_PANEL) {
@@ -202,7 +202,7 @@ typedef struct {
 
 static inline __attribute__((always_inline)) KV(values) KV(find_values)(const kv_side *side, const kv_tile *tile, const int dtype)
 {
-    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, depth = KV_DEPTHS(dtype);
+    const int tokens = kv_whole_lanes(tile->count), depth = KV_DEPTHS(dtype);
     const ptrdiff_t token_bytes = KV_LANES * kv_dtypes[dtype].bits; /* of 8 tokens */
     KV(values) values = {tile->base, tile->at, {0}, tokens, tokens / depth, (side->block_size - tile->first) / depth,
                          side->block_size / 8 * token_bytes, tile->first / 8 * token_bytes};

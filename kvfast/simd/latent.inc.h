@@ -63,7 +63,7 @@ static inline __attribute__((always_inline)) void KV(transpose_lanes)(const kv_s
 /* Transposes a tile of codes to a block of INT8 values that holds nothing else. */
 static void KV(transpose_tile)(const kv_side *side, const kv_tile *tile, KV(expanded) *transposed)
 {
-    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    const int tokens = kv_whole_lanes(tile->count);
     const ptrdiff_t lane_bytes = (ptrdiff_t)(side->padded_dim / KV_DEPTHS(side->dtype)) * 64, stride = tokens * KV_LANES;
     float *scales = (float *)(transposed->block + tokens * side->padded_dim);
     for (int t = 0, slot = tile->first, block = 0; t < tokens; t += KV_LANES) {

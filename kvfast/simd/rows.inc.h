@@ -232,7 +232,7 @@ static inline void KV(bend_scores)(float *scores, int begin, int end, int from, 
 static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *from, const int *to,
                         float position, const kv_score_options *options)
 {
-    const int padded = (count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    const int padded = kv_whole_lanes(count);
     for (int r = 0; r < num_rows; r++) {
         float *weights = state->weights + r * KV_TILE;
         KV(bend_scores)(weights, 0, padded, from[r], to[r], r, position, options);

@@ -163,7 +163,7 @@ static int KV(code_channels)(const kv_side *side, char *block, const float *rows
     uint8_t codes[KV_LANES * STRIDE], bits[KV_MAX_HEAD_DIM / 4];
     const ptrdiff_t n = side->head_dim, dims = side->padded_dim;
     const float unit = KV(unit_of)(channels);
-    const int packed = side->family == KV_PACKED_CODES, begin = (token + KV_LANES - 1) / KV_LANES * KV_LANES;
+    const int packed = side->family == KV_PACKED_CODES, begin = kv_whole_lanes(token);
     kv_key_order order;
     if (packed) {
         kv_read_key_order(channels, side->padded_dim, &order);

@@ -147,7 +147,7 @@ def unpacked(tiles, bits, depths):
         units = tiles.reshape(*tiles.shape[:2], depths // 16, 32 * bits)
         codes, at, shift = np.zeros((*units.shape[:3], 4, 64), np.uint8), 0, 0  # four lines of 64 bytes
         if bits == 3:
-            plane, nibbles = units[..., :64], np.concatenate([units[..., 64:] & 15, units[..., 64:] >> 4], axis=-1)
+            plane, nibbles = parts_of_threes(units)
             codes[:] = np.stack([plane & 7, plane >> 3 & 7, nibbles & 7, plane >> 6 | nibbles >> 1 & 4], axis=-2)
         for width, size in ((4, 128), (2, 64), (1, 32)):
             if bits & width and bits != 3:
@@ -167,10 +167,14 @@ def unpacked(tiles, bits, depths):
     return codes.swapaxes(2, 3).reshape(len(tiles), -1, depths)
 
 
+def parts_of_threes(units):
+    """The first 64 of 96 bytes of INT3, and the nibbles of the others, low ones first."""
+    return units[..., :64], np.concatenate([units[..., 64:] & 15, units[..., 64:] >> 4], axis=-1)
+
+
 def key_codes(tiles, steps):
     """Codes (blocks, tokens, elements) of tiles of INT3 keys with a scale per channel: those of 2 and 3 bits as the high ones of 4."""
-    units = tiles.reshape(*tiles.shape[:2], -1, 96)
-    plane, nibbles = units[..., :64], np.concatenate([units[..., 64:] & 15, units[..., 64:] >> 4], axis=-1)
+    plane, nibbles = parts_of_threes(tiles.reshape(*tiles.shape[:2], -1, 96))
     flags = (steps >> 14 & 1).reshape(len(steps), -1, 16)
     wide, narrow = (flags[..., i : i + 4].reshape(len(steps), -1) for i in (0, 4))
     lines = np.zeros((*tiles.shape[:2], wide.shape[1], 64), np.uint8)

@@ -179,7 +179,7 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
     const int tiles = n / TILE_DEPTH, lines = n / KV_DEPTHS(dtype);
     const int channels = statistics == KV_CHANNELS, passes = (num_rows + PASS_ROWS - 1) / PASS_ROWS;
     const ptrdiff_t tile_bytes = (ptrdiff_t)n * KV_LANES * kv_dtypes[dtype].bits / 8, wide_bytes = n * KV_LANES;
-    const int lanes = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    const int lanes = kv_whole_lanes(tile->count);
     const float error =
         channels ? KV(error_of_unit)(side, KV_INT4) : KV(error_of_unit)(side, dtype) * KV(largest_scale)(side, tile, dtype);
     KV(folded_rows) folded[2]; /* of the block whose products are read, and of the next */
@@ -251,7 +251,7 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
 /* A tile of which each 64 tokens are in one block, as whole operands. */
 static inline int KV(is_whole)(const kv_side *side, const kv_tile *tile)
 {
-    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    const int tokens = kv_whole_lanes(tile->count);
     return tokens % TILE_DEPTH == 0 && side->block_size % TILE_DEPTH == 0 && tile->first % TILE_DEPTH == 0 &&
            (side->dtype != KV_INT8 || tokens == TILE_DEPTH);
 }
@@ -368,7 +368,7 @@ static void KV(prepare_operands)(const kv_side *side, const float *rows, int num
     static void KV(accumulate_matrix_##name)(const kv_side *side, kv_softmax *state, int num_rows,    \
                                              const kv_tile *tile, const kv_ahead *ahead, float *acc)  \
     {                                                                                                 \
-        const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;                        \
+        const int tokens = kv_whole_lanes(tile->count);                                               \
         if (!KV(matrix_is_open) || !KV(is_whole)(side, tile))                                         \
             KV(accumulate_##name)(side, state, num_rows, tile, ahead, acc);                           \
         else if (dtype != KV_INT8 && num_rows == KV_PANEL && tokens == 2 * TILE_DEPTH)                \
@@ -403,7 +403,6 @@ static void KV(accumulate_matrix_packed)(const kv_side *side, kv_softmax *state,
     if (!KV(matrix_is_open) || side->dtype != KV_INT3 || !KV(is_whole)(side, tile))
         KV(accumulate_packed)(side, state, num_rows, tile, ahead, acc);
     else
-        KV(accumulate_matrix)(side, state, num_rows, tile, ahead, acc, (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES, KV_INT3,
-                              KV(refine_packed_values));
+        KV(accumulate_matrix)(side, state, num_rows, tile, ahead, acc, kv_whole_lanes(tile->count), KV_INT3, KV(refine_packed_values));
 }
 #undef KV_SETTLE

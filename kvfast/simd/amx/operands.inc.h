@@ -167,7 +167,7 @@ static void KV(load_key_lanes)(const kv_side *side, const kv_tile *tile, int8_t 
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
-    for (int t = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES; t < KV_TILE; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
+    for (int t = kv_whole_lanes(tile->count); t < KV_TILE; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
 }
 
 /* Loads the channels' scales and means of the tile's blocks. A score is sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s). */
@@ -202,7 +202,7 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
 static void KV(transpose_keys)(const kv_tile *tile, kv_operands *operands)
 {
     const int tiles = (operands->dim + TILE_DEPTH - 1) / TILE_DEPTH;
-    const int tokens = (tile->count + KV_LANES - 1) / KV_LANES * KV_LANES;
+    const int tokens = kv_whole_lanes(tile->count);
     operands->value_parts = 1;
     for (int d = 0; d < operands->dim; d += KV_LANES)
         for (int t = 0; t < tokens; t += KV_LANES)
@@ -222,7 +222,7 @@ static void KV(load_values)(const kv_side *side, const kv_tile *tile, kv_operand
     for (int t = 0, slot = tile->first; t < tile->count; block++) {
         const char *at = tile->base + *block;
         const int left = tile->count - t, room = side->block_size - slot;
-        const int here = ((left < room ? left : room) + KV_LANES - 1) / KV_LANES * KV_LANES;
+        const int here = kv_whole_lanes(left < room ? left : room);
         if (side->family == KV_FLOAT_ROWS) {
             for (int i = 0; i < here; i += 4)
                 KV(load_value_rows)(side, at + (slot + i) * side->row_stride, (t + i) / 4, operands->values,

@@ -46,18 +46,19 @@ fi
 # Cython's C files are the same for all processors: those of a build of this machine will do, and others are written here,
 # as the emulated setup.py has no Cython.
 mkdir -p "$work/$mode"
-{ git ls-files -z && find kvfast -name '*.c' ! -name dispatch.c -print0; } |
+{ git ls-files -z && find kvfast -name '*.c' ! -path '*/simd/*' -print0; } |
     xargs -0 cp --parents --update --preserve=timestamps -t "$work/$mode"
 cat >"$work/cc" <<'END'
 #!/usr/bin/env bash
-[[ " $* " == *dispatch.c* || $MODE == full ]] || set -- "${@/#-O3/-O0}"
+[[ " $* " == */simd/* || $MODE == full ]] || set -- "${@/#-O3/-O0}"
 exec aarch64-linux-gnu-gcc "$@"
 END
 chmod +x "$work/cc"
 audit=$PWD/ci/audit_instructions.py
 cd "$work/$mode"
 export PYTHONPATH=$PWD:$work/site
-PYTHONPATH='' cythonize -q -j "$(nproc)" $(find kvfast -name '*.pyx')
+[ -e kvfast/core/memoryviews.c ] || PYTHONPATH='' cython --generate-shared=kvfast/core/memoryviews.c
+PYTHONPATH='' cython --timestamps --shared kvfast.core.memoryviews $(find kvfast -name '*.pyx')
 MODE=$mode CC=$work/cc LDSHARED="aarch64-linux-gnu-gcc -shared" CFLAGS="-I$root/usr/include -I$root/usr/include/$version" \
     "$python" setup.py -q build_ext --inplace -j "$(nproc)"
 python "$audit" $(find kvfast -name "*-aarch64-linux-gnu.so")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import arm_instructions as arm
 
-# What each tier may use beyond SSE2: the target regions of simd/dispatch.c. VEX is AVX, AVX2, FMA and F16C.
+# What each tier may use beyond SSE2: the target regions of simd/tiers/. VEX is AVX, AVX2, FMA and F16C.
 TIERS = {
     "scalar": set(),
     "sse2": set(),

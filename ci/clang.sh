@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 ci/need.sh clang-16 clang-16 libomp-16-dev
 if [ -n "${QUICK:-}" ]; then
     headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
-    printf '%s\n' kvfast/simd/dispatch.c $(git ls-files "kvfast/*.pyx" | sed "s/pyx$/c/") |
+    printf '%s\n' kvfast/simd/{dispatch,tiers/*}.c $(git ls-files "kvfast/*.pyx" | sed "s/pyx$/c/") |
         xargs -n 1 -P "$(nproc)" clang-16 -fsyntax-only -Wall -Wextra -Werror -fopenmp -I kvfast -I "$headers"
     exit
 fi

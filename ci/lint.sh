@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 ruff check .
 cython-lint kvfast
-clang-format --dry-run -Werror kvfast/simd/{layout.inc,pq.inc,rows.inc,seal.inc,isa/vec_scalar,isa/vec_undef}.h
+clang-format --dry-run -Werror kvfast/simd/{layout.inc,pq.inc,rows.inc,seal.inc,isa/vec_scalar}.h
 if git grep -nIP '\t| +$' -- '*.h' '*.c' '*.py' '*.pyi' '*.pyx' '*.pxd' '*.sh' || git grep -nIP '^.{137}' -- 'kvfast/simd'; then
     echo "a tab, blanks at the end of a line, or a long line: see above"
     exit 1

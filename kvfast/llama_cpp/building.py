@@ -8,15 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvfast.llama_cpp.headers import check_headers, fetch_headers, find_headers
-from kvfast.llama_cpp.installed import SOURCES, SUFFIX, Ggml, installed
+from kvfast.llama_cpp.installed import KERNELS, SOURCES, SUFFIX, Ggml, installed
 
 # Those of setup.py, and rows that are wide enough for the keys of multi-head latent attention.
 FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-DKV_WIDEST_HEAD=576"]
-UNITS = ("kernels", "attention", "masks", "tasks", "backend")
+# Flags for kvfast's kernels, which are compiled with those for the blocks of ggml.
+WITH_ROWS = ["-include", "llama_cpp/backend/ggml_rows.h", '-DKV_MORE_KERNELS="llama_cpp/backend/ggml_rows.inc.h"']
+UNITS = {path: WITH_ROWS if path.is_relative_to(KERNELS) else [] for path in sorted([*KERNELS.rglob("*.c"), *SOURCES.glob("*.c")])}
 
 
 def build(source=None, libraries=None, out=None):
-    """Compile the backend for a ggml; takes about a minute.
+    """Compile the backend for a ggml; takes a minute on two processors.
 
     The compiler is that of the environment variable ``CC``, or ``cc``.
 
@@ -54,9 +56,9 @@ def build(source=None, libraries=None, out=None):
         flags = [*FLAGS, *openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKVFAST_TENSOR_OVERHEAD={ggml.tensor_overhead}"]
         flags += [f"-I{folder}" for folder in (SOURCES.parents[1], headers / "include", headers / "src")]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda unit: _run([*compiler, *flags, "-c", str(SOURCES / f"{unit}.c"), "-o", str(Path(scratch, f"{unit}.o"))]), UNITS))
+            list(pool.map(lambda unit: _run([*compiler, *flags, *UNITS[unit], "-c", str(unit), "-o", str(Path(scratch, f"{unit.stem}.o"))]), UNITS))
         built = Path(scratch, f"built{SUFFIX}")
-        objects = [str(Path(scratch, f"{unit}.o")) for unit in UNITS]
+        objects = [str(Path(scratch, f"{unit.stem}.o")) for unit in UNITS]
         linked = [f"-L{ggml.folder}", "-lggml-base", f"-Wl,-rpath,{ggml.folder.resolve()}", "-lm"]
         _run([*compiler, "-shared", *openmp, *objects, *linked, "-o", str(built)])
         out = ggml.library if out is None else Path(out)

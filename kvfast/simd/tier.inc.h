@@ -1,5 +1,6 @@
-/* All kernels of one tier, and its row of the table. Included once per instruction set, inside a
-   target region, with KV(name) and KV_ISA set and one vec_*.h included before. */
+/* All kernels of one tier, and their table. A file of tiers/ includes it, inside a target region, with KV(name) and KV_ISA set
+   and one vec_*.h included before. All functions are static, so that no code of a newer instruction set can leak into code
+   that every processor runs. */
 #include "rows.inc.h"
 #include "rotate.inc.h"
 #include "coding.inc.h"
@@ -42,7 +43,7 @@
     .decode_codes = KV(decode_codes),                                                                                 \
     .read_bytes = KV(read_bytes),
 
-static const kv_kernels KV(kernels) = {
+const kv_kernels KV(kv_kernels) = {
     .isa = KV_ISA, KV_TABLE
     .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},
     .multiply = {KV(multiply_int8), KV(multiply_float32)}};
@@ -72,7 +73,7 @@ KV_TARGET_BEGIN(KV_MATRIX)
     KV_##family##_KERNEL(scores, kernels)
 #define KV_ACCUMULATE_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
     KV_##family##_KERNEL(accumulate, kernels)
-static const kv_kernels kernels_amx = {
+const kv_kernels kv_kernels_amx = {
     .isa = "amx", KV_TABLE
     .prepare = {KV_DTYPES(KV_PREPARE_MATRIX)}, .scores = {KV_DTYPES(KV_SCORES_MATRIX)},
     .accumulate = {KV_DTYPES(KV_ACCUMULATE_MATRIX)},
@@ -80,30 +81,4 @@ static const kv_kernels kernels_amx = {
     .multiply = {KV(multiply_tiles), KV(multiply_float32)},
     .prepare_panel = {KV(prepare_panel), KV(prepare_halves)},
     .attend_panels = {KV(attend_integers), KV(attend_halves)}};
-#undef KV_FLOAT_ROWS_KERNEL
-#undef KV_PACKED_CODES_KERNEL
-#undef KV_TILED_CODES_KERNEL
-#undef KV_FLOAT_ROWS_PREPARE
-#undef KV_PACKED_CODES_PREPARE
-#undef KV_TILED_CODES_PREPARE
-#undef KV_PREPARE_MATRIX
-#undef KV_SCORES_MATRIX
-#undef KV_ACCUMULATE_MATRIX
 #endif
-#undef KV_TABLE
-#undef KV_PREPARE
-#undef KV_SCORES
-#undef KV_ACCUMULATE
-#undef KV_MAX_ACTIVATION
-#undef KV_MAX_WEIGHT
-#undef KV_INVERSE_OF
-#undef KV_LEAST_ERROR
-#undef KV_CODE_SIZE
-#undef KV_BIAS
-#undef KV_DEPTHS
-#undef KV_INVERSE
-#undef KV_MEANS
-#undef KV_CHANNELS
-#include "isa/vec_undef.h"
-#undef KV
-#undef KV_ISA

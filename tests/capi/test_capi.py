@@ -15,7 +15,7 @@ import pytest
 from selection import exhaustive
 
 import kvfast
-from kvfast.llama_cpp.building import UNITS
+from kvfast.llama_cpp import building
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -86,10 +86,10 @@ def test_the_wheel_has_all_that_is_needed(installed):
     compiled = {name.partition(".")[0] for name in names if name.endswith(".so")}
     if (sources := ROOT / "kvfast").is_dir():
         found = {suffix: {path.relative_to(sources) for path in sources.rglob(f"*.{suffix}")} for suffix in ("pyx", "py", "pyi", "pxd", "h")}
-        assert compiled == {str(path.with_suffix("")) for path in found.pop("pyx")}
+        assert compiled == {"core/memoryviews", *(str(path.with_suffix("")) for path in found.pop("pyx"))}
         assert {str(path) for paths in found.values() for path in paths} <= names
     # The backend of ggml is compiled where it is used.
-    needed = {"simd/dispatch.c", *(f"llama_cpp/backend/{unit}.c" for unit in UNITS)}
+    needed = {str(path.relative_to(Path(building.__file__).parents[1])) for path in building.UNITS}
     assert {name for name in names if name.endswith((".pyx", ".c"))} == needed
     code = "import kvfast, os; print(os.path.samefile(os.path.dirname(kvfast.__file__), kvfast.get_include()))"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(installed)}, cwd=installed,

@@ -12,6 +12,7 @@ import sys
 import tarfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,10 @@ def test_modules_are_compiled_at_once_and_translated_one_by_one(monkeypatch, set
         two.wait(60)
         compiled.append(module.sources)
 
+    def compile_one(sources, **options):
+        two.wait(60)
+        return [f"{source}.o {options}" for source in sources]
+
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setattr(cython, "cythonize", translate)
     monkeypatch.setattr(build_ext.build_ext, "build_extension", compile)
@@ -134,8 +139,11 @@ def test_modules_are_compiled_at_once_and_translated_one_by_one(monkeypatch, set
     command.finalize_options()
     assert command.parallel == os.cpu_count()
     command.parallel = 2
+    command.compiler = types.SimpleNamespace(compile=compile_one)
     command.build_extensions()
     assert sorted(compiled) == [[f"{name}.c"] for name in "abcd"]
+    # And so are the files of one module; their objects keep the order.
+    assert command.compiler.compile(["d.c", "a.c"], debug=1) == ["d.c.o {'debug': 1}", "a.c.o {'debug': 1}"]
 
 
 def test_sdist_has_the_same_bytes(tmp_path, monkeypatch, setuptools):

@@ -202,7 +202,7 @@ def levels_of(codes, bits, codebook, step):
     if bits == 4 and codebook == "uniform":
         return codes - 8.0
     if bits == 4 and codebook == "gaussian":
-        return table_of("dispatch.c", "kv_gauss_levels")[codes] - 128.0
+        return table_of("common.h", "kv_gauss_levels")[codes] - 128.0
     if bits == 4:
         contexts, table = table_of("trellis.h", "kv_trellis_contexts"), table_of("trellis.h", "kv_trellis_table")
         levels, state = np.empty(codes.shape), np.zeros(codes.shape[:2], np.int64)

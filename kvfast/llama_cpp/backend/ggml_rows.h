@@ -1,7 +1,7 @@
 /* Rows of ggml's caches, read by kvfast's kernels.
 
-   kernels.c compiles kvfast's kernels (simd/dispatch.c), and with them, once per instruction set, what is special to the
-   blocks of ggml (ggml_rows.inc.h). */
+   Each file of simd/tiers/ compiles kvfast's kernels for an instruction set, and with them what is special to the blocks of
+   ggml (ggml_rows.inc.h); kernels.c chooses between them. */
 #ifndef KVFAST_GGML_ROWS_H
 #define KVFAST_GGML_ROWS_H
 

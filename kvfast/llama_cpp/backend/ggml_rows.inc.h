@@ -1,4 +1,7 @@
 /* Rows of ggml's blocks of 32 elements as floats; included once per instruction set, see ggml_rows.h. */
+#define GGML_COMMON_DECL_C
+#define GGML_COMMON_IMPL_C
+#include "ggml-common.h"
 
 /* 32 codes times a scale, plus an offset. */
 static inline void KV(scale_codes)(const int8_t *codes, float scale, float offset, float *out)
@@ -100,7 +103,7 @@ static void KV(decode_iq4_nl)(const void *row, ptrdiff_t n, float *out)
 #include "llama_cpp/backend/ggml_values.inc.h"
 #endif
 
-static const kv_row_kernels KV(row_kernels) = {
+const kv_row_kernels KV(kv_row_kernels) = {
     .isa = KV_ISA,
     .decode = {
         [GGML_TYPE_F32] = KV(to_float32),

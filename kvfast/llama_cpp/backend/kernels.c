@@ -1,36 +1,14 @@
-/* kvfast's kernels and those of ggml_rows.inc.h, once per instruction set; and the choice between them. */
+/* The choice between the tiers of kvfast's kernels and of those of ggml_rows.inc.h. */
 #include "ggml_rows.h"
+#include "simd/platform.h"
 
 #include <stdlib.h>
+#include <string.h>
 
-#define GGML_COMMON_DECL_C
-#define GGML_COMMON_IMPL_C
-#include "ggml-common.h"
-
-#define KV_MORE_KERNELS "llama_cpp/backend/ggml_rows.inc.h"
-#include "simd/dispatch.c"
-
-static const kv_row_kernels *const row_kernels[] = {
-#if KV_X86
-    &row_kernels_avx512_vbmi,
-    &row_kernels_avx512_vnni,
-    &row_kernels_avx512,
-#if KV_HAVE_AVX_VNNI
-    &row_kernels_avx_vnni,
-#endif
-    &row_kernels_avx2,
-#if KV_SSE2
-    &row_kernels_sse2,
-#endif
-#endif
-#if KV_HAVE_DOTPROD
-    &row_kernels_neon_dotprod,
-#endif
-#if KV_ARM64
-    &row_kernels_neon,
-#endif
-    &row_kernels_scalar,
-};
+#define KV_DECLARE(tier) extern const kv_row_kernels kv_row_kernels_##tier;
+KV_VECTOR_TIERS(KV_DECLARE)
+#define KV_ADDRESS(tier) &kv_row_kernels_##tier,
+static const kv_row_kernels *const row_kernels[] = {KV_VECTOR_TIERS(KV_ADDRESS)};
 
 /* Those of the tier "amx" are compiled with "avx512_vbmi". */
 static const kv_row_kernels *rows_of(const char *isa)
@@ -63,7 +41,7 @@ kv_tier kv_active_tier(void)
 void kv_save_matrix(const kv_tier *tier, kv_matrix_state *state)
 {
 #if KV_HAVE_AMX
-    if (tier->attention == &kernels_amx) __asm__ volatile("sttilecfg %0" : "=m"(*state));
+    if (tier->attention == &kv_kernels_amx) __asm__ volatile("sttilecfg %0" : "=m"(*state));
 #endif
     (void)tier, (void)state;
 }
@@ -71,7 +49,7 @@ void kv_save_matrix(const kv_tier *tier, kv_matrix_state *state)
 void kv_restore_matrix(const kv_tier *tier, const kv_matrix_state *state)
 {
 #if KV_HAVE_AMX
-    if (tier->attention == &kernels_amx) __asm__ volatile("ldtilecfg %0" : : "m"(*state));
+    if (tier->attention == &kv_kernels_amx) __asm__ volatile("ldtilecfg %0" : : "m"(*state));
 #endif
     (void)tier, (void)state;
 }

@@ -1,0 +1,76 @@
+/* What the compiler and the processor's family allow, and the tiers that follow from it. */
+#ifndef KVFAST_PLATFORM_H
+#define KVFAST_PLATFORM_H
+
+#include "kernels.h"
+
+#if defined(__x86_64__) || defined(__i386__)
+#define KV_X86 1
+#if defined(__x86_64__) && defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)
+#define KV_HAVE_AMX 1
+#endif
+#else
+#define KV_X86 0
+#endif
+#if KV_X86 && defined(__SSE2__)
+#define KV_SSE2 1
+#else
+#define KV_SSE2 0
+#endif
+#ifndef KV_HAVE_AMX
+#define KV_HAVE_AMX 0
+#endif
+#if KV_X86 && ((!defined(__clang__) && __GNUC__ >= 11) || __clang_major__ >= 13)
+#define KV_HAVE_AVX_VNNI 1
+#else
+#define KV_HAVE_AVX_VNNI 0
+#endif
+
+#if defined(__aarch64__) && defined(__ARM_NEON)
+#define KV_ARM64 1
+#else
+#define KV_ARM64 0
+#endif
+/* clang declares its intrinsics in target regions only from version 16 on. */
+#if KV_ARM64 && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD))
+#define KV_HAVE_DOTPROD 1
+#else
+#define KV_HAVE_DOTPROD 0
+#endif
+
+/* TIER(name) for each table of kernels, best first; tiers/ has them. That of the matrix unit stands beside avx512_vbmi. */
+#if KV_HAVE_AMX
+#define KV_MATRIX_TIERS(TIER) TIER(amx)
+#else
+#define KV_MATRIX_TIERS(TIER)
+#endif
+#if KV_HAVE_AVX_VNNI
+#define KV_AVX_VNNI_TIERS(TIER) TIER(avx_vnni)
+#else
+#define KV_AVX_VNNI_TIERS(TIER)
+#endif
+#if KV_SSE2
+#define KV_SSE2_TIERS(TIER) TIER(sse2)
+#else
+#define KV_SSE2_TIERS(TIER)
+#endif
+#if KV_HAVE_DOTPROD
+#define KV_DOTPROD_TIERS(TIER) TIER(neon_dotprod)
+#else
+#define KV_DOTPROD_TIERS(TIER)
+#endif
+#if KV_X86
+#define KV_VECTOR_TIERS(TIER) \
+    TIER(avx512_vbmi) TIER(avx512_vnni) TIER(avx512) KV_AVX_VNNI_TIERS(TIER) TIER(avx2) KV_SSE2_TIERS(TIER) TIER(scalar)
+#elif KV_ARM64
+#define KV_VECTOR_TIERS(TIER) KV_DOTPROD_TIERS(TIER) TIER(neon) TIER(scalar)
+#else
+#define KV_VECTOR_TIERS(TIER) TIER(scalar)
+#endif
+#define KV_TIERS(TIER) KV_MATRIX_TIERS(TIER) KV_VECTOR_TIERS(TIER)
+
+#define KV_DECLARE(tier) extern const kv_kernels kv_kernels_##tier;
+KV_TIERS(KV_DECLARE)
+#undef KV_DECLARE
+
+#endif

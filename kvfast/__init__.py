@@ -18,6 +18,7 @@ The packages below, each importing only from those before it: ``simd``, ``core``
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import kvfast.core.spin as _spin  # noqa: F401  (before what loads OpenMP)
@@ -49,6 +50,7 @@ from kvfast.compression import (
     ReconstructionError,
     VectorQuantization,
 )
+from kvfast.core import tuning as _tuning
 from kvfast.core.hardware import peak_rate, read_bandwidth
 from kvfast.core.kernels import active_isa, available_isas, cpu_features, use_isa
 from kvfast.core.threads import get_num_threads, has_openmp, set_num_threads
@@ -135,12 +137,13 @@ __all__ = [
 
 
 def config() -> dict[str, Any]:
-    """Version, ISA tiers, threads and CPU features of this installation.
+    """Version, ISA tiers, threads, CPU features and tuning of this installation.
 
     Returns
     -------
     dict
     """
+    reading, source = _tuning.in_use()
     return {
         "version": __version__,
         "active_isa": active_isa(),
@@ -148,6 +151,7 @@ def config() -> dict[str, Any]:
         "openmp": has_openmp(),
         "num_threads": get_num_threads(),
         "cpu_features": cpu_features(),
+        "tuning": {**asdict(reading), "source": source},
     }
 
 
@@ -168,4 +172,7 @@ def show_config() -> None:
     print(f"kvfast {settings['version']}")
     print(f"ISA tier:     {settings['active_isa']} (available: {', '.join(settings['available_isas'])})")
     print(f"CPU features: {', '.join(features) or 'none known'}")
+    tuning = dict(settings["tuning"])
+    source = tuning.pop("source")
+    print(f"Tuning:       {', '.join(f'{name}={value}' for name, value in tuning.items())} (from {source})")
     print(f"OpenMP:       {'yes' if settings['openmp'] else 'no'}, {settings['num_threads']} threads")

@@ -9,7 +9,7 @@ from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context,
                                   v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_TILED_CODES, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch,
-                                  kv_scratch, kv_side, kv_softmax, kv_tile)
+                                  kv_reading, kv_scratch, kv_side, kv_softmax, kv_tile, reading_now)
 from kvfast.core.limits cimport KV_LANES, KV_PIECE, KV_ROWS, KV_TILE
 
 cdef extern from *:
@@ -22,9 +22,6 @@ cdef enum:
     INTEGER_TILE = 64
     NARROW_TILE = 128
     FLOAT_TILE_BYTES = 4096
-    # Bytes of the pass after the next that a pass prefetches, with keys of less than 8 bits: 0.96 to 0.99 of the time on a Xeon.
-    # With INT8, which takes more bytes in the same time, and with float rows that takes 1.03 to 1.17 times as long.
-    NARROW_LEAD = 2048
     # Tokens from which the matrix unit reads codes faster than vectors do. Measured on a Xeon: with 512 tokens INT8 takes 1.02 of the
     # time from memory, and nothing is gained with two threads.
     MATRIX_TOKENS = 1024
@@ -161,6 +158,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef const kv_side *v = &store.v
     cdef kv_scratch *scratch = &task.scratch
     cdef kv_softmax *state = &scratch.softmax
+    cdef const kv_reading *reading = reading_now()
     cdef kv_ahead ahead
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
@@ -175,8 +173,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         k.family == KV_TILED_CODES or v.family == KV_TILED_CODES or v.dtype == KV_INT3 or (k.dtype == KV_INT3 and k.channels))
     if matrix:
         kernels.open_matrix(task.rows)
-    if kv_dtypes[k.dtype].bits < 8:
-        lead += NARROW_LEAD
+    lead += reading.narrow_lead if kv_dtypes[k.dtype].bits < 8 else reading.lead
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
     if task.rope != NULL:
         kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)
@@ -208,14 +205,22 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
             now = 1 - now
             t += tile
             continue
-        _aim(&ahead.next, v, &values[now], tile, count)
-        _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
-        ahead.lead = lead - k_bytes
+        if reading.own_side:
+            _aim(&ahead.next, &next_store.k, next_keys, next_tile, next_count)
+            ahead.after, ahead.lead = ahead.next, 0
+        else:
+            _aim(&ahead.next, v, &values[now], tile, count)
+            _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
+            ahead.lead = lead - k_bytes
         kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
         kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
-        ahead.next = ahead.after
-        _aim(&ahead.after, &next_store.v, next_values, next_tile, next_count)
-        ahead.lead = lead - v_bytes
+        if reading.own_side:
+            _aim(&ahead.next, &next_store.v, next_values, next_tile, next_count)
+            ahead.after = ahead.next
+        else:
+            ahead.next = ahead.after
+            _aim(&ahead.after, &next_store.v, next_values, next_tile, next_count)
+            ahead.lead = lead - v_bytes
         kernels.accumulate[v.dtype](v, state, task.rows, &values[now], &ahead, scratch.acc)
         now = 1 - now
         t += tile

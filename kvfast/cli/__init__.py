@@ -34,7 +34,7 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
     commands = parser.add_subparsers(metavar="command")
-    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_store, _add_plan, _add_llama_cpp, _add_bench, _add_info):
+    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_store, _add_plan, _add_llama_cpp, _add_bench, _add_tune, _add_info):
         add_command(commands)
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
@@ -262,6 +262,23 @@ def _add_llama_cpp(commands):
     parser.set_defaults(run=_run_llama_cpp_build)
 
 
+def _add_tune(commands):
+    parser = commands.add_parser(
+        "tune",
+        help="measure how attention asks for memory best on this machine, and keep it",
+        description="Measure the choices of how attention asks for memory, and keep the best of them in a file that kvfast reads "
+        "when it is imported. Takes about a minute, on a quiet machine. No bit of a result depends on it.",
+    )
+    add = parser.add_argument
+    add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs)")
+    add("--context", type=_positive, default=16384, metavar="N", help="tokens (default: 16384)")
+    add("--rounds", type=_positive, default=7, metavar="N", help="(default: 7)")
+    add("--megabytes", type=_positive, default=512, metavar="N", help="what a call reads at least, several times the last-level cache (default: 512)")
+    add("--no-keep", dest="keep", action="store_false", help="do not write the file")
+    add("--forget", action="store_true", help="remove what was kept for this kind of processor, and measure nothing")
+    parser.set_defaults(run=_run_tune)
+
+
 def _add_info(commands):
     parser = commands.add_parser("info", help="print how kvfast runs on this machine")
     parser.set_defaults(run=lambda args: kvfast.show_config())
@@ -307,6 +324,12 @@ def _run_bench(args):
     from kvfast.cli.bench import command
 
     command.run_bench(args)
+
+
+def _run_tune(args):
+    from kvfast.cli.tune import run_tune
+
+    run_tune(args)
 
 
 def _add_model_arguments(parser):

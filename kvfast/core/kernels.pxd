@@ -129,6 +129,12 @@ cdef extern from "simd/kernels.h" nogil:
         kv_prefetch after
         Py_ssize_t lead
 
+    ctypedef struct kv_reading:
+        int level
+        int own_side
+        Py_ssize_t lead
+        Py_ssize_t narrow_lead
+
     ctypedef struct kv_transform:
         const float *norm
         float eps
@@ -203,3 +209,4 @@ cdef extern from "simd/kernels.h" nogil:
 
 
 cdef const kv_kernels *active() noexcept nogil
+cdef const kv_reading *reading_now() noexcept nogil

@@ -13,12 +13,25 @@ cdef extern from "simd/kernels.h" nogil:
 
     const kv_cpu_feature *kv_cpu_features()
 
+    ctypedef struct kv_cpu_identity:
+        const char *vendor
+        int family
+        int model
+
+    kv_cpu_identity kv_identify_cpu()
+
+    kv_reading kv_reading_now
+
 
 cdef const kv_kernels *_active = NULL
 
 
 cdef const kv_kernels *active() noexcept nogil:
     return _active
+
+
+cdef const kv_reading *reading_now() noexcept nogil:
+    return &kv_reading_now
 
 
 cdef const kv_kernels *_find(str name) except NULL:
@@ -67,6 +80,23 @@ def cpu_features():
         features[feature.name.decode()] = bool(feature.present)
         feature += 1
     return features
+
+
+def cpu_identity():
+    """Vendor, family and model of an x86 processor; ``("", 0, 0)`` of others."""
+    cdef kv_cpu_identity cpu = kv_identify_cpu()
+    return cpu.vendor.decode("ascii", "replace"), cpu.family, cpu.model
+
+
+def get_reading():
+    """The members of ``kv_reading`` of ``simd/kernels.h``, as they are in force."""
+    return kv_reading_now.level, bool(kv_reading_now.own_side), kv_reading_now.lead, kv_reading_now.narrow_lead
+
+
+def set_reading(int level, bint own_side, Py_ssize_t lead, Py_ssize_t narrow_lead):
+    """Set them; `kvfast.core.tuning` checks them."""
+    global kv_reading_now
+    kv_reading_now = kv_reading(level, own_side, lead, narrow_lead)
 
 
 class use_isa:

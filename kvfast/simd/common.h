@@ -22,19 +22,27 @@
 #define KV_TARGET_END _Pragma("GCC pop_options")
 #endif
 
-/* On x86 to the second level (prefetcht1). Ratio of times to prefetcht0, which fills the first level too, from memory with two
-   threads, one token behind 16,384 others, 32/8/128: on a Xeon with AMX int8 0.96, int4 1.00, float32 0.95 (November 2026); on
-   an EPYC Zen 4, behind 4,096, int8 0.65, int4 0.83, float32 0.57. prefetchnta takes 1.9 to 2.7 times as long on the Xeon. */
-#if KV_X86
-#define kv_prefetch(address) __builtin_prefetch(address, 0, 2)
-#else
-#define kv_prefetch(address) __builtin_prefetch(address, 0, 3)
-#endif
+/* The level that prefetches fill where nothing else is chosen. On x86 the second (prefetcht1). Ratio of times to prefetcht0, which
+   fills the first level too, from memory with two threads, one token behind 16,384 others, 32/8/128: on a Xeon with AMX int8 0.96,
+   int4 1.00, float32 0.95 (November 2026); on an EPYC Zen 4, behind 4,096, int8 0.65, int4 0.83, float32 0.57. prefetchnta takes
+   1.9 to 2.7 times as long on the Xeon. */
+#define KV_PREFETCH_LEVEL (KV_X86 ? 2 : 1)
+#define kv_prefetch(address) __builtin_prefetch(address, 0, KV_X86 ? 2 : 3)
 #define kv_prefetch_write(address) __builtin_prefetch(address, 1, 3)
+
+/* Prefetches lines of 64 bytes to a level, one of kv_reading. The hint is part of the instruction, so a level that is no constant
+   costs a branch. */
+static inline __attribute__((always_inline)) void kv_prefetch_lines(const char *at, const int lines, const int level)
+{
+    if (__builtin_expect(level == 2, 1))
+        for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * 64, 0, 2);
+    else if (level == 1)
+        for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * 64, 0, 3);
+}
 
 static inline void kv_prefetch_scales(const kv_prefetch *stream, ptrdiff_t at)
 {
-    for (ptrdiff_t i = 0; i < stream->scale_bytes; i += 64) kv_prefetch(stream->base + at + stream->scales + i);
+    for (ptrdiff_t i = 0; i < stream->scale_bytes; i += 64) kv_prefetch_lines(stream->base + at + stream->scales + i, 1, kv_reading_now.level);
 }
 
 /* The scales behind the last piece of what a kernel has prefetched. */

@@ -1,5 +1,7 @@
 /* Finds out which tiers this machine can run. */
-#include "platform.h"
+#include "common.h"
+
+#include <string.h>
 
 #if KV_X86
 #include <cpuid.h>
@@ -12,6 +14,11 @@
 #elif KV_ARM64 && defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
+
+/* Keys of less than 8 bits with narrow_lead: 0.96 to 0.99 of the time without on a Xeon. With INT8, which takes more bytes in the
+   same time, and with float rows such a lead takes 1.03 to 1.17 times as long. The order of memory: 18.2 GB/s on a Xeon that
+   streams 19.1, and 15.7 with own_side. */
+kv_reading kv_reading_now = {.level = KV_PREFETCH_LEVEL, .narrow_lead = 2048};
 
 #define KV_ADDRESS(tier) &kv_kernels_##tier,
 const kv_kernels *const kv_all_kernels[] = {KV_TIERS(KV_ADDRESS) NULL};
@@ -87,6 +94,24 @@ int kv_supported(const kv_kernels *kernels)
 #endif
     (void)kernels;
     return 1;
+}
+
+kv_cpu_identity kv_identify_cpu(void)
+{
+    kv_cpu_identity cpu = {"", 0, 0};
+#if KV_X86
+    unsigned a, b, c, d;
+    if (__get_cpuid(0, &a, &b, &c, &d)) {
+        const unsigned words[3] = {b, d, c};
+        memcpy(cpu.vendor, words, sizeof words);
+    }
+    if (__get_cpuid(1, &a, &b, &c, &d)) {
+        cpu.family = (int)(a >> 8 & 15), cpu.model = (int)(a >> 4 & 15);
+        if (cpu.family == 6 || cpu.family == 15) cpu.model += (int)(a >> 16 & 15) << 4;
+        if (cpu.family == 15) cpu.family += (int)(a >> 20 & 255);
+    }
+#endif
+    return cpu;
 }
 
 const kv_cpu_feature *kv_cpu_features(void)

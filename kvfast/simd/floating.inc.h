@@ -20,15 +20,18 @@ static inline __attribute__((always_inline)) void KV(score_panel)(
     const char *keys, ptrdiff_t row_stride, int padded_dim, const float *q, const int rows, const int tokens,
     const char *ahead, float *scores, const int dtype)
 {
-    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
+    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_reading_now.level;
     vf acc[KV_PANEL][FLOAT_TOKENS];
     for (int r = 0; r < KV_PANEL; r++)
         for (int t = 0; t < FLOAT_TOKENS; t++) acc[r][t] = vf_set1(0.0f);
     for (int i = 0; i < padded_dim; i += W) {
         vf key[FLOAT_TOKENS];
+        if (i * itemsize % 64 == 0) {
+            kv_prefetch_lines(ahead, tokens, level);
+            ahead += tokens * 64;
+        }
         for (int t = 0; t < tokens; t++) {
             const char *row = keys + t * row_stride;
-            if (i * itemsize % 64 == 0) kv_prefetch(ahead), ahead += 64;
             key[t] = KV(load_as)(row, i, dtype);
         }
         for (int r = 0; r < rows; r++) {
@@ -63,17 +66,17 @@ static inline __attribute__((always_inline)) void KV(value_panel)(
     const char *values, ptrdiff_t row_stride, int count, const float *weights, const int rows, const int vectors,
     const char *ahead, const float *rescale, float *acc, int padded_dim, const int dtype)
 {
-    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
+    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_reading_now.level;
     vf sum[KV_PANEL][FLOAT_VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++)
             sum[r][v] = vf_mul(vf_load(acc + r * padded_dim + v * W), vf_set1(rescale[r]));
     for (int t = 0; t < count; t++) {
+        const int lines = (vectors * W * itemsize + 63) / 64;
         vf value[FLOAT_VECTORS];
-        for (int v = 0; v < vectors; v++) {
-            if (v * W * itemsize % 64 == 0) kv_prefetch(ahead), ahead += 64;
-            value[v] = KV(load_as)(values, v * W, dtype);
-        }
+        kv_prefetch_lines(ahead, lines, level);
+        ahead += lines * 64;
+        for (int v = 0; v < vectors; v++) value[v] = KV(load_as)(values, v * W, dtype);
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vectors; v++)
                 sum[r][v] = vf_fma(vf_set1(weights[r * KV_TILE + t]), value[v], sum[r][v]);

@@ -191,10 +191,20 @@ typedef struct {
     int interleaved;
 } kv_transform;
 
+/* How attention asks for memory; kvfast/core/tuning.py sets it. No bit of a result depends on it. */
+typedef struct {
+    int level;       /* of the caches that prefetches fill, 1 or 2, or 0: there are none */
+    int own_side;    /* a pass prefetches its own side of the next tile, instead of the side that is read next */
+    ptrdiff_t lead;  /* else bytes of the pass after the next that a pass prefetches */
+    ptrdiff_t narrow_lead; /* the same with keys of less than 8 bits */
+} kv_reading;
+#if defined(__GNUC__)
+__attribute__((visibility("hidden"))) /* so that kernels read it without a table of addresses */
+#endif
+extern kv_reading kv_reading_now;
+
 /* What a kernel prefetches while it reads its side of a tile: the sides that will be read next, from
-   `lead` bytes into the first of them. Measured on a Xeon with AVX-512 that streams 19.1 GB/s: 18.2
-   GB/s if the key pass fetches the values and the value pass the next keys, in the order of memory;
-   15.7 GB/s if each pass fetches its own side one tile ahead. */
+   `lead` bytes into the first of them. */
 typedef struct {
     kv_prefetch next, after;
     ptrdiff_t lead;
@@ -304,6 +314,9 @@ typedef struct {
 extern const kv_kernels *const kv_all_kernels[];
 int kv_supported(const kv_kernels *kernels);
 
+typedef struct { char vendor[13]; int family, model; } kv_cpu_identity;
+/* What an x86 processor calls itself; others have no vendor. */
+kv_cpu_identity kv_identify_cpu(void);
 typedef struct { const char *name; int present; } kv_cpu_feature;
 /* Features of this CPU that kvfast knows; ends with a NULL name. */
 const kv_cpu_feature *kv_cpu_features(void);

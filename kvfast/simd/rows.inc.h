@@ -203,13 +203,6 @@ static inline vf KV(tanh)(vf x)
     return vf_sign_of(vf_add(y, vf_zero_below(large, size, 0.625f)), x);
 }
 
-static float KV(exp1)(float x)
-{
-    float lanes[W];
-    vf_store(lanes, KV(exp)(vf_set1(x)));
-    return lanes[0];
-}
-
 /* Applies softcap, ALiBi and biases to a row's scores begin to end. The row sees only those from `from` to `to`. */
 static inline void KV(bend_scores)(float *scores, int begin, int end, int from, int to, int row, float position,
                                    const kv_score_options *options)
@@ -228,11 +221,13 @@ static inline void KV(bend_scores)(float *scores, int begin, int end, int from, 
 
 /* One softmax step over a tile: row r sees the tokens from[r] <= t < to[r]. The base is the running
    maximum, not the tile's, so that a row that sees nothing gets no NaN. `count` is padded with zero
-   weights to the next multiple of KV_LANES. */
+   weights to the next multiple of KV_LANES. The rows take each step together, as a row waits for its maximum and its sum. */
 static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *from, const int *to,
                         float position, const kv_score_options *options)
 {
     const int padded = kv_whole_lanes(count);
+    float m[KV_ROWS], step[KV_ROWS] = {0};
+    vf sums[KV_ROWS];
     for (int r = 0; r < num_rows; r++) {
         float *weights = state->weights + r * KV_TILE;
         KV(bend_scores)(weights, 0, padded, from[r], to[r], r, position, options);
@@ -241,28 +236,36 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
 
         vf largest = vf_load(weights);
         for (int t = W; t < padded; t += W) largest = vf_max(largest, vf_load(weights + t));
-        float m = vf_hmax(largest);
-        m = m > state->m[r] ? m : state->m[r];
-        if (m == -INFINITY) {
+        m[r] = vf_hmax(largest);
+        m[r] = m[r] > state->m[r] ? m[r] : state->m[r];
+        if (m[r] != -INFINITY) step[r] = state->m[r] - m[r];
+    }
+    for (int r = 0; r < num_rows; r += W) vf_store(step + r, KV(exp)(vf_load(step + r)));
+    for (int r = 0; r < num_rows; r++) {
+        float *weights = state->weights + r * KV_TILE;
+        const vf base = vf_set1(m[r]);
+        sums[r] = vf_set1(0.0f);
+        if (m[r] == -INFINITY) {
             memset(weights, 0, (size_t)padded * sizeof(float));
-            state->rescale[r] = 1.0f;
-            if (to[r] > from[r]) state->l[r] = NAN; /* all scores that it sees are beyond float32 */
             continue;
         }
-        const vf base = vf_set1(m);
-        vf sum = vf_set1(0.0f);
         for (int t = 0; t < padded; t += W) {
             vf weight = KV(exp)(vf_sub(vf_load(weights + t), base));
             vf_store(weights + t, weight);
-            sum = vf_add(sum, weight);
+            sums[r] = vf_add(sums[r], weight);
         }
-        float rescale = 1.0f;
-        if (m != state->m[r]) {
-            rescale = KV(exp1)(state->m[r] - m);
-            state->noise[r] *= (double)rescale * rescale;
+    }
+    for (int r = 0; r < num_rows; r++) {
+        state->rescale[r] = 1.0f;
+        if (m[r] == -INFINITY) {
+            if (to[r] > from[r]) state->l[r] = NAN; /* all scores that it sees are beyond float32 */
+            continue;
         }
-        state->rescale[r] = rescale;
-        state->l[r] = state->l[r] * rescale + vf_hsum(sum);
-        state->m[r] = m;
+        if (m[r] != state->m[r]) {
+            state->rescale[r] = step[r];
+            state->noise[r] *= (double)step[r] * step[r];
+        }
+        state->l[r] = state->l[r] * state->rescale[r] + vf_hsum(sums[r]);
+        state->m[r] = m[r];
     }
 }

@@ -56,12 +56,13 @@ static inline __attribute__((always_inline)) void KV(dot_threes)(
     const ptrdiff_t read = vectors * W / KV_LANES * 96; /* bytes of a unit of all lane tiles */
     vacc a[KV_PANEL][4], b[KV_PANEL][4];
     KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
+    const int level = kv_reading_now.level;
     do {
         const char *unit = base + *block++;
         const int here = gather && block_units < units ? block_units : units;
         for (size_t u = 0; u < (size_t)here; u++, unit += 96, ahead += read) {
             KV(words) plane[4];
-            for (ptrdiff_t i = 0; i < read; i += 64) kv_prefetch(ahead + i);
+            kv_prefetch_lines(ahead, (int)(read + 63) / 64, level);
             KV_FOR4(v, vectors,
                     plane[v] = (KV(words))vcodes_load(unit + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4););
 #define KV_NIBBLES KV(load_nibbles)(unit + v * W / KV_LANES * tile_bytes + 64, v * W % KV_LANES)

@@ -1,0 +1,303 @@
+"""How attention asks for memory on this processor: from a table by vendor, family and model, from the file that ``python -m
+kvfast tune`` keeps, or from ``KVFAST_TUNING``. No bit of a result depends on it.
+
+The sizes of tiles are not among the choices: softmax corrects its sums once a tile, so another size rounds differently.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import warnings
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from kvfast.core.kernels import cpu_identity, get_reading, set_reading
+
+VARIABLE = "KVFAST_TUNING"
+ORDERS = ("memory", "side")
+LEVELS = (0, 1, 2)
+MOST_LEAD = 16384
+LINE = 64
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How attention asks for memory.
+
+    Attributes
+    ----------
+    prefetch_level : int
+        The level of the processor's caches that prefetches fill, 1 or 2; 0: there are no prefetches. The matrix unit's kernels
+        fill level 2 whatever this is.
+    prefetch_order : str
+        ``"memory"``: the pass over keys fetches the values of its tile, and the pass over values the next keys. ``"side"``: each
+        fetches its own side of the next tile.
+    lead : int
+        With ``"memory"``, bytes of the pass after the next that a pass fetches: a multiple of 64, at most 16384.
+    narrow_lead : int
+        The same with keys of less than 8 bits.
+    """
+
+    prefetch_level: int
+    prefetch_order: str
+    lead: int
+    narrow_lead: int
+
+    def __post_init__(self):
+        level = self.prefetch_level
+        _check("prefetch_level", level, type(level) is int and level in LEVELS, "0, 1 or 2")
+        _check("prefetch_order", self.prefetch_order, self.prefetch_order in ORDERS, "memory or side")
+        for name in ("lead", "narrow_lead"):
+            lead = getattr(self, name)
+            fits = type(lead) is int and 0 <= lead <= MOST_LEAD and lead % LINE == 0
+            _check(name, lead, fits, f"a multiple of {LINE} from 0 to {MOST_LEAD}")
+
+    def __str__(self):
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
+
+
+NAMES = tuple(field.name for field in fields(Reading))
+
+
+def _check(name, value, good, expected):
+    if not good:
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def _in_force():
+    level, own_side, lead, narrow_lead = get_reading()
+    return Reading(level, ORDERS[own_side], lead, narrow_lead)
+
+
+# What the kernels are compiled with: on x86 level 2, as every x86 that was measured reads so at least as fast as with another
+# choice; elsewhere level 1, which nobody measured.
+DEFAULT = _in_force()
+
+
+@dataclass(frozen=True)
+class Row:
+    """Processors of one design.
+
+    Attributes
+    ----------
+    name, vendor : str
+    family : int
+    models : frozenset of int
+    reading : Reading
+    measured : str
+        What was measured: ratios of times to those with this row, one token from memory, shape 32/8/128.
+    """
+
+    name: str
+    vendor: str
+    family: int
+    models: frozenset[int]
+    reading: Reading
+    measured: str
+
+
+TABLE = (
+    Row(
+        "Xeon Sapphire Rapids, Emerald Rapids",
+        "GenuineIntel",
+        6,
+        frozenset([0x8F, 0xCF]),
+        Reading(2, "memory", 0, 2048),
+        "behind 16,384 tokens with two threads, level 1: int8 1.04, int4 1.00, float32 1.05. Order side: 1.16. "
+        "lead 2048: 1.03 to 1.17; narrow_lead 0: 1.01 to 1.04",
+    ),
+    Row(
+        "EPYC and Ryzen Zen 4",
+        "AuthenticAMD",
+        25,
+        frozenset([*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0)]),
+        Reading(2, "memory", 0, 2048),
+        "behind 4,096 tokens with two threads, level 1: int8 1.54, int4 1.20, float32 1.75; level 0: int8 2.4, int4 2.3, float32 2.2",
+    ),
+)
+
+
+def processor():
+    """The name of this kind of processor in files of `keep`."""
+    vendor, family, model = cpu_identity()
+    return f"{vendor}-{family}-{model}" if vendor else platform.machine() or "unknown"
+
+
+def from_table(identity=None):
+    """The reading of a processor, and the name of its row.
+
+    Parameters
+    ----------
+    identity : tuple, optional
+        Vendor, family and model; those of this processor when omitted.
+
+    Returns
+    -------
+    tuple of Reading and str
+    """
+    vendor, family, model = cpu_identity() if identity is None else identity
+    for row in TABLE:
+        if (row.vendor, row.family) == (vendor, family) and model in row.models:
+            return row.reading, f"the table, {row.name}"
+    return DEFAULT, "the default for processors that are not in the table"
+
+
+def file():
+    """The path of the file that ``python -m kvfast tune`` keeps, whether it is there or not.
+
+    Returns
+    -------
+    Path
+    """
+    if os.name == "nt":
+        folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return folder / "kvfast" / "tuning.json"
+
+
+def keep(reading):
+    """Write a reading for this kind of processor to `file`, beside those of others that it has.
+
+    Returns
+    -------
+    Path
+    """
+    path = file()
+    try:
+        processors = _read(path)
+    except (OSError, ValueError):  # there is none yet, or none that is any good
+        processors = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, {**processors, processor(): asdict(reading)})
+    return path
+
+
+def forget():
+    """Remove what `keep` wrote for this kind of processor.
+
+    Returns
+    -------
+    bool
+        Whether there was anything.
+    """
+    path = file()
+    try:
+        processors = _read(path)
+    except FileNotFoundError:
+        return False
+    if processors.pop(processor(), None) is None:
+        return False
+    if processors:
+        _write(path, processors)
+    else:
+        path.unlink()
+    return True
+
+
+def _write(path, processors):
+    whole = path.with_name(f".{path.name}.{os.getpid()}")  # a process that starts meanwhile reads the old file or the new one
+    whole.write_text(json.dumps({"version": VERSION, "processors": processors}, indent=2) + "\n", encoding="utf-8")
+    whole.replace(path)
+
+
+def _read(path):
+    """The processors of a file, unchecked."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no file of python -m kvfast tune: {error}") from None
+    if not (isinstance(content, dict) and content.get("version") == VERSION and isinstance(content.get("processors"), dict)):
+        raise ValueError(f'{path} is no file of python -m kvfast tune: it must have "version": {VERSION} and "processors"')
+    return content["processors"]
+
+
+def _merged(base, settings, where):
+    """`base` with other settings, checked."""
+    if not isinstance(settings, dict):
+        raise ValueError(f"{where} must have the names {', '.join(NAMES)}, got {settings!r}")
+    unknown = [name for name in settings if name not in NAMES]
+    if unknown:
+        raise ValueError(f"{where} has the unknown name {unknown[0]!r}; the names are {', '.join(NAMES)}")
+    try:
+        return replace(base, **settings)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _parsed(text):
+    """Settings of a list of ``name=value``."""
+    settings = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value):
+            raise ValueError(f"{VARIABLE} must be a file or a list of name=value, got {part.strip()!r} in {text!r}")
+        settings[name] = int(value) if value.isascii() and value.isdecimal() else value
+    return settings
+
+
+def choose():
+    """The reading for this processor, and where it is from: `VARIABLE`, else the kept file, else the table.
+
+    Returns
+    -------
+    tuple of Reading and str
+
+    Raises
+    ------
+    ValueError
+        If the variable is not good.
+
+    Warns
+    -----
+    RuntimeWarning
+        If the kept file is not good; the table is taken instead.
+    """
+    base, where = from_table()
+    text = os.environ.get(VARIABLE, "").strip()
+    if "=" in text and not Path(text).exists():
+        return _merged(base, _parsed(text), VARIABLE), VARIABLE
+    if text:
+        try:
+            processors = _read(text)
+        except OSError as error:
+            raise ValueError(f"{VARIABLE} must be a file or a list of name=value, got {text!r}: {error.strerror}") from None
+        if processor() not in processors:
+            raise ValueError(f"{VARIABLE}: {text} has nothing for {processor()}; it has {', '.join(processors) or 'nothing at all'}")
+        return _merged(base, processors[processor()], f"{VARIABLE}: {text}"), f"{VARIABLE}, {text}"
+    try:
+        path = file()
+        processors = _read(path)
+        if processor() in processors:
+            return _merged(base, processors[processor()], str(path)), str(path)
+    except (OSError, RuntimeError):  # there is no file, or no home
+        pass
+    except ValueError as error:
+        warnings.warn(f"{error}; kvfast goes by {where}", RuntimeWarning, stacklevel=2)
+    return base, where
+
+
+_source = ""
+
+
+def use(reading, source):
+    """Set how attention asks for memory from now on, in this process."""
+    global _source
+    set_reading(reading.prefetch_level, ORDERS.index(reading.prefetch_order), reading.lead, reading.narrow_lead)
+    _source = source
+
+
+def in_use():
+    """The reading in force, and where it is from.
+
+    Returns
+    -------
+    tuple of Reading and str
+    """
+    return _in_force(), _source
+
+
+use(*choose())

@@ -1,0 +1,240 @@
+"""How attention asks for memory: the table, `KVFAST_TUNING`, the file that is kept; and that no bit depends on it."""
+
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from cache_kinds import FORMATS
+from command_line import run_here
+from selection import parametrize
+
+import kvfast
+from kvfast.core import tuning
+from kvfast.core.tuning import DEFAULT, LEVELS, ORDERS, Reading
+
+FLOATS = ["float32", "float16", "bfloat16"]
+READINGS = [Reading(level, order, *leads) for level, order, leads in itertools.product(LEVELS, ORDERS, [(0, 0), (64, 2048), (16384, 16384)])]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Where the user's configuration is; and what was in force is in force afterwards."""
+    monkeypatch.setenv("LOCALAPPDATA" if os.name == "nt" else "XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv(tuning.VARIABLE, raising=False)
+    before = tuning.in_use()
+    yield
+    tuning.use(*before)
+
+
+# --- the same bits -----------------------------------------------------------------------------
+
+
+def calls(form):
+    """Of caches in one block and in many, with one query and several, and more query rows than a panel has; and of a ring."""
+    rng = np.random.default_rng(0)
+    for length, heads, dim, queries in ((5, 2, 20, 3), (700, 12, 64, 1), (1300, 4, 128, 3)):
+        cache = kvfast.KVCache(1, 2, dim, dtype=form)
+        cache.append(0, *rng.standard_normal((2, length, 2, dim), np.float32))
+        cache.advance(length)
+        yield functools.partial(cache.attend, 0, rng.standard_normal((queries, heads, dim), np.float32))
+    ring = kvfast.RingKVCache(1, 2, 32, dtype=form, window=200, num_sink_tokens=20)
+    for rows in rng.standard_normal((5, 2, 100, 2, 32), np.float32):
+        ring.append(0, *rows)
+        ring.advance(100)
+    yield functools.partial(ring.attend, 0, rng.standard_normal((1, 4, 32), np.float32))
+
+
+@parametrize("form", [*FORMATS, *FLOATS], ["int8", "k8v4", "int4", "int4-plain", "channels, int3", "trellis", *FLOATS])
+def test_the_same_bits_whatever_is_chosen(isa, form):
+    attends = list(calls(FORMATS.get(form, form)))
+    tuning.use(DEFAULT, "a test")
+    expected = [attend().tobytes() for attend in attends]
+    for reading in READINGS:
+        tuning.use(reading, "a test")
+        assert tuning.in_use() == (reading, "a test")
+        assert [attend().tobytes() for attend in attends] == expected, reading
+
+
+@pytest.mark.parametrize("form", ["float16", "int8", "int4-plain"])
+def test_the_same_bits_of_latent_rows(form, rng):
+    cache = kvfast.MLAKVCache(1, 64, 32, dtype=form)
+    cache.append(0, rng.standard_normal((300, 64 + 32), np.float32))
+    cache.advance(300)
+    q = rng.standard_normal((1, 8, 64 + 32), np.float32)
+    found = set()
+    for reading in READINGS:
+        tuning.use(reading, "a test")
+        found.add(cache.attend(0, q).tobytes())
+    assert len(found) == 1
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+
+def test_every_row_of_the_table():
+    for row in tuning.TABLE:
+        for model in row.models:
+            assert tuning.from_table((row.vendor, row.family, model)) == (row.reading, f"the table, {row.name}")
+        assert row.measured
+    assert tuning.from_table(("GenuineIntel", 6, 1))[0] == tuning.from_table(("", 0, 0))[0] == DEFAULT
+    keys = [(row.vendor, row.family, model) for row in tuning.TABLE for model in row.models]
+    assert len(keys) == len(set(keys))
+
+
+def test_this_processor():
+    path = "/proc/cpuinfo"
+    text = open(path, encoding="utf-8").read() if os.path.exists(path) else ""
+    if "vendor_id" not in text:
+        pytest.skip("the system does not tell vendor and family")
+    told = dict(line.partition(":")[::2] for line in text.split("\n\n")[0].replace("\t", "").splitlines())
+    assert tuning.processor() == "-".join(told[name].strip() for name in ("vendor_id", "cpu family", "model"))
+
+
+# --- KVFAST_TUNING -----------------------------------------------------------------------------
+
+
+def test_the_variable_is_a_list(monkeypatch):
+    base = tuning.from_table()[0]
+    monkeypatch.setenv(tuning.VARIABLE, " prefetch_level = 1, lead=4096 ")
+    assert tuning.choose() == (Reading(1, base.prefetch_order, 4096, base.narrow_lead), "KVFAST_TUNING")
+    monkeypatch.setenv(tuning.VARIABLE, "prefetch_order=side")
+    assert tuning.choose()[0].prefetch_order == "side"
+    monkeypatch.setenv(tuning.VARIABLE, "")
+    assert tuning.choose() == tuning.from_table()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prefetch_level=3", "prefetch_level must be 0, 1 or 2, got 3"),
+        ("prefetch_level=near", "prefetch_level must be 0, 1 or 2, got 'near'"),
+        ("prefetch_order=2", "prefetch_order must be memory or side, got 2"),
+        ("lead=65", "lead must be a multiple of 64 from 0 to 16384, got 65"),
+        ("narrow_lead=-64", "narrow_lead must be a multiple of 64 from 0 to 16384, got '-64'"),
+        ("lead=999999999999999999999", "lead must be a multiple of 64 from 0 to 16384"),
+        ("leads=64", "the unknown name 'leads'; the names are prefetch_level, prefetch_order, lead, narrow_lead"),
+        ("lead=64,", "must be a file or a list of name=value, got ''"),
+        ("lead=", "must be a file or a list of name=value, got 'lead='"),
+        ("no/such/file", "must be a file or a list of name=value, got 'no/such/file': No such file"),
+    ],
+)
+def test_bad_values_of_the_variable(text, message, monkeypatch):
+    monkeypatch.setenv(tuning.VARIABLE, text)
+    with pytest.raises(ValueError) as caught:
+        tuning.choose()
+    assert str(caught.value).startswith("KVFAST_TUNING") and message in str(caught.value)
+
+
+def test_the_variable_at_import():
+    def imported(text):
+        code = "import kvfast; print(kvfast.config()['tuning']['lead']); kvfast.show_config()"
+        return subprocess.run([sys.executable, "-c", code], env={**os.environ, "KVFAST_TUNING": text}, capture_output=True, text=True, check=False)
+
+    good, bad = imported("lead=1024"), imported("lead=1")
+    assert good.stdout.startswith("1024\n") and "lead=1024, " in good.stdout and "(from KVFAST_TUNING)" in good.stdout
+    assert bad.returncode == 1 and "KVFAST_TUNING: lead must be a multiple of 64 from 0 to 16384, got 1" in bad.stderr
+
+
+def test_the_variable_is_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "other=.json"
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    tuning.keep(Reading(0, "side", 128, 64)).rename(path)
+    assert tuning.choose() == (Reading(0, "side", 128, 64), f"KVFAST_TUNING, {path}")
+    path.write_text('{"version": 1, "processors": {"Other-1-2": {}}}')
+    with pytest.raises(ValueError, match=f"has nothing for {tuning.processor()}; it has Other-1-2"):
+        tuning.choose()
+    path.write_text("{")
+    with pytest.raises(ValueError, match="no file of python -m kvfast tune"):
+        tuning.choose()
+
+
+# --- the kept file -----------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_found():
+    assert tuning.choose() == tuning.from_table() and not tuning.forget()
+    other, mine = Reading(1, "side", 64, 0), Reading(0, "memory", 2048, 128)
+    path = tuning.keep(other)
+    content = json.loads(path.read_text())
+    content["processors"]["Other-1-2"] = content["processors"].pop(tuning.processor())
+    path.write_text(json.dumps(content))
+    assert tuning.choose() == tuning.from_table()
+    assert tuning.keep(mine) == path == tuning.file()
+    assert tuning.choose() == (mine, str(path))
+    assert list(json.loads(path.read_text())["processors"]) == ["Other-1-2", tuning.processor()]
+    assert os.listdir(path.parent) == [path.name]
+    assert tuning.forget() and tuning.choose() == tuning.from_table() and path.exists()
+    content["processors"] = {tuning.processor(): {}}
+    path.write_text(json.dumps(content))
+    assert tuning.forget() and not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("nonsense", "is no file of python -m kvfast tune"),
+        ("[]", 'must have "version": 1 and "processors"'),
+        ('{"version": 2, "processors": {}}', 'must have "version": 1'),
+        ('{"version": 1, "processors": {"%s": 5}}', "must have the names prefetch_level, "),
+        ('{"version": 1, "processors": {"%s": {"lead": 64.0}}}', "lead must be a multiple of 64 from 0 to 16384, got 64.0"),
+        ('{"version": 1, "processors": {"%s": {"prefetch_level": true}}}', "prefetch_level must be 0, 1 or 2, got True"),
+        ('{"version": 1, "processors": {"%s": {"prefetch_order": ["side"]}}}', "prefetch_order must be memory or side"),
+        ('{"version": 1, "processors": {"%s": {"size": 1}}}', "the unknown name 'size'"),
+    ],
+)
+def test_a_bad_file_is_told_and_the_table_taken(content, message):
+    path = tuning.file()
+    path.parent.mkdir()
+    path.write_text(content % tuning.processor() if "%s" in content else content)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert tuning.choose() == tuning.from_table()
+    assert message in str(caught[0].message) and str(path) in str(caught[0].message)
+
+
+def test_without_a_home(monkeypatch):
+    for name in ("XDG_CONFIG_HOME", "LOCALAPPDATA", "HOME", "USERPROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tuning.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuning.choose() == tuning.from_table()
+
+
+# --- python -m kvfast tune ---------------------------------------------------------------------
+
+
+def test_tune_measures_and_keeps():
+    before = tuning.in_use()
+    code, out, err = run_here("tune", "--rounds", 1, "--context", 128, "--megabytes", 1, "--threads", "1")
+    assert (code, err) == (0, "")
+    for name in ("prefetch_level=1", "prefetch_level=0", "prefetch_order=side", "lead=1024", "narrow_lead=0", "float32", "int4 1"):
+        assert name in out
+    kept = tuning.choose()
+    assert kept[1] == str(tuning.file()) in out and str(kept[0]) in out
+    assert tuning.in_use() == before
+    assert run_here("tune", "--forget") == (0, f"removed {tuning.file()}\n", "")
+    assert "has nothing for" in run_here("tune", "--forget")[1]
+    assert tuning.choose() == tuning.from_table()
+
+
+def test_tune_keeps_nothing_unasked():
+    code, out, _ = run_here("tune", "--rounds", 1, "--context", 64, "--megabytes", 1, "--threads", "1", "--no-keep")
+    assert code == 0 and "kept" not in out and not tuning.file().exists()
+
+
+def test_what_is_better():
+    from kvfast.cli.tune import Trial, best_of
+
+    def trial(name, value, *ratios):
+        return Trial(name, value, dict(enumerate(ratios)))
+
+    base = Reading(2, "memory", 0, 2048)
+    assert best_of(base, [trial("lead", 64, 0.99, 0.99), trial("prefetch_level", 1, 1.0, 1.1)]) == base
+    assert best_of(base, [trial("lead", 64, 0.9, 1.04), trial("prefetch_level", 1, 0.5)]) == Reading(1, "memory", 0, 2048)
+    assert best_of(base, [trial("lead", 64, 0.9), trial("lead", 128, 0.8), trial("lead", 192, 0.95)]) == Reading(2, "memory", 128, 2048)

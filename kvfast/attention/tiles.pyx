@@ -8,8 +8,9 @@ from libc.stdint cimport int32_t
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of, v_block_at,
                                   v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_TILED_CODES, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch,
-                                  kv_reading, kv_scratch, kv_side, kv_softmax, kv_tile, reading_now)
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES, kv_ahead,
+                                  kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_scratch, kv_side, kv_softmax,
+                                  kv_tile, reading_of)
 from kvfast.core.limits cimport KV_LANES, KV_PIECE, KV_ROWS, KV_TILE
 
 cdef extern from *:
@@ -51,6 +52,13 @@ cdef int choose_tile(const kv_store *store) noexcept nogil:
             while tile > KV_LANES and tile * side.padded_dim * kv_dtypes[side.dtype].bits // 8 > FLOAT_TILE_BYTES:
                 tile //= 2
     return tile
+
+
+cdef inline int _kind_of(const kv_side *k, const kv_side *v) noexcept nogil:
+    """The kind of format by which `reading_of` tells how the passes prefetch."""
+    if kv_dtypes[k.dtype].bits < 8:
+        return KV_NARROW_KEYS
+    return KV_INT8_SIDES if kv_dtypes[k.dtype].bits == 8 and kv_dtypes[v.dtype].bits == 8 else KV_OTHER_SIDES
 
 
 cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t position, int tile, kv_tile *k,
@@ -158,7 +166,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef const kv_side *v = &store.v
     cdef kv_scratch *scratch = &task.scratch
     cdef kv_softmax *state = &scratch.softmax
-    cdef const kv_reading *reading = reading_now()
+    cdef const kv_reading *reading = reading_of(_kind_of(k, v))
     cdef kv_ahead ahead
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
@@ -173,7 +181,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         k.family == KV_TILED_CODES or v.family == KV_TILED_CODES or v.dtype == KV_INT3 or (k.dtype == KV_INT3 and k.channels))
     if matrix:
         kernels.open_matrix(task.rows)
-    lead += reading.narrow_lead if kv_dtypes[k.dtype].bits < 8 else reading.lead
+    lead += reading.lead
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
     if task.rope != NULL:
         kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)

@@ -141,9 +141,9 @@ cdef class AttendCall:
         self.call.kernels, self.call.store = active(), store
         self.bad, self.call.bad = 0, &self.bad
         self.call.group = <int>(self.call.q.heads // store.num_kv_heads)
-        self.call.tile = choose_tile(store)
+        self.call.tile = choose_tile(store, self.call.kernels, False)
         if store.floats != NULL:
-            self.call.float_tile = choose_tile(store.floats)
+            self.call.float_tile = choose_tile(store.floats, self.call.kernels, True)
         return self.reserve_queries(self.call.q.tokens, contexts)
 
     cdef bint reserve_queries(self, Py_ssize_t queries, Py_ssize_t contexts) noexcept nogil:

@@ -8,8 +8,9 @@ from libc.stdint cimport int32_t
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of, v_block_at,
                                   v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_TILED_CODES, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch,
-                                  kv_reading, kv_scratch, kv_side, kv_softmax, kv_tile, reading_now)
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES, kv_ahead,
+                                  kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_scratch, kv_side, kv_softmax,
+                                  kv_tile, reading_of)
 from kvfast.core.limits cimport KV_LANES, KV_PIECE, KV_ROWS, KV_TILE
 
 cdef extern from *:
@@ -17,11 +18,20 @@ cdef extern from *:
     #define kv_touch(address) __builtin_prefetch(address)
     """
     void kv_touch(const void *address) noexcept nogil
+
+cdef extern from "simd/platform.h" nogil:
+    enum: KV_X86
+
 cdef enum:
-    # Sizes that stream best: 8 KiB of codes, and 4 KiB of float rows (measured).
+    # Most bytes of float rows in a tile. Larger tiles have fewer softmax corrections and fewer turns between keys and values. Ratio of
+    # times to 4 KiB on a Xeon without AMX (November 2026), one token, 32/8/128, from memory with 1 / 2 threads behind 16,384 others:
+    # float16 0.98 / 0.90 to 0.96, float32 0.98 / 0.95; from the cache behind 1,024: float16 0.87, float32 1.02.
+    FLOAT_TILE_BYTES = 32768
+    # The same of float rows beside codes, which are few, and of processors other than x86, where nobody measured more.
+    FEW_ROWS_BYTES = 4096
+    # Tokens of a tile where one side has 8 bits, on a matrix unit and on processors other than x86. On the vectors of that Xeon
+    # KV_TILE takes 0.95 to 1.00 of the time of 64 tokens from memory (int8 and k8v4), and 0.90 to 0.91 from the cache.
     INTEGER_TILE = 64
-    NARROW_TILE = 128
-    FLOAT_TILE_BYTES = 4096
     # Tokens from which the matrix unit reads codes faster than vectors do. Measured on a Xeon: with 512 tokens INT8 takes 1.02 of the
     # time from memory, and nothing is gained with two threads.
     MATRIX_TOKENS = 1024
@@ -37,20 +47,29 @@ cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogi
     return store.num_kv_heads * tokens * (_token_bytes(&store.k) + _token_bytes(&store.v))
 
 
-cdef int choose_tile(const kv_store *store) noexcept nogil:
-    """Tokens of a tile. It does not depend on the block size, so that every cache gives the same bits."""
-    cdef int i, tile = INTEGER_TILE
-    cdef const kv_side *side
-    if kv_dtypes[store.k.dtype].bits < 8 and kv_dtypes[store.v.dtype].bits < 8:
-        tile = NARROW_TILE
-    if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS:
-        tile = KV_TILE
-    for i in range(2):
-        side = &store.v if i else &store.k
-        if side.family == KV_FLOAT_ROWS:
-            while tile > KV_LANES and tile * side.padded_dim * kv_dtypes[side.dtype].bits // 8 > FLOAT_TILE_BYTES:
-                tile //= 2
+cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexcept nogil:
+    if side.family == KV_FLOAT_ROWS:
+        while tile > KV_LANES and tile * side.padded_dim * kv_dtypes[side.dtype].bits // 8 > most_bytes:
+            tile //= 2
     return tile
+
+
+cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_rows) noexcept nogil:
+    """Tokens of a tile; `few_rows` of the float rows beside codes. It does not depend on the block size, so that every cache gives
+    the same bits."""
+    cdef int tile = KV_TILE
+    cdef Py_ssize_t most_bytes = FLOAT_TILE_BYTES if KV_X86 and not few_rows else FEW_ROWS_BYTES
+    if (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (kernels.open_matrix != NULL or not KV_X86):
+        if kv_dtypes[store.k.dtype].bits >= 8 or kv_dtypes[store.v.dtype].bits >= 8:
+            tile = INTEGER_TILE
+    return _limit_tile(_limit_tile(tile, &store.k, most_bytes), &store.v, most_bytes)
+
+
+cdef inline int _kind_of(const kv_side *k, const kv_side *v) noexcept nogil:
+    """The kind of format by which `reading_of` tells how the passes prefetch."""
+    if kv_dtypes[k.dtype].bits < 8:
+        return KV_NARROW_KEYS
+    return KV_INT8_SIDES if kv_dtypes[k.dtype].bits == 8 and kv_dtypes[v.dtype].bits == 8 else KV_OTHER_SIDES
 
 
 cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t position, int tile, kv_tile *k,
@@ -158,7 +177,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef const kv_side *v = &store.v
     cdef kv_scratch *scratch = &task.scratch
     cdef kv_softmax *state = &scratch.softmax
-    cdef const kv_reading *reading = reading_now()
+    cdef const kv_reading *reading = reading_of(_kind_of(k, v))
     cdef kv_ahead ahead
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
@@ -173,7 +192,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         k.family == KV_TILED_CODES or v.family == KV_TILED_CODES or v.dtype == KV_INT3 or (k.dtype == KV_INT3 and k.channels))
     if matrix:
         kernels.open_matrix(task.rows)
-    lead += reading.narrow_lead if kv_dtypes[k.dtype].bits < 8 else reading.lead
+    lead += reading.lead
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
     if task.rope != NULL:
         kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)

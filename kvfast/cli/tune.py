@@ -11,12 +11,13 @@ from kvfast.cli.bench.measure import cpu_name, default_threads, interleaved, usi
 from kvfast.core import tuning
 from kvfast.core.kernels import active_isa
 
-FORMATS = ("float32", "float16", "int8", "int4")
-NARROW = ("int4",)  # of FORMATS, those whose keys have less than 8 bits
+FORMATS = {"float32": "", "float16": "", "k8v4": "", "int8": "int8_", "int4": "narrow_"}  # and their kinds, of tuning.KINDS
 CONTEXT = 16384
 ROUNDS = 7
 LEADS = (0, 1024, 2048, 4096)
-CHOICES = {"prefetch_level": tuning.LEVELS, "prefetch_order": tuning.ORDERS, "lead": LEADS, "narrow_lead": LEADS}
+CHOICES = {"prefetch_level": tuning.LEVELS}
+for _kind in tuning.KINDS[::-1]:
+    CHOICES |= {f"{_kind}order": tuning.ORDERS, f"{_kind}lead": LEADS}
 
 LEAST_GAIN = 0.02  # of the time, over all formats, for another choice
 MOST_LOSS = 0.03  # of the time of one format
@@ -114,7 +115,8 @@ def measure(base, trials, formats, threads, context, rounds, least_bytes):
     try:
         for form in formats:
             work = Case("decode", LLAMA_3_8B, form, context).prepare(least_bytes)
-            here = [trial for trial in found if trial.name != ("lead" if form in NARROW else "narrow_lead")]
+            own = ("all", "prefetch_level", f"{FORMATS[form]}order", f"{FORMATS[form]}lead")
+            here = [trial for trial in found if trial.name in own]
             readings = [base, *(trial.value if trial.name == "all" else replace(base, **{trial.name: trial.value}) for trial in here)]
             for n in threads:
                 with using_threads(n):

@@ -129,12 +129,6 @@ cdef extern from "simd/kernels.h" nogil:
         kv_prefetch after
         Py_ssize_t lead
 
-    ctypedef struct kv_reading:
-        int level
-        int own_side
-        Py_ssize_t lead
-        Py_ssize_t narrow_lead
-
     ctypedef struct kv_transform:
         const float *norm
         float eps
@@ -209,4 +203,14 @@ cdef extern from "simd/kernels.h" nogil:
 
 
 cdef const kv_kernels *active() noexcept nogil
-cdef const kv_reading *reading_now() noexcept nogil
+
+# How the passes over the sides of a tile prefetch; kvfast/core/tuning.py sets it, by kind of format. No bit of a result depends on it.
+cdef enum:
+    KV_INT8_SIDES   # keys and values of 8 bits
+    KV_NARROW_KEYS  # keys of less than 8 bits
+    KV_OTHER_SIDES
+    KV_READINGS
+ctypedef struct kv_reading:
+    bint own_side     # a pass prefetches its own side of the next tile, instead of the side that is read next
+    Py_ssize_t lead   # else bytes of the pass after the next that a pass prefetches
+cdef const kv_reading *reading_of(int kind) noexcept nogil

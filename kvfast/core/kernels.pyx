@@ -20,7 +20,7 @@ cdef extern from "simd/kernels.h" nogil:
 
     kv_cpu_identity kv_identify_cpu()
 
-    kv_reading kv_reading_now
+    int kv_prefetch_level
 
 
 cdef const kv_kernels *_active = NULL
@@ -30,8 +30,11 @@ cdef const kv_kernels *active() noexcept nogil:
     return _active
 
 
-cdef const kv_reading *reading_now() noexcept nogil:
-    return &kv_reading_now
+cdef kv_reading[KV_READINGS] _readings
+
+
+cdef const kv_reading *reading_of(int kind) noexcept nogil:
+    return &_readings[kind]
 
 
 cdef const kv_kernels *_find(str name) except NULL:
@@ -88,15 +91,18 @@ def cpu_identity():
     return cpu.vendor.decode("ascii", "replace"), cpu.family, cpu.model
 
 
-def get_reading():
-    """The members of ``kv_reading`` of ``simd/kernels.h``, as they are in force."""
-    return kv_reading_now.level, bool(kv_reading_now.own_side), kv_reading_now.lead, kv_reading_now.narrow_lead
+def get_prefetch_level():
+    """``kv_prefetch_level`` of ``simd/kernels.h``."""
+    return kv_prefetch_level
 
 
-def set_reading(int level, bint own_side, Py_ssize_t lead, Py_ssize_t narrow_lead):
-    """Set them; `kvfast.core.tuning` checks them."""
-    global kv_reading_now
-    kv_reading_now = kv_reading(level, own_side, lead, narrow_lead)
+def set_prefetching(int level, sides):
+    """Set the level, and for each kind of format ``(own_side, lead)``; `kvfast.core.tuning` checks them."""
+    global kv_prefetch_level
+    cdef int kind
+    kv_prefetch_level = level
+    for kind, (own_side, lead) in enumerate(sides):
+        _readings[kind] = kv_reading(own_side, lead)
 
 
 class use_isa:

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from kvfast.core.kernels import cpu_identity, get_reading, set_reading
+from kvfast.core.kernels import available_isas, cpu_identity, get_prefetch_level, set_prefetching
 
 VARIABLE = "KVFAST_TUNING"
 ORDERS = ("memory", "side")
@@ -21,6 +21,13 @@ LEVELS = (0, 1, 2)
 MOST_LEAD = 16384
 LINE = 64
 VERSION = 1
+KINDS = ("int8_", "narrow_", "")  # of formats, as in core/kernels.pxd: what the names of their settings begin with
+KERNELS_LEVEL = get_prefetch_level()  # that the kernels are compiled with
+
+
+def _check(name, value, good, expected):
+    if not good:
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -32,28 +39,33 @@ class Reading:
     prefetch_level : int
         The level of the processor's caches that prefetches fill, 1 or 2; 0: there are no prefetches. The matrix unit's kernels
         fill level 2 whatever this is.
-    prefetch_order : str
+    order : str
         ``"memory"``: the pass over keys fetches the values of its tile, and the pass over values the next keys. ``"side"``: each
         fetches its own side of the next tile.
     lead : int
         With ``"memory"``, bytes of the pass after the next that a pass fetches: a multiple of 64, at most 16384.
-    narrow_lead : int
-        The same with keys of less than 8 bits.
+    int8_order, int8_lead
+        The same of formats whose keys and values have 8 bits.
+    narrow_order, narrow_lead
+        The same of formats whose keys have less than 8 bits.
     """
 
-    prefetch_level: int
-    prefetch_order: str
-    lead: int
-    narrow_lead: int
+    prefetch_level: int = KERNELS_LEVEL
+    order: str = "memory"
+    lead: int = 0
+    int8_order: str = "memory"
+    int8_lead: int = 0
+    narrow_order: str = "memory"
+    narrow_lead: int = 2048
 
     def __post_init__(self):
         level = self.prefetch_level
         _check("prefetch_level", level, type(level) is int and level in LEVELS, "0, 1 or 2")
-        _check("prefetch_order", self.prefetch_order, self.prefetch_order in ORDERS, "memory or side")
-        for name in ("lead", "narrow_lead"):
-            lead = getattr(self, name)
+        for kind in KINDS:
+            order, lead = getattr(self, f"{kind}order"), getattr(self, f"{kind}lead")
+            _check(f"{kind}order", order, order in ORDERS, "memory or side")
             fits = type(lead) is int and 0 <= lead <= MOST_LEAD and lead % LINE == 0
-            _check(name, lead, fits, f"a multiple of {LINE} from 0 to {MOST_LEAD}")
+            _check(f"{kind}lead", lead, fits, f"a multiple of {LINE} from 0 to {MOST_LEAD}")
 
     def __str__(self):
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -61,20 +73,9 @@ class Reading:
 
 NAMES = tuple(field.name for field in fields(Reading))
 
-
-def _check(name, value, good, expected):
-    if not good:
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
-
-
-def _in_force():
-    level, own_side, lead, narrow_lead = get_reading()
-    return Reading(level, ORDERS[own_side], lead, narrow_lead)
-
-
-# What the kernels are compiled with: on x86 level 2, as every x86 that was measured reads so at least as fast as with another
-# choice; elsewhere level 1, which nobody measured.
-DEFAULT = _in_force()
+# What nothing is known about goes by: on x86 level 2, as every x86 that was measured reads so at least as fast as with another
+# level; elsewhere level 1, which nobody measured.
+DEFAULT = Reading()
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Row:
     name, vendor : str
     family : int
     models : frozenset of int
+    tier : str
+        The best of the machine, as a hypervisor may hide some; empty for any.
     reading : Reading
     measured : str
         What was measured: ratios of times to those with this row, one token from memory, shape 32/8/128.
@@ -95,52 +98,72 @@ class Row:
     vendor: str
     family: int
     models: frozenset[int]
+    tier: str
     reading: Reading
     measured: str
 
 
+_SAPPHIRE_RAPIDS = frozenset([0x8F, 0xCF])
+
 TABLE = (
     Row(
-        "Xeon Sapphire Rapids, Emerald Rapids",
+        "Xeon Sapphire Rapids and Emerald Rapids with AMX",
         "GenuineIntel",
         6,
-        frozenset([0x8F, 0xCF]),
-        Reading(2, "memory", 0, 2048),
-        "behind 16,384 tokens with two threads, level 1: int8 1.04, int4 1.00, float32 1.05. Order side: 1.16. "
-        "lead 2048: 1.03 to 1.17; narrow_lead 0: 1.01 to 1.04",
+        _SAPPHIRE_RAPIDS,
+        "amx",
+        Reading(2),
+        "16,384 tokens, 2 threads: level 1: int8 1.04, int4 1.00, float32 1.05; 32,768 tokens: narrow_lead 0: int4 1.01 to 1.04, "
+        "lead and int8_lead 2048: 1.03 to 1.17 (the same with other kernels: all orders side 1.16)",
+    ),
+    Row(
+        "Xeon Sapphire Rapids and Emerald Rapids, AMX hidden",
+        "GenuineIntel",
+        6,
+        _SAPPHIRE_RAPIDS,
+        "avx512_vbmi",
+        Reading(2, int8_order="side"),
+        "Emerald Rapids, 16,384 tokens, 1 / 2 threads: level 1: float32 1.02 / 1.01, float16 1.01 / 0.96, int8 1.04 / 1.05, int4 1.02 / "
+        "1.02; level 0: 1.5 to 2.0; order side: float32 1.03 / 1.01, float16 1.04 / 0.99; lead 2048: float32 1.07 / 1.06, float16 0.99 / "
+        "1.01; int8_order memory: 1.06 / 1.06; narrow_order side: 1.02 / 1.00; narrow_lead 0: 1.01 / 1.01, 1024: 1.05 / 1.05, 4096: "
+        "1.01 / 1.01",
     ),
     Row(
         "EPYC and Ryzen Zen 4",
         "AuthenticAMD",
         25,
         frozenset([*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0)]),
-        Reading(2, "memory", 0, 2048),
-        "behind 4,096 tokens with two threads, level 1: int8 1.54, int4 1.20, float32 1.75; level 0: int8 2.4, int4 2.3, float32 2.2",
+        "",
+        Reading(2),
+        "4,096 tokens, 2 threads: level 1: int8 1.54, int4 1.20, float32 1.75; level 0: int8 2.4, int4 2.3, float32 2.2; nothing else",
     ),
 )
 
 
 def processor():
-    """The name of this kind of processor in files of `keep`."""
+    """The name of this kind of processor in files of `keep`, with its best tier."""
     vendor, family, model = cpu_identity()
-    return f"{vendor}-{family}-{model}" if vendor else platform.machine() or "unknown"
+    return f"{vendor}-{family}-{model}-{available_isas()[0]}" if vendor else f"{platform.machine()}-{available_isas()[0]}"
 
 
-def from_table(identity=None):
+def from_table(identity=None, tier=None):
     """The reading of a processor, and the name of its row.
 
     Parameters
     ----------
     identity : tuple, optional
         Vendor, family and model; those of this processor when omitted.
+    tier : str, optional
+        The best that it can run; that of this processor when omitted.
 
     Returns
     -------
     tuple of Reading and str
     """
     vendor, family, model = cpu_identity() if identity is None else identity
+    tier = tier or available_isas()[0]
     for row in TABLE:
-        if (row.vendor, row.family) == (vendor, family) and model in row.models:
+        if (row.vendor, row.family) == (vendor, family) and model in row.models and row.tier in ("", tier):
             return row.reading, f"the table, {row.name}"
     return DEFAULT, "the default for processors that are not in the table"
 
@@ -217,7 +240,7 @@ def _read(path):
 
 def _merged(base, settings, where):
     """`base` with other settings, checked."""
-    if not isinstance(settings, dict):
+    if type(settings) is not dict:
         raise ValueError(f"{where} must have the names {', '.join(NAMES)}, got {settings!r}")
     unknown = [name for name in settings if name not in NAMES]
     if unknown:
@@ -280,14 +303,15 @@ def choose():
     return base, where
 
 
-_source = ""
+_in_use = DEFAULT, ""
 
 
 def use(reading, source):
     """Set how attention asks for memory from now on, in this process."""
-    global _source
-    set_reading(reading.prefetch_level, ORDERS.index(reading.prefetch_order), reading.lead, reading.narrow_lead)
-    _source = source
+    global _in_use
+    sides = [(getattr(reading, f"{kind}order") == "side", getattr(reading, f"{kind}lead")) for kind in KINDS]
+    set_prefetching(reading.prefetch_level, sides)
+    _in_use = reading, source
 
 
 def in_use():
@@ -297,7 +321,7 @@ def in_use():
     -------
     tuple of Reading and str
     """
-    return _in_force(), _source
+    return _in_use
 
 
 use(*choose())

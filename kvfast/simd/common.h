@@ -30,7 +30,7 @@
 #define kv_prefetch(address) __builtin_prefetch(address, 0, KV_X86 ? 2 : 3)
 #define kv_prefetch_write(address) __builtin_prefetch(address, 1, 3)
 
-/* Prefetches lines of 64 bytes to a level, one of kv_reading. The hint is part of the instruction, so a level that is no constant
+/* Prefetches lines of 64 bytes to a level, kv_prefetch_level. The hint is part of the instruction, so a level that is no constant
    costs a branch. */
 static inline __attribute__((always_inline)) void kv_prefetch_lines(const char *at, const int lines, const int level)
 {
@@ -42,7 +42,8 @@ static inline __attribute__((always_inline)) void kv_prefetch_lines(const char *
 
 static inline void kv_prefetch_scales(const kv_prefetch *stream, ptrdiff_t at)
 {
-    for (ptrdiff_t i = 0; i < stream->scale_bytes; i += 64) kv_prefetch_lines(stream->base + at + stream->scales + i, 1, kv_reading_now.level);
+    for (ptrdiff_t i = 0; i < stream->scale_bytes; i += 64)
+        kv_prefetch_lines(stream->base + at + stream->scales + i, 1, kv_prefetch_level);
 }
 
 /* The scales behind the last piece of what a kernel has prefetched. */

@@ -15,10 +15,7 @@
 #include <sys/sysctl.h>
 #endif
 
-/* Keys of less than 8 bits with narrow_lead: 0.96 to 0.99 of the time without on a Xeon. With INT8, which takes more bytes in the
-   same time, and with float rows such a lead takes 1.03 to 1.17 times as long. The order of memory: 18.2 GB/s on a Xeon that
-   streams 19.1, and 15.7 with own_side. */
-kv_reading kv_reading_now = {.level = KV_PREFETCH_LEVEL, .narrow_lead = 2048};
+int kv_prefetch_level = KV_PREFETCH_LEVEL;
 
 #define KV_ADDRESS(tier) &kv_kernels_##tier,
 const kv_kernels *const kv_all_kernels[] = {KV_TIERS(KV_ADDRESS) NULL};

@@ -43,7 +43,7 @@ static inline __attribute__((always_inline)) void KV(expand_units)(const uint8_t
                                                                    const uint8_t *table, const char *ahead, uint8_t *out)
 {
     for (; count > 0; count--, unit += 32 * bits, ahead += 32 * bits) {
-        kv_prefetch_lines(ahead, (32 * bits + 63) / 64, kv_reading_now.level);
+        kv_prefetch_lines(ahead, (32 * bits + 63) / 64, kv_prefetch_level);
         const uint8_t *twos = unit + (bits & 4 ? 128 : 0), *ones = twos + (bits & 2 ? 64 : 0);
         for (int line = 0; line < 4; line++)
             for (int half = 0; half < 2; half++, out += 32) {
@@ -76,7 +76,7 @@ static inline __attribute__((always_inline)) void KV(expand_threes)(const uint8_
 #if W >= 8
     const KV(threes) levels = KV(load_threes)(table);
     for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
-        kv_prefetch_lines(ahead, 2, kv_reading_now.level);
+        kv_prefetch_lines(ahead, 2, kv_prefetch_level);
         for (int lane = 0; lane < KV_LANES; lane += W) {
             const KV(words) plane = (KV(words))vcodes_load(unit + 4 * lane);
             const vcodes nibbles = KV(load_nibbles)(unit + 64, lane);
@@ -87,7 +87,7 @@ static inline __attribute__((always_inline)) void KV(expand_threes)(const uint8_
     }
 #else
     for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
-        kv_prefetch_lines(ahead, u % 2 ? 2 : 1, kv_reading_now.level);
+        kv_prefetch_lines(ahead, u % 2 ? 2 : 1, kv_prefetch_level);
         for (int half = 0; half < 2; half++) {
             KV(half_line) plane, nibbles, codes[4];
             memcpy(&plane, unit + half * 32, 32);
@@ -190,7 +190,7 @@ static void KV(expand_trellis)(const uint8_t *unit, ptrdiff_t stride, int units,
 {
     KV_ALIGNED uint8_t lines[(KV_TRELLIS_MEMORY + KV_MAX_HEAD_DIM / 4) * 64];
     uint8_t *chain = lines + KV_TRELLIS_MEMORY * 64;
-    kv_prefetch_lines(ahead, 2 * units, kv_reading_now.level);
+    kv_prefetch_lines(ahead, 2 * units, kv_prefetch_level);
     /* Keys are one chain of lines, values one for each of the four in a unit. */
     const int chains = values ? 4 : 1, length = values ? units : 4 * units;
     for (int c = 0; c < chains; c++, out += 64) {
@@ -277,7 +277,7 @@ static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t 
     const uint8_t *wide = order->wide, *even = order->even, *narrow = order->narrow;
     for (size_t u = 0; u < (size_t)units; u++, unit += 96, ahead += 96) {
         KV(line) plane, codes;
-        kv_prefetch_lines(ahead, 2, kv_reading_now.level);
+        kv_prefetch_lines(ahead, 2, kv_prefetch_level);
         memcpy(&plane, unit, 64);
         codes = plane << 1 & 0x0E0E0E0E;
         memcpy(out + (size_t)even[2 * u] * 64, &codes, 64);

@@ -20,7 +20,7 @@ static inline __attribute__((always_inline)) void KV(score_panel)(
     const char *keys, ptrdiff_t row_stride, int padded_dim, const float *q, const int rows, const int tokens,
     const char *ahead, float *scores, const int dtype)
 {
-    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_reading_now.level;
+    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_prefetch_level;
     vf acc[KV_PANEL][FLOAT_TOKENS];
     for (int r = 0; r < KV_PANEL; r++)
         for (int t = 0; t < FLOAT_TOKENS; t++) acc[r][t] = vf_set1(0.0f);
@@ -66,7 +66,7 @@ static inline __attribute__((always_inline)) void KV(value_panel)(
     const char *values, ptrdiff_t row_stride, int count, const float *weights, const int rows, const int vectors,
     const char *ahead, const float *rescale, float *acc, int padded_dim, const int dtype)
 {
-    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_reading_now.level;
+    const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_prefetch_level;
     vf sum[KV_PANEL][FLOAT_VECTORS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vectors; v++)

@@ -62,7 +62,7 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int lines, const int gather, int block_lines,
     const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])
 {
-    const int level = kv_reading_now.level;
+    const int level = kv_prefetch_level;
     if (level == KV_PREFETCH_LEVEL)
         KV(dot_lines)(base, block, tile_bytes, lines, gather, block_lines, dtype, x, rows, vectors, ahead, KV_PREFETCH_LEVEL, out);
     else KV(dot_lines)(base, block, tile_bytes, lines, gather, block_lines, dtype, x, rows, vectors, ahead, level, out);

@@ -191,17 +191,12 @@ typedef struct {
     int interleaved;
 } kv_transform;
 
-/* How attention asks for memory; kvfast/core/tuning.py sets it. No bit of a result depends on it. */
-typedef struct {
-    int level;       /* of the caches that prefetches fill, 1 or 2, or 0: there are none */
-    int own_side;    /* a pass prefetches its own side of the next tile, instead of the side that is read next */
-    ptrdiff_t lead;  /* else bytes of the pass after the next that a pass prefetches */
-    ptrdiff_t narrow_lead; /* the same with keys of less than 8 bits */
-} kv_reading;
+/* Level of the caches that prefetches of attention fill, 1 or 2, or 0: there are none. kvfast/core/tuning.py sets it; no bit of a
+   result depends on it. */
 #if defined(__GNUC__)
 __attribute__((visibility("hidden"))) /* so that kernels read it without a table of addresses */
 #endif
-extern kv_reading kv_reading_now;
+extern int kv_prefetch_level;
 
 /* What a kernel prefetches while it reads its side of a tile: the sides that will be read next, from
    `lead` bytes into the first of them. */

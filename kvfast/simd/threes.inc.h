@@ -56,7 +56,7 @@ static inline __attribute__((always_inline)) void KV(dot_threes)(
     const ptrdiff_t read = vectors * W / KV_LANES * 96; /* bytes of a unit of all lane tiles */
     vacc a[KV_PANEL][4], b[KV_PANEL][4];
     KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
-    const int level = kv_reading_now.level;
+    const int level = kv_prefetch_level;
     do {
         const char *unit = base + *block++;
         const int here = gather && block_units < units ? block_units : units;

@@ -1,5 +1,6 @@
 """How attention asks for memory: the table, `KVFAST_TUNING`, the file that is kept; and that no bit depends on it."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -7,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from kvfast.core import tuning
 from kvfast.core.tuning import DEFAULT, LEVELS, ORDERS, Reading
 
 FLOATS = ["float32", "float16", "bfloat16"]
-READINGS = [Reading(level, order, *leads) for level, order, leads in itertools.product(LEVELS, ORDERS, [(0, 0), (64, 2048), (16384, 16384)])]
+READINGS = [Reading(level, *(3 * side)) for level, side in itertools.product(LEVELS, itertools.product(ORDERS, (0, 64, 2048, 16384)))]
 
 
 @pytest.fixture(autouse=True)
@@ -80,20 +82,22 @@ def test_the_same_bits_of_latent_rows(form, rng):
 def test_every_row_of_the_table():
     for row in tuning.TABLE:
         for model in row.models:
-            assert tuning.from_table((row.vendor, row.family, model)) == (row.reading, f"the table, {row.name}")
+            found = tuning.from_table((row.vendor, row.family, model), row.tier or "avx2")
+            assert found == (row.reading, f"the table, {row.name}")
         assert row.measured
     assert tuning.from_table(("GenuineIntel", 6, 1))[0] == tuning.from_table(("", 0, 0))[0] == DEFAULT
-    keys = [(row.vendor, row.family, model) for row in tuning.TABLE for model in row.models]
+    keys = [(row.vendor, row.family, model, row.tier) for row in tuning.TABLE for model in row.models]
     assert len(keys) == len(set(keys))
 
 
 def test_this_processor():
-    path = "/proc/cpuinfo"
-    text = open(path, encoding="utf-8").read() if os.path.exists(path) else ""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     if "vendor_id" not in text:
         pytest.skip("the system does not tell vendor and family")
     told = dict(line.partition(":")[::2] for line in text.split("\n\n")[0].replace("\t", "").splitlines())
-    assert tuning.processor() == "-".join(told[name].strip() for name in ("vendor_id", "cpu family", "model"))
+    names = [told[name].strip() for name in ("vendor_id", "cpu family", "model")]
+    assert tuning.processor() == "-".join([*names, kvfast.available_isas()[0]])
 
 
 # --- KVFAST_TUNING -----------------------------------------------------------------------------
@@ -102,9 +106,9 @@ def test_this_processor():
 def test_the_variable_is_a_list(monkeypatch):
     base = tuning.from_table()[0]
     monkeypatch.setenv(tuning.VARIABLE, " prefetch_level = 1, lead=4096 ")
-    assert tuning.choose() == (Reading(1, base.prefetch_order, 4096, base.narrow_lead), "KVFAST_TUNING")
-    monkeypatch.setenv(tuning.VARIABLE, "prefetch_order=side")
-    assert tuning.choose()[0].prefetch_order == "side"
+    assert tuning.choose() == (dataclasses.replace(base, prefetch_level=1, lead=4096), "KVFAST_TUNING")
+    monkeypatch.setenv(tuning.VARIABLE, "narrow_order=side")
+    assert tuning.choose()[0] == dataclasses.replace(base, narrow_order="side")
     monkeypatch.setenv(tuning.VARIABLE, "")
     assert tuning.choose() == tuning.from_table()
 
@@ -114,11 +118,11 @@ def test_the_variable_is_a_list(monkeypatch):
     [
         ("prefetch_level=3", "prefetch_level must be 0, 1 or 2, got 3"),
         ("prefetch_level=near", "prefetch_level must be 0, 1 or 2, got 'near'"),
-        ("prefetch_order=2", "prefetch_order must be memory or side, got 2"),
+        ("int8_order=2", "int8_order must be memory or side, got 2"),
         ("lead=65", "lead must be a multiple of 64 from 0 to 16384, got 65"),
         ("narrow_lead=-64", "narrow_lead must be a multiple of 64 from 0 to 16384, got '-64'"),
         ("lead=999999999999999999999", "lead must be a multiple of 64 from 0 to 16384"),
-        ("leads=64", "the unknown name 'leads'; the names are prefetch_level, prefetch_order, lead, narrow_lead"),
+        ("leads=64", "the unknown name 'leads'; the names are prefetch_level, order, lead, int8_order, int8_lead, narrow_order, narrow_lead"),
         ("lead=64,", "must be a file or a list of name=value, got ''"),
         ("lead=", "must be a file or a list of name=value, got 'lead='"),
         ("no/such/file", "must be a file or a list of name=value, got 'no/such/file': No such file"),
@@ -137,15 +141,15 @@ def test_the_variable_at_import():
         return subprocess.run([sys.executable, "-c", code], env={**os.environ, "KVFAST_TUNING": text}, capture_output=True, text=True, check=False)
 
     good, bad = imported("lead=1024"), imported("lead=1")
-    assert good.stdout.startswith("1024\n") and "lead=1024, " in good.stdout and "(from KVFAST_TUNING)" in good.stdout
+    assert good.stdout.startswith("1024\n") and "lead=1024, int8_order=" in good.stdout and "(from KVFAST_TUNING)" in good.stdout
     assert bad.returncode == 1 and "KVFAST_TUNING: lead must be a multiple of 64 from 0 to 16384, got 1" in bad.stderr
 
 
 def test_the_variable_is_a_file(tmp_path, monkeypatch):
     path = tmp_path / "other=.json"
     monkeypatch.setenv(tuning.VARIABLE, str(path))
-    tuning.keep(Reading(0, "side", 128, 64)).rename(path)
-    assert tuning.choose() == (Reading(0, "side", 128, 64), f"KVFAST_TUNING, {path}")
+    tuning.keep(Reading(0, "side", 128, "memory", 64)).rename(path)
+    assert tuning.choose() == (Reading(0, "side", 128, "memory", 64), f"KVFAST_TUNING, {path}")
     path.write_text('{"version": 1, "processors": {"Other-1-2": {}}}')
     with pytest.raises(ValueError, match=f"has nothing for {tuning.processor()}; it has Other-1-2"):
         tuning.choose()
@@ -159,7 +163,7 @@ def test_the_variable_is_a_file(tmp_path, monkeypatch):
 
 def test_what_is_kept_is_found():
     assert tuning.choose() == tuning.from_table() and not tuning.forget()
-    other, mine = Reading(1, "side", 64, 0), Reading(0, "memory", 2048, 128)
+    other, mine = Reading(1, "side", 64), Reading(0, int8_lead=2048)
     path = tuning.keep(other)
     content = json.loads(path.read_text())
     content["processors"]["Other-1-2"] = content["processors"].pop(tuning.processor())
@@ -184,7 +188,7 @@ def test_what_is_kept_is_found():
         ('{"version": 1, "processors": {"%s": 5}}', "must have the names prefetch_level, "),
         ('{"version": 1, "processors": {"%s": {"lead": 64.0}}}', "lead must be a multiple of 64 from 0 to 16384, got 64.0"),
         ('{"version": 1, "processors": {"%s": {"prefetch_level": true}}}', "prefetch_level must be 0, 1 or 2, got True"),
-        ('{"version": 1, "processors": {"%s": {"prefetch_order": ["side"]}}}', "prefetch_order must be memory or side"),
+        ('{"version": 1, "processors": {"%s": {"order": ["side"]}}}', "order must be memory or side"),
         ('{"version": 1, "processors": {"%s": {"size": 1}}}', "the unknown name 'size'"),
     ],
 )
@@ -213,7 +217,7 @@ def test_tune_measures_and_keeps():
     before = tuning.in_use()
     code, out, err = run_here("tune", "--rounds", 1, "--context", 128, "--megabytes", 1, "--threads", "1")
     assert (code, err) == (0, "")
-    for name in ("prefetch_level=1", "prefetch_level=0", "prefetch_order=side", "lead=1024", "narrow_lead=0", "float32", "int4 1"):
+    for name in ("prefetch_level=1", "prefetch_level=0", "\norder=side", "int8_lead=1024", "narrow_lead=0", "float32 1", "int4 1"):
         assert name in out
     kept = tuning.choose()
     assert kept[1] == str(tuning.file()) in out and str(kept[0]) in out
@@ -234,7 +238,7 @@ def test_what_is_better():
     def trial(name, value, *ratios):
         return Trial(name, value, dict(enumerate(ratios)))
 
-    base = Reading(2, "memory", 0, 2048)
+    base = Reading(2)
     assert best_of(base, [trial("lead", 64, 0.99, 0.99), trial("prefetch_level", 1, 1.0, 1.1)]) == base
-    assert best_of(base, [trial("lead", 64, 0.9, 1.04), trial("prefetch_level", 1, 0.5)]) == Reading(1, "memory", 0, 2048)
-    assert best_of(base, [trial("lead", 64, 0.9), trial("lead", 128, 0.8), trial("lead", 192, 0.95)]) == Reading(2, "memory", 128, 2048)
+    assert best_of(base, [trial("lead", 64, 0.9, 1.04), trial("prefetch_level", 1, 0.5)]) == Reading(1)
+    assert best_of(base, [trial("lead", 64, 0.9), trial("lead", 128, 0.8), trial("lead", 192, 0.95)]) == Reading(2, lead=128)

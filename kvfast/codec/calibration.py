@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Sequence
 from functools import cached_property
-from hashlib import sha256
 from typing import Any
 from weakref import WeakValueDictionary
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -43,7 +40,7 @@ class LayerCalibration:
         self._given = matrices
         self._pairs: dict[int, np.ndarray] = {}
         self.num_kv_heads, self.head_dim = matrices.shape[1:3]
-        self.digest = sha256(repr(matrices.shape).encode() + matrices.astype("<f4").tobytes()).hexdigest()[:32]
+        self.digest = _digest_of(repr(matrices.shape).encode() + matrices.astype("<f4").tobytes())
         _open[id(self)] = self
 
     def matrices(self, of_channels: bool, num_kv_heads: int, head_dim: int) -> np.ndarray:
@@ -131,7 +128,7 @@ class Calibration(Sequence[LayerCalibration]):
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the digests of the layers, 32 hexadecimal digits."""
-        return sha256(" ".join(layer.digest for layer in self._layers).encode()).hexdigest()[:32]
+        return _digest_of(" ".join(layer.digest for layer in self._layers).encode())
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -175,6 +172,9 @@ class Calibration(Sequence[LayerCalibration]):
         CorruptFileError
             If the file is none of a calibration.
         """
+        from zipfile import BadZipFile  # `import kvfast` loads neither
+        from zlib import error as zlib_error
+
         try:
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 if sorted(arrays) != sorted(_KINDS):
@@ -182,7 +182,7 @@ class Calibration(Sequence[LayerCalibration]):
                 return cls(*(arrays[name] for name in _KINDS))
         except CorruptFileError:
             raise
-        except (BadZipFile, zlib.error, ValueError, EOFError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        except (BadZipFile, zlib_error, ValueError, EOFError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
             raise CorruptFileError(f"{os.fspath(path)} holds no calibration: {error}") from None
 
 
@@ -289,6 +289,12 @@ def opened(digest: Any) -> LayerCalibration | Calibration:
     if found is None:
         raise LookupError(f"the calibration with digest {digest} is needed: load it first (kvfast.Calibration.load), and keep it")
     return found
+
+
+def _digest_of(data):
+    from hashlib import sha256  # `import kvfast` does not load it
+
+    return sha256(data).hexdigest()[:32]
 
 
 def _check_layer(q, k, layer):

@@ -16,7 +16,7 @@ import kvfast
 from kvfast.cli.bench.measure import cpu_name
 
 FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloat16", "float32")
-CODED = ("int2", "int3-plain", "int4-plain", "int4", "int5", "int6", "k8v4", "int7", "int8-plain", "int8", "float16", "bfloat16")
+CODED = ("int2-plain", "int3-plain", "int4-plain", "int4", "int5", "int6", "k8v4", "int7", "int8-plain", "int8", "float16", "bfloat16")
 CONTEXTS = (16, 64, 256, 1024, 4096, 16384)
 QUERIES = (1, 64)
 LOUD = (1, 3, 10, 20, 40)

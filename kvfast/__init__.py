@@ -4,7 +4,8 @@ Keys and values are stored in 4 or 8 bits (or as float32, float16, bfloat16), an
 
 - Caches: `KVCache` (one sequence), `RingKVCache` (a sliding window), `PagedKVCache` (many sequences over one pool),
   `MLAKVCache` and `PagedMLAKVCache` (latent rows), `MultiHeadKVCache` (head by head).
-- Formats: a ``dtype`` names what is stored; `KVFormat` describes it, `PRESETS` has names, `fidelity` measures the cost.
+- Formats: a ``dtype`` names what is stored; `KVFormat` describes it, `PRESETS` has names, `fidelity` measures the cost, `calibrate` fits
+  it to a model.
 - A cache at one point in time: `Snapshot`, `load`, `PromptCache`.
 - Finished prompts in fewer bits: `KVCacheCompressor`, `PrefixKVCache`.
 - Attention without a cache: `attention`, `merge_states`.
@@ -35,6 +36,7 @@ from kvfast.caches.paged_mla import MLASequence, PagedMLAKVCache
 from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.ring import RingKVCache
 from kvfast.caches.snapshot import Snapshot
+from kvfast.codec.calibration import Calibration, LayerCalibration, calibrate
 from kvfast.codec.formats import PRESETS, KVFormat
 from kvfast.codec.projection import split_qkv_norm_rope
 from kvfast.codec.quantize import dequantize, quantize
@@ -78,6 +80,7 @@ __all__ = [
     "AttendPlan",
     "BufferLayout",
     "CacheFullError",
+    "Calibration",
     "CompressedKV",
     "CompressedShape",
     "CorruptFileError",
@@ -89,6 +92,7 @@ __all__ = [
     "KVCache",
     "KVCacheCompressor",
     "KVFormat",
+    "LayerCalibration",
     "LayerShape",
     "LowRank",
     "MLAKVCache",
@@ -116,6 +120,7 @@ __all__ = [
     "attention",
     "available_isas",
     "buffer_layout",
+    "calibrate",
     "choose_format",
     "config",
     "cpu_features",

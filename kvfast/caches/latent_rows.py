@@ -24,6 +24,8 @@ def checked_sizes(num_layers, latent_dim, rope_dim, dtype):
 def latent_format(fmt):
     """The format of latent rows for a format of keys and values; ValueError if there is none."""
     fmt = _PRESETS.get(fmt, fmt)
+    if fmt.calibration is not None:
+        raise ValueError("a calibration is for keys, and latent rows are keys and values at once")
     if fmt.seals or fmt.num_float_tokens:
         raise ValueError(f"latent rows are keys and values at once and need a format with a scale per token and without tokens "
                          f"that stay floats, got {fmt}")  # fmt: skip

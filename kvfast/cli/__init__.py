@@ -34,7 +34,9 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
     commands = parser.add_subparsers(metavar="command")
-    for add_command in (_add_generate, _add_eval, _add_serve_sim, _add_store, _add_plan, _add_llama_cpp, _add_bench, _add_tune, _add_info):
+    for add_command in (
+        _add_generate, _add_eval, _add_calibrate, _add_serve_sim, _add_store, _add_plan, _add_llama_cpp, _add_bench, _add_tune, _add_info
+    ):
         add_command(commands)
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):
@@ -159,6 +161,21 @@ def _add_eval(commands):
     add("--plot", metavar="FILE", help="draw KL over bits per element: a PNG, SVG or PDF file")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run_eval)
+
+
+def _add_calibrate(commands):
+    parser = commands.add_parser(
+        "calibrate",
+        help="fit the storage of keys to a model",
+        description="Measure the queries and keys of a model on a text, and write the bases in which its keys lose least.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a GGUF file")
+    add("--text", required=True, metavar="FILE", help="a UTF-8 text file")
+    add("--tokens", type=_positive, default=3072, help="use this many tokens of the text (default: 3072)")
+    add("--out", required=True, metavar="FILE", help="the file to write, of NumPy arrays (.npz)")
+    add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
+    parser.set_defaults(run=_run_calibrate)
 
 
 def _add_serve_sim(commands):
@@ -290,6 +307,12 @@ def _run_generate(args):
     commands.run_generate(args)
 
 
+def _run_calibrate(args):
+    from kvfast.cli.llama import run_calibrate
+
+    run_calibrate(args)
+
+
 def _run_eval(args):
     from kvfast.cli import llama as commands
 
@@ -337,6 +360,7 @@ def _add_model_arguments(parser):
     add("--model", metavar="FILE", help="a GGUF file (default: SmolLM2-135M-Instruct, fetched once)")
     add("--k-dtype", metavar="DTYPE", help="what the cache stores for keys, whatever --dtype says")
     add("--v-dtype", metavar="DTYPE", help="what the cache stores for values, whatever --dtype says")
+    add("--calibration", metavar="FILE", help="store keys in the bases of this calibration, which `calibrate` has written")
     add("--threads", type=_positive, help="threads to compute with (default: all CPUs)")
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -286,6 +286,8 @@ def _run_compress(args):
         raise ValueError("--llama-cpp is not for --compress")
     if args.formats != "all":
         raise ValueError("--formats is not for --compress, which takes formats in its own list")
+    if args.calibration:
+        raise ValueError("--calibration is not for --compress")
     texts, methods = [_read_text(path) for path in args.text], parse_methods(args.compress)
     if args.plot:
         check_plot(args.plot)
@@ -390,8 +392,28 @@ def _check_served(model, tokenizer, requests, storage):
     print(f"alone    {same} of {len(requests)} texts the same" + (f", not {different}" if different else ""))
 
 
+def run_calibrate(args):
+    """Write the calibration of a model on `args.text` to `args.out`.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+    """
+    text = _read_text(args.text)
+    _set_threads(args.threads)
+    model, tokenizer = llama.load(args.model)
+    tokens = tokenizer.encode(text)[: min(args.tokens, model.config.context_length)]
+    calibration = llama.calibrate(model, tokens)
+    calibration.save(args.out)
+    print(f"{calibration!r} of {len(tokens):,} tokens of {args.text}: {size_text(Path(args.out).stat().st_size)} in {args.out}")
+
+
 def _storage(dtype, args):
     """The dtype arguments of a cache."""
+    if args.calibration:
+        if args.k_dtype or args.v_dtype:
+            raise ValueError("--calibration is for a format, not for --k-dtype and --v-dtype")
+        return {"dtype": replace(kvfast.KVFormat.of(dtype), calibration=kvfast.Calibration.load(args.calibration))}
     storage = {"dtype": dtype, "k_dtype": args.k_dtype, "v_dtype": args.v_dtype}
     kvfast.KVCache(1, 1, 1, max_seq_len=1, **storage)  # refuses an unknown name before any model is fetched
     return storage

@@ -1,7 +1,7 @@
 """The block format: where the blocks and float rows of a layer lie. ``simd/kernels.h`` describes the bytes of a block."""
 from libc.stdint cimport int16_t, int32_t, uint8_t
 
-from kvfast.core.kernels cimport kv_side
+from kvfast.core.kernels cimport kv_kernels, kv_side
 from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
 
 
@@ -20,11 +20,19 @@ ctypedef struct kv_chunk:
     Py_ssize_t v_block_stride
 
 
+# The matrices of a KV head: for keys, for queries, and from stored keys back.
+cdef enum:
+    KV_TO_STORED
+    KV_TO_QUERIES
+    KV_FROM_STORED
+    KV_NUM_BASES
+
+
 # The blocks of one layer; block b lies in chunks[chunk_of[b >> KV_CHUNK_SHIFT]].
 #
 # Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
 # blocks of a store of their own. The first `float_tokens` of a sequence always have float rows. With `seals` all tokens have
-# them until `open_tokens` tokens follow their block. If a side is rotated, so are its float rows. A sealed block is
+# them until `open_tokens` tokens follow their block. Float rows are turned like rows to encode. A sealed block is
 # patched if it was cut and then got tokens that do not fit its statistics: the tokens before keep their codes, and the new
 # ones keep their float rows.
 ctypedef struct kv_store:
@@ -44,6 +52,7 @@ ctypedef struct kv_store:
     const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of each KV_PIECE tokens of a block, or -1
     const int16_t *kept_codes  # (num_blocks,) as in FloatRows, or NULL
     const Py_ssize_t *num_patched  # number of patched blocks, as kept_codes marks them
+    const float *bases         # (num_kv_heads, KV_NUM_BASES, head_dim, padded_dim) matrices of a calibration, for the keys; or NULL
 
 
 # Where the tokens of one sequence lie. The positions from i * block_size on are in block table[i] for i below sink_blocks,
@@ -102,6 +111,23 @@ cdef inline const kv_side *values_of(const kv_store *store) noexcept nogil:
     return &store.k if store.latent else &store.v
 
 
+cdef inline bint turns(const kv_store *store, bint values) noexcept nogil:
+    """Whether the rows of a side are stored in another basis."""
+    return store.v.rotated if values else store.k.rotated or store.bases != NULL
+
+
+cdef inline void turn_keys(const kv_kernels *kernels, const kv_store *store, Py_ssize_t head, int basis, const float *rows,
+                           Py_ssize_t stride, Py_ssize_t count, float *out, Py_ssize_t out_stride) noexcept nogil:
+    """Turn keys or queries of a KV head, by the matrix that the layer has for them or by the Hadamard rotation. The scores of
+    queries and keys stay the same. `out` may be the rows themselves. Rows that are stored as they are stay untouched."""
+    cdef Py_ssize_t dim = store.k.head_dim
+    if store.bases != NULL:
+        kernels.change_basis(rows, stride, count, dim, store.bases + (head * KV_NUM_BASES + basis) * dim * store.k.padded_dim,
+                             out, out_stride)
+    elif store.k.rotated:
+        kernels.rotate(rows, stride, count, dim, out, out_stride)
+
+
 cdef class Arena:
     cdef void *_raw
     cdef Py_ssize_t _align
@@ -120,6 +146,7 @@ cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes)
 cdef ArenaView view_of(Arena arena)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
 cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1
+cdef object set_bases(kv_store *store, object calibration)
 
 
 cdef inline char *float_row_at(const kv_store *store, int32_t block, Py_ssize_t offset, Py_ssize_t head, bint values) noexcept nogil:

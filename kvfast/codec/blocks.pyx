@@ -1,5 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Sizes of blocks, and the memory that holds them."""
+import numpy as np
+
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uintptr_t
 from libc.stdlib cimport calloc, free
@@ -7,7 +9,7 @@ from libc.string cimport memset
 
 from kvfast.codec.dtypes cimport parse_dtype
 from kvfast.core.checks cimport check_count
-from kvfast.core.kernels cimport KV_FLOAT16, KV_FLOAT_ROWS, kv_dtype, kv_dtypes, kv_side
+from kvfast.core.kernels cimport KV_FLOAT16, KV_FLOAT_ROWS, KV_PACKED_CODES, active, kv_dtype, kv_dtypes, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS
 from kvfast.core.wipe cimport kv_wipe_pages
 
@@ -92,6 +94,28 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, i
     store.k.clip_search = store.v.clip_search = fmt.clip_search
     store.seals, store.open_tokens, store.float_tokens = fmt.seals, fmt.open_tokens, fmt.num_float_tokens
     return 0
+
+
+cdef object set_bases(kv_store *store, object calibration):
+    """Let keys be stored in the basis of a layer's calibration. Returns what has to live as long as the store."""
+    cdef Py_ssize_t heads = store.num_kv_heads, dim = store.k.head_dim, padded = store.k.padded_dim, head, i, j
+    cdef const float[:, :, :, ::1] given = calibration.matrices(store.k.channels > 0, heads, dim)
+    cdef const kv_kernels *kernels = active()
+    cdef float[:, :, :, ::1] bases = np.zeros((heads, <int>KV_NUM_BASES, dim, padded), np.float32)
+    # Channels of INT3 differ in their bits. All other codes are as fine in each element, so that all should matter the same.
+    cdef bint mixed = store.k.channels == 0 or store.k.family != KV_PACKED_CODES
+    for head in range(heads):
+        for i in range(dim):
+            for j in range(dim):
+                bases[head, KV_TO_STORED, i, j] = given[head, 0, i, j]
+                bases[head, KV_TO_QUERIES, i, j] = given[head, 1, i, j]
+        for i in range(2 if mixed else 0):
+            kernels.rotate(&bases[head, i, 0, 0], padded, dim, dim, &bases[head, i, 0, 0], padded)
+        for i in range(dim):
+            for j in range(dim):
+                bases[head, KV_FROM_STORED, i, j] = bases[head, KV_TO_QUERIES, j, i]
+    store.bases = &bases[0, 0, 0, 0]
+    return bases
 
 
 cdef class Arena:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from kvfast.codec.calibration import Calibration, LayerCalibration, opened
 from kvfast.codec.dtypes import CODEBOOKS, FLOATS, canonical_dtype, dtype_row, names_with
 from kvfast.core.checks import check_size
 from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_RECENT_TOKENS, OPEN_TOKENS, PIECE
@@ -62,6 +63,10 @@ class KVFormat:
     clip_search : bool
         Choose each token's INT4 scale for the least squared error, even if that clips the largest elements. Writing takes
         longer; reading does not.
+    calibration : Calibration, one of its layers, or None
+        The bases in which keys are stored, in place of what `rotation` does to them: those of `calibrate` for the model. It needs
+        keys that are rotated, or `per_channel`. A `Calibration` is for a cache with as many layers; ``calibration[3]`` is for a
+        single one.
 
     Raises
     ------
@@ -77,7 +82,7 @@ class KVFormat:
     --------
     >>> import kvfast
     >>> kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian")
-    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block_size=None, num_float_tokens=0, num_recent_tokens=0, clip_search=False)
+    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block_size=None, num_float_tokens=0, num_recent_tokens=0, clip_search=False, calibration=None)
     >>> str(kvfast.KVFormat("int8/int4"))
     'int8/int4'
     """
@@ -91,6 +96,7 @@ class KVFormat:
     num_float_tokens: int = 0
     num_recent_tokens: int = 0
     clip_search: bool = False
+    calibration: Calibration | LayerCalibration | None = None
 
     def __post_init__(self) -> None:
         names = self.dtype.split("/") if isinstance(self.dtype, str) else [self.dtype]
@@ -110,6 +116,7 @@ class KVFormat:
             raise ValueError(f"num_recent_tokens must be a multiple of {PIECE}, got {self.num_recent_tokens}")
         self._check_rotation()
         self._check_blocks()
+        self._check_calibration()
         by_token = [dtype_row(name, self.codebook) for name in [k] * (not self.per_channel) + [v]]
         if self.codebook != "uniform" and not any(self.codebook in row.codebooks for row in by_token):
             raise ValueError(f"{_NEEDED[self.codebook]}, which neither side of this format has")
@@ -127,6 +134,14 @@ class KVFormat:
         if self.per_channel and "k" in self.rotation:
             raise ValueError("per_channel keys cannot be rotated: channel scales need channels that differ, and a rotation "
                              "mixes them")  # fmt: skip
+
+    def _check_calibration(self):
+        if self.calibration is None:
+            return
+        if not isinstance(self.calibration, (Calibration, LayerCalibration)):
+            object.__setattr__(self, "calibration", opened(self.calibration))
+        if "k" not in self.rotation and not self.per_channel:
+            raise ValueError(f'calibration is for keys that are rotated or per_channel, got rotation="{self.rotation}" and no per_channel')
 
     def _check_blocks(self):
         k, coded = dtype_row(self.k_dtype), dtype_row(self.k_dtype, self.codebook)
@@ -167,9 +182,10 @@ class KVFormat:
         return max(self.num_recent_tokens, OPEN_TOKENS) if self.seals else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that differ from ``KVFormat()``, and `dtype`, for JSON."""
+        """The fields that differ from ``KVFormat()``, and `dtype`, for JSON; of a calibration its digest."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return {name: value for name, (value, default) in values.items() if value != default or name == "dtype"}
+        changed = {name: value for name, (value, default) in values.items() if value != default or name == "dtype"}
+        return changed | ({"calibration": self.calibration.digest} if self.calibration is not None else {})
 
     @classmethod
     def of(cls, value: Any) -> KVFormat:
@@ -178,6 +194,8 @@ class KVFormat:
         Raises
         ------
         ValueError
+        LookupError
+            For the dict of a format with a calibration that this process does not hold.
         """
         if isinstance(value, cls):
             return value
@@ -193,6 +211,8 @@ class KVFormat:
         return PRESETS.get(name) or cls(name)
 
     def __str__(self) -> str:
+        if self.calibration is not None:
+            return f"{replace(self, calibration=None)} calibrated"
         for name, preset in PRESETS.items():
             if self == preset:
                 return name
@@ -208,9 +228,11 @@ PRESETS = {
     "int8-recent": KVFormat("int8", rotation="kv", num_float_tokens=4, num_recent_tokens=16),
     "k8v4-recent": KVFormat("int8/int4", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=16, clip_search=True),
     "int3": KVFormat("int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4, num_recent_tokens=96),
+    "int2": KVFormat("int2", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=96),
     "int8-plain": KVFormat("int8"),
     "int4-plain": KVFormat("int4"),
     "int3-plain": KVFormat("int3"),
+    "int2-plain": KVFormat("int2"),
 }
 
 
@@ -221,12 +243,23 @@ def formats_of(dtype, k_dtype, v_dtype, num_layers):
     -------
     list of KVFormat
     """
-    formats = [KVFormat.of(one) for one in _per_layer(dtype, num_layers, "dtype")]
+    formats = [_of_layer(KVFormat.of(one), i, num_layers) for i, one in enumerate(_per_layer(dtype, num_layers, "dtype"))]
     if k_dtype is None and v_dtype is None:
         return formats
+    if any(one.calibration is not None for one in formats):
+        raise ValueError("k_dtype and v_dtype name plain dtypes, which have no calibration; leave them out")
     keys = [f.k_dtype for f in formats] if k_dtype is None else _per_layer(k_dtype, num_layers, "k_dtype")
     values = [f.v_dtype for f in formats] if v_dtype is None else _per_layer(v_dtype, num_layers, "v_dtype")
     return [KVFormat(f"{canonical_dtype(k)}/{canonical_dtype(v)}") for k, v in zip(keys, values)]
+
+
+def _of_layer(fmt, layer, num_layers):
+    """The format of a layer, with the layer's part of a calibration."""
+    if not isinstance(fmt.calibration, Calibration):
+        return fmt
+    if len(fmt.calibration) != num_layers:
+        raise DimensionMismatchError(f"the calibration is for {len(fmt.calibration)} layers, and the cache has {num_layers}")
+    return replace(fmt, calibration=fmt.calibration[layer])
 
 
 def floats_of(fmt):

@@ -172,6 +172,8 @@ cdef extern from "simd/kernels.h" nogil:
                            int to_slot, int values) noexcept nogil
         void (*rotate)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n, float *out,
                        Py_ssize_t out_stride) noexcept nogil
+        void (*change_basis)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n, const float *matrix,
+                         float *out, Py_ssize_t out_stride) noexcept nogil
         void (*transform)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n,
                           const kv_transform *transform, float *out, Py_ssize_t out_stride) noexcept nogil
         void (*prepare[KV_NUM_DTYPES])(const kv_side *side, const float *rows, int num_rows, float scale,

@@ -129,6 +129,8 @@ class Opening:
             layout = block_bytes.layout(self.buffer, self.seq_len, self.tables)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
+        except LookupError as error:  # no calibration
+            raise IncompatibleSnapshotError(str(error)) from None
         if json_of(written, sort_keys=True) != given:
             raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
         if max_seq_len is not None and settings["kind"] not in SIZED:

@@ -2,7 +2,7 @@
 
     gguf_file -> weights -> model -> speculative -> generation -> serving
                                   -> evaluation -> retrieval -> peers, report
-                                  -> documents
+                                  -> documents, calibration
                                   -> session
     gguf_file -> tokenizer
     fetch
@@ -19,6 +19,7 @@ Needs the extra packages of `pip install "kvfast[llama]"`.
 """
 
 from kvfast.interop.gguf_file import GGUFFile, ModelFileError
+from kvfast.llama.calibration import calibrate
 from kvfast.llama.documents import compute_document, shift_context, splice_documents
 from kvfast.llama.evaluation import CacheScore, evaluate, mean_score
 from kvfast.llama.fetch import FetchError, fetch_model
@@ -45,6 +46,7 @@ __all__ = [
     "SkipLayers",
     "SpeculationStats",
     "Tokenizer",
+    "calibrate",
     "compute_document",
     "evaluate",
     "fetch_model",

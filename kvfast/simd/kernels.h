@@ -256,6 +256,10 @@ typedef struct {
        m odd, the Hadamard transform of 2^a (Sylvester) x the Hartley transform of m. `out` may be the rows themselves. */
     void (*rotate)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, float *out,
                    ptrdiff_t out_stride);
+    /* Multiplies rows of n floats by a matrix of n rows of n columns, padded to a multiple of KV_LANES. `out` may be the rows
+       themselves. */
+    void (*change_basis)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, const float *matrix,
+                     float *out, ptrdiff_t out_stride);
     /* Normalises rows of n floats of Q or K, `stride` floats apart, and applies RoPE; see kv_transform. `out` may be the
        rows themselves. */
     void (*transform)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n,

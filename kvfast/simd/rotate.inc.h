@@ -1,4 +1,4 @@
-/* The rotation of rows: Hadamard's matrix within blocks of 2^a elements, Hartley's across the m blocks. */
+/* The rotation of rows: Hadamard's matrix within blocks of 2^a elements, Hartley's across the m blocks; and other matrices. */
 
 /* The first W rows of Sylvester's matrix, of W columns, times `norm`. */
 static inline __attribute__((always_inline)) void KV(signs_of)(float norm, vf signs[W])
@@ -124,5 +124,28 @@ static void KV(rotate)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, 
         if (size < 4 * W && rows != out) memcpy(out, rows, (size_t)n * sizeof(float));
         KV(hadamard)(out, n, size);
         if (m > 1) KV(hartley)(out, m, size, cas);
+    }
+}
+
+/* Four rows at a time share the loads of the matrix. A row gets the same bits whatever the others are. */
+static void KV(change_basis)(const float *rows, ptrdiff_t stride, ptrdiff_t num_rows, ptrdiff_t n, const float *matrix,
+                         float *out, ptrdiff_t out_stride)
+{
+    const ptrdiff_t padded = (n + KV_LANES - 1) / KV_LANES * KV_LANES;
+    float x[4][KV_MAX_HEAD_DIM];
+    KV_ALIGNED float y[4][KV_MAX_HEAD_DIM];
+    for (; num_rows > 0; num_rows -= 4, rows += 4 * stride, out += 4 * out_stride) {
+        const ptrdiff_t count = num_rows < 4 ? num_rows : 4;
+        for (ptrdiff_t r = 0; r < 4; r++) memcpy(x[r], rows + (r < count ? r : 0) * stride, (size_t)n * sizeof(float));
+        for (ptrdiff_t c = 0; c < padded; c += W) {
+            vf sums[4];
+            KV_FOR4(r, 4, sums[r] = vf_set1(0.0f););
+            for (ptrdiff_t i = 0; i < n; i++) {
+                const vf column = vf_load(matrix + i * padded + c);
+                KV_FOR4(r, 4, sums[r] = vf_fma(vf_set1(x[r][i]), column, sums[r]););
+            }
+            KV_FOR4(r, 4, vf_store(y[r] + c, sums[r]););
+        }
+        for (ptrdiff_t r = 0; r < count; r++) memcpy(out + r * out_stride, y[r], (size_t)n * sizeof(float));
     }
 }

@@ -34,6 +34,7 @@
     .seal_k = KV(seal_k),                                                                                         \
     .copy_token = KV(copy_token),                                                                                     \
     .rotate = KV(rotate),                                                                                             \
+    .change_basis = KV(change_basis),                                                                                 \
     .transform = KV(transform),                                                                                       \
     .softmax = KV(softmax),                                                                                           \
     .accumulate_latent = KV(accumulate_latent),                                                                       \

@@ -18,6 +18,7 @@ cdef class BlockMemory:
     cdef readonly Py_ssize_t num_gaps
     cdef tuple settings                # the arguments of the constructor
     cdef readonly list formats         # KVFormat of each layer
+    cdef list bases                    # what the `bases` of the stores point into
     cdef readonly Py_ssize_t first_blocks  # blocks of the first chunk
     cdef readonly bint secure          # wipe blocks when they are released
     cdef char *zeros                   # if secure, zeros as large as the largest side of a block

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, intptr_t, uint8_t
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset
 
-from kvfast.codec.blocks cimport Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store, v_block_at
+from kvfast.codec.blocks cimport Arena, arena_over, init_sides, k_block_at, kv_chunk, kv_store, set_bases, v_block_at
 from kvfast.core.checks cimport check_count
 from kvfast.core.kernels cimport active, kv_kernels
 from kvfast.core.limits cimport (KV_CHUNK_BLOCKS, KV_CHUNK_SHIFT, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_LAYERS, KV_MAX_ROPE_DIM,
@@ -52,6 +52,7 @@ cdef class BlockMemory:
         if rope_dim is not None:
             self.rope_dim = check_count(rope_dim, "rope_dim", 0, KV_MAX_ROPE_DIM)
         self.grows, self.is_shared, self.secure = grows, is_shared, secure
+        self.bases = []
         self.stores = <kv_store *>calloc(self.num_layers, sizeof(kv_store))
         if self.stores == NULL:
             raise MemoryError("cannot allocate the layers of a cache")
@@ -62,6 +63,8 @@ cdef class BlockMemory:
             if formats[i] is not None:
                 init_sides(store, formats[i], <int>self.head_dim, <int>self.v_head_dim, block_size, self.rope_dim)
                 largest = max(largest, store.k.bytes, store.v.bytes)
+                if formats[i].calibration is not None:
+                    self.bases.append(set_bases(store, formats[i].calibration))
         if secure:
             self.zeros = <char *>calloc(largest, 1)
             if self.zeros == NULL:

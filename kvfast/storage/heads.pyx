@@ -11,7 +11,7 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
-from kvfast.codec.blocks cimport block_of, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, k_offset_of, kv_chunk, kv_context, kv_store, turn_keys
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
 from kvfast.core.checks cimport check_count
@@ -77,6 +77,8 @@ cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
         chunk.k += first * chunk.k_head_stride
         chunk.v += first * chunk.v_head_stride
     self.store.chunks = self.chunks
+    if self.store.bases != NULL:
+        self.store.bases += first * KV_NUM_BASES * self.store.k.head_dim * self.store.k.padded_dim
     return self
 
 
@@ -117,8 +119,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
             row = scratch.rows + r * k.padded_dim
             kernels.to_float[q.dtype](q.data + (head * group + row0 + r) * q.head_stride, k.head_dim, row)
             memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
-        if k.rotated:
-            kernels.rotate(scratch.rows, k.padded_dim, rows, k.head_dim, scratch.rows, k.padded_dim)
+        turn_keys(kernels, store, head, KV_TO_QUERIES, scratch.rows, k.padded_dim, rows, scratch.rows, k.padded_dim)
         kernels.prepare[k.dtype](k, scratch.rows, rows, call.scale, &scratch.queries)
         t = call.begin
         while t < context.length:

@@ -327,6 +327,27 @@ def test_eval_formats(model, text):
     assert [score["dtype"] for score in results()] == list(FORMATS)
 
 
+def test_calibrate(model, text, tmp_path):
+    path = tmp_path / "model.npz"
+    code, out, err = run_here("calibrate", model, "--text", text, "--tokens", 200, "--out", path)
+    assert code == 0 and out.startswith("Calibration(") and "200 tokens" in out and path.stat().st_size > 1000, err
+    calibrated = ("--text", text, "--tokens", 199, "--json", "--calibration", path)
+    code, out, err = run_here("eval", "--model", model, "--formats", "int8,int4", *calibrated)
+    assert code == 0, err
+    scores = json.loads(out)["results"]
+    assert [score["dtype"] for score in scores] == ["int8 calibrated", "int4 calibrated"]
+    assert 0 < scores[0]["kl"] < scores[1]["kl"]
+    for args, reason in [
+        (("--formats", "int8-plain"), "calibration is for keys that are rotated or per_channel"),
+        (("--formats", "int8", "--v-dtype", "int4"), "--calibration is for a format"),
+        (("--compress", "lowrank:4"), "--calibration is not for --compress"),
+    ]:
+        code, _, err = run_here("eval", "--model", model, *args, *calibrated)
+        assert code == 1 and reason in err
+    code, _, err = run_here("calibrate", model, "--text", text, "--tokens", 100, "--out", path)
+    assert code == 1 and "at least 128 tokens, got 100" in err
+
+
 def test_eval_of_several_texts(model, text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("12 of the others then. " * 9, encoding="utf-8")

@@ -76,7 +76,8 @@ class TestKVFormat:
         assert KVFormat.of(ml_dtypes.bfloat16) == KVFormat("bfloat16") and KVFormat.of(ml_dtypes.int4) is PRESETS["int4"]
 
     def test_presets(self):
-        assert set(PRESETS) == {"int8", "k8v4", "int4", "k4v3", "int3", "int8-recent", "k8v4-recent", "int8-plain", "int4-plain", "int3-plain"}
+        plain = {f"int{bits}-plain" for bits in (8, 4, 3, 2)}
+        assert set(PRESETS) == {"int8", "k8v4", "int4", "k4v3", "int3", "int2", "int8-recent", "k8v4-recent", *plain}
         for name, preset in PRESETS.items():
             assert str(preset) == name and KVFormat.of(name) is preset is KVFormat.of(preset)
         assert PRESETS["int4"].seals and PRESETS["int4"].block_size == 64 and not PRESETS["k8v4"].seals

@@ -4,12 +4,13 @@ import json
 import re
 import struct
 from collections import Counter
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_kinds import DIM, DTYPES, KINDS, LAYERS, fill, make, tokens
+from cache_kinds import DIM, DTYPES, HEADS, KINDS, LAYERS, fill, make, tokens
 from file_reader import FLOATS, SIMD, Reader
 
 import kvfast
@@ -74,7 +75,11 @@ def two_widths(rng, n, dtype="int4", v_head_dim=(12, DIM, 40)):
 
 
 ALL_OPTIONS = kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=9, num_recent_tokens=32, clip_search=True)
+SPREAD = np.linspace(0.3, 3, DIM, dtype=np.float32)
+CALIBRATION = kvfast.calibrate(*(np.random.default_rng(98).standard_normal((2, LAYERS, 320, HEADS, DIM), np.float32) * SPREAD))
 CACHES = {
+    **{f"calibrated {name}": lambda rng, name=name: fill(make("growing", replace(kvfast.PRESETS[name], calibration=CALIBRATION)), rng, 333)
+       for name in ("int2", "int3", "int4", "k8v4")},
     **{f"{kind} {dtype}": lambda rng, kind=kind, dtype=dtype: fill(make(kind, dtype), rng, 150)
        for kind in KINDS for dtype in ("int4", "int8-plain")},
     **{f"growing {dtype}": lambda rng, dtype=dtype: fill(make("growing", dtype), rng, 150) for dtype in DTYPES},
@@ -321,12 +326,13 @@ def test_values_of_a_prompt_cache(tmp_path, secret):
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_rules_decode_it(written, name):
+def test_rules_decode_it(written, name, tmp_path):
     """Keys and values of a file, by the rules of the page alone, are those that the cache shows."""
     if not (SIMD / "common.h").is_file():
         pytest.skip("the sources, which hold the levels, are not here")
     tensors, metadata, cache = written(name)
-    reader = Reader(tensors, json.loads(metadata["kvfast"]))
+    CALIBRATION.save(tmp_path / "calibration.npz")
+    reader = Reader(tensors, json.loads(metadata["kvfast"]), **np.load(tmp_path / "calibration.npz"))
     for layer in range(reader.num_layers):
         shown = shown_by(cache, layer)
         positions = cache.positions(layer) if hasattr(cache, "positions") else np.arange(len(cache) - len(shown[0]), len(cache))

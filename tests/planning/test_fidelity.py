@@ -226,7 +226,7 @@ def test_choose_smallest_that_meets(rng):
             assert kvfast.choose_format(*arrays, bound, formats, metric) == report.format
             assert kvfast.choose_format(*arrays, bound * 1.01, formats[::-1], metric) == report.format
     assert kvfast.choose_format(*arrays) == "int8"
-    assert kvfast.choose_format(*arrays, 0.5) == "int3-plain"  # of a few tokens, "int3" and "int4" keep many as floats
+    assert kvfast.choose_format(*arrays, 0.5) == "int2-plain"  # of a few tokens, "int2" to "int4" keep many as floats
     many = tensors(rng, num_queries=4, num_tokens=4096)
     assert kvfast.choose_format(*many, 0.13) == "int4"
     assert kvfast.choose_format(*arrays, 1e-5) == "float32"

@@ -1,6 +1,7 @@
 """Reads files of caches by the rules of docs/reference/file-format.md alone."""
 
 import re
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,13 @@ FLOATS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class Reader:
-    """A file of a cache, by the rules of the page."""
+    """A file of a cache, by the rules of the page; with the arrays of a calibration, by the digests of its layers."""
 
-    def __init__(self, tensors, header):
+    def __init__(self, tensors, header, rows=(), channels=()):
+        self.calibrations = {}
+        for pair in zip(rows, channels):
+            shape = 2, *pair[0].shape
+            self.calibrations[sha256(str(shape).encode() + b"".join(one.astype("<f4").tobytes() for one in pair)).hexdigest()[:32]] = pair
         self.tensors, self.header, self.settings = tensors, header, header["settings"]
         self.num_layers, self.block_size, self.unread = self.settings["num_layers"], header["block_size"], set(tensors)
         kind, n = self.settings["kind"], self.num_layers
@@ -74,6 +79,12 @@ class Reader:
                 row[...] = floats[pieces[position // 16 * 16], :, position % 16]
             else:
                 row[...] = codes[(index if index < sinks else index - skipped) * size + place]
+        if side == "k" and "calibration" in form:
+            rows, channels = self.calibrations[form["calibration"]]
+            bases = np.array(channels if form.get("per_channel") else rows, float)
+            if not form.get("per_channel") or dtype != "int3":
+                bases = bases @ rotation(dim)
+            return np.einsum("phi,hij->phj", result, np.linalg.inv(bases))
         return result @ rotation(dim) if side in form.get("rotation", "") and dim else result
 
     def take(self, name, count):

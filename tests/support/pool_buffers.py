@@ -8,7 +8,7 @@ import numpy as np
 from cache_kinds import ANY_BLOCK
 
 # Formats without float rows: the integers that are packed, too.
-FORMATS = [*ANY_BLOCK, "int2", "int6", "float16/int8", "int8/float32"]
+FORMATS = [*ANY_BLOCK, "int2-plain", "int6", "float16/int8", "int8/float32"]
 CANARY = 0xA5
 
 

@@ -1,0 +1,58 @@
+"""Calibrates the caches of a model on a text."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import kvfast
+from kvfast.codec.calibration import BLOCK, Calibration, Moments, calibration_of
+
+_CHUNK = 4 * BLOCK  # tokens of a forward pass
+
+
+def calibrate(model, tokens, *, progress=None) -> Calibration:
+    """Run a text through a model, and find the bases for its keys; see `kvfast.calibrate`.
+
+    Parameters
+    ----------
+    model : LlamaModel
+    tokens : sequence of int
+        At least 128. Two or three thousand of any text are enough.
+    progress : callable, optional
+        Called with the number of tokens each forward pass completed.
+
+    Returns
+    -------
+    Calibration
+    """
+    count = len(tokens) // BLOCK * BLOCK
+    if count < 2 * BLOCK:
+        raise ValueError(f"a calibration needs at least {2 * BLOCK} tokens, got {len(tokens)}")
+    cache = _Observed(model.cache_shape, count)
+    for start in range(0, count, _CHUNK):
+        chunk = np.asarray(tokens[start : min(start + _CHUNK, count)])
+        model.forward(chunk, cache)
+        if progress is not None:
+            progress(len(chunk))
+    return calibration_of([moments.bases() for moments in cache.moments])
+
+
+class _Observed:
+    """A float32 cache that counts the queries and keys of whole blocks, but for the first block."""
+
+    def __init__(self, shape, room):
+        self.moments = [Moments(*shape[1:]) for _ in range(shape[0])]
+        self._cache, self._shape = kvfast.KVCache(*shape, max_seq_len=room, dtype="float32"), shape
+
+    def write(self, layer, qkv, **transform):
+        _, heads, dim = self._shape
+        q, k, _ = kvfast.split_qkv_norm_rope(qkv, qkv.shape[1] // dim - 2 * heads, heads, dim, **transform)
+        first = BLOCK if len(self._cache) == 0 else 0
+        self.moments[layer].add(q[first:], k[first:])
+        return self._cache.write(layer, qkv, **transform)
+
+    def __len__(self):
+        return len(self._cache)
+
+    def __getattr__(self, name):
+        return getattr(self._cache, name)

@@ -36,7 +36,7 @@ from kvfast.caches.paged_mla import MLASequence, PagedMLAKVCache
 from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.ring import RingKVCache
 from kvfast.caches.snapshot import Snapshot
-from kvfast.codec.calibration import Calibration, LayerCalibration, calibrate
+from kvfast.codec.calibration import Calibration, calibrate
 from kvfast.codec.formats import PRESETS, KVFormat
 from kvfast.codec.projection import split_qkv_norm_rope
 from kvfast.codec.quantize import dequantize, quantize
@@ -92,7 +92,6 @@ __all__ = [
     "KVCache",
     "KVCacheCompressor",
     "KVFormat",
-    "LayerCalibration",
     "LayerShape",
     "LowRank",
     "MLAKVCache",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
@@ -83,7 +82,7 @@ class LayerCalibration:
         return LayerCalibration, (self._given,)
 
 
-class Calibration(Sequence[LayerCalibration]):
+class Calibration:
     """For each layer and KV head of a model, the basis in which its keys are stored. `calibrate` makes one.
 
     A cache multiplies keys by a matrix M when they come, and queries by the transpose of M's inverse when they look: their
@@ -133,7 +132,7 @@ class Calibration(Sequence[LayerCalibration]):
     def __len__(self) -> int:
         return len(self._layers)
 
-    def __getitem__(self, layer):
+    def __getitem__(self, layer: int) -> LayerCalibration:
         return self._layers[layer]
 
     def __eq__(self, other: object) -> bool:

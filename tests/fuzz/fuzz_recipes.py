@@ -277,6 +277,8 @@ RECIPES = {
     "model": small("", "m"), "store": Call.path, "near": none_or("near"), "chunk_tokens": small(16, 64, 256), "secret": small(b"", b"s"),
     "time_limit": small(1.0, 10), "background": small(True, False), "tokens_per_second": none_or(1.0, 1e9),
     "prompts": lambda c: c.any("PromptCache"), "use_prompt_cache.save": small(True, False),
+    "Calibration.rows": lambda c: np.tile(np.eye(20), (2, 2, 1, 1)), "Calibration.channels": lambda c: np.tile(np.eye(20), (2, 2, 1, 1)),
+    "calibration": none_or(kvfast.Calibration(*np.tile(np.eye(20), (2, 2, 2, 1, 1)))),
     # the machine and the plan
     "plan.model": Call.config, "context": none_or(1, 4096), "memory": none_or(1 << 30), "bandwidth": lambda c: 1e10,
     "weight_bytes": none_or(10**9),

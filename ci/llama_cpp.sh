@@ -11,7 +11,7 @@ work=$PWD/build/llama_cpp
 sources=$work/sources-$version/vendor/llama.cpp
 mkdir -p "$work/sources-$version"
 if [ ! -e "$sources/tests/test-backend-ops.cpp" ]; then
-    python -m pip download --quiet --no-deps --no-binary :all: --dest "$work" "llama-cpp-python==$version"
+    python -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest "$work" "llama-cpp-python==$version"
     tar -xzf "$work"/llama_cpp_python-$version.tar.gz -C "$work/sources-$version" --strip-components 1 --wildcards \
         '*/vendor/llama.cpp/ggml/*' '*/vendor/llama.cpp/tests/test-backend-ops.cpp'
     rm "$work"/llama_cpp_python-$version.tar.gz

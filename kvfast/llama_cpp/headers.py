@@ -33,7 +33,7 @@ def find_headers(source):
 def fetch_headers(folder):
     """Download the source archive of the llama-cpp-python that is installed, and unpack its ggml."""
     version = importlib.metadata.version("llama-cpp-python")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python"]
     done = subprocess.run([*command, "--dest", str(folder), f"llama-cpp-python=={version}"], capture_output=True, text=True, check=False)
     archives = list(Path(folder).glob("*.tar.gz"))
     if not archives:

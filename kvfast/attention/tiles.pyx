@@ -29,8 +29,10 @@ cdef enum:
     FLOAT_TILE_BYTES = 32768
     # The same of float rows beside codes, which are few, and of processors other than x86, where nobody measured more.
     FEW_ROWS_BYTES = 4096
-    # Tokens of a tile where one side has 8 bits, on a matrix unit and on processors other than x86. On the vectors of that Xeon
-    # KV_TILE takes 0.95 to 1.00 of the time of 64 tokens from memory (int8 and k8v4), and 0.90 to 0.91 from the cache.
+    # Tokens of a tile where one side has 8 bits: on a matrix unit, on processors other than x86, and where KV_TILE tokens take more
+    # bytes than this. Else KV_TILE takes 0.95 to 1.00 of the time from memory on that Xeon (int8 and k8v4), and 0.90 to 0.91 from
+    # the cache. With a head_dim of 256 int8 takes 1.03.
+    CODE_TILE_BYTES = 16384
     INTEGER_TILE = 64
     # Tokens from which the matrix unit reads codes faster than vectors do. Measured on a Xeon: with 512 tokens INT8 takes 1.02 of the
     # time from memory, and nothing is gained with two threads.
@@ -59,8 +61,9 @@ cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_
     the same bits."""
     cdef int tile = KV_TILE
     cdef Py_ssize_t most_bytes = FLOAT_TILE_BYTES if KV_X86 and not few_rows else FEW_ROWS_BYTES
-    if (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (kernels.open_matrix != NULL or not KV_X86):
-        if kv_dtypes[store.k.dtype].bits >= 8 or kv_dtypes[store.v.dtype].bits >= 8:
+    if (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (
+            kv_dtypes[store.k.dtype].bits >= 8 or kv_dtypes[store.v.dtype].bits >= 8):
+        if kernels.open_matrix != NULL or not KV_X86 or KV_TILE * max(store.k.padded_dim, store.v.padded_dim) > CODE_TILE_BYTES:
             tile = INTEGER_TILE
     return _limit_tile(_limit_tile(tile, &store.k, most_bytes), &store.v, most_bytes)
 

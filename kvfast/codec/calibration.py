@@ -175,7 +175,7 @@ class Calibration:
         from zlib import error as zlib_error
 
         try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            with open(path, "rb") as file, np.load(file) as arrays:
                 if sorted(arrays) != sorted(_KINDS):
                     raise CorruptFileError(f"{os.fspath(path)} must hold the arrays rows and channels, got {', '.join(arrays) or 'none'}")
                 return cls(*(arrays[name] for name in _KINDS))
@@ -297,7 +297,7 @@ def _digest_of(data):
 
 
 def _check_layer(q, k, layer):
-    if q.ndim != 3 or k.ndim != 3 or len(q) != len(k) or q.shape[2] != k.shape[2] or not k.shape[1] or q.shape[1] % k.shape[1]:
+    if q.ndim != 3 or k.ndim != 3 or len(q) != len(k) or q.shape[2] != k.shape[2] or 0 in q.shape[1:] + k.shape[1:] or q.shape[1] % k.shape[1]:
         raise DimensionMismatchError(f"q[{layer}] and k[{layer}] must have shapes (num_tokens, num_q_heads, head_dim) and (num_tokens, "
                                      f"num_kv_heads, head_dim), with a multiple of KV heads, got {q.shape} and {k.shape}")  # fmt: skip
     if len(k) < 2 * BLOCK:

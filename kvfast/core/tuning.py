@@ -11,7 +11,6 @@ import os
 import platform
 import warnings
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 
 from kvfast.core.kernels import available_isas, cpu_identity, get_prefetch_level, set_prefetching
 
@@ -173,13 +172,20 @@ def file():
 
     Returns
     -------
-    Path
+    str
     """
     if os.name == "nt":
-        folder = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        folder = os.environ.get("LOCALAPPDATA") or os.path.join(_home(), "AppData", "Local")
     else:
-        folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return folder / "kvfast" / "tuning.json"
+        folder = os.environ.get("XDG_CONFIG_HOME") or os.path.join(_home(), ".config")
+    return os.path.join(folder, "kvfast", "tuning.json")
+
+
+def _home():
+    home = os.path.expanduser("~")  # `import kvfast` does not load pathlib
+    if home == "~":
+        raise RuntimeError("the home directory is not known")
+    return home
 
 
 def keep(reading):
@@ -187,14 +193,15 @@ def keep(reading):
 
     Returns
     -------
-    Path
+    str
+        The path.
     """
     path = file()
     try:
         processors = _read(path)
     except (OSError, ValueError):  # there is none yet, or none that is any good
         processors = {}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     _write(path, {**processors, processor(): asdict(reading)})
     return path
 
@@ -217,20 +224,22 @@ def forget():
     if processors:
         _write(path, processors)
     else:
-        path.unlink()
+        os.remove(path)
     return True
 
 
 def _write(path, processors):
-    whole = path.with_name(f".{path.name}.{os.getpid()}")  # a process that starts meanwhile reads the old file or the new one
-    whole.write_text(json.dumps({"version": VERSION, "processors": processors}, indent=2) + "\n", encoding="utf-8")
-    whole.replace(path)
+    whole = f"{path}.{os.getpid()}"  # a process that starts meanwhile reads the old file or the new one
+    with open(whole, "w", encoding="utf-8") as written:
+        written.write(json.dumps({"version": VERSION, "processors": processors}, indent=2) + "\n")
+    os.replace(whole, path)
 
 
 def _read(path):
     """The processors of a file, unchecked."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as kept:
+            content = json.load(kept)
     except ValueError as error:
         raise ValueError(f"{path} is no file of python -m kvfast tune: {error}") from None
     if not (isinstance(content, dict) and content.get("version") == VERSION and isinstance(content.get("processors"), dict)):
@@ -281,7 +290,7 @@ def choose():
     """
     base, where = from_table()
     text = os.environ.get(VARIABLE, "").strip()
-    if "=" in text and not Path(text).exists():
+    if "=" in text and not os.path.exists(text):
         return _merged(base, _parsed(text), VARIABLE), VARIABLE
     if text:
         try:
@@ -295,7 +304,7 @@ def choose():
         path = file()
         processors = _read(path)
         if processor() in processors:
-            return _merged(base, processors[processor()], str(path)), str(path)
+            return _merged(base, processors[processor()], path), path
     except (OSError, RuntimeError):  # there is no file, or no home
         pass
     except ValueError as error:

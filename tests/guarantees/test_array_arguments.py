@@ -151,6 +151,7 @@ def calls():
             lambda qkv, **rotary: kvfast.split_qkv_norm_rope(qkv, HEADS * GROUP, HEADS, DIM, **rotary), {"qkv": qkv, **rotary}),
         "quantize": (lambda x: [*kvfast.quantize(x, 8), *kvfast.quantize(x, 4)], {"x": k}),
         "dequantize": (kvfast.dequantize, dict(zip(("codes", "scales"), kvfast.quantize(k, 4)))),
+        "calibrate": (lambda q, k: kvfast.calibrate([q], [k]).digest, {"q": floats(140, HEADS * GROUP, DIM), "k": floats(140, HEADS, DIM)}),
         "fidelity": (lambda q, k, v: repr(kvfast.fidelity(q, k, v, ["int8", "int4"])), {"q": q, "k": k, "v": v}),
         "choose_format": (lambda q, k, v: kvfast.choose_format(q, k, v, 0.5), {"q": q, "k": k, "v": v}),
         "ggml.to_ggml": (lambda rows: ggml.to_ggml(rows, "q8_0"), {"rows": k}),

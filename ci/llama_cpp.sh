@@ -17,17 +17,22 @@ if [ ! -e "$sources/tests/test-backend-ops.cpp" ]; then
     rm "$work"/llama_cpp_python-$version.tar.gz
 fi
 
-# Any processor's instructions and few optimisations: it is there to load the backend, and to compare with.
+# Any processor's instructions, and optimised only what computes for long: it is there to load the backend, and to compare with.
 cat >"$work/CMakeLists.txt" <<'END_OF_FILE'
 cmake_minimum_required(VERSION 3.14)
 project(ggml-alone C CXX)
 add_subdirectory(${SOURCES}/ggml ggml)
 add_executable(test-backend-ops ${SOURCES}/tests/test-backend-ops.cpp)
 target_link_libraries(test-backend-ops ggml)
+target_compile_options(test-backend-ops PRIVATE -O1)
+set(SLOW ops.cpp vec.cpp quants.c ggml-cpu.c arch/x86/quants.c)
+list(TRANSFORM SLOW PREPEND ${SOURCES}/ggml/src/ggml-cpu/)
+set_source_files_properties(${SLOW} TARGET_DIRECTORY ggml-cpu PROPERTIES COMPILE_OPTIONS -O1)
+set_source_files_properties(${SOURCES}/ggml/src/ggml-quants.c TARGET_DIRECTORY ggml-base PROPERTIES COMPILE_OPTIONS -O1)
 END_OF_FILE
 cmake -G Ninja -S "$work" -B "$work/build" -DSOURCES="$sources" -DCMAKE_LIBRARY_OUTPUT_DIRECTORY="$work/lib" \
     -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=OFF -DGGML_CPU_REPACK=OFF -DCMAKE_BUILD_TYPE=Release \
-    -DCMAKE_C_FLAGS_RELEASE=-O1 -DCMAKE_CXX_FLAGS_RELEASE=-O1 >/dev/null
+    -DCMAKE_C_FLAGS_RELEASE=-O0 -DCMAKE_CXX_FLAGS_RELEASE=-O0 >/dev/null
 ninja -C "$work/build" --quiet
 
 backend=$(python -m kvfast llama-cpp build --source "$sources" --libraries "$work/lib")

@@ -17,37 +17,54 @@
 #include "pq.inc.h"
 #include "measure.inc.h"
 
-#define KV_PREPARE(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) KV(prepare_##prepare),
-#define KV_SCORES(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) KV(scores_##kernels),
-#define KV_ACCUMULATE(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) KV(accumulate_##kernels),
+/* A library that reads the caches of others, which are rows of floats to the kernels here, leaves out all that is for codes and for
+   storing. Compilers drop what no table names. */
+#ifdef KV_MORE_KERNELS
+#define KV_OWN_CACHES(...)
+#define KV_OF_CODES(kernel) NULL
+#else
+#define KV_OWN_CACHES(...) __VA_ARGS__
+#define KV_OF_CODES(kernel) kernel
+#endif
+#define KV_FLOAT_ROWS_ENTRY(kernel) kernel
+#define KV_PACKED_CODES_ENTRY(kernel) KV_OF_CODES(kernel)
+#define KV_TILED_CODES_ENTRY(kernel) KV_OF_CODES(kernel)
+
+#define KV_PREPARE(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) \
+    KV_##family##_ENTRY(KV(prepare_##prepare)),
+#define KV_SCORES(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) \
+    KV_##family##_ENTRY(KV(scores_##kernels)),
+#define KV_ACCUMULATE(number, name, family, bits, scale, levels, limit, prepare, kernels, ...) \
+    KV_##family##_ENTRY(KV(accumulate_##kernels)),
 #define KV_TABLE \
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
-    .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},                                            \
-    .find_unstorable = KV(find_unstorable),                                                                           \
-    .quantize = KV(quantize),                                                                                         \
-    .dequantize = KV(dequantize),                                                                                     \
-    .store_nontemporal = kv_store_nontemporal,                                                                                      \
-    .encode_k = KV(encode_k),                                                                                         \
-    .encode_v = KV(encode_v),                                                                                         \
-    .decode_k = KV(decode_k),                                                                                         \
-    .decode_v = KV(decode_v),                                                                                         \
-    .seal_k = KV(seal_k),                                                                                         \
-    .copy_token = KV(copy_token),                                                                                     \
-    .rotate = KV(rotate),                                                                                             \
-    .change_basis = KV(change_basis),                                                                                 \
-    .transform = KV(transform),                                                                                       \
     .softmax = KV(softmax),                                                                                           \
-    .accumulate_latent = KV(accumulate_latent),                                                                       \
-    .rows_to_refine = KV(rows_to_refine),                                                                             \
     .scale_add = KV(scale_add),                                                                                       \
-    .nearest = KV(nearest),                                                                                           \
-    .decode_codes = KV(decode_codes),                                                                                 \
-    .read_bytes = KV(read_bytes),
+    KV_OWN_CACHES(                                                                                                    \
+        .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},                                        \
+        .find_unstorable = KV(find_unstorable),                                                                       \
+        .quantize = KV(quantize),                                                                                     \
+        .dequantize = KV(dequantize),                                                                                 \
+        .store_nontemporal = kv_store_nontemporal,                                                                    \
+        .encode_k = KV(encode_k),                                                                                     \
+        .encode_v = KV(encode_v),                                                                                     \
+        .decode_k = KV(decode_k),                                                                                     \
+        .decode_v = KV(decode_v),                                                                                     \
+        .seal_k = KV(seal_k),                                                                                         \
+        .copy_token = KV(copy_token),                                                                                 \
+        .rotate = KV(rotate),                                                                                         \
+        .change_basis = KV(change_basis),                                                                             \
+        .transform = KV(transform),                                                                                   \
+        .accumulate_latent = KV(accumulate_latent),                                                                   \
+        .rows_to_refine = KV(rows_to_refine),                                                                         \
+        .nearest = KV(nearest),                                                                                       \
+        .decode_codes = KV(decode_codes),                                                                             \
+        .read_bytes = KV(read_bytes),)
 
 const kv_kernels KV(kv_kernels) = {
     .isa = KV_ISA, KV_TABLE
     .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},
-    .multiply = {KV(multiply_int8), KV(multiply_float32)}};
+    KV_OWN_CACHES(.multiply = {KV(multiply_int8), KV(multiply_float32)})};
 #ifdef KV_MORE_KERNELS /* those of a library that is built with these */
 #include KV_MORE_KERNELS
 #endif
@@ -63,11 +80,11 @@ KV_TARGET_BEGIN(KV_MATRIX)
 #include "amx/few_rows.inc.h"
 /* Codes are multiplied by the matrix unit for few rows, too. */
 #define KV_FLOAT_ROWS_KERNEL(step, name) KV(step##_##name),
-#define KV_PACKED_CODES_KERNEL(step, name) KV(step##_matrix_##name),
-#define KV_TILED_CODES_KERNEL(step, name) KV(step##_matrix_##name),
+#define KV_PACKED_CODES_KERNEL(step, name) KV_OF_CODES(KV(step##_matrix_##name)),
+#define KV_TILED_CODES_KERNEL(step, name) KV_OF_CODES(KV(step##_matrix_##name)),
 #define KV_FLOAT_ROWS_PREPARE(name) KV(prepare_##name),
-#define KV_PACKED_CODES_PREPARE(name) KV(prepare_##name),
-#define KV_TILED_CODES_PREPARE(name) KV(prepare_matrix_##name),
+#define KV_PACKED_CODES_PREPARE(name) KV_OF_CODES(KV(prepare_##name)),
+#define KV_TILED_CODES_PREPARE(name) KV_OF_CODES(KV(prepare_matrix_##name)),
 #define KV_PREPARE_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
     KV_##family##_PREPARE(prepared_by)
 #define KV_SCORES_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
@@ -79,7 +96,7 @@ const kv_kernels kv_kernels_amx = {
     .prepare = {KV_DTYPES(KV_PREPARE_MATRIX)}, .scores = {KV_DTYPES(KV_SCORES_MATRIX)},
     .accumulate = {KV_DTYPES(KV_ACCUMULATE_MATRIX)},
     .open_matrix = KV(open_matrix), .close_matrix = KV(close_matrix),
-    .multiply = {KV(multiply_tiles), KV(multiply_float32)},
-    .prepare_panel = {KV(prepare_panel), KV(prepare_halves)},
-    .attend_panels = {KV(attend_integers), KV(attend_halves)}};
+    KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},)
+    .prepare_panel = {KV_OF_CODES(KV(prepare_panel)), KV(prepare_halves)},
+    .attend_panels = {KV_OF_CODES(KV(attend_integers)), KV(attend_halves)}};
 #endif

@@ -82,7 +82,7 @@ def test_one_loud_element_of_values_beside_full_rows(isa, rng, name, loud):
     """It takes the range of a tile's weights and leaves few bits to the others, whose rounding is large beside the output."""
     for v in one_loud_element(rng, loud):
         cache = filled(STORED[name], rng.standard_normal((160, 1, 512)).astype(np.float32), v[:, None])
-        for n in (1, 64):
+        for n in (1, 16):
             q = rng.standard_normal((n, 4, 512)).astype(np.float32)
             expected, _ = attention(q, cache.k(0), cache.v(0))
             assert relative_error(cache.attend(0, q), expected) < bound(name), n

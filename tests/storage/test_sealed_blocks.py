@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cache_kinds import FORMATS, HEADS, LONG_KINDS, MIXED, SEALING, Stream, relative_rms, told
 from reference import attention, bound, relative_error, ways_agree
-from selection import cases_of, pairwise, parametrize
+from selection import TIERS, cases_of, exhaustive, pairwise, parametrize
 
 import kvfast
 from kvfast import KVFormat
@@ -307,7 +307,11 @@ def test_a_few_queries_at_once_get_the_bits_of_each_alone(name, shape, options):
 
 
 @pytest.mark.parametrize("name", SETS)
-@parametrize("every", [False, True], usual=[False])
+@pytest.mark.parametrize(
+    ("isa", "every"),
+    [*(pytest.param(*one.values, False, marks=one.marks) for one in TIERS), pytest.param(*TIERS[0].values, True, marks=exhaustive)],
+    indirect=["isa"],
+)
 def test_every_cache_and_number_of_threads_gives_the_same_bits(isa, name, every):
     stream = Stream(1, 700, 64)
     caches = [stream.feed(make(kind, SETS[name], 64), 690, 150) for kind in ("growing", "bounded", "sequence", "wide ring")]

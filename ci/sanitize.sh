@@ -10,7 +10,23 @@ trap 'rm -rf "$work"' EXIT
 # see variables without a value.
 sanitizers="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize-address-use-after-scope
 -fno-sanitize=null,alignment,object-size,pointer-overflow"
-KVFAST_CFLAGS="-O1 -g1 -fno-omit-frame-pointer -w $sanitizers" ci/build_copy.sh "$work"
+export KVFAST_CFLAGS="-O1 -g1 -fno-omit-frame-pointer -w ${sanitizers//$'\n'/ }"
+# Tests that are named run on these tiers, unless they are exhaustive; the others are compiled as in any build, which ccache has done.
+export TESTED=all
+[ $# = 0 ] || [[ " $* " == *" --exhaustive "* ]] || TESTED=$(python -c 'import kvfast; print(kvfast.available_isas()[0], "avx2 scalar")')
+export TESTED=${TESTED/amx/avx512_vbmi}
+cat >"$work/cc" <<'END'
+#!/usr/bin/env bash
+kept=()
+for word; do
+    [[ $word != *simd/tiers/*.c || " $TESTED " == *" all "* || " $TESTED " == *" $(basename "$word" .c) "* ]] || plain=1
+done
+for word; do [[ ${plain:-} && " $KVFAST_CFLAGS " == *" $word "* ]] || kept+=("$word"); done
+exec gcc "${kept[@]}"
+END
+chmod +x "$work/cc"
+# With the other words of the usual compiler, or ccache has nothing.
+CC="$work/cc $(python -c 'import sysconfig; print(*sysconfig.get_config_var("CC").split()[1:])')" ci/build_copy.sh "$work"
 cd "$work"
 export PYTHONPATH=$work
 # Python's own allocator hands out memory that the sanitizer does not see. What Python itself never frees is no leak of

@@ -67,7 +67,8 @@ def save_tokenizer(folder):
 
 def in_engine(folder, use, **options):
     """What `use` returns of an LLM of vLLM over a model, with kvfast as KVFAST_VLLM is set now. Nobody may keep the LLM: it ends the
-    process group, which is the next engine's then. Garbage is collected once: vLLM does so nine times, most of a tiny engine's time."""
+    process group, which is the next engine's then. Garbage is collected once: vLLM does so nine times, most of a tiny engine's time.
+    Nor is the whole of VLLM_CPU_KVCACHE_SPACE filled with zeros."""
     # vLLM looks for its kernels in vars() of all that modules hold. That of llvmlite's library, which drafts of n-grams import, is no dict.
     if "llvmlite.binding.ffi" in sys.modules:
         sys.modules["llvmlite.binding.ffi"]._lib_fn_wrapper.get = lambda self, name: None
@@ -76,13 +77,14 @@ def in_engine(folder, use, **options):
     selector._cached_get_attn_backend.cache_clear()
     kvfast.vllm.register()
     options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True,
-               "skip_tokenizer_init": True} | options
+               "skip_tokenizer_init": True, "num_gpu_blocks_override": 200} | options
     gc.collect()
     with mock.patch.multiple(gc, collect=mock.DEFAULT, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT):
         llm = LLM(str(folder), seed=0, **options)
         try:
             return use(llm)
         finally:
+            llm.llm_engine.engine_core.shutdown()  # now, as pytest keeps what was logged, and that keeps the engine
             del llm
             cleanup_dist_env_and_memory()
 

@@ -93,7 +93,7 @@ def test_the_texts_of_kvfast(smollm2, name):
         config = llm.llm_engine.vllm_config.cache_config
         return texts(llm, prompts), config.num_gpu_blocks * config.block_size
 
-    found, capacity = in_engine(folder, use, kv_cache_dtype=name, block_size=64, enable_prefix_caching=False)
+    found, capacity = in_engine(folder, use, kv_cache_dtype=name, block_size=64, enable_prefix_caching=False, num_gpu_blocks_override=None)
     check_texts(model, prompts, form, found, ROUNDED)
     planned = kvfast.plan(folder, engine="vllm", memory=1 << 30, bandwidth=1e10, context=64)
     assert capacity == planned[name if name in VLLM_FORMATS else "auto"].longest_context  # of VLLM_CPU_KVCACHE_SPACE=1

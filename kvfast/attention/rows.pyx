@@ -4,14 +4,14 @@ from libc.math cimport INFINITY
 from libc.string cimport memset
 
 from kvfast.attention.tiles cimport kv_task, num_panels
-from kvfast.codec.blocks cimport KV_TO_QUERIES, kv_store, turn_keys, values_of
+from kvfast.codec.blocks cimport KV_TO_QUERIES, change_key_basis, kv_store, values_of
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.kernels cimport kv_kernels, kv_panel, kv_side, kv_softmax
 from kvfast.core.limits cimport KV_LANES, KV_PANELS, KV_ROWS
 
 
 cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
-    """Load the queries of the task's rows, turned like the keys."""
+    """Load the queries of the task's rows, in the basis of the keys."""
     cdef const kv_store *store = task.call.store
     cdef const kv_side *rope = &store.v if task.rope != NULL else NULL
     cdef int i
@@ -45,7 +45,7 @@ cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, in
         memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
         row += k.padded_dim
     if k == &task.call.store.k:
-        turn_keys(kernels, task.call.store, task.head, KV_TO_QUERIES, rows, k.padded_dim, given, rows, k.padded_dim)
+        change_key_basis(kernels, task.call.store, task.head, KV_TO_QUERIES, rows, k.padded_dim, given, rows, k.padded_dim)
     elif k.rotated:
         kernels.rotate(rows, k.padded_dim, given, k.head_dim, rows, k.padded_dim)
     memset(row, 0, (count - given) * k.padded_dim * sizeof(float))

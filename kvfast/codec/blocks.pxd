@@ -32,7 +32,7 @@ cdef enum:
 #
 # Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
 # blocks of a store of their own. The first `float_tokens` of a sequence always have float rows. With `seals` all tokens have
-# them until `open_tokens` tokens follow their block. Float rows are turned like rows to encode. A sealed block is
+# them until `open_tokens` tokens follow their block. Float rows are in the basis of the codes. A sealed block is
 # patched if it was cut and then got tokens that do not fit its statistics: the tokens before keep their codes, and the new
 # ones keep their float rows.
 ctypedef struct kv_store:
@@ -111,15 +111,15 @@ cdef inline const kv_side *values_of(const kv_store *store) noexcept nogil:
     return &store.k if store.latent else &store.v
 
 
-cdef inline bint turns(const kv_store *store, bint values) noexcept nogil:
+cdef inline bint changes_basis(const kv_store *store, bint values) noexcept nogil:
     """Whether the rows of a side are stored in another basis."""
     return store.v.rotated if values else store.k.rotated or store.bases != NULL
 
 
-cdef inline void turn_keys(const kv_kernels *kernels, const kv_store *store, Py_ssize_t head, int basis, const float *rows,
-                           Py_ssize_t stride, Py_ssize_t count, float *out, Py_ssize_t out_stride) noexcept nogil:
-    """Turn keys or queries of a KV head, by the matrix that the layer has for them or by the Hadamard rotation. The scores of
-    queries and keys stay the same. `out` may be the rows themselves. Rows that are stored as they are stay untouched."""
+cdef inline void change_key_basis(const kv_kernels *kernels, const kv_store *store, Py_ssize_t head, int basis, const float *rows,
+                                  Py_ssize_t stride, Py_ssize_t count, float *out, Py_ssize_t out_stride) noexcept nogil:
+    """Bring keys or queries of a KV head into another basis, by the matrix that the layer has for them or by the Hadamard rotation.
+    The scores of queries and keys stay the same. `out` may be the rows themselves. Rows that are stored as they are stay untouched."""
     cdef Py_ssize_t dim = store.k.head_dim
     if store.bases != NULL:
         kernels.change_basis(rows, stride, count, dim, store.bases + (head * KV_NUM_BASES + basis) * dim * store.k.padded_dim,

@@ -4,7 +4,8 @@ import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
 
-from kvfast.codec.blocks cimport KV_FROM_STORED, float_dtype_of, float_row_at, k_block_at, kv_store, patched_from, turn_keys, v_block_at
+from kvfast.codec.blocks cimport (KV_FROM_STORED, change_key_basis, float_dtype_of, float_row_at, k_block_at, kv_store, patched_from,
+                                  v_block_at)
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport STREAMED_BYTES, active, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM
@@ -87,7 +88,7 @@ cdef int _decode(void *shared, Py_ssize_t index, int thread, kv_watch *watch) no
         else:
             kernels.decode_k(side, k_block_at(store, block, head), <int>offset, row)
         if not values:
-            turn_keys(kernels, store, head, KV_FROM_STORED, row, side.head_dim, 1, row, side.head_dim)
+            change_key_basis(kernels, store, head, KV_FROM_STORED, row, side.head_dim, 1, row, side.head_dim)
         elif side.rotated:
             kernels.rotate(row, side.head_dim, 1, side.head_dim, row, side.head_dim)
         if call.nontemporal:

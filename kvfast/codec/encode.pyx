@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast.codec.blocks cimport KV_TO_STORED, k_block_at, kv_store, piece_of, turn_keys, turns, v_block_at
+from kvfast.codec.blocks cimport KV_TO_STORED, change_key_basis, changes_basis, k_block_at, kv_store, piece_of, v_block_at
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, zero_unstorable
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
@@ -74,11 +74,11 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
     else:
         for i in range(count):
             load_rows(call.kernels, rows, token + i, head, 1, rotary, buffer + i * stride, stride)
-    if turns(call.store, values):
+    if changes_basis(call.store, values):
         if values:
             call.kernels.rotate(source, stride, count, rows.dim, buffer, rows.dim)
         else:
-            turn_keys(call.kernels, call.store, head, KV_TO_STORED, source, stride, count, buffer, rows.dim)
+            change_key_basis(call.kernels, call.store, head, KV_TO_STORED, source, stride, count, buffer, rows.dim)
         source, stride = buffer, rows.dim
     for i in range(count):
         if call.kernels.find_unstorable(source + i * stride, rows.dim, limit) >= 0:
@@ -100,7 +100,7 @@ cdef float _limit(const kv_store *store, bint values) noexcept nogil:
     """Largest magnitude of an element that can be stored, before and after the rotation."""
     if store.floats != NULL:
         return dtype_limit(store.floats.v.dtype if values else store.floats.k.dtype)
-    return KV_MAX_ROTATED if turns(store, values) else dtype_limit(store.v.dtype if values else store.k.dtype)
+    return KV_MAX_ROTATED if changes_basis(store, values) else dtype_limit(store.v.dtype if values else store.k.dtype)
 
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,

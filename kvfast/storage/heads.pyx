@@ -11,7 +11,7 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
-from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, k_offset_of, kv_chunk, kv_context, kv_store, turn_keys
+from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, change_key_basis, k_offset_of, kv_chunk, kv_context, kv_store
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
 from kvfast.core.checks cimport check_count
@@ -119,7 +119,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
             row = scratch.rows + r * k.padded_dim
             kernels.to_float[q.dtype](q.data + (head * group + row0 + r) * q.head_stride, k.head_dim, row)
             memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
-        turn_keys(kernels, store, head, KV_TO_QUERIES, scratch.rows, k.padded_dim, rows, scratch.rows, k.padded_dim)
+        change_key_basis(kernels, store, head, KV_TO_QUERIES, scratch.rows, k.padded_dim, rows, scratch.rows, k.padded_dim)
         kernels.prepare[k.dtype](k, scratch.rows, rows, call.scale, &scratch.queries)
         t = call.begin
         while t < context.length:

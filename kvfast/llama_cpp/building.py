@@ -18,7 +18,7 @@ UNITS = {path: WITH_ROWS if path.is_relative_to(KERNELS) else [] for path in sor
 
 
 def build(source=None, libraries=None, out=None):
-    """Compile the backend for a ggml; takes a minute on two processors.
+    """Compile the backend for a ggml; takes a quarter of a minute on two processors.
 
     The compiler is that of the environment variable ``CC``, or ``cc``.
 

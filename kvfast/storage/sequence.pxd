@@ -2,26 +2,16 @@
 from kvfast.attention.call cimport AttendCall
 from kvfast.attention.options cimport Options
 from kvfast.storage.block_table cimport BlockTable
-from kvfast.storage.pool cimport BlockPool
-from kvfast.storage.spliced_tables cimport SplicedTables
+from kvfast.storage.sequence_tables cimport SequenceTables
 
 
 cdef int fit_window(BlockTable table, AttendCall call) except -1
 cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) except -1
 
 
-cdef class SequenceBuffer(SplicedTables):
-    cdef list layer_tables             # (table, layer in it) for each layer
-    cdef readonly Py_ssize_t num_layers
+cdef class SequenceBuffer(SequenceTables):
     cdef Py_ssize_t most               # most tokens, or -1: any number
 
-    cdef BlockTable _table(self, object index, Py_ssize_t *layer)
-    cdef int _check_open(self) except -1
-    cdef int _enter(self) except -1
-    cdef int _leave(self) except -1
-    cdef int enter_reading(self) except -1
-    cdef int leave_reading(self) except -1
-    cdef BlockPool _pool(self)
     cdef int _trim_surplus(self) except -1
     cdef int _share_blocks(self, SequenceBuffer other, begin) except -1
     cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1

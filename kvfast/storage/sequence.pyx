@@ -13,14 +13,10 @@ from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.copying cimport clone_table, copy_table
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.ring_table cimport RingTable
-from kvfast.storage.segments cimport SplicedReader, ask_spliced, copied, frozen_of, plan_spliced
-from kvfast.storage.spliced_tables cimport SplicedTables
+from kvfast.storage.segments cimport SplicedReader, ask_spliced, copied, plan_spliced
+from kvfast.storage.sequence_tables cimport SequenceTables
 
 from kvfast.errors import CacheFullError, IncompatibleSnapshotError
-
-
-cdef tuple _shape_of(BlockTable table):
-    return table.pool.num_kv_heads, table.pool.head_dim, table.pool.v_head_dim
 
 
 cdef int fit_window(BlockTable table, AttendCall call) except -1:
@@ -44,7 +40,7 @@ cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) e
     return 0
 
 
-cdef class SequenceBuffer(SplicedTables):
+cdef class SequenceBuffer(SequenceTables):
     def __init__(self, list tables, list layer_tables, max_seq_len=None):
         self.tables, self.layer_tables, self.max_seq_len = tables, layer_tables, max_seq_len
         self.num_layers = len(layer_tables)
@@ -57,45 +53,6 @@ cdef class SequenceBuffer(SplicedTables):
     @max_seq_len.setter
     def max_seq_len(self, value):
         self.most = -1 if value is None else value
-
-    cdef BlockTable _table(self, object index, Py_ssize_t *layer):
-        self._check_open()
-        table, layer[0] = self.layer_tables[check_layer(index, self.num_layers)]
-        return table
-
-    @property
-    def closed(self):
-        """Whether the sequence was freed."""
-        return bool((<BlockTable>self.tables[0]).closed)
-
-    cdef int _check_open(self) except -1:
-        return (<BlockTable>self.tables[0]).check_open()
-
-    cdef int _enter(self) except -1:
-        self._pool().enter()
-        try:
-            self._check_open()  # not before: another thread may be about to close it
-        except BaseException:
-            self._pool().leave()
-            raise
-        return 0
-
-    cdef int _leave(self) except -1:
-        self._pool().leave()
-        return 0
-
-    cdef int enter_reading(self) except -1:
-        self._pool().enter_reading()
-        try:
-            self._check_open()
-        except BaseException:
-            self._pool().leave_reading()
-            raise
-        return 0
-
-    cdef int leave_reading(self) except -1:
-        self._pool().leave_reading()
-        return 0
 
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
         if self.most >= 0 and held + n > self.most:
@@ -236,15 +193,6 @@ cdef class SequenceBuffer(SplicedTables):
         finally:
             self._leave()
 
-    @property
-    def length(self):
-        return (<BlockTable>self.tables[0]).length + self.base
-
-    def layer_length(self, index):
-        cdef Py_ssize_t layer
-        cdef BlockTable table = self._table(index, &layer)
-        return table.lengths[layer] + self.base
-
     def positions(self, index):
         """Absolute positions that a layer shows."""
         cdef Py_ssize_t layer, oldest, length
@@ -378,22 +326,11 @@ cdef class SequenceBuffer(SplicedTables):
         self.set_segments(segments, other.base, other.ropes)
         return 0
 
-    def alone(self, then):
-        """Call `then` while no other thread is in the pool."""
-        self._enter()
-        try:
-            then()
-        finally:
-            self._leave()
-
     cdef int _trim_surplus(self) except -1:
         cdef BlockTable table
         for table in self.tables:
             table.pool.trim_surplus()
         return 0
-
-    cdef BlockPool _pool(self):
-        return (<BlockTable>self.tables[0]).pool
 
     def resume_states(self):
         """For `block_bytes.reopen`."""
@@ -404,81 +341,8 @@ cdef class SequenceBuffer(SplicedTables):
         finally:
             self._leave()
 
-    @property
-    def nbytes_alone(self):
-        """Bytes that only this buffer keeps."""
-        cdef BlockTable table
-        total = 0
-        for table in self.tables:
-            total += table.nbytes_alone
-        return total + sum([frozen.nbytes_alone for frozen in frozen_of(self.known_segments())])
-
     def __del__(self):
         cdef BlockTable table
         if self.tables is not None and not self.closed:
             for table in self.tables:
                 self._pool().release_later(table)
-
-    @property
-    def formats(self):
-        """KVFormat of each layer."""
-        return [(<BlockTable>table).pool.formats[layer] for table, layer in self.layer_tables]
-
-    def block_ids(self, index):
-        """Blocks of a layer in the order of their tokens, int32."""
-        cdef Py_ssize_t layer
-        cdef BlockTable table = self._table(index, &layer)
-        return self.blocks_of(self.tables.index(table))
-
-    def capacity(self, index):
-        """Number of tokens that fit the blocks of a layer's pool."""
-        cdef Py_ssize_t layer
-        cdef BlockPool pool = self._table(index, &layer).pool
-        return (pool.num_blocks - pool.num_gaps) * pool.block_size
-
-    def shape(self, index):
-        """KV heads, head_dim and v_head_dim of a layer."""
-        cdef Py_ssize_t layer
-        return _shape_of(self._table(index, &layer))
-
-    def _of_layers(self, Py_ssize_t which):
-        """A part of `shape`: a number, or a tuple with one per layer if layers differ."""
-        values = {_shape_of(table)[which] for table in self.tables}
-        return values.pop() if len(values) == 1 else tuple([self.shape(i)[which] for i in range(self.num_layers)])
-
-    @property
-    def num_kv_heads(self):
-        return self._of_layers(0)
-
-    @property
-    def head_dim(self):
-        return self._of_layers(1)
-
-    @property
-    def v_head_dim(self):
-        return self._of_layers(2)
-
-    @property
-    def rope_dim(self):
-        return (<BlockTable>self.tables[0]).pool.rope_dim
-
-    @property
-    def secure(self):
-        return bool((<BlockTable>self.tables[0]).pool.secure)
-
-    @property
-    def block_size(self):
-        return (<BlockTable>self.tables[0]).pool.block_size
-
-    @property
-    def nbytes(self):
-        return sum(table.pool.nbytes for table in self.tables)
-
-    @property
-    def nbytes_used(self):
-        """Bytes of the blocks and float rows that hold the tokens."""
-        return sum([(<BlockTable>table).pool.bytes_of_blocks(np.unique(self.blocks_of(i))) for i, table in enumerate(self.tables)])
-
-    @property
-    def bytes_per_token(self):
-        return sum(table.pool.block_bytes for table in self.tables) // self.block_size

@@ -1,14 +1,80 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The tables of a sequence that may be spliced; see `segments` for what that is, and `splicing` for how it comes about."""
+"""The tables of a sequence: which layer is in which, who may enter their pools, their shapes and sizes; and its segments, if it
+is spliced. See `segments` for what that is, and `splicing` for how it comes about."""
 cimport cython
 import numpy as np
 
+from kvfast.core.checks cimport check_layer
 from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, rotated_keys
 
 
-cdef class SplicedTables:
+cdef tuple _shape_of(BlockTable table):
+    return table.pool.num_kv_heads, table.pool.head_dim, table.pool.v_head_dim
+
+
+cdef class SequenceTables:
     """Block tables, and the segments before their tokens. Tokens are appended to the tables alone."""
+
+    cdef BlockTable _table(self, object index, Py_ssize_t *layer):
+        self._check_open()
+        table, layer[0] = self.layer_tables[check_layer(index, self.num_layers)]
+        return table
+
+    @property
+    def closed(self):
+        """Whether the sequence was freed."""
+        return bool((<BlockTable>self.tables[0]).closed)
+
+    cdef int _check_open(self) except -1:
+        return (<BlockTable>self.tables[0]).check_open()
+
+    cdef int _enter(self) except -1:
+        self._pool().enter()
+        try:
+            self._check_open()  # not before: another thread may be about to close it
+        except BaseException:
+            self._pool().leave()
+            raise
+        return 0
+
+    cdef int _leave(self) except -1:
+        self._pool().leave()
+        return 0
+
+    cdef int enter_reading(self) except -1:
+        self._pool().enter_reading()
+        try:
+            self._check_open()
+        except BaseException:
+            self._pool().leave_reading()
+            raise
+        return 0
+
+    cdef int leave_reading(self) except -1:
+        self._pool().leave_reading()
+        return 0
+
+    def alone(self, then):
+        """Call `then` while no other thread is in the pool."""
+        self._enter()
+        try:
+            then()
+        finally:
+            self._leave()
+
+    @property
+    def length(self):
+        return (<BlockTable>self.tables[0]).length + self.base
+
+    def layer_length(self, index):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        return table.lengths[layer] + self.base
+
+    cdef BlockPool _pool(self):
+        return (<BlockTable>self.tables[0]).pool
 
     cdef list all_segments(self, Py_ssize_t end):
         """All segments up to position `end` of the tables, with the tokens behind those of `segments` as the last one."""
@@ -26,7 +92,7 @@ cdef class SplicedTables:
         reader.first_query, reader.num_queries = first_query, num_queries
         return reader
 
-    cdef SplicedTables give_segments(self, SplicedTables buffer, bint copies):
+    cdef SequenceTables give_segments(self, SequenceTables buffer, bint copies):
         """A buffer with tables like those of this one, and with its segments."""
         if self.segments is not None:
             buffer.set_segments(copied(self.segments, buffer.tables) if copies else self.segments, self.base, self.ropes)
@@ -42,7 +108,7 @@ cdef class SplicedTables:
         with cython.critical_section(self):
             return self.segments or []
 
-    def take_segments(self, SplicedTables other):
+    def take_segments(self, SequenceTables other):
         """Take over the segments of a sequence of the same pool, whose tables were shared."""
         self.set_segments(other.segments, other.base, other.ropes)
 
@@ -108,3 +174,76 @@ cdef class SplicedTables:
         cdef FrozenTables frozen
         return np.concatenate([table.block_ids() for table in [*[frozen.tables[which] for frozen in frozen_of(self.known_segments())],
                                                                self.tables[which]]])
+
+    @property
+    def nbytes_alone(self):
+        """Bytes that only this buffer keeps."""
+        cdef BlockTable table
+        total = 0
+        for table in self.tables:
+            total += table.nbytes_alone
+        return total + sum([frozen.nbytes_alone for frozen in frozen_of(self.known_segments())])
+
+    @property
+    def formats(self):
+        """KVFormat of each layer."""
+        return [(<BlockTable>table).pool.formats[layer] for table, layer in self.layer_tables]
+
+    def block_ids(self, index):
+        """Blocks of a layer in the order of their tokens, int32."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        return self.blocks_of(self.tables.index(table))
+
+    def capacity(self, index):
+        """Number of tokens that fit the blocks of a layer's pool."""
+        cdef Py_ssize_t layer
+        cdef BlockPool pool = self._table(index, &layer).pool
+        return (pool.num_blocks - pool.num_gaps) * pool.block_size
+
+    def shape(self, index):
+        """KV heads, head_dim and v_head_dim of a layer."""
+        cdef Py_ssize_t layer
+        return _shape_of(self._table(index, &layer))
+
+    def _of_layers(self, Py_ssize_t which):
+        """A part of `shape`: a number, or a tuple with one per layer if layers differ."""
+        values = {_shape_of(table)[which] for table in self.tables}
+        return values.pop() if len(values) == 1 else tuple([self.shape(i)[which] for i in range(self.num_layers)])
+
+    @property
+    def num_kv_heads(self):
+        return self._of_layers(0)
+
+    @property
+    def head_dim(self):
+        return self._of_layers(1)
+
+    @property
+    def v_head_dim(self):
+        return self._of_layers(2)
+
+    @property
+    def rope_dim(self):
+        return (<BlockTable>self.tables[0]).pool.rope_dim
+
+    @property
+    def secure(self):
+        return bool((<BlockTable>self.tables[0]).pool.secure)
+
+    @property
+    def block_size(self):
+        return (<BlockTable>self.tables[0]).pool.block_size
+
+    @property
+    def nbytes(self):
+        return sum(table.pool.nbytes for table in self.tables)
+
+    @property
+    def nbytes_used(self):
+        """Bytes of the blocks and float rows that hold the tokens."""
+        return sum([(<BlockTable>table).pool.bytes_of_blocks(np.unique(self.blocks_of(i))) for i, table in enumerate(self.tables)])
+
+    @property
+    def bytes_per_token(self):
+        return sum(table.pool.block_bytes for table in self.tables) // self.block_size

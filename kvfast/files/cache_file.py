@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+from importlib import import_module
 from itertools import accumulate
 from threading import Lock
 
@@ -22,6 +23,7 @@ from kvfast.files import state
 
 ALIGNMENT = 4096     # of the tensors in a file, so that they can be mapped: a page, which is also whole cache lines
 BYTES_AT_ONCE = 1 << 20  # bytes that are read at a time, and then hashed while they are in the processor's cache
+FEW_BYTES = 1 << 20      # of a file: one thread has read and hashed them before others have begun
 
 
 def need_files():
@@ -53,9 +55,9 @@ def _tensors_of(buffer, token_ids):
 
 def _metadata_of(tensors, header):
     """The metadata of a file: the header, and the checksums of all tensors."""
-    with _pool() as threads:
-        sums = threads.map(_import("xxhash").xxh3_128_hexdigest, tensors.values())
-        checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    sums = _results(nbytes, _import("xxhash").xxh3_128_hexdigest, zip(tensors.values()))
+    checksums = json.dumps(dict(zip(tensors, sums)), separators=(",", ":"))
     metadata = {"kvfast": header, "checksums": checksums, "digest": _digest(header, checksums), "padding": ""}
     metadata["padding"] = " " * (-_header_bytes(tensors, metadata) % ALIGNMENT)
     return metadata
@@ -91,10 +93,14 @@ def write_tensors(tensors, header, path):
 # Slow imports that only files need are inside the functions: at the top, they made `import kvfast` 40 ms slower.
 
 
-def _pool():
+def _results(nbytes, function, calls):
+    """Results of calls with such arguments, by as many threads as kvfast has, unless there are few bytes to work on."""
+    if nbytes <= FEW_BYTES:
+        return [function(*arguments) for arguments in calls]
     from concurrent.futures import ThreadPoolExecutor
 
-    return ThreadPoolExecutor(get_num_threads())
+    with ThreadPoolExecutor(get_num_threads()) as threads:
+        return list(threads.map(lambda arguments: function(*arguments), calls))
 
 
 def remove_folder(path):
@@ -134,9 +140,7 @@ def _snapshot_of(content, new_cache, mmap, max_seq_len):
     opening = state.Opening(content.header, content.sides, new_cache, max_seq_len)
     token_ids = content.token_ids(opening.seq_len)
     states = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
-    with _pool() as threads:
-        for _ in threads.map(content.fill, *zip(*states)):
-            pass
+    _results(content.nbytes, content.fill, states)
     return opening.cache, token_ids, opening.metadata
 
 
@@ -144,9 +148,7 @@ def read_tensors(path):
     """Read a file of `write_tensors` and verify it: the header, and uint8 arrays by name."""
     with _opened(path) as content:
         tensors = {name: np.empty(shape, np.uint8) for name, shape in content.shapes.items()}  # never larger than the file
-        with _pool() as threads:
-            for _ in threads.map(content.fill, tensors, ([array] for array in tensors.values())):
-                pass
+        _results(content.nbytes, content.fill, ((name, [array]) for name, array in tensors.items()))
     return content.header, tensors
 
 
@@ -190,7 +192,7 @@ class _Content:
         except safetensors.SafetensorError as error:
             raise CorruptFileError(f"not a sound safetensors file: {error}") from None
         self._file, self._metadata, self._lock, self._xxhash = file, metadata or {}, Lock(), _import("xxhash")
-        self._size = os.fstat(file.fileno()).st_size
+        self.nbytes = os.fstat(file.fileno()).st_size
 
     def check_header(self):
         """Read the header, and verify its checksum before any of it is used."""
@@ -212,7 +214,7 @@ class _Content:
         self.sides = {name: shape for name, shape in self.shapes.items() if name != "token_ids"}
         # A valid file has no gaps, and ends with the last tensor.
         sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
-        self.offsets = dict(zip(sizes, accumulate(sizes.values(), initial=self._size - sum(sizes.values()))))
+        self.offsets = dict(zip(sizes, accumulate(sizes.values(), initial=self.nbytes - sum(sizes.values()))))
 
     def token_ids(self, seq_len):
         """int64 of shape (seq_len,), or None."""
@@ -277,7 +279,7 @@ class _BytesContent(_Content):
         names = sorted(header, key=lambda name: header[name]["data_offsets"])
         self._dtypes = {name: tensors[name]["dtype"] for name in names}
         self.shapes = {name: tuple(tensors[name]["shape"]) for name in names}
-        self._data, self._size, self._xxhash = data, len(data), _import("xxhash")
+        self._data, self.nbytes, self._xxhash = data, len(data), _import("xxhash")
 
     def _read(self, piece, at, name):
         piece[:] = self._data[at : at + len(piece)]
@@ -299,6 +301,6 @@ def _header_bytes(tensors, metadata):
 
 def _import(name):
     try:
-        return __import__(name, fromlist=["_"])
+        return import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f'files need the package {error.name}: pip install "kvfast[files]"', name=error.name) from None

@@ -41,6 +41,7 @@ from file_parts import fields, joined, parts, with_fields, with_settings, with_t
 from selection import cases_of, exhaustive, pairwise, parametrize
 
 import kvfast
+from kvfast.files import cache_file
 
 REFUSED = kvfast.CorruptFileError, kvfast.IncompatibleSnapshotError
 
@@ -100,6 +101,20 @@ def test_comes_back_as_it_was(rng, path, kind, dtype, n, mmap):
     cache.restore(kvfast.Snapshot.load(path, mmap=mmap))
     loaded.restore(snapshot)
     assert same(loaded, cache) and cache.snapshot() == snapshot
+
+
+def test_threads_write_and_read_the_same(path, rng, mmap, kind, monkeypatch):
+    """Of a file with few bytes, one thread does all the work."""
+    cache = fill(make(kind), rng, 200)
+    data = saved(cache, path)
+    assert len(data) < cache_file.FEW_BYTES
+    monkeypatch.setattr(cache_file, "FEW_BYTES", 0)
+    header, body = parts(data)
+    assert parts(saved(cache, path)) == parts(cache.snapshot().to_bytes()) == (header, body)
+    assert same(kvfast.load(path, mmap=mmap), cache) and kvfast.Snapshot.from_bytes(data) == cache.snapshot()
+    damaged, name = bytearray(data), next(name for name in header if name.startswith("layers.1.v"))
+    damaged[header[name]["data_offsets"][0] - len(body)] ^= 1
+    refused(bytes(damaged), path, False, kvfast.CorruptFileError, f"{name} is damaged: its checksum is wrong")
 
 
 def test_empty(path, kind, rng, mmap):

@@ -1,5 +1,6 @@
 """The world that the tests share: storage formats, one small cache of each kind, what goes in, and all that can be seen of it."""
 
+import functools
 import json
 
 import numpy as np
@@ -132,11 +133,17 @@ def relative_rms(got, given):
     return np.sqrt(np.mean((got - given) ** 2.0) / np.mean(given**2.0))
 
 
+@functools.lru_cache(maxsize=32)
+def normals(seed, shape):
+    """Float32 numbers. Drawing them took most of the time of tests that have the same ones in all their cases."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
 class Stream:
     """The keys and values that a sequence gets."""
 
     def __init__(self, seed, n, dim=20, heads=HEADS, layers=3):
-        self.arrays = np.random.default_rng(seed).standard_normal((layers, 2, n, heads, dim)).astype(np.float32)
+        self.arrays = normals(seed, (layers, 2, n, heads, dim)).copy()
 
     def feed(self, cache, last, step=None, advance=True, **options):
         """The cache, with the tokens up to `last`, in chunks."""

@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 import numpy as np
-from cache_kinds import DIM, HEADS, LAYERS, QUERIES, fill, make, tokens
+from cache_kinds import DIM, HEADS, LAYERS, QUERIES, make, normals, tokens
 
 import kvfast
 from kvfast import compression
@@ -89,13 +89,21 @@ def seen(cache):
     return told
 
 
+def fill(cache, seed, n):
+    """The cache, with the same tokens each time: it is made again for each allocation."""
+    for layer in range(LAYERS):
+        cache.append(layer, *normals(seed, (LAYERS, 2, n, HEADS, DIM))[layer])
+    cache.advance(n)
+    return cache
+
+
 class Cache:
     """A cache with some tokens, and another that shares or has shared its blocks."""
 
     def __init__(self, kind, fmt):
-        self.cache = fill(make(kind, fmt), np.random.default_rng(1), 90)
+        self.cache = fill(make(kind, fmt), 1, 90)
         self.snapshot = self.cache.snapshot()
-        self.foreign = fill(make(kind, fmt), np.random.default_rng(2), 130).snapshot()
+        self.foreign = fill(make(kind, fmt), 2, 130).snapshot()
 
     def seen(self):
         told = seen(self.cache)
@@ -220,7 +228,7 @@ def restore_spliced(self):
 
 def another_spliced(self):
     kind = "growing" if not self.cache.is_paged else "sequence"
-    other = fill(make(kind, self.cache.format), np.random.default_rng(3), 100)
+    other = fill(make(kind, self.cache.format), 3, 100)
     other.drop(10, 30, rope=ROPE)
     self.spliced = other.snapshot()
 
@@ -230,17 +238,16 @@ class Pool:
 
     def __init__(self, fmt):
         self.pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=400, dtype=fmt)
-        rng = np.random.default_rng(1)
-        self.one = fill(self.pool.new_sequence(), rng, 90)
+        self.one = fill(self.pool.new_sequence(), 1, 90)
         self.ids = np.arange(300)
         self.known = self.pool.new_sequence()
         for layer in range(LAYERS):
-            self.known.append(layer, *tokens(rng, 300))
+            self.known.append(layer, *normals(2, (LAYERS, 2, 300, HEADS, DIM))[layer])
         self.known.advance(300, self.ids)
-        self.freed = fill(self.pool.new_sequence(), rng, 40)
+        self.freed = fill(self.pool.new_sequence(), 3, 40)
         self.freed.free()
         self.child = self.one.fork()
-        self.foreign = fill(kvfast.KVCache(LAYERS, HEADS, DIM, dtype=fmt), rng, 100).snapshot()
+        self.foreign = fill(kvfast.KVCache(LAYERS, HEADS, DIM, dtype=fmt), 4, 100).snapshot()
         self.born = None
 
     def seen(self):
@@ -405,9 +412,9 @@ def run(name, allocations, folder):
     made, operation = subject_of(name, folder)
     operation(made)
     expected, failed = made.seen(), 0
+    before = subject_of(name, folder)[0].seen()
     for skipped in range(100000):
         made, operation = subject_of(name, folder)
-        before = made.seen()
         if not allocations(operation, made, skipped):
             failed += 1
             assert made.seen() == before, f"{name}: the allocation after {skipped} left something behind"

@@ -25,22 +25,26 @@ def attention(
     if attention_chunk_size:
         hidden |= (key < at // attention_chunk_size * attention_chunk_size) & (key >= num_sink_tokens)
     out, lse = np.zeros((n, num_q_heads, v.shape[2])), np.zeros((n, num_q_heads))
-    for h in range(num_q_heads):
-        score = scale * q[:, h] @ k[:, h // group].T
+    for kv_head in range(num_kv_heads):  # with all heads of queries that read it
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        score = (scale * q[:, heads].swapaxes(0, 1)).reshape(group * n, dim) @ k[:, kv_head].T
+        score = score.reshape(group, n, length)
         if softcap:
             score = softcap * np.tanh(score / softcap)
         if alibi_slopes is not None:
-            score = score + float(alibi_slopes[h]) * (key - at)
-        score[hidden] = -np.inf
-        top = score.max(1)
+            score += np.asarray(alibi_slopes[heads], np.float64)[:, None, None] * (key - at)
+        score[:, hidden] = -np.inf
+        top = score.max(2)
         if sinks is not None:
-            top = np.maximum(top, float(sinks[h]))
-        weight = np.exp(score - top[:, None])
-        total = weight.sum(1)
+            sink = np.asarray(sinks[heads], np.float64)[:, None]
+            top = np.maximum(top, sink)
+        weight = np.exp(score - top[:, :, None])
+        total = weight.sum(2)
         if sinks is not None:
-            total = total + np.exp(float(sinks[h]) - top)
-        out[:, h] = weight / total[:, None] @ v[:, h // group]
-        lse[:, h] = top + np.log(total)
+            total = total + np.exp(sink - top)
+        weight /= total[:, :, None]
+        out[:, heads] = (weight.reshape(group * n, length) @ v[:, kv_head]).reshape(group, n, -1).swapaxes(0, 1)
+        lse[:, heads] = (top + np.log(total)).T
     return out, lse
 
 

@@ -15,6 +15,8 @@ fi
 if ! { command -v aarch64-linux-gnu-gcc && command -v qemu-aarch64; } >/dev/null && [ "$(id -u)" = 0 ]; then
     { apt-get update && apt-get install -y gcc-aarch64-linux-gnu qemu-user; } >/dev/null
 fi
+# Python's bytecode stays there, too: the emulator takes long to make it. pip makes that of the packages.
+unset PYTHONPYCACHEPREFIX PYTHONDONTWRITEBYTECODE
 work=$PWD/build/aarch64 root=$PWD/build/aarch64/root
 mkdir -p "$work"
 
@@ -37,7 +39,7 @@ END
 fi
 python=$root/usr/bin/python version=$(basename "$(readlink "$root/usr/bin/python3")")
 if [ ! -d "$work/site" ]; then
-    python -m pip install --quiet --target "$work/downloaded" --only-binary=:all: --python-version "${version#python}" \
+    python -m pip install --quiet --compile --target "$work/downloaded" --only-binary=:all: --python-version "${version#python}" \
         --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 \
         numpy ml_dtypes safetensors xxhash threadpoolctl hypothesis pytest setuptools
     mv "$work/downloaded" "$work/site"

@@ -5,13 +5,13 @@
     python bench/bench_ggml_attention.py --shape 9,3,64 --tokens 8192 --types q8_0 --threads 1
     KVFAST_IK_LLAMA=ik_llama.cpp/build/ggml/src python bench/bench_ggml_attention.py --queries 512 --check
 
-A shape is query heads, KV heads and their size. Copies of the cache take turns, so that it comes from memory. KVFAST_IK_LLAMA names the
+A shape is query heads, KV heads and their size. Copies of the cache take turns, so that it comes from memory; a prompt's time does not
+hang on that, and one is enough. KVFAST_IK_LLAMA names the
 folder with the libggml of an ik_llama.cpp that was built with shared libraries; without it, ik_llama.cpp sits out.
 """
 
 import argparse
 import ctypes
-import os
 import sys
 import time
 from pathlib import Path
@@ -82,7 +82,7 @@ def measure(backends, shape, storage, options):
     k, v = rng.standard_normal((2, 1, tokens, kv_heads, dim), np.float32)
     at = np.arange(tokens - queries, tokens - queries + -(-queries // MASK_ROWS) * MASK_ROWS)[:, None]
     mask = np.where(np.arange(tokens) <= at, 0, -np.inf)[None, None]
-    copies = max(1, min(6, int(CACHE_BYTES / (2 * k.nbytes / 2))))
+    copies = max(1, min(6, int(CACHE_BYTES / k.nbytes))) if queries < 64 else 1
     contenders = {}
     for name, backend in backends.items():
         if storage == "q8_KV" and name != "ik_llama.cpp":

@@ -23,31 +23,6 @@ static inline __attribute__((always_inline)) vi KV(load_codes)(const char *block
     return _mm512_and_si512(moved, _mm512_set1_epi8(15));
 }
 
-/* 16 rows of 16 dwords, transposed: dword l of row r becomes dword r of row l. */
-static inline void KV(transpose_codes)(vi a[16])
-{
-    vi b[16];
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) { /* a[4 g + i] holds dwords i, 4 + i, 8 + i, 12 + i of rows 4 g to 4 g + 3 */
-        const vi even_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), odd_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xDD);
-        const vi even_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88), odd_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xDD);
-        b[i] = _mm512_shuffle_i32x4(even_0, even_1, 0x88);
-        b[8 + i] = _mm512_shuffle_i32x4(even_0, even_1, 0xDD);
-        b[4 + i] = _mm512_shuffle_i32x4(odd_0, odd_1, 0x88);
-        b[12 + i] = _mm512_shuffle_i32x4(odd_0, odd_1, 0xDD);
-    }
-    for (int i = 0; i < 16; i++) a[i] = b[i];
-}
-
 /* Codes and scales of KV_LANES tokens as half of the columns of a panel: dwords of 4 codes, (n/4, KV_COLUMNS), and (n/32, KV_COLUMNS).
    The last of `count` tokens stands for those beyond. */
 static inline __attribute__((always_inline)) void KV(turn_codes)(
@@ -55,21 +30,39 @@ static inline __attribute__((always_inline)) void KV(turn_codes)(
 {
     const ptrdiff_t block_bytes = kind == KV(CODES_8) ? sizeof(block_q8_0) : sizeof(block_q4_0);
     const int blocks = n / 32;
-    const ptrdiff_t step = ahead.bytes / (KV_LANES * ((blocks + 1) / 2)) + 1; /* fetched with each piece of a row */
+    /* Fetched with each piece of a row, and once more: 16 pieces of q8_0 take 17 lines. */
+    const ptrdiff_t pieces = (KV_LANES + 1) * ((blocks + 1) / 2), step = (ahead.bytes + pieces - 1) / pieces;
     const char *rows[KV_LANES];
     for (int i = 0; i < KV_LANES; i++) rows[i] = keys + (i < count ? i : count - 1) * stride;
-    for (int b = 0; b < blocks; b += 2, panel += 16 * KV_COLUMNS * 4, scales += 2 * KV_COLUMNS) {
+    for (ptrdiff_t b = 0; b < blocks; b += 2, panel += 16 * KV_COLUMNS * 4, scales += 2 * KV_COLUMNS) {
         const int second = b + 1 < blocks;
-        vi codes[16];
-        for (int i = 0; i < KV_LANES; i++) {
-            const char *block = rows[i] + b * block_bytes;
-            kv_prefetch(ahead.at), ahead.at += step;
-            codes[i] = KV(load_codes)(block, second, kind);
-            memcpy(scales + i, block, 2);
-            if (second) memcpy(scales + KV_COLUMNS + i, block + block_bytes, 2);
-        }
-        KV(transpose_codes)(codes);
-        for (int i = 0; i < 8 << second; i++) _mm512_storeu_si512(panel + i * KV_COLUMNS * 4, codes[i]);
+        kv_prefetch(ahead.at), ahead.at += step;
+        vi codes[16]; /* dwords i, 4 + i, 8 + i, 12 + i of rows 4 g to 4 g + 3 are codes[4 g + i] */
+        KV_FOR4(g, 4,
+            vi x[4];
+            KV_FOR4(i, 4,
+                const char *block = rows[4 * g + i] + b * block_bytes;
+                kv_prefetch(ahead.at), ahead.at += step;
+                x[i] = KV(load_codes)(block, second, kind);
+                memcpy(scales + 4 * g + i, block, 2);
+                if (second) memcpy(scales + KV_COLUMNS + 4 * g + i, block + block_bytes, 2););
+            const vi even = _mm512_unpacklo_epi32(x[0], x[1]), odd = _mm512_unpackhi_epi32(x[0], x[1]);
+            const vi even_2 = _mm512_unpacklo_epi32(x[2], x[3]), odd_2 = _mm512_unpackhi_epi32(x[2], x[3]);
+            codes[4 * g] = _mm512_unpacklo_epi64(even, even_2);
+            codes[4 * g + 1] = _mm512_unpackhi_epi64(even, even_2);
+            codes[4 * g + 2] = _mm512_unpacklo_epi64(odd, odd_2);
+            codes[4 * g + 3] = _mm512_unpackhi_epi64(odd, odd_2););
+        KV_FOR4(i, 4,
+            const vi even = _mm512_shuffle_i32x4(codes[i], codes[4 + i], 0x88), odd = _mm512_shuffle_i32x4(codes[i], codes[4 + i], 0xDD);
+            const vi even_2 = _mm512_shuffle_i32x4(codes[8 + i], codes[12 + i], 0x88);
+            const vi odd_2 = _mm512_shuffle_i32x4(codes[8 + i], codes[12 + i], 0xDD);
+            char *line = panel + i * KV_COLUMNS * 4;
+            _mm512_storeu_si512(line, _mm512_shuffle_i32x4(even, even_2, 0x88));
+            _mm512_storeu_si512(line + 4 * KV_COLUMNS * 4, _mm512_shuffle_i32x4(odd, odd_2, 0x88));
+            if (second) {
+                _mm512_storeu_si512(line + 8 * KV_COLUMNS * 4, _mm512_shuffle_i32x4(even, even_2, 0xDD));
+                _mm512_storeu_si512(line + 12 * KV_COLUMNS * 4, _mm512_shuffle_i32x4(odd, odd_2, 0xDD));
+            });
     }
 }
 

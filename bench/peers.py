@@ -31,8 +31,9 @@ from contenders.process import Process
 from contenders.table import tables
 
 import kvfast
-from kvfast.cli.bench.cases import MODELS as SHAPES
+from kvfast.cli.bench.cases import MODELS, Model
 
+SHAPES = MODELS | {"MQA": Model("MQA", 1, 8, 1, 256)}
 REST = 0.03  # seconds between two runs, in which the threads of the last one stop spinning
 
 

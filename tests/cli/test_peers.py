@@ -79,6 +79,14 @@ def test_measured_and_printed(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == printed
 
 
+def test_one_kv_head_for_all_queries(capsys):
+    options = SMALL.replace("SmolLM2-135M", "MQA").split()
+    peers.main([*options, "--works", "decode,prefill", "--only", "kvfast int8,kvfast float16"])
+    printed = capsys.readouterr().out
+    assert "**Decoding one token**, MQA: 8 query and 1 KV heads of 256" in printed
+    assert "| kvfast int8 | 0" in printed
+
+
 def test_the_table_compares_layers_of_the_same_width():
     def result(peer, storage, ratio):
         figures = {"status": "timed", "layers": 2, "seconds": 0.002, "bandwidth_fraction": 0.5}

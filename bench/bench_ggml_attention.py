@@ -1,13 +1,17 @@
-"""One call of attention on llama.cpp's caches: ggml's own, and kvfast's in ggml. Medians of rounds that alternate.
+"""One call of attention on llama.cpp's caches: ggml's own, kvfast's in ggml, and ik_llama.cpp's. Medians of rounds that alternate.
 
     python -m kvfast llama-cpp build
     python bench/bench_ggml_attention.py
     python bench/bench_ggml_attention.py --shape 9,3,64 --tokens 8192 --types q8_0 --threads 1
+    KVFAST_IK_LLAMA=ik_llama.cpp/build/ggml/src python bench/bench_ggml_attention.py --queries 512 --check
 
-A shape is query heads, KV heads and their size. Copies of the cache take turns, so that it comes from memory.
+A shape is query heads, KV heads and their size. Copies of the cache take turns, so that it comes from memory; a prompt's time does not
+hang on that, and one is enough. KVFAST_IK_LLAMA names the
+folder with the libggml of an ik_llama.cpp that was built with shared libraries; without it, ik_llama.cpp sits out.
 """
 
 import argparse
+import ctypes
 import sys
 import time
 from pathlib import Path
@@ -18,11 +22,28 @@ import numpy as np
 
 import kvfast.llama_cpp
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests" / "support")]
 
-from ggml_attention import Backend, Problem
+from contenders import Missing
+from contenders.ik_llama import find_library
+from ggml_attention import TYPES, Backend, Problem, declare
 
 CACHE_BYTES = 60e6  # of all copies, as float16
+MASK_ROWS = 16  # ik_llama.cpp wants a multiple
+TYPES["q8_KV"] = 151  # of ik_llama.cpp alone
+
+
+class IkBackend(Backend):
+    """The CPU in ik_llama.cpp's ggml, which knows no devices by name."""
+
+    def __init__(self):
+        self.ggml = declare(ctypes.CDLL(str(find_library())))
+        self.ggml.ggml_backend_cpu_init.restype = ctypes.c_void_p
+        self.ggml.ggml_backend_cpu_set_n_threads.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        self.backend = self.ggml.ggml_backend_cpu_init()
+
+    def set_num_threads(self, num_threads):
+        self.ggml.ggml_backend_cpu_set_n_threads(self.backend, num_threads)
 
 
 def seconds(backend, graphs):
@@ -33,23 +54,66 @@ def seconds(backend, graphs):
     return (time.perf_counter() - start) / len(graphs)
 
 
-def measure(own, kvfast_backend, shape, tokens, queries, storage, rounds):
-    """Seconds of ggml's own attention, and of kvfast's, in each round."""
+class Contender:
+    """A backend with as many problems as there are copies of the cache, and a graph of each; tensors are those of `cpu`."""
+
+    def __init__(self, backend, cpu, copies, *tensors, **options):
+        self.backend = backend
+        self.problems = [Problem(cpu, *tensors, **options) for _ in range(copies)]
+        self.graphs = []
+        for problem in self.problems:
+            self.graphs.append(cpu.ggml.ggml_new_graph(problem.memory))
+            cpu.ggml.ggml_build_forward_expand(self.graphs[-1], problem.operation)
+
+    def error(self, expected):
+        return np.linalg.norm(self.problems[0].compute(self.backend) - expected) / np.linalg.norm(expected)
+
+    def free(self):
+        for problem in self.problems:
+            problem.free()
+
+
+def measure(backends, shape, storage, options):
+    """The contenders' names, for each number of threads their seconds in each round, and their errors if they are asked for."""
     q_heads, kv_heads, dim = shape
+    tokens, queries = options.tokens, options.queries
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, queries, q_heads, dim), np.float32)
     k, v = rng.standard_normal((2, 1, tokens, kv_heads, dim), np.float32)
-    mask = np.where(np.arange(tokens) <= np.arange(tokens - queries, tokens)[:, None], 0, -np.inf)[None, None]
-    copies = max(1, min(6, int(CACHE_BYTES / (2 * k.nbytes / 2))))
-    problems = [Problem(own, q, k, v, storage, mask=mask) for _ in range(copies)]
-    graphs = []
-    for problem in problems:
-        graphs.append(own.ggml.ggml_new_graph(problem.memory))
-        own.ggml.ggml_build_forward_expand(graphs[-1], problem.operation)
-    found = [[seconds(backend, graphs) for backend in (own, kvfast_backend)] for _ in range(rounds + 1)][1:]
-    for problem in problems:
-        problem.free()
-    return found
+    at = np.arange(tokens - queries, tokens - queries + -(-queries // MASK_ROWS) * MASK_ROWS)[:, None]
+    mask = np.where(np.arange(tokens) <= at, 0, -np.inf)[None, None]
+    copies = max(1, min(6, int(CACHE_BYTES / k.nbytes))) if queries < 64 else 1
+    contenders = {}
+    for name, backend in backends.items():
+        if storage == "q8_KV" and name != "ik_llama.cpp":
+            continue
+        cpu = backends["ggml"] if name == "kvfast" else backend
+        contenders[name] = Contender(backend, cpu, copies, q, k, v, storage, mask=mask)
+    first = next(iter(contenders.values())).problems[0]
+    expected = first.reference() if options.check else None
+    errors = {name: one.error(expected) for name, one in contenders.items()} if options.check else {}
+    found = {}
+    for threads in options.threads:
+        for one in contenders.values():
+            one.backend.set_num_threads(threads)
+        found[threads] = [[seconds(one.backend, one.graphs) for one in contenders.values()] for _ in range(options.rounds + 1)][1:]
+    for one in contenders.values():
+        one.free()
+    return list(contenders), found, errors
+
+
+def line(names, found, errors):
+    """Medians, and how many times as long as kvfast each of the others takes."""
+    columns = dict(zip(names, zip(*found)))
+    parts = []
+    for name, times in columns.items():
+        part = f"{name} {1e3 * median(times):.2f} ms"
+        if name in errors:
+            part += f" (error {errors[name]:.1g})"
+        if name != "kvfast" and "kvfast" in columns:
+            part += f", {median(a / b for a, b in zip(times, columns['kvfast'])):.1f}x"
+        parts.append(part)
+    return "; ".join(parts)
 
 
 def main():
@@ -61,20 +125,22 @@ def main():
     parser.add_argument("--types", default="f16,q8_0,q4_0")
     parser.add_argument("--threads", type=numbers, default=(1, 2))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--check", action="store_true", help="also the relative error against float64")
     options = parser.parse_args()
     kvfast.llama_cpp.load()
     library = llama_cpp.llama_cpp._lib
     library.llama_backend_init()
-    backends = Backend(library, "CPU"), Backend(library, "KVFAST")
+    backends = {"ggml": Backend(library, "CPU"), "kvfast": Backend(library, "KVFAST")}
+    try:
+        backends["ik_llama.cpp"] = IkBackend()
+    except Missing as missing:
+        print(f"without ik_llama.cpp: {missing}")
     for shape in options.shape or [(32, 8, 128), (9, 3, 64)]:
         for storage in options.types.split(","):
-            for threads in options.threads:
-                for backend in backends:
-                    backend.set_num_threads(threads)
-                found = measure(*backends, shape, options.tokens, options.queries, storage, options.rounds)
-                own, ours = (1e3 * median(times) for times in zip(*found))
-                print(f"{'/'.join(map(str, shape))} {storage}, {options.tokens:,} tokens, {options.queries} queries, threads {threads}: "
-                      f"ggml {own:.2f} ms, kvfast {ours:.2f} ms, {median(a / b for a, b in found):.1f}x", flush=True)  # fmt: skip
+            names, found, errors = measure(backends, shape, storage, options)
+            for threads, times in found.items():
+                case = f"{'/'.join(map(str, shape))} {storage}, {options.tokens:,} tokens, {options.queries} queries, threads {threads}"
+                print(f"{case}: {line(names, times, errors)}", flush=True)
 
 
 if __name__ == "__main__":

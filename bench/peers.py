@@ -6,7 +6,9 @@
 
 llama-cpp-python is compiled when it is installed (a C++ compiler and a quarter of an hour; with --no-binary
 llama-cpp-python where a wheel would be found), and the table names the instruction sets that it was built for. Of
-PyTorch the build for CPUs is enough. A peer that is not there is reported and left out.
+PyTorch the build for CPUs is enough. ik_llama.cpp is on no registry: the environment variable KVFAST_IK_LLAMA names the
+folder with the libggml of one that was built with shared libraries (ggml/src of its build folder). A peer that is not
+there is reported and left out.
 
 Each round lets every contender run once, one at a time, and measures the machine's read bandwidth. Decoding reads
 layers of at least 512 MB in all, so that no processor cache holds them. Fractions are medians over the rounds of
@@ -29,8 +31,9 @@ from contenders.process import Process
 from contenders.table import tables
 
 import kvfast
-from kvfast.cli.bench.cases import MODELS as SHAPES
+from kvfast.cli.bench.cases import MODELS, Model
 
+SHAPES = MODELS | {"MQA": Model("MQA", 1, 8, 1, 256)}
 REST = 0.03  # seconds between two runs, in which the threads of the last one stop spinning
 
 

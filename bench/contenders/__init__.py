@@ -35,12 +35,16 @@ PEERS = {
         PREFILL: ["f16", "q8_0", "q4_0"],
         QUANTISE: ["q8_0", "q4_0", "quantize_q8_0", "quantize_q4_0"],
     }),
+    "ik_llama.cpp": ("contenders.ik_llama", {
+        DECODE: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
+        PREFILL: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
+    }),
 }  # fmt: skip
 
 # Which of kvfast's storages one of the same width is compared with.
 SAME_WIDTH = {
     "float32": "float32", "f32": "float32", "float16": "float16", "f16": "float16", "bfloat16": "bfloat16",
-    "bf16": "bfloat16", "int8": "int8", "int8-plain": "int8", "u8": "int8", "q8_0": "int8", "quantize_q8_0": "int8",
+    "bf16": "bfloat16", "int8": "int8", "int8-plain": "int8", "u8": "int8", "q8_0": "int8", "q8_KV": "int8", "quantize_q8_0": "int8",
     "k8v4": "k8v4", "int4": "int4", "int4-plain": "int4", "u4": "int4", "q4_0": "int4", "quantize_q4_0": "int4",
 }  # fmt: skip
 

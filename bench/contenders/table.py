@@ -11,6 +11,9 @@ _AIMS = [
     ("float16", "llama.cpp f16", lambda peer, storage: (peer, storage) == ("llama.cpp", "f16")),
     ("int8", "llama.cpp q8_0", lambda peer, storage: (peer, storage) == ("llama.cpp", "q8_0")),
     ("int4", "llama.cpp q4_0", lambda peer, storage: (peer, storage) == ("llama.cpp", "q4_0")),
+    ("float16", "ik_llama.cpp f16", lambda peer, storage: (peer, storage) == ("ik_llama.cpp", "f16")),
+    ("int8", "ik_llama.cpp q8_0", lambda peer, storage: (peer, storage) == ("ik_llama.cpp", "q8_0")),
+    ("int4", "ik_llama.cpp q4_0", lambda peer, storage: (peer, storage) == ("ik_llama.cpp", "q4_0")),
     ("int8", "PyTorch SDPA bfloat16", lambda peer, storage: (peer, storage) == ("PyTorch SDPA", "bfloat16")),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import peers
-from contenders import DECODE, PEERS, PREFILL, QUANTISE, Work, tolerance
+from contenders import DECODE, PEERS, PREFILL, QUANTISE, Missing, Work, tolerance
 from contenders.table import tables
 
 SMALL = "--shapes SmolLM2-135M --contexts 128 --prefill-contexts 128 --queries 32 --total 1 --threads 1 --rounds 2"
@@ -79,6 +79,14 @@ def test_measured_and_printed(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == printed
 
 
+def test_one_kv_head_for_all_queries(capsys):
+    options = SMALL.replace("SmolLM2-135M", "MQA").split()
+    peers.main([*options, "--works", "decode,prefill", "--only", "kvfast int8,kvfast float16"])
+    printed = capsys.readouterr().out
+    assert "**Decoding one token**, MQA: 8 query and 1 KV heads of 256" in printed
+    assert "| kvfast int8 | 0" in printed
+
+
 def test_the_table_compares_layers_of_the_same_width():
     def result(peer, storage, ratio):
         figures = {"status": "timed", "layers": 2, "seconds": 0.002, "bandwidth_fraction": 0.5}
@@ -92,6 +100,19 @@ def test_the_table_compares_layers_of_the_same_width():
     assert "| OpenVINO u4 | 0.50 (1,000 us), 14.0x |" in text
     assert "| int8 against any peer, any precision | 7.0x (OpenVINO u4) |" in text
     assert "| int8 against llama.cpp q8_0 | 15.0x |" in text
+
+
+def test_ik_llama_sits_out_where_none_is_named(tmp_path, monkeypatch):
+    from contenders.ik_llama import find_library
+
+    monkeypatch.delenv("KVFAST_IK_LLAMA", raising=False)
+    with pytest.raises(Missing, match="KVFAST_IK_LLAMA names no folder"):
+        find_library()
+    monkeypatch.setenv("KVFAST_IK_LLAMA", str(tmp_path))
+    with pytest.raises(Missing, match="no libggml in"):
+        find_library()
+    (tmp_path / "libggml.so").touch()
+    assert find_library() == tmp_path / "libggml.so"
 
 
 def test_unknown_shapes_are_refused(capsys):

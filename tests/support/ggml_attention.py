@@ -38,13 +38,19 @@ _SIGNATURES = {
 }
 
 
+def declare(library):
+    """Tell ctypes the signatures of those functions of ggml that a library has."""
+    for name, (result, *arguments) in _SIGNATURES.items():
+        if function := getattr(library, name, None):
+            function.restype, function.argtypes = result, arguments
+    return library
+
+
 class Backend:
     """A device of ggml by its name, "CPU" or "KVFAST"."""
 
     def __init__(self, library, name):
-        self.ggml = library
-        for function, (result, *arguments) in _SIGNATURES.items():
-            getattr(library, function).restype, getattr(library, function).argtypes = result, arguments
+        self.ggml = declare(library)
         self.device = library.ggml_backend_dev_by_name(name.encode())
         assert self.device, f"ggml has no device {name}"
         self.backend = library.ggml_backend_dev_init(self.device, None)

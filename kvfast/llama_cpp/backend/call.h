@@ -19,8 +19,8 @@ typedef struct {
     kv_decode_row decode; /* into float rows; NULL: the kernels read the stored rows */
     /* Kernels of ggml's blocks, or NULL. */
     kv_prepare_rows prepare;
-    kv_score_rows score;
     kv_add_rows add;
+    kv_turn_codes turn;
 } side;
 
 typedef struct {
@@ -30,7 +30,8 @@ typedef struct {
     float scale, softcap, max_bias;
     int64_t tokens, group, rows; /* of the context; query heads per KV head; query rows per KV head */
     int64_t blocks, splits, split_tokens, num_tasks;
-    int block_rows, tile, matrix; /* rows and tokens of a pass; 1: the matrix unit */
+    int block_rows, tile;         /* rows and tokens of a pass */
+    bool matrix, products;        /* by the matrix unit; as products with panels of floats */
     int64_t partial_floats;
     float *partials;
     char *scratch;                /* of all threads */
@@ -40,8 +41,11 @@ typedef struct {
 /* What one thread works in. */
 typedef struct {
     int from[MAX_BLOCKS * KV_ROWS], to[MAX_BLOCKS * KV_ROWS];
-    char seen[MAX_BLOCKS], biased[MAX_BLOCKS]; /* blocks with a row that sees the tile, and with one that has a bias */
+    int seen[MAX_BLOCKS];    /* where the last token of the tile that a row of the block sees ends; 0: it sees none */
+    char biased[MAX_BLOCKS]; /* blocks with a row that has a bias */
+    KV_ALIGNED float rows[KV_LANES * KV_MAX_HEAD_DIM];
     KV_ALIGNED float keys[KV_TILE * KV_MAX_HEAD_DIM];
+    KV_ALIGNED uint16_t scales[KV_TILE * KV_MAX_HEAD_DIM / 32];
     KV_ALIGNED float values[KV_TILE * KV_MAX_HEAD_DIM];
     KV_ALIGNED float bias[MAX_BLOCKS * KV_ROWS * KV_TILE];
     KV_ALIGNED float out[KV_MAX_HEAD_DIM];

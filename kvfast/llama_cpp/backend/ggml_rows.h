@@ -25,20 +25,33 @@ typedef struct {
 
 /* Rows of n floats, times the softmax scale. */
 typedef void (*kv_prepare_rows)(const float *rows, int num_rows, int n, float scale, kv_row_queries *queries);
-/* (num_rows, KV_TILE) scores of `count` keys, `stride` bytes apart. */
-typedef void (*kv_score_rows)(const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count,
-                              kv_lines ahead, float *scores);
 /* Corrects the sums (num_rows, n) of the tiles before, and adds the weights times `count` values. */
 typedef void (*kv_add_rows)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
                             float *acc);
+
+/* Columns of a panel (ggml_products.inc.h): the elements of a block of ggml, or as many tokens. */
+enum { KV_COLUMNS = 32 };
+/* c[r][j] = c[r][j] x factors[r] (0 without factors) + sum a[r][i] b[i][j], for the columns j of a panel b of `depth` rows. */
+typedef void (*kv_multiply)(const float *a, ptrdiff_t a_stride, int rows, const float *b, int depth, const float *factors, float *c,
+                            ptrdiff_t c_stride);
+/* Makes KV_LANES rows of n floats columns of a panel. */
+typedef void (*kv_turn_rows)(const float *rows, ptrdiff_t stride, int n, float *panel);
+
+/* The same of codes of `count` tokens, at most KV_LANES; then the scores of a panel of codes. See ggml_scores.inc.h. */
+typedef void (*kv_turn_codes)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales);
+typedef void (*kv_multiply_codes)(const kv_row_queries *queries, int num_rows, int n, const char *panel, const uint16_t *scales,
+                                  float *scores);
 
 typedef struct {
     const char *isa;
     kv_decode_row decode[GGML_TYPE_COUNT]; /* NULL: not one of those that are read here */
     /* On the stored rows; NULL: they are decoded first. */
     kv_prepare_rows prepare[GGML_TYPE_COUNT];
-    kv_score_rows score[GGML_TYPE_COUNT];
     kv_add_rows add[GGML_TYPE_COUNT];
+    kv_multiply multiply;
+    kv_turn_rows turn_rows;
+    kv_turn_codes turn_codes[GGML_TYPE_COUNT]; /* NULL: none */
+    kv_multiply_codes multiply_codes;
 } kv_row_kernels;
 
 /* The kernels of one tier. */

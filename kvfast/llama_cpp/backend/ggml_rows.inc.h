@@ -96,6 +96,7 @@ static void KV(decode_iq4_nl)(const void *row, ptrdiff_t n, float *out)
     }
 }
 
+#include "llama_cpp/backend/ggml_products.inc.h"
 #ifdef KV_VNNI
 #include "llama_cpp/backend/ggml_scores.inc.h"
 #endif
@@ -118,9 +119,12 @@ const kv_row_kernels KV(kv_row_kernels) = {
     },
 #ifdef KV_VNNI
     .prepare = {[GGML_TYPE_Q8_0] = KV(prepare_q8_0), [GGML_TYPE_Q4_0] = KV(prepare_q4_0)},
-    .score = {[GGML_TYPE_Q8_0] = KV(score_q8_0), [GGML_TYPE_Q4_0] = KV(score_q4_0)},
+    .turn_codes = {[GGML_TYPE_Q8_0] = KV(turn_q8_0), [GGML_TYPE_Q4_0] = KV(turn_q4_0)},
+    .multiply_codes = KV(multiply_codes_by_queries),
 #endif
 #if W >= 8
     .add = {[GGML_TYPE_Q8_0] = KV(add_q8_0), [GGML_TYPE_Q4_0] = KV(add_q4_0)},
 #endif
+    .multiply = KV(multiply_float_panel),
+    .turn_rows = KV(turn_rows),
 };

@@ -1,5 +1,5 @@
-/* Scores of rows of ggml's blocks by 8-bit products, with AVX-512 VNNI. 16 tokens at a time, their codes are transposed, so that
-   an instruction multiplies 4 codes of each by a broadcast piece of a query row, and no sum across lanes is needed.
+/* Scores of rows of ggml's blocks by 8-bit products, with AVX-512 VNNI. Codes are transposed once, into panels of 32 tokens, so that
+   an instruction multiplies 4 codes of 16 tokens by a broadcast piece of a query row, and no sum across lanes is needed.
 
    Queries are 16-bit integers cut into high and low bytes, with one scale per row (activations.inc.h). Codes are unsigned: those
    of q8_0 + 128. A block's sum: 32 x 255 x 128 of high bytes is below 2^20, times 256 below 2^28. */
@@ -23,87 +23,108 @@ static inline __attribute__((always_inline)) vi KV(load_codes)(const char *block
     return _mm512_and_si512(moved, _mm512_set1_epi8(15));
 }
 
-/* 16 rows of 16 dwords, transposed: dword l of row r becomes dword r of row l. */
-static inline void KV(transpose_codes)(vi a[16])
-{
-    vi b[16];
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) { /* a[4 g + i] holds dwords i, 4 + i, 8 + i, 12 + i of rows 4 g to 4 g + 3 */
-        const vi even_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88), odd_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xDD);
-        const vi even_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88), odd_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xDD);
-        b[i] = _mm512_shuffle_i32x4(even_0, even_1, 0x88);
-        b[8 + i] = _mm512_shuffle_i32x4(even_0, even_1, 0xDD);
-        b[4 + i] = _mm512_shuffle_i32x4(odd_0, odd_1, 0x88);
-        b[12 + i] = _mm512_shuffle_i32x4(odd_0, odd_1, 0xDD);
-    }
-    for (int i = 0; i < 16; i++) a[i] = b[i];
-}
-
-/* Adds the products of 16 tokens' block with up to 4 query rows to their scores; `x` as kv_queries.parts has it. */
-static inline __attribute__((always_inline)) void KV(score_block)(
-    const vi *codes, const int8_t *x, const int32_t *sums, ptrdiff_t sum_stride, const float *units, vf scale, const int rows,
-    float *scores)
-{
-    vacc high[KV_PANEL], low[KV_PANEL];
-    KV_FOR4(r, rows, high[r] = low[r] = (vacc)_mm512_setzero_si512(););
-    for (int i = 0; i < 8; i++, x += KV_PANEL * 8)
-        KV_FOR4(r, rows, vacc_dot(high[r], low[r], codes[i], x + r * 8););
-    KV_FOR4(r, rows,
-        const vi total = vi_sub(vacc_total(high[r], low[r]), vi_set1(sums[r * sum_stride]));
-        const vf product = vf_mul(vi_to_float(total), vf_set1(units[r]));
-        vf_store(scores + r * KV_TILE, vf_fma(product, scale, vf_load(scores + r * KV_TILE))););
-}
-
-static inline __attribute__((always_inline)) void KV(score_codes)(
-    const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, float *scores,
-    const int kind)
+/* Codes and scales of KV_LANES tokens as half of the columns of a panel: dwords of 4 codes, (n/4, KV_COLUMNS), and (n/32, KV_COLUMNS).
+   The last of `count` tokens stands for those beyond. */
+static inline __attribute__((always_inline)) void KV(turn_codes)(
+    const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales, const int kind)
 {
     const ptrdiff_t block_bytes = kind == KV(CODES_8) ? sizeof(block_q8_0) : sizeof(block_q4_0);
     const int blocks = n / 32;
-    const ptrdiff_t step = ahead.bytes / (KV_LANES * ((blocks + 1) / 2)) + 1; /* fetched with each piece of a row */
-    for (int t = 0; t < count; t += KV_LANES) {
-        const int last = count - t < KV_LANES ? count - t - 1 : KV_LANES - 1; /* stands for tokens beyond the tile */
-        for (int r = 0; r < num_rows; r++) vf_store(scores + r * KV_TILE + t, vf_set1(0.0f));
-        for (int b = 0; b < blocks; b += 2) {
-            const int second = b + 1 < blocks;
-            KV_ALIGNED uint16_t scales[2][KV_LANES];
-            vi codes[16];
-            for (int i = 0; i < KV_LANES; i++) {
-                const char *block = keys + (t + (i < last ? i : last)) * stride + b * block_bytes;
+    /* Fetched with each piece of a row, and once more: 16 pieces of q8_0 take 17 lines. */
+    const ptrdiff_t pieces = (KV_LANES + 1) * ((blocks + 1) / 2), step = (ahead.bytes + pieces - 1) / pieces;
+    const char *rows[KV_LANES];
+    for (int i = 0; i < KV_LANES; i++) rows[i] = keys + (i < count ? i : count - 1) * stride;
+    for (ptrdiff_t b = 0; b < blocks; b += 2, panel += 16 * KV_COLUMNS * 4, scales += 2 * KV_COLUMNS) {
+        const int second = b + 1 < blocks;
+        kv_prefetch(ahead.at), ahead.at += step;
+        vi codes[16]; /* dwords i, 4 + i, 8 + i, 12 + i of rows 4 g to 4 g + 3 are codes[4 g + i] */
+        KV_FOR4(g, 4,
+            vi x[4];
+            KV_FOR4(i, 4,
+                const char *block = rows[4 * g + i] + b * block_bytes;
                 kv_prefetch(ahead.at), ahead.at += step;
-                codes[i] = KV(load_codes)(block, second, kind);
-                memcpy(&scales[0][i], block, 2);
-                memcpy(&scales[1][i], block + second * block_bytes, 2);
-            }
-            KV(transpose_codes)(codes);
-            for (int half = 0; half <= second; half++) {
-                const vf scale = vf_load_float16(scales[half]);
-                for (int row = 0; row < num_rows; row += KV_PANEL) {
-                    const int8_t *x = queries->prepared.parts + row * n * 2 + (b + half) * (8 * KV_PANEL * 8);
-                    const int32_t *sums = queries->block_sums + row * blocks + b + half;
-                    const float *units = queries->prepared.scale + row;
-                    float *at = scores + row * KV_TILE + t;
-#define KV_SCORE_BLOCK(R) KV(score_block)(codes + 8 * half, x, sums, blocks, units, scale, R, at)
-                    switch (num_rows - row) {
-                    case 1: KV_SCORE_BLOCK(1); break;
-                    case 2: KV_SCORE_BLOCK(2); break;
-                    case 3: KV_SCORE_BLOCK(3); break;
-                    default: KV_SCORE_BLOCK(4);
-                    }
-#undef KV_SCORE_BLOCK
-                }
-            }
-        }
+                x[i] = KV(load_codes)(block, second, kind);
+                memcpy(scales + 4 * g + i, block, 2);
+                if (second) memcpy(scales + KV_COLUMNS + 4 * g + i, block + block_bytes, 2););
+            const vi even = _mm512_unpacklo_epi32(x[0], x[1]), odd = _mm512_unpackhi_epi32(x[0], x[1]);
+            const vi even_2 = _mm512_unpacklo_epi32(x[2], x[3]), odd_2 = _mm512_unpackhi_epi32(x[2], x[3]);
+            codes[4 * g] = _mm512_unpacklo_epi64(even, even_2);
+            codes[4 * g + 1] = _mm512_unpackhi_epi64(even, even_2);
+            codes[4 * g + 2] = _mm512_unpacklo_epi64(odd, odd_2);
+            codes[4 * g + 3] = _mm512_unpackhi_epi64(odd, odd_2););
+        KV_FOR4(i, 4,
+            const vi even = _mm512_shuffle_i32x4(codes[i], codes[4 + i], 0x88), odd = _mm512_shuffle_i32x4(codes[i], codes[4 + i], 0xDD);
+            const vi even_2 = _mm512_shuffle_i32x4(codes[8 + i], codes[12 + i], 0x88);
+            const vi odd_2 = _mm512_shuffle_i32x4(codes[8 + i], codes[12 + i], 0xDD);
+            char *line = panel + i * KV_COLUMNS * 4;
+            _mm512_storeu_si512(line, _mm512_shuffle_i32x4(even, even_2, 0x88));
+            _mm512_storeu_si512(line + 4 * KV_COLUMNS * 4, _mm512_shuffle_i32x4(odd, odd_2, 0x88));
+            if (second) {
+                _mm512_storeu_si512(line + 8 * KV_COLUMNS * 4, _mm512_shuffle_i32x4(even, even_2, 0xDD));
+                _mm512_storeu_si512(line + 12 * KV_COLUMNS * 4, _mm512_shuffle_i32x4(odd, odd_2, 0xDD));
+            });
     }
+}
+
+/* Scores of the tokens of a panel, of `rows` query rows that are interleaved; `x` as kv_queries.parts has them. */
+static inline __attribute__((always_inline)) void KV(multiply_code_rows)(
+    const int8_t *x, const int32_t *sums, const float *units, int blocks, const char *codes, const uint16_t *scales, const int rows,
+    float *scores)
+{
+    vf score[KV_PANEL][2];
+    KV_FOR4(r, rows, score[r][0] = score[r][1] = vf_set1(0.0f););
+    for (int b = 0; b < blocks; b++, scales += KV_COLUMNS) {
+        vi high[KV_PANEL][2], low[KV_PANEL][2];
+        KV_FOR4(r, rows,
+            high[r][0] = high[r][1] = vi_set1(0);
+            low[r][0] = low[r][1] = vi_set1(-sums[r * blocks + b]););
+        for (int i = 0; i < 8; i++, x += KV_PANEL * 8, codes += KV_COLUMNS * 4) {
+            const vi first = vi_load(codes), second = vi_load(codes + 64);
+            KV_FOR4(r, rows,
+                const vi over = vi_set1(kv_load32(x + r * 8)), under = vi_set1(kv_load32(x + r * 8 + 4));
+                high[r][0] = _mm512_dpbusd_epi32(high[r][0], first, over);
+                high[r][1] = _mm512_dpbusd_epi32(high[r][1], second, over);
+                low[r][0] = _mm512_dpbusd_epi32(low[r][0], first, under);
+                low[r][1] = _mm512_dpbusd_epi32(low[r][1], second, under););
+        }
+        const vf first = vf_load_float16(scales), second = vf_load_float16(scales + KV_LANES);
+        KV_FOR4(r, rows,
+            score[r][0] = vf_fma(vi_to_float(vi_add(_mm512_slli_epi32(high[r][0], 8), low[r][0])), first, score[r][0]);
+            score[r][1] = vf_fma(vi_to_float(vi_add(_mm512_slli_epi32(high[r][1], 8), low[r][1])), second, score[r][1]););
+    }
+    KV_FOR4(r, rows,
+        vf_store(scores + r * KV_TILE, vf_mul(score[r][0], vf_set1(units[r])));
+        vf_store(scores + r * KV_TILE + KV_LANES, vf_mul(score[r][1], vf_set1(units[r]))););
+}
+
+static void KV(multiply_codes_by_queries)(const kv_row_queries *queries, int num_rows, int n, const char *panel, const uint16_t *scales,
+                                          float *scores)
+{
+    const int blocks = n / 32;
+    for (int row = 0; row < num_rows; row += KV_PANEL) {
+        const int8_t *x = queries->prepared.parts + row * n * 2;
+        const int32_t *sums = queries->block_sums + row * blocks;
+        const float *units = queries->prepared.scale + row;
+        float *at = scores + row * KV_TILE;
+#define KV_MULTIPLY_ROWS(R) KV(multiply_code_rows)(x, sums, units, blocks, panel, scales, R, at)
+        switch (num_rows - row) {
+        case 1: KV_MULTIPLY_ROWS(1); break;
+        case 2: KV_MULTIPLY_ROWS(2); break;
+        case 3: KV_MULTIPLY_ROWS(3); break;
+        default: KV_MULTIPLY_ROWS(4);
+        }
+#undef KV_MULTIPLY_ROWS
+    }
+}
+
+static void KV(turn_q8_0)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales)
+{
+    KV(turn_codes)(keys, stride, n, count, ahead, panel, scales, KV(CODES_8));
+}
+
+static void KV(turn_q4_0)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales)
+{
+    KV(turn_codes)(keys, stride, n, count, ahead, panel, scales, KV(CODES_4));
 }
 
 /* Queries as kv_queries of INT8, and the sum of each of their blocks times the codes' bias. */
@@ -111,13 +132,18 @@ static inline void KV(prepare_codes)(const float *rows, int num_rows, int n, flo
 {
     const kv_side side = {.padded_dim = n};
     KV(prepare_int8)(&side, rows, num_rows, scale, &queries->prepared);
-    for (int r = 0; r < num_rows; r++)
-        for (int b = 0; b < n / 32; b++) {
-            const int8_t *x = queries->prepared.parts + r / KV_PANEL * KV_PANEL * n * 2 + (b * 8 * KV_PANEL + r % KV_PANEL) * 8;
-            int32_t sum = 0; /* at most 32 x 32639 */
-            for (int i = 0; i < 8; i++, x += KV_PANEL * 8)
-                for (int j = 0; j < 4; j++) sum += 256 * x[j] + x[4 + j];
-            queries->block_sums[r * (n / 32) + b] = sum * bias;
+    const int blocks = n / 32;
+    const int8_t *x = queries->prepared.parts;
+    for (int row = 0; row < num_rows; row += KV_PANEL)
+        for (int b = 0; b < blocks; b++) {
+            vi both = vi_set1(0); /* dwords of each row's high bytes and its low ones, of even and odd pieces */
+            for (int i = 0; i < 8; i += 2, x += 64) both = _mm512_dpbusd_epi32(both, _mm512_set1_epi8(1), vi_load(x));
+            KV_ALIGNED int32_t sums[16];
+            _mm512_store_si512(sums, both);
+            for (int r = 0; r < KV_PANEL && row + r < num_rows; r++) { /* at most 32 x 32639 */
+                const int32_t *at = sums + 2 * r;
+                queries->block_sums[(row + r) * blocks + b] = (256 * (at[0] + at[8]) + at[1] + at[9]) * bias;
+            }
         }
 }
 
@@ -129,16 +155,4 @@ static void KV(prepare_q8_0)(const float *rows, int num_rows, int n, float scale
 static void KV(prepare_q4_0)(const float *rows, int num_rows, int n, float scale, kv_row_queries *queries)
 {
     KV(prepare_codes)(rows, num_rows, n, scale, 8, queries);
-}
-
-static void KV(score_q8_0)(const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count,
-                           kv_lines ahead, float *scores)
-{
-    KV(score_codes)(queries, num_rows, keys, stride, n, count, ahead, scores, KV(CODES_8));
-}
-
-static void KV(score_q4_0)(const kv_row_queries *queries, int num_rows, const char *keys, ptrdiff_t stride, int n, int count,
-                           kv_lines ahead, float *scores)
-{
-    KV(score_codes)(queries, num_rows, keys, stride, n, count, ahead, scores, KV(CODES_4));
 }

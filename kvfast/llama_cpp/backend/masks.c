@@ -19,7 +19,7 @@ static bool range_of(const uint16_t *mask, int count, int *from, int *to)
 {
     enum { HIDDEN = 0xFC00, MAGNITUDE = 0x7FFF };
     int first = 0, last = count;
-    unsigned others = 0;
+    uint16_t others = 0;
     while (first < last && mask[first] == HIDDEN) first++;
     while (last > first && mask[last - 1] == HIDDEN) last--;
     for (int t = first; t < last; t++) others |= mask[t];
@@ -28,35 +28,43 @@ static bool range_of(const uint16_t *mask, int count, int *from, int *to)
     return (others & MAGNITUDE) != 0;
 }
 
+static void see_all(const task *t, int count)
+{
+    for (int r = 0; r < t->rows; r++) {
+        t->own->from[r] = 0;
+        t->own->to[r] = count;
+        t->own->seen[r / KV_ROWS] = count;
+    }
+}
+
 bool kv_find_seen(const task *t, int64_t token, int count)
 {
     const call *c = t->call;
     const struct ggml_tensor *mask = c->mask;
     scratch *own = t->own;
-    const char *last = NULL;
-    bool any = false, bent = false;
     memset(own->seen, 0, sizeof own->seen);
     memset(own->biased, 0, sizeof own->biased);
-    for (int r = 0; r < t->rows; r++) {
-        if (!mask) {
-            own->from[r] = 0;
-            own->to[r] = count;
-            own->seen[r / KV_ROWS] = 1;
-            any = true;
-            continue;
-        }
-        const int64_t query = (t->first_row + r) / c->group, head = t->head * c->group + (t->first_row + r) % c->group;
-        const char *at = (const char *)mask->data + query * mask->nb[1] + head % mask->ne[2] * mask->nb[2] +
-                         t->stream % mask->ne[3] * mask->nb[3] + token * 2;
+    if (!mask) {
+        see_all(t, count);
+        return true;
+    }
+    const char *masks = (const char *)mask->data + t->stream % mask->ne[3] * mask->nb[3] + token * 2, *last = NULL;
+    bool any = false, bent = false;
+    int64_t query = t->first_row / c->group, member = t->first_row % c->group; /* counted, as dividing takes longer than the mask */
+    for (int r = 0; r < t->rows; r++, member++) {
+        if (member == c->group) member = 0, query++;
+        const int64_t head = t->head * c->group + member;
+        const char *at = masks + query * mask->nb[1] + (mask->ne[2] > 1 ? head % mask->ne[2] * mask->nb[2] : 0);
         if (at == last) {
             own->from[r] = own->from[r - 1];
             own->to[r] = own->to[r - 1];
         } else {
+            for (int i = 0; i < 2 * count; i += 64) __builtin_prefetch(at + 2 * count + i, 0, 2); /* of the next tile */
             bent = range_of((const uint16_t *)at, count, own->from + r, own->to + r);
         }
         last = at;
         if (own->from[r] == own->to[r]) continue;
-        own->seen[r / KV_ROWS] = 1;
+        own->seen[r / KV_ROWS] = (int)larger(own->seen[r / KV_ROWS], own->to[r]);
         any = true;
         if (!bent) continue;
         float *bias = own->bias + r / KV_ROWS * KV_ROWS * KV_TILE;

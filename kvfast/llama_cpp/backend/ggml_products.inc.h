@@ -1,0 +1,58 @@
+/* Products of many query rows with panels of floats: what prompts take without a matrix unit. No sum across lanes is needed, and
+   conversions are shared by all rows of a task.
+
+   A panel of values has a row per token and KV_COLUMNS elements of it; one of keys has a row per element and KV_COLUMNS tokens. Heads
+   of 128 make 16 KB of each, which stay in the first cache while all rows of a task pass by. */
+
+/* c[r][j] = c[r][j] x factors[r] (0 without factors) + sum a[r][i] b[i][j], for two vectors of columns. */
+static inline __attribute__((always_inline)) void KV(multiply_rows)(
+    const float *a, ptrdiff_t a_stride, const float *b, int depth, const float *factors, float *c, ptrdiff_t c_stride,
+    const int rows)
+{
+    vf sum[8][2];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < 2; v++)
+            sum[r][v] = factors ? vf_mul(vf_load(c + r * c_stride + v * W), vf_set1(factors[r])) : vf_set1(0.0f);
+    for (int i = 0; i < depth; i++, b += KV_COLUMNS) {
+        const vf low = vf_load(b), high = vf_load(b + W);
+        for (int r = 0; r < rows; r++) {
+            const vf x = vf_set1(a[r * a_stride + i]);
+            sum[r][0] = vf_fma(x, low, sum[r][0]);
+            sum[r][1] = vf_fma(x, high, sum[r][1]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < 2; v++) vf_store(c + r * c_stride + v * W, sum[r][v]);
+}
+
+static void KV(multiply_float_panel)(
+    const float *a, ptrdiff_t a_stride, int rows, const float *b, int depth, const float *factors, float *c, ptrdiff_t c_stride)
+{
+    enum { ROWS = W == 16 ? 8 : 4 }; /* 16 accumulators, or 8 */
+    for (int column = 0; column < KV_COLUMNS; column += 2 * W)
+        for (int r = 0, some; r < rows; r += some) {
+            some = rows - r >= ROWS ? ROWS : 1;
+            const float *from = a + r * a_stride, *by = factors ? factors + r : NULL;
+            float *to = c + r * c_stride + column;
+            if (some == ROWS) KV(multiply_rows)(from, a_stride, b + column, depth, by, to, c_stride, ROWS);
+            else KV(multiply_rows)(from, a_stride, b + column, depth, by, to, c_stride, 1);
+        }
+}
+
+/* KV_LANES rows of n floats, as columns of a panel. */
+static void KV(turn_rows)(const float *rows, ptrdiff_t stride, int n, float *panel)
+{
+    for (int lane = 0; lane < KV_LANES; lane += W)
+        for (int i = 0; i < n; i += W) {
+            vf x[W], y[W];
+            for (int t = 0; t < W; t++) x[t] = vf_load(rows + (lane + t) * stride + i);
+            for (int step = 1; step < W; step *= 2) {
+                for (int t = 0; t < W / 2; t++) {
+                    y[2 * t] = vf_mix_low(x[t], x[t + W / 2]);
+                    y[2 * t + 1] = vf_mix_high(x[t], x[t + W / 2]);
+                }
+                memcpy(x, y, sizeof x);
+            }
+            for (int t = 0; t < W; t++) vf_store(panel + (i + t) * KV_COLUMNS + lane, x[t]);
+        }
+}

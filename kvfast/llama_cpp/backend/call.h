@@ -20,7 +20,7 @@ typedef struct {
     /* Kernels of ggml's blocks, or NULL. */
     kv_prepare_rows prepare;
     kv_add_rows add;
-    kv_turn_codes turn;
+    kv_transpose_codes transpose;
 } side;
 
 typedef struct {

@@ -40,7 +40,7 @@ static void KV(multiply_float_panel)(
 }
 
 /* KV_LANES rows of n floats, as columns of a panel. */
-static void KV(turn_rows)(const float *rows, ptrdiff_t stride, int n, float *panel)
+static void KV(transpose_rows)(const float *rows, ptrdiff_t stride, int n, float *panel)
 {
     for (int lane = 0; lane < KV_LANES; lane += W)
         for (int i = 0; i < n; i += W) {

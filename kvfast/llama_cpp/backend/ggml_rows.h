@@ -35,10 +35,10 @@ enum { KV_COLUMNS = 32 };
 typedef void (*kv_multiply)(const float *a, ptrdiff_t a_stride, int rows, const float *b, int depth, const float *factors, float *c,
                             ptrdiff_t c_stride);
 /* Makes KV_LANES rows of n floats columns of a panel. */
-typedef void (*kv_turn_rows)(const float *rows, ptrdiff_t stride, int n, float *panel);
+typedef void (*kv_transpose_rows)(const float *rows, ptrdiff_t stride, int n, float *panel);
 
 /* The same of codes of `count` tokens, at most KV_LANES; then the scores of a panel of codes. See ggml_scores.inc.h. */
-typedef void (*kv_turn_codes)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales);
+typedef void (*kv_transpose_codes)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales);
 typedef void (*kv_multiply_codes)(const kv_row_queries *queries, int num_rows, int n, const char *panel, const uint16_t *scales,
                                   float *scores);
 
@@ -49,8 +49,8 @@ typedef struct {
     kv_prepare_rows prepare[GGML_TYPE_COUNT];
     kv_add_rows add[GGML_TYPE_COUNT];
     kv_multiply multiply;
-    kv_turn_rows turn_rows;
-    kv_turn_codes turn_codes[GGML_TYPE_COUNT]; /* NULL: none */
+    kv_transpose_rows transpose_rows;
+    kv_transpose_codes transpose_codes[GGML_TYPE_COUNT]; /* NULL: none */
     kv_multiply_codes multiply_codes;
 } kv_row_kernels;
 

@@ -119,12 +119,12 @@ const kv_row_kernels KV(kv_row_kernels) = {
     },
 #ifdef KV_VNNI
     .prepare = {[GGML_TYPE_Q8_0] = KV(prepare_q8_0), [GGML_TYPE_Q4_0] = KV(prepare_q4_0)},
-    .turn_codes = {[GGML_TYPE_Q8_0] = KV(turn_q8_0), [GGML_TYPE_Q4_0] = KV(turn_q4_0)},
+    .transpose_codes = {[GGML_TYPE_Q8_0] = KV(transpose_q8_0), [GGML_TYPE_Q4_0] = KV(transpose_q4_0)},
     .multiply_codes = KV(multiply_codes_by_queries),
 #endif
 #if W >= 8
     .add = {[GGML_TYPE_Q8_0] = KV(add_q8_0), [GGML_TYPE_Q4_0] = KV(add_q4_0)},
 #endif
     .multiply = KV(multiply_float_panel),
-    .turn_rows = KV(turn_rows),
+    .transpose_rows = KV(transpose_rows),
 };

@@ -25,7 +25,7 @@ static inline __attribute__((always_inline)) vi KV(load_codes)(const char *block
 
 /* Codes and scales of KV_LANES tokens as half of the columns of a panel: dwords of 4 codes, (n/4, KV_COLUMNS), and (n/32, KV_COLUMNS).
    The last of `count` tokens stands for those beyond. */
-static inline __attribute__((always_inline)) void KV(turn_codes)(
+static inline __attribute__((always_inline)) void KV(transpose_codes)(
     const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales, const int kind)
 {
     const ptrdiff_t block_bytes = kind == KV(CODES_8) ? sizeof(block_q8_0) : sizeof(block_q4_0);
@@ -117,14 +117,14 @@ static void KV(multiply_codes_by_queries)(const kv_row_queries *queries, int num
     }
 }
 
-static void KV(turn_q8_0)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales)
+static void KV(transpose_q8_0)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales)
 {
-    KV(turn_codes)(keys, stride, n, count, ahead, panel, scales, KV(CODES_8));
+    KV(transpose_codes)(keys, stride, n, count, ahead, panel, scales, KV(CODES_8));
 }
 
-static void KV(turn_q4_0)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales)
+static void KV(transpose_q4_0)(const char *keys, ptrdiff_t stride, int n, int count, kv_lines ahead, char *panel, uint16_t *scales)
 {
-    KV(turn_codes)(keys, stride, n, count, ahead, panel, scales, KV(CODES_4));
+    KV(transpose_codes)(keys, stride, n, count, ahead, panel, scales, KV(CODES_4));
 }
 
 /* Queries as kv_queries of INT8, and the sum of each of their blocks times the codes' bias. */

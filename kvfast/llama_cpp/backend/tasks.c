@@ -132,16 +132,16 @@ static void open_key_panels(const task *t, int64_t token, int count)
         const ptrdiff_t panel = i / KV_COLUMNS * padded * KV_COLUMNS, column = i % KV_COLUMNS;
         if (c->products) fetch_tile_after(s, t, stored, token + i, count, some);
         else if (!c->v.decode && !c->v.add) fetch_rows(&c->v, stored_rows(&c->v, t, token + i), some);
-        if (s->turn) {
+        if (s->transpose) {
             const kv_lines ahead = c->products ? none : lines_ahead(s, t, token + i, some);
             char *codes = (char *)t->own->keys + panel + column * 4;
-            s->turn(stored, stride, (int)n, some, ahead, codes, t->own->scales + panel / 32 + column);
+            s->transpose(stored, stride, (int)n, some, ahead, codes, t->own->scales + panel / 32 + column);
             stored += some * stride;
             continue;
         }
         memset(rows, 0, (size_t)(KV_LANES * padded) * sizeof *rows);
         for (int j = 0; j < some; j++, stored += stride) s->decode(stored, n, rows + j * padded);
-        c->tier.rows->turn_rows(rows, padded, (int)padded, t->own->keys + panel + column);
+        c->tier.rows->transpose_rows(rows, padded, (int)padded, t->own->keys + panel + column);
     }
 }
 
@@ -153,7 +153,7 @@ static void score_panel(const task *t, int block, int i)
     kv_scratch *to = t->own->narrow + block;
     const int rows = rows_of_block(t, block), depth = c->k.rows.padded_dim;
     float *scores = to->softmax.weights + i;
-    if (c->k.turn) c->tier.rows->multiply_codes(own->queries + block, rows, depth, (const char *)own->keys + i * depth,
+    if (c->k.transpose) c->tier.rows->multiply_codes(own->queries + block, rows, depth, (const char *)own->keys + i * depth,
                                                 own->scales + i * depth / 32, scores);
     else c->tier.rows->multiply(to->queries.values, depth, rows, own->keys + i * depth, depth, NULL, scores, KV_TILE);
 }
@@ -189,14 +189,14 @@ static void attend_with_vectors(const task *t, int64_t token, const kv_tile *key
     const kv_prefetch none = {.base = (const char *)t->own->out, .at = nowhere, .piece = 1};
     const kv_ahead ahead = {.next = none, .after = none};
     const bool more = token + 2 * keys->count <= c->tokens;
-    if (c->k.turn) open_key_panels(t, token, keys->count);
+    if (c->k.transpose) open_key_panels(t, token, keys->count);
     for (int b = 0; b * KV_ROWS < t->rows; b++) {
         if (!t->own->seen[b]) continue;
         kv_scratch *own = t->own->narrow + b;
         const int rows = rows_of_block(t, b);
         const kv_score_options options = options_of(t, b);
-        for (int i = 0; c->k.turn && i < keys->count; i += KV_COLUMNS) score_panel(t, b, i);
-        if (!c->k.turn) score_tile(t, b, keys, values, more, &ahead);
+        for (int i = 0; c->k.transpose && i < keys->count; i += KV_COLUMNS) score_panel(t, b, i);
+        if (!c->k.transpose) score_tile(t, b, keys, values, more, &ahead);
         kernels->softmax(&own->softmax, rows, keys->count, t->own->from + b * KV_ROWS, t->own->to + b * KV_ROWS, 0.0f, &options);
         if (c->v.add) c->v.add(&own->softmax, rows, values->base, c->v.rows.row_stride, c->v.rows.head_dim, values->count,
                                lines_ahead(&c->v, t, token, b == 0 ? values->count : 0), own->acc);

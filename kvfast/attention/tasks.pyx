@@ -10,13 +10,13 @@ from libc.math cimport INFINITY, expf, logf
 from libc.string cimport memcpy, memset
 
 from kvfast.attention.rows cimport begin_refined, begin_rows, load
-from kvfast.attention.tiles cimport (attend_span, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, touch,
+from kvfast.attention.tiles cimport (attend_span, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, step_of, touch,
                                      touch_first_floats, touch_sinks)
 from kvfast.codec.blocks cimport values_of
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, kv_panel, kv_side, kv_softmax
-from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS, KV_TILE
+from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS
 from kvfast.core.threads cimport DYNAMIC, STATIC, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 
@@ -49,8 +49,7 @@ cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0,
     cdef const kv_call *call = task.call
     cdef const kv_query *query
     cdef Py_ssize_t token, split_begin = item.begin + split * item.split_tokens
-    # The matrix unit sums tokens in groups that lie at the same positions for all rows.
-    cdef int r, tile = KV_TILE if task.wide != NULL else call.tile
+    cdef int r, step = step_of(task)
     task.item = item
     seen.begin, seen.end, seen.sinks_end = item.end, 0, 0
     for r in range(task.rows):
@@ -66,7 +65,7 @@ cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0,
         seen.begin = min(seen.begin, query.start)
         seen.end = max(seen.end, query.stop)
         seen.sinks_end = max(seen.sinks_end, query.sink_stop)
-    seen.begin = max(seen.begin // tile * tile, split_begin)
+    seen.begin = max(seen.begin // step * step, split_begin)
     seen.end = min(min(seen.end, item.end), split_begin + item.split_tokens)
     if split > 0 or item.part > 0:
         seen.sinks_end = 0

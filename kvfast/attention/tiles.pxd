@@ -106,6 +106,7 @@ cdef inline int num_panels(const kv_task *task) noexcept nogil:
 
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil
 cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_rows) noexcept nogil
+cdef int step_of(const kv_task *task) noexcept nogil
 cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil
 cdef void touch_first_floats(const kv_task *task) noexcept nogil

@@ -8,10 +8,10 @@ from libc.stdint cimport int32_t
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of, v_block_at,
                                   v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES, kv_ahead,
-                                  kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_scratch, kv_side, kv_softmax,
-                                  kv_tile, reading_of)
-from kvfast.core.limits cimport KV_LANES, KV_PIECE, KV_ROWS, KV_TILE
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_PACKED_CODES,
+                                  KV_TILED_CODES, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_scratch,
+                                  kv_side, kv_softmax, kv_tile, reading_of)
+from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_TILE
 
 cdef extern from *:
     """
@@ -29,10 +29,14 @@ cdef enum:
     FLOAT_TILE_BYTES = 32768
     # The same of float rows beside codes, which are few, and of processors other than x86, where nobody measured more.
     FEW_ROWS_BYTES = 4096
-    # Tokens of a tile where one side has 8 bits: on a matrix unit, on processors other than x86, and where KV_TILE tokens take more
-    # bytes than this. Else KV_TILE takes 0.95 to 1.00 of the time from memory on that Xeon (int8 and k8v4), and 0.90 to 0.91 from
-    # the cache. With a head_dim of 256 int8 takes 1.03.
-    CODE_TILE_BYTES = 16384
+    # The same of codes. Between the passes of a tile nothing is fetched and rows wait for their maxima. On an
+    # EPYC Zen 4 (November 2026, one token from memory, 1 / 2 threads) 256 tokens take of the time of 128: int8 0.91 / 0.93, nibbles
+    # 0.91 / 0.85, with a head_dim of 64 0.94 / 0.94 and 0.88 / 0.98; 16 rows from the cache 0.96. 512 take 0.95 to 1.03 of 256. 128
+    # take 0.82 to 0.85 of 64, on a Xeon without AMX 0.95 to 1.00 (int8 and k8v4; 1.03 with a head_dim of 256).
+    CODE_TILE_BYTES = 32768
+    # Most tokens of a tile where a side is expanded before it is read: nobody has measured more.
+    EXPANDED_TILE = 128
+    # Tokens of a tile where one side has 8 bits, on a matrix unit and on processors other than x86.
     INTEGER_TILE = 64
     # Tokens from which the matrix unit reads codes faster than vectors do. Measured on a Xeon: with 512 tokens INT8 takes 1.02 of the
     # time from memory, and nothing is gained with two threads.
@@ -50,22 +54,32 @@ cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogi
 
 
 cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexcept nogil:
-    if side.family == KV_FLOAT_ROWS:
-        while tile > KV_LANES and tile * side.padded_dim * kv_dtypes[side.dtype].bits // 8 > most_bytes:
-            tile //= 2
+    """`most_bytes` of float rows."""
+    if side.family == KV_PACKED_CODES and side.dtype != KV_INT3:
+        return min(tile, EXPANDED_TILE)
+    if side.family != KV_FLOAT_ROWS:
+        most_bytes = CODE_TILE_BYTES
+    while tile > KV_LANES and tile * side.padded_dim * kv_dtypes[side.dtype].bits // 8 > most_bytes:
+        tile //= 2
     return tile
 
 
 cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_rows) noexcept nogil:
     """Tokens of a tile; `few_rows` of the float rows beside codes. It does not depend on the block size, so that every cache gives
     the same bits."""
-    cdef int tile = KV_TILE
+    cdef bint wide = KV_X86 and kernels.open_matrix == NULL
+    cdef int tile = KV_TILE if wide else KV_MATRIX_TILE
     cdef Py_ssize_t most_bytes = FLOAT_TILE_BYTES if KV_X86 and not few_rows else FEW_ROWS_BYTES
-    if (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (
+    if not wide and (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (
             kv_dtypes[store.k.dtype].bits >= 8 or kv_dtypes[store.v.dtype].bits >= 8):
-        if kernels.open_matrix != NULL or not KV_X86 or KV_TILE * max(store.k.padded_dim, store.v.padded_dim) > CODE_TILE_BYTES:
-            tile = INTEGER_TILE
+        tile = INTEGER_TILE
     return _limit_tile(_limit_tile(tile, &store.k, most_bytes), &store.v, most_bytes)
+
+
+cdef int step_of(const kv_task *task) noexcept nogil:
+    """A task may begin to read codes at multiples of this: the matrix unit where its tiles begin, as it sums tokens in groups that lie
+    at the same positions for all rows; vectors at a block, too."""
+    return KV_MATRIX_TILE if task.wide != NULL else min(task.call.tile, task.call.store.k.block_size)
 
 
 cdef inline int _kind_of(const kv_side *k, const kv_side *v) noexcept nogil:
@@ -127,7 +141,7 @@ cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t 
 
 cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,
                          const Py_ssize_t *stops) noexcept nogil:
-    """Read a range with the matrix unit. Tiles end at multiples of KV_TILE, so that a row's result does not depend on
+    """Read a range with the matrix unit. Tiles end at multiples of KV_MATRIX_TILE, so that a row's result does not depend on
     the other rows of its task."""
     cdef const kv_store *store = range_.store
     cdef kv_panel *panels = task.wide.panels
@@ -144,13 +158,13 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     while t < range_.end:
         if is_stopped(task.call.watch):
             return
-        next_t = min((t // KV_TILE + 1) * KV_TILE, range_.end)
+        next_t = min((t // KV_MATRIX_TILE + 1) * KV_MATRIX_TILE, range_.end)
         if t == range_.begin:
-            _locate(task, store, t, KV_TILE, &keys[now], &values[now])
+            _locate(task, store, t, KV_MATRIX_TILE, &keys[now], &values[now])
         keys[now].count = values[now].count = count = <int>(next_t - t)
         if next_t < range_.end:
-            _locate(task, store, next_t, KV_TILE, &keys[1 - now], &values[1 - now])
-            keys[1 - now].count = values[1 - now].count = <int>min(<Py_ssize_t>KV_TILE, range_.end - next_t)
+            _locate(task, store, next_t, KV_MATRIX_TILE, &keys[1 - now], &values[1 - now])
+            keys[1 - now].count = values[1 - now].count = <int>min(<Py_ssize_t>KV_MATRIX_TILE, range_.end - next_t)
         else:
             keys[1 - now], values[1 - now] = keys[now], values[now]
             keys[1 - now].first = keys[1 - now].count = values[1 - now].first = values[1 - now].count = 0
@@ -173,6 +187,8 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
 
 cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
                         const kv_range *following) noexcept nogil:
+    """Read a range with vectors. Tiles end at multiples of their size, so that a row's result does not depend on the other rows of
+    its task. The first one may begin later: at a block, behind tokens that no row sees."""
     cdef const kv_kernels *kernels = task.call.kernels
     cdef const kv_store *store = range_.store
     cdef const kv_store *next_store = store
@@ -187,7 +203,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef int now = 0, r, count, tile = range_.tile, next_tile = tile
     cdef int first[16]
     cdef int last[16]
-    cdef Py_ssize_t t = range_.begin, end = range_.end, next_count
+    cdef Py_ssize_t t = range_.begin, end = range_.end, next_t, next_count
     cdef Py_ssize_t k_bytes = _token_bytes(k) * tile, v_bytes = _token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
@@ -203,16 +219,17 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     while t < end:
         if is_stopped(task.call.watch):
             break
-        count = <int>min(<Py_ssize_t>tile, end - t)
+        next_t = (t // tile + 1) * tile
+        count = <int>(min(next_t, end) - t)
         keys[now].count = values[now].count = count
         next_keys, next_values = &keys[1 - now], &values[1 - now]
-        next_count = max(end - t - tile, <Py_ssize_t>1)
-        if t + tile < end and keys[now].first + tile < k.block_size:  # the next tile is in the same block
+        next_count = max(end - next_t, <Py_ssize_t>1)
+        if next_t < end and keys[now].first + (next_t - t) < k.block_size:  # the next tile is in the same block
             next_keys.base = next_values.base = store.base
             next_keys.at[0], next_values.at[0] = keys[now].at[0], values[now].at[0]
-            next_keys.first = next_values.first = keys[now].first + tile
-        elif t + tile < end or following == NULL:
-            _locate(task, store, t + tile if t + tile < end else t, tile, next_keys, next_values)
+            next_keys.first = next_values.first = keys[now].first + <int>(next_t - t)
+        elif next_t < end or following == NULL:
+            _locate(task, store, next_t if next_t < end else t, tile, next_keys, next_values)
         else:
             next_store = following.store
             next_tile, next_count = following.tile, following.end - following.begin
@@ -225,13 +242,13 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
             ahead.after, ahead.lead = ahead.next, 0
             _attend_latent(task, store, &keys[now], &values[now], first, last, <float>t, &ahead)
             now = 1 - now
-            t += tile
+            t = next_t
             continue
         if reading.own_side:
             _aim(&ahead.next, &next_store.k, next_keys, next_tile, next_count)
             ahead.after, ahead.lead = ahead.next, 0
         else:
-            _aim(&ahead.next, v, &values[now], tile, count)
+            _aim(&ahead.next, v, &values[now], <int>(next_t - t), count)
             _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
             ahead.lead = lead - k_bytes
         kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
@@ -245,7 +262,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
             ahead.lead = lead - v_bytes
         kernels.accumulate[v.dtype](v, state, task.rows, &values[now], &ahead, scratch.acc)
         now = 1 - now
-        t += tile
+        t = next_t
     if matrix:
         kernels.close_matrix()
 
@@ -364,7 +381,7 @@ cdef Py_ssize_t _next_patch(const kv_store *store, const kv_context *context, Py
 
 cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts,
                        const Py_ssize_t *stops, const kv_range *following) noexcept nogil:
-    """Read the positions begin, a multiple of KV_TILE, to end, from codes and from float rows."""
+    """Read the positions begin, where a tile or a block begins, to end, from codes and from float rows."""
     cdef const kv_call *call = task.call
     cdef const kv_store *store = call.store
     cdef kv_range ranges[3]   # codes up to the next patch, the newest tokens, the first tokens (prefetched long before)
@@ -376,7 +393,7 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
     cdef Py_ssize_t lower[256]
     cdef Py_ssize_t upper[256]
     cdef const kv_range *after
-    cdef int i, r
+    cdef int i, r, step = step_of(task)
     ranges[0] = kv_range(store, call.tile, begin, end)
     if store.floats == NULL:
         _attend_range(task, &ranges[0], starts, stops, following)
@@ -409,7 +426,7 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
         for r in range(task.rows):
             lower[r], upper[r] = max(starts[r], first, ranges[0].end), min(stops[r], from_floats[r], patch.end)
         position = patch.end
-        ranges[0].begin = position // KV_TILE * KV_TILE
+        ranges[0].begin = position // step * step
         _attend_range(task, &patch, lower, upper, NULL)
     for i in range(3):
         if ranges[i].begin >= ranges[i].end:

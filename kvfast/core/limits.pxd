@@ -5,6 +5,7 @@ cdef extern from "simd/limits.h" nogil:
     enum:
         KV_LANES
         KV_TILE
+        KV_MATRIX_TILE
         KV_ROWS
         KV_PANELS
         KV_MAX_HEAD_DIM

@@ -11,7 +11,7 @@ from kvfast.llama_cpp.headers import check_headers, fetch_headers, find_headers
 from kvfast.llama_cpp.installed import KERNELS, SOURCES, SUFFIX, Ggml, installed
 
 # Those of setup.py, and rows that are wide enough for the keys of multi-head latent attention.
-FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-DKV_WIDEST_HEAD=576"]
+FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-DKV_WIDEST_HEAD=576", "-DKV_LONGEST_TILE=128"]
 # Flags for kvfast's kernels, which are compiled with those for the blocks of ggml.
 WITH_ROWS = ["-include", "llama_cpp/backend/ggml_rows.h", '-DKV_MORE_KERNELS="llama_cpp/backend/ggml_rows.inc.h"']
 UNITS = {path: WITH_ROWS if path.is_relative_to(KERNELS) else [] for path in sorted([*KERNELS.rglob("*.c"), *SOURCES.glob("*.c")])}

@@ -56,11 +56,12 @@ static inline float KV(error_of_unit)(const kv_side *side, int dtype)
     return 0.29f * __builtin_sqrtf((float)side->padded_dim) * KV_CODE_SIZE(dtype);
 }
 
-/* The square of a tile's unit of weights times the size of its codes. In double, for float32 would lose those of small values. */
-static inline double KV(noise_of)(float unit, float code_size)
+/* The square of a tile's unit of weights times the size of its codes, for each token that the row sees: how many more are read depends
+   on other rows. In double, for float32 would lose those of small values. */
+static inline double KV(noise_of)(float unit, float code_size, int seen)
 {
     const double noise = (double)unit * code_size;
-    return noise * noise;
+    return noise * noise * seen;
 }
 
 /* Sum of the squares of n floats times `factor`; 16 floats are `stride` floats from the next 16. */
@@ -79,7 +80,7 @@ static inline float KV(square_of)(const float *row, ptrdiff_t n, ptrdiff_t strid
 static unsigned KV(rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
                                    int num_rows)
 {
-    const double part = (double)(n * KV_TILE) * (0.29 / KV_LEAST_PART) * (0.29 / KV_LEAST_PART);
+    const double part = (double)n * (0.29 / KV_LEAST_PART) * (0.29 / KV_LEAST_PART);
     unsigned rows = 0;
     for (int r = 0; r < num_rows; r++, acc += row_stride) {
         double least = noise[r] * part;

@@ -289,7 +289,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
         KV(put_activations)(folded, KV_TILE, rows, values.tokens, inverse, parts + row * (KV_TILE * 2), sums + row, 1);
         for (int r = row; r < row + rows; r++) {
             sums[r] *= KV_BIAS(dtype);
-            state->noise[r] += KV(noise_of)(scales[r], KV_CODE_SIZE(dtype));
+            state->noise[r] += KV(noise_of)(scales[r], KV_CODE_SIZE(dtype), state->seen[r]);
         }
     }
 #if W >= 8

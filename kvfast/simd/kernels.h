@@ -88,6 +88,7 @@ typedef struct {
     float m[KV_ROWS];
     float l[KV_ROWS];
     float rescale[KV_ROWS];                /* exp(m_before - m_now) of the last tile */
+    int seen[KV_ROWS];                     /* tokens of the last tile that the row sees */
     double noise[KV_ROWS];                 /* sum of the squares of the weights' rounding; see activations.inc.h */
     unsigned refined;                      /* bit r: what the rounding of the weights of row r leaves out is added */
     KV_ALIGNED float weights[KV_ROWS * KV_TILE]; /* (rows, KV_TILE): scores, then exp(score - m) */
@@ -153,24 +154,24 @@ typedef struct {
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
 } kv_panel;
 
-/* Keys and values of a tile of KV_TILE tokens, as operands of the matrix unit; see operands.inc.h and
+/* Keys and values of a tile of KV_MATRIX_TILE tokens, as operands of the matrix unit; see operands.inc.h and
    products_bfloat16.inc.h. */
 typedef struct {
     int dim, value_dim;                 /* padded, of keys and of values */
     int key_halves, value_parts;        /* parts of the keys in bfloat16, or 0: they are codes */
     int rope_dim, rope_halves;          /* of the rotary part of latent rows, or 0 */
     int num_blocks, has_channels;       /* with means, and with channel scales */
-    int block_of[KV_TILE / KV_LANES];
+    int block_of[KV_MATRIX_TILE / KV_LANES];
     float error, rope_error;            /* see error_of_unit */
     float code_size;                    /* of values; see there */
-    KV_ALIGNED int8_t keys[KV_TILE * KV_MAX_HEAD_DIM * 4];
-    KV_ALIGNED int8_t values[KV_TILE * KV_MAX_HEAD_DIM * 4];
-    KV_ALIGNED int8_t rope[KV_TILE * KV_MAX_ROPE_DIM * 4];
-    KV_ALIGNED float key_scales[KV_TILE];
-    KV_ALIGNED float rope_scales[KV_TILE];
-    KV_ALIGNED float value_scales[KV_TILE];
-    KV_ALIGNED float means[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];    /* (blocks, KV_MAX_HEAD_DIM) of key blocks */
-    KV_ALIGNED float channels[KV_TILE / KV_LANES * KV_MAX_HEAD_DIM];
+    KV_ALIGNED int8_t keys[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
+    KV_ALIGNED int8_t values[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
+    KV_ALIGNED int8_t rope[KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 4];
+    KV_ALIGNED float key_scales[KV_MATRIX_TILE];
+    KV_ALIGNED float rope_scales[KV_MATRIX_TILE];
+    KV_ALIGNED float value_scales[KV_MATRIX_TILE];
+    KV_ALIGNED float means[KV_MATRIX_TILE / KV_LANES * KV_MAX_HEAD_DIM];    /* (blocks, KV_MAX_HEAD_DIM) of key blocks */
+    KV_ALIGNED float channels[KV_MATRIX_TILE / KV_LANES * KV_MAX_HEAD_DIM];
 } kv_operands;
 
 /* Working memory of a task that uses a matrix unit; too large for a stack. */

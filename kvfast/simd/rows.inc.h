@@ -238,6 +238,7 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
         for (int t = W; t < padded; t += W) largest = vf_max(largest, vf_load(weights + t));
         m[r] = vf_hmax(largest);
         m[r] = m[r] > state->m[r] ? m[r] : state->m[r];
+        state->seen[r] = to[r] > from[r] ? to[r] - from[r] : 0;
         if (m[r] != -INFINITY) step[r] = state->m[r] - m[r];
     }
     for (int r = 0; r < num_rows; r += W) vf_store(step + r, KV(exp)(vf_load(step + r)));

@@ -235,7 +235,7 @@ def test_chunks(dtype):
     """A ring whose window is a chunk keeps all that attention to chunks sees; prompts come in pieces across their edges."""
     ring, whole = kvfast.RingKVCache(1, 2, 32, window=48, dtype=dtype, num_sink_tokens=2), kvfast.KVCache(1, 2, 32, dtype=dtype)
     rng = np.random.default_rng(0)
-    for n in (1, 46, 1, 1, 60, 100, 3):
+    for n in (1, 46, 1, 1, 60, 100, 3, 100):
         k, v, q = rng.standard_normal((3, n, 2, 32)).astype(np.float32)
         for cache in (ring, whole):
             cache.append(0, k, v)
@@ -246,7 +246,7 @@ def test_chunks(dtype):
             assert relative_error(whole.attend(0, q, attention_chunk_size=48, num_sink_tokens=sinks), expected) < 2e-2
         for cache in (ring, whole):
             cache.advance(n)
-    assert whole.explain(1, attention_chunk_size=48).items[0].begin == 128  # the tile with position 192, where the chunk begins
+    assert whole.explain(1, attention_chunk_size=48).items[0].begin == 256  # the tile with position 288, where the chunk begins
     with pytest.raises(ValueError, match="attention_chunk_size needs causal=True, got causal=False"):
         ring.attend(0, q, attention_chunk_size=48, causal=False)
     with pytest.raises(ValueError, match="attention_chunk_size must be"):

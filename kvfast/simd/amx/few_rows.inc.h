@@ -299,7 +299,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_matrix)(
         KV(put_operands)(folded, KV_TILE, row, rows, values.tokens, inverse, x, sums + row, 1);
         for (int r = row; r < row + rows; r++) {
             sums[r] *= KV_BIAS(dtype);
-            state->noise[r] += KV(noise_of)(scales[r], KV_CODE_SIZE(dtype));
+            state->noise[r] += KV(noise_of)(scales[r], KV_CODE_SIZE(dtype), state->seen[r]);
         }
     }
     KV_SETTLE(x);

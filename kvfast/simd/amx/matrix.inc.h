@@ -1,5 +1,5 @@
-/* Attention of many query rows with the matrix unit (AMX). Panels of 16 query rows read the keys and values of KV_TILE
-   tokens, which are laid out once as operands for all panels. The softmax is corrected once for every KV_TILE tokens.
+/* Attention of many query rows with the matrix unit (AMX). Panels of 16 query rows read the keys and values of KV_MATRIX_TILE
+   tokens, which are laid out once as operands for all panels. The softmax is corrected once for every KV_MATRIX_TILE tokens.
 
    Codes, and values of float rows beside codes, are multiplied as integers, products_int8.inc.h. Keys of these float rows are
    multiplied in bfloat16, products_bfloat16.inc.h, and so are keys and values of caches of float16 or bfloat16 (`halves`). */
@@ -50,10 +50,10 @@ static inline __attribute__((always_inline)) void KV(attend_panel)(
 {
     KV(lane_sums) sums[2];
     KV(correction) correction;
-    KV_ALIGNED float scores[KV_ROWS * KV_TILE];
+    KV_ALIGNED float scores[KV_ROWS * KV_MATRIX_TILE];
     KV_ALIGNED int8_t x[2 * TOKEN_HALVES * TILE_BYTES];
     /* What a row of the panel sees, in whole tiles of depth. */
-    int begin = KV_TILE, end = 0;
+    int begin = KV_MATRIX_TILE, end = 0;
     for (int r = 0; r < panel->rows; r++)
         if (panel->start[r] < panel->stop[r]) {
             begin = panel->start[r] < begin ? panel->start[r] : begin;

@@ -1,12 +1,12 @@
-/* Lays out keys and values of up to KV_TILE tokens as operands of the matrix unit: lane tiles of 16 lanes by 64
+/* Lays out keys and values of up to KV_MATRIX_TILE tokens as operands of the matrix unit: lane tiles of 16 lanes by 64
    depths, in int8, values in one or two parts; see products_int8.inc.h. */
 
 enum {
     TILE_DEPTH = 64,
     TILE_BYTES = KV_ROWS * TILE_DEPTH,
-    TOKEN_TILES = KV_TILE / TILE_DEPTH,
+    TOKEN_TILES = KV_MATRIX_TILE / TILE_DEPTH,
     HALVES_DEPTH = 32,
-    TOKEN_HALVES = KV_TILE / HALVES_DEPTH,
+    TOKEN_HALVES = KV_MATRIX_TILE / HALVES_DEPTH,
 };
 
 /* Goes before loads of tiles and of their configuration: gcc 12 does not know that these read what `p` points to. */
@@ -167,7 +167,7 @@ static void KV(load_key_lanes)(const kv_side *side, const kv_tile *tile, int8_t 
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
-    for (int t = kv_whole_lanes(tile->count); t < KV_TILE; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
+    for (int t = kv_whole_lanes(tile->count); t < KV_MATRIX_TILE; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
 }
 
 /* Loads the channels' scales and means of the tile's blocks. A score is sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s). */
@@ -175,7 +175,7 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
 {
     const ptrdiff_t *block = tile->at;
     int i = -1;
-    for (int t = 0, slot = tile->first; t < KV_TILE; t += KV_LANES) {
+    for (int t = 0, slot = tile->first; t < KV_MATRIX_TILE; t += KV_LANES) {
         if (t < tile->count && (t == 0 || slot == 0)) {
             const uint16_t *means = (const uint16_t *)(tile->base + *block + side->means);
             const uint16_t *scales = (const uint16_t *)(tile->base + *block + side->channels);
@@ -208,10 +208,10 @@ static void KV(transpose_keys)(const kv_tile *tile, kv_operands *operands)
         for (int t = 0; t < tokens; t += KV_LANES)
             KV(transpose_square)(operands->keys + t / KV_LANES * tiles * TILE_BYTES + d * KV_LANES,
                                  operands->values + d / KV_LANES * (TOKEN_TILES * TILE_BYTES) + t * KV_LANES);
-    for (int t = 0; t < KV_TILE; t++) operands->value_scales[t] = t < tile->count ? operands->key_scales[t] : 0.0f;
+    for (int t = 0; t < KV_MATRIX_TILE; t++) operands->value_scales[t] = t < tile->count ? operands->key_scales[t] : 0.0f;
 }
 
-/* Loads values: (padded_dim / 16, parts, KV_TILE / 64, 16 lines, 64). Tokens beyond the count get scale 0. */
+/* Loads values: (padded_dim / 16, parts, KV_MATRIX_TILE / 64, 16 lines, 64). Tokens beyond the count get scale 0. */
 static void KV(load_values)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const int depth = KV_DEPTHS(side->dtype);
@@ -237,6 +237,6 @@ static void KV(load_values)(const kv_side *side, const kv_tile *tile, kv_operand
         t += here;
         slot = 0;
     }
-    for (int t = tile->count; t < KV_TILE; t++) operands->value_scales[t] = 0.0f;
+    for (int t = tile->count; t < KV_MATRIX_TILE; t++) operands->value_scales[t] = 0.0f;
 }
 

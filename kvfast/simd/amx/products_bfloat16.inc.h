@@ -41,7 +41,7 @@ static inline vf KV(load_half_row)(const char *row, int i, int dtype)
 static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, int8_t *out)
 {
     const int n = side->padded_dim, tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH, dtype = side->dtype;
-    const char *rows[KV_TILE];
+    const char *rows[KV_MATRIX_TILE];
     const int count = KV(find_rows)(side, tile, rows);
     KV_ALIGNED int8_t lines[2][KV_MAX_HEAD_DIM / HALVES_DEPTH][TILE_BYTES];
     const int parts = dtype == KV_BFLOAT16 ? 1 : 2;
@@ -58,11 +58,11 @@ static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, int8_t 
     return parts;
 }
 
-/* Loads values: (padded_dim / 16, parts, KV_TILE / 32, 16 lines, 64). */
+/* Loads values: (padded_dim / 16, parts, KV_MATRIX_TILE / 32, 16 lines, 64). */
 static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const int dtype = side->dtype;
-    const char *rows[KV_TILE];
+    const char *rows[KV_MATRIX_TILE];
     const int count = KV(find_rows)(side, tile, rows);
     KV_ALIGNED int8_t unused[64];
     operands->value_parts = dtype == KV_BFLOAT16 ? 1 : 2;
@@ -135,10 +135,10 @@ static void KV(score_halves)(const kv_operands *operands, const kv_panel *panel,
     KV_SETTLE(scores);
     for (int t = begin; t < end; t += 4 * KV_LANES) {
         if (adds) {
-            _tile_loadd(0, scores + t, KV_TILE * 4);
-            _tile_loadd(1, scores + t + KV_LANES, KV_TILE * 4);
-            _tile_loadd(2, scores + t + 2 * KV_LANES, KV_TILE * 4);
-            _tile_loadd(3, scores + t + 3 * KV_LANES, KV_TILE * 4);
+            _tile_loadd(0, scores + t, KV_MATRIX_TILE * 4);
+            _tile_loadd(1, scores + t + KV_LANES, KV_MATRIX_TILE * 4);
+            _tile_loadd(2, scores + t + 2 * KV_LANES, KV_MATRIX_TILE * 4);
+            _tile_loadd(3, scores + t + 3 * KV_LANES, KV_MATRIX_TILE * 4);
         } else {
             _tile_zero(0);
             _tile_zero(1);
@@ -149,10 +149,10 @@ static void KV(score_halves)(const kv_operands *operands, const kv_panel *panel,
         if (rope_parts)
             KV(multiply_halves)(operands->rope + t / KV_LANES * rope_stride, rope_stride, rope_part, rope_parts, 4,
                                 panel->rope_halves, rope_part, rope_tiles);
-        _tile_stored(0, scores + t, KV_TILE * 4);
-        _tile_stored(1, scores + t + KV_LANES, KV_TILE * 4);
-        _tile_stored(2, scores + t + 2 * KV_LANES, KV_TILE * 4);
-        _tile_stored(3, scores + t + 3 * KV_LANES, KV_TILE * 4);
+        _tile_stored(0, scores + t, KV_MATRIX_TILE * 4);
+        _tile_stored(1, scores + t + KV_LANES, KV_MATRIX_TILE * 4);
+        _tile_stored(2, scores + t + 2 * KV_LANES, KV_MATRIX_TILE * 4);
+        _tile_stored(3, scores + t + 3 * KV_LANES, KV_MATRIX_TILE * 4);
     }
 }
 

@@ -1,5 +1,5 @@
 /* Products of codes on the matrix unit: 16 rows of activations by 16 lanes over 64 depths, in int8. The keys and
-   values of KV_TILE tokens, operands.inc.h, are
+   values of KV_MATRIX_TILE tokens, operands.inc.h, are
 
      of 1 part    codes minus their bias: they are multiplied by the activations' high and low parts
      of 2 parts   16-bit integers 256 x high + low, for values that are stored as floats: high x high, high x low and
@@ -153,7 +153,7 @@ static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_pr
 {
     const vf scale = vf_load(p->scales + lane * KV_LANES);
     float *row = scores + lane * KV_LANES;
-    for (int r = 0; r < KV_ROWS; r++, row += KV_TILE) {
+    for (int r = 0; r < KV_ROWS; r++, row += KV_MATRIX_TILE) {
         const vf total = KV(total)(done, r), factor = vf_mul(scale, vf_set1(p->unit[r]));
         if (adds) vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_mul(total, factor), scale, p->limit[r])));
         else if (shifts) vf_store(row, vf_fma(total, factor, vf_set1(p->shift[r])));
@@ -310,10 +310,10 @@ static __attribute__((noinline)) void KV(refine_weights)(const kv_operands *oper
                                                          KV(lane_sums) sums[2])
 {
     KV_ALIGNED int8_t x[2 * TOKEN_TILES * TILE_BYTES];
-    KV_ALIGNED float left[KV_TILE], unit[KV_ROWS];
+    KV_ALIGNED float left[KV_MATRIX_TILE], unit[KV_ROWS];
     vf_store(unit, _mm512_maskz_mul_ps((__mmask16)panel->refined, vf_load(correction->unit), vf_set1(1.0f / KV_MAX_ACTIVATION)));
     for (int r = 0; r < KV_ROWS; r++) {
-        KV(leave_carried)(weights + r * KV_TILE + begin, 0, 1, end - begin, correction->inverse + r, left);
+        KV(leave_carried)(weights + r * KV_MATRIX_TILE + begin, 0, 1, end - begin, correction->inverse + r, left);
         for (int t = 0; t < end - begin; t += TILE_DEPTH) {
             int8_t *at = x + (begin + t) / TILE_DEPTH * TILE_BYTES + r * TILE_DEPTH;
             vi parts[4];

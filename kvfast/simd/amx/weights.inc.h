@@ -1,4 +1,4 @@
-/* Turns the scores of 16 query rows and KV_TILE tokens into weights, as activations of the matrix unit. */
+/* Turns the scores of 16 query rows and KV_MATRIX_TILE tokens into weights, as activations of the matrix unit. */
 
 /* 2^x for -126 <= x <= 0; 0 below, and NaN for NaN. Interpolates 2^r, r = x - floor(x), in the Chebyshev nodes of 0 to 1
    (relative error 3.5e-6, a fifth of the activations' rounding). */
@@ -56,9 +56,9 @@ typedef struct {
 } KV(correction);
 
 /* Turns scores into weights, exp(score - maximum), and updates the panel's maxima and sums of weights.
-   With `halves` the maxima are those of all tiles so far, and x is (2, KV_TILE / 32, KV_ROWS, 32) bfloat16. Otherwise they
+   With `halves` the maxima are those of all tiles so far, and x is (2, KV_MATRIX_TILE / 32, KV_ROWS, 32) bfloat16. Otherwise they
    are those of these tokens. The weights times the values' scales stay in `scores`, and are rounded to integers, (2,
-   KV_TILE / 64, KV_ROWS, 64) bytes. `begin` and `end`, multiples of 64, leave out only tokens that no row sees. They do
+   KV_MATRIX_TILE / 64, KV_ROWS, 64) bytes. `begin` and `end`, multiples of 64, leave out only tokens that no row sees. They do
    not change a row's numbers: weights of masked tokens are 0, and sums are taken lane by lane. */
 static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const kv_operands *operands, kv_panel *panel, float position, int begin, int end, float *scores, int8_t *x,
@@ -68,7 +68,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     const vf log2e = vf_set1(1.44269504f);
     const vf none = vf_set1(-INFINITY), one = vf_set1(1.0f);
     for (int r = 0; r < KV_ROWS; r++) {
-        float *row = scores + r * KV_TILE;
+        float *row = scores + r * KV_MATRIX_TILE;
         KV(bend_row)(panel, r, position, begin, end, row);
         vf a = none, b = none;
         for (int t = begin; t < end; t += 4 * W) {
@@ -89,7 +89,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     correction->changed = (uint16_t)~same;
     vf_store(base, halves ? from : _mm512_maskz_mov_ps(~blind, here));
     for (int r = 0; r < KV_ROWS; r++) {
-        float *row = scores + r * KV_TILE;
+        float *row = scores + r * KV_MATRIX_TILE;
         int8_t *at = x + begin * (KV_ROWS * 2) + r * 64;
         vf total = vf_set1(0.0f), top = total, weight[2];
         for (int t = begin; t < end; t += 2 * W, at += TILE_BYTES) {
@@ -102,7 +102,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
                 top = vf_max(top, scaled);
                 vf_store(row + t + i * W, scaled);
             }
-            if (halves) KV(put_halves)(weight[0], weight[1], at, at + KV_TILE / 32 * TILE_BYTES);
+            if (halves) KV(put_halves)(weight[0], weight[1], at, at + KV_MATRIX_TILE / 32 * TILE_BYTES);
         }
         vf_store(sums + r * W, total);
         vf_store(most + r * W, top);
@@ -117,7 +117,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
     vf_store(correction->unit, vf_mul(vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)), add));
     for (int r = 0; r < KV_ROWS; r++)
         panel->noise[r] = panel->noise[r] * correction->rescale[r] * correction->rescale[r]
-                        + KV(noise_of)(correction->unit[r], operands->code_size);
+                        + KV(noise_of)(correction->unit[r], operands->code_size, panel->stop[r] - panel->start[r]);
     vf_store(correction->inverse, vf_zero_below(vf_div(vf_set1(KV_MAX_WEIGHT), top), top, 0x1p-100f));
     /* What the rounding of a weight leaves out goes to the next weight; see activations.inc.h. Four rows at once wait less. */
     for (int r = 0; r < KV_ROWS; r += 4) {
@@ -126,7 +126,7 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
             vi weights[4][4];
             for (int i = 0; i < 4; i++)
                 for (int j = 0; j < 4; j++) {
-                    const vf weight = vf_load(scores + (r + j) * KV_TILE + t + i * W);
+                    const vf weight = vf_load(scores + (r + j) * KV_MATRIX_TILE + t + i * W);
                     const vf exact = vf_add(vf_mul(weight, vf_set1(correction->inverse[r + j])), left[j]);
                     weights[j][i] = vf_round(exact);
                     left[j] = vf_sub(exact, vi_to_float(weights[j][i]));

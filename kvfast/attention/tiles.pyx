@@ -29,10 +29,10 @@ cdef enum:
     FLOAT_TILE_BYTES = 32768
     # The same of float rows beside codes, which are few, and of processors other than x86, where nobody measured more.
     FEW_ROWS_BYTES = 4096
-    # The same of codes. Between the passes of a tile nothing is fetched and rows wait for their maxima. On an
-    # EPYC Zen 4 (November 2026, one token from memory, 1 / 2 threads) 256 tokens take of the time of 128: int8 0.91 / 0.93, nibbles
-    # 0.91 / 0.85, with a head_dim of 64 0.94 / 0.94 and 0.88 / 0.98; 16 rows from the cache 0.96. 512 take 0.95 to 1.03 of 256. 128
-    # take 0.82 to 0.85 of 64, on a Xeon without AMX 0.95 to 1.00 (int8 and k8v4; 1.03 with a head_dim of 256).
+    # The same of codes. Between the passes of a tile nothing is fetched, and rows wait for their maxima. On an EPYC Zen 4 (November
+    # 2026, 32/8/128, 1 / 2 threads) 256 tokens take of the time of 128: one token behind 32,768 int4 0.96 / 0.94, k8v4 0.95 / 0.94,
+    # int8 0.95 / 1.01, behind 4,096 0.95 / 0.96, 0.92 / 0.94, 0.94 / 0.91, prompts 0.95 to 0.98. 128 take 0.82 to 0.85 of 64, and on a
+    # Xeon without AMX 0.95 to 1.00 (int8 and k8v4; 1.03 with a head_dim of 256).
     CODE_TILE_BYTES = 32768
     # Most tokens of a tile where a side is expanded before it is read: nobody has measured more.
     EXPANDED_TILE = 128

@@ -2,11 +2,12 @@
 
     python bench/accuracy.py --model model.gguf --texts texts --json bench/texts.json
 
-`bench/texts.py` writes the texts.
+`bench/texts.py` writes the texts, and the one that calibrates.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +17,19 @@ import kvfast
 from kvfast import llama
 
 TEXTS = ("austen", "python", "german", "chinese")
-FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3", "int3")
+FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3", "int3", "int2")
+CALIBRATED = ("int4", "int3", "int2")
+CALIBRATION_TOKENS = 3072
 FLOATS = {"num_float_tokens": 4, "num_recent_tokens": 16}  # as int4 has them
 CONTEXTS = (128, 512, 2048, 8192, 32768)
 SHAPE = (2, 64)  # KV heads and head_dim of the caches whose bits are counted
 
 
-def scores(model, tokens):
+def scores(model, tokens, calibration):
     """A row for each cache."""
     shape, room = model.cache_shape, len(tokens)
-    caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in FORMATS]
+    calibrated = [replace(kvfast.PRESETS[name], calibration=calibration) for name in CALIBRATED]
+    caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in (*FORMATS, *calibrated)]
     simulated = [SimulatedCache(shape, room, ("q4_0", "q4_0"), **floats) for floats in ({}, FLOATS)]
     found = llama.evaluate(model, tokens, [*caches, *simulated])
     rows = [row_of(one) for one in found]
@@ -54,6 +58,10 @@ def bits(dtype, context):
     return [round(8 * nbytes / (2 * context * cache.entry_size), 2) for nbytes in (cache.nbytes_used, cache.nbytes)]
 
 
+def save(report, path):
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -66,14 +74,20 @@ def main():
     report |= {"model": Path(args.model).stem, "tokens": args.tokens}
     if args.only in (None, "bits"):
         report["bits"] = {dtype: {context: bits(dtype, context) for context in CONTEXTS} for dtype in FORMATS}
-    for name in TEXTS if args.only is None else [args.only] * (args.only != "bits"):
-        model, tokenizer = llama.load(args.model)
-        tokens = tokenizer.encode((args.texts / f"{name}.txt").read_text("utf-8"))[: args.tokens]
-        rows, nll = scores(model, tokens)
+        save(report, args.json)
+    if args.only == "bits":
+        return
+    model, tokenizer = llama.load(args.model)
+
+    def tokens_of(name, count):
+        return tokenizer.encode((args.texts / f"{name}.txt").read_text("utf-8"))[:count]
+
+    calibration = llama.calibrate(model, tokens_of("calibration", CALIBRATION_TOKENS))
+    for name in [args.only] if args.only else TEXTS:
+        rows, nll = scores(model, tokens_of(name, args.tokens), calibration)
         report.setdefault("texts", {})[name] = {"nll_float32": round(nll, 4), "results": rows}
         print(name, *rows, sep="\n", flush=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, args.json)
 
 
 if __name__ == "__main__":

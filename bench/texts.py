@@ -5,7 +5,7 @@
     python bench/texts.py packages texts
 
 Writes austen.txt (Emma), python.txt (asyncio/base_events.py), german.txt and chinese.txt (the installation guide from its first
-section on).
+section on); and calibration.txt (Pride and Prejudice), which caches are calibrated on.
 """
 
 import asyncio.base_events
@@ -15,7 +15,7 @@ import sys
 import zlib
 from pathlib import Path
 
-NOVEL = b"EMMA"
+NOVELS = {"austen": b"EMMA", "calibration": b"PRIDE AND PREJUDICE"}
 GUIDES = {"german": ("de", "\n1.1. Was ist Debian?"), "chinese": ("zh_CN", "\n1.1. 什么是 Debian？")}
 
 
@@ -36,7 +36,8 @@ def main(packages, folder):
     packages, folder = Path(packages), Path(folder)
     folder.mkdir(exist_ok=True)
     data = (packages / "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb").read_bytes()
-    (folder / "austen.txt").write_bytes(next(text for text in novels(data) if text.startswith(NOVEL)))
+    for name, title in NOVELS.items():
+        (folder / f"{name}.txt").write_bytes(next(text for text in novels(data) if text.startswith(title)))
     (folder / "python.txt").write_bytes(Path(asyncio.base_events.__file__).read_bytes())
     for name, (language, start) in GUIDES.items():
         path = packages / f"usr/share/doc/installation-guide-amd64/{language}/install.{language}.txt.gz"

@@ -100,7 +100,8 @@ def texts():
     texts = load("texts")["texts"]
     rows = []
     for same in zip(*(one["results"] for one in texts.values())):
-        name = f"`{same[0]['dtype']}`"
+        form, _, calibrated = same[0]["dtype"].partition(" ")
+        name = f"`{form}`" + f", {calibrated}" * bool(calibrated)
         if same[0]["runtime"] == "simulated":
             name = f"{same[0]['dtype']}, simulated" + (", with the floats of `int4`" if same[0]["floats"] else "")
         rows.append([name, *(f"{_kl(one['kl'])} ({_percent(one['top1'])})" for one in same)])
@@ -282,9 +283,19 @@ def prefill_avx512():
     return prefill("decode_avx512")
 
 
+def speed_zen4():
+    """`speed` on an EPYC Zen 4."""
+    return speed("decode_zen4")
+
+
+def prefill_zen4():
+    """`prefill` on an EPYC Zen 4."""
+    return prefill("decode_zen4")
+
+
 TABLES = {function.__name__: function for function in (
-    memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, speed_avx512, prefill, prefill_avx512,
-    precision, hard, peers, architectures)}  # fmt: skip
+    memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, speed_avx512, speed_zen4, prefill,
+    prefill_avx512, prefill_zen4, precision, hard, peers, architectures)}  # fmt: skip
 
 
 def main():

@@ -41,7 +41,8 @@ _SIGNATURES = {
 
 
 class Library:
-    """The functions of a ggml, as attributes without their prefix, from one or more of its files; and its CPU. The forks number GGML_PREC_F32, `full_precision`, differently."""
+    """The functions of a ggml, as attributes without their prefix, from one or more of its files; and its CPU. The forks have different
+    numbers for GGML_PREC_F32, `full_precision`."""
 
     def __init__(self, *files, full_precision):
         self.files, self.full_precision = files, full_precision

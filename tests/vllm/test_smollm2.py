@@ -17,8 +17,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 TOKENS = 12
 # Of log-probabilities: what the precision contract leaves through the layers, in float32; and where rounding to a code may turn out
-# otherwise. In 4 bits one such code moves those of later layers, so two runtimes differ as much as the format's rounding does.
-EXACT, ROUNDED = 2e-3, 0.1
+# otherwise. One such code moves those of later layers, so two runtimes differ as much as the format's rounding does: the root mean
+# square over all tokens says whether they compute the same, and single tokens may be further off.
+EXACT, ROUNDED, ROUNDED_RMS = 2e-3, 0.1, 0.02
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,8 @@ def texts(llm, prompts):
 
 def check_texts(model, prompts, form, found, error):
     """Texts are what kvfast's own runtime chooses on a cache of this format, given the tokens before; but for ties, of which most
-    texts have none. Their log-probabilities are as near as `error`."""
-    wholes = 0
+    texts have none. Their log-probabilities are as near as `error`, where codes are rounded all but 1 in 100."""
+    wholes, differences = 0, []
     for ids, (tokens, logprobs) in zip(prompts, found, strict=True):
         cache = kvfast.KVCache(*model.cache_shape, dtype=form)
         text = tokens[:-1]
@@ -51,9 +52,14 @@ def check_texts(model, prompts, form, found, error):
         logits = model.logits(hidden[-TOKENS:]).astype(np.float64)
         chosen, best = logits[range(TOKENS), tokens], logits.max(1)
         assert (best - chosen < 2 * error).all(), ids
-        np.testing.assert_allclose(logprobs, chosen - best - np.log(np.exp(logits - best[:, None]).sum(1)), atol=error)
+        differences.append(logprobs - (chosen - best - np.log(np.exp(logits - best[:, None]).sum(1))))
         wholes += (best == chosen).all()
     assert wholes >= 0.7 * len(prompts)
+    if error == EXACT:
+        np.testing.assert_allclose(differences, 0, atol=error)
+    else:
+        assert np.mean(np.abs(differences) < error) >= 0.99
+        assert np.sqrt(np.mean(np.square(differences))) < ROUNDED_RMS
 
 
 @pytest.fixture(scope="module")

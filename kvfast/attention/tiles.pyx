@@ -6,7 +6,7 @@ The task finds the blocks of its sequence, and prefetches the next tile while it
 from libc.stdint cimport int32_t
 
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of, v_block_at,
-                                  v_offset_of)
+                                  v_offset_of, values_of)
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_PACKED_CODES,
                                   KV_TILED_CODES, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_scratch,
@@ -34,8 +34,9 @@ cdef enum:
     # int8 0.95 / 1.01, behind 4,096 0.95 / 0.96, 0.92 / 0.94, 0.94 / 0.91, prompts 0.95 to 0.98. 128 take 0.82 to 0.85 of 64, and on a
     # Xeon without AMX 0.95 to 1.00 (int8 and k8v4; 1.03 with a head_dim of 256).
     CODE_TILE_BYTES = 32768
-    # Most tokens of a tile where a side is expanded before it is read: nobody has measured more.
-    EXPANDED_TILE = 128
+    # Most tokens of a tile where a side is expanded before it is read, as nobody has measured more; and where values are not rotated:
+    # the weights of a tile are rounded beside the largest of them, and it is these values that may show it.
+    SHORT_TILE = 128
     # Tokens of a tile where one side has 8 bits, on a matrix unit and on processors other than x86.
     INTEGER_TILE = 64
     # Tokens from which the matrix unit reads codes faster than vectors do. Measured on a Xeon: with 512 tokens INT8 takes 1.02 of the
@@ -56,7 +57,7 @@ cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogi
 cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexcept nogil:
     """`most_bytes` of float rows."""
     if side.family == KV_PACKED_CODES and side.dtype != KV_INT3:
-        return min(tile, EXPANDED_TILE)
+        return min(tile, SHORT_TILE)
     if side.family != KV_FLOAT_ROWS:
         most_bytes = CODE_TILE_BYTES
     while tile > KV_LANES and tile * side.padded_dim * kv_dtypes[side.dtype].bits // 8 > most_bytes:
@@ -68,7 +69,8 @@ cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_
     """Tokens of a tile; `few_rows` of the float rows beside codes. It does not depend on the block size, so that every cache gives
     the same bits."""
     cdef bint wide = KV_X86 and kernels.open_matrix == NULL
-    cdef int tile = KV_TILE if wide else KV_MATRIX_TILE
+    cdef bint shows = values_of(store).family != KV_FLOAT_ROWS and not values_of(store).rotated
+    cdef int tile = SHORT_TILE if shows else KV_TILE if wide else KV_MATRIX_TILE
     cdef Py_ssize_t most_bytes = FLOAT_TILE_BYTES if KV_X86 and not few_rows else FEW_ROWS_BYTES
     if not wide and (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (
             kv_dtypes[store.k.dtype].bits >= 8 or kv_dtypes[store.v.dtype].bits >= 8):

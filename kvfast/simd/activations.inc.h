@@ -57,11 +57,12 @@ static inline float KV(error_of_unit)(const kv_side *side, int dtype)
 }
 
 /* The square of a tile's unit of weights times the size of its codes, for each token that the row sees: how many more are read depends
-   on other rows. In double, for float32 would lose those of small values. */
+   on other rows. At least so many tokens count, as codes that are all as large as can be have 1.7 times the size. In double, for
+   float32 would lose those of small values. */
 static inline double KV(noise_of)(float unit, float code_size, int seen)
 {
     const double noise = (double)unit * code_size;
-    return noise * noise * seen;
+    return noise * noise * (seen > KV_MATRIX_TILE ? seen : KV_MATRIX_TILE);
 }
 
 /* Sum of the squares of n floats times `factor`; 16 floats are `stride` floats from the next 16. */

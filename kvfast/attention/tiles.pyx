@@ -69,8 +69,8 @@ cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_
     """Tokens of a tile; `few_rows` of the float rows beside codes. It does not depend on the block size, so that every cache gives
     the same bits."""
     cdef bint wide = KV_X86 and kernels.open_matrix == NULL
-    cdef bint shows = values_of(store).family != KV_FLOAT_ROWS and not values_of(store).rotated
-    cdef int tile = SHORT_TILE if shows else KV_TILE if wide else KV_MATRIX_TILE
+    cdef bint unrotated = values_of(store).family != KV_FLOAT_ROWS and not values_of(store).rotated
+    cdef int tile = SHORT_TILE if unrotated else KV_TILE if wide else KV_MATRIX_TILE
     cdef Py_ssize_t most_bytes = FLOAT_TILE_BYTES if KV_X86 and not few_rows else FEW_ROWS_BYTES
     if not wide and (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (
             kv_dtypes[store.k.dtype].bits >= 8 or kv_dtypes[store.v.dtype].bits >= 8):

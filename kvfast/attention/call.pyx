@@ -10,12 +10,14 @@ import math
 import numpy as np
 
 from libc.math cimport INFINITY
+from libc.stdint cimport uint16_t
 from libc.string cimport memset
 
 from kvfast.attention.options cimport Options
 from kvfast.attention.tasks cimport measure, run
-from kvfast.attention.tiles cimport bytes_of, choose_tile, kv_item, kv_query, kv_traffic
-from kvfast.attention.workspace cimport ITEMS, PARTIALS, QUERIES, ROPE, WIDE, Workspace
+from kvfast.attention.tile_size cimport bytes_of, choose_tile
+from kvfast.attention.tiles cimport kv_item, kv_query, kv_traffic
+from kvfast.attention.workspace cimport DECODED, ITEMS, PARTIALS, QUERIES, ROPE, WIDE, Workspace
 from kvfast.codec.blocks cimport kv_context, kv_store, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name, parse_dtype
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, open_output, open_rows
@@ -267,9 +269,9 @@ cdef class AttendCall:
         cdef const kv_store *store = self.call.store
         cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
         item.block_rows, item.row_blocks = KV_ROWS, panels
-        # The matrix unit multiplies 16-bit numbers, which lose bits of float32.
+        # The matrix unit multiplies 16-bit numbers, which lose bits of float32; and it reads rows where they lie.
         if (self.call.kernels.attend_panels[0] == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
-                or panels == 1):
+                or store.decode != NULL or panels == 1):
             return
         # A single token of latent rows has enough query heads, and every single token then goes this way.
         if not (store.latent and self.call.group > KV_ROWS) and (
@@ -319,8 +321,12 @@ cdef class AttendCall:
             self.call.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
         if self.call.rope_q.data != NULL:
             self.call.rope = <kv_rope_scratch *>self.workspace.reserve(ROPE, threads * sizeof(kv_rope_scratch))
+        if self.call.store.decode != NULL:
+            self.call.decoded_size = self.call.tile * max(self.call.store.k.padded_dim, self.call.store.v.padded_dim)
+            self.call.decoded = <uint16_t *>self.workspace.reserve(DECODED, threads * self.call.decoded_size * sizeof(uint16_t))
         return ((parts == 0 or self.call.partials != NULL) and (not self.wide or self.call.wide != NULL)
-                and (self.call.rope_q.data == NULL or self.call.rope != NULL))
+                and (self.call.rope_q.data == NULL or self.call.rope != NULL)
+                and (self.call.store.decode == NULL or self.call.decoded != NULL))
 
     cdef object run(self):  # no-cython-lint: an imported function has the same name
         cdef kv_team team

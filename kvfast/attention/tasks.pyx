@@ -124,6 +124,7 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
     task.rows = <int>min(<Py_ssize_t>item.block_rows, item.num_queries * call.group - row0)
     task.wide = call.wide + thread if item.block_rows > KV_ROWS and call.wide != NULL else NULL
     task.rope = call.rope + thread if call.rope != NULL else NULL
+    task.decoded = call.decoded + thread * call.decoded_size if call.decoded != NULL else NULL
     _open_item(&task, item, row0, split, &seen)
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL

@@ -1,5 +1,5 @@
 """The structs of a call of attention, and how one of its tasks reads keys and values."""
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, uint16_t
 
 from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.core.arrays cimport kv_rows
@@ -70,6 +70,8 @@ ctypedef struct kv_call:
     float *partials            # (tokens, num_q_heads, parts, padded_dim of values + 2)
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
+    uint16_t *decoded          # (threads, decoded_size) a tile of each thread, or NULL where rows are read where they lie
+    Py_ssize_t decoded_size    # elements of a tile
     int wide_kind              # KV_INTEGERS or KV_HALVES: what a matrix unit multiplies
     int *bad                   # set when a row of the output is not finite
     kv_traffic *traffic        # where `measure` counts, else NULL
@@ -93,6 +95,7 @@ ctypedef struct kv_task:
     kv_scratch scratch
     kv_wide_scratch *wide      # or NULL
     kv_rope_scratch *rope      # or NULL
+    uint16_t *decoded          # or NULL
     float slopes[256]
     float query_at[256]        # position of each row's query
     Py_ssize_t tokens[256]     # query of each row
@@ -105,9 +108,7 @@ cdef inline int num_panels(const kv_task *task) noexcept nogil:
 
 
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil
-cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_rows) noexcept nogil
 cdef int step_of(const kv_task *task) noexcept nogil
-cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil
 cdef void touch_first_floats(const kv_task *task) noexcept nogil
 cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil

@@ -4,13 +4,15 @@
 The task finds the blocks of its sequence, and prefetches the next tile while it reads one.
 """
 from libc.stdint cimport int32_t
+from libc.string cimport memset
 
+from kvfast.attention.tile_size cimport token_bytes
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of, v_block_at,
-                                  v_offset_of, values_of)
+                                  v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_PACKED_CODES,
-                                  KV_TILED_CODES, kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_scratch,
-                                  kv_side, kv_softmax, kv_tile, reading_of)
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES,
+                                  kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_scratch, kv_side, kv_softmax,
+                                  kv_tile, reading_of)
 from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_TILE
 
 cdef extern from *:
@@ -19,63 +21,10 @@ cdef extern from *:
     """
     void kv_touch(const void *address) noexcept nogil
 
-cdef extern from "simd/platform.h" nogil:
-    enum: KV_X86
-
 cdef enum:
-    # Most bytes of float rows in a tile. Larger tiles have fewer softmax corrections and fewer turns between keys and values. Ratio of
-    # times to 4 KiB on a Xeon without AMX (November 2026), one token, 32/8/128, from memory with 1 / 2 threads behind 16,384 others:
-    # float16 0.98 / 0.90 to 0.96, float32 0.98 / 0.95; from the cache behind 1,024: float16 0.87, float32 1.02.
-    FLOAT_TILE_BYTES = 32768
-    # The same of float rows beside codes, which are few, and of processors other than x86, where nobody measured more.
-    FEW_ROWS_BYTES = 4096
-    # The same of codes. Between the passes of a tile nothing is fetched, and rows wait for their maxima. On an EPYC Zen 4 (November
-    # 2026, 32/8/128, 1 / 2 threads) 256 tokens take of the time of 128: one token behind 32,768 int4 0.96 / 0.94, k8v4 0.95 / 0.94,
-    # int8 0.95 / 1.01, behind 4,096 0.95 / 0.96, 0.92 / 0.94, 0.94 / 0.91, prompts 0.95 to 0.98. 128 take 0.82 to 0.85 of 64, and on a
-    # Xeon without AMX 0.95 to 1.00 (int8 and k8v4; 1.03 with a head_dim of 256).
-    CODE_TILE_BYTES = 32768
-    # Most tokens of a tile where a side is expanded before it is read, as nobody has measured more; and where values are not rotated:
-    # the weights of a tile are rounded beside the largest of them, and it is these values that may show it.
-    SHORT_TILE = 128
-    # Tokens of a tile where one side has 8 bits, on a matrix unit and on processors other than x86.
-    INTEGER_TILE = 64
     # Tokens from which the matrix unit reads codes faster than vectors do. Measured on a Xeon: with 512 tokens INT8 takes 1.02 of the
     # time from memory, and nothing is gained with two threads.
     MATRIX_TOKENS = 1024
-
-
-cdef inline Py_ssize_t _token_bytes(const kv_side *side) noexcept nogil:
-    """Bytes of one token, without scales."""
-    return side.row_stride if side.family == KV_FLOAT_ROWS else side.scales // side.block_size
-
-
-cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogil:
-    """Bytes that attention reads of `tokens` tokens, in all heads."""
-    return store.num_kv_heads * tokens * (_token_bytes(&store.k) + _token_bytes(&store.v))
-
-
-cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexcept nogil:
-    """`most_bytes` of float rows."""
-    if side.family == KV_PACKED_CODES and side.dtype != KV_INT3:
-        return min(tile, SHORT_TILE)
-    if side.family != KV_FLOAT_ROWS:
-        most_bytes = CODE_TILE_BYTES
-    while tile > KV_LANES and tile * side.padded_dim * kv_dtypes[side.dtype].bits // 8 > most_bytes:
-        tile //= 2
-    return tile
-
-
-cdef int choose_tile(const kv_store *store, const kv_kernels *kernels, bint few_rows) noexcept nogil:
-    """Tokens of a tile; `few_rows` of the float rows beside codes. It does not depend on the block size, so that every cache gives
-    the same bits."""
-    cdef bint wide = KV_X86 and kernels.open_matrix == NULL
-    cdef bint unrotated = values_of(store).family != KV_FLOAT_ROWS and not values_of(store).rotated
-    cdef int tile = SHORT_TILE if unrotated else KV_TILE if wide else KV_MATRIX_TILE
-    cdef Py_ssize_t most_bytes = FLOAT_TILE_BYTES if KV_X86 and not few_rows else FEW_ROWS_BYTES
-    if not wide and (store.k.family != KV_FLOAT_ROWS or store.v.family != KV_FLOAT_ROWS) and (
-            kv_dtypes[store.k.dtype].bits >= 8 or kv_dtypes[store.v.dtype].bits >= 8):
-        tile = INTEGER_TILE
-    return _limit_tile(_limit_tile(tile, &store.k, most_bytes), &store.v, most_bytes)
 
 
 cdef int step_of(const kv_task *task) noexcept nogil:
@@ -121,7 +70,7 @@ cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t 
 cdef inline void _aim(kv_prefetch *prefetch, const kv_side *side, kv_tile *tile, int tokens,
                       Py_ssize_t count) noexcept nogil:
     """Prefetch a tile: `count` float rows, or the codes of all its `tokens`."""
-    cdef Py_ssize_t token = _token_bytes(side), block_tokens = min(tokens, side.block_size)
+    cdef Py_ssize_t token = token_bytes(side), block_tokens = min(tokens, side.block_size)
     prefetch.base, prefetch.at = tile.base, tile.at
     prefetch.offset, prefetch.piece = token * tile.first, token * block_tokens
     prefetch.bytes = token * (count if side.family == KV_FLOAT_ROWS and count < tokens else tokens)
@@ -206,7 +155,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef int first[16]
     cdef int last[16]
     cdef Py_ssize_t t = range_.begin, end = range_.end, next_t, next_count
-    cdef Py_ssize_t k_bytes = _token_bytes(k) * tile, v_bytes = _token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
+    cdef Py_ssize_t k_bytes = token_bytes(k) * tile, v_bytes = token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     cdef bint matrix = end - t >= MATRIX_TOKENS and kernels.open_matrix != NULL and (
@@ -239,6 +188,11 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         for r in range(task.rows):
             first[r] = <int>max(<Py_ssize_t>0, min(starts[r] - t, <Py_ssize_t>count))
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
+        if store.decode != NULL:
+            _attend_decoded(task, store, t, count, first, last)
+            now = 1 - now
+            t = next_t
+            continue
         if store.latent:
             _aim(&ahead.next, k, next_keys, tile, next_count)
             ahead.after, ahead.lead = ahead.next, 0
@@ -287,6 +241,32 @@ cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *la
     kernels.accumulate_latent(k, state, task.rows, latents, ahead, scratch.acc)
 
 
+cdef void _attend_decoded(kv_task *task, const kv_store *store, Py_ssize_t t, int count, const int *first,
+                          const int *last) noexcept nogil:
+    """Read one tile that has no rows yet: its keys are decoded to float16 into the processor's cache, and then its values."""
+    cdef const kv_kernels *kernels = task.call.kernels
+    cdef kv_scratch *scratch = &task.scratch
+    cdef kv_softmax *state = &scratch.softmax
+    cdef kv_tile tile
+    cdef kv_ahead ahead
+    tile.base, tile.at[0], tile.first, tile.count = <const char *>task.decoded, 0, 0, count
+    ahead.lead = 0
+    _decode(task, &store.k, store.k_codes, t, count, &ahead)
+    kernels.scores[store.k.dtype](&store.k, &scratch.queries, task.rows, &tile, &ahead, state.weights)
+    kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
+    _decode(task, &store.v, store.v_codes, t, count, &ahead)
+    kernels.accumulate[store.v.dtype](&store.v, state, task.rows, &tile, &ahead, scratch.acc)
+
+
+cdef inline void _decode(const kv_task *task, const kv_side *side, const void *codes, Py_ssize_t t, int count,
+                         kv_ahead *ahead) noexcept nogil:
+    """Decode a tile of a side. What its rows are padded with is 0, as are the rows of a whole tile after the last token."""
+    if side.padded_dim > side.head_dim or count < task.call.tile:
+        memset(task.decoded, 0, task.call.tile * side.row_stride)
+    task.call.store.decode(task.call.kernels, codes, side, task.head, t, count, task.decoded, &ahead.next)
+    ahead.after = ahead.next
+
+
 cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
     """Count the bytes that reading a range takes: whole lane tiles of codes, and the statistics of their blocks."""
     cdef kv_traffic *traffic = task.call.traffic
@@ -300,7 +280,7 @@ cdef void _count(const kv_task *task, const kv_range *range_) noexcept nogil:
             traffic.floats += tokens * side.row_stride
         else:
             tokens = (tokens + KV_LANES - 1) // KV_LANES * KV_LANES
-            traffic.codes += tokens * _token_bytes(side)
+            traffic.codes += tokens * token_bytes(side)
             traffic.scales += tokens * side.scale_bytes
             if side.means:
                 blocks = (range_.end - 1) // side.block_size - range_.begin // side.block_size + 1
@@ -312,10 +292,10 @@ cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noe
     """Prefetch the keys of `tokens` tokens from a position on, as far as its block goes."""
     cdef const kv_store *store = task.call.store
     cdef kv_tile k, v
-    cdef Py_ssize_t token_bytes = _token_bytes(&store.k), i
+    cdef Py_ssize_t size = token_bytes(&store.k), i
     _locate(task, store, position, task.call.tile, &k, &v)
-    for i in range(0, min(tokens, store.k.block_size - k.first) * token_bytes, 64):
-        kv_touch(store.base + k.at[0] + k.first * token_bytes + i)
+    for i in range(0, min(tokens, store.k.block_size - k.first) * size, 64):
+        kv_touch(store.base + k.at[0] + k.first * size + i)
 
 
 cdef void touch_first_floats(const kv_task *task) noexcept nogil:
@@ -342,7 +322,7 @@ cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil:
     cdef const kv_side *v = &store.v
     cdef const char *block = v_block_at(store, block_of(&task.item.context, 0), task.head)
     cdef Py_ssize_t lane_tiles = 1 if v.family == KV_FLOAT_ROWS else v.padded_dim // KV_LANES
-    cdef Py_ssize_t stride = _token_bytes(v) * v.block_size // lane_tiles, i, j
+    cdef Py_ssize_t stride = token_bytes(v) * v.block_size // lane_tiles, i, j
     tokens = min((tokens + KV_LANES - 1) // KV_LANES * KV_LANES, <Py_ssize_t>v.block_size)
     touch(task, 0, tokens)
     for i in range(lane_tiles):

@@ -7,6 +7,7 @@ cdef enum:
     PARTIALS
     WIDE
     ROPE
+    DECODED
     MEMBERS                    # of a batch
     NUM_WORKSPACES
 

@@ -1,7 +1,7 @@
 """The block format: where the blocks and float rows of a layer lie. ``simd/kernels.h`` describes the bytes of a block."""
-from libc.stdint cimport int16_t, int32_t, uint8_t
+from libc.stdint cimport int16_t, int32_t, uint8_t, uint16_t
 
-from kvfast.core.kernels cimport kv_kernels, kv_side
+from kvfast.core.kernels cimport kv_kernels, kv_prefetch, kv_side
 from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
 
 
@@ -28,6 +28,11 @@ cdef enum:
     KV_NUM_BASES
 
 
+# Decodes `count` tokens of a KV head from `first` on to float16 rows, as `side` says, and sets `next` to the codes that follow.
+ctypedef void (*kv_decode)(const kv_kernels *kernels, const void *codes, const kv_side *side, Py_ssize_t head, Py_ssize_t first,
+                           int count, uint16_t *rows, kv_prefetch *next) noexcept nogil
+
+
 # The blocks of one layer; block b lies in chunks[chunk_of[b >> KV_CHUNK_SHIFT]].
 #
 # Tokens may also have float rows, float16 if the side is integers. They lie in pieces of KV_PIECE tokens, which are the
@@ -52,6 +57,9 @@ ctypedef struct kv_store:
     const int32_t *float_of    # (num_blocks, block_size / KV_PIECE) piece of each KV_PIECE tokens of a block, or -1
     const int16_t *kept_codes  # (num_blocks,) as in FloatRows, or NULL
     const Py_ssize_t *num_patched  # number of patched blocks, as kept_codes marks them
+    kv_decode decode           # NULL: rows are read where they lie. Else there are no blocks, and attention decodes tile by tile
+    const void *k_codes        # what `decode` reads
+    const void *v_codes
     const float *bases         # (num_kv_heads, KV_NUM_BASES, head_dim, padded_dim) matrices of a calibration, for the keys; or NULL
 
 

@@ -49,13 +49,15 @@ class ProductStore:
     def attend(self, q, visible, scale, num_threads=None):
         """As `CacheStore.attend`, but `visible` may hold any counts."""
         (key_basis, keys), (value_basis, values) = self.sides
-        heads, group = self.num_heads, q.shape[1] // self.num_heads
-        rotated, offsets = key_basis.of_queries(q * np.float32(scale), group)
-        rows = np.ascontiguousarray(rotated.transpose(1, 0, 2, 3)).reshape(heads, len(q) * group, -1)
-        out, lse = attend_codes(rows, keys, values, np.repeat(visible, group), num_threads)
-        out = out.reshape(heads, len(q), group, -1).swapaxes(0, 1)
-        lse = lse.reshape(heads, len(q), group).swapaxes(0, 1)
-        return value_basis.of_outputs(out, group), (lse + offsets).reshape(len(q), -1)
+        group = q.shape[1] // self.num_heads
+        out, lse = np.zeros(q.shape, np.float32), np.full(q.shape[:2], -np.inf, np.float32)
+        first = int(np.searchsorted(visible, 1))  # the first query that sees a token
+        if first < len(q):
+            rotated, offsets = key_basis.of_queries(q[first:], group)
+            inner, inner_lse = attend_codes(rotated.reshape(q[first:].shape), visible[first:], keys, values, scale, num_threads)
+            out[first:] = value_basis.of_outputs(inner, group)
+            lse[first:] = inner_lse + np.float32(scale) * offsets.reshape(inner_lse.shape)
+        return out, lse
 
     def decode(self):
         return tuple(basis.vectors(codes_of_side.decode()) for basis, codes_of_side in self.sides)

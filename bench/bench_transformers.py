@@ -66,7 +66,7 @@ def nbytes(cache):
 
 def generate(model, name, ids, cache, n):
     model.set_attn_implementation("kvfast" if name.startswith("kvfast") else "sdpa")
-    return model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, max_new_tokens=n,
+    return model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, do_sample=False, max_new_tokens=n,
                           min_new_tokens=n, pad_token_id=0)[:, ids.shape[1]:].tolist()
 
 
@@ -112,7 +112,7 @@ def decoding(models, tokenizer, given, console, progress):
         model.set_attn_implementation("sdpa")
         prompt = DynamicCache(config=model.config)
         with torch.no_grad():
-            model(ids[:, :-1], past_key_values=prompt, logits_to_keep=1)
+            model(ids[:, :-1], cache=prompt, logits_to_keep=1)
         for of, name in contenders(given):
             if of != dtype:
                 continue

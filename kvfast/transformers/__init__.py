@@ -6,7 +6,7 @@
 >>> from transformers import AutoModelForCausalLM
 >>> model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="kvfast")     # doctest: +SKIP
 >>> cache = kvfast.transformers.KVFastCache(model.config, dtype="int8")                  # doctest: +SKIP
->>> model.generate(**inputs, past_key_values=cache)                                      # doctest: +SKIP
+>>> model.generate(**inputs, cache=cache)                                      # doctest: +SKIP
 
 Importing it registers the attention function and its masks under the name ``"kvfast"``. Needs the extra packages of
 ``pip install "kvfast[transformers]"``; nothing else in kvfast imports it.

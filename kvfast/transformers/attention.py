@@ -124,7 +124,7 @@ def _without_cache(module, query, key, value, mask, scaling, dropout, softcap, s
     for name, given in (("softcap", softcap), ("attention sinks", s_aux)):
         if given is not None:
             raise ValueError(f"without a KVFastCache, attn_implementation=\"{NAME}\" is PyTorch's attention, which has no {name}: "
-                             f"pass past_key_values=KVFastCache(model.config), or use attn_implementation=\"eager\"")
+                             f"pass cache=KVFastCache(model.config), or use attn_implementation=\"eager\"")
     if isinstance(mask, LazyMask):
         mask = mask.matrix()
     return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others)

@@ -19,7 +19,7 @@ __all__ = ["KVFastCache"]
 
 
 class KVFastCache(Cache):
-    """Keys and values of a batch in kvfast's storage, for ``model.generate(past_key_values=...)``.
+    """Keys and values of a batch in kvfast's storage, for ``model.generate(cache=...)``.
 
     With ``attn_implementation="kvfast"``, prompts and single tokens attend straight on the stored bytes. Under any other
     implementation the cache also works: it decodes all of itself at every step, which takes time and memory.
@@ -61,7 +61,7 @@ class KVFastCache(Cache):
     --------
     >>> import kvfast.transformers, torch                                                    # doctest: +SKIP
     >>> cache = kvfast.transformers.KVFastCache(model.config, dtype="int8")                  # doctest: +SKIP
-    >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=20)          # doctest: +SKIP
+    >>> tokens = model.generate(**inputs, cache=cache, max_new_tokens=20)          # doctest: +SKIP
     >>> cache                                                                                # doctest: +SKIP
     KVFastCache(int8, 30 layers, batch of 1, 25 tokens, 1.5 MiB)
     """

@@ -3,7 +3,7 @@
 import importlib.metadata
 
 # The first version whose caches pass sizes to masks as this adapter does, and the first that may do otherwise.
-FIRST, BEYOND = (5, 23), (6, 0)
+FIRST, BEYOND = (5, 24), (6, 0)
 
 
 def check_versions():

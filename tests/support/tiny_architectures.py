@@ -126,7 +126,7 @@ def _text(error):
 def _generate(model, implementation, cache, ids, mask, **options):
     model.set_attn_implementation(implementation)
     with torch.no_grad():
-        found = model.generate(ids, attention_mask=mask, past_key_values=cache, use_cache=True, max_new_tokens=NEW_TOKENS, do_sample=False,
+        found = model.generate(ids, attention_mask=mask, cache=cache, use_cache=True, max_new_tokens=NEW_TOKENS, do_sample=False,
                                return_dict_in_generate=True, output_logits=True, **options)
     return found.sequences[:, ids.shape[1]:], torch.stack(found.logits)
 

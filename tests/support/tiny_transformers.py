@@ -75,10 +75,10 @@ def stock(model, ids, mask, **options):
 def ours(model, ids, mask, cache=None, **options):
     model.set_attn_implementation("kvfast")
     cache = KVFastCache(model.config, "float32") if cache is None else cache
-    return model.generate(ids, attention_mask=mask, past_key_values=cache, **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options)
+    return model.generate(ids, attention_mask=mask, cache=cache, **{"max_new_tokens": NEW_TOKENS, "do_sample": False} | options)
 
 
 def logits(model, ids, implementation, cache, mask=None):
     model.set_attn_implementation(implementation)
     with torch.no_grad():
-        return model(ids, attention_mask=mask, past_key_values=cache).logits
+        return model(ids, attention_mask=mask, cache=cache).logits

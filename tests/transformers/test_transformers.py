@@ -139,11 +139,11 @@ def test_other_implementations_decode_the_cache(llama, models):
     for implementation in ("sdpa", "eager"):
         llama.set_attn_implementation(implementation)
         cache = KVFastCache(llama.config, "float32")
-        assert llama.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False).tolist() == expected
+        assert llama.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=NEW_TOKENS, do_sample=False).tolist() == expected
     mistral = models("mistral")
     mistral.set_attn_implementation("sdpa")
     cache = KVFastCache(mistral.config, "float32")
-    found = mistral.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False)
+    found = mistral.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=NEW_TOKENS, do_sample=False)
     assert found.tolist() == stock(mistral, ids, mask).tolist()
 
 

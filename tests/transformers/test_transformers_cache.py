@@ -194,7 +194,7 @@ def test_a_row_gets_the_bits_that_it_gets_alone(llama):
 def test_gradients_are_refused(llama):
     llama.set_attn_implementation("kvfast")
     with pytest.raises(RuntimeError, match="no gradients"):
-        llama(prompt(1, 4)[0], past_key_values=KVFastCache(llama.config))
+        llama(prompt(1, 4)[0], cache=KVFastCache(llama.config))
 
 
 def test_other_masks_are_refused(llama):
@@ -287,14 +287,14 @@ def test_models_that_are_not_known_are_refused(llama):
         KVFastCache(llama.config, "int9")
 
 
-@pytest.mark.parametrize("version", ["5.23.0", "5.23.1.dev0", "5.40.2", "5.99.0rc1"])
+@pytest.mark.parametrize("version", ["5.24.0", "5.24.1.dev0", "5.40.2", "5.99.0rc1"])
 def test_versions_that_are_known(version):
     check_transformers(version)
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.22.2", "6.0.0", "6.1.0.dev0"])
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.23.0", "6.0.0", "6.1.0.dev0"])
 def test_other_versions_are_refused(version):
-    with pytest.raises(ImportError, match=rf'{version} is installed: pip install "transformers>=5.23,<6"'):
+    with pytest.raises(ImportError, match=rf'{version} is installed: pip install "transformers>=5.24,<6"'):
         check_transformers(version)
 
 

@@ -198,7 +198,7 @@ def test_models_that_change_keys_are_refused_at_once(name):
     cache.reset()
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        found = model(ids, past_key_values=cache).logits
+        found = model(ids, cache=cache).logits
     assert error(found, logits(model, ids, "eager", None)) < 1e-4
 
 

@@ -18,7 +18,7 @@ def cache_of(model, store, dtype="float32", **options):
 
 def compute(model, ids, cache):
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from contenders import DECODE, PEERS, PREFILL, QUANTISE, Work, tolerance
+from contenders import BATCH, DECODE, PEERS, PREFILL, QUANTISE, Work, tolerance
 from contenders.process import Process
 from contenders.table import tables
 
@@ -74,6 +74,9 @@ def works(model, given):
     if DECODE in given.works:
         for context in given.contexts:
             yield Work(DECODE, *shape, context, 1, given.total)
+    if BATCH in given.works:
+        for context in given.batch_contexts:
+            yield Work(BATCH, *shape, context, given.sequences, given.total)
     if PREFILL in given.works:
         for context in given.prefill_contexts:
             for queries in given.queries:
@@ -233,8 +236,10 @@ def main(arguments=None):
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", type=words, default=["Llama-3-8B", "SmolLM2-135M"], help=", ".join(SHAPES))
-    parser.add_argument("--works", type=words, default=[DECODE, PREFILL, QUANTISE], help="decode, prefill, quantise")
+    parser.add_argument("--works", type=words, default=[DECODE, BATCH, PREFILL, QUANTISE], help="decode, batch, prefill, quantise")
     parser.add_argument("--contexts", type=numbers, default=[4096, 32768], help="of decoding")
+    parser.add_argument("--batch-contexts", type=numbers, default=[2048], help="of each sequence of a batch")
+    parser.add_argument("--sequences", type=int, default=16, help="of a batch")
     parser.add_argument("--prefill-contexts", type=numbers, default=[4096, 16384])
     parser.add_argument("--queries", type=numbers, default=[512, 2048], help="of a prompt")
     parser.add_argument("--threads", type=numbers, default=[1, 2])
@@ -246,7 +251,7 @@ def main(arguments=None):
     parser.add_argument("--add", action="store_true", help="keep what else is in that file")
     parser.add_argument("--table", metavar="FILE", help="print the Markdown of such a file; nothing is measured")
     given = parser.parse_args(arguments)
-    unknown = [*set(given.shapes) - set(SHAPES), *set(given.works) - {DECODE, PREFILL, QUANTISE}]
+    unknown = [*set(given.shapes) - set(SHAPES), *set(given.works) - {DECODE, BATCH, PREFILL, QUANTISE}]
     if unknown:
         parser.error(f"unknown: {', '.join(unknown)}")
     given.total = -(-int(given.total * 1e6) >> 20) << 20

@@ -15,28 +15,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DECODE, PREFILL, QUANTISE = "decode", "prefill", "quantise"
+DECODE, BATCH, PREFILL, QUANTISE = "decode", "batch", "prefill", "quantise"
 _ROWS = ["append int8", "append int4", "append int8-plain", "append int4-plain", "quantize int8", "quantize int4"]
 
 # name: (module, what it stores for each kind of work); the module is imported in the contender's process only.
 PEERS = {
     "kvfast": ("contenders.own", {
         DECODE: ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8-plain", "int4-plain"],
+        BATCH: ["float16", "bfloat16", "int8", "k8v4", "int4"],
         PREFILL: ["float16", "int8", "int4"],
         QUANTISE: _ROWS,
     }),
-    "PyTorch SDPA": ("contenders.pytorch", {DECODE: ["float32", "bfloat16"], PREFILL: ["bfloat16"]}),
-    "PyTorch SDPA, grouped": ("contenders.pytorch", {DECODE: ["float32", "bfloat16"]}),
-    "PyTorch matmul": ("contenders.pytorch", {DECODE: ["bfloat16"]}),
-    "OpenVINO": ("contenders.openvino_paged", {DECODE: ["f32", "bf16", "u8", "u4"], PREFILL: ["bf16", "u8", "u4"]}),
-    "ONNX Runtime": ("contenders.onnx_gqa", {DECODE: ["f32", "int8", "int4"], PREFILL: ["int8"]}),
+    "PyTorch SDPA": ("contenders.pytorch", {DECODE: ["float32", "bfloat16"], BATCH: ["bfloat16"], PREFILL: ["bfloat16"]}),
+    "PyTorch SDPA, grouped": ("contenders.pytorch", {DECODE: ["float32", "bfloat16"], BATCH: ["bfloat16"]}),
+    "PyTorch matmul": ("contenders.pytorch", {DECODE: ["bfloat16"], BATCH: ["bfloat16"]}),
+    "OpenVINO": ("contenders.openvino_paged", {
+        DECODE: ["f32", "bf16", "u8", "u4"],
+        BATCH: ["bf16", "u8", "u4"],
+        PREFILL: ["bf16", "u8", "u4"],
+    }),
+    "ONNX Runtime": ("contenders.onnx_gqa", {DECODE: ["f32", "int8", "int4"], BATCH: ["f32", "int8", "int4"], PREFILL: ["int8"]}),
     "llama.cpp": ("contenders.ggml", {
         DECODE: ["f16", "q8_0", "q4_0"],
+        BATCH: ["f16", "q8_0", "q4_0"],
         PREFILL: ["f16", "q8_0", "q4_0"],
         QUANTISE: ["q8_0", "q4_0", "quantize_q8_0", "quantize_q4_0"],
     }),
     "ik_llama.cpp": ("contenders.ik_llama", {
         DECODE: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
+        BATCH: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
         PREFILL: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
     }),
 }  # fmt: skip
@@ -59,7 +66,8 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender of a cell does."""
+    """What every contender of a cell does. In a batch there is a query for each sequence, of so many tokens each: all have the same
+    keys and values, in memory of their own."""
 
     kind: str
     num_q_heads: int
@@ -75,9 +83,18 @@ class Work:
         k, v = rng.standard_normal((2, self.context, self.num_kv_heads, self.head_dim), np.float32)
         return k, v, rng.standard_normal((self.queries, self.num_q_heads, self.head_dim), np.float32)
 
+    @property
+    def sequences(self):
+        return self.queries if self.kind == BATCH else 1
+
+    @property
+    def new_tokens(self):
+        """Queries of each sequence: its last tokens."""
+        return self.queries // self.sequences
+
     def mask(self):
-        """Which keys each query sees: the queries are the last tokens of the context."""
-        return np.arange(self.context) <= self.context - self.queries + np.arange(self.queries)[:, None]
+        """Which keys each query of a sequence sees."""
+        return np.arange(self.context) <= self.context - self.new_tokens + np.arange(self.new_tokens)[:, None]
 
     def layers(self, nbytes):
         """How many layers of so many bytes make `total` when decoding; a prompt's work does not hang on memory."""
@@ -91,7 +108,7 @@ class Work:
         for head in range(self.num_q_heads):
             keys, values = k[:, head // group].astype(np.float64), v[:, head // group]
             for i, query in enumerate(sample):
-                seen = self.context - self.queries + query + 1
+                seen = self.context - self.new_tokens + query % self.new_tokens + 1
                 scores = keys[:seen] @ q[query, head] * self.head_dim**-0.5
                 weights = np.exp(scores - scores.max())
                 expected[i, head] = weights @ values[:seen] / weights.sum()

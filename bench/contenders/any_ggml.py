@@ -120,15 +120,17 @@ class _Attention:
     def __init__(self, ggml, work, storage):
         k, v, q = work.tensors()
         self.ggml, self.work = ggml, work
-        mask_rows = -(-work.queries // _MASK_ROWS) * _MASK_ROWS
-        self.layers = work.layers(2 * ggml.size(storage, *k.shape))
-        per_layer = 2 * ggml.size(storage, *k.shape) + ggml.size("f32", *q.shape) + (1 << 14)
+        mask_rows = -(-work.new_tokens // _MASK_ROWS) * _MASK_ROWS
+        shape = work.sequences, *k.shape
+        q = q.reshape(work.sequences, work.new_tokens, *q.shape[1:])
+        self.layers = work.layers(2 * ggml.size(storage, *shape))
+        per_layer = 2 * ggml.size(storage, *shape) + ggml.size("f32", *q.shape) + (1 << 14)
         memory = _Memory(ggml, self.layers * per_layer + ggml.size("f32", *q.shape) + ggml.size("f16", mask_rows, work.context))
-        cache = [[memory.new(storage, *k.shape) for _ in "kv"] for _ in range(self.layers)]
-        source = _Memory(ggml, 2 * ggml.size("f32", *k.shape) + self.layers * (1 << 14))
-        tensors = [source.new("f32", *x.shape) for x in (k, v)]
+        cache = [[memory.new(storage, *shape) for _ in "kv"] for _ in range(self.layers)]
+        source = _Memory(ggml, 2 * ggml.size("f32", *shape) + self.layers * (1 << 14))
+        tensors = [source.new("f32", *shape) for _ in "kv"]
         for tensor, x in zip(tensors, (k, v)):
-            ggml.array(tensor, x.shape)[:] = x
+            ggml.array(tensor, shape)[:] = x
         copies = [ggml.cpy(source.memory, x, y) for layer in cache for x, y in zip(tensors, layer)]
         ggml.run(source.graph(copies), 1)
         source.free()
@@ -137,7 +139,7 @@ class _Attention:
         mask = memory.new("f16", mask_rows, work.context)
         seen = ggml.array(mask, (mask_rows, work.context), np.float16)
         seen[:] = 0
-        seen[: work.queries] = np.where(work.mask(), 0, -np.inf)
+        seen[: work.new_tokens] = np.where(work.mask(), 0, -np.inf)
         self.outputs = []
         for layer in cache:
             heads = [ggml.permute(memory.memory, x, 0, 2, 1, 3) for x in (queries, *layer)]

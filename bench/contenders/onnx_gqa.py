@@ -20,11 +20,12 @@ def _model(work, layers, storage):
     def value(name, dtype, *shape):
         return helper.make_tensor_value_info(name, dtype, shape)
 
+    rows = work.sequences, work.new_tokens
     width = work.head_dim // 2 if storage == "int4" else work.head_dim
     attributes = {"num_heads": work.num_q_heads, "kv_num_heads": work.num_kv_heads}
-    inputs = [value("q", TensorProto.FLOAT, 1, work.queries, work.num_q_heads * work.head_dim)]
-    inputs += [value(name, TensorProto.FLOAT, 1, work.queries, work.num_kv_heads * work.head_dim) for name in "kv"]
-    inputs += [value(name, TensorProto.INT32, 1) for name in ("last", "length")]
+    inputs = [value("q", TensorProto.FLOAT, *rows, work.num_q_heads * work.head_dim)]
+    inputs += [value(name, TensorProto.FLOAT, *rows, work.num_kv_heads * work.head_dim) for name in "kv"]
+    inputs += [value("last", TensorProto.INT32, work.sequences), value("length", TensorProto.INT32, 1)]
     scales = []
     if storage != "f32":
         scales = ["", "", "", "", "", "k_scale", "v_scale"]
@@ -32,10 +33,10 @@ def _model(work, layers, storage):
         attributes.update(k_quant_type="PER_CHANNEL", v_quant_type="PER_CHANNEL", kv_cache_bit_width=int(storage[3:]))
     nodes, outputs = [], []
     for i in range(layers):
-        shape = 1, work.num_kv_heads, work.context, width
+        shape = work.sequences, work.num_kv_heads, work.context, width
         inputs += [value(f"past_{name}{i}", _TYPES[storage], *shape) for name in "kv"]
         outputs += [value(f"present_{name}{i}", _TYPES[storage], *shape) for name in "kv"]
-        outputs += [value(f"out{i}", TensorProto.FLOAT, 1, work.queries, work.num_q_heads * work.head_dim)]
+        outputs += [value(f"out{i}", TensorProto.FLOAT, *rows, work.num_q_heads * work.head_dim)]
         names = ["q", "k", "v", f"past_k{i}", f"past_v{i}", "last", "length", *scales]
         results = [f"out{i}", f"present_k{i}", f"present_v{i}"]
         nodes.append(helper.make_node("GroupQueryAttention", names, results, domain="com.microsoft", **attributes))
@@ -61,12 +62,13 @@ def _encoded(x, storage):
 class Contender:
     def __init__(self, work, name, storage):
         k, v, q = work.tensors()
-        arrays = {"q": q, "k": k[-work.queries :], "v": v[-work.queries :]}
-        arrays = {one: x.reshape(1, work.queries, -1) for one, x in arrays.items()}
-        arrays.update(last=np.array([work.context - 1], np.int32), length=np.array([work.context], np.int32))
+        arrays = {"q": q, **{one: np.concatenate([x[-work.new_tokens :]] * work.sequences) for one, x in (("k", k), ("v", v))}}
+        arrays = {one: x.reshape(work.sequences, work.new_tokens, -1) for one, x in arrays.items()}
+        arrays.update(last=np.full(work.sequences, work.context - 1, np.int32), length=np.array([work.context], np.int32))
         codes = {}
         for one, x in (("k", k), ("v", v)):
             codes[one], scale = _encoded(x, storage)
+            codes[one] = np.repeat(codes[one], work.sequences, axis=0)
             if scale is not None:
                 arrays[f"{one}_scale"] = scale
         per_layer = sum(x.nbytes for x in codes.values())
@@ -76,7 +78,7 @@ class Contender:
         make = ort.OrtValue.ortvalue_from_numpy
         self.values = {one: make(x) for one, x in arrays.items()}
         self.caches = [{one: make(x.copy()) for one, x in codes.items()} for _ in range(self.layers)]
-        shape = [1, work.queries, work.num_q_heads * work.head_dim]
+        shape = [work.sequences, work.new_tokens, work.num_q_heads * work.head_dim]
         empty = ort.OrtValue.ortvalue_from_shape_and_type
         self.outputs = [empty(shape, np.float32, "cpu", 0) for _ in range(self.layers)]
         self.sessions = {}

@@ -3,7 +3,7 @@
 import numpy as np
 
 import kvfast
-from contenders import QUANTISE, relative
+from contenders import BATCH, QUANTISE, relative
 
 CHUNK = 1024
 
@@ -23,6 +23,8 @@ def _fill(cache, k, v):
 def Contender(work, name, storage):
     if storage == "bandwidth":
         return _Bandwidth(work)
+    if work.kind == BATCH:
+        return _Batch(work, storage)
     if work.kind != QUANTISE:
         return _Attention(work, storage)
     way, dtype = storage.split()
@@ -55,6 +57,29 @@ class _Attention:
 
     def run(self, num_threads):
         self.outputs = [self.cache.attend(layer, self.q, num_threads=num_threads) for layer in range(self.layers)]
+
+    def check(self):
+        return self.work.error(self.outputs[0], self.outputs[-1])
+
+
+class _Batch:
+    """A token of each of several sequences, which share nothing."""
+
+    def __init__(self, work, dtype):
+        shape = work.num_kv_heads, work.head_dim
+        k, v, self.q = work.tensors()
+        self.work = work
+        per_layer = kvfast.KVCache(1, *shape, max_seq_len=work.context, dtype=dtype).bytes_per_token * work.context * work.sequences
+        self.layers = work.layers(per_layer)
+        self.nbytes = self.layers * per_layer
+        blocks = work.sequences * (-(-work.context // 64) + 1)
+        self.pool = kvfast.PagedKVCache(self.layers, *shape, num_blocks=blocks, block_size=64, dtype=dtype)
+        self.sequences = [self.pool.new_sequence() for _ in range(work.sequences)]
+        for sequence in self.sequences:
+            _fill(sequence, k, v)
+
+    def run(self, num_threads):
+        self.outputs = [self.pool.attend_batch(i, self.q, self.sequences, num_threads=num_threads) for i in range(self.layers)]
 
     def check(self):
         return self.work.error(self.outputs[0], self.outputs[-1])

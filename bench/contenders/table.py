@@ -1,6 +1,6 @@
 """Markdown tables of what bench/peers.py measured."""
 
-from contenders import DECODE, PREFILL, QUANTISE, SAME_WIDTH
+from contenders import BATCH, DECODE, PREFILL, QUANTISE, SAME_WIDTH
 
 # What kvfast is held against: its storage, and which peers the fastest is taken of.
 _AIMS = [
@@ -26,8 +26,8 @@ def _column(cell):
     threads = f"{cell['threads']} thread" + "s" * (cell["threads"] > 1)
     if cell["kind"] == QUANTISE:
         return threads
-    queries = f"{cell['queries']} queries at " if cell["kind"] == PREFILL else ""
-    return f"{queries}{_tokens(cell['context'])}, {threads}"
+    what = {PREFILL: f"{cell['queries']} queries at ", BATCH: f"{cell['queries']} sequences of "}.get(cell["kind"], "")
+    return f"{what}{_tokens(cell['context'])}, {threads}"
 
 
 def _time(seconds):
@@ -104,6 +104,11 @@ def _heading(cell):
         return (
             f"**Decoding one token**, {shape}. Fraction of the read bandwidth that each cache's own bytes make, time "
             f"of one layer, and how many times that of kvfast's cache of the same width:"
+        )
+    if cell["kind"] == BATCH:
+        return (
+            f"**Decoding one token of each of {cell['queries']} sequences**, which share nothing, {shape}. Fraction of the read bandwidth "
+            f"that the caches' own bytes make, time of one layer, and how many times that of kvfast's cache of the same width:"
         )
     if cell["kind"] == PREFILL:
         return (

@@ -10,13 +10,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import peers
-from contenders import DECODE, PEERS, PREFILL, QUANTISE, Missing, Work, tolerance
+from contenders import BATCH, DECODE, PEERS, PREFILL, QUANTISE, Missing, Work, tolerance
 from contenders.table import tables
 
-SMALL = "--shapes SmolLM2-135M --contexts 128 --prefill-contexts 128 --queries 32 --total 1 --threads 1 --rounds 2"
+SMALL = "--shapes SmolLM2-135M --contexts 128 --batch-contexts 128 --sequences 3 --prefill-contexts 128 --queries 32 --total 1 --threads 1 --rounds 2"
 
 
-@pytest.mark.parametrize("kind, queries", [(DECODE, 1), (PREFILL, 20), (QUANTISE, 1)])
+@pytest.mark.parametrize("kind, queries", [(DECODE, 1), (BATCH, 3), (PREFILL, 20), (QUANTISE, 1)])
 def test_every_storage_of_kvfast_is_right(kind, queries):
     from contenders import own
 
@@ -25,7 +25,7 @@ def test_every_storage_of_kvfast_is_right(kind, queries):
         contender = own.Contender(work, "kvfast", storage)
         contender.run(1)
         assert contender.check() <= tolerance(storage), storage
-        assert contender.nbytes >= (1 << 20 if kind == DECODE else 1)
+        assert contender.nbytes >= (1 << 20 if kind in (DECODE, BATCH) else 1)
 
 
 def test_the_error_of_a_wrong_output_is_seen():
@@ -60,7 +60,7 @@ def test_measured_and_printed(tmp_path, capsys, monkeypatch):
     peers.main([*SMALL.split(), "--only", "kvfast,bare,fatal,wrong", "--json", str(file)])
     printed = capsys.readouterr().out
     measured = json.loads(file.read_text())
-    assert [cell["kind"] for cell in measured["cells"]] == [DECODE, PREFILL, QUANTISE]
+    assert [cell["kind"] for cell in measured["cells"]] == [DECODE, BATCH, PREFILL, QUANTISE]
     results = {one["storage"]: one for one in measured["cells"][0]["results"] if one["peer"] == "kvfast"}
     assert results["int4"]["status"] == "timed"
     assert results["int4"]["rounds"] == 2

@@ -10,7 +10,8 @@ PyTorch the build for CPUs is enough. ik_llama.cpp is on no registry: the enviro
 folder with the libggml of one that was built with shared libraries (ggml/src of its build folder). A peer that is not
 there is reported and left out.
 
-Each round lets every contender run once, one at a time, and measures the machine's read bandwidth. Decoding reads
+Each round lets every contender run for a while, one at a time, as it does where nobody else takes turns: the first run, which wakes
+its threads, is not counted if there is time for others. A round measures the machine's read bandwidth, too. Decoding reads
 layers of at least 512 MB in all, so that no processor cache holds them. Fractions are medians over the rounds of
 bytes / time / bandwidth, and ratios medians of the ratios within a round. A contender whose output is not that of
 NumPy is reported and not timed. All of them together take up to 18 GB.
@@ -136,7 +137,7 @@ def timed_rounds(work, processes, results, bandwidth, num_threads, given, say):
                 continue
             say(f"{stage(work)}, {num_threads} threads", f"round {max(number, 0) + 1} of {given.rounds}, {name}")
             time.sleep(REST)
-            answers[name] = process.run(num_threads)
+            answers[name] = process.run(num_threads, given.turn)
             if number >= 0:
                 seconds[name].append(answers[name].get("seconds"))
     return seconds, answers
@@ -244,6 +245,7 @@ def main(arguments=None):
     parser.add_argument("--queries", type=numbers, default=[512, 2048], help="of a prompt")
     parser.add_argument("--threads", type=numbers, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--turn", type=float, default=0.2, help="seconds that a contender runs before the next has its turn, or once")
     parser.add_argument("--limit", type=float, default=20, help="seconds after which one sits out the rest of a cell")
     parser.add_argument("--total", type=float, default=512, help="MB of cache that a round reads of each")
     parser.add_argument("--only", type=words, help="contenders whose names begin so: kvfast,llama.cpp q8")

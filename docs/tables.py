@@ -231,14 +231,19 @@ def hard():
     return _table(["storage", *(f"loud by {loud}" for loud in results[0]["loud"]), "small weights", "lone value", "contract"], rows)
 
 
-def peers():
+def peers(name="peers"):
     """All that bench/peers.json holds, by the script that measured it."""
     sys.path.insert(0, str(BENCH))
     try:
         from contenders.table import tables
     finally:
         sys.path.remove(str(BENCH))
-    return tables(load("peers"))
+    return tables(load(name))
+
+
+def peers_zen4():
+    """`peers` on an EPYC Zen 4."""
+    return peers("peers_zen4")
 
 
 def architectures():
@@ -295,7 +300,7 @@ def prefill_zen4():
 
 TABLES = {function.__name__: function for function in (
     memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, speed_avx512, speed_zen4, prefill,
-    prefill_avx512, prefill_zen4, precision, hard, peers, architectures)}  # fmt: skip
+    prefill_avx512, prefill_zen4, precision, hard, peers, peers_zen4, architectures)}  # fmt: skip
 
 
 def main():

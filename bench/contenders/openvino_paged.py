@@ -80,17 +80,10 @@ class Contender:
         k, v = k.reshape(work.context, -1), v.reshape(work.context, -1)
         request = self._request(1)
         for block in range(work.context // BLOCK):
-            rows, of_each = slice(block * BLOCK, (block + 1) * BLOCK), [[i] for i in self._blocks_of_each()[:, block]]
-            zeros = np.zeros((BLOCK * work.sequences, q[0].size), np.float32)
-            self._give(request, zeros, self._for_each(k[rows]), self._for_each(v[rows]), 0, of_each)
+            rows = slice(block * BLOCK, (block + 1) * BLOCK)
+            self._give(request, np.zeros((BLOCK, q[0].size), np.float32), k[rows], v[rows], 0, [block])
             request.infer()
-        self.new = q.reshape(work.queries, -1), self._for_each(k[-work.new_tokens :]), self._for_each(v[-work.new_tokens :])
-
-    def _blocks_of_each(self):
-        return np.arange(self.work.sequences * self.work.context // BLOCK).reshape(self.work.sequences, -1)
-
-    def _for_each(self, rows):
-        return np.concatenate([rows] * self.work.sequences)
+        self.new = q.reshape(work.queries, -1), k[-work.queries :], v[-work.queries :]
 
     def _allocate(self, layers):
         self.layers, self.requests = layers, {}
@@ -98,7 +91,7 @@ class Contender:
         self.blocks = {}
         for name, one in inputs.items():
             if "_cache." in name:
-                shape = [self._blocks_of_each().size, *(d.get_length() for d in list(one.get_partial_shape())[1:])]
+                shape = [self.work.context // BLOCK, *(d.get_length() for d in list(one.get_partial_shape())[1:])]
                 self.blocks[name] = ov.Tensor(one.get_element_type(), ov.Shape(shape))
 
     def _compiled(self, num_threads):
@@ -106,12 +99,9 @@ class Contender:
         return self.core.compile_model(_model(self.work, self.layers), "CPU", settings)
 
     def _give(self, request, q, k, v, past, blocks):
-        """`blocks`: a list for each sequence."""
-        count = len(blocks)
-        bounds = [np.arange(count + 1) * (total // count) for total in (len(q), sum(map(len, blocks)))]
-        tables = [past] * count, bounds[0], np.concatenate(blocks), bounds[1]
+        tables = [past], [0, len(q)], blocks, [0, len(blocks)]
         tables = {name: np.array(table, np.int32) for name, table in zip(_TABLES, tables)}
-        tables["max_context_len"] = np.array(past + len(q) // count, np.int32)
+        tables["max_context_len"] = np.array(past + len(q), np.int32)
         for name, array in {"q": q, "k": k, "v": v, **tables}.items():
             request.set_tensor(name, ov.Tensor(array))
 
@@ -124,8 +114,8 @@ class Contender:
     def ready(self, num_threads):
         if num_threads not in self.requests:
             self.requests[num_threads] = self._request(num_threads)
-            past = self.work.context - self.work.new_tokens
-            self._give(self.requests[num_threads], *self.new, past, self._blocks_of_each())
+            past = self.work.context - self.work.queries
+            self._give(self.requests[num_threads], *self.new, past, range(self.work.context // BLOCK))
 
     def run(self, num_threads):
         self.request = self.requests[num_threads]

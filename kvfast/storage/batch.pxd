@@ -1,22 +1,11 @@
-"""Many sequences in one pool."""
+"""Batches over the sequences of a pool, or over the blocks of another scheduler."""
 from kvfast.attention.call cimport AttendCall
 from kvfast.attention.options cimport Options
-from kvfast.storage.block_table cimport BlockTable
-from kvfast.storage.pool cimport BlockPool
-from kvfast.storage.prefix_index cimport PrefixIndex
+from kvfast.storage.paged_sequences cimport PagedSequences
 from kvfast.storage.prepared_batch cimport PreparedBatch
-from kvfast.storage.scheduler_blocks cimport SchedulerBlocks
 
 
-cdef class PagedBuffer:
-    cdef readonly BlockPool pool
-    cdef readonly PrefixIndex index
-    cdef readonly bint is_external     # another scheduler gives out the slots
-    cdef list given                    # (num_blocks,) the table that slot_mapping gave a block's slots out for, or None,
-    cdef Py_ssize_t *given_at          # and the block's index in it
-    cdef BlockTable kind               # an empty table, as those of sequences are
-    cdef SchedulerBlocks scheduler     # what another scheduler has written, or None if its blocks hold all of their tokens
-
+cdef class PagedBuffer(PagedSequences):
     cdef int _check_external(self) except -1
     cdef int _check_no_sequences(self, slot) except -1
     cdef int _become_external(self) except -1

@@ -13,7 +13,7 @@ import peers
 from contenders import BATCH, DECODE, PEERS, PREFILL, QUANTISE, Missing, Work, tolerance
 from contenders.table import tables
 
-SMALL = "--shapes SmolLM2-135M --contexts 128 --batch-contexts 128 --sequences 3 --prefill-contexts 128 --queries 32 --total 1 --threads 1 --rounds 2"
+SMALL = "--shapes SmolLM2-135M --contexts 128 --batch-contexts 128 --sequences 3 --prefill-contexts 128 --queries 32 --total 1 --turn 0.01 --threads 1 --rounds 2"
 
 
 @pytest.mark.parametrize("kind, queries", [(DECODE, 1), (BATCH, 3), (PREFILL, 20), (QUANTISE, 1)])

@@ -196,7 +196,7 @@ def cells(model, work, given, versions, say):
             yield {
                 "kind": work.kind, "model": model.name, "num_q_heads": model.num_q_heads,
                 "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "context": work.context,
-                "queries": work.queries, "threads": num_threads,
+                "queries": work.queries, "threads": num_threads, "turn": given.turn,
                 "read_GBps": work.total / median(seconds["bandwidth"]) / 1e9, "results": measured,
             }  # fmt: skip
     finally:

@@ -63,7 +63,7 @@ class Process:
         """Fill the cache, run once, compare: seconds, error, nbytes, layers, version."""
         return self._ask(ask="prepare", num_threads=num_threads, **self.about)
 
-    def run(self, num_threads, turn=0):
+    def run(self, num_threads, turn):
         """seconds of one run: the median of all but the first that begin within `turn` seconds, or of the only one."""
         return self._ask(ask="run", num_threads=num_threads, turn=turn)
 
@@ -113,7 +113,7 @@ def _serve():
             if question["ask"] == "prepare":
                 contender, answer = _prepare(question)
             else:
-                answer = {"seconds": _turn(contender, question["num_threads"], question.get("turn", 0))}
+                answer = {"seconds": _turn(contender, question["num_threads"], question["turn"])}
         except (Missing, ImportError) as error:
             answer = {"missing": str(error)}
         except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the others go on

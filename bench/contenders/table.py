@@ -142,7 +142,7 @@ def tables(measured):
     versions = "; ".join(measured["versions"].values())
     rounds, size = measured["rounds"], measured["total"] / 1e6
     parts = [f"{machine['cpu']}, {machine['cores']} cores; {versions}."]
-    parts += [f"Medians of {rounds} interleaved rounds; caches that are decoded from have at least {size:.0f} MB each."]
+    parts += [f"Medians of up to {rounds} interleaved rounds; caches that are decoded from have at least {size:.0f} MB each."]
     groups = {}
     for cell in measured["cells"]:
         groups.setdefault((cell["kind"], cell["model"]), []).append(cell)

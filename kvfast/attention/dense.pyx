@@ -8,14 +8,13 @@ from libc.string cimport memset
 from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport init_side, kv_chunk, kv_context, kv_store
+from kvfast.codec.blocks cimport init_rows, kv_chunk, kv_context, kv_store
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, kv_rows, open_rows, width_of
 from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_TILE
 
 from kvfast.errors import DimensionMismatchError
 from kvfast.core.interchange import aligned, as_array, as_float32
 
-cdef int _TILE_SHIFT = <int>((<object>KV_TILE).bit_length() - 1)
 cdef Py_ssize_t _MOST_STEP = 1 << 20  # bytes between tokens: prefetching, which covers the gaps, does not pay beyond
 
 
@@ -58,7 +57,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     cdef AttendCall call
     cdef kv_chunk chunk
     cdef Rows given_keys = keys, given_values = values
-    cdef int head_dim = <int>keys.rows.dim, v_head_dim = <int>values.rows.dim
+    cdef Py_ssize_t head_dim = keys.rows.dim, v_head_dim = values.rows.dim
     if keys.rows.tokens != values.rows.tokens or keys.rows.heads != values.rows.heads:
         raise DimensionMismatchError(
             f"k and v must have the same shape except for head_dim, got ({keys.rows.tokens}, {keys.rows.heads}, {keys.rows.dim}) and "
@@ -69,18 +68,13 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
         keys = open_rows(_padded(k), "k")
     if not _is_like_a_block(&values.rows):
         values = open_rows(_padded(v), "v")
-    memset(&store, 0, sizeof(store))
     memset(&context, 0, sizeof(context))
-    init_side(&store.k, keys.rows.dtype, head_dim, KV_TILE)
-    init_side(&store.v, values.rows.dtype, v_head_dim, KV_TILE)
-    store.block_shift = _TILE_SHIFT
-    store.num_kv_heads = <int>keys.rows.heads
+    init_rows(&store, &chunk, keys.rows.heads, keys.rows.dtype, head_dim, values.rows.dtype, v_head_dim)
     store.k.row_stride, store.v.row_stride = keys.rows.token_stride, values.rows.token_stride
-    memset(&chunk, 0, sizeof(chunk))
     chunk.k_block_stride, chunk.v_block_stride = KV_TILE * store.k.row_stride, KV_TILE * store.v.row_stride
     chunk.v = <intptr_t>values.rows.data - <intptr_t>keys.rows.data
     chunk.k_head_stride, chunk.v_head_stride = keys.rows.head_stride, values.rows.head_stride
-    store.base, store.chunks = keys.rows.data, &chunk
+    store.base = keys.rows.data
     context.length = keys.rows.tokens
     call = open_call(&store, Workspace(), q,
                      Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,

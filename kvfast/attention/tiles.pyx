@@ -190,33 +190,28 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
             last[r] = <int>max(<Py_ssize_t>0, min(stops[r] - t, <Py_ssize_t>count))
         if store.decode != NULL:
             _attend_decoded(task, store, t, count, first, last)
-            now = 1 - now
-            t = next_t
-            continue
-        if store.latent:
+        elif store.latent:
             _aim(&ahead.next, k, next_keys, tile, next_count)
             ahead.after, ahead.lead = ahead.next, 0
             _attend_latent(task, store, &keys[now], &values[now], first, last, <float>t, &ahead)
-            now = 1 - now
-            t = next_t
-            continue
-        if reading.own_side:
-            _aim(&ahead.next, &next_store.k, next_keys, next_tile, next_count)
-            ahead.after, ahead.lead = ahead.next, 0
         else:
-            _aim(&ahead.next, v, &values[now], <int>(next_t - t), count)
-            _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
-            ahead.lead = lead - k_bytes
-        kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
-        kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
-        if reading.own_side:
-            _aim(&ahead.next, &next_store.v, next_values, next_tile, next_count)
-            ahead.after = ahead.next
-        else:
-            ahead.next = ahead.after
-            _aim(&ahead.after, &next_store.v, next_values, next_tile, next_count)
-            ahead.lead = lead - v_bytes
-        kernels.accumulate[v.dtype](v, state, task.rows, &values[now], &ahead, scratch.acc)
+            if reading.own_side:
+                _aim(&ahead.next, &next_store.k, next_keys, next_tile, next_count)
+                ahead.after, ahead.lead = ahead.next, 0
+            else:
+                _aim(&ahead.next, v, &values[now], <int>(next_t - t), count)
+                _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
+                ahead.lead = lead - k_bytes
+            kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
+            kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
+            if reading.own_side:
+                _aim(&ahead.next, &next_store.v, next_values, next_tile, next_count)
+                ahead.after = ahead.next
+            else:
+                ahead.next = ahead.after
+                _aim(&ahead.after, &next_store.v, next_values, next_tile, next_count)
+                ahead.lead = lead - v_bytes
+            kernels.accumulate[v.dtype](v, state, task.rows, &values[now], &ahead, scratch.acc)
         now = 1 - now
         t = next_t
     if matrix:

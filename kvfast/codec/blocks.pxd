@@ -154,6 +154,8 @@ cdef Arena arena_at(object owner, char *data, Py_ssize_t nbytes)
 cdef ArenaView view_of(Arena arena)
 cdef int init_side(kv_side *side, int dtype, int head_dim, int block_size, bint means=*, bint channels=*) except -1
 cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, int block_size, object rope_dim) except -1
+cdef int init_rows(kv_store *store, kv_chunk *chunk, Py_ssize_t num_kv_heads, int k_dtype, Py_ssize_t head_dim, int v_dtype,
+                   Py_ssize_t v_head_dim) except -1
 cdef object set_bases(kv_store *store, object calibration)
 
 

@@ -10,7 +10,7 @@ from libc.string cimport memset
 from kvfast.codec.dtypes cimport parse_dtype
 from kvfast.core.checks cimport check_count
 from kvfast.core.kernels cimport KV_FLOAT16, KV_FLOAT_ROWS, KV_PACKED_CODES, active, kv_dtype, kv_dtypes, kv_kernels, kv_side
-from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS
+from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_TILE
 from kvfast.core.wipe cimport kv_wipe_pages
 
 
@@ -42,6 +42,8 @@ cdef extern from *:
     void kv_free_pages(void *pages, size_t bytes) nogil
     void kv_advise_huge(void *address, size_t bytes) nogil
 
+
+cdef int _TILE_SHIFT = <int>((<object>KV_TILE).bit_length() - 1)
 
 BLOCK_ALIGNMENT = 64  # bytes: kernels load whole cache lines
 
@@ -93,6 +95,17 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, i
     store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
     store.k.clip_search = store.v.clip_search = fmt.clip_search
     store.seals, store.open_tokens, store.float_tokens = fmt.seals, fmt.open_tokens, fmt.num_float_tokens
+    return 0
+
+
+cdef int init_rows(kv_store *store, kv_chunk *chunk, Py_ssize_t num_kv_heads, int k_dtype, Py_ssize_t head_dim, int v_dtype,
+                   Py_ssize_t v_head_dim) except -1:
+    """A store of float rows that lie in no cache: blocks of KV_TILE tokens in one chunk. Where they lie the caller sets."""
+    memset(store, 0, sizeof(kv_store))
+    memset(chunk, 0, sizeof(kv_chunk))
+    init_side(&store.k, k_dtype, <int>head_dim, KV_TILE)
+    init_side(&store.v, v_dtype, <int>v_head_dim, KV_TILE)
+    store.num_kv_heads, store.block_shift, store.chunks = <int>num_kv_heads, _TILE_SHIFT, chunk
     return 0
 
 

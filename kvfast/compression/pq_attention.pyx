@@ -8,11 +8,8 @@ from libc.string cimport memset
 from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport init_side, kv_chunk, kv_context, kv_store
+from kvfast.codec.blocks cimport init_rows, kv_chunk, kv_context, kv_store
 from kvfast.core.kernels cimport KV_FLOAT16, active, kv_codes, kv_kernels, kv_prefetch, kv_side
-from kvfast.core.limits cimport KV_TILE
-
-cdef int _TILE_SHIFT = <int>((<object>KV_TILE).bit_length() - 1)
 
 
 # One side, as tasks of attention decode it.
@@ -65,6 +62,9 @@ cdef class PQCodes:
         return rows.astype(np.float32)
 
 
+cdef Py_ssize_t _NO_OFFSET = 0
+
+
 cdef kv_codes _codes_from(const kv_pq_side *side, Py_ssize_t head, Py_ssize_t first) noexcept nogil:
     """The codes of a head from token `first` on."""
     cdef kv_codes codes = side.codes
@@ -82,9 +82,6 @@ cdef void _decode(const kv_kernels *kernels, const void *codes, const kv_side *s
     memset(next, 0, sizeof(kv_prefetch))
     next.base, next.at = <const char *>of_head.data + count * of_head.stride, &_NO_OFFSET
     next.bytes = next.piece = count * of_head.stride
-
-
-cdef Py_ssize_t _NO_OFFSET = 0
 
 
 def attend(q, const Py_ssize_t[::1] visible, PQCodes keys, PQCodes values, double scale, num_threads=None):
@@ -109,15 +106,11 @@ def attend(q, const Py_ssize_t[::1] visible, PQCodes keys, PQCodes values, doubl
     cdef kv_context context
     cdef AttendCall call
     cdef Py_ssize_t i
-    memset(&store, 0, sizeof(store))
-    memset(&chunk, 0, sizeof(chunk))
     memset(&context, 0, sizeof(context))
-    init_side(&store.k, KV_FLOAT16, keys.dim, KV_TILE)
-    init_side(&store.v, KV_FLOAT16, values.dim, KV_TILE)
-    store.num_kv_heads, store.block_shift = <int>keys._codes.shape[0], _TILE_SHIFT
+    init_rows(&store, &chunk, keys._codes.shape[0], KV_FLOAT16, keys.dim, KV_FLOAT16, values.dim)
     store.decode, store.k_codes, store.v_codes = _decode, &keys.c, &values.c
     # Attention prefetches the block that it reads next, where other stores have one.
-    store.base, store.chunks = <char *>keys.c.codes.data, &chunk
+    store.base = <char *>keys.c.codes.data
     chunk.k_head_stride = chunk.v_head_stride = keys.c.head_bytes
     context.length = keys._codes.shape[1]
     call = open_call(&store, Workspace(), q, Options(scale=scale, causal=False, return_lse=True, num_threads=num_threads), 1)

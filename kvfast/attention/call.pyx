@@ -41,8 +41,11 @@ cdef enum:
     MIN_SPLIT_TOKENS = 1024
     MAX_SPLIT_TOKENS = 4096
     SPLIT_TOKENS_PER_UNIT = 512
-    # A matrix unit pays from this context on (64 queries took 1.5 times as long with it to 64 tokens, 0.83 to 256 tokens).
+    # A matrix unit pays from this context on (64 queries took 1.5 times as long with it to 64 tokens, 0.83 to 256 tokens), and so do
+    # words (0.8 to 256 tokens, EPYC Zen 4).
     LEAST_WIDE_CONTEXT = 200
+    # Words pay from so many query rows on: 28 to 40 take 0.8 of the time of floats, 20 take 1.3 times (the same EPYC, 4,096 tokens).
+    LEAST_WORD_ROWS = 28
     # Latent rows have many query heads. So many panels of query rows share a tile's operands, and a split has at least so
     # many tokens, as it leaves a partial result for every head.
     LATENT_PANELS = 8
@@ -268,14 +271,16 @@ cdef class AttendCall:
         """Set the number of query rows of each task of an item."""
         cdef const kv_store *store = self.call.store
         cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
+        cdef int kind = KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS else KV_INTEGERS
         item.block_rows, item.row_blocks = KV_ROWS, panels
-        # The matrix unit multiplies 16-bit numbers, which lose bits of float32; and it reads rows where they lie.
-        if (self.call.kernels.attend_panels[0] == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
+        # Panels multiply 16-bit numbers, which lose bits of float32; and they read rows where they lie.
+        if (self.call.kernels.attend_panels[kind] == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
                 or store.decode != NULL or panels == 1):
             return
         # A single token of latent rows has enough query heads, and every single token then goes this way.
         if not (store.latent and self.call.group > KV_ROWS) and (
-                item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)):
+                item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
+                or (self.call.kernels.open_matrix == NULL and item.num_queries * self.call.group < LEAST_WORD_ROWS)):
             return
         if store.k.family == KV_PACKED_CODES or store.v.family == KV_PACKED_CODES:
             self.packed = True
@@ -285,9 +290,7 @@ cdef class AttendCall:
         item.row_blocks = (panels + most - 1) // most
         item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
         self.wide = True
-        # Float rows beside codes are multiplied as integers, too.
-        self.call.wide_kind = (KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS
-                               else KV_INTEGERS)
+        self.call.wide_kind = kind
 
     cdef Py_ssize_t _count_parts(self) noexcept nogil:
         """Number the partial results of each query, per query head; returns how many there are."""

@@ -3,7 +3,7 @@
 its split form for decoding, Flash-Decoding).
 
 The query rows of one KV head (its query heads x the query tokens, up to KV_ROWS at a time) share every
-pass over a tile; up to KV_PANELS times as many where a matrix unit works. A task is (item, KV head, split of the
+pass over a tile; up to KV_PANELS times as many where kernels take panels. A task is (item, KV head, split of the
 context, row block); partial results merge in order, so that results are the same bits for every number of threads.
 """
 from libc.math cimport INFINITY, expf, logf
@@ -18,7 +18,7 @@ from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, kv_panel, kv_side, kv_softmax
 from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS
 from kvfast.core.threads cimport DYNAMIC, STATIC, kv_team, run_each
-from kvfast.core.wipe cimport kv_wipe
+from kvfast.core.wipe cimport kv_wipe, kv_wipe_stack
 
 cdef enum:
     # One thread merges fewer partial results than this before a second team of threads could start.
@@ -166,6 +166,7 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
             call.kernels.from_float[KV_FLOAT32](acc, padded, partial + 2)
     if call.store.secure:  # else keys and values stay on the thread's stack
         kv_wipe(&task.scratch, sizeof(task.scratch))
+        kv_wipe_stack()
     return 0
 
 

@@ -32,7 +32,7 @@ ctypedef struct kv_item:
     Py_ssize_t splits
     int part                   # index of its first split among the partial results of its queries
     bint continues             # the tasks of the item before it read it, too: the same rows, rotated for another segment
-    int block_rows             # query rows of a task: KV_ROWS, or more for the matrix unit
+    int block_rows             # query rows of a task: KV_ROWS, or more in panels
     Py_ssize_t row_blocks
     Py_ssize_t first_task
     kv_transform rotation      # of the queries, back to where its keys were rotated; cos NULL: none
@@ -72,7 +72,7 @@ ctypedef struct kv_call:
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     uint16_t *decoded          # (threads, decoded_size) a tile of each thread, or NULL where rows are read where they lie
     Py_ssize_t decoded_size    # elements of a tile
-    int wide_kind              # KV_INTEGERS or KV_HALVES: what a matrix unit multiplies
+    int wide_kind              # KV_INTEGERS or KV_HALVES: what panels are multiplied with
     int *bad                   # set when a row of the output is not finite
     kv_traffic *traffic        # where `measure` counts, else NULL
     kv_watch *watch            # or NULL
@@ -103,7 +103,7 @@ ctypedef struct kv_task:
 
 
 cdef inline int num_panels(const kv_task *task) noexcept nogil:
-    """Panels of the matrix unit that a task fills, or 0 without one."""
+    """Panels that a task fills, or 0 if it has few rows."""
     return (task.rows + KV_ROWS - 1) // KV_ROWS if task.wide != NULL else 0
 
 

@@ -1,5 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""How one task of attention reads a span of positions: tile by tile, from codes and float rows, with vectors or the matrix unit.
+"""How one task of attention reads a span of positions: tile by tile, from codes and float rows, for a few query
+rows or for panels of them.
 
 The task finds the blocks of its sequence, and prefetches the next tile while it reads one.
 """
@@ -28,8 +29,8 @@ cdef enum:
 
 
 cdef int step_of(const kv_task *task) noexcept nogil:
-    """A task may begin to read codes at multiples of this: the matrix unit where its tiles begin, as it sums tokens in groups that lie
-    at the same positions for all rows; vectors at a block, too."""
+    """A task may begin to read codes at multiples of this: panels where their tiles begin, as these sum tokens in groups that lie at
+    the same positions for all rows; a few rows at a block, too."""
     return KV_MATRIX_TILE if task.wide != NULL else min(task.call.tile, task.call.store.k.block_size)
 
 
@@ -92,7 +93,7 @@ cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t 
 
 cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,
                          const Py_ssize_t *stops) noexcept nogil:
-    """Read a range with the matrix unit. Tiles end at multiples of KV_MATRIX_TILE, so that a row's result does not depend on
+    """Read a range in panels. Tiles end at multiples of KV_MATRIX_TILE, so that a row's result does not depend on
     the other rows of its task."""
     cdef const kv_store *store = range_.store
     cdef kv_panel *panels = task.wide.panels

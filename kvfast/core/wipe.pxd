@@ -15,6 +15,13 @@ cdef extern from *:
             if (data[at] || memcmp(data + at, data + at + 1, count - 1)) kv_wipe(data + at, count);
         }
     }
+    /* What functions that have returned left on the stack: copies that compilers make, too. Kernels need less than this. */
+    __attribute__((noinline, unused)) static void kv_wipe_stack(void)
+    {
+        char below[1 << 16];
+        kv_wipe(below, sizeof below);
+    }
     """
+    void kv_wipe_stack() noexcept nogil
     void kv_wipe(void *data, size_t size) noexcept nogil
     void kv_wipe_pages(char *data, size_t size) noexcept nogil

@@ -46,7 +46,7 @@
 #include "dtypes.h"
 #include "limits.h"
 
-enum { KV_INTEGERS, KV_HALVES }; /* what a matrix unit multiplies */
+enum { KV_INTEGERS, KV_HALVES }; /* what panels are multiplied with */
 
 /* Vectors that do not straddle cache lines. */
 #define KV_ALIGNED __attribute__((aligned(64)))
@@ -132,13 +132,14 @@ typedef struct {
     ptrdiff_t offset, piece, bytes, scales, scale_bytes;
 } kv_prefetch;
 
-/* KV_ROWS query rows for the matrix unit, and their running softmax. */
+/* KV_ROWS query rows of a task that has many, and their running softmax. */
 typedef struct {
     int rows;
     int start[KV_ROWS], stop[KV_ROWS];            /* the tokens of the tile that each row sees */
     kv_score_options options;                     /* of its rows */
     float unit[KV_ROWS], inverse[KV_ROWS];        /* of the integers: the value of 1, and the factor that made them */
     float rope_unit[KV_ROWS], rope_inverse[KV_ROWS];
+    float square[KV_ROWS], rope_square[KV_ROWS];  /* of the norm of each row */
     KV_ALIGNED float m[KV_ROWS];
     KV_ALIGNED float l[KV_ROWS];
     double noise[KV_ROWS];                        /* as in kv_softmax */
@@ -154,7 +155,7 @@ typedef struct {
     KV_ALIGNED float acc[KV_ROWS * KV_MAX_HEAD_DIM];
 } kv_panel;
 
-/* Keys and values of a tile of KV_MATRIX_TILE tokens, as operands of the matrix unit; see operands.inc.h and
+/* Keys and values of a tile of KV_MATRIX_TILE tokens, as operands of the matrix unit or as words; see the two operands.inc.h and
    products_bfloat16.inc.h. */
 typedef struct {
     int dim, value_dim;                 /* padded, of keys and of values */
@@ -167,6 +168,7 @@ typedef struct {
     KV_ALIGNED int8_t keys[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t values[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t rope[KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 4];
+    KV_ALIGNED float rows[KV_LANES * (KV_MAX_HEAD_DIM + KV_LANES)];         /* of words: some keys as they are */
     KV_ALIGNED float key_scales[KV_MATRIX_TILE];
     KV_ALIGNED float rope_scales[KV_MATRIX_TILE];
     KV_ALIGNED float value_scales[KV_MATRIX_TILE];
@@ -174,7 +176,7 @@ typedef struct {
     KV_ALIGNED float channels[KV_MATRIX_TILE / KV_LANES * KV_MAX_HEAD_DIM];
 } kv_operands;
 
-/* Working memory of a task that uses a matrix unit; too large for a stack. */
+/* Working memory of a task of many query rows; too large for a stack. */
 typedef struct {
     kv_operands operands;
     kv_panel panels[KV_PANELS];
@@ -286,8 +288,8 @@ typedef struct {
        with the same bits; NULL without one. The thread must not call attend_panels between them. */
     void (*open_matrix)(int rows);
     void (*close_matrix)(void);
-    /* Attention of many query rows on one tile, with a matrix unit; NULL without one. KV_INTEGERS: of all dtypes but
-       FLOAT32, in 16-bit integers; KV_HALVES: of float rows, in bfloat16 of two parts. */
+    /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of all dtypes but FLOAT32, in
+       16-bit integers, with a matrix unit; KV_HALVES: of float rows, in bfloat16 of two parts with one, or as words. */
     void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                              float scale, kv_panel *panel); /* rope NULL: no latent rows */
     void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,

@@ -16,6 +16,14 @@
 #include "latent.inc.h"
 #include "pq.inc.h"
 #include "measure.inc.h"
+#if W == 16 && defined(KV_VNNI)
+#include "words/operands.inc.h"
+#include "words/weights.inc.h"
+#include "words/panels.inc.h"
+#define KV_WORDS .prepare_panel = {[KV_HALVES] = KV(prepare_words)}, .attend_panels = {[KV_HALVES] = KV(attend_words)},
+#else
+#define KV_WORDS
+#endif
 
 /* A library that reads the caches of others, which are rows of floats to the kernels here, leaves out all that is for codes and for
    storing. Compilers drop what no table names. */
@@ -62,7 +70,7 @@
         .read_bytes = KV(read_bytes),)
 
 const kv_kernels KV(kv_kernels) = {
-    .isa = KV_ISA, KV_TABLE
+    .isa = KV_ISA, KV_TABLE KV_WORDS
     .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},
     KV_OWN_CACHES(.multiply = {KV(multiply_int8), KV(multiply_float32)})};
 #ifdef KV_MORE_KERNELS /* those of a library that is built with these */

@@ -59,17 +59,24 @@ def bound(*dtypes):
     return 1e-5 if all(dtype == "float32" for dtype in dtypes) else 1e-3
 
 
-# Of float16 and bfloat16 on a matrix unit: queries, weights and what is stored there are cut to 17 bits.
-HALVES_BOUND = 1e-4
+# Of many queries on float16 and bfloat16, which are cut there: by a matrix unit to 17 bits, by AVX-512 VNNI to words of 13 to 16.
+HALVES_BOUNDS = {"amx": 1e-4, "avx512_vbmi": 5e-4, "avx512_vnni": 5e-4}
+
+
+def halves_bound():
+    """Bound of `attend` on float16 and bfloat16, for any number of queries."""
+    return HALVES_BOUNDS.get(kvfast.active_isa(), 1e-5)
 
 
 def ways_agree(one, other, dtype, rtol=1e-5, atol=1e-5):
     """Whether two ways of computing the same attention do: many queries and a few, prefixes read together and apart.
 
-    A matrix unit, which takes all but float32, rounds many queries elsewhere than vectors do a few: there both are held
-    to the precision contract alone, of floats to a tenth of it.
+    Many queries are rounded elsewhere than a few are, by a matrix unit all but those on float32, and by AVX-512 VNNI those on
+    float16 and bfloat16. There both are held to the precision contract alone, floats to a part of it.
     """
-    if kvfast.active_isa() == "amx" and dtype != "float32":
-        limit = HALVES_BOUND if str(dtype).startswith(("float", "bfloat")) else bound("int8")
-        return relative_error(one, other) < limit
+    halves, isa = str(dtype).startswith(("float16", "bfloat16", "mixed")), kvfast.active_isa()
+    if isa == "amx" and (dtype == "mixed" or not str(dtype).startswith(("float", "bfloat"))):
+        return relative_error(one, other) < bound("int8")
+    if halves and isa in HALVES_BOUNDS:
+        return relative_error(one, other) < halves_bound()
     return np.allclose(one, other, rtol=rtol, atol=atol)

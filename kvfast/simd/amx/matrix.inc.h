@@ -19,32 +19,6 @@ static void KV(configure_tiles)(int rows)
     _tile_loadconfig(&config);
 }
 
-/* Prefetches one part in `parts` of each block of a tile. */
-static inline void KV(prefetch_blocks)(const kv_side *side, const kv_tile *tile, int part, int parts)
-{
-    const ptrdiff_t begin = side->bytes * part / parts / 64 * 64, end = side->bytes * (part + 1) / parts;
-    for (int token = -tile->first, i = 0; token < tile->count; token += side->block_size, i++)
-        for (ptrdiff_t at = begin; at < end; at += 64) __builtin_prefetch(tile->base + tile->at[i] + at, 0, 2);
-}
-
-/* The tiles that are read after these tokens. */
-typedef struct {
-    const kv_side *k, *v;
-    const kv_tile *keys, *values;
-    int part, parts;
-} KV(following);
-
-/* Prefetches one part of them. A processor can wait for only so many lines at once, and the lines that it needs now would queue
-   behind the others. */
-static inline void KV(prefetch_part)(KV(following) *next)
-{
-    KV(prefetch_blocks)(next->k, next->keys, next->part, next->parts);
-    KV(prefetch_blocks)(next->v, next->values, next->part, next->parts);
-    next->part++;
-}
-
-enum { PREFETCHES = 3 }; /* parts that a panel prefetches */
-
 static inline __attribute__((always_inline)) void KV(attend_panel)(
     const kv_operands *operands, kv_panel *panel, float position, KV(following) *next, const int halves)
 {

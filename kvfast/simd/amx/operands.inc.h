@@ -50,33 +50,6 @@ static inline void KV(halve_query)(const float *row, int n, vf factor, int r, in
     }
 }
 
-/* Transposes 16 lines of 16 dwords: dword l of line r becomes dword r of line l. */
-static void KV(transpose_lines)(const int8_t *lines, int8_t *out)
-{
-    vi a[16], b[16];
-    for (int i = 0; i < 16; i++) a[i] = _mm512_load_si512(lines + 64 * i);
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) { /* a[4 g + i] holds dwords i, 4 + i, 8 + i, 12 + i of lines 4 g to 4 g + 3 */
-        const vi even_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88);
-        const vi odd_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xDD);
-        const vi even_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
-        const vi odd_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xDD);
-        _mm512_store_si512(out + 64 * i, _mm512_shuffle_i32x4(even_0, even_1, 0x88));
-        _mm512_store_si512(out + 64 * (8 + i), _mm512_shuffle_i32x4(even_0, even_1, 0xDD));
-        _mm512_store_si512(out + 64 * (4 + i), _mm512_shuffle_i32x4(odd_0, odd_1, 0x88));
-        _mm512_store_si512(out + 64 * (12 + i), _mm512_shuffle_i32x4(odd_0, odd_1, 0xDD));
-    }
-}
-
 /* Cuts a float row into bytes, `tiles` x 64 of each part; returns its scale. */
 static float KV(cut_row)(const kv_side *side, const char *row, int tiles, int8_t *high, int8_t *low, ptrdiff_t stride)
 {

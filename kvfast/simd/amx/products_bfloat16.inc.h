@@ -16,40 +16,19 @@
    relative in bfloat16 and 5.5e-6 in float16, the worst by 1.2e-5. If every 13th channel is 10 times the others, so
    that scores reach 20, they are off by 5e-6 and 1e-5, the worst by 2.7e-4. */
 
-static const KV_ALIGNED char KV(no_row)[4 * KV_MAX_HEAD_DIM];
-
-/* Finds the rows of a tile's tokens, padded with rows of zeros to whole tiles of depth; returns their number. */
-static int KV(find_rows)(const kv_side *side, const kv_tile *tile, const char **rows)
-{
-    const int count = (tile->count + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH;
-    const ptrdiff_t *block = tile->at;
-    for (int t = 0, slot = tile->first; t < count; t++, slot++) {
-        if (slot == side->block_size) slot = 0, block++;
-        rows[t] = t < tile->count ? tile->base + *block + slot * side->row_stride : KV(no_row);
-    }
-    return count;
-}
-
-static inline vf KV(load_half_row)(const char *row, int i, int dtype)
-{
-    const uint16_t *at = (const uint16_t *)row + i;
-    if (dtype == KV_FLOAT32) return vf_load((const float *)row + i);
-    return dtype == KV_FLOAT16 ? vf_load_float16(at) : vf_load_bfloat16(at);
-}
-
 /* Loads keys: (16 tokens, parts, padded_dim / 32, 16 lines, 64); returns the number of parts. */
 static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, int8_t *out)
 {
     const int n = side->padded_dim, tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH, dtype = side->dtype;
     const char *rows[KV_MATRIX_TILE];
-    const int count = KV(find_rows)(side, tile, rows);
+    const int count = KV(find_rows)(side, tile, TILE_DEPTH, rows);
     KV_ALIGNED int8_t lines[2][KV_MAX_HEAD_DIM / HALVES_DEPTH][TILE_BYTES];
     const int parts = dtype == KV_BFLOAT16 ? 1 : 2;
     for (int token = 0; token < count; token += KV_LANES) {
         for (int t = 0; t < KV_LANES; t++)
             for (int i = 0, d = 0; i < tiles; i++, d += HALVES_DEPTH) {
-                const vf a = KV(load_half_row)(rows[token + t], d, dtype);
-                const vf b = d + W < n ? KV(load_half_row)(rows[token + t], d + W, dtype) : vf_set1(0.0f);
+                const vf a = KV(load_element)(rows[token + t], d, dtype);
+                const vf b = d + W < n ? KV(load_element)(rows[token + t], d + W, dtype) : vf_set1(0.0f);
                 KV(put_halves)(a, b, lines[0][i] + 64 * t, lines[1][i] + 64 * t);
             }
         for (int part = 0; part < parts; part++)
@@ -63,7 +42,7 @@ static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_o
 {
     const int dtype = side->dtype;
     const char *rows[KV_MATRIX_TILE];
-    const int count = KV(find_rows)(side, tile, rows);
+    const int count = KV(find_rows)(side, tile, TILE_DEPTH, rows);
     KV_ALIGNED int8_t unused[64];
     operands->value_parts = dtype == KV_BFLOAT16 ? 1 : 2;
     for (int t = 0; t < count; t += HALVES_DEPTH)
@@ -71,8 +50,8 @@ static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_o
             int8_t *out = operands->values + t / HALVES_DEPTH * TILE_BYTES + 64 * line;
             for (int d = 0; d < side->padded_dim; d += W) {
                 int8_t *low = out + TOKEN_HALVES * TILE_BYTES;
-                KV(put_halves)(KV(load_half_row)(rows[t + line], d, dtype),
-                               KV(load_half_row)(rows[t + 16 + line], d, dtype), out,
+                KV(put_halves)(KV(load_element)(rows[t + line], d, dtype),
+                               KV(load_element)(rows[t + 16 + line], d, dtype), out,
                                dtype == KV_BFLOAT16 ? unused : low);
                 out += operands->value_parts * (TOKEN_HALVES * TILE_BYTES);
             }

@@ -1,36 +1,5 @@
 /* Turns the scores of 16 query rows and KV_MATRIX_TILE tokens into weights, as activations of the matrix unit. */
 
-/* 2^x for -126 <= x <= 0; 0 below, and NaN for NaN. Interpolates 2^r, r = x - floor(x), in the Chebyshev nodes of 0 to 1
-   (relative error 3.5e-6, a fifth of the activations' rounding). */
-static inline vf KV(exp2_of_scores)(vf x)
-{
-    const __mmask16 normal = _mm512_cmp_ps_mask(x, vf_set1(-126.0f), _CMP_NLT_UQ);
-    const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
-    vf y = vf_set1(0.0136703094f);
-    y = vf_fma(y, r, vf_set1(0.0517449975f));
-    y = vf_fma(y, r, vf_set1(0.241604358f));
-    y = vf_fma(y, r, vf_set1(0.692972898f));
-    y = vf_fma(y, r, vf_set1(1.00000346f));
-    return _mm512_maskz_scalef_ps(normal, y, x);
-}
-
-/* The sum, or the maximum, of each of 16 rows of 16 floats. */
-static inline __attribute__((always_inline)) vf KV(reduce_rows)(const float *rows, const int maximum)
-{
-#define JOIN(x, y) (maximum ? vf_max(x, y) : vf_add(x, y))
-    vf a[16];
-    for (int i = 0; i < 16; i++) a[i] = vf_load(rows + 16 * i);
-    /* Row r ends up in lane r: bits 3 and 2 of r choose the 128-bit lane, bits 1 and 0 the place in it. */
-    for (int i = 0; i < 16; i += 2)
-        a[i / 2] = JOIN(_mm512_unpacklo_ps(a[i], a[i + 1]), _mm512_unpackhi_ps(a[i], a[i + 1]));
-    for (int i = 0; i < 8; i += 2)
-        a[i / 2] = JOIN(_mm512_shuffle_ps(a[i], a[i + 1], 0x44), _mm512_shuffle_ps(a[i], a[i + 1], 0xEE));
-    for (int i = 0; i < 4; i += 2)
-        a[i / 2] = JOIN(_mm512_shuffle_f32x4(a[i], a[i + 1], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 1], 0xDD));
-    return JOIN(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xDD));
-#undef JOIN
-}
-
 /* Applies softcap and ALiBi, and masks the tokens that a row may not see. */
 static inline void KV(bend_row)(const kv_panel *panel, int r, float position, int begin, int end, float *scores)
 {

@@ -1,0 +1,236 @@
+/* Queries, keys and values of float rows as words, integers of 16 bits, and how these are multiplied.
+
+   A processor without a matrix unit multiplies twice as many words as floats (vpdpwssd). A line of 64 bytes has 16 lanes of two
+   words each, which meet the two words of a lane in another line:
+
+     queries  (padded_dim / 2, 16 rows, 2 words)        keys     (tokens / 16, padded_dim / 2, 16 tokens, 2 words)
+     weights  (tokens / 2, 16 rows, 2 tokens)           values   (padded_dim / 16, tokens / 2, 16 elements, 2 tokens)
+
+   A row that sees all tokens of a tile reads the keys less their mean, as keys of a model have much in common; the mean's product with
+   the query is added in float32. Other rows read the keys as they are, for what else the tile has depends on the rows beside them.
+
+   Elements are at most 32767. The products of 64 elements are summed up in two sets, which hold the elements whose index has
+   bit 1 clear or set, and then as floats. The norm of each set of a query or key is at most KV_WORD_NORM. With the rounding,
+       |sum q k| <= (46300 + sqrt(32) / 2)^2 = 2 143 951 893 < 2^31,
+   and so is each part of the sum. A score's standard error is 0.29 sqrt(q_unit^2 |k|^2 + |q|^2 k_unit^2). Where it can be more than
+   KV_LEAST_ERROR, the score is computed in float32; only the row and the tile decide this.
+
+   Values are at most KV_MOST_VALUE, 13 bits beside the largest element of their row. Its scale is folded into the weights, whose
+   sum over KV_WORD_GROUP tokens is at most KV_MOST_WEIGHTS; what their rounding carries on adds less than 4:
+       |sum w v| <= (262100 + 4) * 8191 = 2 146 893 864 < 2^31. */
+#define KV_WORD_NORM 46300.0f
+#define KV_MOST_VALUE 8191.0f
+#define KV_MOST_WEIGHTS 262100.0f
+
+/* Tokens whose weights share a unit. */
+enum { KV_WORD_GROUP = 64, WORD_GROUPS = KV_MATRIX_TILE / KV_WORD_GROUP };
+
+/* Bytes of 16 elements of values. A processor confuses the addresses of stores that are a multiple of a page apart. */
+enum { VALUE_STRIDE = KV_MATRIX_TILE * 32 + 64 };
+
+/* Transposes 16 lines of 16 dwords: dword l of line r becomes dword r of line l. */
+static void KV(transpose_lines)(const int8_t *lines, int8_t *out)
+{
+    vi a[16], b[16];
+    for (int i = 0; i < 16; i++) a[i] = _mm512_load_si512(lines + 64 * i);
+    for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) { /* a[4 g + i] holds dwords i, 4 + i, 8 + i, 12 + i of lines 4 g to 4 g + 3 */
+        const vi even_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88);
+        const vi odd_0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xDD);
+        const vi even_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+        const vi odd_1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xDD);
+        _mm512_store_si512(out + 64 * i, _mm512_shuffle_i32x4(even_0, even_1, 0x88));
+        _mm512_store_si512(out + 64 * (8 + i), _mm512_shuffle_i32x4(even_0, even_1, 0xDD));
+        _mm512_store_si512(out + 64 * (4 + i), _mm512_shuffle_i32x4(odd_0, odd_1, 0x88));
+        _mm512_store_si512(out + 64 * (12 + i), _mm512_shuffle_i32x4(odd_0, odd_1, 0xDD));
+    }
+}
+
+/* The sum, or the maximum, of each of 16 rows of 16 floats. */
+static inline __attribute__((always_inline)) vf KV(reduce_rows)(const float *rows, const int maximum)
+{
+#define JOIN(x, y) (maximum ? vf_max(x, y) : vf_add(x, y))
+    vf a[16];
+    for (int i = 0; i < 16; i++) a[i] = vf_load(rows + 16 * i);
+    /* Row r ends up in lane r: bits 3 and 2 of r choose the 128-bit lane, bits 1 and 0 the place in it. */
+    for (int i = 0; i < 16; i += 2)
+        a[i / 2] = JOIN(_mm512_unpacklo_ps(a[i], a[i + 1]), _mm512_unpackhi_ps(a[i], a[i + 1]));
+    for (int i = 0; i < 8; i += 2)
+        a[i / 2] = JOIN(_mm512_shuffle_ps(a[i], a[i + 1], 0x44), _mm512_shuffle_ps(a[i], a[i + 1], 0xEE));
+    for (int i = 0; i < 4; i += 2)
+        a[i / 2] = JOIN(_mm512_shuffle_f32x4(a[i], a[i + 1], 0x88), _mm512_shuffle_f32x4(a[i], a[i + 1], 0xDD));
+    return JOIN(_mm512_shuffle_f32x4(a[0], a[1], 0x88), _mm512_shuffle_f32x4(a[0], a[1], 0xDD));
+#undef JOIN
+}
+
+/* Each of `lanes` sums is a line's 16 lanes times one lane of another line, summed over `lines` lines of both: over the even and the
+   odd ones in a sum of their own if `sets` is 2. Lanes x sets are 16 sums, which stay in registers. */
+static inline __attribute__((always_inline)) void KV(multiply_words)(const void *whole, const void *single, int lines, const int lanes,
+                                                                     const int sets, vi sums[2][16])
+{
+    vacc sum[2][16];
+    const char *a = whole, *b = single;
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes * sets; i++) sum[i / lanes][i % lanes] = (vacc)vi_set1(0);
+    for (; lines > 0; lines -= sets)
+#pragma GCC unroll 2
+        for (int set = 0; set < sets; set++, a += 64, b += 64) {
+            const vi line = _mm512_load_si512(a);
+#pragma GCC unroll 16
+            for (int i = 0; i < lanes; i++)
+                sum[set][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[set][i], line, _mm512_set1_epi32(kv_load32(b + 4 * i)));
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes * sets; i++) sums[i / lanes][i % lanes] = (vi)sum[i / lanes][i % lanes];
+}
+
+static inline vf KV(load_element)(const char *row, ptrdiff_t i, int dtype)
+{
+    if (dtype == KV_FLOAT32) return vf_load((const float *)row + i);
+    return dtype == KV_FLOAT16 ? vf_load_float16((const uint16_t *)row + i) : vf_load_bfloat16((const uint16_t *)row + i);
+}
+
+/* Rounds 16 rows of n floats, queries or keys, to words, and writes their units and the squares of their norms. */
+static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, int8_t *out, float *units, float *squares)
+{
+    KV_ALIGNED float part[2][KV_LANES * W], factor[KV_LANES];
+    KV_ALIGNED int8_t lines[1024], half[1024];
+    for (int r = 0; r < KV_LANES; r++) {
+        vf largest = vf_set1(0.0f);
+        for (int i = 0; i < n; i += W) largest = vf_max(largest, vf_abs(vf_load(rows + r * stride + i)));
+        vf_store(part[0] + r * W, largest);
+    }
+    const vf peaks = KV(reduce_rows)(part[0], 1), inverse = vf_zero_below(vf_div(vf_set1(1.0f), peaks), peaks, 0x1p-100f);
+    vf most = vf_set1(0.0f), sum = most; /* of each row, beside its largest element: the largest square of a set's norm, and all squares */
+    vf_store(factor, inverse);
+    for (int first = 0; first < n; first += 64) {
+        const int stop = first + 64 < n ? first + 64 : n;
+        for (int r = 0; r < KV_LANES; r++) {
+            vf square = vf_set1(0.0f);
+            for (int i = first; i < stop; i += W) {
+                const vf element = vf_mul(vf_load(rows + r * stride + i), vf_set1(factor[r]));
+                square = vf_fma(element, element, square);
+            }
+            vf_store(part[0] + r * W, _mm512_maskz_mov_ps(0x3333, square));
+            vf_store(part[1] + r * W, _mm512_maskz_mov_ps(0xCCCC, square));
+        }
+        const vf one = KV(reduce_rows)(part[0], 0), other = KV(reduce_rows)(part[1], 0);
+        most = vf_max(most, vf_max(one, other));
+        sum = vf_add(sum, vf_add(one, other));
+    }
+    /* `most` is at least 1, or the row is 0. */
+    const vf size = vf_min(vf_div(vf_set1(KV_WORD_NORM), _mm512_sqrt_ps(vf_max(most, vf_set1(1.0f)))), vf_set1(32767.0f));
+    vf_store(factor, vf_mul(inverse, size));
+    vf_store(units, vf_div(peaks, size));
+    vf_store(squares, vf_mul(sum, vf_mul(peaks, peaks)));
+    for (int i = 0; i < n; i += 2 * W, out += 1024) {
+        for (int r = 0; r < KV_LANES; r++) {
+            const float *at = rows + r * stride + i;
+            const vi a = vf_round(vf_mul(vf_load(at), vf_set1(factor[r])));
+            const vi b = i + W < n ? vf_round(vf_mul(vf_load(at + W), vf_set1(factor[r]))) : vi_set1(0);
+            _mm512_store_si512(lines + 64 * r, _mm512_packs_epi32(a, b));
+        }
+        if (i + W < n) {
+            KV(transpose_lines)(lines, out);
+            continue;
+        }
+        /* Of a line of pairs (a0 a1, a2 a3, b0 b1, b2 b3, a4 ...) every other two are those of the half that is there. */
+        KV(transpose_lines)(lines, half);
+        for (int j = 0; j < 16; j += 4) memcpy(out + 32 * j, half + 64 * j, 128);
+    }
+}
+
+static const KV_ALIGNED char KV(no_words)[4 * KV_MAX_HEAD_DIM];
+
+/* Finds the rows of a tile's tokens, and rows of zeros up to whole lane tiles; returns how many. */
+static int KV(find_rows)(const kv_side *side, const kv_tile *tile, int multiple, const char **rows)
+{
+    const int count = (tile->count + multiple - 1) / multiple * multiple;
+    const ptrdiff_t *block = tile->at;
+    for (int t = 0, slot = tile->first; t < count; t++, slot++) {
+        if (slot == side->block_size) slot = 0, block++;
+        rows[t] = t < tile->count ? tile->base + *block + slot * side->row_stride : KV(no_words);
+    }
+    return count;
+}
+
+/* Keys as words, and as they are stored. */
+typedef struct {
+    const char *rows[KV_MATRIX_TILE];
+    int dim, dtype;
+    const int8_t *words;
+    float *mean;
+    float most_unit, most_square;
+    KV_ALIGNED float units[KV_MATRIX_TILE], squares[KV_MATRIX_TILE]; /* of the words, and of the norm */
+} KV(word_keys);
+
+/* The mean of the keys of a whole tile. */
+static void KV(average_keys)(KV(word_keys) *keys)
+{
+    for (int i = 0; i < keys->dim; i += 4 * W) {
+        const int vectors = (keys->dim - i) / W < 4 ? (keys->dim - i) / W : 4;
+        vf sum[4];
+        KV_FOR4(v, 4, sum[v] = vf_set1(0.0f););
+        for (int t = 0; t < KV_MATRIX_TILE; t++)
+            KV_FOR4(v, 4, if (v < vectors) sum[v] = vf_add(sum[v], KV(load_element)(keys->rows[t], i + v * W, keys->dtype)););
+        KV_FOR4(v, 4, if (v < vectors) vf_store(keys->mean + i + v * W, vf_mul(sum[v], vf_set1(1.0f / KV_MATRIX_TILE))););
+    }
+}
+
+/* Loads keys, if `less_mean` is 1 less their mean. */
+static void KV(load_key_words)(const kv_side *side, const kv_tile *tile, int less_mean, float *mean, int8_t *out,
+                               kv_operands *operands, KV(word_keys) *keys)
+{
+    enum { STRIDE = KV_MAX_HEAD_DIM + W }; /* no multiple of a page */
+    const int n = side->padded_dim, dtype = side->dtype, count = KV(find_rows)(side, tile, KV_LANES, keys->rows);
+    vf unit = vf_set1(0.0f), square = unit;
+    keys->dim = n, keys->dtype = dtype, keys->words = out, keys->mean = mean;
+    if (less_mean) KV(average_keys)(keys);
+    else memset(mean, 0, (size_t)n * sizeof(float));
+    for (int t = 0; t < count; t += KV_LANES, out += n * 32) {
+        for (int r = 0; r < KV_LANES; r++)
+            for (int i = 0; i < n; i += W)
+                vf_store(operands->rows + r * STRIDE + i, vf_sub(KV(load_element)(keys->rows[t + r], i, dtype), vf_load(mean + i)));
+        KV(put_word_lane)(operands->rows, STRIDE, n, out, keys->units + t, keys->squares + t);
+        unit = vf_max(unit, vf_load(keys->units + t));
+        square = vf_max(square, vf_load(keys->squares + t));
+    }
+    keys->most_unit = vf_hmax(unit), keys->most_square = vf_hmax(square);
+}
+
+static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+{
+    const char *rows[KV_MATRIX_TILE];
+    const int n = side->padded_dim, dtype = side->dtype, count = KV(find_rows)(side, tile, KV_LANES, rows);
+    KV_ALIGNED float part[KV_LANES * W], factor[KV_LANES];
+    float *units = operands->value_scales;
+    int8_t *out = operands->values;
+    for (int first = 0; first < count; first += KV_LANES) {
+        for (int t = 0; t < KV_LANES; t++) {
+            vf largest = vf_set1(0.0f);
+            for (int i = 0; i < n; i += W) largest = vf_max(largest, vf_abs(KV(load_element)(rows[first + t], i, dtype)));
+            vf_store(part + t * W, largest);
+        }
+        const vf peaks = KV(reduce_rows)(part, 1);
+        vf_store(factor, vf_zero_below(vf_div(vf_set1(KV_MOST_VALUE), peaks), peaks, 0x1p-100f));
+        vf_store(units + first, vf_mul(peaks, vf_set1(1.0f / KV_MOST_VALUE)));
+        for (int t = 0; t < KV_LANES; t += 2, out += 64) {
+            const char *one = rows[first + t], *other = rows[first + t + 1];
+            for (int i = 0; i < n; i += W) {
+                const vi a = vf_round(vf_mul(KV(load_element)(one, i, dtype), vf_set1(factor[t])));
+                const vi b = vf_round(vf_mul(KV(load_element)(other, i, dtype), vf_set1(factor[t + 1])));
+                _mm512_store_si512(out + i / W * VALUE_STRIDE,
+                                   _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16)));
+            }
+        }
+    }
+}

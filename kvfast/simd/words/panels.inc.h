@@ -1,0 +1,229 @@
+/* Attention of many query rows on float rows, with words; see operands.inc.h. Panels of 16 query rows read the keys and values of
+   KV_MATRIX_TILE tokens, which become words once for all of them. The softmax is corrected once for these tokens. */
+
+/* Prefetches one part in `parts` of each block of a tile. */
+static inline void KV(prefetch_blocks)(const kv_side *side, const kv_tile *tile, int part, int parts)
+{
+    const ptrdiff_t begin = side->bytes * part / parts / 64 * 64, end = side->bytes * (part + 1) / parts;
+    for (int token = -tile->first, i = 0; token < tile->count; token += side->block_size, i++)
+        for (ptrdiff_t at = begin; at < end; at += 64) __builtin_prefetch(tile->base + tile->at[i] + at, 0, 2);
+}
+
+/* The tiles that are read after these tokens. */
+typedef struct {
+    const kv_side *k, *v;
+    const kv_tile *keys, *values;
+    int part, parts;
+} KV(following);
+
+/* Prefetches one part of them. A processor can wait for only so many lines at once, and the lines that it needs now would queue
+   behind the others. */
+static inline void KV(prefetch_part)(KV(following) *next)
+{
+    KV(prefetch_blocks)(next->k, next->keys, next->part, next->parts);
+    KV(prefetch_blocks)(next->v, next->values, next->part, next->parts);
+    next->part++;
+}
+
+enum { PREFETCHES = 3 }; /* parts that a panel prefetches */
+
+/* Prepares 16 rows of n floats, times the softmax scale: as they are, (n, 16 rows), and as words. */
+static void KV(prepare_word_lane)(const float *rows, int n, float factor, float *lanes, int8_t *words, float *unit, float *square)
+{
+    KV_ALIGNED float lines[KV_ROWS * KV_LANES];
+    KV(put_word_lane)(rows, n, n, words, unit, square);
+    vf_store(unit, vf_mul(vf_load(unit), vf_set1(factor)));
+    vf_store(square, vf_mul(vf_load(square), vf_set1(factor * factor)));
+    for (int i = 0; i < n; i += KV_LANES) {
+        for (int r = 0; r < KV_ROWS; r++) vf_store(lines + r * KV_LANES, vf_mul(vf_load(rows + r * n + i), vf_set1(factor)));
+        KV(transpose_lines)((const int8_t *)lines, (int8_t *)(lanes + i * KV_ROWS));
+    }
+}
+
+/* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
+static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float factor,
+                              kv_panel *panel)
+{
+    KV(prepare_word_lane)(rows, side->padded_dim, factor, panel->queries, panel->halves, panel->unit, panel->square);
+    if (rope)
+        KV(prepare_word_lane)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_halves, panel->rope_unit,
+                              panel->rope_square);
+}
+
+/* The product of n floats with each of 16 query rows, (n, 16). */
+static vf KV(multiply_row)(const float *row, const float *queries, int n)
+{
+    vf sum[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
+    for (int i = 0; i < n; i += 4, queries += 4 * KV_ROWS)
+        KV_FOR4(j, 4, sum[j] = vf_fma(vf_load(queries + j * KV_ROWS), vf_set1(row[i + j]), sum[j]););
+    return vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3]));
+}
+
+/* The product of a key, as it is stored, with each of 16 query rows. `row` is room for it. */
+static vf KV(multiply_key)(const KV(word_keys) *keys, int token, const float *queries, float *row)
+{
+    for (int i = 0; i < keys->dim; i += W) vf_store(row + i, KV(load_element)(keys->rows[token], i, keys->dtype));
+    return KV(multiply_row)(row, queries, keys->dim);
+}
+
+/* Scores of 16 rows and the tokens begin to end, (tokens, rows), of which `queries` are the rows as they are. With `adds`, added to
+   the scores that are there. */
+static inline __attribute__((always_inline)) void KV(score_words)(
+    const float *queries, const int8_t *words, const float *query_unit, const KV(word_keys) *keys, int begin, int end, float *scores,
+    const int adds)
+{
+    const int n = keys->dim;
+    const vf unit = vf_load(query_unit), shift = KV(multiply_row)(keys->mean, queries, n);
+    for (int t = begin; t < end; t += 8) {
+        vf total[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) total[i] = vf_set1(0.0f);
+        for (int d = 0; d < n; d += 64) {
+            vi sums[2][16];
+            KV(multiply_words)(words + d * 32, keys->words + t / KV_LANES * n * 32 + t % KV_LANES * 4 + d * 32,
+                               (n - d < 64 ? n - d : 64) / 2, 8, 2, sums);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) total[i] = vf_add(total[i], vf_add(vi_to_float(sums[0][i]), vi_to_float(sums[1][i])));
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            float *at = scores + (t + i) * KV_ROWS;
+            vf_store(at, vf_fma(total[i], vf_mul(unit, vf_set1(keys->units[t + i])), adds ? vf_add(shift, vf_load(at)) : shift));
+        }
+    }
+}
+
+/* Adds weights times values to the panel's sums, and the sums before times `rescale`, or as they are if it is NULL. */
+static void KV(add_words)(const kv_operands *operands, kv_panel *panel, int begin, int end, const KV(word_weights) *w,
+                          const float *rescale)
+{
+    for (int t = begin, stop; t < end; t = stop, rescale = NULL) {
+        stop = (t / KV_WORD_GROUP + 1) * KV_WORD_GROUP < end ? (t / KV_WORD_GROUP + 1) * KV_WORD_GROUP : end;
+        const float *unit = w->unit[t / KV_WORD_GROUP];
+        for (int d = 0; d < operands->value_dim; d += KV_LANES) {
+            float *acc = panel->acc + d * KV_ROWS;
+            vi sums[2][16];
+            KV(multiply_words)(operands->values + d / KV_LANES * VALUE_STRIDE + t * 32, w->words + t * (KV_ROWS / 2), (stop - t) / 2,
+                               KV_ROWS, 1, sums);
+            if (rescale)
+#pragma GCC unroll 16
+                for (int r = 0; r < KV_ROWS; r++)
+                    vf_store(acc + r * KV_LANES, vf_mul(vf_load(acc + r * KV_LANES), vf_set1(rescale[r])));
+#pragma GCC unroll 16
+            for (int r = 0; r < KV_ROWS; r++)
+                vf_store(acc + r * KV_LANES, vf_fma(vi_to_float(sums[0][r]), vf_set1(unit[r]), vf_load(acc + r * KV_LANES)));
+        }
+    }
+}
+
+/* The keys of a tile, and of latent rows their rotary part. */
+typedef struct {
+    KV(word_keys) keys, rope;
+    int has_rope;
+} KV(word_tile);
+
+/* The squares of the standard errors of scores, over 0.29, that come from rounding a key and 16 queries. */
+static inline vf KV(squared_error)(vf query_unit, vf query_square, float key_unit, float key_square)
+{
+    return vf_fma(vf_mul(query_unit, query_unit), vf_set1(key_square), vf_mul(query_square, vf_set1(key_unit * key_unit)));
+}
+
+/* Computes the scores that the rounding to words can have moved by more than KV_LEAST_ERROR in float32. */
+static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row,
+                              float *scores)
+{
+    const KV(word_keys) *keys = &tile->keys, *rope = tile->has_rope ? &tile->rope : NULL;
+    const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f)), unit = vf_load(panel->unit);
+    const vf square = vf_load(panel->square), rope_unit = vf_load(panel->rope_unit), rope_square = vf_load(panel->rope_square);
+    vf error = KV(squared_error)(unit, square, keys->most_unit, keys->most_square);
+    if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->most_unit, rope->most_square));
+    if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
+    for (int t = begin; t < end; t++) {
+        error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
+        if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
+        const __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ);
+        if (!loud) continue;
+        vf score = KV(multiply_key)(keys, t, panel->queries, row);
+        if (rope) score = vf_add(score, KV(multiply_key)(rope, t, panel->rope_queries, row));
+        vf_store(scores + t * KV_ROWS, _mm512_mask_mov_ps(vf_load(scores + t * KV_ROWS), loud, score));
+    }
+}
+
+static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row, float *scores)
+{
+    KV(score_words)(panel->queries, panel->halves, panel->unit, &tile->keys, begin, end, scores, 0);
+    if (tile->has_rope) KV(score_words)(panel->rope_queries, panel->rope_halves, panel->rope_unit, &tile->rope, begin, end, scores, 1);
+    KV(refine_scores)(tile, panel, begin, end, row, scores);
+}
+
+/* The rows of a panel that see all tokens of the tile, and those that see some. */
+static void KV(sort_rows)(const kv_panel *panel, __mmask16 *all, __mmask16 *some)
+{
+    const vi start = vi_load(panel->start), stop = vi_load(panel->stop);
+    *all = _mm512_cmple_epi32_mask(start, vi_set1(0)) & _mm512_cmpge_epi32_mask(stop, vi_set1(KV_MATRIX_TILE));
+    *some = _mm512_cmplt_epi32_mask(start, stop) & ~*all;
+}
+
+/* `tiles` are the keys as they are, and less their mean. */
+static void KV(attend_word_panel)(kv_operands *operands, const KV(word_tile) tiles[2], kv_panel *panel, float position,
+                                  KV(following) *next)
+{
+    KV(word_weights) w;
+    /* What a row of the panel sees, in whole lane tiles. */
+    int begin = KV_MATRIX_TILE, end = 0;
+    for (int r = 0; r < panel->rows; r++)
+        if (panel->start[r] < panel->stop[r]) {
+            begin = panel->start[r] < begin ? panel->start[r] : begin;
+            end = panel->stop[r] > end ? panel->stop[r] : end;
+        }
+    KV(prefetch_part)(next);
+    if (begin >= end) return;
+    begin = begin / KV_LANES * KV_LANES;
+    end = kv_whole_lanes(end);
+    __mmask16 all, some;
+    KV(sort_rows)(panel, &all, &some);
+    KV(score_tile)(tiles + (all != 0), panel, begin, end, operands->rows, w.weights);
+    if (all && some) {
+        KV_ALIGNED float scores[KV_MATRIX_TILE * KV_ROWS];
+        KV(score_tile)(tiles, panel, begin, end, operands->rows, scores);
+        for (int t = begin * KV_ROWS; t < end * KV_ROWS; t += KV_ROWS)
+            vf_store(w.weights + t, _mm512_mask_mov_ps(vf_load(w.weights + t), some, vf_load(scores + t)));
+    }
+    KV(prefetch_part)(next);
+    KV(weigh_words)(panel, operands->value_scales, KV_MOST_VALUE / 127.0f * KV_CODE_SIZE(KV_INT8), position, begin, end, &w);
+    KV(round_weights)(&w, begin, end);
+    KV(prefetch_part)(next);
+    KV(add_words)(operands, panel, begin, end, &w, w.changed ? w.rescale : NULL);
+    if (!panel->refined) return;
+    KV(leave_weights)(panel, &w, begin, end);
+    KV(add_words)(operands, panel, begin, end, &w, NULL);
+}
+
+static void KV(attend_words)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
+                             const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,
+                             kv_panel *panels, int num_panels)
+{
+    KV(word_tile) tiles[2];
+    int wanted[2] = {0, 0};
+    for (int i = 0; i < num_panels; i++) {
+        __mmask16 all, some;
+        KV(sort_rows)(panels + i, &all, &some);
+        wanted[0] |= some, wanted[1] |= all;
+    }
+    for (int i = 0; i < 2; i++) {
+        if (!wanted[i]) continue;
+        tiles[i].has_rope = v->as_keys && v->padded_dim;
+        float *mean = operands->means + 2 * i * KV_MAX_HEAD_DIM;
+        KV(load_key_words)(k, keys, i, mean, operands->keys + i * (KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2), operands, &tiles[i].keys);
+        if (tiles[i].has_rope)
+            KV(load_key_words)(v, values, i, mean + KV_MAX_HEAD_DIM, operands->rope + i * (KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 2),
+                               operands, &tiles[i].rope);
+    }
+    operands->value_dim = v->as_keys ? k->padded_dim : v->padded_dim;
+    KV(load_value_words)(v->as_keys ? k : v, v->as_keys ? keys : values, operands);
+    KV(following) next = {k, v, next_keys, next_values, 0, num_panels * PREFETCHES};
+    for (int i = 0; i < num_panels; i++) {
+        next.part = i * PREFETCHES;
+        KV(attend_word_panel)(operands, tiles, panels + i, position, &next);
+    }
+}

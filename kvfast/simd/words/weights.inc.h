@@ -1,0 +1,135 @@
+/* Turns the scores of 16 query rows into weights, as words. A vector holds the 16 rows of one token, so that no maximum or sum goes
+   across lanes. */
+
+/* 2^x for -126 <= x <= 0; 0 below, and NaN for NaN. Interpolates 2^r, r = x - floor(x), in the Chebyshev nodes of 0 to 1
+   (relative error 3.5e-6, a fifth of the activations' rounding). */
+static inline vf KV(exp2_of_scores)(vf x)
+{
+    const __mmask16 normal = _mm512_cmp_ps_mask(x, vf_set1(-126.0f), _CMP_NLT_UQ);
+    const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+    vf y = vf_set1(0.0136703094f);
+    y = vf_fma(y, r, vf_set1(0.0517449975f));
+    y = vf_fma(y, r, vf_set1(0.241604358f));
+    y = vf_fma(y, r, vf_set1(0.692972898f));
+    y = vf_fma(y, r, vf_set1(1.00000346f));
+    return _mm512_maskz_scalef_ps(normal, y, x);
+}
+
+/* Scores and weights of a panel's rows, and how they become words. */
+typedef struct {
+    KV_ALIGNED float weights[KV_MATRIX_TILE * KV_ROWS];  /* (tokens, rows): scores, then weights times the values' units */
+    KV_ALIGNED int32_t words[KV_MATRIX_TILE / 2 * KV_ROWS];
+    int changed;                                         /* bit r: the maximum of row r rose */
+    KV_ALIGNED float rescale[KV_ROWS];                   /* exp(maximum before - maximum now), exactly 1 where it stays */
+    KV_ALIGNED float inverse[WORD_GROUPS][KV_ROWS];      /* factor that made a group's weights words */
+    KV_ALIGNED float unit[WORD_GROUPS][KV_ROWS];         /* of these words, relative to the maximum now */
+} KV(word_weights);
+
+/* Applies softcap, ALiBi and biases to the scores, and masks the tokens that a row may not see. */
+static void KV(bend_words)(const kv_panel *panel, float position, int begin, int end, float *scores)
+{
+    const kv_score_options *options = &panel->options;
+    const vi lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const vi start = vi_load(panel->start), stop = vi_load(panel->stop);
+    const __mmask16 rows = (__mmask16)((1u << panel->rows) - 1);
+    const vf slopes = options->slopes ? _mm512_maskz_loadu_ps(rows, options->slopes) : vf_set1(0.0f);
+    const vf query_at = options->slopes ? _mm512_maskz_loadu_ps(rows, options->query_at) : slopes;
+    const vi bias_rows = _mm512_mullo_epi32(lanes, vi_set1(KV_TILE));
+    for (int t = begin; t < end; t++) {
+        const __mmask16 seen = _mm512_cmple_epi32_mask(start, vi_set1(t)) & _mm512_cmpgt_epi32_mask(stop, vi_set1(t));
+        vf x = vf_load(scores + t * KV_ROWS);
+        if (options->softcap > 0) x = vf_mul(vf_set1(options->softcap), KV(tanh)(vf_div(x, vf_set1(options->softcap))));
+        if (options->slopes) x = vf_fma(slopes, vf_sub(vf_set1(position + (float)t), query_at), x);
+        if (options->bias) x = vf_add(x, _mm512_mask_i32gather_ps(vf_set1(0.0f), seen & rows, bias_rows, options->bias + t, 4));
+        vf_store(scores + t * KV_ROWS, _mm512_mask_mov_ps(vf_set1(-INFINITY), seen, x));
+    }
+}
+
+/* Rounds the weights to words. What the rounding of one leaves out goes to the fourth after it; see activations.inc.h. */
+static void KV(round_weights)(KV(word_weights) *w, int begin, int end)
+{
+    vf left[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
+    for (int t = begin; t < end; t += 4) {
+        const vf inverse = vf_load(w->inverse[t / KV_WORD_GROUP]);
+        vi word[4];
+        if (t % KV_WORD_GROUP == 0) KV_FOR4(i, 4, left[i] = vf_set1(0.0f););
+        KV_FOR4(i, 4,
+            const vf exact = vf_fma(vf_load(w->weights + (t + i) * KV_ROWS), inverse, left[i]);
+            word[i] = vf_round(exact);
+            left[i] = vf_sub(exact, vi_to_float(word[i])););
+        _mm512_store_si512(w->words + t * (KV_ROWS / 2), _mm512_mask_blend_epi16(0xAAAAAAAA, word[0], _mm512_slli_epi32(word[1], 16)));
+        _mm512_store_si512(w->words + (t + 2) * (KV_ROWS / 2), _mm512_mask_blend_epi16(0xAAAAAAAA, word[2], _mm512_slli_epi32(word[3], 16)));
+    }
+}
+
+/* Replaces the words of the rows that panel->refined marks by what their rounding left out, and those of others by 0. */
+static void KV(leave_weights)(const kv_panel *panel, KV(word_weights) *w, int begin, int end)
+{
+    /* What is left of a weight, its own rounding and what was carried to it, is at most 1: 64 of them times 2048 are less than
+       KV_MOST_WEIGHTS. */
+    const float most = 2048.0f;
+    const __mmask16 refined = (__mmask16)panel->refined;
+    for (int t = begin; t < end; t += 2) {
+        const vf inverse = vf_load(w->inverse[t / KV_WORD_GROUP]);
+        const vi pair = _mm512_load_si512(w->words + t * (KV_ROWS / 2));
+        const vi first = _mm512_srai_epi32(_mm512_slli_epi32(pair, 16), 16), second = _mm512_srai_epi32(pair, 16);
+        const vf a = vf_sub(vf_mul(vf_load(w->weights + t * KV_ROWS), inverse), vi_to_float(first));
+        const vf b = vf_sub(vf_mul(vf_load(w->weights + (t + 1) * KV_ROWS), inverse), vi_to_float(second));
+        const vi rest_a = vf_round(vf_mul(a, vf_set1(most))), rest_b = vf_round(vf_mul(b, vf_set1(most)));
+        _mm512_store_si512(w->words + t * (KV_ROWS / 2),
+                 _mm512_maskz_mov_epi32(refined, _mm512_mask_blend_epi16(0xAAAAAAAA, rest_a, _mm512_slli_epi32(rest_b, 16))));
+    }
+    for (int g = 0; g < WORD_GROUPS; g++) vf_store(w->unit[g], vf_mul(vf_load(w->unit[g]), vf_set1(1.0f / most)));
+}
+
+/* Turns scores into weights, exp(score - maximum of these tokens), and updates the panel's maxima and sums of weights. `begin` and
+   `end` leave out only tokens that no row sees. They do not change a row's numbers: the weights of masked tokens are 0, and sums are
+   taken in the order of positions. `value_size` is the root mean square of values, as words. */
+static void KV(weigh_words)(kv_panel *panel, const float *value_units, float value_size, float position, int begin, int end,
+                            KV(word_weights) *w)
+{
+    const vf none = vf_set1(-INFINITY), zero = vf_set1(0.0f), log2e = vf_set1(1.44269504f);
+    const kv_score_options *options = &panel->options;
+    int whole = !(options->softcap > 0) && !options->slopes && !options->bias;
+    for (int r = 0; r < KV_ROWS; r++) whole &= panel->start[r] <= begin && panel->stop[r] >= end;
+    if (!whole) KV(bend_words)(panel, position, begin, end, w->weights);
+    vf most[2] = {none, none};
+    for (int t = begin; t < end; t += 2) {
+        most[0] = vf_max(most[0], vf_load(w->weights + t * KV_ROWS));
+        most[1] = vf_max(most[1], vf_load(w->weights + (t + 1) * KV_ROWS));
+    }
+    const vf here = vf_max(most[0], most[1]), before = vf_load(panel->m), now = vf_max(before, here);
+    const __mmask16 blind = _mm512_cmp_ps_mask(here, none, _CMP_EQ_OQ), same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
+    const vf from = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, none, _CMP_NEQ_OQ), now);
+    /* Exactly 1 where the maximum stays, so that a tile changes nothing for a row that sees none of it. */
+    const vf keep = _mm512_mask_mov_ps(KV(exp)(vf_sub(before, from)), same, vf_set1(1.0f));
+    const vf base = _mm512_maskz_mov_ps(~blind, here), add = KV(exp)(vf_sub(here, from));
+    vf total = zero;
+    for (int g = 0; g < WORD_GROUPS; g++) {
+        vf sum = zero, top = zero;
+        const int first = begin > g * KV_WORD_GROUP ? begin : g * KV_WORD_GROUP;
+        const int last = end < (g + 1) * KV_WORD_GROUP ? end : (g + 1) * KV_WORD_GROUP;
+        for (int t = first; t < last; t++) {
+            float *at = w->weights + t * KV_ROWS;
+            const vf weight = KV(exp2_of_scores)(vf_mul(vf_sub(vf_load(at), base), log2e));
+            const vf scaled = vf_mul(weight, vf_set1(value_units[t]));
+            total = vf_add(total, weight);
+            sum = vf_add(sum, scaled);
+            top = vf_max(top, scaled);
+            vf_store(at, scaled);
+        }
+        /* The unit for the largest sum and for the largest word. */
+        const vf unit = vf_max(vf_mul(sum, vf_set1(1.0f / KV_MOST_WEIGHTS)), vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)));
+        vf_store(w->inverse[g], vf_zero_below(vf_div(vf_set1(1.0f), unit), unit, 0x1p-120f));
+        vf_store(w->unit[g], vf_mul(unit, add));
+    }
+    vf_store(panel->m, now);
+    vf_store(panel->l, vf_fma(vf_load(panel->l), keep, vf_mul(total, add)));
+    vf_store(w->rescale, keep);
+    w->changed = (uint16_t)~same;
+    for (int r = 0; r < KV_ROWS; r++) {
+        double noise = panel->noise[r] * w->rescale[r] * w->rescale[r];
+        for (int g = 0; g < WORD_GROUPS; g++) noise += KV(noise_of)(w->unit[g][r], value_size, 0) / WORD_GROUPS;
+        panel->noise[r] = noise;
+    }
+}

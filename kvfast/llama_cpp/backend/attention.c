@@ -5,7 +5,7 @@
 #include <string.h>
 
 enum {
-    MATRIX_ROWS = 2 * KV_ROWS,  /* fewest query rows for which the matrix unit pays */
+    MATRIX_ROWS = 2 * KV_ROWS,  /* fewest query rows for which a matrix unit pays, or words */
     SPLIT_BYTES = 128 << 10,    /* of keys and values of a split: all heads of it fit into a processor's own cache */
     MAX_SPLITS = 64,
     ENOUGH_TASKS = 16,          /* for every number of threads */
@@ -123,7 +123,9 @@ bool kv_flash_attention(const struct ggml_tensor *op, int num_threads, kv_worksp
     c.tokens = op->src[1]->ne[1];
     c.group = c.q->ne[2] / op->src[1]->ne[2];
     c.rows = c.q->ne[1] * c.group;
-    c.matrix = c.rows >= MATRIX_ROWS && c.tier.attention->attend_panels[KV_HALVES] != NULL;
+    /* Words, unlike the 17 bits of a matrix unit, are not within the contract for f32. */
+    const bool is_f32 = op->src[1]->type == GGML_TYPE_F32 || op->src[2]->type == GGML_TYPE_F32;
+    c.matrix = c.rows >= MATRIX_ROWS && c.tier.attention->attend_panels[KV_HALVES] && (c.tier.attention->open_matrix || !is_f32);
     c.products = !c.matrix && c.rows >= PRODUCT_ROWS;
     open_side(&c.k, op->src[1], &c, true);
     open_side(&c.v, op->src[2], &c, false);

@@ -273,9 +273,11 @@ cdef class AttendCall:
         cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
         cdef int kind = KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS else KV_INTEGERS
         item.block_rows, item.row_blocks = KV_ROWS, panels
+        if self.call.kernels.attend_panels[kind] == NULL:  # words, but not codes: those read the float rows beside codes
+            store, kind = store.floats, KV_HALVES
         # Panels multiply 16-bit numbers, which lose bits of float32; and they read rows where they lie.
-        if (self.call.kernels.attend_panels[kind] == NULL or store.k.dtype == KV_FLOAT32 or store.v.dtype == KV_FLOAT32
-                or store.decode != NULL or panels == 1):
+        if (store == NULL or self.call.kernels.attend_panels[kind] == NULL or store.k.dtype == KV_FLOAT32
+                or store.v.dtype == KV_FLOAT32 or store.decode != NULL or panels == 1):
             return
         # A single token of latent rows has enough query heads, and every single token then goes this way.
         if not (store.latent and self.call.group > KV_ROWS) and (

@@ -5,16 +5,16 @@ rows or for panels of them.
 The task finds the blocks of its sequence, and prefetches the next tile while it reads one.
 """
 from libc.stdint cimport int32_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from kvfast.attention.tile_size cimport token_bytes
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, patched_from, piece_of, v_block_at,
                                   v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES,
-                                  kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_scratch, kv_side, kv_softmax,
-                                  kv_tile, reading_of)
-from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_TILE
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_HALVES, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES,
+                                  kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_score_options, kv_scratch,
+                                  kv_side, kv_softmax, kv_tile, reading_of)
+from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_TILE, KV_WORD_GROUP
 
 cdef extern from *:
     """
@@ -85,10 +85,52 @@ cdef void _attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t 
     `following`, if there is one."""
     if task.call.traffic != NULL:
         _count(task, range_)
-    elif task.wide != NULL:
-        _attend_panels(task, range_, starts, stops)
-    else:
+    elif task.wide == NULL:
         _attend_tiles(task, range_, starts, stops, following)
+    elif task.call.wide_kind == KV_HALVES and (range_.store.k.family != KV_FLOAT_ROWS or range_.store.v.family != KV_FLOAT_ROWS):
+        _attend_each_panel(task, range_, starts, stops, following)
+    else:
+        _attend_panels(task, range_, starts, stops)
+
+
+cdef void _attend_each_panel(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
+                             const kv_range *following) noexcept nogil:
+    """Read a range of codes beside float rows, where words multiply only these: with vectors, one panel after the other."""
+    cdef kv_softmax *state = &task.scratch.softmax
+    cdef kv_score_options options = task.options
+    cdef kv_panel *panel
+    cdef Py_ssize_t k_dim = task.call.store.k.padded_dim, v_dim = task.call.store.v.padded_dim, i
+    cdef int rows = task.rows, p, r
+    for p in range(num_panels(task)):
+        panel = task.wide.panels + p
+        task.rows, task.options = panel.rows, panel.options
+        for r in range(panel.rows):
+            for i in range(k_dim):
+                task.scratch.rows[r * k_dim + i] = panel.queries[i * KV_ROWS + r]
+        state.refined = panel.refined
+        _copy_state(panel, state, task.scratch.acc, v_dim, panel.rows, False)
+        _attend_tiles(task, range_, starts + p * KV_ROWS, stops + p * KV_ROWS, following)
+        _copy_state(panel, state, task.scratch.acc, v_dim, panel.rows, True)
+        task.rows, task.options = rows, options
+
+
+cdef void _copy_state(kv_panel *panel, kv_softmax *state, float *acc, Py_ssize_t dim, int rows, bint back) noexcept nogil:
+    """Copy the running softmax of a panel's rows to a state, or `back`."""
+    cdef int r
+    cdef Py_ssize_t i
+    cdef float *lane
+    cdef float *own
+    for r in range(rows):
+        for i in range(dim // KV_LANES):
+            lane, own = panel.acc + (i * KV_ROWS + r) * KV_LANES, acc + r * dim + i * KV_LANES
+            if back:
+                memcpy(lane, own, KV_LANES * sizeof(float))
+            else:
+                memcpy(own, lane, KV_LANES * sizeof(float))
+        if back:
+            panel.m[r], panel.l[r], panel.noise[r] = state.m[r], state.l[r], state.noise[r]
+        else:
+            state.m[r], state.l[r], state.noise[r] = panel.m[r], panel.l[r], panel.noise[r]
 
 
 cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,
@@ -100,7 +142,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     cdef kv_panel *panel
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
-    cdef Py_ssize_t t = range_.begin, next_t, all_from = 0, all_to = range_.end
+    cdef Py_ssize_t t = range_.begin // KV_WORD_GROUP * KV_WORD_GROUP, next_t, all_from = 0, all_to = range_.end
     cdef int now = 0, panels_used = num_panels(task), r, count, all_seen = 0   # tokens of a tile that all rows see
     cdef bint seen = False
     for r in range(task.rows):
@@ -111,7 +153,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
         if is_stopped(task.call.watch):
             return
         next_t = min((t // KV_MATRIX_TILE + 1) * KV_MATRIX_TILE, range_.end)
-        if t == range_.begin:
+        if t <= range_.begin:
             _locate(task, store, t, KV_MATRIX_TILE, &keys[now], &values[now])
         keys[now].count = values[now].count = count = <int>(next_t - t)
         if next_t < range_.end:

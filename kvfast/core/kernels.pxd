@@ -104,6 +104,7 @@ cdef extern from "simd/kernels.h" nogil:
         float *l
         double *noise
         unsigned refined
+        float *queries
         float *acc
 
     ctypedef struct kv_operands:

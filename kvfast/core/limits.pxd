@@ -6,6 +6,7 @@ cdef extern from "simd/limits.h" nogil:
         KV_LANES
         KV_TILE
         KV_MATRIX_TILE
+        KV_WORD_GROUP
         KV_ROWS
         KV_PANELS
         KV_MAX_HEAD_DIM

@@ -144,7 +144,9 @@ typedef struct {
     KV_ALIGNED float l[KV_ROWS];
     double noise[KV_ROWS];                        /* as in kv_softmax */
     unsigned refined;                             /* bit r: as in kv_softmax */
-    KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];      /* (rows, padded_dim) as given, x softmax scale */
+    float factor;                                 /* the softmax scale, of words */
+    /* (rows, padded_dim) as given, x softmax scale; of words (padded_dim, rows) as given */
+    KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];
     KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];   /* the same as integers, (high and low, depth/64, rows, 64) */
     KV_ALIGNED int8_t rope[KV_ROWS * KV_MAX_ROPE_DIM * 2];    /* the same for the rotary part of latent rows */

@@ -22,11 +22,11 @@
 #define KV_MOST_VALUE 8191.0f
 #define KV_MOST_WEIGHTS 262100.0f
 
-/* Tokens whose weights share a unit. */
-enum { KV_WORD_GROUP = 64, WORD_GROUPS = KV_MATRIX_TILE / KV_WORD_GROUP };
-
-/* Bytes of 16 elements of values. A processor confuses the addresses of stores that are a multiple of a page apart. */
-enum { VALUE_STRIDE = KV_MATRIX_TILE * 32 + 64 };
+enum {
+    WORD_GROUPS = KV_MATRIX_TILE / KV_WORD_GROUP,
+    /* Bytes of 16 elements of values. A processor confuses the addresses of stores that are a multiple of a page apart. */
+    VALUE_STRIDE = KV_MATRIX_TILE * 32 + 64,
+};
 
 /* Transposes 16 lines of 16 dwords: dword l of line r becomes dword r of line l. */
 static void KV(transpose_lines)(const int8_t *lines, int8_t *out)
@@ -222,7 +222,8 @@ static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_op
         }
         const vf peaks = KV(reduce_rows)(part, 1);
         vf_store(factor, vf_zero_below(vf_div(vf_set1(KV_MOST_VALUE), peaks), peaks, 0x1p-100f));
-        vf_store(units + first, vf_mul(peaks, vf_set1(1.0f / KV_MOST_VALUE)));
+        /* Finite, as a weight of 0 is multiplied with it: a row that nobody sees may be anything. */
+        vf_store(units + first, vf_min(vf_mul(peaks, vf_set1(1.0f / KV_MOST_VALUE)), vf_set1(KV_MAX_FLOAT32)));
         for (int t = 0; t < KV_LANES; t += 2, out += 64) {
             const char *one = rows[first + t], *other = rows[first + t + 1];
             for (int i = 0; i < n; i += W) {

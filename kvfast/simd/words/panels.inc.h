@@ -27,7 +27,7 @@ static inline void KV(prefetch_part)(KV(following) *next)
 
 enum { PREFETCHES = 3 }; /* parts that a panel prefetches */
 
-/* Prepares 16 rows of n floats, times the softmax scale: as they are, (n, 16 rows), and as words. */
+/* Prepares 16 rows of n floats: as they are, (n, 16 rows), and as words, whose units have the softmax scale. */
 static void KV(prepare_word_lane)(const float *rows, int n, float factor, float *lanes, int8_t *words, float *unit, float *square)
 {
     KV_ALIGNED float lines[KV_ROWS * KV_LANES];
@@ -35,7 +35,7 @@ static void KV(prepare_word_lane)(const float *rows, int n, float factor, float 
     vf_store(unit, vf_mul(vf_load(unit), vf_set1(factor)));
     vf_store(square, vf_mul(vf_load(square), vf_set1(factor * factor)));
     for (int i = 0; i < n; i += KV_LANES) {
-        for (int r = 0; r < KV_ROWS; r++) vf_store(lines + r * KV_LANES, vf_mul(vf_load(rows + r * n + i), vf_set1(factor)));
+        for (int r = 0; r < KV_ROWS; r++) vf_store(lines + r * KV_LANES, vf_load(rows + r * n + i));
         KV(transpose_lines)((const int8_t *)lines, (int8_t *)(lanes + i * KV_ROWS));
     }
 }
@@ -44,36 +44,37 @@ static void KV(prepare_word_lane)(const float *rows, int n, float factor, float 
 static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float factor,
                               kv_panel *panel)
 {
+    panel->factor = factor;
     KV(prepare_word_lane)(rows, side->padded_dim, factor, panel->queries, panel->halves, panel->unit, panel->square);
     if (rope)
         KV(prepare_word_lane)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_halves, panel->rope_unit,
                               panel->rope_square);
 }
 
-/* The product of n floats with each of 16 query rows, (n, 16). */
-static vf KV(multiply_row)(const float *row, const float *queries, int n)
+/* The product of n floats with each of 16 query rows, (n, 16), times the softmax scale. */
+static vf KV(multiply_row)(const float *row, const float *queries, int n, float factor)
 {
     vf sum[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
     for (int i = 0; i < n; i += 4, queries += 4 * KV_ROWS)
         KV_FOR4(j, 4, sum[j] = vf_fma(vf_load(queries + j * KV_ROWS), vf_set1(row[i + j]), sum[j]););
-    return vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3]));
+    return vf_mul(vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])), vf_set1(factor));
 }
 
 /* The product of a key, as it is stored, with each of 16 query rows. `row` is room for it. */
-static vf KV(multiply_key)(const KV(word_keys) *keys, int token, const float *queries, float *row)
+static vf KV(multiply_key)(const KV(word_keys) *keys, int token, const float *queries, float factor, float *row)
 {
     for (int i = 0; i < keys->dim; i += W) vf_store(row + i, KV(load_element)(keys->rows[token], i, keys->dtype));
-    return KV(multiply_row)(row, queries, keys->dim);
+    return KV(multiply_row)(row, queries, keys->dim, factor);
 }
 
 /* Scores of 16 rows and the tokens begin to end, (tokens, rows), of which `queries` are the rows as they are. With `adds`, added to
    the scores that are there. */
 static inline __attribute__((always_inline)) void KV(score_words)(
-    const float *queries, const int8_t *words, const float *query_unit, const KV(word_keys) *keys, int begin, int end, float *scores,
-    const int adds)
+    const float *queries, const int8_t *words, const float *query_unit, float factor, const KV(word_keys) *keys, int begin, int end,
+    float *scores, const int adds)
 {
     const int n = keys->dim;
-    const vf unit = vf_load(query_unit), shift = KV(multiply_row)(keys->mean, queries, n);
+    const vf unit = vf_load(query_unit), shift = KV(multiply_row)(keys->mean, queries, n, factor);
     for (int t = begin; t < end; t += 8) {
         vf total[8];
 #pragma GCC unroll 8
@@ -143,16 +144,17 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
         if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
         const __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ);
         if (!loud) continue;
-        vf score = KV(multiply_key)(keys, t, panel->queries, row);
-        if (rope) score = vf_add(score, KV(multiply_key)(rope, t, panel->rope_queries, row));
+        vf score = KV(multiply_key)(keys, t, panel->queries, panel->factor, row);
+        if (rope) score = vf_add(score, KV(multiply_key)(rope, t, panel->rope_queries, panel->factor, row));
         vf_store(scores + t * KV_ROWS, _mm512_mask_mov_ps(vf_load(scores + t * KV_ROWS), loud, score));
     }
 }
 
 static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row, float *scores)
 {
-    KV(score_words)(panel->queries, panel->halves, panel->unit, &tile->keys, begin, end, scores, 0);
-    if (tile->has_rope) KV(score_words)(panel->rope_queries, panel->rope_halves, panel->rope_unit, &tile->rope, begin, end, scores, 1);
+    KV(score_words)(panel->queries, panel->halves, panel->unit, panel->factor, &tile->keys, begin, end, scores, 0);
+    if (tile->has_rope)
+        KV(score_words)(panel->rope_queries, panel->rope_halves, panel->rope_unit, panel->factor, &tile->rope, begin, end, scores, 1);
     KV(refine_scores)(tile, panel, begin, end, row, scores);
 }
 

@@ -110,7 +110,8 @@ static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, int8_t
         vf_store(part[0] + r * W, largest);
     }
     const vf peaks = KV(reduce_rows)(part[0], 1), inverse = vf_zero_below(vf_div(vf_set1(1.0f), peaks), peaks, 0x1p-100f);
-    vf most = vf_set1(0.0f), sum = most; /* of each row, beside its largest element: the largest square of a set's norm, and all squares */
+    /* Of each row, beside its largest element: the largest square of a set's norm, and the sum of all squares. */
+    vf most = vf_set1(0.0f), sum = most;
     vf_store(factor, inverse);
     for (int first = 0; first < n; first += 64) {
         const int stop = first + 64 < n ? first + 64 : n;

@@ -57,8 +57,9 @@ static void KV(round_weights)(KV(word_weights) *w, int begin, int end)
             const vf exact = vf_fma(vf_load(w->weights + (t + i) * KV_ROWS), inverse, left[i]);
             word[i] = vf_round(exact);
             left[i] = vf_sub(exact, vi_to_float(word[i])););
-        _mm512_store_si512(w->words + t * (KV_ROWS / 2), _mm512_mask_blend_epi16(0xAAAAAAAA, word[0], _mm512_slli_epi32(word[1], 16)));
-        _mm512_store_si512(w->words + (t + 2) * (KV_ROWS / 2), _mm512_mask_blend_epi16(0xAAAAAAAA, word[2], _mm512_slli_epi32(word[3], 16)));
+        int32_t *at = w->words + t * (KV_ROWS / 2);
+        _mm512_store_si512(at, _mm512_mask_blend_epi16(0xAAAAAAAA, word[0], _mm512_slli_epi32(word[1], 16)));
+        _mm512_store_si512(at + KV_ROWS, _mm512_mask_blend_epi16(0xAAAAAAAA, word[2], _mm512_slli_epi32(word[3], 16)));
     }
 }
 

@@ -361,6 +361,9 @@ cdef class AttendCall:
         self._count_parts()
         with nogil:
             measure(&self.call, &traffic)
+        # Words read the float rows beside codes, and a matrix unit both.
+        panels = ("attend_panels",) if self.wide else ()
+        floats_alone = store.floats != NULL and self.call.kernels.attend_panels[KV_INTEGERS] == NULL
         items = []
         for i in range(self.call.num_items):
             item = self.call.items + i
@@ -368,8 +371,8 @@ cdef class AttendCall:
             rows = max(rows, min(item.num_queries * self.call.group, <Py_ssize_t>item.block_rows))
         return AttendPlan(
             isa=self.call.kernels.isa.decode(), storage=storage,
-            kernels=_kernels_of(store) + (("attend_panels",) if self.wide else ()),
-            float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
+            kernels=_kernels_of(store) + (() if floats_alone else panels),
+            float_kernels=() if store.floats == NULL else _kernels_of(store.floats) + (panels if floats_alone else ()),
             q_shape=(self.call.q.tokens, self.call.q.heads, self.call.q.dim), q_dtype=dtype_name(self.call.q.dtype),
             num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=self.context, tile=self.call.tile,
             float_tile=self.call.float_tile, rows=rows, num_threads=threads, num_tasks=self.call.num_tasks,

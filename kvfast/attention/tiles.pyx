@@ -142,9 +142,11 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     cdef kv_panel *panel
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
-    cdef Py_ssize_t t = range_.begin // KV_WORD_GROUP * KV_WORD_GROUP, next_t, all_from = 0, all_to = range_.end
+    cdef Py_ssize_t t = range_.begin, next_t, all_from = 0, all_to = range_.end
     cdef int now = 0, panels_used = num_panels(task), r, count, all_seen = 0   # tokens of a tile that all rows see
     cdef bint seen = False
+    if task.call.kernels.open_matrix == NULL:  # words are summed in groups that lie at the same positions for all rows
+        t = t // KV_WORD_GROUP * KV_WORD_GROUP
     for r in range(task.rows):
         all_from, all_to = max(all_from, starts[r]), min(all_to, stops[r])
     for r in range(task.rows, panels_used * KV_ROWS):

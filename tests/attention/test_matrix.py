@@ -12,6 +12,7 @@ FORMATS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED, "int8/fl
 FEW_ROWS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED,
             *(kvfast.KVFormat("int4", per_channel=True, block_size=size) for size in (32, 128)), "int3", "int3-plain",
             *(kvfast.KVFormat("int3", per_channel=True, block_size=size) for size in (32, 256))]
+WORD_TIERS = ("avx512_vbmi", "avx512_vnni")
 needs_amx = pytest.mark.skipif("amx" not in kvfast.available_isas(), reason="this CPU has no matrix unit")
 
 
@@ -46,7 +47,7 @@ def test_head_dims(rng, dtype, head_dim):
 def test_floats_are_cut(isa, rng, dtype, head_dim):
     """Far within the contract where they are cut to 17 bits, and within it where a few channels are much larger than the others or
     where they become words."""
-    words = isa in ("avx512_vnni", "avx512_vbmi")
+    words = isa in WORD_TIERS
     outliers = np.where(np.arange(head_dim) % 13 == 5, 10, 1).astype(np.float32)
     for spread, limit in ((1, 3e-4 if words else 3e-5), (outliers, 1e-3 if words else 3e-4)):
         cache = kvfast.KVCache(1, 2, head_dim, dtype=dtype)
@@ -58,7 +59,6 @@ def test_floats_are_cut(isa, rng, dtype, head_dim):
         assert np.abs(lse - expected_lse).max() < limit
 
 
-@needs_amx
 @pytest.mark.parametrize("dtype", HALVES)
 def test_masked_floats_leave_no_trace(rng, dtype):
     """Zero values come out as zero, however large those are that a row does not see."""
@@ -112,7 +112,6 @@ def test_extreme_queries(rng, dtype):
     assert np.isfinite(cache.attend(0, q)).all()
 
 
-@needs_amx
 def test_queries_beyond_bfloat16(rng):
     """The largest float32 rounds to no finite bfloat16."""
     cache = kvfast.KVCache(1, 2, 64, dtype="bfloat16")
@@ -144,6 +143,40 @@ def test_is_used(rng):
         with kvfast.use_isa("avx512_vbmi"):
             assert np.array_equal(many, cache.attend(0, q)) == exact
             assert np.array_equal(few, cache.attend(0, q[-16:]))
+
+
+@pytest.mark.parametrize("isa", WORD_TIERS)
+def test_words_are_used(rng, isa):
+    """More than 16 queries on float16 and bfloat16 come out otherwise than by vectors, also on the float rows beside codes; up to 16
+    the same; codes and float32 as well."""
+    if isa not in kvfast.available_isas():
+        pytest.skip(f"this CPU has no {isa}")
+    q = rng.standard_normal((40, 4, 64), np.float32)
+    for dtype, exact in (("int8", True), ("int4", False), ("float16", False), ("bfloat16", False), ("float32", True)):
+        cache = stored(rng, dtype, 400)
+        outs = []
+        for tier in (isa, "avx512"):
+            with kvfast.use_isa(tier):
+                outs.append((cache.attend(0, q), cache.attend(0, q[-16:]), "attend_panels" in str(cache.explain(40, num_q_heads=4))))
+        (many, few, used), (many_floats, few_floats, _) = outs
+        assert used != exact and np.array_equal(few, few_floats)
+        assert np.array_equal(many, many_floats) == exact
+
+
+@pytest.mark.parametrize("isa", WORD_TIERS)
+def test_loud_keys_are_multiplied_as_floats(rng, isa):
+    """A key with one loud element leaves its others few bits as a word, and the queries may not look at that element."""
+    if isa not in kvfast.available_isas():
+        pytest.skip(f"this CPU has no {isa}")
+    k, v = rng.standard_normal((2, 500, 2, 64), np.float32)
+    k[np.arange(0, 500, 37), :, 5] = 6e4
+    q = rng.standard_normal((40, 6, 64), np.float32)
+    q[:, :, 5] = 1e-6
+    cache = kvfast.KVCache(1, 2, 64, dtype="float16")
+    cache.append(0, k, v)
+    with kvfast.use_isa(isa):
+        out = cache.attend(0, q)
+    assert relative_error(out, attention(q, cache.k(0), cache.v(0))[0]) < 5e-4
 
 
 @needs_amx

@@ -7,7 +7,7 @@ from cache_kinds import ANY_BLOCK, CENTRED, PLAIN, alike, close, format_of, same
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pool_buffers import CANARY, FORMATS, outside, strided
-from reference import bound, halves_bound, relative_error
+from reference import bound, halves_bound, has_halves, relative_error
 from selection import cases_of_machine
 
 import kvfast
@@ -328,11 +328,10 @@ class PagedMachine(RuleBasedStateMachine):
         # Integer values get weights rounded to integers, and the last bit of a float can tip those; many queries are rounded
         # elsewhere than a few.
         limit = 1e-4 if self.values_dtype.startswith("int") else 1e-5
-        dtypes = self.format.k_dtype, self.format.v_dtype
-        if kvfast.active_isa() == "amx" and "int" in "".join(dtypes):
+        if kvfast.active_isa() == "amx" and "int" in self.format.k_dtype + self.format.v_dtype:
             limit = bound("int8")
-        elif "float32" not in dtypes and "int" not in "".join(dtypes):
-            limit = halves_bound()
+        elif has_halves(self.format):
+            limit = max(limit, halves_bound())
         assert relative_error(self.pool.attend_batch(*batch, cascade=True, **options), alone) < limit
 
     def most_queries(self, model):

@@ -85,6 +85,7 @@ def ways_agree(one, other, dtype, rtol=1e-5, atol=1e-5):
 
 def has_halves(dtype):
     """Whether queries read rows of float16 or bfloat16, beside codes or alone."""
-    if dtype in ("float32", "int8", "int8-plain", "int4-plain", "k8v4", "int8/int4"):
-        return False
-    return not isinstance(dtype, kvfast.KVFormat) or bool(dtype.per_channel or dtype.centring or dtype.num_float_tokens)
+    if isinstance(dtype, kvfast.KVFormat):
+        dtypes = dtype.k_dtype + dtype.v_dtype
+        return dtype.seals or dtype.num_float_tokens > 0 or ("int" not in dtypes and "float32" not in dtypes)
+    return dtype not in ("float32", "int8", "int8-plain", "int4-plain", "k8v4", "int8/int4")

@@ -10,7 +10,8 @@ from libc.math cimport INFINITY, expf, logf
 from libc.string cimport memcpy, memset
 
 from kvfast.attention.rows cimport begin_refined, begin_rows, load
-from kvfast.attention.tiles cimport (attend_span, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, step_of, touch,
+from kvfast.attention.spans cimport attend_span
+from kvfast.attention.tiles cimport (kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, step_of, touch,
                                      touch_first_floats, touch_sinks)
 from kvfast.codec.blocks cimport values_of
 from kvfast.codec.dtypes cimport dtype_limit

@@ -107,10 +107,9 @@ cdef inline int num_panels(const kv_task *task) noexcept nogil:
     return (task.rows + KV_ROWS - 1) // KV_ROWS if task.wide != NULL else 0
 
 
-cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil
 cdef int step_of(const kv_task *task) noexcept nogil
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil
 cdef void touch_first_floats(const kv_task *task) noexcept nogil
 cdef void touch_sinks(const kv_task *task, Py_ssize_t tokens) noexcept nogil
-cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_ssize_t *starts, const Py_ssize_t *stops,
-                      const kv_range *following) noexcept nogil
+cdef void attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
+                       const kv_range *following) noexcept nogil

@@ -7,7 +7,7 @@ from libc.string cimport memset
 
 from kvfast.attention.call cimport AttendCall, imagined_rows, open_call
 from kvfast.attention.options cimport Options
-from kvfast.attention.tiles cimport floats_from
+from kvfast.attention.spans cimport floats_from
 from kvfast.attention.workspace cimport MEMBERS
 from kvfast.codec.blocks cimport kv_store
 from kvfast.codec.encode cimport check_rows, check_storable, storable, write_rows

@@ -31,7 +31,7 @@ typedef struct {
     int64_t tokens, group, rows; /* of the context; query heads per KV head; query rows per KV head */
     int64_t blocks, splits, split_tokens, num_tasks;
     int block_rows, tile;         /* rows and tokens of a pass */
-    bool matrix, products;        /* by the matrix unit; as products with panels of floats */
+    bool matrix, products;        /* by the matrix unit or as words; as products with panels of floats */
     int64_t partial_floats;
     float *partials;
     char *scratch;                /* of all threads */

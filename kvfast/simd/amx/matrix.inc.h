@@ -26,17 +26,9 @@ static inline __attribute__((always_inline)) void KV(attend_panel)(
     KV(correction) correction;
     KV_ALIGNED float scores[KV_ROWS * KV_MATRIX_TILE];
     KV_ALIGNED int8_t x[2 * TOKEN_HALVES * TILE_BYTES];
-    /* What a row of the panel sees, in whole tiles of depth. */
-    int begin = KV_MATRIX_TILE, end = 0;
-    for (int r = 0; r < panel->rows; r++)
-        if (panel->start[r] < panel->stop[r]) {
-            begin = panel->start[r] < begin ? panel->start[r] : begin;
-            end = panel->stop[r] > end ? panel->stop[r] : end;
-        }
+    int begin, end;
     KV(prefetch_part)(next);
-    if (begin >= end) return;
-    begin = begin / TILE_DEPTH * TILE_DEPTH;
-    end = (end + TILE_DEPTH - 1) / TILE_DEPTH * TILE_DEPTH;
+    if (!KV(find_seen)(panel, TILE_DEPTH, &begin, &end)) return;
     KV_SETTLE(panel->halves);
     if (halves || operands->key_halves) KV(score_halves)(operands, panel, begin, end, scores, 0);
     else KV(score_tokens)(operands, panel, begin, end, scores);

@@ -27,6 +27,20 @@ static inline void KV(prefetch_part)(KV(following) *next)
 
 enum { PREFETCHES = 3 }; /* parts that a panel prefetches */
 
+/* Finds the tokens of a tile that a row of the panel sees, from and to a multiple of `whole`; returns 0 if there are none. */
+static inline int KV(find_seen)(const kv_panel *panel, int whole, int *begin, int *end)
+{
+    int first = KV_MATRIX_TILE, stop = 0;
+    for (int r = 0; r < panel->rows; r++)
+        if (panel->start[r] < panel->stop[r]) {
+            first = panel->start[r] < first ? panel->start[r] : first;
+            stop = panel->stop[r] > stop ? panel->stop[r] : stop;
+        }
+    *begin = first / whole * whole;
+    *end = (stop + whole - 1) / whole * whole;
+    return first < stop;
+}
+
 /* Prepares 16 rows of n floats: as they are, (n, 16 rows), and as words, whose units have the softmax scale. */
 static void KV(prepare_word_lane)(const float *rows, int n, float factor, float *lanes, int8_t *words, float *unit, float *square)
 {
@@ -171,17 +185,9 @@ static void KV(attend_word_panel)(kv_operands *operands, const KV(word_tile) til
                                   KV(following) *next)
 {
     KV(word_weights) w;
-    /* What a row of the panel sees, in whole lane tiles. */
-    int begin = KV_MATRIX_TILE, end = 0;
-    for (int r = 0; r < panel->rows; r++)
-        if (panel->start[r] < panel->stop[r]) {
-            begin = panel->start[r] < begin ? panel->start[r] : begin;
-            end = panel->stop[r] > end ? panel->stop[r] : end;
-        }
+    int begin, end;
     KV(prefetch_part)(next);
-    if (begin >= end) return;
-    begin = begin / KV_LANES * KV_LANES;
-    end = kv_whole_lanes(end);
+    if (!KV(find_seen)(panel, KV_LANES, &begin, &end)) return;
     __mmask16 all, some;
     KV(sort_rows)(panel, &all, &some);
     KV(score_tile)(tiles + (all != 0), panel, begin, end, operands->rows, w.weights);

@@ -131,7 +131,7 @@ def test_tiers_agree(rng):
         with kvfast.use_isa(name):
             outs.append(cache.attend(0, q))
     for out in outs[1:]:
-        assert np.allclose(out, outs[0], rtol=1e-4, atol=1e-5)
+        assert relative_error(out, outs[0]) < 3e-4  # tiles differ
 
 
 def test_merge_states(rng):

@@ -135,14 +135,14 @@ def test_ring_and_sinks(rng, dtype):
 
 @needs_amx
 def test_is_used(rng):
-    """More than 16 queries come out otherwise than by vectors, up to 16 the same; float32 stays exact."""
+    """More than 16 queries come out otherwise than by vectors, up to 16 nearly the same, as tiles differ; float32 stays exact."""
     q = rng.standard_normal((40, 4, 64), np.float32)
     for dtype, exact in (("int8", False), ("int4", False), ("float16", False), ("bfloat16", False), ("float32", True)):
         cache = stored(rng, dtype, 400)
         many, few = cache.attend(0, q), cache.attend(0, q[-16:])
         with kvfast.use_isa("avx512_vbmi"):
             assert np.array_equal(many, cache.attend(0, q)) == exact
-            assert np.array_equal(few, cache.attend(0, q[-16:]))
+            assert relative_error(few, cache.attend(0, q[-16:])) < (1e-6 if exact or "float" in dtype else 3e-4)
 
 
 @pytest.mark.parametrize("isa", WORD_TIERS)
@@ -182,8 +182,9 @@ def test_loud_keys_are_multiplied_as_floats(rng, isa):
 @needs_amx
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 320])
 @pytest.mark.parametrize("dtype", FEW_ROWS, ids=str)
-def test_few_rows_have_the_bits_of_vectors(rng, dtype, head_dim):
-    """Behind enough tokens the matrix unit multiplies codes for few rows, too: the same integers, so the same output."""
+def test_few_rows_are_those_of_vectors(rng, dtype, head_dim):
+    """Behind enough tokens the matrix unit multiplies codes for few rows, too: the same integers, but other tiles, which round weights
+    otherwise."""
     spread = np.where(np.arange(head_dim) % 13 == 5, 30, 1).astype(np.float32)  # scores that need the rounding of queries
     cache = kvfast.KVCache(1, 1, head_dim, dtype=dtype)
     k, v = rng.standard_normal((2, 2500, 1, head_dim), np.float32)
@@ -196,5 +197,4 @@ def test_few_rows_have_the_bits_of_vectors(rng, dtype, head_dim):
         for isa in ("amx", "avx512_vbmi"):
             with kvfast.use_isa(isa):
                 outs.append(cache.attend(0, q, return_lse=True, num_splits=1))
-        assert np.array_equal(outs[0][0], outs[1][0])
-        assert np.array_equal(outs[0][1], outs[1][1])
+        assert relative_error(outs[0][0], outs[1][0]) < 3e-4 and np.allclose(outs[0][1], outs[1][1], rtol=0, atol=3e-4)

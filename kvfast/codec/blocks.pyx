@@ -9,7 +9,7 @@ from libc.string cimport memset
 
 from kvfast.codec.dtypes cimport parse_dtype
 from kvfast.core.checks cimport check_count
-from kvfast.core.kernels cimport KV_FLOAT16, KV_FLOAT_ROWS, KV_PACKED_CODES, active, kv_dtype, kv_dtypes, kv_kernels, kv_side
+from kvfast.core.kernels cimport KV_FLOAT16, KV_FLOAT_ROWS, active, kv_dtype, kv_dtypes, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_TILE
 from kvfast.core.wipe cimport kv_wipe_pages
 
@@ -115,8 +115,9 @@ cdef object set_bases(kv_store *store, object calibration):
     cdef const float[:, :, :, ::1] given = calibration.matrices(store.k.channels > 0, heads, dim)
     cdef const kv_kernels *kernels = active()
     cdef float[:, :, :, ::1] bases = np.zeros((heads, <int>KV_NUM_BASES, dim, padded), np.float32)
-    # Channels of INT3 differ in their bits. All other codes are as fine in each element, so that all should matter the same.
-    cdef bint mixed = store.k.channels == 0 or store.k.family != KV_PACKED_CODES
+    # Channels with scales of their own differ in their bits. Codes of rotated rows are as fine in each element, so that all should
+    # matter the same.
+    cdef bint mixed = store.k.channels == 0
     for head in range(heads):
         for i in range(dim):
             for j in range(dim):

@@ -10,7 +10,7 @@
    subtracted after the sum.
 
    The scales and means of the channels of a key block are folded into the queries, once for each block and
-   row: sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s).
+   row: sum q (c s + m) = sum (q s) (c - bias) + sum q (m + bias s).
 
    Scores: the rounding of a row's n activations, 0.29 of a unit each (the standard deviation of a uniform distribution),
    adds up over a token's codes to
@@ -49,11 +49,12 @@
 #define KV_LEAST_PART 3e-4f
 /* Root mean square of evenly distributed codes without their bias; it is more than that of a Gaussian row's codes. */
 #define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 73.0f)
+#define KV_KEY_SIZE(dtype) ((float)KV_KEY_LEVELS(dtype) * (4.6f / 16)) /* of keys with channel scales */
 
-/* Factor from a row's unit to the standard error of its scores. */
+/* Factor from a row's unit to the standard error of its scores, on keys of `dtype`. */
 static inline float KV(error_of_unit)(const kv_side *side, int dtype)
 {
-    return 0.29f * __builtin_sqrtf((float)side->padded_dim) * KV_CODE_SIZE(dtype);
+    return 0.29f * __builtin_sqrtf((float)side->padded_dim) * (side->channels ? KV_KEY_SIZE(dtype) : KV_CODE_SIZE(dtype));
 }
 
 /* The square of a tile's unit of weights times the size of its codes, for each token that the row sees: how many more are read depends
@@ -185,10 +186,10 @@ typedef struct {
     KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
 } KV(folded);
 
-/* Scales of W channels of a key block; `unit` is 2^-16 times the block's unit, `mask` keeps a factor in the high 16 bits. */
-static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit, vi mask)
+/* Scales of W channels of a key block; `unit` is 2^-16 times the block's unit. */
+static inline vf KV(load_channel_scales)(const uint16_t *scales, vf unit)
 {
-    return vf_mul(vi_to_float(vi_and(vf_bits(vf_load_bfloat16(scales)), mask)), unit);
+    return vf_mul(vi_to_float(vi_and(vf_bits(vf_load_bfloat16(scales)), vi_set1(KV_FACTOR << 16))), unit);
 }
 
 /* The shifts of a panel's scores; and with channel scales the rows times these, with the factors that make them activations. */
@@ -203,10 +204,9 @@ static inline __attribute__((always_inline)) void KV(fold_statistics)(
     float sums[KV_PANEL];
     KV_FOR4(r, KV_PANEL, shift[r] = largest[r] = vf_set1(0.0f););
     if (side->channels) {
-        const vf unit = vf_set1(KV(unit_of)(scales) * 0x1p-16f), bias = vf_set1((float)KV_BIAS(KV_INT4));
-        const vi mask = vi_set1(side->dtype == KV_INT3 ? KV_FACTOR << 16 : 0x7FFF0000);
+        const vf unit = vf_set1(KV(unit_of)(scales) * 0x1p-16f), bias = vf_set1((float)KV_KEY_BIAS(side->dtype));
         for (ptrdiff_t i = 0; i < n; i += W) {
-            const vf scale = KV(load_channel_scales)(scales + i, unit, mask);
+            const vf scale = KV(load_channel_scales)(scales + i, unit);
             const vf mean = vf_fma(scale, bias, vf_load_float16(means + i));
             KV_FOR4(r, num_rows,
                 const vf x = vf_load(rows + r * n + i), product = vf_mul(x, scale);
@@ -235,7 +235,7 @@ static inline __attribute__((always_inline)) void KV(fold_rows)(
     KV(fold_statistics)(side, block, queries, row, num_rows, folded->rows, folded->shift, folded->inverse, folded->scale);
     if (!side->channels) return;
     KV(put_activations)(folded->rows, n, num_rows, n, folded->inverse, folded->parts, folded->sum, 0);
-    for (int r = 0; r < num_rows; r++) folded->sum[r] *= KV_BIAS(KV_INT4);
+    for (int r = 0; r < num_rows; r++) folded->sum[r] *= KV_KEY_BIAS(side->dtype);
 }
 
 static __attribute__((noinline)) void KV(fold)(const kv_side *side, const char *block, const kv_queries *queries,

@@ -84,6 +84,7 @@ static inline uint32_t kv_float_bits(float x) { uint32_t bits; memcpy(&bits, &x,
 static inline float kv_bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 
 #include "packed.h"
+#include "keys.h"
 #include "trellis.h"
 
 /* for (i = 0; i < n; i++) body, n <= 4 constant, unrolled in the source: compilers keep arrays that are

@@ -1,8 +1,5 @@
 /* Scores and sums of values of packed codes; see packed.h. A tile is expanded to a block of INT8 in the processor's cache,
-   which INT8's kernels read; INT3 only where threes.inc.h does not read it. */
-
-/* A line; half a line is in packed.inc.h. */
-typedef uint32_t KV(line) __attribute__((vector_size(64)));
+   which INT8's kernels read; but for keys with channel scales, see keys.inc.h, and values of INT3 where threes.inc.h reads them. */
 
 /* Replaces codes by levels + 128. Passed by pointer, as compilers differ in how they pass vectors that a tier has no registers
    for. */
@@ -208,10 +205,9 @@ static void KV(expand_trellis)(const uint8_t *unit, ptrdiff_t stride, int units,
     }
 }
 
-/* A tile that was expanded to a block of INT8, with its tokens' scales; or to blocks, as many as the tile has lanes at most, with
-   the channels' offsets and scales. There is nothing else. */
+/* A tile that was expanded to a block of INT8, with its tokens' scales. There is nothing else. */
 typedef struct {
-    KV_ALIGNED uint8_t block[KV_TILE * KV_MAX_HEAD_DIM + KV_TILE / KV_LANES * 4 * KV_MAX_HEAD_DIM];
+    KV_ALIGNED uint8_t block[KV_TILE * KV_MAX_HEAD_DIM + KV_TILE * sizeof(float)];
     kv_side side;
     kv_tile tile;
     kv_ahead ahead; /* of the block itself: there is nothing to prefetch */
@@ -270,75 +266,7 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
     KV(describe_expanded)(side, tile, tokens, expanded);
 }
 
-/* Expands INT3 keys with channel scales of 16 tokens to lines of codes of 4 bits, a byte each. */
-static inline __attribute__((always_inline)) void KV(expand_lane)(const uint8_t *unit, int units, const kv_key_order *order,
-                                                                  const char *ahead, uint8_t *out)
-{
-    const uint8_t *wide = order->wide, *even = order->even, *narrow = order->narrow;
-    for (size_t u = 0; u < (size_t)units; u++, unit += 96, ahead += 96) {
-        KV(line) plane, codes;
-        kv_prefetch_lines(ahead, 2, kv_prefetch_level);
-        memcpy(&plane, unit, 64);
-        codes = plane << 1 & 0x0E0E0E0E;
-        memcpy(out + (size_t)even[2 * u] * 64, &codes, 64);
-        codes = plane >> 2 & 0x0E0E0E0E;
-        memcpy(out + (size_t)even[2 * u + 1] * 64, &codes, 64);
-        codes = plane >> 4 & 0x0C0C0C0C;
-        memcpy(out + (size_t)narrow[u] * 64, &codes, 64);
-#if W == 16
-        _mm512_storeu_si512(out + (size_t)wide[u] * 64, vcodes_low(KV(load_nibbles)(unit + 64, 0)));
-#else
-        for (int half = 0; half < 2; half++) {
-            KV(half_line) nibbles;
-            memcpy(&nibbles, unit + 64, 32);
-            nibbles = nibbles >> half * 4 & 0x0F0F0F0F;
-            memcpy(out + (size_t)wide[u] * 64 + half * 32, &nibbles, 32);
-        }
-#endif
-    }
-}
-
-/* Expands a tile of INT3 keys with channel scales to blocks of bytes, with their statistics. */
-static void KV(expand_keys)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead, KV(expanded) *expanded)
-{
-    const int tokens = kv_whole_lanes(tile->count), units = side->padded_dim / KV_UNIT;
-    const ptrdiff_t lane_bytes = units * 96, statistics = side->bytes - side->means;
-    KV(describe_expanded)(side, tile, tokens < side->block_size ? tokens : side->block_size, expanded);
-    kv_side *to = &expanded->side;
-    to->dtype = side->dtype; /* the channels' scales have flags */
-    to->means = to->scales;
-    to->scale_bytes = 0;
-    to->channels = to->means + (side->channels - side->means);
-    to->bytes = to->means + statistics;
-    ptrdiff_t read = 0;
-    for (int t = 0, slot = tile->first, block = 0; t < tokens; block++, slot = 0) {
-        const char *at = tile->base + tile->at[block];
-        const uint8_t *unit = (const uint8_t *)at + slot / KV_LANES * lane_bytes;
-        uint8_t *out = expanded->block + block * to->bytes;
-        const int end = t + to->block_size < tokens ? t + to->block_size : tokens;
-        kv_key_order order;
-        kv_read_key_order((const uint16_t *)(at + side->channels), side->padded_dim, &order);
-        expanded->tile.at[block] = out - expanded->block;
-        memcpy(out + to->means, at + side->means, (size_t)statistics);
-        for (; t < end; t += KV_LANES, unit += lane_bytes, read += lane_bytes, out += side->padded_dim * KV_LANES)
-            KV(expand_lane)(unit, units, &order, kv_prefetch_from(ahead, read), out);
-    }
-    kv_prefetch_end(ahead);
-}
-
 #if W >= 8
-/* The same as refine_channels for INT3, whose tile is expanded for it. */
-static __attribute__((noinline)) void KV(refine_packed_keys)(
-    const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows, const kv_tile *tile,
-    const ptrdiff_t *block, int slot, int lane, int stop, float *scores)
-{
-    kv_ahead ahead = {{tile->base, tile->at, 0, 64, 64, 0, 0}, {tile->base, tile->at, 0, 64, 64, 0, 0}, 0};
-    KV(expanded) keys;
-    KV(expand_keys)(side, tile, &ahead, &keys);
-    KV(refine_keys)(&keys.side, rows, inverse, unit, num_rows, &keys.tile, keys.tile.at + (block - tile->at),
-                    slot - tile->first, lane, stop, scores);
-}
-
 /* The same as refine_values_int8. */
 static __attribute__((noinline)) void KV(refine_packed_values)(const kv_side *side, const kv_tile *tile, const float *weights,
                                                                int rows, unsigned refined, float *acc)
@@ -354,13 +282,7 @@ static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, in
                               const kv_ahead *ahead, float *scores)
 {
     if (side->channels) {
-#if W >= 8
-        KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT3, KV_CHANNELS, KV(refine_packed_keys));
-#else
-        KV(expanded) keys;
-        KV(expand_keys)(side, tile, ahead, &keys);
-        KV(scores_integer)(&keys.side, queries, num_rows, &keys.tile, &keys.ahead, scores, KV_INT3, KV_CHANNELS, KV(refine_keys));
-#endif
+        KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT3, KV_CHANNELS, KV(refine_keys3));
         return;
     }
     KV(expanded) expanded;

@@ -1,5 +1,5 @@
 /* Scores and sums of values of INT8, INT4, GAUSS4 and INT3 codes. activations.inc.h describes the arithmetic. Tiers of narrow
-   vectors expand INT3 before, see expand.inc.h. */
+   vectors expand values of INT3 before, see expand.inc.h. */
 
 static inline __attribute__((always_inline)) vf KV(load_scales)(const char *scales, int token, const int dtype)
 {
@@ -36,8 +36,6 @@ static inline __attribute__((always_inline)) void KV(dot_lines)(
     KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], (x) + 8 * r);););
                 if (dtype == KV_INT8) {
                     KV_MULTIPLY(vcodes_bytes, x)
-                } else if (dtype == KV_INT3) { /* expanded keys: codes of 4 bits */
-                    KV_MULTIPLY(vcodes_low, x)
                 } else {
                     if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x) }
                     else { KV_MULTIPLY(vcodes_levels, x) }
@@ -68,6 +66,12 @@ static inline __attribute__((always_inline)) void KV(dot_panel)(
     else KV(dot_lines)(base, block, tile_bytes, lines, gather, block_lines, dtype, x, rows, vectors, ahead, level, out);
 }
 
+/* Bytes of 16 tokens of keys. */
+static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
+{
+    return (ptrdiff_t)side->padded_dim * (KV_LANES / 8) * kv_dtypes[dtype].bits;
+}
+
 /* Every (rows, vectors) is a panel of its own, so that its accumulators stay in registers. */
 #define KV_EACH_PANEL(rows, vectors, panel)                              \
     switch (rows) {                                                      \
@@ -85,31 +89,38 @@ static inline __attribute__((always_inline)) void KV(refine)(
     const ptrdiff_t *block, int slot, int lane, int stop, float *scores, const int dtype, const int channels)
 {
     const ptrdiff_t n = side->padded_dim;
-    const int lines = side->padded_dim / KV_DEPTHS(dtype);
-    const ptrdiff_t tile_bytes = (ptrdiff_t)lines * 64;
-    const float error = KV(error_of_unit)(side, channels ? KV_INT4 : dtype), ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
+    const int lines = side->padded_dim / KV_DEPTHS(dtype), units = side->padded_dim / KV_UNIT;
+    const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype);
+    const float error = KV(error_of_unit)(side, dtype), ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
     KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
     KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
     int32_t sums[KV_PANEL];
     memset(left + num_rows * n, 0, (size_t)((KV_PANEL - num_rows) * n) * sizeof(float));
     KV(leave_rounding)(rows, n, num_rows, n, inverse, left);
     KV(put_activations)(left, n, KV_PANEL, n, ones, parts, sums, 0);
-    while (lane < stop) {
+    const int bias = channels ? KV_KEY_BIAS(dtype) : KV_BIAS(dtype);
+    kv_key_order order;
+    if (channels) KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, &order);
+    while (lane < stop) { /* with channel scales all in one block, as the rows are folded with its scales */
         const char *token_scales = tile->base + *block + side->scales;
-        const char *codes = tile->base + slot / KV_LANES * tile_bytes + slot % KV_LANES * 4;
+        const char *codes = tile->base + slot / KV_LANES * tile_bytes, *ahead = (const char *)parts;
         const int room = stop - lane < side->block_size - slot ? stop - lane : side->block_size - slot;
         const int vectors = INT_VECTORS * W <= room ? INT_VECTORS : 1;
         vi out[KV_PANEL][4];
-        if (vectors > 1)
-            KV(dot_panel)(codes, block, tile_bytes, lines, 0, 0, dtype, parts, KV_PANEL, INT_VECTORS, (const char *)parts, out);
-        else KV(dot_panel)(codes, block, tile_bytes, lines, 0, 0, dtype, parts, KV_PANEL, 1, (const char *)parts, out);
+#define KV_DOT(V)                                                                                                         \
+    if (channels)                                                                                                         \
+        KV(dot_keys)(codes + *block, slot % KV_LANES, tile_bytes, units, &order, dtype, parts, KV_PANEL, V, ahead, out);  \
+    else                                                                                                                  \
+        KV(dot_panel)(codes + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, parts, KV_PANEL, V, ahead, out);
+        if (vectors > 1) { KV_DOT(INT_VECTORS) } else { KV_DOT(1) }
+#undef KV_DOT
         for (int r = 0; r < num_rows; r++)
             for (int v = 0; v < vectors; v++) {
                 float *score = scores + r * KV_TILE + lane + v * W;
                 const float limit = KV_LEAST_ERROR / (error * __builtin_fabsf(unit[r])); /* least scale of a token that counts */
                 const vf scale = vf_set1(unit[r] * (0.5f / KV_MAX_ACTIVATION));
                 const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
-                const vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(KV_BIAS(channels ? KV_INT4 : dtype) * sums[r])));
+                const vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(bias * sums[r])));
                 vf_store(score, vf_add(vf_load(score), vf_zero_below(vf_mul(dot, vf_mul(scale, token)), token, limit)));
             }
         lane += vectors * W;
@@ -138,13 +149,12 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
     float *scores, const int dtype, const int statistics, KV(refiner) *refine)
 {
-    const int lines = side->padded_dim / KV_DEPTHS(dtype);
+    const int lines = side->padded_dim / KV_DEPTHS(dtype), units = side->padded_dim / KV_UNIT;
     const int channels = statistics == KV_CHANNELS;
-    const int as_stored = dtype == KV_INT3 && W >= 8; /* else INT3 is expanded */
-    const ptrdiff_t tile_bytes = (ptrdiff_t)(as_stored ? side->padded_dim / KV_UNIT * 96 : lines * 64);
+    const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype);
     const int lanes = kv_whole_lanes(tile->count);
-    const float error =
-        channels ? KV(error_of_unit)(side, KV_INT4) : KV(error_of_unit)(side, dtype) * KV(largest_scale)(side, tile, dtype);
+    const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
+    kv_key_order orders[KV_TILE / KV_LANES]; /* of the tile's blocks */
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         KV(folded) folded;
         const int8_t *x = channels ? folded.parts : queries->parts + row * (side->padded_dim * 2);
@@ -153,16 +163,16 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         const ptrdiff_t *block = tile->at;
         const ptrdiff_t *first_block = block;
-        kv_key_order order; /* of INT3 */
         int slot = tile->first;
         int counts = 0, first = 0, first_slot = slot; /* whether what the rounding left out counts, from `first` on */
         for (int lane = 0; lane < lanes;) {
-            const ptrdiff_t at = slot / KV_LANES * tile_bytes + slot % KV_LANES * 4;
+            const ptrdiff_t at = slot / KV_LANES * tile_bytes;
             const char *token_scales = tile->base + *block + side->scales;
+            kv_key_order *order = orders + (block - tile->at);
+            if (channels && row == 0 && (lane == 0 || slot == 0))
+                KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, order);
             if (statistics && (lane == 0 || slot == 0))
                 KV(fold)(side, tile->base + *block, queries, row, rows, &folded);
-            if (as_stored && (lane == 0 || slot == 0))
-                kv_read_key_order((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, &order);
             if (lane == 0 || (channels && slot == 0)) {
                 counts = 0;
                 for (int r = 0; r < rows; r++) counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
@@ -171,18 +181,12 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * tile_bytes);
             const int left = lanes - lane < side->block_size - slot ? lanes - lane : side->block_size - slot;
             const int vectors = INT_VECTORS * W <= left ? INT_VECTORS : 1;
-#if W >= 8
-#define KV_DOT_KEYS(R, V)                                                                              \
-    if (dtype == KV_INT3)                                                                              \
-        KV(dot_threes)(tile->base + at, block, tile_bytes, side->padded_dim / KV_UNIT, 0, 0, &order, NULL, x, R, V, fetch, out); \
-    else
-#else
-#define KV_DOT_KEYS(R, V) /* they are expanded */
-#endif
 #define KV_PANEL_SCORES(R, V)                                                                          \
     vi out[KV_PANEL][4];                                                                               \
-    KV_DOT_KEYS(R, V)                                                                                  \
-    KV(dot_panel)(tile->base + at, block, tile_bytes, lines, 0, 0, dtype, x, R, V, fetch, out);        \
+    if (channels)                                                                                      \
+        KV(dot_keys)(tile->base + *block + at, slot % KV_LANES, tile_bytes, units, order, dtype, x, R, V, fetch, out); \
+    else                                                                                               \
+        KV(dot_panel)(tile->base + at + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, x, R, V, fetch, out); \
     for (int r = 0; r < R; r++)                                                                        \
         for (int v = 0; v < V; v++) {                                                                  \
             vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(sums[r]))), scale = vf_set1(scales[r]);     \
@@ -296,7 +300,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     const KV(threes) levels = KV(load_threes)(kv_packed_table(side));
 #define KV_DOT_VALUES(R, V)                                                                           \
     if (dtype == KV_INT3)                                                                             \
-        KV(dot_threes)(codes, values.blocks, values.tile_bytes, values.lines / 4, gather, values.block_lines / 4, NULL, &levels, \
+        KV(dot_threes)(codes, values.blocks, values.tile_bytes, values.lines / 4, gather, values.block_lines / 4, &levels, \
                        x, R, V, fetch, out);                                                          \
     else
 #else
@@ -337,8 +341,8 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     {                                                                                                  \
         KV(refine)(side, rows, inverse, unit, num_rows, tile, block, slot, lane, stop, scores, dtype, channels); \
     }
-KV_REFINER(channels, KV_INT4, 1)
-KV_REFINER(keys, KV_INT3, 1) /* expanded */
+KV_REFINER(keys4, KV_INT4, 1)
+KV_REFINER(keys3, KV_INT3, 1)
 
 #define KV_INTEGER_KERNELS(name, dtype)                                                               \
     static void KV(prepare_##name)(const kv_side *side, const float *rows, int num_rows, float factor, \
@@ -356,7 +360,7 @@ KV_REFINER(keys, KV_INT3, 1) /* expanded */
                                   const kv_tile *tile, const kv_ahead *ahead, float *scores)          \
     {                                                                                                 \
         if (dtype == KV_INT4 && side->channels)                                                       \
-            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_CHANNELS, KV(refine_channels)); \
+            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_CHANNELS, KV(refine_keys4)); \
         else if (side->means)                                                                         \
             KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_MEANS, KV(refine_##name)); \
         else                                                                                          \
@@ -377,7 +381,6 @@ KV_INTEGER_KERNELS(gauss4, KV_GAUSS4)
 #undef KV_INTEGER_KERNELS
 #undef KV_REFINER
 #undef KV_PANEL_SCORES
-#undef KV_DOT_KEYS
 #undef KV_DOT_VALUES
 #undef KV_PANEL_VALUES
 #undef KV_EACH_PANEL

@@ -69,16 +69,6 @@ static inline void KV(put_words_k)(uint8_t *line, const uint8_t *packed, ptrdiff
     for (ptrdiff_t d = 0; d < nbytes; d += 4, line += 64) memcpy(line, packed + d, 4);
 }
 
-/* Writes a token's padded codes to the K side. */
-static inline void KV(put_k)(const kv_side *side, char *block, int slot, const uint8_t *codes)
-{
-    const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
-    uint8_t packed[KV_MAX_HEAD_DIM / 2];
-    uint8_t *line = KV(locate)((uint8_t *)block, dims, slot, 0, per_line);
-    if (per_line == 8) KV(pack_nibbles)(codes, dims, packed);
-    KV(put_words_k)(line, per_line == 8 ? packed : codes, dims * 4 / per_line);
-}
-
 static void KV(encode_k)(const kv_side *side, char *block, int slot, const float *rows, ptrdiff_t stride, int count)
 {
     if (KV(encode_floats)(side, block, slot, rows, stride, count)) return;
@@ -142,7 +132,7 @@ static void KV(encode_v)(const kv_side *side, char *block, int slot, const float
     }
 }
 
-/* The inverse of put_k: reads a token's codes; get_v does so for the V side. */
+/* Reads a token's codes; get_v does so for the V side. */
 static inline void KV(get_k)(const kv_side *side, const char *block, int slot, uint8_t *codes)
 {
     const int dims = side->padded_dim, per_line = side->dtype == KV_INT8 ? 4 : 8;
@@ -171,6 +161,10 @@ static inline void KV(get_v)(const kv_side *side, const char *block, int slot, u
 static void KV(decode_k)(const kv_side *side, const char *block, int slot, float *row)
 {
     if (KV(decode_floats)(side, block, slot, row)) return;
+    if (side->channels) {
+        KV(decode_key)(side, block, slot, row);
+        return;
+    }
     if (side->family == KV_PACKED_CODES) {
         KV(decode_packed)(side, block, slot, row, 0);
         return;
@@ -179,13 +173,6 @@ static void KV(decode_k)(const kv_side *side, const char *block, int slot, float
     KV_ALIGNED float means[KV_MAX_HEAD_DIM];
     KV(get_k)(side, block, slot, codes);
     if (side->means) KV(to_float16)(block + side->means, side->padded_dim, means);
-    if (side->channels) { /* codes are 0..15 */
-        const uint16_t *channels = (const uint16_t *)(block + side->channels);
-        const float unit = KV(unit_of)(channels);
-        for (int d = 0; d < side->head_dim; d++)
-            row[d] = (float)codes[d] * ((float)(channels[d] & 0x7FFF) * unit) + means[d];
-        return;
-    }
     KV(levels)(side, codes, side->head_dim);
     KV(dequantize)((const int8_t *)codes, side->head_dim, KV(get_scale)(side, block, slot), row);
     if (side->means) KV(scale_add)(row, 1.0f, means, 1.0f, side->head_dim);

@@ -15,13 +15,7 @@
    A unit of 3 bits keeps three lines in one piece, so that a shift and a mask read them:
 
      64 bytes: line 0 in bits 0 to 2, line 1 in bits 3 to 5, the low two bits of line 3 in bits 6 and 7
-     32 bytes: the first 32 bytes of line 2 in bits 0 to 2, the others in bits 4 to 6, and the high bit of line 3 above them
-
-   INT3 keys with channel scales have evenly spaced codes of 2, 3 or 4 bits, as many for all tokens of a block and for the four
-   depths of a line: a quarter of the lines has 4, a quarter 2. Each unit has one line of 4 bits in the place of line 2, with the
-   bit above it, two of 3 bits in the places of lines 0 and 1, and one of 2 bits in bits 6 and 7. They are read as the high bits
-   of codes of 4 bits: channels with few bits then need no larger scales, and the rounding of queries counts no more than with
-   INT4. */
+     32 bytes: the first 32 bytes of line 2 in bits 0 to 2, the others in bits 4 to 6, and the high bit of line 3 above them */
 #ifndef KVFAST_PACKED_H
 #define KVFAST_PACKED_H
 
@@ -105,86 +99,6 @@ static inline int kv_get_packed(const uint8_t *codes, int bits, int depths, int 
     }
     if (bits & 1) code |= (plane[at % 32] >> (line + at / 32 * 4) & 1) << shift;
     return code;
-}
-
-/* Lines of INT3 keys with channel scales in the order of their bits: a quarter with 4, half with 3, a quarter with 2. Unit u has
-   the lines `wide`[u], `even`[2 u], `even`[2 u + 1] and `narrow`[u]. */
-typedef struct {
-    uint8_t lines[KV_MAX_HEAD_DIM / 4];
-    const uint8_t *wide, *even, *narrow;
-} kv_key_order;
-
-/* Parts of a channel's scale: the fraction, and a flag. Those of the first four channels of a unit mark its lines with 4 bits,
-   those of the next four the lines with 2. */
-enum { KV_FACTOR = 0x3FFF, KV_KEY_FLAG = 0x4000 };
-
-/* The flags of four channels. */
-static inline uint64_t kv_key_flags(const uint16_t *channels)
-{
-    /* The product brings the lowest bits of four 16-bit words side by side to bits 48 to 51. */
-    const uint64_t flags = (uint64_t)kv_load64(channels) >> 14 & 0x0001000100010001;
-    return flags * 0x0001000200040008 >> 48 & 15;
-}
-
-/* Reads the order from the flags. Lines are only sorted by them, so that each is there once whatever the flags are, as in bytes
-   from elsewhere. */
-static inline void kv_read_key_order(const uint16_t *channels, int padded_dim, kv_key_order *order)
-{
-    enum { WORDS = (KV_MAX_HEAD_DIM / 4 + 63) / 64 };
-    const int lines = padded_dim / 4;
-    uint64_t masks[3][WORDS] = {{0}};
-    for (int line = 0; line < lines; line += 4, channels += KV_UNIT) {
-        const uint64_t wide = kv_key_flags(channels), narrow = kv_key_flags(channels + 4) & ~wide;
-        masks[0][line / 64] |= wide << line % 64;
-        masks[1][line / 64] |= (15 & ~(wide | narrow)) << line % 64;
-        masks[2][line / 64] |= narrow << line % 64;
-    }
-    uint8_t *next = order->lines;
-    for (int width = 0; width < 3; width++)
-        for (int word = 0; word < WORDS && word * 64 < lines; word++)
-            for (uint64_t mask = masks[width][word]; mask; mask &= mask - 1) {
-                *next++ = (uint8_t)(word * 64 + __builtin_ctzll(mask));
-                __asm__("" : "+r"(next)); /* gcc would count the bits, by an instruction that is not of all tiers */
-            }
-    order->wide = order->lines;
-    order->even = order->lines + lines / 4;
-    order->narrow = order->lines + (lines - lines / 4);
-}
-
-/* Bits of each line. */
-static inline void kv_key_bits(const kv_key_order *order, int padded_dim, uint8_t *bits)
-{
-    const int lines = padded_dim / 4;
-    for (int i = 0; i < lines; i++) bits[order->lines[i]] = (uint8_t)(i < lines / 4 ? 4 : i < lines - lines / 4 ? 3 : 2);
-}
-
-/* Writes a token's codes of all channels, of as many bits as each has. */
-static inline void kv_put_key(uint8_t *codes, const kv_key_order *order, int padded_dim, int slot, const uint8_t *row)
-{
-    uint8_t *unit = kv_packed_unit(codes, 3, padded_dim, slot, 0) + slot % KV_LANES * 4;
-    uint8_t *nibbles = unit + (slot % KV_LANES < 8 ? 64 : 32);
-    const int shift = slot % KV_LANES / 8 * 4;
-    for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 96, nibbles += 96)
-        for (int i = 0; i < 4; i++) {
-            unit[i] = (uint8_t)(row[order->even[2 * u] * 4 + i] | row[order->even[2 * u + 1] * 4 + i] << 3 |
-                                row[order->narrow[u] * 4 + i] << 6);
-            kv_put_bits(nibbles + i, row[order->wide[u] * 4 + i], shift, 15);
-        }
-}
-
-/* Reads them as codes of 4 bits. */
-static inline void kv_get_key(const uint8_t *codes, const kv_key_order *order, int padded_dim, int slot, uint8_t *row)
-{
-    const uint8_t *unit = kv_packed_unit((uint8_t *)codes, 3, padded_dim, slot, 0) + slot % KV_LANES * 4;
-    const uint8_t *nibbles = unit + (slot % KV_LANES < 8 ? 64 : 32);
-    const int shift = slot % KV_LANES / 8 * 4;
-    for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 96, nibbles += 96)
-        for (int i = 0; i < 4; i++) {
-            row[order->even[2 * u] * 4 + i] = unit[i] << 1 & 14;
-            row[order->even[2 * u + 1] * 4 + i] = unit[i] >> 2 & 14;
-            row[order->narrow[u] * 4 + i] = unit[i] >> 4 & 12;
-            row[order->wide[u] * 4 + i] = nibbles[i] >> shift & 15;
-        }
 }
 
 /* Level + 128. */

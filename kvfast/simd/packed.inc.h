@@ -138,7 +138,7 @@ static inline float KV(unit_of)(const uint16_t *scales)
     return kv_from_bfloat16((uint16_t)KV(top_bits)(scales));
 }
 
-/* Decodes a row of INT3 keys with channel scales. */
+/* Decodes a row of keys with channel scales. */
 static void KV(decode_key)(const kv_side *side, const char *block, int slot, float *row)
 {
     KV_ALIGNED float offsets[KV_MAX_HEAD_DIM];
@@ -147,7 +147,7 @@ static void KV(decode_key)(const kv_side *side, const char *block, int slot, flo
     uint8_t codes[KV_MAX_HEAD_DIM];
     kv_key_order order;
     kv_read_key_order(channels, side->padded_dim, &order);
-    kv_get_key((const uint8_t *)block, &order, side->padded_dim, slot, codes);
+    kv_get_key((const uint8_t *)block, &order, kv_dtypes[side->dtype].bits, side->padded_dim, slot, codes);
     KV(to_float16)(block + side->means, side->padded_dim, offsets);
     for (int d = 0; d < side->head_dim; d++) row[d] = (float)codes[d] * ((float)(channels[d] & KV_FACTOR) * unit) + offsets[d];
 }
@@ -158,10 +158,6 @@ static void KV(decode_packed)(const kv_side *side, const char *block, int slot, 
     int8_t levels[KV_MAX_HEAD_DIM];
     const uint8_t *stored = (const uint8_t *)block, *table = kv_packed_table(side);
     const int bits = kv_dtypes[side->dtype].bits;
-    if (side->channels) {
-        KV(decode_key)(side, block, slot, row);
-        return;
-    }
     for (int d = 0; d < side->padded_dim; d++)
         codes[d] = (uint8_t)(values ? kv_get_packed(stored, bits, side->block_size, d, slot)
                                     : kv_get_packed(stored, bits, side->padded_dim, slot, d));

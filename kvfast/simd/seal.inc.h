@@ -1,9 +1,8 @@
 /* Seals blocks of keys: computes the statistics of the channels, then the codes, which need them.
 
    Centred blocks: x = code x token scale + mean, with the mean of the channel over the block.
-   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset, codes 0..15 for INT4. INT3 gives the quarter
-   of the lines with the widest range 4 bits, and that with the least 2, as Kitty gives a few channels more bits
-   (arXiv 2511.18643); see packed.h. */
+   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset. The quarter of the lines with the widest range has a
+   bit more, and that with the least one less, as Kitty gives a few channels more bits (arXiv 2511.18643); see keys.h. */
 
 /* Loads W channels from c on; beyond the last channel 0. */
 static inline vf KV(load_channels)(const float *row, ptrdiff_t c, ptrdiff_t n)
@@ -30,9 +29,10 @@ static inline vf KV(channel_code)(vf x, vf inverse, vf most)
     return vi_to_float(vf_round(vf_max(vf_min(vf_mul(x, inverse), most), vf_set1(0.0f))));
 }
 
-/* Writes the scales as fractions, of 15 bits or the `most` given, of the smallest unit that the largest scale fits, rounded up. */
-static void KV(put_channels)(const kv_side *side, uint16_t *channels, const float *scales, float most)
+/* Writes the scales as fractions of the smallest unit that the largest scale fits, rounded up. */
+static void KV(put_channels)(const kv_side *side, uint16_t *channels, const float *scales)
 {
+    const float most = (float)KV_FACTOR;
     float largest = 0.0f;
     for (int d = 0; d < side->head_dim; d++) largest = scales[d] > largest ? scales[d] : largest;
     const uint32_t bits = (kv_float_bits(largest * (1.0f / most)) + 0xFFFF) >> 16; /* up */
@@ -44,73 +44,25 @@ static void KV(put_channels)(const kv_side *side, uint16_t *channels, const floa
     for (int i = 0; i < 16; i++) channels[i] |= (uint16_t)((bits >> i & 1) << 15);
 }
 
-/* Scale and offset of each channel. Starts with the range from the smallest to the largest value, then fits twice the line of
-   least squared error through the codes. No value may be more than one step beyond the codes; if the scale for that is wider
-   than the range's, which a few values far from all others cause, the range is taken. Rounding may move the range a little, too. */
-static void KV(fit_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride)
-{
-    uint16_t *offsets = (uint16_t *)(block + side->means);
-    const int tokens = side->block_size;
-    const ptrdiff_t n = side->head_dim;
-    const vf count = vf_set1((float)tokens), tiny = vf_set1(0x1p-100f);
-    KV_ALIGNED float scales[KV_MAX_HEAD_DIM];
-    for (ptrdiff_t c = 0; c < side->padded_dim; c += W) {
-        vf low = KV(load_channels)(rows, c, n), high = low;
-        for (int t = 1; t < tokens; t++) {
-            const vf x = KV(load_channels)(rows + t * stride, c, n);
-            low = vf_min(low, x);
-            high = vf_max(high, x);
-        }
-        const vf even = vf_mul(vf_sub(high, low), vf_set1(1.0f / 15.0f));
-        vf scale = even, offset = low;
-        for (int refits = 2; refits > 0; refits--) {
-            const vf inverse = vf_div(vf_set1(1.0f), vf_max(scale, tiny));
-            vf codes = vf_set1(0.0f), squares = codes, values = codes, products = codes;
-            for (int t = 0; t < tokens; t++) {
-                const vf x = vf_sub(KV(load_channels)(rows + t * stride, c, n), offset);
-                const vf code = KV(channel_code)(x, inverse, vf_set1(15.0f));
-                codes = vf_add(codes, code);
-                values = vf_add(values, x);
-                squares = vf_fma(code, code, squares);
-                products = vf_fma(code, x, products);
-            }
-            /* Sums of integers, so exact; 0 if all codes are the same. */
-            const vf spread = vf_sub(vf_mul(count, squares), vf_mul(codes, codes));
-            scale = vf_div(vf_sub(vf_mul(count, products), vf_mul(codes, values)), vf_max(spread, vf_set1(1.0f)));
-            offset = vf_add(offset, vf_div(vf_sub(values, vf_mul(scale, codes)), count));
-        }
-        const vf wide = vf_max(vf_max(scale, vf_sub(offset, low)), vf_mul(vf_sub(high, offset), vf_set1(1.0f / 16.0f)));
-        const vf too_wide = vf_zero_below(vf_set1(1.0f), vf_sub(wide, even), 0x1p-126f); /* 1 or 0 */
-        offset = vf_fma(too_wide, vf_sub(low, offset), offset);
-        scale = vf_fma(too_wide, vf_sub(even, scale), scale);
-        vf_store_float16(offsets + c, offset);
-        offset = vf_load_float16(offsets + c);
-        scale = vf_max(vf_max(scale, tiny), vf_sub(offset, low));
-        vf_store(scales + c, vf_max(scale, vf_mul(vf_sub(high, offset), vf_set1(1.0f / 16.0f))));
-    }
-    KV(put_channels)(side, (uint16_t *)(block + side->channels), scales, 32767.0f);
-}
-
-/* The bits of each line of INT3 keys: 4 for the quarter of the lines whose channels have the widest ranges in sum, 2 for the
-   quarter with the least, and 3. */
-static void KV(share_key_bits)(const float *ranges, int lines, uint8_t *bits)
+/* The bits of each line, `mean` in the mean: one more for the quarter of the lines whose channels have the widest ranges in sum, one
+   less for the quarter with the least. */
+static void KV(share_key_bits)(const float *ranges, int lines, int mean, uint8_t *bits)
 {
     float sums[KV_MAX_HEAD_DIM / 4];
     for (int i = 0; i < lines; i++, ranges += 4) sums[i] = ranges[0] + ranges[1] + ranges[2] + ranges[3];
     for (int i = 0; i < lines; i++) {
         int wider = 0; /* lines before this one in the order of their ranges */
         for (int j = 0; j < lines; j++) wider += (sums[j] > sums[i]) | ((sums[j] == sums[i]) & (j < i));
-        bits[i] = (uint8_t)(wider < lines / 4 ? 4 : wider < lines - lines / 4 ? 3
-                                                                              : 2);
+        bits[i] = (uint8_t)(mean + (wider < lines / 4) - (wider >= lines - lines / 4));
     }
 }
 
-/* The same as fit_channels for INT3: the range from the smallest to the largest value. The line of least squared error would clip
-   the largest keys, which are the ones attended to: it loses more at 3 bits, though the squared error falls. */
-static void KV(fit_packed_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride)
+/* Bits, scale and offset of each channel, from its smallest to its largest value. The line of least squared error would clip the largest
+   keys, which are the ones attended to: it loses more at 3 bits, and no less at 4, though the squared error falls. */
+static void KV(fit_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride)
 {
     uint16_t *offsets = (uint16_t *)(block + side->means), *channels = (uint16_t *)(block + side->channels);
-    const int lines = side->padded_dim / 4;
+    const int lines = side->padded_dim / 4, mean = kv_dtypes[side->dtype].bits;
     KV_ALIGNED float low[KV_MAX_HEAD_DIM], high[KV_MAX_HEAD_DIM], scales[KV_MAX_HEAD_DIM] = {0};
     uint8_t bits[KV_MAX_HEAD_DIM / 4];
     for (ptrdiff_t c = 0; c < side->padded_dim; c += W) {
@@ -125,32 +77,38 @@ static void KV(fit_packed_channels)(const kv_side *side, char *block, const floa
         vf_store(scales + c, vf_sub(most, least));
         vf_store_float16(offsets + c, least);
     }
-    KV(share_key_bits)(scales, lines, bits);
+    KV(share_key_bits)(scales, lines, mean, bits);
     for (ptrdiff_t c = 0; c < side->padded_dim; c++) {
         const float steps = (float)((1 << bits[c / 4]) - 1), offset = kv_from_float16(offsets[c]);
         float scale = scales[c] * (1.0f / steps);
         /* Rounding may move the range a little. */
         scale = scale > offset - low[c] ? scale : offset - low[c];
         scale = scale > (high[c] - offset) * (1.0f / (steps + 1.0f)) ? scale : (high[c] - offset) * (1.0f / (steps + 1.0f));
-        scales[c] = (scale > 0x1p-100f ? scale : 0x1p-100f) * (1.0f / (float)(16 >> bits[c / 4])); /* of 4 bits */
+        scales[c] = (scale > 0x1p-100f ? scale : 0x1p-100f) * (1.0f / (float)(2 << mean >> bits[c / 4])); /* of a code of all bits */
     }
-    KV(put_channels)(side, channels, scales, (float)KV_FACTOR);
+    KV(put_channels)(side, channels, scales);
     for (int line = 0; line < lines; line++) {
-        uint16_t *flag = channels + line / 4 * KV_UNIT + line % 4;
-        if (bits[line] == 4) flag[0] |= KV_KEY_FLAG;
-        if (bits[line] == 2) flag[4] |= KV_KEY_FLAG;
+        if (bits[line] > mean) channels[line] |= KV_KEY_FLAG;
+        if (bits[line] < mean) channels[lines + line] |= KV_KEY_FLAG;
     }
 }
 
-/* Writes the codes of 16 tokens of INT3 keys, rows of `stride` bytes. */
-static void KV(put_keys)(const kv_key_order *order, int padded_dim, const uint8_t *codes, ptrdiff_t stride, uint8_t *unit)
+/* Writes the codes of 16 tokens, rows of `stride` bytes. */
+static void KV(put_keys)(const kv_key_order *order, int mean, int padded_dim, const uint8_t *codes, ptrdiff_t stride, uint8_t *unit)
 {
     KV_ALIGNED uint8_t lines[KV_LANES * KV_MAX_HEAD_DIM];
     for (int d = 0; d < padded_dim; d += 16)
         for (int t = 0; t < KV_LANES; t += 4) kv_transpose_words(codes + t * stride + d, stride, lines + d * 16 + t * 4, 64);
-    for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 96)
-        KV(put_threes)(lines + order->even[2 * u] * 64, lines + order->even[2 * u + 1] * 64, lines + order->wide[u] * 64,
-                       lines + order->narrow[u] * 64, unit);
+    for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 32 * mean) {
+        const uint8_t *even0 = lines + order->even[2 * u] * 64, *even1 = lines + order->even[2 * u + 1] * 64;
+        const uint8_t *wide = lines + order->wide[u] * 64, *narrow = lines + order->narrow[u] * 64;
+        if (mean == 3) KV(put_threes)(even0, even1, wide, narrow, unit);
+        else
+            for (int i = 0; i < 64; i++) {
+                unit[i] = (uint8_t)(even0[i] | even1[i] << 4);
+                unit[64 + i] = (uint8_t)(wide[i] | narrow[i] << 5);
+            }
+    }
 }
 
 /* Encodes the tokens from `token` on with the channels' scales and offsets. With `guarded`, stops and returns 0 at a token
@@ -163,17 +121,14 @@ static int KV(code_channels)(const kv_side *side, char *block, const float *rows
     uint8_t codes[KV_LANES * STRIDE], bits[KV_MAX_HEAD_DIM / 4];
     const ptrdiff_t n = side->head_dim, dims = side->padded_dim;
     const float unit = KV(unit_of)(channels);
-    const int packed = side->family == KV_PACKED_CODES, begin = kv_whole_lanes(token);
+    const int mean = kv_dtypes[side->dtype].bits, begin = kv_whole_lanes(token);
     kv_key_order order;
-    if (packed) {
-        kv_read_key_order(channels, side->padded_dim, &order);
-        kv_key_bits(&order, side->padded_dim, bits);
-    }
+    kv_read_key_order(channels, side->padded_dim, &order);
+    kv_key_bits(&order, side->padded_dim, mean, bits);
     KV(to_float16)(block + side->means, dims, offset);
     for (ptrdiff_t c = 0; c < dims; c++) {
-        most[c] = packed ? (float)((1 << bits[c / 4]) - 1) : 15.0f;
-        scale[c] = (float)(channels[c] & (packed ? KV_FACTOR : 0x7FFF)) * unit;
-        if (packed) scale[c] *= (float)(16 >> bits[c / 4]); /* from codes of 4 bits */
+        most[c] = (float)((1 << bits[c / 4]) - 1);
+        scale[c] = (float)(channels[c] & KV_FACTOR) * unit * (float)(2 << mean >> bits[c / 4]);
         inverse[c] = scale[c] > 0.0f ? 1.0f / scale[c] : 0.0f;
     }
     for (; token < side->block_size; token++) {
@@ -187,11 +142,10 @@ static int KV(code_channels)(const kv_side *side, char *block, const float *rows
             vi_store_int8((int8_t *)row + c, vf_round(KV(channel_code)(x, vf_load(inverse + c), last)));
         }
         if (guarded && vf_hmax(beyond) > 0.0f) return 0;
-        if (!packed) KV(put_k)(side, block, token, row);
-        else if (token < begin) kv_put_key((uint8_t *)block, &order, side->padded_dim, token, row);
+        if (token < begin) kv_put_key((uint8_t *)block, &order, mean, side->padded_dim, token, row);
         else if (token % KV_LANES == KV_LANES - 1)
-            KV(put_keys)(&order, side->padded_dim, codes, STRIDE,
-                         kv_packed_unit((uint8_t *)block, 3, side->padded_dim, token, 0));
+            KV(put_keys)(&order, mean, side->padded_dim, codes, STRIDE,
+                         kv_packed_unit((uint8_t *)block, mean, side->padded_dim, token, 0));
     }
     return 1;
 }
@@ -200,8 +154,7 @@ static int KV(seal_k)(const kv_side *side, char *block, const float *rows, ptrdi
 {
     if (side->channels) {
         if (kept) return KV(code_channels)(side, block, rows, stride, kept, 1);
-        if (side->family == KV_PACKED_CODES) KV(fit_packed_channels)(side, block, rows, stride);
-        else KV(fit_channels)(side, block, rows, stride);
+        KV(fit_channels)(side, block, rows, stride);
         return KV(code_channels)(side, block, rows, stride, 0, 0);
     }
     if (!side->means) { /* each token by itself */

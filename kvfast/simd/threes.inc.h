@@ -1,7 +1,5 @@
-/* Multiplies units of INT3 as they are read, where a lane tile is one vector or two; see packed.h. */
+/* Multiplies values of INT3 as they are read, where a lane tile is one vector or two; see packed.h. */
 #if W >= 8
-typedef uint32_t KV(words) __attribute__((vector_size(4 * W)));
-
 /* Levels + 128 of INT3 by what the shuffles of a tier read as indices. */
 typedef struct { vcodes low, high, apart; } KV(threes);
 
@@ -46,11 +44,10 @@ static inline __attribute__((always_inline)) vcodes KV(line_of_three)(KV(words) 
 #endif
 }
 
-/* As dot_panel for units of INT3 in whole lane tiles: values, or with `order` keys with channel scales, whose codes are those of
-   4 bits that expand_lane has. The sums are bounded as in activations.inc.h: levels are those of INT8, codes those of INT4. */
+/* As dot_panel for units of INT3 in whole lane tiles. The sums are bounded as in activations.inc.h: levels are those of INT8. */
 static inline __attribute__((always_inline)) void KV(dot_threes)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int units, const int gather, int block_units,
-    const kv_key_order *order, const KV(threes) *levels, const int8_t *x, const int rows, const int vectors, const char *ahead,
+    const KV(threes) *levels, const int8_t *x, const int rows, const int vectors, const char *ahead,
     vi out[KV_PANEL][4])
 {
     const ptrdiff_t read = vectors * W / KV_LANES * 96; /* bytes of a unit of all lane tiles */
@@ -68,23 +65,16 @@ static inline __attribute__((always_inline)) void KV(dot_threes)(
 #define KV_NIBBLES KV(load_nibbles)(unit + v * W / KV_LANES * tile_bytes + 64, v * W % KV_LANES)
 #define KV_MULTIPLY(line, codes)                                                                        \
     do {                                                                                                \
-        const int8_t *y = x + (size_t)(line) * (8 * KV_PANEL);                                          \
+        const int8_t *y = x + (line) * (8 * KV_PANEL);                                          \
         vwide wide[4];                                                                                  \
         KV_FOR4(v, vectors, const vcodes now = (vcodes)(codes); wide[v] = vcodes_widen(now););          \
         KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], y + 8 * r););); \
     } while (0)
-            if (order) {
-                KV_MULTIPLY(order->even[2 * u], plane[v] << 1 & 0x0E0E0E0E);
-                KV_MULTIPLY(order->even[2 * u + 1], plane[v] >> 2 & 0x0E0E0E0E);
-                KV_MULTIPLY(order->narrow[u], plane[v] >> 4 & 0x0C0C0C0C);
-                KV_MULTIPLY(order->wide[u], vcodes_low(KV_NIBBLES));
-            } else {
-                KV_MULTIPLY(0, KV(line_of_three)(plane[v], (vcodes)plane[v], 0, levels));
-                KV_MULTIPLY(1, KV(line_of_three)(plane[v], (vcodes)plane[v], 1, levels));
-                KV_MULTIPLY(2, KV(line_of_three)(plane[v], KV_NIBBLES, 2, levels));
-                KV_MULTIPLY(3, KV(line_of_three)(plane[v], KV_NIBBLES, 3, levels));
-                x += 4 * 8 * KV_PANEL;
-            }
+            KV_MULTIPLY(0, KV(line_of_three)(plane[v], (vcodes)plane[v], 0, levels));
+            KV_MULTIPLY(1, KV(line_of_three)(plane[v], (vcodes)plane[v], 1, levels));
+            KV_MULTIPLY(2, KV(line_of_three)(plane[v], KV_NIBBLES, 2, levels));
+            KV_MULTIPLY(3, KV(line_of_three)(plane[v], KV_NIBBLES, 3, levels));
+            x += 4 * 8 * KV_PANEL;
 #undef KV_MULTIPLY
 #undef KV_NIBBLES
         }

@@ -9,6 +9,7 @@
 #include "layout.inc.h"
 #include "seal.inc.h"
 #include "activations.inc.h"
+#include "keys.inc.h"
 #include "threes.inc.h"
 #include "integer.inc.h"
 #include "expand.inc.h"

@@ -82,7 +82,7 @@ class Reader:
         if side == "k" and "calibration" in form:
             rows, channels = self.calibrations[form["calibration"]]
             bases = np.array(channels if form.get("per_channel") else rows, float)
-            if not form.get("per_channel") or dtype != "int3":
+            if not form.get("per_channel"):
                 bases = bases @ rotation(dim)
             return np.einsum("phi,hij->phj", result, np.linalg.inv(bases))
         return result @ rotation(dim) if side in form.get("rotation", "") and dim else result
@@ -120,8 +120,8 @@ class Reader:
         tiles = blocks[:, :at].reshape(len(blocks), lanes // 16, -1)
         codes = unpacked(tiles, bits, depths)
         codes = codes if as_keys else codes.swapaxes(1, 2)
-        levels = codes.astype(np.float64) if by_channel else levels_of(codes, bits, codebook, 4 if as_keys else 16)
         if not by_channel:
+            levels = levels_of(codes, bits, codebook, 4 if as_keys else 16)
             scale = "float32" if bits == 8 or bits == 4 and codebook == "uniform" else "bfloat16"
             levels *= floats_of(blocks[:, at : at + size * FLOATS[scale]], scale)[..., None]
             at += size * FLOATS[scale]
@@ -131,10 +131,9 @@ class Reader:
             at += -(-2 * padded // 64) * 64
             if by_channel:
                 steps = np.ascontiguousarray(blocks[:, at : at + 2 * padded]).view("<u2")
-                if bits == 3:
-                    levels, steps = key_codes(tiles, steps).astype(np.float64), steps & 0xBFFF
+                levels = key_codes(tiles, steps, bits).astype(np.float64)
                 unit = floats_of(((steps[:, :16] >> 15) << np.arange(16)).sum(1, dtype=np.uint16)[:, None].view(np.uint8), "bfloat16")
-                levels *= ((steps & 0x7FFF) * unit)[:, None]
+                levels *= ((steps & 0x3FFF) * unit)[:, None]
                 at += -(-2 * padded // 64) * 64
             levels += means
         assert at == blocks.shape[1]
@@ -183,20 +182,24 @@ def parts_of_threes(units):
     return units[..., :64], np.concatenate([units[..., 64:] & 15, units[..., 64:] >> 4], axis=-1)
 
 
-def key_codes(tiles, steps):
-    """Codes (blocks, tokens, elements) of tiles of INT3 keys with a scale per channel: those of 2 and 3 bits as the high ones of 4."""
-    plane, nibbles = parts_of_threes(tiles.reshape(*tiles.shape[:2], -1, 96))
-    flags = (steps >> 14 & 1).reshape(len(steps), -1, 16)
-    wide, narrow = (flags[..., i : i + 4].reshape(len(steps), -1) for i in (0, 4))
+def key_codes(tiles, steps, bits):
+    """Codes (blocks, tokens, elements) of tiles of keys with a scale per channel, all as the high bits of codes of one bit more."""
+    units = tiles.reshape(*tiles.shape[:2], -1, 32 * bits)
+    if bits == 3:
+        plane, nibbles = parts_of_threes(units)
+        parts = nibbles, plane << 1 & 14, plane >> 2 & 14, plane >> 4 & 12
+    else:
+        even, others = units[..., :64], units[..., 64:]
+        parts = others & 31, even << 1 & 30, even >> 3 & 30, others >> 3 & 28
+    wide, narrow = np.split((steps >> 14 & 1)[:, : steps.shape[1] // 2], 2, axis=1)
     lines = np.zeros((*tiles.shape[:2], wide.shape[1], 64), np.uint8)
-    for block, (four, two) in enumerate(zip(wide, narrow)):
-        order = np.argsort(two - four.astype(int), kind="stable")
+    for block, (more, less) in enumerate(zip(wide, narrow)):
+        order = np.argsort(less - more.astype(int), kind="stable")
         count = len(order) // 4
-        assert not tiles[block].any() or four.sum() == two.sum() == count and not (four & two).any()
-        lines[block][:, order[:count]] = nibbles[block]
-        lines[block][:, order[count : 3 * count : 2]] = plane[block] << 1 & 14
-        lines[block][:, order[count + 1 : 3 * count : 2]] = plane[block] >> 2 & 14
-        lines[block][:, order[3 * count :]] = plane[block] >> 4 & 12
+        assert not tiles[block].any() or more.sum() == less.sum() == count and not (more & less).any()
+        places = order[:count], order[count : 3 * count : 2], order[count + 1 : 3 * count : 2], order[3 * count :]
+        for place, part in zip(places, parts):
+            lines[block][:, place] = part[block]
     return lines.reshape(*tiles.shape[:2], -1, 16, 4).swapaxes(2, 3).reshape(len(tiles), -1, wide.shape[1] * 4)
 
 

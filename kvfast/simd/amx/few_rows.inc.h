@@ -157,7 +157,7 @@ static inline __attribute__((always_inline)) void KV(fold_operands)(
                         folded->scale + row);
     if (!side->channels) return;
     KV(put_operands)(rows, n, row, num_rows, n, folded->inverse + row, folded->x, folded->sum + row, 0);
-    for (int r = row; r < row + num_rows; r++) folded->sum[r] *= KV_BIAS(KV_INT4);
+    for (int r = row; r < row + num_rows; r++) folded->sum[r] *= KV_KEY_BIAS(side->dtype);
 }
 
 static __attribute__((noinline)) void KV(fold_all)(const kv_side *side, const char *block, const kv_queries *queries,
@@ -178,10 +178,9 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
 {
     const int tiles = n / TILE_DEPTH, lines = n / KV_DEPTHS(dtype);
     const int channels = statistics == KV_CHANNELS, passes = (num_rows + PASS_ROWS - 1) / PASS_ROWS;
-    const ptrdiff_t tile_bytes = (ptrdiff_t)n * KV_LANES * kv_dtypes[dtype].bits / 8, wide_bytes = n * KV_LANES;
+    const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype), wide_bytes = n * KV_LANES;
     const int lanes = kv_whole_lanes(tile->count);
-    const float error =
-        channels ? KV(error_of_unit)(side, KV_INT4) : KV(error_of_unit)(side, dtype) * KV(largest_scale)(side, tile, dtype);
+    const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
     KV(folded_rows) folded[2]; /* of the block whose products are read, and of the next */
     KV_ALIGNED int8_t wide[2 * KV_LANES * MATRIX_DIM]; /* two lane tiles, not a page apart: loads would wait for stores */
     KV_ALIGNED int32_t products[2][MAX_PASSES * KV_ROWS * KV_LANES];
@@ -194,11 +193,11 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
             const int slot = tile->first + i * KV_LANES;
             const char *fetch = kv_prefetch_from(ahead, i * tile_bytes), *block = tile->base + tile->at[slot >> shift];
             codes[i % 2] = block + (slot & mask) / KV_LANES * tile_bytes;
-            if (dtype == KV_INT3 && (i == 0 || (slot & mask) == 0))
-                kv_read_key_order((const uint16_t *)(block + side->channels), n, &order);
+            if (channels && (i == 0 || (slot & mask) == 0))
+                KV(read_key_order)((const uint16_t *)(block + side->channels), n, &order);
             if (dtype == KV_INT8) KV(fetch_lines)(codes[i % 2], lines, fetch);
-            else if (dtype == KV_INT3)
-                KV(expand_lane)((const uint8_t *)codes[i % 2], n / KV_UNIT, &order, fetch, (uint8_t *)wide + i % 2 * wide_bytes);
+            else if (channels)
+                KV(widen_keys)(codes[i % 2], n / KV_UNIT, &order, dtype, 0, fetch, wide + i % 2 * wide_bytes);
             else KV(widen_nibbles)(codes[i % 2], lines, fetch, wide + i % 2 * wide_bytes, dtype);
             KV_SETTLE(wide);
         }
@@ -359,7 +358,7 @@ static void KV(prepare_operands)(const kv_side *side, const float *rows, int num
         if (!KV(matrix_is_open) || !KV(fits_matrix)(side))                                            \
             KV(scores_##name)(side, queries, num_rows, tile, ahead, scores);                          \
         else if (dtype == KV_INT4 && side->channels)                                                  \
-            KV_EACH_DIM(dtype, KV_CHANNELS, KV(refine_channels))                                      \
+            KV_EACH_DIM(dtype, KV_CHANNELS, KV(refine_keys4))                                      \
         else if (side->means)                                                                         \
             KV_EACH_DIM(dtype, KV_MEANS, KV(refine_##name))                                           \
         else                                                                                          \
@@ -394,7 +393,7 @@ static void KV(scores_matrix_packed)(const kv_side *side, const kv_queries *quer
     if (!KV(matrix_is_open) || !side->channels || !KV(fits_matrix)(side))
         KV(scores_packed)(side, queries, num_rows, tile, ahead, scores);
     else KV(scores_matrix)(side, queries, num_rows, tile, ahead, scores, side->padded_dim, KV_INT3, KV_CHANNELS,
-                           KV(refine_packed_keys));
+                           KV(refine_keys3));
 }
 
 static void KV(accumulate_matrix_packed)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,

@@ -95,11 +95,35 @@ static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t
     else for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_GAUSS4, out);
 }
 
+/* Widens keys with channel scales of 16 tokens to a line of bytes for each four depths, less a bias; see keys.h. */
+static inline __attribute__((always_inline)) void KV(widen_keys)(const char *unit, int units, const kv_key_order *order,
+                                                                 const int dtype, int bias, const char *ahead, int8_t *out)
+{
+    const int unit_bytes = 32 * kv_dtypes[dtype].bits;
+    const vi less = _mm512_set1_epi8((char)bias);
+    for (size_t u = 0; u < (size_t)units; u++, unit += unit_bytes, ahead += unit_bytes) {
+        const KV(words) low = (KV(words))vcodes_load(unit);
+        const KV(words) high = dtype == KV_INT4 ? (KV(words))vcodes_load(unit + 64) : (KV(words))KV(load_nibbles)(unit + 64, 0);
+        kv_prefetch_lines(ahead, 2, kv_prefetch_level);
+#define KV_PUT(line, codes) _mm512_store_si512(out + (size_t)(line) * 64, _mm512_sub_epi8((vi)(codes), less))
+        KV_PUT(order->even[2 * u], KV_BITS(low, -1, dtype == KV_INT4 ? 30 : 14));
+        KV_PUT(order->even[2 * u + 1], dtype == KV_INT4 ? KV_BITS(low, 3, 30) : KV_BITS(low, 2, 14));
+        KV_PUT(order->narrow[u], dtype == KV_INT4 ? KV_BITS(high, 3, 28) : KV_BITS(low, 4, 12));
+        KV_PUT(order->wide[u], KV_BITS(high, 0, dtype == KV_INT4 ? 31 : 15));
+#undef KV_PUT
+    }
+}
+
 /* Loads keys of 16 tokens that are stored as codes: (padded_dim / 64, 16 lines, 64). */
 static inline void KV(load_key_lane)(const kv_side *side, const char *block, int slot, int8_t *out, float *scales)
 {
     const int lines = side->padded_dim / KV_DEPTHS(side->dtype);
-    KV(put_lines)(block + slot / KV_LANES * (ptrdiff_t)lines * 64, lines, side->dtype, out);
+    const char *codes = block + slot / KV_LANES * (ptrdiff_t)lines * 64;
+    if (side->channels) { /* INT4: prompts on INT3 are multiplied by vectors */
+        kv_key_order order;
+        KV(read_key_order)((const uint16_t *)(block + side->channels), side->padded_dim, &order);
+        KV(widen_keys)(codes, side->padded_dim / KV_UNIT, &order, KV_INT4, KV_KEY_BIAS(KV_INT4), codes, out);
+    } else KV(put_lines)(codes, lines, side->dtype, out);
     vf_store(scales, side->channels ? vf_set1(1.0f) : KV(load_scales)(block + side->scales, slot, side->dtype));
 }
 
@@ -143,7 +167,7 @@ static void KV(load_key_lanes)(const kv_side *side, const kv_tile *tile, int8_t 
     for (int t = kv_whole_lanes(tile->count); t < KV_MATRIX_TILE; t += KV_LANES) vf_store(scales + t, vf_set1(0.0f));
 }
 
-/* Loads the channels' scales and means of the tile's blocks. A score is sum q (c s + m) = sum (q s) (c - 8) + sum q (m + 8 s). */
+/* Loads the channels' scales and means of the tile's blocks. A score is sum q (c s + m) = sum (q s) (c - 16) + sum q (m + 16 s). */
 static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const ptrdiff_t *block = tile->at;
@@ -157,8 +181,8 @@ static void KV(load_statistics)(const kv_side *side, const kv_tile *tile, kv_ope
             for (int c = 0; c < side->padded_dim; c += W) {
                 vf mean = vf_load_float16(means + c);
                 if (side->channels) {
-                    const vf scale = KV(load_channel_scales)(scales + c, unit, vi_set1(0x7FFF0000));
-                    mean = vf_fma(scale, vf_set1((float)KV_BIAS(KV_INT4)), mean);
+                    const vf scale = KV(load_channel_scales)(scales + c, unit);
+                    mean = vf_fma(scale, vf_set1((float)KV_KEY_BIAS(side->dtype)), mean);
                     vf_store(operands->channels + i * KV_MAX_HEAD_DIM + c, scale);
                 }
                 vf_store(operands->means + i * KV_MAX_HEAD_DIM + c, mean);

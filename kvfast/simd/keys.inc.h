@@ -1,0 +1,97 @@
+/* Multiplies keys with channel scales as they are read; see keys.h. */
+
+#if W == 1
+typedef uint32_t KV(words);
+#else
+typedef uint32_t KV(words) __attribute__((vector_size(4 * W)));
+#endif
+
+#if W < 8
+/* Words of nibbles from one of 16 lanes on: the low ones are those of the first 8, the high ones of the others. */
+static inline vcodes KV(load_nibbles)(const char *p, int lane)
+{
+    const vcodes nibbles = vcodes_load(p + lane % 8 * 4);
+    return lane < 8 ? nibbles : vcodes_shift(nibbles);
+}
+#endif
+
+/* As kv_read_key_order. */
+static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, kv_key_order *order)
+{
+#if W == 16
+    const vi flag = _mm512_set1_epi16(KV_KEY_FLAG), lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int lines = padded_dim / 4;
+    uint32_t sets[3][KV_MAX_HEAD_DIM / 4 / 32]; /* wide, even and narrow ones of 32 lines each */
+    for (int i = 0; i < lines; i += 32) {
+        const __mmask32 there = 0xFFFFFFFF >> (lines - i < 32 ? 32 - (lines - i) : 0);
+        const uint32_t wide = _mm512_test_epi16_mask(_mm512_maskz_loadu_epi16(there, channels + i), flag);
+        const uint32_t narrow = _mm512_test_epi16_mask(_mm512_maskz_loadu_epi16(there, channels + lines + i), flag) & ~wide;
+        sets[0][i / 32] = wide, sets[1][i / 32] = there & ~(wide | narrow), sets[2][i / 32] = narrow;
+    }
+    uint8_t *next = order->lines;
+    for (int width = 0; width < 3; width++)
+        for (int i = 0; i < lines; i += 16) {
+            const uint32_t set = sets[width][i / 32] >> i % 32 & 0xFFFF;
+            const vi found = _mm512_maskz_compress_epi32((__mmask16)set, vi_add(lanes, vi_set1(i)));
+            _mm_storeu_si128((__m128i *)next, _mm512_cvtepi32_epi8(found));
+            next += __builtin_popcount(set);
+        }
+    kv_cut_key_order(order, padded_dim);
+#else
+    kv_read_key_order(channels, padded_dim, order);
+#endif
+}
+
+/* Bits `shift` and up of each byte, as high as a code of all bits, of which `mask` are kept. */
+#define KV_BITS(word, shift, mask) (((shift) < 0 ? (word) << -(shift) : (word) >> (shift)) & (uint32_t)(0x01010101 * (mask)))
+
+/* As dot_lines for (INT_VECTORS or 1) x W tokens from one of a lane tile on, `first`, that begins at `unit`. The sums are bounded as in
+   activations.inc.h, as codes are smaller than those of INT8. */
+static inline __attribute__((always_inline)) void KV(dot_key_units)(
+    const char *unit, int first, ptrdiff_t tile_bytes, int units, const kv_key_order *order, const int dtype, const int8_t *x,
+    const int rows, const int vectors, const char *ahead, const int level, vi out[KV_PANEL][4])
+{
+    const int unit_bytes = 32 * kv_dtypes[dtype].bits, tiles = (vectors * W + KV_LANES - 1) / KV_LANES;
+    vacc a[KV_PANEL][4], b[KV_PANEL][4];
+    KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
+    for (size_t u = 0; u < (size_t)units; u++, unit += unit_bytes, ahead += tiles * unit_bytes) {
+        KV(words) low[4], high[4]; /* of INT4 the second 64 bytes, of INT3 the nibbles */
+        kv_prefetch_lines(ahead, (tiles * unit_bytes + 63) / 64, level);
+        KV_FOR4(v, vectors,
+            const int lane = v * W % KV_LANES + (vectors * W < KV_LANES ? first : 0);
+            const char *at = unit + v * W / KV_LANES * tile_bytes;
+            low[v] = (KV(words))vcodes_load(at + 4 * lane);
+            high[v] = dtype == KV_INT4 ? (KV(words))vcodes_load(at + 64 + 4 * lane) : (KV(words))KV(load_nibbles)(at + 64, lane););
+#define KV_MULTIPLY(line, codes)                                                                        \
+    do {                                                                                                \
+        const int8_t *y = x + (size_t)(line) * (8 * KV_PANEL);                                          \
+        vwide wide[4];                                                                                  \
+        KV_FOR4(v, vectors, const vcodes now = (vcodes)(codes); wide[v] = vcodes_widen(now););          \
+        KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], y + 8 * r););); \
+    } while (0)
+        if (dtype == KV_INT4) {
+            KV_MULTIPLY(order->even[2 * u], KV_BITS(low[v], -1, 30));
+            KV_MULTIPLY(order->even[2 * u + 1], KV_BITS(low[v], 3, 30));
+            KV_MULTIPLY(order->narrow[u], KV_BITS(high[v], 3, 28));
+            KV_MULTIPLY(order->wide[u], KV_BITS(high[v], 0, 31));
+        } else {
+            KV_MULTIPLY(order->even[2 * u], KV_BITS(low[v], -1, 14));
+            KV_MULTIPLY(order->even[2 * u + 1], KV_BITS(low[v], 2, 14));
+            KV_MULTIPLY(order->narrow[u], KV_BITS(low[v], 4, 12));
+            KV_MULTIPLY(order->wide[u], KV_BITS(high[v], 0, 15));
+        }
+#undef KV_MULTIPLY
+    }
+    KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = vacc_total(a[r][v], b[r][v]);););
+}
+
+/* The loop is there a second time for the level that is chosen most often, as in dot_panel. */
+static inline __attribute__((always_inline)) void KV(dot_keys)(
+    const char *unit, int first, ptrdiff_t tile_bytes, int units, const kv_key_order *order, const int dtype, const int8_t *x,
+    const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])
+{
+    const int level = kv_prefetch_level;
+    if (level == KV_PREFETCH_LEVEL)
+        KV(dot_key_units)(unit, first, tile_bytes, units, order, dtype, x, rows, vectors, ahead, KV_PREFETCH_LEVEL, out);
+    else KV(dot_key_units)(unit, first, tile_bytes, units, order, dtype, x, rows, vectors, ahead, level, out);
+}

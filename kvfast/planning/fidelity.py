@@ -102,7 +102,7 @@ def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | N
     >>> for one in kvfast.fidelity(q, k, v, ["int8", "int4"]):
     ...     print(f"{one.format}: {one.bits_per_element:.1f} bits, error {one.output_error:.0%}")
     int8: 8.5 bits, error 1%
-    int4: 4.7 bits, error 12%
+    int4: 4.7 bits, error 14%
     """
     layer = _Layer(q, k, v, _listed(formats), scale, causal)
     reports = []

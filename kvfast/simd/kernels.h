@@ -36,7 +36,7 @@
    the layout of keys.
 
    A sealed block is encoded by seal_k when all its tokens are there; it may have statistics of its own (means, channel
-   scales). It is read like any other block. */
+   scales). It is read like any other block. Lines of keys with channel scales differ in their bits, see keys.h. */
 #ifndef KVFAST_KERNELS_H
 #define KVFAST_KERNELS_H
 

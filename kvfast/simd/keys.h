@@ -1,9 +1,9 @@
-/* Keys of INT3 and INT4 with channel scales. Their codes are evenly spaced. Lines of four depths have few or many bits, the same for all
-   tokens of a block: with b bits in the mean, a quarter of the lines has b + 1, a quarter b - 1. All are read as the high bits of codes
-   of b + 1 bits: channels with few bits then need no larger scales, so the rounding of queries counts no more.
+/* Keys of INT3 and INT4 with channel scales. Their codes are evenly spaced. Lines of four depths have few or many bits, the same
+   for all tokens of a block: with b bits in the mean, a quarter of the lines has b + 1, a quarter b - 1. All are read as the high
+   bits of codes of b + 1 bits: channels with few bits then need no larger scales, so the rounding of queries counts no more.
 
-   Four lines of 64 codes, at [token % 16][depth % 4], are a unit of 32 x b bytes: one line of many bits ("wide"), two of b ("even"), one
-   of few ("narrow"). A shift and a mask read them:
+   Four lines of 64 codes, at [token % 16][depth % 4], are a unit of 32 x b bytes: one line of many bits ("wide"), two of b
+   ("even"), one of few ("narrow"). A shift and a mask read them:
 
      INT4   64 bytes: an even line in the low nibble, the other in the high one
             64 bytes: the wide line in bits 0 to 4, the narrow one in bits 5 to 7

@@ -15,13 +15,13 @@ static inline vcodes KV(load_nibbles)(const char *p, int lane)
 }
 #endif
 
-/* As kv_read_key_order. */
+/* As kv_read_key_order, without branches: each block of keys needs it. */
 static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, kv_key_order *order)
 {
 #if W == 16
     const vi flag = _mm512_set1_epi16(KV_KEY_FLAG), lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const int lines = padded_dim / 4;
-    uint32_t sets[3][KV_MAX_HEAD_DIM / 4 / 32]; /* wide, even and narrow ones of 32 lines each */
+    uint32_t sets[3][(KV_MAX_HEAD_DIM / 4 + 31) / 32]; /* wide, even and narrow ones of 32 lines each */
     for (int i = 0; i < lines; i += 32) {
         const __mmask32 there = 0xFFFFFFFF >> (lines - i < 32 ? 32 - (lines - i) : 0);
         const uint32_t wide = _mm512_test_epi16_mask(_mm512_maskz_loadu_epi16(there, channels + i), flag);
@@ -42,7 +42,7 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
 #endif
 }
 
-/* Bits `shift` and up of each byte, as high as a code of all bits, of which `mask` are kept. */
+/* Each byte shifted right by `shift`, or left if that is negative, and of it the bits of `mask`. */
 #define KV_BITS(word, shift, mask) (((shift) < 0 ? (word) << -(shift) : (word) >> (shift)) & (uint32_t)(0x01010101 * (mask)))
 
 /* As dot_lines for (INT_VECTORS or 1) x W tokens from one of a lane tile on, `first`, that begins at `unit`. The sums are bounded as in

@@ -57,8 +57,8 @@ static void KV(share_key_bits)(const float *ranges, int lines, int mean, uint8_t
     }
 }
 
-/* Bits, scale and offset of each channel, from its smallest to its largest value. The line of least squared error would clip the largest
-   keys, which are the ones attended to: it loses more at 3 bits, and no less at 4, though the squared error falls. */
+/* Bits, scale and offset of each channel, from its smallest to its largest value. The line of least squared error would clip the
+   largest keys, which are the ones attended to: it loses more at 3 bits, and no less at 4, though the squared error falls. */
 static void KV(fit_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride)
 {
     uint16_t *offsets = (uint16_t *)(block + side->means), *channels = (uint16_t *)(block + side->channels);

@@ -176,7 +176,7 @@ def test_a_text_that_rested_goes_on_from_its_codes(isa, rng):
                 k, v = np.concatenate([given[i], new[i]], axis=2)[layer]
                 q = rng.standard_normal((n, HEADS, DIM)).astype(np.float32)
                 expected, _ = attention(q, k, v)
-                assert relative_error(scheduler.pool.attend_batch(layer, q, batch.only(i)), expected) < 0.25, (first, i)
+                assert relative_error(scheduler.pool.attend_batch(layer, q, batch.only(i)), expected) < 0.32, (first, i)
         for i, request in enumerate(rested):
             given[i] = np.concatenate([given[i], new[i]], axis=2)
             request.length += n

@@ -1,6 +1,7 @@
 /* Attention of few query rows on INT8, INT4, GAUSS4 and INT3 codes with the matrix unit. It gives the bits of integer.inc.h: the same
    activations, and the same exact sums of their products. One instruction multiplies the high and low parts of up to 8 rows by
-   16 lanes over 64 depths; all but INT8 are widened to bytes first, in the processor's cache. Keys of INT3 have channel scales here.
+   16 lanes over 64 depths; all but INT8 are widened to bytes first, in the processor's cache. Packed keys are those of INT3 with
+   channel scales.
 
    The sums are those of activations.inc.h: stored codes, at most 255, times parts, at least -128, over at most 512 depths,
        255 * 128 * 512 = 16 711 680 < 2^31.

@@ -82,7 +82,7 @@ int kv_supported(const kv_kernels *kernels)
         return kv_supported(&kv_kernels_avx512) && __builtin_cpu_supports("avx512vnni");
     if (kernels == &kv_kernels_avx512)
         return kv_supported(&kv_kernels_avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("popcnt");
 #if KV_HAVE_AVX_VNNI
     if (kernels == &kv_kernels_avx_vnni) return kv_supported(&kv_kernels_avx2) && has_avx_vnni();
 #endif

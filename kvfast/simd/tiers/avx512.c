@@ -1,7 +1,7 @@
 #include "../common.h"
 
 #if KV_X86
-KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+KV_TARGET_BEGIN("popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define KV(name) name##_avx512
 #define KV_ISA "avx512"
 #include "../isa/vec_avx512.h"

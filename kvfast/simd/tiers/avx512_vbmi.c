@@ -1,13 +1,13 @@
 #include "../common.h"
 
 #if KV_X86
-KV_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
+KV_TARGET_BEGIN("popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
 #define KV(name) name##_avx512_vbmi
 #define KV_ISA "avx512_vbmi"
 #define KV_VNNI
 #define KV_VBMI
 #if KV_HAVE_AMX
-#define KV_MATRIX "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"
+#define KV_MATRIX "popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"
 #endif
 #include "../isa/vec_avx512.h"
 #include "../tier.inc.h"

@@ -49,7 +49,7 @@
 #define KV_LEAST_PART 3e-4f
 /* Root mean square of evenly distributed codes without their bias; it is more than that of a Gaussian row's codes. */
 #define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 73.0f)
-#define KV_KEY_SIZE(dtype) ((float)KV_KEY_LEVELS(dtype) * (4.6f / 16)) /* of keys with channel scales */
+#define KV_KEY_SIZE(dtype) ((float)KV_KEY_BIAS(dtype) * (4.6f / 8)) /* of keys with channel scales */
 
 /* Factor from a row's unit to the standard error of its scores, on keys of `dtype`. */
 static inline float KV(error_of_unit)(const kv_side *side, int dtype)

@@ -14,8 +14,7 @@
 
 #include "packed.h"
 
-/* The codes as they are read: 0 to 31 for INT4, 0 to 15 for INT3. */
-#define KV_KEY_LEVELS(dtype) (2 << kv_dtypes[dtype].bits)
+/* The middle of the codes as they are read: 0 to 31 for INT4, 0 to 15 for INT3. */
 #define KV_KEY_BIAS(dtype) (1 << kv_dtypes[dtype].bits)
 
 /* The lines in the order of their bits: the wide ones, the even ones, the narrow ones. Unit u has the lines `wide`[u], `even`[2 u],

@@ -45,6 +45,23 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
 /* Each byte shifted right by `shift`, or left if that is negative, and of it the bits of `mask`. */
 #define KV_BITS(word, shift, mask) (((shift) < 0 ? (word) << -(shift) : (word) >> (shift)) & (uint32_t)(0x01010101 * (mask)))
 
+/* Calls use(line, codes) for the four lines of unit u: `low` is a word of its first 64 bytes, `high` of INT4 one of the second, of INT3
+   one of the nibbles. */
+#define KV_EACH_KEY_LINE(dtype, order, u, low, high, use)         \
+    do {                                                          \
+        if (dtype == KV_INT4) {                                   \
+            use(order->even[2 * u], KV_BITS(low, -1, 30));        \
+            use(order->even[2 * u + 1], KV_BITS(low, 3, 30));     \
+            use(order->narrow[u], KV_BITS(high, 3, 28));          \
+            use(order->wide[u], KV_BITS(high, 0, 31));            \
+        } else {                                                  \
+            use(order->even[2 * u], KV_BITS(low, -1, 14));        \
+            use(order->even[2 * u + 1], KV_BITS(low, 2, 14));     \
+            use(order->narrow[u], KV_BITS(low, 4, 12));           \
+            use(order->wide[u], KV_BITS(high, 0, 15));            \
+        }                                                         \
+    } while (0)
+
 /* As dot_lines for (INT_VECTORS or 1) x W tokens from one of a lane tile on, `first`, that begins at `unit`. The sums are bounded as in
    activations.inc.h, as codes are smaller than those of INT8. */
 static inline __attribute__((always_inline)) void KV(dot_key_units)(
@@ -55,7 +72,7 @@ static inline __attribute__((always_inline)) void KV(dot_key_units)(
     vacc a[KV_PANEL][4], b[KV_PANEL][4];
     KV_FOR4(r, rows, KV_FOR4(v, vectors, a[r][v] = b[r][v] = (vacc)vi_set1(0);););
     for (size_t u = 0; u < (size_t)units; u++, unit += unit_bytes, ahead += tiles * unit_bytes) {
-        KV(words) low[4], high[4]; /* of INT4 the second 64 bytes, of INT3 the nibbles */
+        KV(words) low[4], high[4];
         kv_prefetch_lines(ahead, (tiles * unit_bytes + 63) / 64, level);
         KV_FOR4(v, vectors,
             const int lane = v * W % KV_LANES + (vectors * W < KV_LANES ? first : 0);
@@ -69,17 +86,7 @@ static inline __attribute__((always_inline)) void KV(dot_key_units)(
         KV_FOR4(v, vectors, const vcodes now = (vcodes)(codes); wide[v] = vcodes_widen(now););          \
         KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], y + 8 * r););); \
     } while (0)
-        if (dtype == KV_INT4) {
-            KV_MULTIPLY(order->even[2 * u], KV_BITS(low[v], -1, 30));
-            KV_MULTIPLY(order->even[2 * u + 1], KV_BITS(low[v], 3, 30));
-            KV_MULTIPLY(order->narrow[u], KV_BITS(high[v], 3, 28));
-            KV_MULTIPLY(order->wide[u], KV_BITS(high[v], 0, 31));
-        } else {
-            KV_MULTIPLY(order->even[2 * u], KV_BITS(low[v], -1, 14));
-            KV_MULTIPLY(order->even[2 * u + 1], KV_BITS(low[v], 2, 14));
-            KV_MULTIPLY(order->narrow[u], KV_BITS(low[v], 4, 12));
-            KV_MULTIPLY(order->wide[u], KV_BITS(high[v], 0, 15));
-        }
+        KV_EACH_KEY_LINE(dtype, order, u, low[v], high[v], KV_MULTIPLY);
 #undef KV_MULTIPLY
     }
     KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = vacc_total(a[r][v], b[r][v]);););

@@ -106,10 +106,7 @@ static inline __attribute__((always_inline)) void KV(widen_keys)(const char *uni
         const KV(words) high = dtype == KV_INT4 ? (KV(words))vcodes_load(unit + 64) : (KV(words))KV(load_nibbles)(unit + 64, 0);
         kv_prefetch_lines(ahead, 2, kv_prefetch_level);
 #define KV_PUT(line, codes) _mm512_store_si512(out + (size_t)(line) * 64, _mm512_sub_epi8((vi)(codes), less))
-        KV_PUT(order->even[2 * u], KV_BITS(low, -1, dtype == KV_INT4 ? 30 : 14));
-        KV_PUT(order->even[2 * u + 1], dtype == KV_INT4 ? KV_BITS(low, 3, 30) : KV_BITS(low, 2, 14));
-        KV_PUT(order->narrow[u], dtype == KV_INT4 ? KV_BITS(high, 3, 28) : KV_BITS(low, 4, 12));
-        KV_PUT(order->wide[u], KV_BITS(high, 0, dtype == KV_INT4 ? 31 : 15));
+        KV_EACH_KEY_LINE(dtype, order, u, low, high, KV_PUT);
 #undef KV_PUT
     }
 }

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The query rows of a task of attention: loaded, begun, and begun again where their weights need more than 16 bits."""
+"""The query rows of a task of attention: loaded, begun, and found where their weights need more than 16 bits."""
 from libc.math cimport INFINITY
 from libc.string cimport memset
 
@@ -7,7 +7,7 @@ from kvfast.attention.tiles cimport kv_task, num_panels
 from kvfast.codec.blocks cimport KV_TO_QUERIES, change_key_basis, kv_store, values_of
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.kernels cimport kv_kernels, kv_panel, kv_side, kv_softmax
-from kvfast.core.limits cimport KV_LANES, KV_PANELS, KV_ROWS
+from kvfast.core.limits cimport KV_LANES, KV_ROWS
 
 
 cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
@@ -51,13 +51,13 @@ cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, in
     memset(row, 0, (count - given) * k.padded_dim * sizeof(float))
 
 
-cdef void begin_rows(kv_task *task) noexcept nogil:
-    """Reset the state of all rows: they have seen no token yet."""
+cdef void begin_rows(kv_task *task, unsigned refined) noexcept nogil:
+    """Reset the state of all rows: they have seen no token yet. Of few rows, `refined` marks those whose weights need more bits."""
     cdef kv_softmax *state = &task.scratch.softmax
     cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
     cdef kv_panel *panel
     cdef int r, i
-    state.refined = 0
+    state.refined = refined
     if task.wide == NULL:
         memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
         for r in range(task.rows):
@@ -69,32 +69,15 @@ cdef void begin_rows(kv_task *task) noexcept nogil:
         panel.options.query_at += i * KV_ROWS
         if task.options.slopes != NULL:
             panel.options.slopes += i * KV_ROWS
-        panel.refined = 0
         memset(panel.acc, 0, KV_ROWS * padded * sizeof(float))
         for r in range(KV_ROWS):
             panel.m[r], panel.l[r], panel.noise[r] = -INFINITY, 0.0, 0.0
 
 
-cdef bint begin_refined(kv_task *task) noexcept nogil:
-    """Return whether the rounding of weights counts in some rows, and reset the state of all rows then. They are to be read again:
-    those rows become more exact, and the others become the same."""
+cdef unsigned rows_to_refine(const kv_task *task, const kv_panel *panel) noexcept nogil:
+    """Find the rows of a panel, or of a task without panels, whose rounding of weights counts beside their sums: a bit for each."""
     cdef const kv_kernels *kernels = task.call.kernels
-    cdef kv_softmax *state = &task.scratch.softmax
     cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
-    cdef kv_panel *panel
-    cdef unsigned refined[KV_PANELS]
-    cdef unsigned some = 0
-    cdef int i
-    if task.wide == NULL:
-        some = refined[0] = kernels.rows_to_refine(task.scratch.acc, padded, KV_LANES, padded, state.noise, task.rows)
-    for i in range(num_panels(task)):
-        panel = task.wide.panels + i
-        refined[i] = kernels.rows_to_refine(panel.acc, KV_LANES, KV_ROWS * KV_LANES, padded, panel.noise, panel.rows)
-        some |= refined[i]
-    if some == 0:
-        return False
-    begin_rows(task)
-    state.refined = refined[0]
-    for i in range(num_panels(task)):
-        task.wide.panels[i].refined = refined[i]
-    return True
+    if panel != NULL:
+        return kernels.rows_to_refine(panel.acc, KV_LANES, KV_ROWS * KV_LANES, padded, panel.noise, panel.rows)
+    return kernels.rows_to_refine(task.scratch.acc, padded, KV_LANES, padded, task.scratch.softmax.noise, task.rows)

@@ -9,14 +9,14 @@ context, row block); partial results merge in order, so that results are the sam
 from libc.math cimport INFINITY, expf, logf
 from libc.string cimport memcpy, memset
 
-from kvfast.attention.rows cimport begin_refined, begin_rows, load
+from kvfast.attention.rows cimport begin_rows, load, rows_to_refine
 from kvfast.attention.spans cimport attend_span
-from kvfast.attention.tiles cimport (kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, step_of, touch,
-                                     touch_first_floats, touch_sinks)
+from kvfast.attention.tiles cimport (copy_state, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, num_panels, step_of,
+                                     touch, touch_first_floats, touch_sinks)
 from kvfast.codec.blocks cimport values_of
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
-from kvfast.core.kernels cimport KV_FLOAT32, kv_panel, kv_side, kv_softmax
+from kvfast.core.kernels cimport KV_FLOAT32, kv_panel, kv_side, kv_softmax, kv_wide_scratch
 from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS
 from kvfast.core.threads cimport DYNAMIC, STATIC, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe, kv_wipe_stack
@@ -37,6 +37,12 @@ cdef const kv_item *_item_of(const kv_call *call, Py_ssize_t task) noexcept nogi
     return call.items + low
 
 
+cdef inline Py_ssize_t _query_of(const kv_call *call, const kv_item *item, Py_ssize_t row) noexcept nogil:
+    """The query of an item's row: rows are query tokens x the query heads of a KV head."""
+    cdef Py_ssize_t query = row // call.group
+    return item.members[query] if item.members != NULL else item.first_query + query
+
+
 # What the rows of a task see of an item.
 ctypedef struct kv_seen:
     Py_ssize_t starts[256]
@@ -54,8 +60,7 @@ cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0,
     task.item = item
     seen.begin, seen.end, seen.sinks_end = item.end, 0, 0
     for r in range(task.rows):
-        token = (row0 + r) // call.group
-        token = item.members[token] if item.members != NULL else item.first_query + token
+        token = _query_of(call, item, row0 + r)
         query = call.queries + token
         task.tokens[r] = token
         task.q_heads[r] = task.head * call.group + (row0 + r) % call.group
@@ -96,21 +101,55 @@ cdef inline void _read_item(kv_task *task, const kv_seen *seen) noexcept nogil:
         attend_span(task, seen.begin, seen.end, seen.starts, seen.stops, NULL)
 
 
+cdef void _read_items(kv_task *task, const kv_item *item, const kv_item *last, Py_ssize_t row0, Py_ssize_t split) noexcept nogil:
+    """Read the items of a task, for its rows from `row0` on."""
+    cdef kv_seen seen
+    while True:
+        _open_item(task, item, row0, split, &seen)
+        _read_item(task, &seen)
+        if item == last:
+            break
+        item += 1
+
+
+cdef void _refine(kv_task *task, const kv_item *item, const kv_item *last, Py_ssize_t row0, Py_ssize_t split) noexcept nogil:
+    """Read the items again for rows whose rounding of weights counts, and for the few beside them, which stay as they are. Panels are
+    read as few rows are."""
+    cdef kv_wide_scratch *wide = task.wide
+    cdef kv_panel *panel
+    cdef Py_ssize_t padded = values_of(task.call.store).padded_dim
+    cdef int rows = task.rows, panels = num_panels(task), i
+    cdef unsigned marked
+    if wide == NULL:
+        marked = rows_to_refine(task, NULL)
+        if marked:
+            begin_rows(task, marked)
+            _read_items(task, item, last, row0, split)
+        return
+    task.wide = NULL
+    for i in range(panels):
+        panel = wide.panels + i
+        marked = rows_to_refine(task, panel)
+        if marked:
+            task.rows = panel.rows
+            begin_rows(task, marked)
+            _read_items(task, item, last, row0 + i * KV_ROWS, split)
+            copy_state(panel, &task.scratch.softmax, task.scratch.acc, padded, marked, True)
+    task.wide, task.rows = wide, rows
+
+
 cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     """One (item, KV head, split, row block), and the items that continue it."""
     cdef const kv_call *call = <const kv_call *>shared
     cdef kv_task task
-    cdef kv_seen seen
     cdef kv_softmax *state = &task.scratch.softmax
     cdef kv_panel *panel
     cdef const kv_item *item = _item_of(call, index)
     cdef const kv_item *last = item
-    cdef const kv_item *each
     cdef const kv_query *query
     cdef Py_ssize_t padded = values_of(call.store).padded_dim
-    cdef Py_ssize_t row0, split
+    cdef Py_ssize_t row0, split, q_head
     cdef int r
-    cdef bint refined = False
     cdef Py_ssize_t i
     cdef float m, l
     cdef float *acc
@@ -126,31 +165,20 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
     task.wide = call.wide + thread if item.block_rows > KV_ROWS and call.wide != NULL else NULL
     task.rope = call.rope + thread if call.rope != NULL else NULL
     task.decoded = call.decoded + thread * call.decoded_size if call.decoded != NULL else NULL
-    _open_item(&task, item, row0, split, &seen)
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL
     task.options.query_at = task.query_at
     task.options.bias = NULL
     if call.traffic == NULL:
-        begin_rows(&task)
-
-    while True:
-        each = item
-        while True:
-            _read_item(&task, &seen)
-            if each == last:
-                break
-            each += 1
-            _open_item(&task, each, row0, split, &seen)
-        if call.traffic != NULL:
-            return 0
-        if refined or not begin_refined(&task):
-            break
-        refined = True
-        _open_item(&task, item, row0, split, &seen)
+        begin_rows(&task, 0)
+    _read_items(&task, item, last, row0, split)
+    if call.traffic != NULL:
+        return 0
+    _refine(&task, item, last, row0, split)
 
     for r in range(task.rows):
-        query = call.queries + task.tokens[r]
+        query = call.queries + _query_of(call, last, row0 + r)
+        q_head = task.head * call.group + (row0 + r) % call.group
         if task.wide == NULL:
             acc, m, l = task.scratch.acc + r * padded, state.m[r], state.l[r]
         else:
@@ -159,9 +187,9 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
             for i in range(padded // KV_LANES):
                 memcpy(acc + i * KV_LANES, panel.acc + (i * KV_ROWS + r % KV_ROWS) * KV_LANES, KV_LANES * sizeof(float))
         if query.parts == 1:
-            _write_output(call, query.token, task.q_heads[r], acc, m, l)
+            _write_output(call, query.token, q_head, acc, m, l)
         else:
-            partial = _partials_of(call, query, task.q_heads[r]) + (item.part + split) * (padded + 2)
+            partial = _partials_of(call, query, q_head) + (item.part + split) * (padded + 2)
             partial[0] = m
             partial[1] = l
             call.kernels.from_float[KV_FLOAT32](acc, padded, partial + 2)

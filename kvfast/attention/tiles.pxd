@@ -4,7 +4,8 @@ from libc.stdint cimport int32_t, uint16_t
 from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport kv_watch
-from kvfast.core.kernels cimport kv_kernels, kv_rope_scratch, kv_score_options, kv_scratch, kv_transform, kv_wide_scratch
+from kvfast.core.kernels cimport (kv_kernels, kv_panel, kv_rope_scratch, kv_score_options, kv_scratch, kv_softmax, kv_transform,
+                                  kv_wide_scratch)
 from kvfast.core.limits cimport KV_ROWS
 
 
@@ -107,6 +108,11 @@ cdef inline int num_panels(const kv_task *task) noexcept nogil:
     return (task.rows + KV_ROWS - 1) // KV_ROWS if task.wide != NULL else 0
 
 
+cdef enum:
+    ALL_ROWS = 0xFFFF  # of a panel
+
+
+cdef void copy_state(kv_panel *panel, kv_softmax *state, float *acc, Py_ssize_t dim, unsigned rows, bint back) noexcept nogil
 cdef int step_of(const kv_task *task) noexcept nogil
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil
 cdef void touch_first_floats(const kv_task *task) noexcept nogil

@@ -11,8 +11,8 @@ from kvfast.attention.tile_size cimport token_bytes
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_HALVES, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES,
-                                  kv_ahead, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_score_options, kv_scratch,
-                                  kv_side, kv_softmax, kv_tile, reading_of)
+                                  kv_ahead, kv_bends, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_score_options,
+                                  kv_scratch, kv_side, kv_softmax, kv_tile, reading_of)
 from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_TILE, KV_WORD_GROUP
 
 cdef extern from *:
@@ -106,20 +106,22 @@ cdef void _attend_each_panel(kv_task *task, const kv_range *range_, const Py_ssi
         for r in range(panel.rows):
             for i in range(k_dim):
                 task.scratch.rows[r * k_dim + i] = panel.queries[i * KV_ROWS + r]
-        state.refined = panel.refined
-        _copy_state(panel, state, task.scratch.acc, v_dim, panel.rows, False)
+        state.refined = 0
+        copy_state(panel, state, task.scratch.acc, v_dim, ALL_ROWS, False)
         _attend_tiles(task, range_, starts + p * KV_ROWS, stops + p * KV_ROWS, following)
-        _copy_state(panel, state, task.scratch.acc, v_dim, panel.rows, True)
+        copy_state(panel, state, task.scratch.acc, v_dim, ALL_ROWS, True)
     task.rows, task.options = rows, options
 
 
-cdef void _copy_state(kv_panel *panel, kv_softmax *state, float *acc, Py_ssize_t dim, int rows, bint back) noexcept nogil:
-    """Copy the running softmax of a panel's rows to a state, or `back`."""
+cdef void copy_state(kv_panel *panel, kv_softmax *state, float *acc, Py_ssize_t dim, unsigned rows, bint back) noexcept nogil:
+    """Copy the running softmax of a panel's rows, those whose bit is set, to a state, or `back`."""
     cdef int r
     cdef Py_ssize_t i
     cdef float *lane
     cdef float *own
-    for r in range(rows):
+    for r in range(panel.rows):
+        if not rows >> r & 1:
+            continue
         for i in range(dim // KV_LANES):
             lane, own = panel.acc + (i * KV_ROWS + r) * KV_LANES, acc + r * dim + i * KV_LANES
             if back:
@@ -208,6 +210,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         kernels.open_matrix(task.rows)
     lead += reading.lead
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
+    scratch.queries.most = NULL if store.latent or kv_bends(&task.options) else state.m
     if task.rope != NULL:
         kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)
     _locate(task, store, t, tile, &keys[0], &values[0])

@@ -62,7 +62,7 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t bytes
 
     ctypedef struct kv_queries:
-        pass
+        const float *most
 
     ctypedef struct kv_softmax:
         float *m
@@ -89,6 +89,8 @@ cdef extern from "simd/kernels.h" nogil:
         const float *query_at
         const float *bias
 
+    bint kv_bends(const kv_score_options *options) nogil
+
     ctypedef struct kv_tile:
         const char *base
         Py_ssize_t at[KV_TILE // KV_LANES]
@@ -103,7 +105,6 @@ cdef extern from "simd/kernels.h" nogil:
         float *m
         float *l
         double *noise
-        unsigned refined
         float *queries
         float *acc
 

@@ -19,8 +19,9 @@
 
    with |c| the root mean square of its codes. The error can exceed KV_LEAST_ERROR if scores are large, or if one channel is
    louder than the others and so makes the unit large. Then what the rounding left out is multiplied as well, as activations of
-   its own (refine), and the error is 2^-16 of that. Only the row and the token, or block, decide this, so that a query has the
-   same bits with others and alone.
+   its own (refine), and the error is 2^-16 of that; but not for scores so far below the largest that the error cannot count
+   (least_errors). Only the row and the token, or block, and the tiles before decide this, so that a query has the same bits with
+   others and alone.
 
    Weights: many small weights beside a large one would all be rounded to 0. So what the rounding of a weight leaves out is
    added to the next weight of its lane, of 16, and the sum of weights is right to half a unit for each lane. The rounding of m
@@ -31,7 +32,7 @@
    for each element of the output. It counts where the output is small: where the largest weight belongs to a row of values with
    few loud elements, or where values cancel. So the squares of unit x |c| are summed up over the tiles, as `noise`. A row whose
    root mean square is small beside them is computed again, and what the rounding left out is multiplied as well (refine_values).
-   Only the row itself decides this. */
+   Only the row itself decides this. Panels are not refined: such a row of theirs is read again as few rows are. */
 #define KV_MAX_ACTIVATION 32639.0f
 #define KV_MAX_WEIGHT 32638.0f /* plus the carried rounding at most KV_MAX_ACTIVATION */
 #define KV_INVERSE_OF(most, largest) ((largest) > 0x1p-100f ? (most) / (largest) : 0.0f)
@@ -42,14 +43,33 @@
 #define KV_MEANS 1    /* statistics of a key block: means alone, or */
 #define KV_CHANNELS 2 /* with channel scales */
 
-/* Largest error of a score by the rounding of activations, as above, that is not corrected. An output of few tokens is off by
-   about three times as much. */
+/* Largest error of a score by the rounding of activations, as above, that is not corrected in the largest score. An output of few
+   tokens is off by about three times as much. */
 #define KV_LEAST_ERROR 2e-4f
 /* Largest part of an output that is the error by the rounding of weights, as above, and that is not corrected. */
 #define KV_LEAST_PART 3e-4f
 /* Root mean square of evenly distributed codes without their bias; it is more than that of a Gaussian row's codes. */
 #define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 73.0f)
 #define KV_KEY_SIZE(dtype) ((float)KV_KEY_BIAS(dtype) * (4.6f / 8)) /* of keys with channel scales */
+
+/* Largest errors, as above, that are not corrected in scores of a row whose largest score before this tile is `most`, or -infinity.
+   A score y below it has at most the weight w = exp(-y) of the largest, and may be off by KV_LEAST_ERROR / (128 w) if that is more:
+   of 128^2 such scores, the squares of all w x error are at most KV_LEAST_ERROR^2. (1 + y / 32)^32 is at most exp(y). */
+static inline vf KV(least_errors)(vf scores, vf most)
+{
+    const vf below = vf_max(vf_sub(most, scores), vf_set1(0.0f));
+    vf power = vf_fma(below, vf_set1(1.0f / 32), vf_set1(1.0f));
+    for (int i = 0; i < 5; i++) power = vf_mul(power, power);
+    return vf_max(vf_mul(power, vf_set1(KV_LEAST_ERROR / 128)), vf_set1(KV_LEAST_ERROR));
+}
+
+/* A score below which an error of `error` may be left: what inverts least_errors, and a little less. */
+static inline float KV(least_score)(float error, float most)
+{
+    float power = error * (128 / KV_LEAST_ERROR);
+    for (int i = 0; i < 5; i++) power = __builtin_sqrtf(power);
+    return most - 32.0f * (power - 1.0f) - (0.01f + 1e-5f * __builtin_fabsf(most));
+}
 
 /* Factor from a row's unit to the standard error of its scores, on keys of `dtype`. */
 static inline float KV(error_of_unit)(const kv_side *side, int dtype)
@@ -165,6 +185,7 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
     const ptrdiff_t n = side->padded_dim;
     queries->rows = rows;
     queries->factor = factor;
+    queries->most = NULL;
     if (side->channels) return; /* fold does it, block by block */
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int panel_rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;

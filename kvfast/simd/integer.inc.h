@@ -83,54 +83,71 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
 
 /* Adds what the rounding of a panel's activations left out to its scores, where that counts; see activations.inc.h. The tokens
    are `lane` to `stop` of a tile, from a slot of the first of `block` on. `rows` are the rows before rounding, with their
-   `inverse` and `unit`. */
+   `inverse` and `unit`, and the largest scores so far. `error` times a unit is the largest standard error of such a row. */
 static inline __attribute__((always_inline)) void KV(refine)(
-    const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows, const kv_tile *tile,
-    const ptrdiff_t *block, int slot, int lane, int stop, float *scores, const int dtype, const int channels)
+    const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most, float error, int num_rows,
+    const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, const int dtype, const int channels)
 {
     const ptrdiff_t n = side->padded_dim;
     const int lines = side->padded_dim / KV_DEPTHS(dtype), units = side->padded_dim / KV_UNIT;
     const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype);
-    const float error = KV(error_of_unit)(side, dtype), ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
+    const float ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
+    const int bias = channels ? KV_KEY_BIAS(dtype) : KV_BIAS(dtype);
     KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
     KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
+    float largest[KV_PANEL], least[KV_PANEL]; /* scores */
     int32_t sums[KV_PANEL];
-    memset(left + num_rows * n, 0, (size_t)((KV_PANEL - num_rows) * n) * sizeof(float));
-    KV(leave_rounding)(rows, n, num_rows, n, inverse, left);
-    KV(put_activations)(left, n, KV_PANEL, n, ones, parts, sums, 0);
-    const int bias = channels ? KV_KEY_BIAS(dtype) : KV_BIAS(dtype);
     kv_key_order order;
-    if (channels) KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, &order);
+    int ready = 0;
+    for (int r = 0; r < num_rows; r++) {
+        largest[r] = most ? most[r] : -INFINITY;
+        least[r] = KV(least_score)(error * __builtin_fabsf(unit[r]), largest[r]);
+    }
     while (lane < stop) { /* with channel scales all in one block, as the rows are folded with its scales */
         const char *token_scales = tile->base + *block + side->scales;
         const char *codes = tile->base + slot / KV_LANES * tile_bytes, *ahead = (const char *)parts;
         const int room = stop - lane < side->block_size - slot ? stop - lane : side->block_size - slot;
         const int vectors = INT_VECTORS * W <= room ? INT_VECTORS : 1;
-        vi out[KV_PANEL][4];
+        vf above = vf_set1(-1.0f);
+        for (int r = 0; r < num_rows; r++)
+            for (int v = 0; v < vectors; v++)
+                above = vf_max(above, vf_sub(vf_load(scores + r * KV_TILE + lane + v * W), vf_set1(least[r])));
+        if (vf_hmax(above) >= 0.0f) {
+            if (!ready) {
+                memset(left + num_rows * n, 0, (size_t)((KV_PANEL - num_rows) * n) * sizeof(float));
+                KV(leave_rounding)(rows, n, num_rows, n, inverse, left);
+                KV(put_activations)(left, n, KV_PANEL, n, ones, parts, sums, 0);
+                if (channels) KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, &order);
+                ready = 1;
+            }
+            vi out[KV_PANEL][4];
 #define KV_DOT(V)                                                                                                         \
     if (channels)                                                                                                         \
         KV(dot_keys)(codes + *block, slot % KV_LANES, tile_bytes, units, &order, dtype, parts, KV_PANEL, V, ahead, out);  \
     else                                                                                                                  \
         KV(dot_panel)(codes + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, parts, KV_PANEL, V, ahead, out);
-        if (vectors > 1) { KV_DOT(INT_VECTORS) } else { KV_DOT(1) }
+            if (vectors > 1) { KV_DOT(INT_VECTORS) } else { KV_DOT(1) }
 #undef KV_DOT
-        for (int r = 0; r < num_rows; r++)
             for (int v = 0; v < vectors; v++) {
-                float *score = scores + r * KV_TILE + lane + v * W;
-                const float limit = KV_LEAST_ERROR / (error * __builtin_fabsf(unit[r])); /* least scale of a token that counts */
-                const vf scale = vf_set1(unit[r] * (0.5f / KV_MAX_ACTIVATION));
                 const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
-                const vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(bias * sums[r])));
-                vf_store(score, vf_add(vf_load(score), vf_zero_below(vf_mul(dot, vf_mul(scale, token)), token, limit)));
+                for (int r = 0; r < num_rows; r++) {
+                    float *score = scores + r * KV_TILE + lane + v * W;
+                    const vf scale = vf_mul(token, vf_set1(unit[r])), was = vf_load(score);
+                    const vf excess = vf_sub(vf_mul(vf_abs(scale), vf_set1(KV(error_of_unit)(side, dtype))),
+                                             KV(least_errors)(was, vf_set1(largest[r])));
+                    const vf rest = vf_mul(vi_to_float(vi_sub(out[r][v], vi_set1(bias * sums[r]))), scale);
+                    vf_store(score, vf_fma(vf_zero_below(rest, excess, 0.0f), vf_set1(0.5f / KV_MAX_ACTIVATION), was));
+                }
             }
+        }
         lane += vectors * W;
         slot += vectors * W;
         if (slot == side->block_size) slot = 0, block++;
     }
 }
 
-typedef void KV(refiner)(const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows,
-                         const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores);
+typedef void KV(refiner)(const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most,
+                         float error, int num_rows, const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores);
 
 /* Largest scale of a tile's tokens, or more: it also covers the rest of the last 16 tokens. */
 static inline float KV(largest_scale)(const kv_side *side, const kv_tile *tile, const int dtype)
@@ -199,8 +216,8 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             slot += vectors * W;
             if (counts && (lane == lanes || (channels && slot == side->block_size)))
                 refine(side, channels ? folded.rows : queries->rows + row * side->padded_dim,
-                       channels ? folded.inverse : queries->inverse + row, scales, rows, tile, first_block, first_slot, first,
-                       lane, scores + row * KV_TILE);
+                       channels ? folded.inverse : queries->inverse + row, scales, queries->most ? queries->most + row : NULL, error,
+                       rows, tile, first_block, first_slot, first, lane, scores + row * KV_TILE);
             if (slot == side->block_size) slot = 0, block++;
         }
     }
@@ -334,12 +351,13 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     kv_prefetch_end(ahead);
 }
 
-#define KV_REFINER(name, dtype, channels)                                                              \
-    static __attribute__((noinline)) void KV(refine_##name)(                                           \
-        const kv_side *side, const float *rows, const float *inverse, const float *unit, int num_rows, \
-        const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores)      \
-    {                                                                                                  \
-        KV(refine)(side, rows, inverse, unit, num_rows, tile, block, slot, lane, stop, scores, dtype, channels); \
+#define KV_REFINER(name, dtype, channels)                                                                                      \
+    static __attribute__((noinline)) void KV(refine_##name)(                                                                   \
+        const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most,                    \
+        float error, int num_rows,                                                                                             \
+        const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores)                              \
+    {                                                                                                                          \
+        KV(refine)(side, rows, inverse, unit, most, error, num_rows, tile, block, slot, lane, stop, scores, dtype, channels);  \
     }
 KV_REFINER(keys4, KV_INT4, 1)
 KV_REFINER(keys3, KV_INT3, 1)

@@ -81,6 +81,7 @@ typedef struct {
     float scale[KV_ROWS];  /* of the integers, softmax scale included */
     float inverse[KV_ROWS]; /* factor that made the rows these integers */
     int32_t sum[KV_ROWS];  /* of the integers, times the code bias */
+    const float *most;     /* (rows,) the largest scores so far, see least_errors; or NULL: all scores are as exact as the largest */
 } kv_queries;
 
 /* Running softmax of a set of query rows: out = acc / l, lse = m + log(l). */
@@ -116,6 +117,9 @@ typedef struct {
     const float *bias;     /* (rows, KV_TILE), added to the scores of the tile, or NULL */
 } kv_score_options;
 
+/* Whether the scores that become weights are others than the products of queries and keys. */
+static inline int kv_bends(const kv_score_options *options) { return options->softcap > 0 || options->slopes || options->bias; }
+
 /* One side of a tile, the tokens between two softmax corrections. `count` tokens from slot `first`, a multiple
    of 16, of the block at base + at[0]; or whole blocks, with `first` 0. */
 typedef struct {
@@ -143,7 +147,6 @@ typedef struct {
     KV_ALIGNED float m[KV_ROWS];
     KV_ALIGNED float l[KV_ROWS];
     double noise[KV_ROWS];                        /* as in kv_softmax */
-    unsigned refined;                             /* bit r: as in kv_softmax */
     float factor;                                 /* the softmax scale, of words */
     /* (rows, padded_dim) as given, x softmax scale; of words (padded_dim, rows) as given */
     KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];

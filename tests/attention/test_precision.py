@@ -68,6 +68,38 @@ def test_many_small_weights_beside_a_large_one(isa, rng, name):
             assert relative_error(cache.attend(0, q, scale=1.0), expected) < bound(name), (below, n)
 
 
+@pytest.mark.parametrize("name", STORED)
+def test_scores_far_below_the_largest(isa, rng, name):
+    """What the rounding of queries leaves out of such scores does not count where they are few, and does where they are many. Queries
+    are loud where keys are not alike, as those of real models."""
+    dim, tokens = 64, 2000
+    for below in (2, 5, 7, 9):
+        k, v = rng.standard_normal((2, tokens, 1, dim)).astype(np.float32)
+        k[:, :, 0] = rng.uniform(-below, -below + 1, (tokens, 1))
+        k[3, :, 0] = 0
+        cache = filled(STORED[name], k, v)
+        for n in (1, 40):
+            q = rng.standard_normal((n, 4, dim)).astype(np.float32)
+            q[:, :, 0], q[:, :, 1] = 1, 60
+            q[:, :, 2:] *= 0.1
+            expected, _ = attention(q, cache.k(0), cache.v(0), scale=1.0)
+            assert relative_error(cache.attend(0, q, scale=1.0), expected) < bound(name), (below, n)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dim", [16, 64])
+def test_outliers_of_values_that_cancel(isa, name, dim):
+    """Values with a loud channel whose sum is small: what the others were rounded by is large beside the output."""
+    loud = np.where(np.arange(dim) % 13 == 5, 10, 1).astype(np.float32)
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        k, v = rng.standard_normal((2, 1500, 2, dim), np.float32)
+        cache = filled(STORED[name], k, v * loud)
+        q = rng.standard_normal((50, 6, dim), np.float32)
+        expected, _ = attention(q, cache.k(0), cache.v(0))
+        assert relative_error(cache.attend(0, q), expected) < bound(name), seed
+
+
 def one_loud_element(rng, loud):
     """160 full rows of 512, and one of them with a single element."""
     for full in (rng.choice([-1.0, 1.0], (160, 512)), np.ones((160, 512))):

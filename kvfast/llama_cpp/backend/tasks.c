@@ -80,7 +80,6 @@ static void begin(const task *t)
             kernels->prepare_panel[KV_HALVES](&c->k.rows, t->own->wide.rows, NULL, NULL, c->scale, panel);
             panel->rows = rows_of_block(t, b);
             panel->options = (kv_score_options){.softcap = c->softcap};
-            panel->refined = 0;
             memset(panel->acc, 0, sums);
             for (int r = 0; r < KV_ROWS; r++) panel->m[r] = -INFINITY, panel->l[r] = 0.0f, panel->noise[r] = 0.0;
         } else {

@@ -224,7 +224,8 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
                         counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
                     if (counts)
                         refine(side, (channels ? now->rows : queries->rows) + row * n,
-                               (channels ? now->inverse : queries->inverse) + row, scales + row, rows, tile,
+                               (channels ? now->inverse : queries->inverse) + row, scales + row,
+                               queries->most ? queries->most + row : NULL, error, rows, tile,
                                tile->at + (channels ? slot >> shift : 0), (tile->first + first) & mask, first, stop,
                                scores + row * KV_TILE);
                 }

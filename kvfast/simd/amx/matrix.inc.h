@@ -41,7 +41,8 @@ static inline __attribute__((always_inline)) void KV(attend_panel)(
     KV_SETTLE(x);
     KV(prefetch_part)(next);
     if (halves) KV(add_value_halves)(operands, panel, begin, end, x, &correction);
-    else KV(add_values)(operands, panel, begin, end, scores, x, &correction, sums);
+    else
+        KV(add_products)(operands, panel, begin, end, x, correction.unit, correction.changed ? correction.rescale : NULL, sums);
 }
 
 static inline __attribute__((always_inline)) void KV(attend_all)(

@@ -143,19 +143,30 @@ typedef struct {
     const float *scales;       /* of the tokens */
     const float *unit;         /* of each row of x */
     const float *shift;        /* of each row, or NULL */
-    const float *limit;        /* NULL: write the scores; else add to them where a token's scale is at least that of the
-                                  row */
+    const float *most;         /* of each row, the largest score so far, or -infinity; see least_errors */
+    float error;               /* what makes a unit times a token's scale a standard error */
 } KV(key_products);
+
+/* Of rows whose scores are no sums of products alone, or only a part of them. */
+static const KV_ALIGNED float KV(no_scores)[KV_ROWS] = {
+    -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY,
+    -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY,
+};
+
+enum { SETS, ADDS, REFINES }; /* what becomes of scores: they are written, added to others, or added where the rounding counts */
 
 /* Turns the sums of a lane tile, 16 tokens, into scores. */
 static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_products) *p, const KV(lane_sums) *done, int lane,
-                                                                 float *scores, const int shifts, const int adds)
+                                                                 float *scores, const int shifts, const int use)
 {
     const vf scale = vf_load(p->scales + lane * KV_LANES);
     float *row = scores + lane * KV_LANES;
     for (int r = 0; r < KV_ROWS; r++, row += KV_MATRIX_TILE) {
         const vf total = KV(total)(done, r), factor = vf_mul(scale, vf_set1(p->unit[r]));
-        if (adds) vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_mul(total, factor), scale, p->limit[r])));
+        if (use == REFINES) {
+            const vf excess = vf_sub(vf_mul(factor, vf_set1(p->error)), KV(least_errors)(vf_load(row), vf_set1(p->most[r])));
+            vf_store(row, vf_add(vf_load(row), vf_zero_below(vf_mul(total, factor), excess, 0.0f)));
+        } else if (use == ADDS) vf_store(row, vf_fma(total, factor, vf_load(row)));
         else if (shifts) vf_store(row, vf_fma(total, factor, vf_set1(p->shift[r])));
         else vf_store(row, vf_mul(total, factor));
     }
@@ -164,7 +175,7 @@ static inline __attribute__((always_inline)) void KV(put_scores)(const KV(key_pr
 /* Scores of the lane tiles first to last. While the products of one or two lane tiles are computed, the sums of those before
    become scores. With more than two tiles of depth the number of lane tiles is even. */
 static inline __attribute__((always_inline)) void KV(score_lanes)(const KV(key_products) *p, int first, int last, float *scores,
-                                                                  const int shifts, const int adds)
+                                                                  const int shifts, const int use)
 {
     KV(lane_sums) sums[4];
     const int tiles = (p->dim + TILE_DEPTH - 1) / TILE_DEPTH;
@@ -174,45 +185,57 @@ static inline __attribute__((always_inline)) void KV(score_lanes)(const KV(key_p
         for (int lane = first; lane <= last; lane += 2) {
             if (lane < last) KV(multiply_pair)(p->keys + lane * stride, stride, p->x, stride, tiles, sums + (lane & 2));
             if (lane == first) continue;
-            KV(put_scores)(p, sums + ((lane - 2) & 2), lane - 2, scores, shifts, adds);
-            KV(put_scores)(p, sums + ((lane - 2) & 2) + 1, lane - 1, scores, shifts, adds);
+            KV(put_scores)(p, sums + ((lane - 2) & 2), lane - 2, scores, shifts, use);
+            KV(put_scores)(p, sums + ((lane - 2) & 2) + 1, lane - 1, scores, shifts, use);
         }
         return;
     }
     KV(hold)(p->x, stride, tiles);
     for (int lane = first; lane <= last; lane++) {
         if (lane < last) KV(multiply)(p->keys + lane * stride, stride, 1, tiles, sums + (lane & 1));
-        if (lane > first) KV(put_scores)(p, sums + ((lane - 1) & 1), lane - 1, scores, shifts, adds);
+        if (lane > first) KV(put_scores)(p, sums + ((lane - 1) & 1), lane - 1, scores, shifts, use);
     }
 }
 
-/* Adds to the scores what the rounding of the rows, times `inverse`, left out, where that counts; see activations.inc.h. */
+/* Adds to the scores what the rounding of the rows, times `inverse`, left out, where that counts; see activations.inc.h. `scale` is
+   the largest scale of the tokens. */
 static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *rounded, const float *rows, const float *inverse,
-                                                       float error, int first, int last, float *scores)
+                                                       float scale, int first, int last, float *scores)
 {
     KV_ALIGNED int8_t x[KV_ROWS * KV_MAX_HEAD_DIM * 2];
-    float left[KV_MAX_HEAD_DIM], unit[KV_ROWS], limit[KV_ROWS];
+    float left[KV_MAX_HEAD_DIM], unit[KV_ROWS], least[KV_ROWS];
     KV(key_products) p = *rounded;
+    int begin = last, end = first; /* lane tiles with scores that may count; pairs of them, as score_lanes wants */
+    for (int r = 0; r < KV_ROWS; r++) least[r] = KV(least_score)(p.error * scale * p.unit[r], p.most[r]);
+    for (int lane = first; lane < last; lane++) {
+        vf above = vf_set1(-1.0f);
+        for (int r = 0; r < KV_ROWS; r++)
+            above = vf_max(above, vf_sub(vf_load(scores + r * KV_MATRIX_TILE + lane * KV_LANES), vf_set1(least[r])));
+        if (vf_hmax(above) < 0.0f) continue;
+        begin = begin < last ? begin : lane - (lane - first) % 2;
+        end = lane + 2 - (lane - first) % 2;
+    }
+    end = end < last ? end : last;
+    if (begin >= end) return;
     for (int r = 0; r < KV_ROWS; r++) {
         KV(leave_rounding)(rows + r * p.dim, 0, 1, p.dim, inverse + r, left);
         KV(cut_query)(left, p.dim, vf_set1(1.0f), r, x);
         unit[r] = p.unit[r] * (0.5f / KV_MAX_ACTIVATION);
-        limit[r] = KV_LEAST_ERROR / (error * p.unit[r]);
     }
-    p.x = x, p.unit = unit, p.limit = limit;
-    KV(score_lanes)(&p, first, last, scores, 0, 1);
+    p.x = x, p.unit = unit, p.error *= 2.0f * KV_MAX_ACTIVATION;
+    KV(score_lanes)(&p, begin, end, scores, 0, REFINES);
 }
 
 /* Scores of the lane tiles first to last, from rows that are cut as p describes. */
 static inline __attribute__((always_inline)) void KV(score_rows)(const KV(key_products) *p, const float *rows, const float *inverse,
-                                                                 float error, int first, int last, float *scores,
-                                                                 const int shifts, const int adds)
+                                                                 int first, int last, float *scores, const int shifts, const int use)
 {
-    vf scale = vf_set1(0.0f);
-    for (int lane = first; lane < last; lane++) scale = vf_max(scale, vf_load(p->scales + lane * KV_LANES));
-    KV(score_lanes)(p, first, last, scores, shifts, adds);
-    if (vf_hmax(vf_load(p->unit)) * vf_hmax(scale) * error * 1.001f >= KV_LEAST_ERROR)
-        KV(refine_lanes)(p, rows, inverse, error, first, last, scores);
+    vf scales = vf_set1(0.0f);
+    for (int lane = first; lane < last; lane++) scales = vf_max(scales, vf_load(p->scales + lane * KV_LANES));
+    KV(score_lanes)(p, first, last, scores, shifts, use);
+    const float scale = vf_hmax(scales);
+    if (vf_hmax(vf_load(p->unit)) * scale * p->error * 1.001f >= KV_LEAST_ERROR)
+        KV(refine_lanes)(p, rows, inverse, scale, first, last, scores);
 }
 
 /* A panel's rows folded with a key block's statistics. */
@@ -255,26 +278,26 @@ static void KV(fold_panel)(const kv_operands *operands, const kv_panel *panel, i
 static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
 {
     const int first = begin / KV_LANES, last = end / KV_LANES;
-    KV(key_products) p = {operands->keys, panel->parts, operands->dim, operands->key_scales, panel->unit, NULL, NULL};
+    const float *most = operands->rope_dim || kv_bends(&panel->options) ? KV(no_scores) : panel->m;
+    KV(key_products) p = {operands->keys, panel->parts, operands->dim, operands->key_scales, panel->unit, NULL, most, operands->error};
     KV(folded_panel) folded;
-    if (operands->num_blocks == 0)
-        KV(score_rows)(&p, panel->queries, panel->inverse, operands->error, first, last, scores, 0, 0);
+    if (operands->num_blocks == 0) KV(score_rows)(&p, panel->queries, panel->inverse, first, last, scores, 0, SETS);
     for (int lane = first, stop; operands->num_blocks && lane < last; lane = stop) {
         for (stop = lane + 1; stop < last && operands->block_of[stop] == operands->block_of[lane];) stop++;
         KV(fold_panel)(operands, panel, operands->block_of[lane], &folded);
         p.shift = folded.shift;
         if (operands->has_channels) p.x = folded.parts, p.unit = folded.unit;
         KV(score_rows)(&p, operands->has_channels ? folded.rows : panel->queries,
-                       operands->has_channels ? folded.inverse : panel->inverse, operands->error, lane, stop, scores, 1, 0);
+                       operands->has_channels ? folded.inverse : panel->inverse, lane, stop, scores, 1, SETS);
     }
 }
 
 /* Adds the products of the rotary part of latent rows, codes, to the scores. */
 static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
 {
-    KV_ALIGNED float all[KV_ROWS] = {0.0f};
-    const KV(key_products) p = {operands->rope, panel->rope, operands->rope_dim, operands->rope_scales, panel->rope_unit, NULL, all};
-    KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, operands->rope_error, begin / KV_LANES, end / KV_LANES, scores, 0, 1);
+    const KV(key_products) p = {operands->rope, panel->rope, operands->rope_dim, operands->rope_scales, panel->rope_unit, NULL,
+                                KV(no_scores), operands->rope_error};
+    KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, begin / KV_LANES, end / KV_LANES, scores, 0, ADDS);
 }
 
 /* Adds weights times values to the panel's sums, and the sums before times `rescale`, or as they are if it is NULL. */
@@ -302,33 +325,4 @@ static inline __attribute__((always_inline)) void KV(add_products)(
                 vf_store(target, vf_fma(KV(total)(done, r), vf_set1(unit[r]),
                                         vf_mul(vf_load(target), vf_set1(rescale[r]))));
     }
-}
-
-/* Adds what the rounding of the weights left out, in the rows that panel->refined marks; see activations.inc.h. */
-static __attribute__((noinline)) void KV(refine_weights)(const kv_operands *operands, kv_panel *panel, int begin, int end,
-                                                         const float *weights, const KV(correction) *correction,
-                                                         KV(lane_sums) sums[2])
-{
-    KV_ALIGNED int8_t x[2 * TOKEN_TILES * TILE_BYTES];
-    KV_ALIGNED float left[KV_MATRIX_TILE], unit[KV_ROWS];
-    vf_store(unit, _mm512_maskz_mul_ps((__mmask16)panel->refined, vf_load(correction->unit), vf_set1(1.0f / KV_MAX_ACTIVATION)));
-    for (int r = 0; r < KV_ROWS; r++) {
-        KV(leave_carried)(weights + r * KV_MATRIX_TILE + begin, 0, 1, end - begin, correction->inverse + r, left);
-        for (int t = 0; t < end - begin; t += TILE_DEPTH) {
-            int8_t *at = x + (begin + t) / TILE_DEPTH * TILE_BYTES + r * TILE_DEPTH;
-            vi parts[4];
-            for (int i = 0; i < 4; i++) parts[i] = vf_round(vf_load(left + t + i * W));
-            KV(put_bytes)(parts[0], parts[1], parts[2], parts[3], at, at + TOKEN_TILES * TILE_BYTES);
-        }
-    }
-    KV_SETTLE(x);
-    KV(add_products)(operands, panel, begin, end, x, unit, NULL, sums);
-}
-
-/* Adds values to the panel's sums: times x, which are the weights as integers, and more exactly in rows to refine. */
-static void KV(add_values)(const kv_operands *operands, kv_panel *panel, int begin, int end, const float *weights, const int8_t *x,
-                           const KV(correction) *correction, KV(lane_sums) sums[2])
-{
-    KV(add_products)(operands, panel, begin, end, x, correction->unit, correction->changed ? correction->rescale : NULL, sums);
-    if (panel->refined) KV(refine_weights)(operands, panel, begin, end, weights, correction, sums);
 }

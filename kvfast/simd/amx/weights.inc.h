@@ -4,7 +4,7 @@
 static inline void KV(bend_row)(const kv_panel *panel, int r, float position, int begin, int end, float *scores)
 {
     const int from = panel->start[r], to = panel->stop[r];
-    const int bent = panel->options.softcap > 0 || panel->options.slopes || panel->options.bias;
+    const int bent = kv_bends(&panel->options);
     const vi lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     if (bent) KV(bend_scores)(scores, begin, end, from, to, r, position, &panel->options);
     if (from > begin || to < end)

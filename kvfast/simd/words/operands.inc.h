@@ -13,14 +13,14 @@
    bit 1 clear or set, and then as floats. The norm of each set of a query or key is at most KV_WORD_NORM. With the rounding,
        |sum q k| <= (46300 + sqrt(32) / 2)^2 = 2 143 951 893 < 2^31,
    and so is each part of the sum. A score's standard error is 0.29 sqrt(q_unit^2 |k|^2 + |q|^2 k_unit^2). Where it can be more than
-   KV_LEAST_ERROR, the score is computed in float32; only the row and the tile decide this.
+   least_errors allows, the score is computed in float32; only the row and the tiles decide this.
 
-   Values are at most KV_MOST_VALUE, 13 bits beside the largest element of their row. Its scale is folded into the weights, whose
+   Values are at most KV_MOST_VALUE, 14 bits beside the largest element of their row. Its scale is folded into the weights, whose
    sum over KV_WORD_GROUP tokens is at most KV_MOST_WEIGHTS; what their rounding carries on adds less than 4:
-       |sum w v| <= (262100 + 4) * 8191 = 2 146 893 864 < 2^31. */
+       |sum w v| <= (131050 + 4) * 16383 = 2 147 057 682 < 2^31. */
 #define KV_WORD_NORM 46300.0f
-#define KV_MOST_VALUE 8191.0f
-#define KV_MOST_WEIGHTS 262100.0f
+#define KV_MOST_VALUE 16383.0f
+#define KV_MOST_WEIGHTS 131050.0f
 
 enum {
     WORD_GROUPS = KV_MATRIX_TILE / KV_WORD_GROUP,
@@ -215,6 +215,7 @@ static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_op
     KV_ALIGNED float part[KV_LANES * W], factor[KV_LANES];
     float *units = operands->value_scales;
     int8_t *out = operands->values;
+    vf squares = vf_set1(0.0f);
     for (int first = 0; first < count; first += KV_LANES) {
         for (int t = 0; t < KV_LANES; t++) {
             vf largest = vf_set1(0.0f);
@@ -230,9 +231,12 @@ static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_op
             for (int i = 0; i < n; i += W) {
                 const vi a = vf_round(vf_mul(KV(load_element)(one, i, dtype), vf_set1(factor[t])));
                 const vi b = vf_round(vf_mul(KV(load_element)(other, i, dtype), vf_set1(factor[t + 1])));
+                squares = vf_fma(vi_to_float(a), vi_to_float(a), vf_fma(vi_to_float(b), vi_to_float(b), squares));
                 _mm512_store_si512(out + i / W * VALUE_STRIDE,
                                    _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16)));
             }
         }
     }
+    /* Their root mean square; a weight's rounding counts twice, for the next weight takes it back. */
+    operands->code_size = __builtin_sqrtf(2.0f * vf_hsum(squares) / (float)(count * n));
 }

@@ -143,7 +143,7 @@ static inline vf KV(squared_error)(vf query_unit, vf query_square, float key_uni
     return vf_fma(vf_mul(query_unit, query_unit), vf_set1(key_square), vf_mul(query_square, vf_set1(key_unit * key_unit)));
 }
 
-/* Computes the scores that the rounding to words can have moved by more than KV_LEAST_ERROR in float32. */
+/* Computes the scores that the rounding to words can have moved by more than least_errors in float32. */
 static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row,
                               float *scores)
 {
@@ -153,10 +153,20 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
     vf error = KV(squared_error)(unit, square, keys->most_unit, keys->most_square);
     if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->most_unit, rope->most_square));
     if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
+    const vf most = kv_bends(&panel->options) ? vf_set1(-INFINITY) : vf_load(panel->m);
+    KV_ALIGNED float errors[KV_ROWS], largest[KV_ROWS], least[KV_ROWS];
+    vf_store(errors, vf_mul(_mm512_sqrt_ps(error), vf_set1(0.29f)));
+    vf_store(largest, most);
+    for (int r = 0; r < KV_ROWS; r++) least[r] = KV(least_score)(errors[r], largest[r]);
+    const vf worth = vf_load(least);
     for (int t = begin; t < end; t++) {
+        if (!_mm512_cmp_ps_mask(vf_load(scores + t * KV_ROWS), worth, _CMP_NLT_UQ)) continue;
         error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
         if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
-        const __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ);
+        __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ);
+        if (!loud) continue;
+        const vf least = vf_mul(KV(least_errors)(vf_load(scores + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
+        loud &= _mm512_cmp_ps_mask(error, vf_mul(least, least), _CMP_NLE_UQ);
         if (!loud) continue;
         vf score = KV(multiply_key)(keys, t, panel->queries, panel->factor, row);
         if (rope) score = vf_add(score, KV(multiply_key)(rope, t, panel->rope_queries, panel->factor, row));
@@ -198,13 +208,10 @@ static void KV(attend_word_panel)(kv_operands *operands, const KV(word_tile) til
             vf_store(w.weights + t, _mm512_mask_mov_ps(vf_load(w.weights + t), some, vf_load(scores + t)));
     }
     KV(prefetch_part)(next);
-    KV(weigh_words)(panel, operands->value_scales, KV_MOST_VALUE / 127.0f * KV_CODE_SIZE(KV_INT8), position, begin, end, &w);
+    KV(weigh_words)(panel, operands, all, position, begin, end, &w);
     KV(round_weights)(&w, begin, end);
     KV(prefetch_part)(next);
     KV(add_words)(operands, panel, begin, end, &w, w.changed ? w.rescale : NULL);
-    if (!panel->refined) return;
-    KV(leave_weights)(panel, &w, begin, end);
-    KV(add_words)(operands, panel, begin, end, &w, NULL);
 }
 
 static void KV(attend_words)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,

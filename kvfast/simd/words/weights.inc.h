@@ -63,35 +63,17 @@ static void KV(round_weights)(KV(word_weights) *w, int begin, int end)
     }
 }
 
-/* Replaces the words of the rows that panel->refined marks by what their rounding left out, and those of others by 0. */
-static void KV(leave_weights)(const kv_panel *panel, KV(word_weights) *w, int begin, int end)
-{
-    /* What is left of a weight, its own rounding and what was carried to it, is at most 1: 64 of them times 2048 are less than
-       KV_MOST_WEIGHTS. */
-    const float most = 2048.0f;
-    const __mmask16 refined = (__mmask16)panel->refined;
-    for (int t = begin; t < end; t += 2) {
-        const vf inverse = vf_load(w->inverse[t / KV_WORD_GROUP]);
-        const vi pair = _mm512_load_si512(w->words + t * (KV_ROWS / 2));
-        const vi first = _mm512_srai_epi32(_mm512_slli_epi32(pair, 16), 16), second = _mm512_srai_epi32(pair, 16);
-        const vf a = vf_sub(vf_mul(vf_load(w->weights + t * KV_ROWS), inverse), vi_to_float(first));
-        const vf b = vf_sub(vf_mul(vf_load(w->weights + (t + 1) * KV_ROWS), inverse), vi_to_float(second));
-        const vi rest_a = vf_round(vf_mul(a, vf_set1(most))), rest_b = vf_round(vf_mul(b, vf_set1(most)));
-        _mm512_store_si512(w->words + t * (KV_ROWS / 2),
-                 _mm512_maskz_mov_epi32(refined, _mm512_mask_blend_epi16(0xAAAAAAAA, rest_a, _mm512_slli_epi32(rest_b, 16))));
-    }
-    for (int g = 0; g < WORD_GROUPS; g++) vf_store(w->unit[g], vf_mul(vf_load(w->unit[g]), vf_set1(1.0f / most)));
-}
-
 /* Turns scores into weights, exp(score - maximum of these tokens), and updates the panel's maxima and sums of weights. `begin` and
    `end` leave out only tokens that no row sees. They do not change a row's numbers: the weights of masked tokens are 0, and sums are
-   taken in the order of positions. `value_size` is the root mean square of values, as words. */
-static void KV(weigh_words)(kv_panel *panel, const float *value_units, float value_size, float position, int begin, int end,
+   taken in the order of positions. `all` marks the rows that see the whole tile. For them the size of its values counts, for others
+   one that rarely is less: how many tokens are read depends on other rows. The noise has the rounding of values, too: of a group,
+   at most its largest weight times the sum. */
+static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmask16 all, float position, int begin, int end,
                             KV(word_weights) *w)
 {
+    const float usual_size = KV_MOST_VALUE / 127.0f * KV_CODE_SIZE(KV_INT8);
     const vf none = vf_set1(-INFINITY), zero = vf_set1(0.0f), log2e = vf_set1(1.44269504f);
-    const kv_score_options *options = &panel->options;
-    int whole = !(options->softcap > 0) && !options->slopes && !options->bias;
+    int whole = !kv_bends(&panel->options);
     for (int r = 0; r < KV_ROWS; r++) whole &= panel->start[r] <= begin && panel->stop[r] >= end;
     if (!whole) KV(bend_words)(panel, position, begin, end, w->weights);
     vf most[2] = {none, none};
@@ -105,6 +87,7 @@ static void KV(weigh_words)(kv_panel *panel, const float *value_units, float val
     /* Exactly 1 where the maximum stays, so that a tile changes nothing for a row that sees none of it. */
     const vf keep = _mm512_mask_mov_ps(KV(exp)(vf_sub(before, from)), same, vf_set1(1.0f));
     const vf base = _mm512_maskz_mov_ps(~blind, here), add = KV(exp)(vf_sub(here, from));
+    KV_ALIGNED float adds[KV_ROWS], sums[WORD_GROUPS][KV_ROWS], tops[WORD_GROUPS][KV_ROWS];
     vf total = zero;
     for (int g = 0; g < WORD_GROUPS; g++) {
         vf sum = zero, top = zero;
@@ -113,7 +96,7 @@ static void KV(weigh_words)(kv_panel *panel, const float *value_units, float val
         for (int t = first; t < last; t++) {
             float *at = w->weights + t * KV_ROWS;
             const vf weight = KV(exp2_of_scores)(vf_mul(vf_sub(vf_load(at), base), log2e));
-            const vf scaled = vf_mul(weight, vf_set1(value_units[t]));
+            const vf scaled = vf_mul(weight, vf_set1(operands->value_scales[t]));
             total = vf_add(total, weight);
             sum = vf_add(sum, scaled);
             top = vf_max(top, scaled);
@@ -123,14 +106,19 @@ static void KV(weigh_words)(kv_panel *panel, const float *value_units, float val
         const vf unit = vf_max(vf_mul(sum, vf_set1(1.0f / KV_MOST_WEIGHTS)), vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)));
         vf_store(w->inverse[g], vf_zero_below(vf_div(vf_set1(1.0f), unit), unit, 0x1p-120f));
         vf_store(w->unit[g], vf_mul(unit, add));
+        vf_store(sums[g], sum);
+        vf_store(tops[g], top);
     }
     vf_store(panel->m, now);
     vf_store(panel->l, vf_fma(vf_load(panel->l), keep, vf_mul(total, add)));
     vf_store(w->rescale, keep);
+    vf_store(adds, add);
     w->changed = (uint16_t)~same;
     for (int r = 0; r < KV_ROWS; r++) {
+        const float size = all >> r & 1 ? operands->code_size : usual_size;
         double noise = panel->noise[r] * w->rescale[r] * w->rescale[r];
-        for (int g = 0; g < WORD_GROUPS; g++) noise += KV(noise_of)(w->unit[g][r], value_size, 0) / WORD_GROUPS;
+        for (int g = 0; g < WORD_GROUPS; g++)
+            noise += KV(noise_of)(w->unit[g][r], size, 0) / WORD_GROUPS + (double)sums[g][r] * tops[g][r] * adds[r] * adds[r];
         panel->noise[r] = noise;
     }
 }

@@ -24,30 +24,24 @@ static inline __attribute__((always_inline)) void KV(dot_lines)(
             kv_prefetch_lines(ahead, (vectors * W + KV_LANES - 1) / KV_LANES, level);
             if (dtype == KV_INT8 && W == KV_LANES) { /* load after the products of the last load: 5 % faster from memory */
                 KV_FOR4(v, vectors,
-                        const vwide wide = vcodes_widen(vcodes_bytes(vcodes_load(codes + v * tile_bytes)));
-                        KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], wide, x + 8 * r);););
+                    const vwide wide = vcodes_widen(vcodes_bytes(vcodes_load(codes + v * tile_bytes)));
+                    KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], wide, x + 8 * r);););
             } else {
                 vcodes stored[4];
                 vwide wide[4];
                 KV_FOR4(v, vectors,
-                        stored[v] = vcodes_load(codes + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4););
-#define KV_MULTIPLY(as_bytes, x)                                                               \
-    KV_FOR4(v, vectors, wide[v] = vcodes_widen(as_bytes(stored[v])););                         \
+                    stored[v] = vcodes_load(codes + v * W / KV_LANES * tile_bytes + v * W % KV_LANES * 4););
+#define KV_MULTIPLY(as_bytes, x)                                             \
+    KV_FOR4(v, vectors, wide[v] = vcodes_widen(as_bytes(stored[v])););       \
     KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], (x) + 8 * r);););
                 if (dtype == KV_INT8) {
                     KV_MULTIPLY(vcodes_bytes, x)
                 } else {
-                    if (dtype == KV_INT4) {
-                        KV_MULTIPLY(vcodes_low, x)
-                    } else {
-                        KV_MULTIPLY(vcodes_levels, x)
-                    }
+                    if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x) }
+                    else { KV_MULTIPLY(vcodes_levels, x) }
                     KV_FOR4(v, vectors, stored[v] = vcodes_shift(stored[v]););
-                    if (dtype == KV_INT4) {
-                        KV_MULTIPLY(vcodes_low, x + 8 * KV_PANEL)
-                    } else {
-                        KV_MULTIPLY(vcodes_levels, x + 8 * KV_PANEL)
-                    }
+                    if (dtype == KV_INT4) { KV_MULTIPLY(vcodes_low, x + 8 * KV_PANEL) }
+                    else { KV_MULTIPLY(vcodes_levels, x + 8 * KV_PANEL) }
                 }
 #undef KV_MULTIPLY
             }
@@ -79,35 +73,12 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
 }
 
 /* Every (rows, vectors) is a panel of its own, so that its accumulators stay in registers. */
-#define KV_EACH_PANEL(rows, vectors, panel) \
-    switch (rows) {                         \
-    case 1:                                 \
-        if (vectors > 1) {                  \
-            panel(1, INT_VECTORS)           \
-        } else {                            \
-            panel(1, 1)                     \
-        }                                   \
-        break;                              \
-    case 2:                                 \
-        if (vectors > 1) {                  \
-            panel(2, INT_VECTORS)           \
-        } else {                            \
-            panel(2, 1)                     \
-        }                                   \
-        break;                              \
-    case 3:                                 \
-        if (vectors > 1) {                  \
-            panel(3, INT_VECTORS)           \
-        } else {                            \
-            panel(3, 1)                     \
-        }                                   \
-        break;                              \
-    default:                                \
-        if (vectors > 1) {                  \
-            panel(4, INT_VECTORS)           \
-        } else {                            \
-            panel(4, 1)                     \
-        }                                   \
+#define KV_EACH_PANEL(rows, vectors, panel)                              \
+    switch (rows) {                                                      \
+    case 1: if (vectors > 1) { panel(1, INT_VECTORS) } else { panel(1, 1) } break; \
+    case 2: if (vectors > 1) { panel(2, INT_VECTORS) } else { panel(2, 1) } break; \
+    case 3: if (vectors > 1) { panel(3, INT_VECTORS) } else { panel(3, 1) } break; \
+    default: if (vectors > 1) { panel(4, INT_VECTORS) } else { panel(4, 1) }       \
     }
 
 /* Adds what the rounding of a panel's activations left out to its scores, where that counts; see activations.inc.h. The tokens
@@ -150,16 +121,12 @@ static inline __attribute__((always_inline)) void KV(refine)(
                 ready = 1;
             }
             vi out[KV_PANEL][4];
-#define KV_DOT(V)                                                                                                          \
-    if (channels)                                                                                                          \
-        KV(dot_keys)(codes + *block, slot % KV_LANES, tile_bytes, units, &order, dtype, parts, KV_PANEL, V, ahead, out);   \
-    else                                                                                                                   \
+#define KV_DOT(V)                                                                                                         \
+    if (channels)                                                                                                         \
+        KV(dot_keys)(codes + *block, slot % KV_LANES, tile_bytes, units, &order, dtype, parts, KV_PANEL, V, ahead, out);  \
+    else                                                                                                                  \
         KV(dot_panel)(codes + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, parts, KV_PANEL, V, ahead, out);
-            if (vectors > 1) {
-                KV_DOT(INT_VECTORS)
-            } else {
-                KV_DOT(1)
-            }
+            if (vectors > 1) { KV_DOT(INT_VECTORS) } else { KV_DOT(1) }
 #undef KV_DOT
             for (int v = 0; v < vectors; v++) {
                 const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
@@ -180,7 +147,8 @@ static inline __attribute__((always_inline)) void KV(refine)(
 }
 
 typedef void KV(refiner)(const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most,
-                         float error, int num_rows, const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores);
+                         float error, int num_rows, const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop,
+                         float *scores);
 
 /* Largest scale of a tile's tokens, or more: it also covers the rest of the last 16 tokens. */
 static inline float KV(largest_scale)(const kv_side *side, const kv_tile *tile, const int dtype)
@@ -197,7 +165,7 @@ static inline float KV(largest_scale)(const kv_side *side, const kv_tile *tile, 
 
 static inline __attribute__((always_inline)) void KV(scores_integer)(
     const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile, const kv_ahead *ahead,
-    float *scores, const int dtype, const int statistics, KV(refiner) * refine)
+    float *scores, const int dtype, const int statistics, KV(refiner) *refine)
 {
     const int lines = side->padded_dim / KV_DEPTHS(dtype), units = side->padded_dim / KV_UNIT;
     const int channels = statistics == KV_CHANNELS;
@@ -206,8 +174,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
     kv_key_order orders[KV_TILE / KV_LANES]; /* of the tile's blocks */
     for (int row = 0; row < num_rows; row += KV_PANEL) {
-        KV(folded)
-        folded;
+        KV(folded) folded;
         const int8_t *x = channels ? folded.parts : queries->parts + row * (side->padded_dim * 2);
         const float *scales = channels ? folded.scale : queries->scale + row;
         const int32_t *sums = channels ? folded.sum : queries->sum + row;
@@ -232,18 +199,18 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             const char *fetch = kv_prefetch_from(ahead, lane / KV_LANES * tile_bytes);
             const int left = lanes - lane < side->block_size - slot ? lanes - lane : side->block_size - slot;
             const int vectors = INT_VECTORS * W <= left ? INT_VECTORS : 1;
-#define KV_PANEL_SCORES(R, V)                                                                                             \
-    vi out[KV_PANEL][4];                                                                                                  \
-    if (channels)                                                                                                         \
-        KV(dot_keys)(tile->base + *block + at, slot % KV_LANES, tile_bytes, units, order, dtype, x, R, V, fetch, out);    \
-    else                                                                                                                  \
+#define KV_PANEL_SCORES(R, V)                                                                          \
+    vi out[KV_PANEL][4];                                                                               \
+    if (channels)                                                                                      \
+        KV(dot_keys)(tile->base + *block + at, slot % KV_LANES, tile_bytes, units, order, dtype, x, R, V, fetch, out); \
+    else                                                                                               \
         KV(dot_panel)(tile->base + at + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, x, R, V, fetch, out); \
-    for (int r = 0; r < R; r++)                                                                                           \
-        for (int v = 0; v < V; v++) {                                                                                     \
-            vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(sums[r]))), scale = vf_set1(scales[r]);                        \
-            if (!channels) scale = vf_mul(scale, KV(load_scales)(token_scales, slot + v * W, dtype));                     \
-            vf_store(scores + (row + r) * KV_TILE + lane + v * W,                                                         \
-                     statistics ? vf_fma(dot, scale, vf_set1(folded.shift[r])) : vf_mul(dot, scale));                     \
+    for (int r = 0; r < R; r++)                                                                        \
+        for (int v = 0; v < V; v++) {                                                                  \
+            vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(sums[r]))), scale = vf_set1(scales[r]);     \
+            if (!channels) scale = vf_mul(scale, KV(load_scales)(token_scales, slot + v * W, dtype));  \
+            vf_store(scores + (row + r) * KV_TILE + lane + v * W,                                      \
+                     statistics ? vf_fma(dot, scale, vf_set1(folded.shift[r])) : vf_mul(dot, scale));  \
         }
             KV_EACH_PANEL(rows, vectors, KV_PANEL_SCORES)
             lane += vectors * W;
@@ -271,8 +238,8 @@ static inline __attribute__((always_inline)) KV(values) KV(find_values)(const kv
 {
     const int tokens = kv_whole_lanes(tile->count), depth = KV_DEPTHS(dtype);
     const ptrdiff_t token_bytes = KV_LANES * kv_dtypes[dtype].bits; /* of 8 tokens */
-    KV(values)
-    values = {tile->base, tile->at, {0}, tokens, tokens / depth, (side->block_size - tile->first) / depth, side->block_size / 8 * token_bytes, tile->first / 8 * token_bytes};
+    KV(values) values = {tile->base, tile->at, {0}, tokens, tokens / depth, (side->block_size - tile->first) / depth,
+                         side->block_size / 8 * token_bytes, tile->first / 8 * token_bytes};
     for (int t = 0, block = 0, slot = tile->first; t < tokens; t += KV_LANES) {
         values.scales[t / KV_LANES] = tile->base + tile->at[block] + side->scales + slot * kv_dtypes[dtype].scale_bytes;
         slot += KV_LANES;
@@ -283,7 +250,7 @@ static inline __attribute__((always_inline)) KV(values) KV(find_values)(const kv
 
 /* Folds the scales of the values into up to KV_PANEL rows of weights. */
 static inline __attribute__((always_inline)) void KV(fold_weights)(
-    const KV(values) * values, const float *weights, int rows, float *folded, float *inverse, float *unit, const int dtype)
+    const KV(values) *values, const float *weights, int rows, float *folded, float *inverse, float *unit, const int dtype)
 {
     for (int r = 0; r < rows; r++) {
         vf largest = vf_set1(0.0f);
@@ -331,7 +298,7 @@ typedef void KV(value_refiner)(const kv_side *side, const kv_tile *tile, const f
 
 static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile, const kv_ahead *ahead, float *acc, const int dtype,
-    const int gather, KV(value_refiner) * refine)
+    const int gather, KV(value_refiner) *refine)
 {
     const KV(values) values = KV(find_values)(side, tile, dtype);
     int8_t parts[KV_ROWS * KV_TILE * 2];
@@ -349,10 +316,10 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     }
 #if W >= 8
     const KV(threes) levels = KV(load_threes)(kv_packed_table(side));
-#define KV_DOT_VALUES(R, V)                                                                                                \
-    if (dtype == KV_INT3)                                                                                                  \
+#define KV_DOT_VALUES(R, V)                                                                           \
+    if (dtype == KV_INT3)                                                                             \
         KV(dot_threes)(codes, values.blocks, values.tile_bytes, values.lines / 4, gather, values.block_lines / 4, &levels, \
-                       x, R, V, fetch, out);                                                                               \
+                       x, R, V, fetch, out);                                                          \
     else
 #else
 #define KV_DOT_VALUES(R, V)
@@ -365,16 +332,16 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             const char *fetch =
                 kv_prefetch_from(ahead, lane / KV_LANES * ((ptrdiff_t)values.tokens * KV_LANES * kv_dtypes[dtype].bits / 8));
             const int vectors = lane + INT_VECTORS * W <= side->padded_dim ? INT_VECTORS : 1;
-#define KV_PANEL_VALUES(R, V)                                                                                                     \
-    vi out[KV_PANEL][4];                                                                                                          \
-    KV_DOT_VALUES(R, V)                                                                                                           \
+#define KV_PANEL_VALUES(R, V)                                                                         \
+    vi out[KV_PANEL][4];                                                                              \
+    KV_DOT_VALUES(R, V)                                                                               \
     KV(dot_panel)(codes, values.blocks, values.tile_bytes, values.lines, gather, values.block_lines, dtype, x, R, V, fetch, out); \
-    for (int r = 0; r < R; r++)                                                                                                   \
-        for (int v = 0; v < V; v++) {                                                                                             \
-            float *target = acc + (row + r) * side->padded_dim + lane + v * W;                                                    \
-            vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(sums[row + r])));                                                      \
-            vf_store(target, vf_fma(dot, vf_set1(scales[row + r]),                                                                \
-                                    vf_mul(vf_load(target), vf_set1(state->rescale[row + r]))));                                  \
+    for (int r = 0; r < R; r++)                                                                       \
+        for (int v = 0; v < V; v++) {                                                                 \
+            float *target = acc + (row + r) * side->padded_dim + lane + v * W;                        \
+            vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(sums[row + r])));                          \
+            vf_store(target, vf_fma(dot, vf_set1(scales[row + r]),                                    \
+                                    vf_mul(vf_load(target), vf_set1(state->rescale[row + r]))));      \
         }
             KV_EACH_PANEL(rows, vectors, KV_PANEL_VALUES)
             lane += vectors * W;
@@ -385,46 +352,46 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     kv_prefetch_end(ahead);
 }
 
-#define KV_REFINER(name, dtype, channels)                                                                                     \
-    static __attribute__((noinline)) void KV(refine_##name)(                                                                  \
-        const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most,                   \
-        float error, int num_rows,                                                                                            \
-        const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores)                             \
-    {                                                                                                                         \
-        KV(refine)(side, rows, inverse, unit, most, error, num_rows, tile, block, slot, lane, stop, scores, dtype, channels); \
+#define KV_REFINER(name, dtype, channels)                                                                                      \
+    static __attribute__((noinline)) void KV(refine_##name)(                                                                   \
+        const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most,                    \
+        float error, int num_rows,                                                                                             \
+        const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores)                              \
+    {                                                                                                                          \
+        KV(refine)(side, rows, inverse, unit, most, error, num_rows, tile, block, slot, lane, stop, scores, dtype, channels);  \
     }
 KV_REFINER(keys4, KV_INT4, 1)
 KV_REFINER(keys3, KV_INT3, 1)
 
-#define KV_INTEGER_KERNELS(name, dtype)                                                                             \
-    static void KV(prepare_##name)(const kv_side *side, const float *rows, int num_rows, float factor,              \
-                                   kv_queries *queries)                                                             \
-    {                                                                                                               \
-        KV(prepare_integer)(side, rows, num_rows, factor, queries, KV_BIAS(dtype));                                 \
-    }                                                                                                               \
-    KV_REFINER(name, dtype, 0)                                                                                      \
-    static __attribute__((noinline)) void KV(refine_values_##name)(                                                 \
-        const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined, float *acc)     \
-    {                                                                                                               \
-        KV(refine_values)(side, tile, weights, rows, refined, acc, dtype);                                          \
-    }                                                                                                               \
-    static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,                     \
-                                  const kv_tile *tile, const kv_ahead *ahead, float *scores)                        \
-    {                                                                                                               \
-        if (dtype == KV_INT4 && side->channels)                                                                     \
+#define KV_INTEGER_KERNELS(name, dtype)                                                               \
+    static void KV(prepare_##name)(const kv_side *side, const float *rows, int num_rows, float factor, \
+                                   kv_queries *queries)                                               \
+    {                                                                                                 \
+        KV(prepare_integer)(side, rows, num_rows, factor, queries, KV_BIAS(dtype));                   \
+    }                                                                                                 \
+    KV_REFINER(name, dtype, 0)                                                                        \
+    static __attribute__((noinline)) void KV(refine_values_##name)(                                   \
+        const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined, float *acc) \
+    {                                                                                                 \
+        KV(refine_values)(side, tile, weights, rows, refined, acc, dtype);                            \
+    }                                                                                                 \
+    static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,       \
+                                  const kv_tile *tile, const kv_ahead *ahead, float *scores)          \
+    {                                                                                                 \
+        if (dtype == KV_INT4 && side->channels)                                                       \
             KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_CHANNELS, KV(refine_keys4)); \
-        else if (side->means)                                                                                       \
-            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_MEANS, KV(refine_##name));   \
-        else                                                                                                        \
-            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, 0, KV(refine_##name));          \
-    }                                                                                                               \
-    static void KV(accumulate_##name)(const kv_side *side, kv_softmax *state, int num_rows,                         \
-                                      const kv_tile *tile, const kv_ahead *ahead, float *acc)                       \
-    {                                                                                                               \
-        if (tile->first + tile->count <= side->block_size)                                                          \
-            KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, dtype, 0, KV(refine_values_##name));    \
-        else                                                                                                        \
-            KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, dtype, 1, KV(refine_values_##name));    \
+        else if (side->means)                                                                         \
+            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, KV_MEANS, KV(refine_##name)); \
+        else                                                                                          \
+            KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, dtype, 0, KV(refine_##name)); \
+    }                                                                                                 \
+    static void KV(accumulate_##name)(const kv_side *side, kv_softmax *state, int num_rows,           \
+                                      const kv_tile *tile, const kv_ahead *ahead, float *acc)         \
+    {                                                                                                 \
+        if (tile->first + tile->count <= side->block_size)                                            \
+            KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, dtype, 0, KV(refine_values_##name)); \
+        else                                                                                          \
+            KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, dtype, 1, KV(refine_values_##name)); \
     }
 KV_INTEGER_KERNELS(int8, KV_INT8)
 KV_INTEGER_KERNELS(int4, KV_INT4)

@@ -210,7 +210,8 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         kernels.open_matrix(task.rows)
     lead += reading.lead
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
-    scratch.queries.most = NULL if store.latent or kv_bends(&task.options) else state.m
+    if not store.latent and not kv_bends(&task.options):
+        scratch.queries.most = state.m
     if task.rope != NULL:
         kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)
     _locate(task, store, t, tile, &keys[0], &values[0])

@@ -52,6 +52,12 @@
 #define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 73.0f)
 #define KV_KEY_SIZE(dtype) ((float)KV_KEY_BIAS(dtype) * (4.6f / 8)) /* of keys with channel scales */
 
+/* The largest scores so far of rows whose scores are no sums of products alone, or only a part of them. */
+static const KV_ALIGNED float KV(no_scores)[KV_ROWS] = {
+    -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY,
+    -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY,
+};
+
 /* Largest errors, as above, that are not corrected in scores of a row whose largest score before this tile is `most`, or -infinity.
    A score y below it has at most the weight w = exp(-y) of the largest, and may be off by KV_LEAST_ERROR / (128 w) if that is more:
    of 128^2 such scores, the squares of all w x error are at most KV_LEAST_ERROR^2. (1 + y / 32)^32 is at most exp(y). */
@@ -185,7 +191,7 @@ static inline __attribute__((always_inline)) void KV(prepare_integer)(
     const ptrdiff_t n = side->padded_dim;
     queries->rows = rows;
     queries->factor = factor;
-    queries->most = NULL;
+    queries->most = KV(no_scores);
     if (side->channels) return; /* fold does it, block by block */
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int panel_rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;

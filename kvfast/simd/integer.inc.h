@@ -95,13 +95,12 @@ static inline __attribute__((always_inline)) void KV(refine)(
     const int bias = channels ? KV_KEY_BIAS(dtype) : KV_BIAS(dtype);
     KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
     KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
-    float largest[KV_PANEL], least[KV_PANEL]; /* scores */
+    float least[KV_PANEL]; /* scores */
     int32_t sums[KV_PANEL];
     kv_key_order order;
     int ready = 0;
     for (int r = 0; r < num_rows; r++) {
-        largest[r] = most ? most[r] : -INFINITY;
-        least[r] = KV(least_score)(error * __builtin_fabsf(unit[r]), largest[r]);
+        least[r] = KV(least_score)(error * __builtin_fabsf(unit[r]), most[r]);
     }
     while (lane < stop) { /* with channel scales all in one block, as the rows are folded with its scales */
         const char *token_scales = tile->base + *block + side->scales;
@@ -134,7 +133,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
                     float *score = scores + r * KV_TILE + lane + v * W;
                     const vf scale = vf_mul(token, vf_set1(unit[r])), was = vf_load(score);
                     const vf excess = vf_sub(vf_mul(vf_abs(scale), vf_set1(KV(error_of_unit)(side, dtype))),
-                                             KV(least_errors)(was, vf_set1(largest[r])));
+                                             KV(least_errors)(was, vf_set1(most[r])));
                     const vf rest = vf_mul(vi_to_float(vi_sub(out[r][v], vi_set1(bias * sums[r]))), scale);
                     vf_store(score, vf_fma(vf_zero_below(rest, excess, 0.0f), vf_set1(0.5f / KV_MAX_ACTIVATION), was));
                 }
@@ -217,7 +216,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             slot += vectors * W;
             if (counts && (lane == lanes || (channels && slot == side->block_size)))
                 refine(side, channels ? folded.rows : queries->rows + row * side->padded_dim,
-                       channels ? folded.inverse : queries->inverse + row, scales, queries->most ? queries->most + row : NULL, error,
+                       channels ? folded.inverse : queries->inverse + row, scales, queries->most + row, error,
                        rows, tile, first_block, first_slot, first, lane, scores + row * KV_TILE);
             if (slot == side->block_size) slot = 0, block++;
         }

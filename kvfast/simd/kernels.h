@@ -81,7 +81,7 @@ typedef struct {
     float scale[KV_ROWS];  /* of the integers, softmax scale included */
     float inverse[KV_ROWS]; /* factor that made the rows these integers */
     int32_t sum[KV_ROWS];  /* of the integers, times the code bias */
-    const float *most;     /* (rows,) the largest scores so far, see least_errors; or NULL: all scores are as exact as the largest */
+    const float *most;     /* (rows,) the largest scores so far, or -infinity; see least_errors */
 } kv_queries;
 
 /* Running softmax of a set of query rows: out = acc / l, lse = m + log(l). */

@@ -224,8 +224,8 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
                         counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
                     if (counts)
                         refine(side, (channels ? now->rows : queries->rows) + row * n,
-                               (channels ? now->inverse : queries->inverse) + row, scales + row,
-                               queries->most ? queries->most + row : NULL, error, rows, tile,
+                               (channels ? now->inverse : queries->inverse) + row, scales + row, queries->most + row, error,
+                               rows, tile,
                                tile->at + (channels ? slot >> shift : 0), (tile->first + first) & mask, first, stop,
                                scores + row * KV_TILE);
                 }
@@ -330,6 +330,7 @@ static void KV(prepare_operands)(const kv_side *side, const float *rows, int num
 {
     const int n = side->padded_dim;
     queries->rows = rows;
+    queries->most = KV(no_scores);
     queries->factor = factor;
     if (side->channels) return;
     for (int row = 0; row < num_rows; row += KV_PANEL) {

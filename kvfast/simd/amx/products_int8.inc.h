@@ -147,12 +147,6 @@ typedef struct {
     float error;               /* what makes a unit times a token's scale a standard error */
 } KV(key_products);
 
-/* Of rows whose scores are no sums of products alone, or only a part of them. */
-static const KV_ALIGNED float KV(no_scores)[KV_ROWS] = {
-    -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY,
-    -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY, -INFINITY,
-};
-
 enum { SETS, ADDS, REFINES }; /* what becomes of scores: they are written, added to others, or added where the rounding counts */
 
 /* Turns the sums of a lane tile, 16 tokens, into scores. */

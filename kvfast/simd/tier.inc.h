@@ -49,6 +49,7 @@
     .to_float = {KV(to_float32), KV(to_float16), KV(to_bfloat16)},                                                    \
     .softmax = KV(softmax),                                                                                           \
     .scale_add = KV(scale_add),                                                                                       \
+    .rows_to_refine = KV(rows_to_refine),                                                                             \
     KV_OWN_CACHES(                                                                                                    \
         .from_float = {KV(from_float32), KV(from_float16), KV(from_bfloat16)},                                        \
         .find_unstorable = KV(find_unstorable),                                                                       \
@@ -65,7 +66,6 @@
         .change_basis = KV(change_basis),                                                                             \
         .transform = KV(transform),                                                                                   \
         .accumulate_latent = KV(accumulate_latent),                                                                   \
-        .rows_to_refine = KV(rows_to_refine),                                                                         \
         .nearest = KV(nearest),                                                                                       \
         .decode_codes = KV(decode_codes),                                                                             \
         .read_bytes = KV(read_bytes),)

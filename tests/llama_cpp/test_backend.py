@@ -118,6 +118,22 @@ def test_streams(cpu, backend, queries):
     problem.free()
 
 
+@pytest.mark.parametrize("storage", ["f16", "bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize("queries", [1, 16])
+@pytest.mark.parametrize("loud", [40, 300, 3000])
+def test_one_loud_element_of_values_beside_full_rows(cpu, backend, storage, queries, loud):
+    """It takes the range of a tile's weights and leaves few bits to the others, whose rounding is large beside the output."""
+    rng = np.random.default_rng(14)
+    q, k, v = tensors(rng, queries=queries, kv_heads=1, tokens=160, dim=512)
+    v[:] = rng.choice([-1.0, 1.0], v.shape)
+    v[:, 100], v[:, 100, :, 5] = 0, loud
+    problem = Problem(cpu, q, k, v, storage)
+    got, expected = problem.compute(backend), problem.reference()
+    error = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    assert error.max() < 1e-3
+    problem.free()
+
+
 @pytest.mark.parametrize("storage", ["f16", "q8_0"])
 @pytest.mark.parametrize("queries", [1, 200])
 def test_bits_are_the_same_for_every_number_of_threads(cpu, backend, storage, queries):

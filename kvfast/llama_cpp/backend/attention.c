@@ -49,7 +49,7 @@ static void open_side(side *s, const struct ggml_tensor *tensor, const call *c, 
     int dtype = tensor->type == GGML_TYPE_F16 ? KV_FLOAT16 : tensor->type == GGML_TYPE_BF16 ? KV_BFLOAT16 : KV_FLOAT32;
     if (!c->matrix && is_key) s->prepare = kernels->prepare[tensor->type];
     if (!c->matrix && is_key) s->transpose = kernels->transpose_codes[tensor->type];
-    if (few && !is_key) s->add = kernels->add[tensor->type];
+    if (few && !is_key) s->add = kernels->add[tensor->type], s->add_rounded = kernels->add_rounded[tensor->type];
     const bool as_floats = dim == padded && (dtype != KV_FLOAT32 || tensor->type == GGML_TYPE_F32);
     const bool stored = !c->products && (s->transpose || s->add || as_floats);
     if (!stored) dtype = KV_FLOAT32;

@@ -19,7 +19,7 @@ typedef struct {
     kv_decode_row decode; /* into float rows; NULL: the kernels read the stored rows */
     /* Kernels of ggml's blocks, or NULL. */
     kv_prepare_rows prepare;
-    kv_add_rows add;
+    kv_add_rows add, add_rounded;
     kv_transpose_codes transpose;
 } side;
 
@@ -61,6 +61,8 @@ typedef struct {
     scratch *own;
     int64_t stream, head, first_row, split;
     int rows;
+    bool matrix;     /* as the call says, but for rows that are computed again */
+    kv_add_rows add; /* the values; NULL: by kvfast's kernels of rows */
 } task;
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

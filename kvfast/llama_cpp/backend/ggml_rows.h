@@ -25,8 +25,9 @@ typedef struct {
 
 /* Rows of n floats, times the softmax scale. */
 typedef void (*kv_prepare_rows)(const float *rows, int num_rows, int n, float scale, kv_row_queries *queries);
-/* Corrects the sums (num_rows, n) of the tiles before, and adds the weights times `count` values. */
-typedef void (*kv_add_rows)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
+/* Corrects the sums (num_rows, n) of the tiles before, and adds the weights times `count` values. Where it rounds weights, it adds up
+   the noise of that. */
+typedef void (*kv_add_rows)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
                             float *acc);
 
 /* Columns of a panel (ggml_products.inc.h): the elements of a block of ggml, or as many tokens. */
@@ -48,6 +49,7 @@ typedef struct {
     /* On the stored rows; NULL: they are decoded first. */
     kv_prepare_rows prepare[GGML_TYPE_COUNT];
     kv_add_rows add[GGML_TYPE_COUNT];
+    kv_add_rows add_rounded[GGML_TYPE_COUNT]; /* the same with integers; NULL: none */
     kv_multiply multiply;
     kv_transpose_rows transpose_rows;
     kv_transpose_codes transpose_codes[GGML_TYPE_COUNT]; /* NULL: none */

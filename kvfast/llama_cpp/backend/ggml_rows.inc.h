@@ -103,6 +103,9 @@ static void KV(decode_iq4_nl)(const void *row, ptrdiff_t n, float *out)
 #if W >= 8 /* registers that hold a block in a few */
 #include "llama_cpp/backend/ggml_values.inc.h"
 #endif
+#ifdef KV_VBMI
+#include "llama_cpp/backend/ggml_value_codes.inc.h"
+#endif
 
 const kv_row_kernels KV(kv_row_kernels) = {
     .isa = KV_ISA,
@@ -124,6 +127,9 @@ const kv_row_kernels KV(kv_row_kernels) = {
 #endif
 #if W >= 8
     .add = {[GGML_TYPE_Q8_0] = KV(add_q8_0), [GGML_TYPE_Q4_0] = KV(add_q4_0)},
+#endif
+#ifdef KV_VBMI
+    .add_rounded = {[GGML_TYPE_Q8_0] = KV(add_codes_q8_0), [GGML_TYPE_Q4_0] = KV(add_codes_q4_0)},
 #endif
     .multiply = KV(multiply_float_panel),
     .transpose_rows = KV(transpose_rows),

@@ -34,18 +34,25 @@ static inline __attribute__((always_inline)) void KV(add_block)(
         for (int v = 0; v < vectors; v++) vf_store(acc + r * n + v * W, sum[r][v]);
 }
 
+/* The scales of a block of `count` tokens, and 0 up to the next multiple of KV_LANES. */
+static inline __attribute__((always_inline)) void KV(load_block_scales)(const char *values, ptrdiff_t stride, int count, float *scales)
+{
+    KV_ALIGNED uint16_t halves[KV_TILE];
+#pragma GCC unroll 8
+    for (int t = 0; t < count; t++, values += stride) memcpy(halves + t, values, 2);
+    for (int t = count; t < kv_whole_lanes(count); t++) halves[t] = 0;
+    KV(to_float16)(halves, kv_whole_lanes(count), scales);
+}
+
 static inline __attribute__((always_inline)) void KV(add_rows)(
-    const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead, float *acc, const int type)
+    kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead, float *acc, const int type)
 {
     enum { VECTORS = 2, STEP = VECTORS * W };
     const ptrdiff_t block_bytes = type == GGML_TYPE_Q8_0 ? sizeof(block_q8_0) : sizeof(block_q4_0);
     const ptrdiff_t step = ahead.bytes / (count * (n / STEP)) + 1; /* fetched with each piece of a row */
-    KV_ALIGNED uint16_t halves[KV_TILE];
     KV_ALIGNED float scales[KV_TILE], weights[KV_PANEL * KV_TILE];
-    memset(halves, 0, sizeof halves);
     for (int b = 0; b < n / 32; b++, values += block_bytes) {
-        for (int t = 0; t < count; t++) memcpy(halves + t, values + t * stride, 2);
-        KV(to_float16)(halves, (count + 15) / 16 * 16, scales);
+        KV(load_block_scales)(values, stride, count, scales);
         for (int row = 0; row < num_rows; row += KV_PANEL) {
             const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
             for (int r = 0; r < rows; r++)
@@ -67,13 +74,13 @@ static inline __attribute__((always_inline)) void KV(add_rows)(
     }
 }
 
-static void KV(add_q8_0)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
+static void KV(add_q8_0)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
                         float *acc)
 {
     KV(add_rows)(state, num_rows, values, stride, n, count, ahead, acc, GGML_TYPE_Q8_0);
 }
 
-static void KV(add_q4_0)(const kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
+static void KV(add_q4_0)(kv_softmax *state, int num_rows, const char *values, ptrdiff_t stride, int n, int count, kv_lines ahead,
                         float *acc)
 {
     KV(add_rows)(state, num_rows, values, stride, n, count, ahead, acc, GGML_TYPE_Q4_0);

@@ -74,7 +74,7 @@ static void begin(const task *t)
     const kv_kernels *kernels = c->tier.attention;
     const size_t sums = (size_t)(KV_ROWS * c->v.rows.padded_dim) * sizeof(float);
     for (int b = 0; b * KV_ROWS < t->rows; b++) {
-        if (c->matrix) {
+        if (t->matrix) {
             kv_panel *panel = t->own->wide.panels + b;
             load_queries(t, b * KV_ROWS, t->own->wide.rows);
             kernels->prepare_panel[KV_HALVES](&c->k.rows, t->own->wide.rows, NULL, NULL, c->scale, panel);
@@ -124,7 +124,8 @@ static void open_key_panels(const task *t, int64_t token, int count)
     const side *s = &c->k;
     const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim, stride = (ptrdiff_t)s->tensor->nb[1];
     const char *stored = stored_rows(s, t, token);
-    const kv_lines none = {stored, 0};
+    kv_lines ahead = c->products ? (kv_lines){stored, 0} : lines_ahead(s, t, token, count);
+    ahead.bytes /= parts(count, KV_LANES);
     float *rows = t->own->rows;
     for (int i = 0; i < count; i += KV_LANES) {
         const int some = (int)smaller(count - i, KV_LANES);
@@ -132,10 +133,9 @@ static void open_key_panels(const task *t, int64_t token, int count)
         if (c->products) fetch_tile_after(s, t, stored, token + i, count, some);
         else if (!c->v.decode && !c->v.add) fetch_rows(&c->v, stored_rows(&c->v, t, token + i), some);
         if (s->transpose) {
-            const kv_lines ahead = c->products ? none : lines_ahead(s, t, token + i, some);
             char *codes = (char *)t->own->keys + panel + column * 4;
             s->transpose(stored, stride, (int)n, some, ahead, codes, t->own->scales + panel / 32 + column);
-            stored += some * stride;
+            stored += some * stride, ahead.at += ahead.bytes;
             continue;
         }
         memset(rows, 0, (size_t)(KV_LANES * padded) * sizeof *rows);
@@ -197,8 +197,8 @@ static void attend_with_vectors(const task *t, int64_t token, const kv_tile *key
         for (int i = 0; c->k.transpose && i < keys->count; i += KV_COLUMNS) score_panel(t, b, i);
         if (!c->k.transpose) score_tile(t, b, keys, values, more, &ahead);
         kernels->softmax(&own->softmax, rows, keys->count, t->own->from + b * KV_ROWS, t->own->to + b * KV_ROWS, 0.0f, &options);
-        if (c->v.add) c->v.add(&own->softmax, rows, values->base, c->v.rows.row_stride, c->v.rows.head_dim, values->count,
-                               lines_ahead(&c->v, t, token, b == 0 ? values->count : 0), own->acc);
+        if (t->add) t->add(&own->softmax, rows, values->base, c->v.rows.row_stride, c->v.rows.head_dim, values->count,
+                            lines_ahead(&c->v, t, token, b == 0 ? values->count : 0), own->acc);
         else kernels->accumulate[c->v.rows.dtype](&c->v.rows, &own->softmax, rows, values, &ahead, own->acc);
     }
 }
@@ -274,7 +274,7 @@ static void end(const task *t)
     for (int r = 0; r < t->rows; r++) {
         const int64_t query = (t->first_row + r) / c->group, head = t->head * c->group + (t->first_row + r) % c->group;
         float *acc, m, l;
-        if (c->matrix) {
+        if (t->matrix) {
             const kv_panel *panel = t->own->wide.panels + r / KV_ROWS;
             acc = t->own->out, m = panel->m[r % KV_ROWS], l = panel->l[r % KV_ROWS];
             for (int i = 0; i < n / KV_LANES; i++)
@@ -294,32 +294,64 @@ static void end(const task *t)
     }
 }
 
+static void walk(const task *t)
+{
+    const call *c = t->call;
+    const int64_t stop = smaller(c->tokens, (t->split + 1) * c->split_tokens);
+    begin(t);
+    for (int64_t token = t->split * c->split_tokens; token < stop; token += c->tile) {
+        const int count = (int)smaller(c->tile, stop - token);
+        if (!kv_find_seen(t, token, count)) continue;
+        if (c->products) {
+            open_key_panels(t, token, count);
+            open_value_panels(t, token, count);
+            attend_with_products(t, count);
+            continue;
+        }
+        const kv_tile keys = open_tile(&c->k, t, token, count, t->own->keys);
+        const kv_tile values = open_tile(&c->v, t, token, count, t->own->values);
+        if (t->matrix) attend_with_matrix(t, &keys, &values);
+        else attend_with_vectors(t, token, &keys, &values);
+    }
+}
+
+/* Blocks of rows in which the rounding of weights counts (simd/activations.inc.h), a bit for each. */
+static unsigned blocks_to_refine(const task *t)
+{
+    const kv_kernels *kernels = t->call->tier.attention;
+    const ptrdiff_t n = t->call->v.rows.padded_dim;
+    unsigned blocks = 0;
+    for (int b = 0; b * KV_ROWS < t->rows; b++) {
+        const kv_panel *panel = t->own->wide.panels + b;
+        const kv_scratch *narrow = t->own->narrow + b;
+        const int rows = rows_of_block(t, b);
+        const unsigned marked =
+            t->matrix ? kernels->rows_to_refine(panel->acc, KV_LANES, KV_ROWS * KV_LANES, n, panel->noise, rows)
+                      : kernels->rows_to_refine(narrow->acc, n, KV_LANES, n, narrow->softmax.noise, rows);
+        if (marked) blocks |= 1u << b;
+    }
+    return blocks;
+}
+
 void kv_run_task(const call *c, int64_t index, scratch *own)
 {
     const int64_t heads = c->k.tensor->ne[2];
-    task t = {.call = c, .own = own};
+    task t = {.call = c, .own = own, .matrix = c->matrix, .add = c->v.add_rounded ? c->v.add_rounded : c->v.add};
     t.head = index % heads, index /= heads;
     t.split = index % c->splits, index /= c->splits;
     t.first_row = index % c->blocks * c->block_rows;
     t.stream = index / c->blocks;
     t.rows = (int)smaller(c->block_rows, c->rows - t.first_row);
-    const int64_t stop = smaller(c->tokens, (t.split + 1) * c->split_tokens);
-    begin(&t);
-    for (int64_t token = t.split * c->split_tokens; token < stop; token += c->tile) {
-        const int count = (int)smaller(c->tile, stop - token);
-        if (!kv_find_seen(&t, token, count)) continue;
-        if (c->products) {
-            open_key_panels(&t, token, count);
-            open_value_panels(&t, token, count);
-            attend_with_products(&t, count);
-            continue;
-        }
-        const kv_tile keys = open_tile(&c->k, &t, token, count, own->keys);
-        const kv_tile values = open_tile(&c->v, &t, token, count, own->values);
-        if (c->matrix) attend_with_matrix(&t, &keys, &values);
-        else attend_with_vectors(&t, token, &keys, &values);
-    }
+    walk(&t);
+    const unsigned blocks = t.matrix || c->v.add_rounded ? blocks_to_refine(&t) : 0;
     end(&t);
+    for (int b = 0; blocks >> b; b++) { /* again, with weights that are not rounded */
+        if (!(blocks >> b & 1)) continue;
+        task again = t;
+        again.first_row += b * KV_ROWS, again.rows = rows_of_block(&t, b), again.matrix = false, again.add = c->v.add;
+        walk(&again);
+        end(&again);
+    }
 }
 
 void kv_merge_row(const call *c, int64_t row, scratch *own)

@@ -92,10 +92,10 @@ class Side:
         if self.seals:     # float16 before they are coded, and again where a block that was cut is written to
             slack = slack + 2 * HALF * np.abs(rows).max(-1, keepdims=True) + 2.0**-22
         if self.per_channel:
-            # Up to 1.25 of 15 steps outside of the codes, or of the 3 that INT3 has at least; float16 offsets, and scales in
-            # 32,767ths of the largest, or 16,383rds.
-            steps, parts = (15, 32767) if self.dtype == "int4" else (3, 16383)
-            return spans * (1.27 / steps + 2 * HALF) + spans.max(-1, keepdims=True) / parts + slack
+            # Up to 1.25 steps outside of the codes, of the 7 steps that a channel of INT4 has at least, or the 3 of INT3; float16
+            # offsets, and scales in 16,383rds of the largest.
+            steps = 7 if self.dtype == "int4" else 3
+            return spans * (1.27 / steps + 2 * HALF) + spans.max(-1, keepdims=True) / 16383 + slack
         # Less a mean of float16, no element is larger than its channel's range.
         size = spans.max(-1, keepdims=True) * (1 + HALF) if self.centred else np.abs(rows).max(-1, keepdims=True)
         return np.broadcast_to(size * self.gap * 1.002 + slack, rows.shape)

@@ -412,11 +412,12 @@ class World:
             for key in list(prompts.store.values):
                 if often(later, 0.08):
                     del prompts.store.values[key]
+            prompts.store.used.clear()
             found = prompts.restore(cache, [*token_ids[:asked], length])
         self.case.note("store", asked, found)
         track = held.track.copy()
         track.truncate(found)
-        if found < length or not prompts.store.keys("e"):  # full blocks of a chunk have their codes alone
+        if not any(key.startswith("e-") for key in prompts.store.used):  # full blocks of a chunk have their codes alone
             track.coded = max(track.coded, found // track.block_size * track.block_size)
             track.lossy = max(track.lossy, track.coded)
         return Held(cache, track, held.source)

@@ -16,7 +16,7 @@ from kvfast.core.kernels import available_isas, cpu_identity, get_prefetch_level
 
 VARIABLE = "KVFAST_TUNING"
 ORDERS = ("memory", "side")
-LEVELS = (0, 1, 2)
+LEVELS = (1, 2)
 MOST_LEAD = 16384
 LINE = 64
 VERSION = 1
@@ -36,8 +36,7 @@ class Reading:
     Attributes
     ----------
     prefetch_level : int
-        The level of the processor's caches that prefetches fill, 1 or 2; 0: there are no prefetches. The matrix unit's kernels
-        fill level 2 whatever this is.
+        The level of the processor's caches that prefetches fill, 1 or 2. The matrix unit's kernels fill level 2 whatever this is.
     order : str
         ``"memory"``: the pass over keys fetches the values of its tile, and the pass over values the next keys. ``"side"``: each
         fetches its own side of the next tile.
@@ -59,7 +58,7 @@ class Reading:
 
     def __post_init__(self):
         level = self.prefetch_level
-        _check("prefetch_level", level, type(level) is int and level in LEVELS, "0, 1 or 2")
+        _check("prefetch_level", level, type(level) is int and level in LEVELS, "1 or 2")
         for kind in KINDS:
             order, lead = getattr(self, f"{kind}order"), getattr(self, f"{kind}lead")
             _check(f"{kind}order", order, order in ORDERS, "memory or side")
@@ -123,7 +122,7 @@ TABLE = (
         "avx512_vbmi",
         Reading(2, int8_order="side"),
         "Emerald Rapids, 16,384 tokens, 1 / 2 threads: level 1: float32 1.02 / 1.01, float16 1.01 / 0.96, int8 1.04 / 1.05, int4 1.02 / "
-        "1.02; level 0: 1.5 to 2.0; order side: float32 1.03 / 1.01, float16 1.04 / 0.99; lead 2048: float32 1.07 / 1.06, float16 0.99 / "
+        "1.02; order side: float32 1.03 / 1.01, float16 1.04 / 0.99; lead 2048: float32 1.07 / 1.06, float16 0.99 / "
         "1.01; int8_order memory: 1.06 / 1.06; all with tiles of 128 tokens, half of today's; narrow formats then read best with a "
         "lead of 2048",
     ),
@@ -134,10 +133,21 @@ TABLE = (
         frozenset([*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0)]),
         "",
         Reading(2),
-        "16,384 tokens, 1 / 2 threads: level 1: float32 1.56 / 1.25, float16 1.34 / 1.21, int8 1.41 / 1.10, int4 1.04 / 1.05; level 0: "
-        "1.5 to 2.5; order side: 1.00 / 1.01, 1.04 / 0.97; lead 2048: 1.01 / 1.01, 1.03 / 1.00, k8v4 1.20 / 1.13; int8_order side: 1.04 / "
+        "16,384 tokens, 1 / 2 threads: level 1: float32 1.56 / 1.25, float16 1.34 / 1.21, int8 1.41 / 1.10, int4 1.04 / 1.05; "
+        "order side: 1.00 / 1.01, 1.04 / 0.97; lead 2048: 1.01 / 1.01, 1.03 / 1.00, k8v4 1.20 / 1.13; int8_order side: 1.04 / "
         "0.94; int8_lead 2048: 1.22 / 0.94; narrow_order side: 1.03 / 1.04; narrow_lead 1024: 1.24 / 1.23, 2048: 1.14 / 1.15, 4096: 1.00 / "
         "1.03",
+    ),
+    Row(
+        "EPYC Zen 5",
+        "AuthenticAMD",
+        26,
+        frozenset(range(0x20)),
+        "",
+        Reading(1),
+        "16,384 tokens, float32 / float16 / int8 / k8v4 / int4, 1 thread: level 2: 1.11 / 1.03 / 1.10 / 1.05 / 1.01; orders side: 1.06 / "
+        "1.03 / 1.05 / 1.04 / 1.05; leads 2048: 1.05 / 1.05 / 1.04 / 1.04 / 1.03, 8192: 1.11 / 1.05 / 1.09 / 1.08 / 1.01; float32 / int8, 2 "
+        "threads: level 2: 1.03 / 1.09; orders side: 1.09 / 1.06; leads 2048: 1.01 / 1.07",
     ),
 )
 

@@ -7,6 +7,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from kvfast.core.tuning import in_use
 from kvfast.llama_cpp.headers import check_headers, fetch_headers, find_headers
 from kvfast.llama_cpp.installed import KERNELS, SOURCES, SUFFIX, Ggml, installed
 
@@ -54,6 +55,7 @@ def build(source=None, libraries=None, out=None):
         _run([*compiler, "--version"])
         openmp = _openmp(compiler, scratch)
         flags = [*FLAGS, *openmp, f'-DKVFAST_GGML_VERSION="{ggml.version}"', f"-DKVFAST_TENSOR_OVERHEAD={ggml.tensor_overhead}"]
+        flags.append(f"-DKV_PREFETCH_LEVEL={in_use()[0].prefetch_level}")  # what this processor reads best with
         flags += [f"-I{folder}" for folder in (SOURCES.parents[1], headers / "include", headers / "src")]
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda unit: _run([*compiler, *flags, *UNITS[unit], "-c", str(unit), "-o", str(Path(scratch, f"{unit.stem}.o"))]), UNITS))

@@ -24,21 +24,26 @@
 
 /* The level that prefetches fill where nothing else is chosen. On x86 the second (prefetcht1). Ratio of times to prefetcht0, which
    fills the first level too, from memory with two threads, one token behind 16,384 others, 32/8/128: on a Xeon with AMX int8 0.96,
-   int4 1.00, float32 0.95 (November 2026); on an EPYC Zen 4, behind 4,096, int8 0.65, int4 0.83, float32 0.57. prefetchnta takes
-   1.9 to 2.7 times as long on the Xeon. */
+   int4 1.00, float32 0.95 (November 2026); on an EPYC Zen 4, behind 4,096, int8 0.65, int4 0.83, float32 0.57; on an EPYC Zen 5
+   int8 1.06, int4 1.00, float32 1.04. prefetchnta takes 1.9 to 2.7 times as long on the Xeon, no prefetch at all 1.5 to 3 times
+   on all of them. */
+#ifndef KV_PREFETCH_LEVEL
 #define KV_PREFETCH_LEVEL (KV_X86 ? 2 : 1)
-#define kv_prefetch(address) __builtin_prefetch(address, 0, KV_X86 ? 2 : 3)
+#endif
+#define kv_prefetch(address) __builtin_prefetch(address, 0, KV_PREFETCH_LEVEL == 2 ? 2 : 3)
 #define kv_prefetch_write(address) __builtin_prefetch(address, 1, 3)
 
 /* Prefetches lines of 64 bytes to a level, kv_prefetch_level. The hint is part of the instruction, so a level that is no constant
-   costs a branch. */
+   costs a branch. KV_EACH_LEVEL makes it one, for a second copy of a loop. */
 static inline __attribute__((always_inline)) void kv_prefetch_lines(const char *at, const int lines, const int level)
 {
-    if (__builtin_expect(level == 2, 1))
+    if (level == 2)
         for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * 64, 0, 2);
-    else if (level == 1)
+    else
         for (int i = 0; i < lines; i++) __builtin_prefetch(at + i * 64, 0, 3);
 }
+#define KV_EACH_LEVEL(loop) \
+    if (kv_prefetch_level == 2) loop(2) else loop(1)
 
 static inline void kv_prefetch_scales(const kv_prefetch *stream, ptrdiff_t at)
 {

@@ -103,9 +103,15 @@ static inline const char *KV(rows_in_block)(const kv_side *side, const kv_tile *
     return tile->base + tile->at[(tile->first + t) / side->block_size] + slot * side->row_stride;
 }
 
-/* The scores of `count` rows of one block, which start `offset` bytes into the tile. */
+/* Bytes that are read of a row; rows of some caches lie further apart. What is prefetched lies side by side. */
+static inline __attribute__((always_inline)) ptrdiff_t KV(row_bytes)(const kv_side *side, const int dtype)
+{
+    return side->padded_dim * (dtype == KV_FLOAT32 ? 4 : 2);
+}
+
+/* The scores of `count` rows of one block, from token `start` of the tile on. */
 static inline __attribute__((always_inline)) void KV(scores_floating)(
-    const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count, ptrdiff_t offset,
+    const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count, int start,
     const kv_ahead *ahead, float *scores, const int dtype)
 {
     for (int row = 0; row < num_rows; row += KV_PANEL) {
@@ -116,19 +122,19 @@ static inline __attribute__((always_inline)) void KV(scores_floating)(
     KV(score_panel)(keys + t * side->row_stride, side->row_stride, side->padded_dim, q, R, T, fetch, \
                     scores + row * KV_TILE + t, dtype);
         for (; t + FLOAT_TOKENS <= count; t += FLOAT_TOKENS) {
-            const char *fetch = kv_prefetch_from(ahead, offset + t * side->row_stride);
+            const char *fetch = kv_prefetch_from(ahead, (start + t) * KV(row_bytes)(side, dtype));
             KV_EACH_ROWS(rows, KV_PANEL_SCORES, FLOAT_TOKENS)
         }
         for (; t < count; t++) {
-            const char *fetch = kv_prefetch_from(ahead, offset + t * side->row_stride);
+            const char *fetch = kv_prefetch_from(ahead, (start + t) * KV(row_bytes)(side, dtype));
             KV_EACH_ROWS(rows, KV_PANEL_SCORES, 1)
         }
     }
 }
 
-/* Adds `count` rows of one block. */
+/* Adds `count` rows of one block, from token `start` of the tile on. */
 static inline __attribute__((always_inline)) void KV(accumulate_floating)(
-    const kv_side *side, const float *weights, int num_rows, const char *values, int count, ptrdiff_t offset,
+    const kv_side *side, const float *weights, int num_rows, const char *values, int count, int start,
     const kv_ahead *ahead, const float *rescale, float *acc, const int dtype)
 {
     const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
@@ -139,11 +145,11 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     KV(value_panel)(values + i * itemsize, side->row_stride, count, weights + row * KV_TILE, R, V, \
                     fetch, rescale + row, acc + row * side->padded_dim + i, side->padded_dim, dtype);
         for (; i + FLOAT_VECTORS * W <= side->padded_dim; i += FLOAT_VECTORS * W) {
-            const char *fetch = kv_prefetch_from(ahead, offset + (ptrdiff_t)count * i * itemsize);
+            const char *fetch = kv_prefetch_from(ahead, start * KV(row_bytes)(side, dtype) + (ptrdiff_t)count * i * itemsize);
             KV_EACH_ROWS(rows, KV_PANEL_VALUES, FLOAT_VECTORS)
         }
         for (; i < side->padded_dim; i += W) {
-            const char *fetch = kv_prefetch_from(ahead, offset + (ptrdiff_t)count * i * itemsize);
+            const char *fetch = kv_prefetch_from(ahead, start * KV(row_bytes)(side, dtype) + (ptrdiff_t)count * i * itemsize);
             KV_EACH_ROWS(rows, KV_PANEL_VALUES, 1)
         }
     }
@@ -153,32 +159,31 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
 #define KV_FLOATING_KERNELS(name, dtype)                                                                   \
     static __attribute__((noinline)) void KV(score_rows_##name)(                                           \
         const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count,         \
-        ptrdiff_t offset, const kv_ahead *ahead, float *scores)                                            \
+        int start, const kv_ahead *ahead, float *scores)                                                   \
     {                                                                                                      \
-        KV(scores_floating)(side, queries, num_rows, keys, count, offset, ahead, scores, dtype);           \
+        KV(scores_floating)(side, queries, num_rows, keys, count, start, ahead, scores, dtype);            \
     }                                                                                                      \
     static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,            \
                                   const kv_tile *tile, const kv_ahead *ahead, float *scores)               \
     {                                                                                                      \
         for (int start = 0, count; start < tile->count; start += count) {                                  \
             const char *keys = KV(rows_in_block)(side, tile, start, &count);                               \
-            KV(score_rows_##name)(side, queries, num_rows, keys, count, start * side->row_stride, ahead,   \
-                                  scores + start);                                                         \
+            KV(score_rows_##name)(side, queries, num_rows, keys, count, start, ahead, scores + start);     \
         }                                                                                                  \
     }                                                                                                      \
     static __attribute__((noinline)) void KV(accumulate_rows_##name)(                                      \
         const kv_side *side, const float *weights, int num_rows, const char *values, int count,            \
-        ptrdiff_t offset, const kv_ahead *ahead, const float *rescale, float *acc)                         \
+        int start, const kv_ahead *ahead, const float *rescale, float *acc)                                \
     {                                                                                                      \
-        KV(accumulate_floating)(side, weights, num_rows, values, count, offset, ahead, rescale, acc, dtype); \
+        KV(accumulate_floating)(side, weights, num_rows, values, count, start, ahead, rescale, acc, dtype);  \
     }                                                                                                      \
     static void KV(accumulate_##name)(const kv_side *side, kv_softmax *state, int num_rows,                \
                                       const kv_tile *tile, const kv_ahead *ahead, float *acc)              \
     {                                                                                                      \
         for (int start = 0, count; start < tile->count; start += count) {                                  \
             const char *values = KV(rows_in_block)(side, tile, start, &count);                             \
-            KV(accumulate_rows_##name)(side, state->weights + start, num_rows, values, count,              \
-                                       start * side->row_stride, ahead, start ? kv_ones : state->rescale, acc); \
+            KV(accumulate_rows_##name)(side, state->weights + start, num_rows, values, count, start, ahead, \
+                                       start ? kv_ones : state->rescale, acc);                             \
         }                                                                                                  \
     }
 KV_FLOATING_KERNELS(float32, KV_FLOAT32)

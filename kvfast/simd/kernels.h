@@ -199,8 +199,7 @@ typedef struct {
     int interleaved;
 } kv_transform;
 
-/* Level of the caches that prefetches of attention fill, 1 or 2, or 0: there are none. kvfast/core/tuning.py sets it; no bit of a
-   result depends on it. */
+/* Level of the caches that prefetches of attention fill, 1 or 2. kvfast/core/tuning.py sets it; no bit of a result depends on it. */
 #if defined(__GNUC__)
 __attribute__((visibility("hidden"))) /* so that kernels read it without a table of addresses */
 #endif

@@ -92,13 +92,12 @@ static inline __attribute__((always_inline)) void KV(dot_key_units)(
     KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = vacc_total(a[r][v], b[r][v]);););
 }
 
-/* The loop is there a second time for the level that is chosen most often, as in dot_panel. */
+/* The loop is there for each level, as in dot_panel. */
 static inline __attribute__((always_inline)) void KV(dot_keys)(
     const char *unit, int first, ptrdiff_t tile_bytes, int units, const kv_key_order *order, const int dtype, const int8_t *x,
     const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])
 {
-    const int level = kv_prefetch_level;
-    if (level == KV_PREFETCH_LEVEL)
-        KV(dot_key_units)(unit, first, tile_bytes, units, order, dtype, x, rows, vectors, ahead, KV_PREFETCH_LEVEL, out);
-    else KV(dot_key_units)(unit, first, tile_bytes, units, order, dtype, x, rows, vectors, ahead, level, out);
+#define KV_LOOP(level) KV(dot_key_units)(unit, first, tile_bytes, units, order, dtype, x, rows, vectors, ahead, level, out);
+    KV_EACH_LEVEL(KV_LOOP)
+#undef KV_LOOP
 }

@@ -116,8 +116,9 @@ def test_the_variable_is_a_list(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prefetch_level=3", "prefetch_level must be 0, 1 or 2, got 3"),
-        ("prefetch_level=near", "prefetch_level must be 0, 1 or 2, got 'near'"),
+        ("prefetch_level=0", "prefetch_level must be 1 or 2, got 0"),
+        ("prefetch_level=3", "prefetch_level must be 1 or 2, got 3"),
+        ("prefetch_level=near", "prefetch_level must be 1 or 2, got 'near'"),
         ("int8_order=2", "int8_order must be memory or side, got 2"),
         ("lead=65", "lead must be a multiple of 64 from 0 to 16384, got 65"),
         ("narrow_lead=-64", "narrow_lead must be a multiple of 64 from 0 to 16384, got '-64'"),
@@ -148,8 +149,8 @@ def test_the_variable_at_import():
 def test_the_variable_is_a_file(tmp_path, monkeypatch):
     path = tmp_path / "other=.json"
     monkeypatch.setenv(tuning.VARIABLE, str(path))
-    os.replace(tuning.keep(Reading(0, "side", 128, "memory", 64)), path)
-    assert tuning.choose() == (Reading(0, "side", 128, "memory", 64), f"KVFAST_TUNING, {path}")
+    os.replace(tuning.keep(Reading(1, "side", 128, "memory", 64)), path)
+    assert tuning.choose() == (Reading(1, "side", 128, "memory", 64), f"KVFAST_TUNING, {path}")
     path.write_text('{"version": 1, "processors": {"Other-1-2": {}}}')
     with pytest.raises(ValueError, match=f"has nothing for {tuning.processor()}; it has Other-1-2"):
         tuning.choose()
@@ -163,7 +164,7 @@ def test_the_variable_is_a_file(tmp_path, monkeypatch):
 
 def test_what_is_kept_is_found():
     assert tuning.choose() == tuning.from_table() and not tuning.forget()
-    other, mine = Reading(1, "side", 64), Reading(0, int8_lead=2048)
+    other, mine = Reading(1, "side", 64), Reading(1, int8_lead=2048)
     path = Path(tuning.keep(other))
     content = json.loads(path.read_text())
     content["processors"]["Other-1-2"] = content["processors"].pop(tuning.processor())
@@ -187,7 +188,7 @@ def test_what_is_kept_is_found():
         ('{"version": 2, "processors": {}}', 'must have "version": 1'),
         ('{"version": 1, "processors": {"%s": 5}}', "must have the names prefetch_level, "),
         ('{"version": 1, "processors": {"%s": {"lead": 64.0}}}', "lead must be a multiple of 64 from 0 to 16384, got 64.0"),
-        ('{"version": 1, "processors": {"%s": {"prefetch_level": true}}}', "prefetch_level must be 0, 1 or 2, got True"),
+        ('{"version": 1, "processors": {"%s": {"prefetch_level": true}}}', "prefetch_level must be 1 or 2, got True"),
         ('{"version": 1, "processors": {"%s": {"order": ["side"]}}}', "order must be memory or side"),
         ('{"version": 1, "processors": {"%s": {"size": 1}}}', "the unknown name 'size'"),
     ],
@@ -217,7 +218,8 @@ def test_tune_measures_and_keeps():
     before = tuning.in_use()
     code, out, err = run_here("tune", "--rounds", 1, "--context", 128, "--megabytes", 1, "--threads", "1")
     assert (code, err) == (0, "")
-    for name in ("prefetch_level=1", "prefetch_level=0", "\norder=side", "int8_lead=1024", "narrow_lead=0", "float32 1", "int4 1"):
+    other = 3 - tuning.from_table()[0].prefetch_level
+    for name in (f"prefetch_level={other}", "\norder=side", "int8_lead=1024", "narrow_lead=0", "float32 1", "int4 1"):
         assert name in out
     kept = tuning.choose()
     assert kept[1] == tuning.file() in out and str(kept[0]) in out

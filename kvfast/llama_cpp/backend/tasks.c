@@ -10,20 +10,9 @@ static const char *stored_rows(const side *s, const task *t, int64_t token)
     return (const char *)x->data + token * x->nb[1] + t->head * x->nb[2] + t->stream / (t->call->q->ne[3] / x->ne[3]) * x->nb[3];
 }
 
-/* Fetches rows that are read soon, into the second cache. Hardware does not: heads alternate, so that rows of one are apart. On an
-   EPYC Zen 4, one token behind 4,096 in f16 takes 0.58 to 0.66 of the time that it takes if the first cache is filled. */
-static void fetch_rows(const side *s, const char *rows, int count)
-{
-    const ptrdiff_t stride = (ptrdiff_t)s->tensor->nb[1];
-    for (int i = 0; i < count; i++, rows += stride) {
-        for (ptrdiff_t at = 0; at < s->row_bytes; at += 64) __builtin_prefetch(rows + at, 0, 2);
-        __builtin_prefetch(rows + s->row_bytes - 1, 0, 2);
-    }
-}
-
-/* What kernels of blocks fetch while they read `count` tokens from `token` on: as much of the same tokens of the next split, in the
-   order of memory, where heads that lie side by side share their lines. On a Xeon, q8_0 takes 0.78 to 0.82 of the time that it
-   takes with the rows of the next tile. */
+/* What kernels fetch while they read `count` tokens from `token` on: as much of the same tokens of the next split, in the order of
+   memory, where heads that lie side by side share their lines. On a Xeon, q8_0 takes 0.78 to 0.82 of the time that it takes with
+   the rows of the next tile; on an EPYC Zen 5, f16 0.6 to 0.8. */
 static kv_lines lines_ahead(const side *s, const task *t, int64_t token, int count)
 {
     const struct ggml_tensor *x = s->tensor;
@@ -44,9 +33,7 @@ static kv_tile open_tile(const side *s, const task *t, int64_t token, int count,
     const char *rows = stored_rows(s, t, token);
     const kv_tile tile = {.base = s->decode ? (const char *)decoded : rows, .count = count};
     const ptrdiff_t n = s->rows.head_dim, padded = s->rows.padded_dim, stride = (ptrdiff_t)s->tensor->nb[1];
-    const bool more = token + 2 * count <= t->call->tokens;
     for (int i = 0; s->decode && i < count; i++, rows += stride, decoded += padded) {
-        if (more) fetch_rows(s, rows + count * stride, 1);
         s->decode(rows, n, decoded);
         if (n < padded) memset(decoded + n, 0, (size_t)(padded - n) * sizeof *decoded);
     }
@@ -113,8 +100,13 @@ static void attend_with_matrix(const task *t, const kv_tile *keys, const kv_tile
 /* Fetches, of the tile after one of `count` tokens, what is where `rows` are in that one. */
 static void fetch_tile_after(const side *s, const task *t, const char *rows, int64_t token, int count, int some)
 {
-    const int64_t left = t->call->tokens - token - count;
-    if (left > 0) fetch_rows(s, rows + count * (ptrdiff_t)s->tensor->nb[1], (int)smaller(some, left));
+    const ptrdiff_t stride = (ptrdiff_t)s->tensor->nb[1];
+    const int64_t left = smaller(some, t->call->tokens - token - count);
+    rows += count * stride;
+    for (int64_t i = 0; i < left; i++, rows += stride) {
+        for (ptrdiff_t at = 0; at < s->row_bytes; at += 64) __builtin_prefetch(rows + at, 0, 2);
+        __builtin_prefetch(rows + s->row_bytes - 1, 0, 2);
+    }
 }
 
 /* The keys of a tile as panels of KV_COLUMNS tokens, of codes or floats. */
@@ -131,7 +123,6 @@ static void open_key_panels(const task *t, int64_t token, int count)
         const int some = (int)smaller(count - i, KV_LANES);
         const ptrdiff_t panel = i / KV_COLUMNS * padded * KV_COLUMNS, column = i % KV_COLUMNS;
         if (c->products) fetch_tile_after(s, t, stored, token + i, count, some);
-        else if (!c->v.decode && !c->v.add) fetch_rows(&c->v, stored_rows(&c->v, t, token + i), some);
         if (s->transpose) {
             char *codes = (char *)t->own->keys + panel + column * 4;
             s->transpose(stored, stride, (int)n, some, ahead, codes, t->own->scales + panel / 32 + column);
@@ -157,49 +148,41 @@ static void score_panel(const task *t, int block, int i)
     else c->tier.rows->multiply(to->queries.values, depth, rows, own->keys + i * depth, depth, NULL, scores, KV_TILE);
 }
 
-/* The scores of a block's rows. The first block's fetch what is read next: every few tokens as many of the tile's values and of the
-   next keys (if there are more), as a processor waits for only so many lines at once; kernels of blocks fetch their own side. */
-static void score_tile(const task *t, int block, const kv_tile *keys, const kv_tile *values, bool more, const kv_ahead *ahead)
-{
-    const call *c = t->call;
-    kv_scratch *own = t->own->narrow + block;
-    const ptrdiff_t stride = c->k.rows.row_stride;
-    const int rows = rows_of_block(t, block);
-    for (int i = 0, count; i < keys->count; i += count) {
-        count = keys->count - i < KV_LANES ? keys->count - i : KV_LANES;
-        const kv_tile part = {.base = keys->base + i * stride, .count = count};
-        if (block == 0 && !c->v.decode && !c->v.add) fetch_rows(&c->v, values->base + i * c->v.rows.row_stride, count);
-        if (block == 0 && !c->k.decode && more) fetch_rows(&c->k, part.base + keys->count * stride, count);
-        c->tier.attention->scores[c->k.rows.dtype](&c->k.rows, &own->queries, rows, &part, ahead, own->softmax.weights + i);
-    }
-}
-
 static kv_score_options options_of(const task *t, int block)
 {
     const float *bias = t->own->biased[block] ? t->own->bias + block * KV_ROWS * KV_TILE : NULL;
     return (kv_score_options){.softcap = t->call->softcap, .bias = bias};
 }
 
+/* Lines as kernels of float rows fetch them: in one piece, and nothing after it. */
+static kv_ahead as_ahead(kv_lines lines)
+{
+    static const ptrdiff_t start[1] = {0};
+    const kv_prefetch all = {.base = lines.at, .at = start, .piece = lines.bytes + 1, .bytes = lines.bytes};
+    const kv_prefetch none = {.base = lines.at, .at = start, .piece = 1};
+    return (kv_ahead){.next = all, .after = none};
+}
+
 static void attend_with_vectors(const task *t, int64_t token, const kv_tile *keys, const kv_tile *values)
 {
     const call *c = t->call;
     const kv_kernels *kernels = c->tier.attention;
-    static const ptrdiff_t nowhere[1] = {0};
-    const kv_prefetch none = {.base = (const char *)t->own->out, .at = nowhere, .piece = 1};
-    const kv_ahead ahead = {.next = none, .after = none};
-    const bool more = token + 2 * keys->count <= c->tokens;
     if (c->k.transpose) open_key_panels(t, token, keys->count);
     for (int b = 0; b * KV_ROWS < t->rows; b++) {
         if (!t->own->seen[b]) continue;
         kv_scratch *own = t->own->narrow + b;
         const int rows = rows_of_block(t, b);
         const kv_score_options options = options_of(t, b);
+        const int fetched = b == 0 ? keys->count : 0; /* tokens for which this block fetches: the first does for all */
+        const kv_lines next_keys = lines_ahead(&c->k, t, token, fetched), next_values = lines_ahead(&c->v, t, token, fetched);
+        const kv_ahead keys_ahead = as_ahead(next_keys), values_ahead = as_ahead(next_values);
         for (int i = 0; c->k.transpose && i < keys->count; i += KV_COLUMNS) score_panel(t, b, i);
-        if (!c->k.transpose) score_tile(t, b, keys, values, more, &ahead);
+        if (!c->k.transpose)
+            kernels->scores[c->k.rows.dtype](&c->k.rows, &own->queries, rows, keys, &keys_ahead, own->softmax.weights);
         kernels->softmax(&own->softmax, rows, keys->count, t->own->from + b * KV_ROWS, t->own->to + b * KV_ROWS, 0.0f, &options);
         if (t->add) t->add(&own->softmax, rows, values->base, c->v.rows.row_stride, c->v.rows.head_dim, values->count,
-                            lines_ahead(&c->v, t, token, b == 0 ? values->count : 0), own->acc);
-        else kernels->accumulate[c->v.rows.dtype](&c->v.rows, &own->softmax, rows, values, &ahead, own->acc);
+                            next_values, own->acc);
+        else kernels->accumulate[c->v.rows.dtype](&c->v.rows, &own->softmax, rows, values, &values_ahead, own->acc);
     }
 }
 

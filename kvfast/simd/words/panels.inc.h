@@ -108,14 +108,52 @@ static inline __attribute__((always_inline)) void KV(score_words)(
     }
 }
 
+/* As add_words for two groups of tokens from `group` on, two lanes of values and 4 rows from `row` on. */
+static inline void KV(add_two_groups)(const int8_t *values, const KV(word_weights) *w, int group, int row, const float *rescale,
+                                      float *acc)
+{
+    vacc sums[2][2][4]; /* [groups][lanes][rows] */
+    KV_FOR4(r, 4, sums[0][0][r] = sums[0][1][r] = sums[1][0][r] = sums[1][1][r] = (vacc)vi_set1(0););
+    const int32_t *words = w->words + group * (KV_WORD_GROUP / 2 * KV_ROWS) + row;
+    values += group * KV_WORD_GROUP * 32;
+    for (int line = 0; line < KV_WORD_GROUP / 2; line++, values += 64, words += KV_ROWS) {
+#pragma GCC unroll 2
+        for (int g = 0; g < 2; g++) {
+            const int8_t *at = values + g * KV_WORD_GROUP * 32;
+            const vi low = _mm512_load_si512(at), high = _mm512_load_si512(at + VALUE_STRIDE);
+            KV_FOR4(r, 4,
+                const vi weight = vi_set1(words[g * (KV_WORD_GROUP / 2 * KV_ROWS) + r]);
+                sums[g][0][r] = (vacc)_mm512_dpwssd_epi32((__m512i)sums[g][0][r], low, weight);
+                sums[g][1][r] = (vacc)_mm512_dpwssd_epi32((__m512i)sums[g][1][r], high, weight););
+        }
+    }
+#pragma GCC unroll 2
+    for (int lane = 0; lane < 2; lane++)
+        KV_FOR4(r, 4,
+            float *at = acc + (lane * KV_ROWS + row + r) * KV_LANES;
+            vf sum = vf_load(at);
+            if (rescale) sum = vf_mul(sum, vf_set1(rescale[row + r]));
+            sum = vf_fma(vi_to_float((vi)sums[0][lane][r]), vf_set1(w->unit[group][row + r]), sum);
+            vf_store(at, vf_fma(vi_to_float((vi)sums[1][lane][r]), vf_set1(w->unit[group + 1][row + r]), sum)););
+}
+
 /* Adds weights times values to the panel's sums, and the sums before times `rescale`, or as they are if it is NULL. */
 static void KV(add_words)(const kv_operands *operands, kv_panel *panel, int begin, int end, const KV(word_weights) *w,
                           const float *rescale)
 {
+    const int dim = operands->value_dim, pair = 2 * KV_WORD_GROUP;
     for (int t = begin, stop; t < end; t = stop, rescale = NULL) {
+        if (t % pair == 0 && t + pair <= end && dim % (2 * KV_LANES) == 0) {
+            stop = t + pair;
+            for (int d = 0; d < dim; d += 2 * KV_LANES)
+                for (int row = 0; row < KV_ROWS; row += 4)
+                    KV(add_two_groups)(operands->values + d / KV_LANES * VALUE_STRIDE, w, t / KV_WORD_GROUP, row, rescale,
+                                       panel->acc + d * KV_ROWS);
+            continue;
+        }
         stop = (t / KV_WORD_GROUP + 1) * KV_WORD_GROUP < end ? (t / KV_WORD_GROUP + 1) * KV_WORD_GROUP : end;
         const float *unit = w->unit[t / KV_WORD_GROUP];
-        for (int d = 0; d < operands->value_dim; d += KV_LANES) {
+        for (int d = 0; d < dim; d += KV_LANES) {
             float *acc = panel->acc + d * KV_ROWS;
             vi sums[2][16];
             KV(multiply_words)(operands->values + d / KV_LANES * VALUE_STRIDE + t * 32, w->words + t * (KV_ROWS / 2), (stop - t) / 2,

@@ -87,7 +87,7 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     /* Exactly 1 where the maximum stays, so that a tile changes nothing for a row that sees none of it. */
     const vf keep = _mm512_mask_mov_ps(KV(exp)(vf_sub(before, from)), same, vf_set1(1.0f));
     const vf base = _mm512_maskz_mov_ps(~blind, here), add = KV(exp)(vf_sub(here, from));
-    KV_ALIGNED float adds[KV_ROWS], sums[WORD_GROUPS][KV_ROWS], tops[WORD_GROUPS][KV_ROWS];
+    KV_ALIGNED float adds[KV_ROWS], sizes[KV_ROWS], sums[WORD_GROUPS][KV_ROWS], tops[WORD_GROUPS][KV_ROWS];
     vf total = zero;
     for (int g = 0; g < WORD_GROUPS; g++) {
         vf sum = zero, top = zero;
@@ -113,12 +113,12 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     vf_store(panel->l, vf_fma(vf_load(panel->l), keep, vf_mul(total, add)));
     vf_store(w->rescale, keep);
     vf_store(adds, add);
+    vf_store(sizes, _mm512_mask_mov_ps(vf_set1(usual_size), all, vf_set1(operands->code_size)));
     w->changed = (uint16_t)~same;
-    for (int r = 0; r < KV_ROWS; r++) {
-        const float size = all >> r & 1 ? operands->code_size : usual_size;
+    for (int r = 0; r < KV_ROWS; r++) { /* without a branch: compilers make vectors of it */
         double noise = panel->noise[r] * w->rescale[r] * w->rescale[r];
         for (int g = 0; g < WORD_GROUPS; g++)
-            noise += KV(noise_of)(w->unit[g][r], size, 0) / WORD_GROUPS + (double)sums[g][r] * tops[g][r] * adds[r] * adds[r];
+            noise += KV(noise_of)(w->unit[g][r], sizes[r], 0) / WORD_GROUPS + (double)sums[g][r] * tops[g][r] * adds[r] * adds[r];
         panel->noise[r] = noise;
     }
 }

@@ -9,6 +9,7 @@ in again when it is built, and the tests fail where a page says something else t
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 from kvfast.codec.dtypes import ROWS
@@ -241,11 +242,6 @@ def peers(name="peers"):
     return tables(load(name))
 
 
-def peers_zen4():
-    """`peers` on an EPYC Zen 4."""
-    return peers("peers_zen4")
-
-
 def architectures():
     """What came of each architecture of transformers, those of one outcome together."""
     kept = json.loads((ROOT / "tests" / "support" / "architectures.json").read_text(encoding="utf-8"))
@@ -278,29 +274,13 @@ def _reason(text):
     return re.sub(r"layer \d+( of \w+)?", "a layer", re.sub(r"\w+Attention", "its attention", text))
 
 
-def speed_avx512():
-    """`speed` without a matrix unit."""
-    return speed("decode_avx512")
-
-
-def prefill_avx512():
-    """`prefill` without a matrix unit."""
-    return prefill("decode_avx512")
-
-
-def speed_zen4():
-    """`speed` on an EPYC Zen 4."""
-    return speed("decode_zen4")
-
-
-def prefill_zen4():
-    """`prefill` on an EPYC Zen 4."""
-    return prefill("decode_zen4")
-
-
 TABLES = {function.__name__: function for function in (
-    memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, speed_avx512, speed_zen4, prefill,
-    prefill_avx512, prefill_zen4, precision, hard, peers, peers_zen4, architectures)}  # fmt: skip
+    memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, prefill, precision, hard, peers,
+    architectures)}  # fmt: skip
+# The same of other machines.
+for machine in ("avx512", "zen4", "zen5"):
+    TABLES |= {f"{table.__name__}_{machine}": partial(table, f"decode_{machine}") for table in (speed, prefill)}
+TABLES |= {f"peers_{machine}": partial(peers, f"peers_{machine}") for machine in ("zen4", "zen5")}
 
 
 def main():

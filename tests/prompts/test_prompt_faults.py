@@ -68,8 +68,8 @@ def test_a_server_that_is_killed(server, during):
             if during == "restore":
                 assert prompts.save(WHOLE, TOKENS) and restored(prompts) == 400
             killer = threading.Timer(0.001 * i, server.kill)
-            killer.start()
-            with only_warnings() as caught:
+            with only_warnings() as caught:  # before the server dies: what the thread of `touch` says must be among them
+                killer.start()
                 for _ in range(3):
                     if during == "save":
                         prompts.save(WHOLE, TOKENS)

@@ -36,8 +36,8 @@ class LlamaModel:
     weights : Weights
     batch_invariant : bool
         Give a token the same result whatever else is in its batch, of any size. Few tokens are otherwise
-        multiplied one by one, which rounds in another way than many at once; this fills them up to four,
-        which makes single tokens slower, and lets sequences read what they share each for itself.
+        multiplied one by one and many at once, which rounds in another way; this multiplies eight at a time,
+        which makes prompts and single tokens slower, and lets sequences read what they share each for itself.
 
     Examples
     --------
@@ -276,8 +276,7 @@ class LlamaModel:
         """x: (..., inputs), weight: (outputs, inputs). Returns (..., outputs)."""
         rows = x.reshape(-1, x.shape[-1])
         if self.batch_invariant:
-            filler = np.zeros((max(0, 4 - len(rows)), rows.shape[1]), np.float32)
-            out = self._threads.call(np.matmul, np.concatenate([rows, filler]), weight.T)[: len(rows)]
+            out = eight_by_eight(rows, weight)  # by all threads, always: their number changes how some kernels round
         elif len(rows) <= FEW_TOKENS:
             out = self._threads.call(row_by_row, rows, weight)
         else:
@@ -304,6 +303,16 @@ def row_by_row(x, weight):
         for row, products in zip(x, out, strict=True):
             np.dot(block, row, out=products[start : start + step])
     return out
+
+
+def eight_by_eight(x, weight):
+    """``x @ weight.T`` for any number of rows: each gets the same bits whatever the others are.
+
+    OpenBLAS rounds a row by its place in a product where that has more than eight (its kernels for AVX2 do).
+    """
+    filler = np.zeros((-len(x) % 8, x.shape[1]), x.dtype)
+    blocks = np.concatenate([x, filler]).reshape(-1, 8, x.shape[1])
+    return np.matmul(blocks, weight.T).reshape(-1, len(weight))[: len(x)]
 
 
 def rms_norm(x, weight, eps):

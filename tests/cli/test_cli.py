@@ -300,7 +300,8 @@ def test_eval_json(model, text):
     assert (report["text"], report["chunk"]) == (str(text), 30)
     exact, int4 = report["results"]
     assert exact["dtype"] == "float32"
-    assert exact["nll"] == exact["nll_float32"] == int4["nll_float32"]
+    assert exact["nll_float32"] == int4["nll_float32"]
+    assert exact["nll"] == pytest.approx(exact["nll_float32"], rel=1e-6)  # BLAS may round a row by its place in the batch
     assert exact["top1"] == 1
     assert int4["nll_difference"] == int4["nll"] - int4["nll_float32"] != 0
     assert int4["num_predictions"] == 99

@@ -517,6 +517,32 @@ def test_batches_equal_single_sequences(tiny_model):
     assert pool.seq_lens(sequences).tolist() == [len(prompt) for prompt in prompts]
 
 
+ANY_BATCH = """
+import numpy as np
+from kvfast.llama.model import eight_by_eight
+
+rng = np.random.default_rng(1)
+for outputs, inputs in ((37, 24), (96, 32), (960, 576), (576, 1536)):
+    weight, x = rng.standard_normal((outputs, inputs), dtype=np.float32), rng.standard_normal((100, inputs), dtype=np.float32)
+    expected = eight_by_eight(x, weight)
+    np.testing.assert_allclose(expected, x @ weight.T, rtol=1e-4, atol=1e-4)
+    for first, count in ((0, 1), (3, 5), (17, 8), (30, 33), (1, 99)):
+        rows = slice(first, first + count)
+        assert np.array_equal(eight_by_eight(x[rows], weight), expected[rows]), (outputs, inputs, first, count)
+"""
+
+
+@pytest.mark.parametrize("kernels", ["", "Haswell", "Nehalem"])
+def test_invariant_products(kernels):
+    """Also with the kernels that OpenBLAS takes on older processors."""
+    if kernels == "Haswell" and not kvfast.cpu_features().get("avx2"):
+        pytest.skip("needs AVX2")
+    environment = {**os.environ, "OPENBLAS_CORETYPE": kernels}
+    if not kernels:
+        del environment["OPENBLAS_CORETYPE"]
+    subprocess.run([sys.executable, "-c", ANY_BATCH], env=environment, check=True)
+
+
 def test_interrupted_batch_leaves_sequences_as_they_were(tiny_model, monkeypatch):
     model, _ = tiny_model
     pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=8)
@@ -564,6 +590,7 @@ def test_requests_that_cannot_be_served_are_refused(tiny_model):
 
 def test_evaluation_equals_its_definition(tiny_model):
     model, _ = tiny_model
+    model.batch_invariant = True  # `evaluate` puts all caches into one batch
     tokens = np.random.default_rng(7).integers(0, model.config.vocab_size, 150)
 
     def log_probabilities(dtype):

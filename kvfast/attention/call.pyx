@@ -26,7 +26,8 @@ from kvfast.core.flags cimport kv_drop
 from kvfast.core.interrupt cimport check_stopped
 from kvfast.core.kernels cimport (KV_BFLOAT16, KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED_CODES, active,
                                   kv_rope_scratch, kv_wide_scratch)
-from kvfast.core.limits cimport KV_FEW_QUERIES, KV_MAX_FLOAT32, KV_MAX_Q_HEADS, KV_MAX_TOKENS, KV_PANELS, KV_ROWS, KV_TILE
+from kvfast.core.limits cimport (KV_FEW_QUERIES, KV_MATRIX_PANELS, KV_MAX_FLOAT32, KV_MAX_Q_HEADS, KV_MAX_TOKENS, KV_PANELS, KV_ROWS,
+                                 KV_TILE)
 from kvfast.core.threads cimport gather, kv_team, threads_for
 
 from kvfast.core import slow_paths
@@ -288,7 +289,8 @@ cdef class AttendCall:
             self.packed = True
             return
         # Make enough tasks for several threads, each with so many panels that a tile's operands are worth making.
-        most = max(<Py_ssize_t>(LATENT_PANELS if store.latent else 4), min(<Py_ssize_t>KV_PANELS, panels * store.num_kv_heads // 16))
+        most = KV_PANELS if self.call.kernels.open_matrix == NULL else KV_MATRIX_PANELS
+        most = max(<Py_ssize_t>(LATENT_PANELS if store.latent else 4), min(most, panels * store.num_kv_heads // 16))
         item.row_blocks = (panels + most - 1) // most
         item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
         self.wide = True

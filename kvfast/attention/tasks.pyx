@@ -3,7 +3,7 @@
 its split form for decoding, Flash-Decoding).
 
 The query rows of one KV head (its query heads x the query tokens, up to KV_ROWS at a time) share every
-pass over a tile; up to KV_PANELS times as many where kernels take panels. A task is (item, KV head, split of the
+pass over a tile; up to KV_TASK_ROWS where kernels take panels. A task is (item, KV head, split of the
 context, row block); partial results merge in order, so that results are the same bits for every number of threads.
 """
 from libc.math cimport INFINITY, expf, logf
@@ -17,7 +17,7 @@ from kvfast.codec.blocks cimport values_of
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, kv_panel, kv_side, kv_softmax, kv_wide_scratch
-from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS
+from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
 from kvfast.core.threads cimport DYNAMIC, STATIC, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe, kv_wipe_stack
 
@@ -45,9 +45,9 @@ cdef inline Py_ssize_t _query_of(const kv_call *call, const kv_item *item, Py_ss
 
 # What the rows of a task see of an item.
 ctypedef struct kv_seen:
-    Py_ssize_t starts[256]
-    Py_ssize_t stops[256]
-    Py_ssize_t sink_stops[256]
+    Py_ssize_t starts[KV_TASK_ROWS]
+    Py_ssize_t stops[KV_TASK_ROWS]
+    Py_ssize_t sink_stops[KV_TASK_ROWS]
     Py_ssize_t begin, end, sinks_end
 
 
@@ -88,7 +88,7 @@ cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0,
 cdef inline void _read_item(kv_task *task, const kv_seen *seen) noexcept nogil:
     """Read what `_open_item` found."""
     cdef const kv_call *call = task.call
-    cdef Py_ssize_t zeros[256]
+    cdef Py_ssize_t zeros[KV_TASK_ROWS]
     cdef kv_range rest
     if seen.sinks_end > 0:
         memset(zeros, 0, task.rows * sizeof(Py_ssize_t))

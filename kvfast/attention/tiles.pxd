@@ -6,7 +6,7 @@ from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport (kv_kernels, kv_panel, kv_rope_scratch, kv_score_options, kv_scratch, kv_softmax, kv_transform,
                                   kv_wide_scratch)
-from kvfast.core.limits cimport KV_ROWS
+from kvfast.core.limits cimport KV_ROWS, KV_TASK_ROWS
 
 
 # One query token. It sees the positions below sink_stop and those from start to stop. In a spliced sequence a token has one
@@ -86,7 +86,7 @@ ctypedef struct kv_range:
     Py_ssize_t begin, end
 
 
-# The query rows of a task: up to KV_ROWS, or KV_PANELS times as many in the wide scratch.
+# The query rows of a task: up to KV_ROWS, or KV_TASK_ROWS in the wide scratch.
 ctypedef struct kv_task:
     const kv_call *call
     const kv_item *item
@@ -97,10 +97,10 @@ ctypedef struct kv_task:
     kv_wide_scratch *wide      # or NULL
     kv_rope_scratch *rope      # or NULL
     uint16_t *decoded          # or NULL
-    float slopes[256]
-    float query_at[256]        # position of each row's query
-    Py_ssize_t tokens[256]     # query of each row
-    Py_ssize_t q_heads[256]
+    float slopes[KV_TASK_ROWS]
+    float query_at[KV_TASK_ROWS]      # position of each row's query
+    Py_ssize_t tokens[KV_TASK_ROWS]   # query of each row
+    Py_ssize_t q_heads[KV_TASK_ROWS]
 
 
 cdef inline int num_panels(const kv_task *task) noexcept nogil:

@@ -9,6 +9,8 @@ cdef extern from "simd/limits.h" nogil:
         KV_WORD_GROUP
         KV_ROWS
         KV_PANELS
+        KV_MATRIX_PANELS
+        KV_TASK_ROWS
         KV_MAX_HEAD_DIM
         KV_MAX_ROPE_DIM
         KV_MAX_CENTROIDS

@@ -111,7 +111,19 @@ static inline __attribute__((always_inline)) void KV(refine)(
         for (int r = 0; r < num_rows; r++)
             for (int v = 0; v < vectors; v++)
                 above = vf_max(above, vf_sub(vf_load(scores + r * KV_TILE + lane + v * W), vf_set1(least[r])));
+        vf excess[KV_PANEL][4]; /* of an error over the least: above 0 where it counts */
         if (vf_hmax(above) >= 0.0f) {
+            above = vf_set1(-1.0f);
+            for (int v = 0; v < vectors; v++) {
+                const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
+                for (int r = 0; r < num_rows; r++) {
+                    const vf size = vf_mul(token, vf_set1(__builtin_fabsf(unit[r]) * KV(error_of_unit)(side, dtype)));
+                    excess[r][v] = vf_sub(size, KV(least_errors)(vf_load(scores + r * KV_TILE + lane + v * W), vf_set1(most[r])));
+                    above = vf_max(above, excess[r][v]);
+                }
+            }
+        }
+        if (vf_hmax(above) > 0.0f) {
             if (!ready) {
                 memset(left + num_rows * n, 0, (size_t)((KV_PANEL - num_rows) * n) * sizeof(float));
                 KV(leave_rounding)(rows, n, num_rows, n, inverse, left);
@@ -131,11 +143,9 @@ static inline __attribute__((always_inline)) void KV(refine)(
                 const vf token = channels ? vf_set1(1.0f) : KV(load_scales)(token_scales, slot + v * W, dtype);
                 for (int r = 0; r < num_rows; r++) {
                     float *score = scores + r * KV_TILE + lane + v * W;
-                    const vf scale = vf_mul(token, vf_set1(unit[r])), was = vf_load(score);
-                    const vf excess = vf_sub(vf_mul(vf_abs(scale), vf_set1(KV(error_of_unit)(side, dtype))),
-                                             KV(least_errors)(was, vf_set1(most[r])));
+                    const vf scale = vf_mul(token, vf_set1(unit[r]));
                     const vf rest = vf_mul(vi_to_float(vi_sub(out[r][v], vi_set1(bias * sums[r]))), scale);
-                    vf_store(score, vf_fma(vf_zero_below(rest, excess, 0.0f), vf_set1(0.5f / KV_MAX_ACTIVATION), was));
+                    vf_store(score, vf_fma(vf_zero_below(rest, excess[r][v], 0.0f), vf_set1(0.5f / KV_MAX_ACTIVATION), vf_load(score)));
                 }
             }
         }

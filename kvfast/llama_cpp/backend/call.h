@@ -1,6 +1,6 @@
 /* One call of the operation, cut into tasks.
 
-   A task is a stream, a KV head, up to KV_PANELS x KV_ROWS query rows (the query heads of the KV head x query tokens, token by
+   A task is a stream, a KV head, up to MAX_BLOCKS x KV_ROWS query rows (the query heads of the KV head x query tokens, token by
    token) and a split of the context. It walks its split tile by tile: all its rows share every pass over keys and values. Splits
    depend on shapes alone and are merged in order, so that the bits are the same for every number of threads. */
 #ifndef KVFAST_GGML_CALL_H
@@ -9,7 +9,7 @@
 #include "attention.h"
 #include "ggml_rows.h"
 
-enum { MAX_BLOCKS = KV_PANELS }; /* blocks of KV_ROWS query rows of a task */
+enum { MAX_BLOCKS = KV_MATRIX_PANELS }; /* blocks of KV_ROWS query rows of a task */
 
 /* One side of the cache: keys or values. */
 typedef struct {

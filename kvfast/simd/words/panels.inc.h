@@ -182,6 +182,13 @@ static inline vf KV(squared_error)(vf query_unit, vf query_square, float key_uni
     return vf_fma(vf_mul(query_unit, query_unit), vf_set1(key_square), vf_mul(query_square, vf_set1(key_unit * key_unit)));
 }
 
+/* The squared errors of 16 tokens' scores, as above, of the query whose unit and norm are largest. */
+static inline vf KV(most_squared_errors)(vf query_unit, vf query_square, const KV(word_keys) *keys, int token)
+{
+    const vf unit = vf_load(keys->units + token), scale = vf_set1(vf_hmax(vf_mul(query_unit, query_unit)));
+    return vf_fma(scale, vf_load(keys->squares + token), vf_mul(vf_set1(vf_hmax(query_square)), vf_mul(unit, unit)));
+}
+
 /* Computes the scores that the rounding to words can have moved by more than least_errors in float32. */
 static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row,
                               float *scores)
@@ -198,14 +205,27 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
     vf_store(largest, most);
     for (int r = 0; r < KV_ROWS; r++) least[r] = KV(least_score)(errors[r], largest[r]);
     const vf worth = vf_load(least);
-    for (int t = begin; t < end; t++) {
-        if (!_mm512_cmp_ps_mask(vf_load(scores + t * KV_ROWS), worth, _CMP_NLT_UQ)) continue;
+    /* Which tokens may need it is found without a branch for each: some are loud, and of these a few have large scores. */
+    KV_ALIGNED int32_t tokens[KV_MATRIX_TILE + KV_LANES];
+    int loud_tokens = 0, count = 0;
+    vi token = _mm512_add_epi32(vi_set1(begin), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    for (int t = begin; t < end; t += KV_LANES, token = vi_add(token, vi_set1(KV_LANES))) {
+        error = KV(most_squared_errors)(unit, square, keys, t);
+        if (rope) error = vf_add(error, KV(most_squared_errors)(rope_unit, rope_square, rope, t));
+        const __mmask16 loud = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
+        _mm512_storeu_si512(tokens + loud_tokens, _mm512_maskz_compress_epi32(loud, token));
+        loud_tokens += __builtin_popcount(loud);
+    }
+    for (int i = 0; i < loud_tokens; i++) {
+        tokens[count] = tokens[i];
+        count += _mm512_cmp_ps_mask(vf_load(scores + tokens[i] * KV_ROWS), worth, _CMP_NLT_UQ) != 0;
+    }
+    for (int i = 0; i < count; i++) {
+        const int t = tokens[i];
         error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
         if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
-        __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ);
-        if (!loud) continue;
         const vf least = vf_mul(KV(least_errors)(vf_load(scores + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
-        loud &= _mm512_cmp_ps_mask(error, vf_mul(least, least), _CMP_NLE_UQ);
+        const __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ) & _mm512_cmp_ps_mask(error, vf_mul(least, least), _CMP_NLE_UQ);
         if (!loud) continue;
         vf score = KV(multiply_key)(keys, t, panel->queries, panel->factor, row);
         if (rope) score = vf_add(score, KV(multiply_key)(rope, t, panel->rope_queries, panel->factor, row));

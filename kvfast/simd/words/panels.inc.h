@@ -225,7 +225,8 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
         error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
         if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
         const vf least = vf_mul(KV(least_errors)(vf_load(scores + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
-        const __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ) & _mm512_cmp_ps_mask(error, vf_mul(least, least), _CMP_NLE_UQ);
+        const __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
+                               & _mm512_cmp_ps_mask(error, vf_mul(least, least), _CMP_NLE_UQ);
         if (!loud) continue;
         vf score = KV(multiply_key)(keys, t, panel->queries, panel->factor, row);
         if (rope) score = vf_add(score, KV(multiply_key)(rope, t, panel->rope_queries, panel->factor, row));

@@ -274,10 +274,8 @@ cdef class AttendCall:
         cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
         cdef int kind = KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS else KV_INTEGERS
         item.block_rows, item.row_blocks = KV_ROWS, panels
-        if self.call.kernels.attend_panels[kind] == NULL:  # words, but not codes: those read the float rows beside codes
-            store, kind = store.floats, KV_HALVES
         # Panels multiply 16-bit numbers, which lose bits of float32; and they read rows where they lie.
-        if (store == NULL or self.call.kernels.attend_panels[kind] == NULL or store.k.dtype == KV_FLOAT32
+        if (self.call.kernels.attend_panels[kind] == NULL or store.k.dtype == KV_FLOAT32
                 or store.v.dtype == KV_FLOAT32 or store.decode != NULL or panels == 1):
             return
         # A single token of latent rows has enough query heads, and every single token then goes this way.
@@ -285,7 +283,7 @@ cdef class AttendCall:
                 item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
                 or (self.call.kernels.open_matrix == NULL and item.num_queries * self.call.group < LEAST_WORD_ROWS)):
             return
-        if store.k.family == KV_PACKED_CODES or store.v.family == KV_PACKED_CODES:
+        if self.call.kernels.open_matrix != NULL and KV_PACKED_CODES in (store.k.family, store.v.family):
             self.packed = True
             return
         # Make enough tasks for several threads, each with so many panels that a tile's operands are worth making.
@@ -363,9 +361,7 @@ cdef class AttendCall:
         self._count_parts()
         with nogil:
             measure(&self.call, &traffic)
-        # Words read the float rows beside codes, and a matrix unit both.
         panels = ("attend_panels",) if self.wide else ()
-        floats_alone = store.floats != NULL and self.call.kernels.attend_panels[KV_INTEGERS] == NULL
         items = []
         for i in range(self.call.num_items):
             item = self.call.items + i
@@ -373,8 +369,8 @@ cdef class AttendCall:
             rows = max(rows, min(item.num_queries * self.call.group, <Py_ssize_t>item.block_rows))
         return AttendPlan(
             isa=self.call.kernels.isa.decode(), storage=storage,
-            kernels=_kernels_of(store) + (() if floats_alone else panels),
-            float_kernels=() if store.floats == NULL else _kernels_of(store.floats) + (panels if floats_alone else ()),
+            kernels=_kernels_of(store) + panels,
+            float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
             q_shape=(self.call.q.tokens, self.call.q.heads, self.call.q.dim), q_dtype=dtype_name(self.call.q.dtype),
             num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=self.context, tile=self.call.tile,
             float_tile=self.call.float_tile, rows=rows, num_threads=threads, num_tasks=self.call.num_tasks,

@@ -11,7 +11,7 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.rows cimport begin_rows, load, rows_to_refine
 from kvfast.attention.spans cimport attend_span
-from kvfast.attention.tiles cimport (copy_state, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, num_panels, step_of,
+from kvfast.attention.tiles cimport (copy_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, num_panels, step_of,
                                      touch, touch_first_floats, touch_sinks)
 from kvfast.codec.blocks cimport values_of
 from kvfast.codec.dtypes cimport dtype_limit
@@ -134,7 +134,7 @@ cdef void _refine(kv_task *task, const kv_item *item, const kv_item *last, Py_ss
             task.rows = panel.rows
             begin_rows(task, marked)
             _read_items(task, item, last, row0 + i * KV_ROWS, split)
-            copy_state(panel, &task.scratch.softmax, task.scratch.acc, padded, marked, True)
+            copy_rows(&task.scratch.softmax, task.scratch.acc, padded, marked, panel)
     task.wide, task.rows = wide, rows
 
 

@@ -108,11 +108,7 @@ cdef inline int num_panels(const kv_task *task) noexcept nogil:
     return (task.rows + KV_ROWS - 1) // KV_ROWS if task.wide != NULL else 0
 
 
-cdef enum:
-    ALL_ROWS = 0xFFFF  # of a panel
-
-
-cdef void copy_state(kv_panel *panel, kv_softmax *state, float *acc, Py_ssize_t dim, unsigned rows, bint back) noexcept nogil
+cdef void copy_rows(const kv_softmax *state, const float *acc, Py_ssize_t dim, unsigned rows, kv_panel *panel) noexcept nogil
 cdef int step_of(const kv_task *task) noexcept nogil
 cdef void touch(const kv_task *task, Py_ssize_t position, Py_ssize_t tokens) noexcept nogil
 cdef void touch_first_floats(const kv_task *task) noexcept nogil

@@ -10,8 +10,8 @@ from libc.string cimport memcpy, memset
 from kvfast.attention.tile_size cimport token_bytes
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_HALVES, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES,
-                                  kv_ahead, kv_bends, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading, kv_score_options,
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES,
+                                  kv_ahead, kv_bends, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading,
                                   kv_scratch, kv_side, kv_softmax, kv_tile, reading_of)
 from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_TILE, KV_WORD_GROUP
 
@@ -86,52 +86,20 @@ cdef void attend_range(kv_task *task, const kv_range *range_, const Py_ssize_t *
         _count(task, range_)
     elif task.wide == NULL:
         _attend_tiles(task, range_, starts, stops, following)
-    elif task.call.wide_kind == KV_HALVES and (range_.store.k.family != KV_FLOAT_ROWS or range_.store.v.family != KV_FLOAT_ROWS):
-        _attend_each_panel(task, range_, starts, stops, following)
     else:
         _attend_panels(task, range_, starts, stops)
 
 
-cdef void _attend_each_panel(kv_task *task, const kv_range *range_, const Py_ssize_t *starts, const Py_ssize_t *stops,
-                             const kv_range *following) noexcept nogil:
-    """Read a range of codes beside float rows, where words multiply only these: with vectors, one panel after the other."""
-    cdef kv_softmax *state = &task.scratch.softmax
-    cdef kv_score_options options = task.options
-    cdef kv_panel *panel
-    cdef Py_ssize_t k_dim = task.call.store.k.padded_dim, v_dim = task.call.store.v.padded_dim, i
-    cdef int rows = task.rows, p, r
-    for p in range(num_panels(task)):
-        panel = task.wide.panels + p
-        task.rows, task.options = panel.rows, panel.options
-        for r in range(panel.rows):
-            for i in range(k_dim):
-                task.scratch.rows[r * k_dim + i] = panel.queries[i * KV_ROWS + r]
-        state.refined = 0
-        copy_state(panel, state, task.scratch.acc, v_dim, ALL_ROWS, False)
-        _attend_tiles(task, range_, starts + p * KV_ROWS, stops + p * KV_ROWS, following)
-        copy_state(panel, state, task.scratch.acc, v_dim, ALL_ROWS, True)
-    task.rows, task.options = rows, options
-
-
-cdef void copy_state(kv_panel *panel, kv_softmax *state, float *acc, Py_ssize_t dim, unsigned rows, bint back) noexcept nogil:
-    """Copy the running softmax of a panel's rows, those whose bit is set, to a state, or `back`."""
+cdef void copy_rows(const kv_softmax *state, const float *acc, Py_ssize_t dim, unsigned rows, kv_panel *panel) noexcept nogil:
+    """Copy the running softmax of the rows whose bit is set to a panel."""
     cdef int r
     cdef Py_ssize_t i
-    cdef float *lane
-    cdef float *own
     for r in range(panel.rows):
         if not rows >> r & 1:
             continue
         for i in range(dim // KV_LANES):
-            lane, own = panel.acc + (i * KV_ROWS + r) * KV_LANES, acc + r * dim + i * KV_LANES
-            if back:
-                memcpy(lane, own, KV_LANES * sizeof(float))
-            else:
-                memcpy(own, lane, KV_LANES * sizeof(float))
-        if back:
-            panel.m[r], panel.l[r], panel.noise[r] = state.m[r], state.l[r], state.noise[r]
-        else:
-            state.m[r], state.l[r], state.noise[r] = panel.m[r], panel.l[r], panel.noise[r]
+            memcpy(panel.acc + (i * KV_ROWS + r) * KV_LANES, acc + r * dim + i * KV_LANES, KV_LANES * sizeof(float))
+        panel.m[r], panel.l[r], panel.noise[r] = state.m[r], state.l[r], state.noise[r]
 
 
 cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t *starts,

@@ -170,10 +170,13 @@ typedef struct {
     int block_of[KV_MATRIX_TILE / KV_LANES];
     float error, rope_error;            /* see error_of_unit */
     float code_size;                    /* of values; see there */
+    float usual_size, most_weights, rounding; /* of values as words: for rows that see a part of the tile; the largest sum of a group's
+                                                 weights; 1, or 0 if they are exact */
     KV_ALIGNED int8_t keys[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t values[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t rope[KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 4];
     KV_ALIGNED float rows[KV_LANES * (KV_MAX_HEAD_DIM + KV_LANES)];         /* of words: some keys as they are */
+    KV_ALIGNED float deviations[KV_MATRIX_TILE * KV_MAX_HEAD_DIM];          /* of words: keys with channel scales, less their mean */
     KV_ALIGNED float key_scales[KV_MATRIX_TILE];
     KV_ALIGNED float rope_scales[KV_MATRIX_TILE];
     KV_ALIGNED float value_scales[KV_MATRIX_TILE];
@@ -292,8 +295,8 @@ typedef struct {
        with the same bits; NULL without one. The thread must not call attend_panels between them. */
     void (*open_matrix)(int rows);
     void (*close_matrix)(void);
-    /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of all dtypes but FLOAT32, in
-       16-bit integers, with a matrix unit; KV_HALVES: of float rows, in bfloat16 of two parts with one, or as words. */
+    /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of codes, and float rows beside
+       them; a matrix unit takes no packed codes. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts. */
     void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                              float scale, kv_panel *panel); /* rope NULL: no latent rows */
     void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,

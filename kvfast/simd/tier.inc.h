@@ -19,9 +19,12 @@
 #include "measure.inc.h"
 #if W == 16 && defined(KV_VNNI)
 #include "words/operands.inc.h"
+#include "words/codes.inc.h"
 #include "words/weights.inc.h"
 #include "words/panels.inc.h"
-#define KV_WORDS .prepare_panel = {[KV_HALVES] = KV(prepare_words)}, .attend_panels = {[KV_HALVES] = KV(attend_words)},
+#define KV_WORDS                                                            \
+    .prepare_panel = {KV_OF_CODES(KV(prepare_words)), KV(prepare_words)},   \
+    .attend_panels = {KV_OF_CODES(KV(attend_word_codes)), KV(attend_words)},
 #else
 #define KV_WORDS
 #endif

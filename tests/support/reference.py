@@ -71,21 +71,10 @@ def halves_bound():
 def ways_agree(one, other, dtype, rtol=1e-5, atol=1e-5):
     """Whether two ways of computing the same attention do: many queries and a few, prefixes read together and apart.
 
-    Many queries are rounded elsewhere than a few are, by a matrix unit all but those on float32, and by AVX-512 VNNI those on
-    float16 and bfloat16, also on the float rows beside codes. There both are held to the precision contract alone, floats to a part
-    of it.
+    Many queries are rounded elsewhere than a few are, by a matrix unit and by AVX-512 VNNI, but on float32. There both are held to
+    the precision contract alone, and to a part of it what no matrix unit multiplies as integers.
     """
-    isa = kvfast.active_isa()
-    if isa == "amx" and (dtype == "mixed" or not str(dtype).startswith(("float", "bfloat"))):
-        return relative_error(one, other) < bound("int8")
-    if isa in HALVES_BOUNDS and has_halves(dtype):
-        return relative_error(one, other) < halves_bound()
-    return np.allclose(one, other, rtol=rtol, atol=atol)
-
-
-def has_halves(dtype):
-    """Whether queries read rows of float16 or bfloat16, beside codes or alone."""
-    if isinstance(dtype, kvfast.KVFormat):
-        dtypes = dtype.k_dtype + dtype.v_dtype
-        return dtype.seals or dtype.num_float_tokens > 0 or ("int" not in dtypes and "float32" not in dtypes)
-    return dtype not in ("float32", "int8", "int8-plain", "int4-plain", "k8v4", "int8/int4")
+    if dtype == "float32" or kvfast.active_isa() not in HALVES_BOUNDS:
+        return np.allclose(one, other, rtol=rtol, atol=atol)
+    codes_by_matrix = kvfast.active_isa() == "amx" and not str(dtype).startswith(("float", "bfloat"))
+    return relative_error(one, other) < (bound("int8") if codes_by_matrix else halves_bound())

@@ -72,18 +72,9 @@ static float KV(cut_row)(const kv_side *side, const char *row, int tiles, int8_t
 static inline int8_t *KV(put_codes)(const char *line, const int dtype, int8_t *out)
 {
     const vcodes stored = vcodes_load(line);
-    if (dtype == KV_INT8) {
-        _mm512_store_si512(out, _mm512_xor_si512(stored, _mm512_set1_epi8((char)128)));
-        return out + 64;
-    }
-    const vcodes shifted = vcodes_shift(stored);
-    if (dtype == KV_INT4) {
-        _mm512_store_si512(out, _mm512_sub_epi8(vcodes_low(stored), _mm512_set1_epi8(8)));
-        _mm512_store_si512(out + 64, _mm512_sub_epi8(vcodes_low(shifted), _mm512_set1_epi8(8)));
-    } else {
-        _mm512_store_si512(out, _mm512_xor_si512(vcodes_levels(stored), _mm512_set1_epi8((char)128)));
-        _mm512_store_si512(out + 64, _mm512_xor_si512(vcodes_levels(shifted), _mm512_set1_epi8((char)128)));
-    }
+    _mm512_store_si512(out, KV(signed_codes)(stored, dtype));
+    if (dtype == KV_INT8) return out + 64;
+    _mm512_store_si512(out + 64, KV(signed_codes)(vcodes_shift(stored), dtype));
     return out + 128;
 }
 
@@ -93,22 +84,6 @@ static inline void KV(put_lines)(const char *codes, int lines, int dtype, int8_t
     if (dtype == KV_INT8) for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_INT8, out);
     else if (dtype == KV_INT4) for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_INT4, out);
     else for (; codes < end; codes += 64) out = KV(put_codes)(codes, KV_GAUSS4, out);
-}
-
-/* Widens keys with channel scales of 16 tokens to a line of bytes for each four depths, less a bias; see keys.h. */
-static inline __attribute__((always_inline)) void KV(widen_keys)(const char *unit, int units, const kv_key_order *order,
-                                                                 const int dtype, int bias, const char *ahead, int8_t *out)
-{
-    const int unit_bytes = 32 * kv_dtypes[dtype].bits;
-    const vi less = _mm512_set1_epi8((char)bias);
-    for (size_t u = 0; u < (size_t)units; u++, unit += unit_bytes, ahead += unit_bytes) {
-        const KV(words) low = (KV(words))vcodes_load(unit);
-        const KV(words) high = dtype == KV_INT4 ? (KV(words))vcodes_load(unit + 64) : (KV(words))KV(load_nibbles)(unit + 64, 0);
-        kv_prefetch_lines(ahead, 2, kv_prefetch_level);
-#define KV_PUT(line, codes) _mm512_store_si512(out + (size_t)(line) * 64, _mm512_sub_epi8((vi)(codes), less))
-        KV_EACH_KEY_LINE(dtype, order, u, low, high, KV_PUT);
-#undef KV_PUT
-    }
 }
 
 /* Loads keys of 16 tokens that are stored as codes: (padded_dim / 64, 16 lines, 64). */

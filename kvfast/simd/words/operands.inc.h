@@ -1,4 +1,4 @@
-/* Queries, keys and values of float rows as words, integers of 16 bits, and how these are multiplied.
+/* Queries, keys and values as words, integers of 16 bits, and how these are multiplied; codes.inc.h has what is stored as codes.
 
    A processor without a matrix unit multiplies twice as many words as floats (vpdpwssd). A line of 64 bytes has 16 lanes of two
    words each, which meet the two words of a lane in another line:
@@ -6,8 +6,9 @@
      queries  (padded_dim / 2, 16 rows, 2 words)        keys     (tokens / 16, padded_dim / 2, 16 tokens, 2 words)
      weights  (tokens / 2, 16 rows, 2 tokens)           values   (padded_dim / 16, tokens / 2, 16 elements, 2 tokens)
 
-   A row that sees all tokens of a tile reads the keys less their mean, as keys of a model have much in common; the mean's product with
-   the query is added in float32. Other rows read the keys as they are, for what else the tile has depends on the rows beside them.
+   A row that sees all tokens of a tile reads float rows of keys less their mean, as keys of a model have much in common; the mean's
+   product with the query is added in float32. Other rows read them as they are, for what else the tile has depends on the rows beside
+   them. Codes are read less the mean of their block, which does not depend on any row.
 
    Elements are at most 32767. The products of 64 elements are summed up in two sets, which hold the elements whose index has
    bit 1 clear or set, and then as floats. The norm of each set of a query or key is at most KV_WORD_NORM. With the rounding,
@@ -130,6 +131,8 @@ static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, int8_t
     }
     /* `most` is at least 1, or the row is 0. */
     const vf size = vf_min(vf_div(vf_set1(KV_WORD_NORM), _mm512_sqrt_ps(vf_max(most, vf_set1(1.0f)))), vf_set1(32767.0f));
+    const vi low_words = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32,
+                                          30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     vf_store(factor, vf_mul(inverse, size));
     vf_store(units, vf_div(peaks, size));
     vf_store(squares, vf_mul(sum, vf_mul(peaks, peaks)));
@@ -138,15 +141,14 @@ static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, int8_t
             const float *at = rows + r * stride + i;
             const vi a = vf_round(vf_mul(vf_load(at), vf_set1(factor[r])));
             const vi b = i + W < n ? vf_round(vf_mul(vf_load(at + W), vf_set1(factor[r]))) : vi_set1(0);
-            _mm512_store_si512(lines + 64 * r, _mm512_packs_epi32(a, b));
+            _mm512_store_si512(lines + 64 * r, _mm512_permutex2var_epi16(a, low_words, b));
         }
         if (i + W < n) {
             KV(transpose_lines)(lines, out);
             continue;
         }
-        /* Of a line of pairs (a0 a1, a2 a3, b0 b1, b2 b3, a4 ...) every other two are those of the half that is there. */
         KV(transpose_lines)(lines, half);
-        for (int j = 0; j < 16; j += 4) memcpy(out + 32 * j, half + 64 * j, 128);
+        memcpy(out, half, 512);
     }
 }
 
@@ -164,15 +166,31 @@ static int KV(find_rows)(const kv_side *side, const kv_tile *tile, int multiple,
     return count;
 }
 
-/* Keys as words, and as they are stored. */
+/* Keys as words, and what they were made of: float rows, or codes. */
 typedef struct {
-    const char *rows[KV_MATRIX_TILE];
-    int dim, dtype;
-    const int8_t *words;
-    float *mean;
+    const char *rows[KV_MATRIX_TILE]; /* float rows */
+    int family, dim, dtype;
+    int has_channels, has_means;
+    int8_t *words;
+    float *means;                                             /* (blocks, KV_MAX_HEAD_DIM), which the words are less; not of `rows` */
+    const float *deviations;                                  /* with channel scales: (tokens / 16, dim, 16 tokens) x block_units */
+    int block_of[KV_MATRIX_TILE / KV_LANES];                  /* of 16 tokens; the mean of float rows is that of block 0 */
+    float block_units[KV_MATRIX_TILE / KV_LANES];
+    float rounding;                                           /* 1, or 0 if the words are exact */
     float most_unit, most_square;
     KV_ALIGNED float units[KV_MATRIX_TILE], squares[KV_MATRIX_TILE]; /* of the words, and of the norm */
 } KV(word_keys);
+
+/* The largest units and norms of `count` keys, in whole lane tiles. */
+static inline void KV(find_most)(KV(word_keys) *keys, int count)
+{
+    vf unit = vf_set1(0.0f), square = unit;
+    for (int t = 0; t < count; t += KV_LANES) {
+        unit = vf_max(unit, vf_load(keys->units + t));
+        square = vf_max(square, vf_load(keys->squares + t));
+    }
+    keys->most_unit = vf_hmax(unit), keys->most_square = vf_hmax(square);
+}
 
 /* The mean of the keys of a whole tile. */
 static void KV(average_keys)(KV(word_keys) *keys)
@@ -183,31 +201,37 @@ static void KV(average_keys)(KV(word_keys) *keys)
         KV_FOR4(v, 4, sum[v] = vf_set1(0.0f););
         for (int t = 0; t < KV_MATRIX_TILE; t++)
             KV_FOR4(v, 4, if (v < vectors) sum[v] = vf_add(sum[v], KV(load_element)(keys->rows[t], i + v * W, keys->dtype)););
-        KV_FOR4(v, 4, if (v < vectors) vf_store(keys->mean + i + v * W, vf_mul(sum[v], vf_set1(1.0f / KV_MATRIX_TILE))););
+        KV_FOR4(v, 4, if (v < vectors) vf_store(keys->means + i + v * W, vf_mul(sum[v], vf_set1(1.0f / KV_MATRIX_TILE))););
     }
 }
 
-/* Loads keys, if `less_mean` is 1 less their mean. */
-static void KV(load_key_words)(const kv_side *side, const kv_tile *tile, int less_mean, float *mean, int8_t *out,
-                               kv_operands *operands, KV(word_keys) *keys)
+/* Loads float rows of keys, if `less_mean` is 1 less their mean. */
+static void KV(load_key_words)(const kv_side *side, const kv_tile *tile, int less_mean, kv_operands *operands, KV(word_keys) *keys)
 {
     enum { STRIDE = KV_MAX_HEAD_DIM + W }; /* no multiple of a page */
     const int n = side->padded_dim, dtype = side->dtype, count = KV(find_rows)(side, tile, KV_LANES, keys->rows);
-    vf unit = vf_set1(0.0f), square = unit;
-    keys->dim = n, keys->dtype = dtype, keys->words = out, keys->mean = mean;
+    int8_t *out = keys->words;
+    keys->has_means = less_mean, keys->has_channels = 0, keys->rounding = 1.0f;
+    memset(keys->block_of, 0, sizeof keys->block_of);
     if (less_mean) KV(average_keys)(keys);
-    else memset(mean, 0, (size_t)n * sizeof(float));
+    else memset(keys->means, 0, (size_t)n * sizeof(float));
     for (int t = 0; t < count; t += KV_LANES, out += n * 32) {
         for (int r = 0; r < KV_LANES; r++)
             for (int i = 0; i < n; i += W)
-                vf_store(operands->rows + r * STRIDE + i, vf_sub(KV(load_element)(keys->rows[t + r], i, dtype), vf_load(mean + i)));
+                vf_store(operands->rows + r * STRIDE + i,
+                         vf_sub(KV(load_element)(keys->rows[t + r], i, dtype), vf_load(keys->means + i)));
         KV(put_word_lane)(operands->rows, STRIDE, n, out, keys->units + t, keys->squares + t);
-        unit = vf_max(unit, vf_load(keys->units + t));
-        square = vf_max(square, vf_load(keys->squares + t));
     }
-    keys->most_unit = vf_hmax(unit), keys->most_square = vf_hmax(square);
+    KV(find_most)(keys, count);
 }
 
+/* The root mean square of values as words; a weight's rounding counts twice, for the next weight takes it back. */
+static inline float KV(size_of_values)(float squares, int elements)
+{
+    return __builtin_sqrtf(2.0f * squares / (float)elements);
+}
+
+/* Loads float rows of values. */
 static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
 {
     const char *rows[KV_MATRIX_TILE];
@@ -237,6 +261,8 @@ static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_op
             }
         }
     }
-    /* Their root mean square; a weight's rounding counts twice, for the next weight takes it back. */
-    operands->code_size = __builtin_sqrtf(2.0f * vf_hsum(squares) / (float)(count * n));
+    operands->code_size = KV(size_of_values)(vf_hsum(squares), count * n);
+    operands->usual_size = KV_MOST_VALUE / 127.0f * KV_CODE_SIZE(KV_INT8);
+    operands->most_weights = KV_MOST_WEIGHTS;
+    operands->rounding = 1.0f;
 }

@@ -1,4 +1,4 @@
-/* Attention of many query rows on float rows, with words; see operands.inc.h. Panels of 16 query rows read the keys and values of
+/* Attention of many query rows with words; see operands.inc.h. Panels of 16 query rows read the keys and values of
    KV_MATRIX_TILE tokens, which become words once for all of them. The softmax is corrected once for these tokens. */
 
 /* Prefetches one part in `parts` of each block of a tile. */
@@ -74,10 +74,12 @@ static vf KV(multiply_row)(const float *row, const float *queries, int n, float 
     return vf_mul(vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])), vf_set1(factor));
 }
 
-/* The product of a key, as it is stored, with each of 16 query rows. `row` is room for it. */
+/* The product of a key with each of 16 query rows. `row` is room for it. */
 static vf KV(multiply_key)(const KV(word_keys) *keys, int token, const float *queries, float factor, float *row)
 {
-    for (int i = 0; i < keys->dim; i += W) vf_store(row + i, KV(load_element)(keys->rows[token], i, keys->dtype));
+    if (keys->family != KV_FLOAT_ROWS) KV(load_key_row)(keys, token, row);
+    else
+        for (int i = 0; i < keys->dim; i += W) vf_store(row + i, KV(load_element)(keys->rows[token], i, keys->dtype));
     return KV(multiply_row)(row, queries, keys->dim, factor);
 }
 
@@ -88,9 +90,15 @@ static inline __attribute__((always_inline)) void KV(score_words)(
     float *scores, const int adds)
 {
     const int n = keys->dim;
-    const vf unit = vf_load(query_unit), shift = KV(multiply_row)(keys->mean, queries, n, factor);
+    const vf unit = vf_load(query_unit);
+    vf shift = vf_set1(0.0f);
+    int block = -1;
     for (int t = begin; t < end; t += 8) {
         vf total[8];
+        if (keys->has_means && block != keys->block_of[t / KV_LANES]) {
+            block = keys->block_of[t / KV_LANES];
+            shift = KV(multiply_row)(keys->means + block * KV_MAX_HEAD_DIM, queries, n, factor);
+        }
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) total[i] = vf_set1(0.0f);
         for (int d = 0; d < n; d += 64) {
@@ -170,11 +178,8 @@ static void KV(add_words)(const kv_operands *operands, kv_panel *panel, int begi
     }
 }
 
-/* The keys of a tile, and of latent rows their rotary part. */
-typedef struct {
-    KV(word_keys) keys, rope;
-    int has_rope;
-} KV(word_tile);
+/* The keys of a tile, and of latent rows their rotary part, or NULL. */
+typedef struct { const KV(word_keys) *keys, *rope; } KV(word_tile);
 
 /* The squares of the standard errors of scores, over 0.29, that come from rounding a key and 16 queries. */
 static inline vf KV(squared_error)(vf query_unit, vf query_square, float key_unit, float key_square)
@@ -193,9 +198,10 @@ static inline vf KV(most_squared_errors)(vf query_unit, vf query_square, const K
 static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row,
                               float *scores)
 {
-    const KV(word_keys) *keys = &tile->keys, *rope = tile->has_rope ? &tile->rope : NULL;
+    const KV(word_keys) *keys = tile->keys, *rope = tile->rope;
     const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f)), unit = vf_load(panel->unit);
-    const vf square = vf_load(panel->square), rope_unit = vf_load(panel->rope_unit), rope_square = vf_load(panel->rope_square);
+    const vf square = vf_mul(vf_load(panel->square), vf_set1(keys->rounding)), rope_unit = vf_load(panel->rope_unit);
+    const vf rope_square = vf_mul(vf_load(panel->rope_square), vf_set1(rope ? rope->rounding : 0.0f));
     vf error = KV(squared_error)(unit, square, keys->most_unit, keys->most_square);
     if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->most_unit, rope->most_square));
     if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
@@ -236,9 +242,9 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
 
 static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row, float *scores)
 {
-    KV(score_words)(panel->queries, panel->halves, panel->unit, panel->factor, &tile->keys, begin, end, scores, 0);
-    if (tile->has_rope)
-        KV(score_words)(panel->rope_queries, panel->rope_halves, panel->rope_unit, panel->factor, &tile->rope, begin, end, scores, 1);
+    KV(score_words)(panel->queries, panel->halves, panel->unit, panel->factor, tile->keys, begin, end, scores, 0);
+    if (tile->rope)
+        KV(score_words)(panel->rope_queries, panel->rope_halves, panel->rope_unit, panel->factor, tile->rope, begin, end, scores, 1);
     KV(refine_scores)(tile, panel, begin, end, row, scores);
 }
 
@@ -250,7 +256,7 @@ static void KV(sort_rows)(const kv_panel *panel, __mmask16 *all, __mmask16 *some
     *some = _mm512_cmplt_epi32_mask(start, stop) & ~*all;
 }
 
-/* `tiles` are the keys as they are, and less their mean. */
+/* `tiles` are the keys for rows that see some of the tile, and for those that see all. */
 static void KV(attend_word_panel)(kv_operands *operands, const KV(word_tile) tiles[2], kv_panel *panel, float position,
                                   KV(following) *next)
 {
@@ -261,7 +267,7 @@ static void KV(attend_word_panel)(kv_operands *operands, const KV(word_tile) til
     __mmask16 all, some;
     KV(sort_rows)(panel, &all, &some);
     KV(score_tile)(tiles + (all != 0), panel, begin, end, operands->rows, w.weights);
-    if (all && some) {
+    if (all && some && (tiles[0].keys != tiles[1].keys || tiles[0].rope != tiles[1].rope)) {
         KV_ALIGNED float scores[KV_MATRIX_TILE * KV_ROWS];
         KV(score_tile)(tiles, panel, begin, end, operands->rows, scores);
         for (int t = begin * KV_ROWS; t < end * KV_ROWS; t += KV_ROWS)
@@ -274,31 +280,64 @@ static void KV(attend_word_panel)(kv_operands *operands, const KV(word_tile) til
     KV(add_words)(operands, panel, begin, end, &w, w.changed ? w.rescale : NULL);
 }
 
-static void KV(attend_words)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
-                             const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,
-                             kv_panel *panels, int num_panels)
+/* Loads one side of keys for both tiles: as they are and less their mean, if they are float rows. */
+static inline __attribute__((always_inline)) void KV(load_sides)(
+    const kv_side *side, const kv_tile *tile, const int *wanted, float *means, int8_t *words, ptrdiff_t words_bytes,
+    kv_operands *operands, KV(word_keys) keys[2], const KV(word_keys) *loaded[2], const int codes)
 {
-    KV(word_tile) tiles[2];
+    for (int i = 0; i < 2; i++) {
+        KV(word_keys) *now = keys + i;
+        loaded[i] = now;
+        if (!wanted[i]) continue;
+        now->family = side->family, now->dim = side->padded_dim, now->dtype = side->dtype;
+        now->words = words + i * words_bytes, now->means = means + i * KV_MAX_HEAD_DIM;
+        if (codes && side->family != KV_FLOAT_ROWS) {
+            KV(load_key_codes)(side, tile, operands, now);
+            loaded[0] = loaded[1] = now;
+            return;
+        }
+        KV(load_key_words)(side, tile, i, operands, now);
+    }
+}
+
+static inline __attribute__((always_inline)) void KV(attend_word_tile)(
+    const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values, const kv_tile *next_keys,
+    const kv_tile *next_values, float position, kv_operands *operands, kv_panel *panels, int num_panels, const int codes)
+{
+    const int has_rope = v->as_keys && v->padded_dim;
+    const kv_side *from = v->as_keys ? k : v;
+    KV(word_keys) k_words[2], rope_words[2];
+    const KV(word_keys) *k_loaded[2], *rope_loaded[2] = {NULL, NULL};
     int wanted[2] = {0, 0};
     for (int i = 0; i < num_panels; i++) {
         __mmask16 all, some;
         KV(sort_rows)(panels + i, &all, &some);
         wanted[0] |= some, wanted[1] |= all;
     }
-    for (int i = 0; i < 2; i++) {
-        if (!wanted[i]) continue;
-        tiles[i].has_rope = v->as_keys && v->padded_dim;
-        float *mean = operands->means + 2 * i * KV_MAX_HEAD_DIM;
-        KV(load_key_words)(k, keys, i, mean, operands->keys + i * (KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2), operands, &tiles[i].keys);
-        if (tiles[i].has_rope)
-            KV(load_key_words)(v, values, i, mean + KV_MAX_HEAD_DIM, operands->rope + i * (KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 2),
-                               operands, &tiles[i].rope);
-    }
-    operands->value_dim = v->as_keys ? k->padded_dim : v->padded_dim;
-    KV(load_value_words)(v->as_keys ? k : v, v->as_keys ? keys : values, operands);
+    /* Codes have the means of up to 8 blocks, but latent rows have none. */
+    KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, k_words, k_loaded,
+                   codes);
+    if (has_rope)
+        KV(load_sides)(v, values, wanted, operands->means + 2 * KV_MAX_HEAD_DIM, operands->rope, KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 2,
+                       operands, rope_words, rope_loaded, codes);
+    const KV(word_tile) tiles[2] = {{k_loaded[0], rope_loaded[0]}, {k_loaded[1], rope_loaded[1]}};
+    operands->value_dim = from->padded_dim;
+    if (codes && from->family != KV_FLOAT_ROWS) KV(load_value_codes)(from, v->as_keys ? keys : values, v->as_keys, operands);
+    else KV(load_value_words)(from, v->as_keys ? keys : values, operands);
     KV(following) next = {k, v, next_keys, next_values, 0, num_panels * PREFETCHES};
     for (int i = 0; i < num_panels; i++) {
         next.part = i * PREFETCHES;
         KV(attend_word_panel)(operands, tiles, panels + i, position, &next);
     }
 }
+
+#define KV_ATTEND(name, codes)                                                                                           \
+    static void KV(name)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,                 \
+                         const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,    \
+                         kv_panel *panels, int num_panels)                                                               \
+    {                                                                                                                    \
+        KV(attend_word_tile)(k, v, keys, values, next_keys, next_values, position, operands, panels, num_panels, codes); \
+    }
+KV_ATTEND(attend_words, 0)
+KV_ATTEND(attend_word_codes, 1)
+#undef KV_ATTEND

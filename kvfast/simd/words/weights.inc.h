@@ -66,12 +66,11 @@ static void KV(round_weights)(KV(word_weights) *w, int begin, int end)
 /* Turns scores into weights, exp(score - maximum of these tokens), and updates the panel's maxima and sums of weights. `begin` and
    `end` leave out only tokens that no row sees. They do not change a row's numbers: the weights of masked tokens are 0, and sums are
    taken in the order of positions. `all` marks the rows that see the whole tile. For them the size of its values counts, for others
-   one that rarely is less: how many tokens are read depends on other rows. The noise has the rounding of values, too: of a group,
-   at most its largest weight times the sum. */
+   one that rarely is less: how many tokens are read depends on other rows. The noise has the rounding of values, too, if they were
+   rounded: of a group, at most its largest weight times the sum. */
 static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmask16 all, float position, int begin, int end,
                             KV(word_weights) *w)
 {
-    const float usual_size = KV_MOST_VALUE / 127.0f * KV_CODE_SIZE(KV_INT8);
     const vf none = vf_set1(-INFINITY), zero = vf_set1(0.0f), log2e = vf_set1(1.44269504f);
     int whole = !kv_bends(&panel->options);
     for (int r = 0; r < KV_ROWS; r++) whole &= panel->start[r] <= begin && panel->stop[r] >= end;
@@ -103,7 +102,7 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
             vf_store(at, scaled);
         }
         /* The unit for the largest sum and for the largest word. */
-        const vf unit = vf_max(vf_mul(sum, vf_set1(1.0f / KV_MOST_WEIGHTS)), vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)));
+        const vf unit = vf_max(vf_mul(sum, vf_set1(1.0f / operands->most_weights)), vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)));
         vf_store(w->inverse[g], vf_zero_below(vf_div(vf_set1(1.0f), unit), unit, 0x1p-120f));
         vf_store(w->unit[g], vf_mul(unit, add));
         vf_store(sums[g], sum);
@@ -113,12 +112,14 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     vf_store(panel->l, vf_fma(vf_load(panel->l), keep, vf_mul(total, add)));
     vf_store(w->rescale, keep);
     vf_store(adds, add);
-    vf_store(sizes, _mm512_mask_mov_ps(vf_set1(usual_size), all, vf_set1(operands->code_size)));
+    vf_store(sizes, _mm512_mask_mov_ps(vf_set1(operands->usual_size), all, vf_set1(operands->code_size)));
     w->changed = (uint16_t)~same;
+    const float rounding = operands->rounding;
     for (int r = 0; r < KV_ROWS; r++) { /* without a branch: compilers make vectors of it */
         double noise = panel->noise[r] * w->rescale[r] * w->rescale[r];
         for (int g = 0; g < WORD_GROUPS; g++)
-            noise += KV(noise_of)(w->unit[g][r], sizes[r], 0) / WORD_GROUPS + (double)sums[g][r] * tops[g][r] * adds[r] * adds[r];
+            noise += KV(noise_of)(w->unit[g][r], sizes[r], 0) / WORD_GROUPS
+                   + (double)(sums[g][r] * rounding) * tops[g][r] * adds[r] * adds[r];
         panel->noise[r] = noise;
     }
 }

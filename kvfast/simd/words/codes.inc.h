@@ -1,0 +1,244 @@
+/* Keys and values that are stored as codes, as words; see operands.inc.h.
+
+   Without channel scales a word is a code, or its level, less the bias, and its unit is the token's scale: nothing is rounded. A set of
+   32 such words has a norm of at most 127 sqrt(32) = 719; of values, 32 words of weights times 127 are at most
+       |sum w v| <= 32 * 32639 * 127 = 132 645 000 < 2^31.
+   Keys with channel scales are rounded to words as float rows are. Packed codes are expanded to INT8 before, and values of latent rows
+   are their keys, transposed. */
+
+/* A line of codes as signed bytes; of nibbles the low ones. */
+static inline __attribute__((always_inline)) vi KV(signed_codes)(vcodes stored, const int dtype)
+{
+    if (dtype == KV_INT4) return _mm512_sub_epi8(vcodes_low(stored), _mm512_set1_epi8(8));
+    return _mm512_xor_si512(dtype == KV_INT8 ? stored : vcodes_levels(stored), _mm512_set1_epi8((char)128));
+}
+
+/* Writes a line of four signed bytes a lane as two lines of two words, and adds the squares of each lane. */
+static inline __attribute__((always_inline)) void KV(put_word_lines)(vi bytes, int8_t *out, vacc *squares)
+{
+    const vi first = _mm512_set4_epi32(0x0D800C80, 0x09800880, 0x05800480, 0x01800080);
+    const vi second = _mm512_set4_epi32(0x0F800E80, 0x0B800A80, 0x07800680, 0x03800280);
+    const vi a = _mm512_srai_epi16(_mm512_shuffle_epi8(bytes, first), 8), b = _mm512_srai_epi16(_mm512_shuffle_epi8(bytes, second), 8);
+    *squares = (vacc)_mm512_dpwssd_epi32(_mm512_dpwssd_epi32((__m512i)*squares, a, a), b, b);
+    _mm512_store_si512(out, a);
+    _mm512_store_si512(out + 64, b);
+}
+
+/* Writes lines of codes as lines of words, and adds their squares: at most 2 * 127^2 for each line of words, of which there are
+   2048 at most. */
+static inline __attribute__((always_inline)) void KV(widen_dtype)(const char *codes, int lines, const int dtype, int8_t *out,
+                                                                  vacc *squares)
+{
+    for (const char *end = codes + (ptrdiff_t)lines * 64; codes < end; codes += 64, out += 128) {
+        const vcodes stored = vcodes_load(codes);
+        KV(put_word_lines)(KV(signed_codes)(stored, dtype), out, squares);
+        if (dtype == KV_INT8) continue;
+        out += 128;
+        KV(put_word_lines)(KV(signed_codes)(vcodes_shift(stored), dtype), out, squares);
+    }
+}
+
+static inline void KV(widen_codes)(const char *codes, int lines, int dtype, int8_t *out, vacc *squares)
+{
+    if (dtype == KV_INT8) KV(widen_dtype)(codes, lines, KV_INT8, out, squares);
+    else if (dtype == KV_INT4) KV(widen_dtype)(codes, lines, KV_INT4, out, squares);
+    else KV(widen_dtype)(codes, lines, KV_GAUSS4, out, squares);
+}
+
+/* Scales of 16 tokens from a slot on, 0 from the `count`th on. Finite, as a weight of 0 is multiplied with them: a token that nobody
+   sees may be anything. */
+static inline vf KV(load_token_scales)(const kv_side *side, const char *block, int slot, int count)
+{
+    const vf scales = KV(load_scales)(block + side->scales, slot, side->dtype);
+    const vf finite = vf_min(vf_max(scales, vf_set1(-KV_MAX_FLOAT32)), vf_set1(KV_MAX_FLOAT32));
+    return _mm512_maskz_mov_ps((__mmask16)(count < KV_LANES ? (1u << count) - 1 : 0xFFFF), finite);
+}
+
+/* Widens keys with channel scales of 16 tokens to a line of bytes for each four depths, less a bias; see keys.h. */
+static inline __attribute__((always_inline)) void KV(widen_keys)(const char *unit, int units, const kv_key_order *order,
+                                                                 const int dtype, int bias, const char *ahead, int8_t *out)
+{
+    const int unit_bytes = 32 * kv_dtypes[dtype].bits;
+    const vi less = _mm512_set1_epi8((char)bias);
+    for (size_t u = 0; u < (size_t)units; u++, unit += unit_bytes, ahead += unit_bytes) {
+        const KV(words) low = (KV(words))vcodes_load(unit);
+        const KV(words) high = dtype == KV_INT4 ? (KV(words))vcodes_load(unit + 64) : (KV(words))KV(load_nibbles)(unit + 64, 0);
+        kv_prefetch_lines(ahead, 2, kv_prefetch_level);
+#define KV_PUT(line, codes) _mm512_store_si512(out + (size_t)(line) * 64, _mm512_sub_epi8((vi)(codes), less))
+        KV_EACH_KEY_LINE(dtype, order, u, low, high, KV_PUT);
+#undef KV_PUT
+    }
+}
+
+/* The statistics of a block of keys. */
+typedef struct {
+    kv_key_order order;
+    KV_ALIGNED float scales[KV_MAX_HEAD_DIM]; /* of the channels, in parts of `unit`: at most 1 */
+    float unit;
+} KV(key_statistics);
+
+/* Loads them, and the means, which the keys are less. With channel scales these are at the middle of the codes. */
+static void KV(load_key_statistics)(const kv_side *side, const char *block, float *means, KV(key_statistics) *statistics)
+{
+    const uint16_t *channels = (const uint16_t *)(block + side->channels);
+    const int n = side->padded_dim;
+    KV(to_float16)(block + side->means, n, means);
+    if (!side->channels) return;
+    const float unit = KV(unit_of)(channels);
+    const vf middle = vf_set1(unit * (float)KV_KEY_BIAS(side->dtype));
+    statistics->unit = unit * 0x1p14f; /* a scale has 14 bits */
+    for (int i = 0; i < n; i += W) {
+        const vf scale = KV(load_channel_scales)(channels + i, vf_set1(0x1p-16f));
+        vf_store(means + i, vf_fma(scale, middle, vf_load(means + i)));
+        vf_store(statistics->scales + i, vf_mul(scale, vf_set1(0x1p-14f)));
+    }
+    KV(read_key_order)(channels, n, &statistics->order);
+}
+
+/* Rounds 16 keys with channel scales to words. Unrounded, in parts of the block's unit, they go to `deviations`. */
+static inline __attribute__((always_inline)) void KV(put_channel_lane)(
+    const char *codes, int n, const KV(key_statistics) *statistics, const int dtype, float *deviations, int8_t *out,
+    float *units, float *squares)
+{
+    KV_ALIGNED int8_t bytes[KV_MAX_HEAD_DIM * KV_LANES];
+    KV(widen_keys)(codes, n / KV_UNIT, &statistics->order, dtype, KV_KEY_BIAS(dtype), codes, bytes);
+    vf most = vf_set1(0x1p-60f), peak = vf_set1(0.0f), sum = peak; /* other than 0 they are at least 2^-14 */
+    for (int first = 0; first < n; first += 64) {
+        const int stop = first + 64 < n ? first + 64 : n;
+        vf square[2] = {vf_set1(0.0f), vf_set1(0.0f)};
+        for (int i = first; i < stop; i += 4) {
+            const vi line = _mm512_load_si512(bytes + i * KV_LANES);
+            KV_FOR4(j, 4,
+                const vi code = _mm512_srai_epi32(_mm512_slli_epi32(line, 24 - 8 * j), 24);
+                const vf x = vf_mul(vi_to_float(code), vf_set1(statistics->scales[i + j]));
+                vf_store(deviations + (i + j) * KV_LANES, x);
+                peak = vf_max(peak, vf_abs(x));
+                square[j / 2] = vf_fma(x, x, square[j / 2]););
+        }
+        most = vf_max(most, vf_max(square[0], square[1]));
+        sum = vf_add(sum, vf_add(square[0], square[1]));
+    }
+    /* A word is at most KV_WORD_NORM / sqrt(2). */
+    const vf inverse = vf_div(vf_set1(KV_WORD_NORM), _mm512_sqrt_ps(vf_max(most, vf_mul(vf_set1(2.0f), vf_mul(peak, peak)))));
+    const vf unit = vf_set1(statistics->unit);
+    vf_store(units, vf_div(unit, inverse));
+    vf_store(squares, vf_mul(sum, vf_mul(unit, unit)));
+    for (int i = 0; i < n; i += 2, out += 64) {
+        const vi a = vf_round(vf_mul(vf_load(deviations + i * KV_LANES), inverse));
+        const vi b = vf_round(vf_mul(vf_load(deviations + (i + 1) * KV_LANES), inverse));
+        _mm512_store_si512(out, _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16)));
+    }
+}
+
+/* A tile of packed codes as INT8. */
+static __attribute__((noinline)) void KV(expand_words)(const kv_side *side, const kv_tile *tile, int values, KV(expanded) *expanded)
+{
+    const kv_prefetch none = {tile->base, tile->at, 0, 64, 64, 0, 0}; /* what comes next is prefetched by the panels */
+    const kv_ahead ahead = {none, none, 0};
+    KV(expand_tile)(side, tile, &ahead, values, expanded);
+}
+
+static void KV(load_tiled_keys)(const kv_side *side, const kv_tile *tile, kv_operands *operands, KV(word_keys) *keys)
+{
+    const int n = side->padded_dim, count = kv_whole_lanes(tile->count);
+    const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, side->dtype);
+    KV(key_statistics) statistics;
+    int8_t *out = keys->words;
+    statistics.unit = 0.0f;
+    keys->has_means = side->means != 0, keys->has_channels = side->channels != 0, keys->rounding = side->channels ? 1.0f : 0.0f;
+    keys->deviations = operands->deviations;
+    for (int t = 0, slot = tile->first, block = 0; t < count; t += KV_LANES, out += n * 32) {
+        const char *at = tile->base + tile->at[block], *codes = at + slot / KV_LANES * tile_bytes;
+        float *units = keys->units + t, *squares = keys->squares + t;
+        if (side->means && (t == 0 || slot == 0))
+            KV(load_key_statistics)(side, at, keys->means + block * KV_MAX_HEAD_DIM, &statistics);
+        keys->block_of[t / KV_LANES] = block;
+        keys->block_units[block] = statistics.unit;
+        if (!side->channels) {
+            vacc sum = (vacc)vi_set1(0);
+            const vf scales = KV(load_token_scales)(side, at, slot, tile->count - t);
+            KV(widen_codes)(codes, n / KV_DEPTHS(side->dtype), side->dtype, out, &sum);
+            vf_store(units, scales);
+            vf_store(squares, vf_mul(vi_to_float((vi)sum), vf_mul(scales, scales)));
+        } else if (side->dtype == KV_INT4)
+            KV(put_channel_lane)(codes, n, &statistics, KV_INT4, operands->deviations + t * n, out, units, squares);
+        else KV(put_channel_lane)(codes, n, &statistics, KV_INT3, operands->deviations + t * n, out, units, squares);
+        slot += KV_LANES;
+        if (slot == side->block_size) slot = 0, block++;
+    }
+    KV(find_most)(keys, count);
+}
+
+static __attribute__((noinline)) void KV(load_packed_keys)(const kv_side *side, const kv_tile *tile, kv_operands *operands,
+                                                           KV(word_keys) *keys)
+{
+    KV(expanded) expanded;
+    KV(expand_words)(side, tile, 0, &expanded);
+    KV(load_tiled_keys)(&expanded.side, &expanded.tile, operands, keys);
+}
+
+static void KV(load_key_codes)(const kv_side *side, const kv_tile *tile, kv_operands *operands, KV(word_keys) *keys)
+{
+    if (side->family == KV_PACKED_CODES && !side->channels) KV(load_packed_keys)(side, tile, operands, keys);
+    else KV(load_tiled_keys)(side, tile, operands, keys);
+}
+
+/* The row of a key that was loaded. */
+static void KV(load_key_row)(const KV(word_keys) *keys, int token, float *row)
+{
+    const int n = keys->dim, tile = token / KV_LANES, block = keys->block_of[tile];
+    if (keys->has_channels) {
+        const float *deviations = keys->deviations + tile * n * KV_LANES + token % KV_LANES;
+        for (int i = 0; i < n; i++) row[i] = deviations[i * KV_LANES] * keys->block_units[block];
+    } else {
+        const int8_t *words = keys->words + tile * n * 32 + token % KV_LANES * 4;
+        for (int i = 0; i < n; i += 2, words += 64) {
+            const int32_t pair = kv_load32(words);
+            row[i] = (float)(int16_t)pair * keys->units[token];
+            row[i + 1] = (float)(pair >> 16) * keys->units[token];
+        }
+    }
+    if (keys->has_means)
+        for (int i = 0; i < n; i += W) vf_store(row + i, vf_add(vf_load(row + i), vf_load(keys->means + block * KV_MAX_HEAD_DIM + i)));
+}
+
+static void KV(load_tiled_values)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+{
+    const int depth = KV_DEPTHS(side->dtype), lanes = side->padded_dim / KV_LANES;
+    const ptrdiff_t lane_bytes = (ptrdiff_t)(side->block_size / depth) * 64;
+    vacc squares = (vacc)vi_set1(0);
+    for (int t = 0, slot = tile->first, block = 0, here; t < tile->count; t += here, slot = 0, block++) {
+        const char *at = tile->base + tile->at[block], *codes = at + slot / depth * 64;
+        const int left = tile->count - t, room = side->block_size - slot;
+        here = kv_whole_lanes(left < room ? left : room);
+        for (int lane = 0; lane < lanes; lane++, codes += lane_bytes)
+            KV(widen_codes)(codes, here / depth, side->dtype, operands->values + lane * VALUE_STRIDE + t * 32, &squares);
+        for (int i = 0; i < here; i += KV_LANES)
+            vf_store(operands->value_scales + t + i, KV(load_token_scales)(side, at, slot + i, tile->count - t - i));
+    }
+    operands->code_size = KV(size_of_values)((float)vi_hsum((vi)squares), kv_whole_lanes(tile->count) * side->padded_dim);
+    operands->usual_size = KV_CODE_SIZE(side->dtype);
+    operands->most_weights = KV_WORD_GROUP * KV_MAX_WEIGHT;
+    operands->rounding = 0.0f;
+}
+
+/* Values that need another tile first. */
+static __attribute__((noinline)) void KV(load_changed_values)(const kv_side *side, const kv_tile *tile, int latent, kv_operands *operands)
+{
+    KV(expanded) values;
+    if (!latent) KV(expand_words)(side, tile, 1, &values);
+    else if (side->family != KV_PACKED_CODES) KV(transpose_tile)(side, tile, &values);
+    else {
+        const kv_prefetch none = {tile->base, tile->at, 0, 64, 64, 0, 0};
+        const kv_ahead ahead = {none, none, 0};
+        KV(transpose_packed)(side, tile, &ahead, &values);
+    }
+    KV(load_tiled_values)(&values.side, &values.tile, operands);
+}
+
+/* Loads values of codes; `latent`: they are keys, too. */
+static void KV(load_value_codes)(const kv_side *side, const kv_tile *tile, int latent, kv_operands *operands)
+{
+    if (latent || side->family == KV_PACKED_CODES) KV(load_changed_values)(side, tile, latent, operands);
+    else KV(load_tiled_values)(side, tile, operands);
+}

@@ -170,8 +170,8 @@ typedef struct {
     int block_of[KV_MATRIX_TILE / KV_LANES];
     float error, rope_error;            /* see error_of_unit */
     float code_size;                    /* of values; see there */
-    float usual_size, most_weights, rounding; /* of values as words: for rows that see a part of the tile; the largest sum of a group's
-                                                 weights; 1, or 0 if they are exact */
+    int exact, group;                   /* values as words: whether none is rounded; the tokens whose weights share a unit */
+    float usual_size, most_weights;     /* code_size for rows that see a part of the tile; the largest sum of a group's weights */
     KV_ALIGNED int8_t keys[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t values[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t rope[KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 4];

@@ -1,8 +1,10 @@
 /* Keys and values that are stored as codes, as words; see operands.inc.h.
 
-   Without channel scales a word is a code, or its level, less the bias, and its unit is the token's scale: nothing is rounded. A set of
-   32 such words has a norm of at most 127 sqrt(32) = 719; of values, 32 words of weights times 127 are at most
-       |sum w v| <= 32 * 32639 * 127 = 132 645 000 < 2^31.
+   Without channel scales a word is a code, or its level, less the bias, and its unit is the token's scale: nothing is rounded. So all
+   KV_MAX_HEAD_DIM elements are summed up in one set, as the norm of a query is at most 4 KV_WORD_NORM there, and the values of a
+   whole tile under one unit of the weights:
+       |sum q k| <= 4 * (46300 + sqrt(32) / 2) * 127 sqrt(512) = 532 234 000 < 2^31,
+       |sum w v| <= 128 * 32639 * 127 = 530 580 000 < 2^31.
    Keys with channel scales are rounded to words as float rows are. Packed codes are expanded to INT8 before, and values of latent rows
    are their keys, transposed. */
 
@@ -145,7 +147,7 @@ static void KV(load_tiled_keys)(const kv_side *side, const kv_tile *tile, kv_ope
     KV(key_statistics) statistics;
     int8_t *out = keys->words;
     statistics.unit = 0.0f;
-    keys->has_means = side->means != 0, keys->has_channels = side->channels != 0, keys->rounding = side->channels ? 1.0f : 0.0f;
+    keys->has_means = side->means != 0, keys->has_channels = side->channels != 0, keys->exact = !side->channels;
     keys->deviations = operands->deviations;
     for (int t = 0, slot = tile->first, block = 0; t < count; t += KV_LANES, out += n * 32) {
         const char *at = tile->base + tile->at[block], *codes = at + slot / KV_LANES * tile_bytes;
@@ -218,8 +220,8 @@ static void KV(load_tiled_values)(const kv_side *side, const kv_tile *tile, kv_o
     }
     operands->code_size = KV(size_of_values)((float)vi_hsum((vi)squares), kv_whole_lanes(tile->count) * side->padded_dim);
     operands->usual_size = KV_CODE_SIZE(side->dtype);
-    operands->most_weights = KV_WORD_GROUP * KV_MAX_WEIGHT;
-    operands->rounding = 0.0f;
+    operands->most_weights = KV_MATRIX_TILE * KV_MAX_WEIGHT;
+    operands->exact = 1, operands->group = KV_MATRIX_TILE;
 }
 
 /* Values that need another tile first. */

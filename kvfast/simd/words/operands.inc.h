@@ -176,7 +176,7 @@ typedef struct {
     const float *deviations;                                  /* with channel scales: (tokens / 16, dim, 16 tokens) x block_units */
     int block_of[KV_MATRIX_TILE / KV_LANES];                  /* of 16 tokens; the mean of float rows is that of block 0 */
     float block_units[KV_MATRIX_TILE / KV_LANES];
-    float rounding;                                           /* 1, or 0 if the words are exact */
+    int exact;                                                /* the words are codes: nothing was rounded */
     float most_unit, most_square;
     KV_ALIGNED float units[KV_MATRIX_TILE], squares[KV_MATRIX_TILE]; /* of the words, and of the norm */
 } KV(word_keys);
@@ -192,36 +192,52 @@ static inline void KV(find_most)(KV(word_keys) *keys, int count)
     keys->most_unit = vf_hmax(unit), keys->most_square = vf_hmax(square);
 }
 
+/* Calls load(dtype) with a constant dtype of floats, so that no element asks for it. */
+#define KV_BY_DTYPE(dtype, load)                              \
+    do {                                                      \
+        if (dtype == KV_FLOAT32) load(KV_FLOAT32);            \
+        else if (dtype == KV_FLOAT16) load(KV_FLOAT16);       \
+        else load(KV_BFLOAT16);                               \
+    } while (0)
+
 /* The mean of the keys of a whole tile. */
-static void KV(average_keys)(KV(word_keys) *keys)
+static inline __attribute__((always_inline)) void KV(average_keys)(KV(word_keys) *keys, const int dtype)
 {
     for (int i = 0; i < keys->dim; i += 4 * W) {
         const int vectors = (keys->dim - i) / W < 4 ? (keys->dim - i) / W : 4;
         vf sum[4];
         KV_FOR4(v, 4, sum[v] = vf_set1(0.0f););
         for (int t = 0; t < KV_MATRIX_TILE; t++)
-            KV_FOR4(v, 4, if (v < vectors) sum[v] = vf_add(sum[v], KV(load_element)(keys->rows[t], i + v * W, keys->dtype)););
+            KV_FOR4(v, 4, if (v < vectors) sum[v] = vf_add(sum[v], KV(load_element)(keys->rows[t], i + v * W, dtype)););
         KV_FOR4(v, 4, if (v < vectors) vf_store(keys->means + i + v * W, vf_mul(sum[v], vf_set1(1.0f / KV_MATRIX_TILE))););
+    }
+}
+
+/* Loads `count` float rows of keys, less their mean if they have one. */
+static inline __attribute__((always_inline)) void KV(load_key_rows)(KV(word_keys) *keys, int count, float *rows, const int dtype)
+{
+    enum { STRIDE = KV_MAX_HEAD_DIM + W }; /* no multiple of a page */
+    const int n = keys->dim;
+    int8_t *out = keys->words;
+    if (keys->has_means) KV(average_keys)(keys, dtype);
+    else memset(keys->means, 0, (size_t)n * sizeof(float));
+    for (int t = 0; t < count; t += KV_LANES, out += n * 32) {
+        for (int r = 0; r < KV_LANES; r++)
+            for (int i = 0; i < n; i += W)
+                vf_store(rows + r * STRIDE + i, vf_sub(KV(load_element)(keys->rows[t + r], i, dtype), vf_load(keys->means + i)));
+        KV(put_word_lane)(rows, STRIDE, n, out, keys->units + t, keys->squares + t);
     }
 }
 
 /* Loads float rows of keys, if `less_mean` is 1 less their mean. */
 static void KV(load_key_words)(const kv_side *side, const kv_tile *tile, int less_mean, kv_operands *operands, KV(word_keys) *keys)
 {
-    enum { STRIDE = KV_MAX_HEAD_DIM + W }; /* no multiple of a page */
-    const int n = side->padded_dim, dtype = side->dtype, count = KV(find_rows)(side, tile, KV_LANES, keys->rows);
-    int8_t *out = keys->words;
-    keys->has_means = less_mean, keys->has_channels = 0, keys->rounding = 1.0f;
+    const int count = KV(find_rows)(side, tile, KV_LANES, keys->rows);
+    keys->has_means = less_mean, keys->has_channels = keys->exact = 0;
     memset(keys->block_of, 0, sizeof keys->block_of);
-    if (less_mean) KV(average_keys)(keys);
-    else memset(keys->means, 0, (size_t)n * sizeof(float));
-    for (int t = 0; t < count; t += KV_LANES, out += n * 32) {
-        for (int r = 0; r < KV_LANES; r++)
-            for (int i = 0; i < n; i += W)
-                vf_store(operands->rows + r * STRIDE + i,
-                         vf_sub(KV(load_element)(keys->rows[t + r], i, dtype), vf_load(keys->means + i)));
-        KV(put_word_lane)(operands->rows, STRIDE, n, out, keys->units + t, keys->squares + t);
-    }
+#define KV_LOAD(dtype) KV(load_key_rows)(keys, count, operands->rows, dtype)
+    KV_BY_DTYPE(side->dtype, KV_LOAD);
+#undef KV_LOAD
     KV(find_most)(keys, count);
 }
 
@@ -231,14 +247,11 @@ static inline float KV(size_of_values)(float squares, int elements)
     return __builtin_sqrtf(2.0f * squares / (float)elements);
 }
 
-/* Loads float rows of values. */
-static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+/* Loads `count` float rows of values; returns the sum of their squares. */
+static inline __attribute__((always_inline)) float KV(round_values)(const char *const *rows, int count, int n, int8_t *out,
+                                                                    float *units, const int dtype)
 {
-    const char *rows[KV_MATRIX_TILE];
-    const int n = side->padded_dim, dtype = side->dtype, count = KV(find_rows)(side, tile, KV_LANES, rows);
     KV_ALIGNED float part[KV_LANES * W], factor[KV_LANES];
-    float *units = operands->value_scales;
-    int8_t *out = operands->values;
     vf squares = vf_set1(0.0f);
     for (int first = 0; first < count; first += KV_LANES) {
         for (int t = 0; t < KV_LANES; t++) {
@@ -255,14 +268,26 @@ static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_op
             for (int i = 0; i < n; i += W) {
                 const vi a = vf_round(vf_mul(KV(load_element)(one, i, dtype), vf_set1(factor[t])));
                 const vi b = vf_round(vf_mul(KV(load_element)(other, i, dtype), vf_set1(factor[t + 1])));
-                squares = vf_fma(vi_to_float(a), vi_to_float(a), vf_fma(vi_to_float(b), vi_to_float(b), squares));
-                _mm512_store_si512(out + i / W * VALUE_STRIDE,
-                                   _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16)));
+                const vi words = _mm512_mask_blend_epi16(0xAAAAAAAA, a, _mm512_slli_epi32(b, 16));
+                squares = vf_add(squares, vi_to_float(_mm512_madd_epi16(words, words))); /* at most 2 * 16383^2 < 2^31 */
+                _mm512_store_si512(out + i / W * VALUE_STRIDE, words);
             }
         }
     }
-    operands->code_size = KV(size_of_values)(vf_hsum(squares), count * n);
+    return vf_hsum(squares);
+}
+
+/* Loads float rows of values. */
+static void KV(load_value_words)(const kv_side *side, const kv_tile *tile, kv_operands *operands)
+{
+    const char *rows[KV_MATRIX_TILE];
+    const int n = side->padded_dim, count = KV(find_rows)(side, tile, KV_LANES, rows);
+    float squares;
+#define KV_LOAD(dtype) squares = KV(round_values)(rows, count, n, operands->values, operands->value_scales, dtype)
+    KV_BY_DTYPE(side->dtype, KV_LOAD);
+#undef KV_LOAD
+    operands->code_size = KV(size_of_values)(squares, count * n);
     operands->usual_size = KV_MOST_VALUE / 127.0f * KV_CODE_SIZE(KV_INT8);
     operands->most_weights = KV_MOST_WEIGHTS;
-    operands->rounding = 1.0f;
+    operands->exact = 0, operands->group = KV_WORD_GROUP;
 }

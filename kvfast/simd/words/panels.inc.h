@@ -83,37 +83,55 @@ static vf KV(multiply_key)(const KV(word_keys) *keys, int token, const float *qu
     return KV(multiply_row)(row, queries, keys->dim, factor);
 }
 
-/* Scores of 16 rows and the tokens begin to end, (tokens, rows), of which `queries` are the rows as they are. With `adds`, added to
-   the scores that are there. */
-static inline __attribute__((always_inline)) void KV(score_words)(
-    const float *queries, const int8_t *words, const float *query_unit, float factor, const KV(word_keys) *keys, int begin, int end,
-    float *scores, const int adds)
+/* 16 query rows: as they are, (dim, 16), and as words with their units. */
+typedef struct {
+    const float *rows;
+    const int8_t *words;
+    vf unit;
+    float factor;
+} KV(word_queries);
+
+/* Scores of 16 rows and the tokens begin to end, (tokens, rows). With `adds`, added to the scores that are there. `exact` keys are
+   summed up in one set. */
+static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_queries) *queries, const KV(word_keys) *keys, int begin,
+                                                                  int end, float *scores, int adds, const int exact)
 {
-    const int n = keys->dim;
-    const vf unit = vf_load(query_unit);
+    const int n = keys->dim, tokens = exact ? 16 : 8;
     vf shift = vf_set1(0.0f);
     int block = -1;
-    for (int t = begin; t < end; t += 8) {
-        vf total[8];
+    for (int t = begin; t < end; t += tokens) {
+        const int8_t *words = keys->words + t / KV_LANES * n * 32 + t % KV_LANES * 4;
+        vf total[16];
+        vi sums[2][16];
         if (keys->has_means && block != keys->block_of[t / KV_LANES]) {
             block = keys->block_of[t / KV_LANES];
-            shift = KV(multiply_row)(keys->means + block * KV_MAX_HEAD_DIM, queries, n, factor);
+            shift = KV(multiply_row)(keys->means + block * KV_MAX_HEAD_DIM, queries->rows, n, queries->factor);
         }
+        if (exact) {
+            KV(multiply_words)(queries->words, words, n / 2, 16, 1, sums);
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) total[i] = vi_to_float(sums[0][i]);
+        } else {
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) total[i] = vf_set1(0.0f);
-        for (int d = 0; d < n; d += 64) {
-            vi sums[2][16];
-            KV(multiply_words)(words + d * 32, keys->words + t / KV_LANES * n * 32 + t % KV_LANES * 4 + d * 32,
-                               (n - d < 64 ? n - d : 64) / 2, 8, 2, sums);
+            for (int i = 0; i < 8; i++) total[i] = vf_set1(0.0f);
+            for (int d = 0; d < n; d += 64) {
+                KV(multiply_words)(queries->words + d * 32, words + d * 32, (n - d < 64 ? n - d : 64) / 2, 8, 2, sums);
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) total[i] = vf_add(total[i], vf_add(vi_to_float(sums[0][i]), vi_to_float(sums[1][i])));
+                for (int i = 0; i < 8; i++) total[i] = vf_add(total[i], vf_add(vi_to_float(sums[0][i]), vi_to_float(sums[1][i])));
+            }
         }
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
+#pragma GCC unroll 16
+        for (int i = 0; i < tokens; i++) {
             float *at = scores + (t + i) * KV_ROWS;
-            vf_store(at, vf_fma(total[i], vf_mul(unit, vf_set1(keys->units[t + i])), adds ? vf_add(shift, vf_load(at)) : shift));
+            vf_store(at, vf_fma(total[i], vf_mul(queries->unit, vf_set1(keys->units[t + i])), adds ? vf_add(shift, vf_load(at)) : shift));
         }
     }
+}
+
+static void KV(score_keys)(const KV(word_queries) *queries, const KV(word_keys) *keys, int begin, int end, float *scores, int adds)
+{
+    if (keys->exact) KV(score_words)(queries, keys, begin, end, scores, adds, 1);
+    else KV(score_words)(queries, keys, begin, end, scores, adds, 0);
 }
 
 /* As add_words for two groups of tokens from `group` on, two lanes of values and 4 rows from `row` on. The panel's sums are loaded and
@@ -146,13 +164,41 @@ static inline void KV(add_two_groups)(const int8_t *values, const KV(word_weight
             vf_store(at, vf_fma(vi_to_float((vi)sums[1][lane][r]), vf_set1(w->unit[group + 1][row + r]), sum)););
 }
 
+/* The same for all tokens from `begin` on under one unit, four lanes of values and 4 rows. */
+static inline void KV(add_exact)(const int8_t *values, const KV(word_weights) *w, int begin, int end, int row, const float *rescale,
+                                 float *acc)
+{
+    vacc sums[4][4]; /* [lanes][rows] */
+    KV_FOR4(lane, 4, KV_FOR4(r, 4, sums[lane][r] = (vacc)vi_set1(0);););
+    const int32_t *words = w->words + begin * (KV_ROWS / 2) + row;
+    values += begin * 32;
+    for (int t = begin; t < end; t += 2, values += 64, words += KV_ROWS) {
+        vi weight[4];
+        KV_FOR4(r, 4, weight[r] = vi_set1(words[r]););
+        KV_FOR4(lane, 4,
+            const vi line = _mm512_load_si512(values + lane * VALUE_STRIDE);
+            KV_FOR4(r, 4, sums[lane][r] = (vacc)_mm512_dpwssd_epi32((__m512i)sums[lane][r], line, weight[r]);););
+    }
+    KV_FOR4(lane, 4, KV_FOR4(r, 4,
+        float *at = acc + (lane * KV_ROWS + row + r) * KV_LANES;
+        vf sum = vf_load(at);
+        if (rescale) sum = vf_mul(sum, vf_set1(rescale[row + r]));
+        vf_store(at, vf_fma(vi_to_float((vi)sums[lane][r]), vf_set1(w->unit[0][row + r]), sum));););
+}
+
 /* Adds weights times values to the panel's sums, and the sums before times `rescale`, or as they are if it is NULL. */
 static void KV(add_words)(const kv_operands *operands, kv_panel *panel, int begin, int end, const KV(word_weights) *w,
                           const float *rescale)
 {
-    const int dim = operands->value_dim, pair = 2 * KV_WORD_GROUP;
+    const int dim = operands->value_dim, group = operands->group, pair = 2 * KV_WORD_GROUP;
+    if (operands->exact && dim % (4 * KV_LANES) == 0) {
+        for (int d = 0; d < dim; d += 4 * KV_LANES)
+            for (int row = 0; row < KV_ROWS; row += 4)
+                KV(add_exact)(operands->values + d / KV_LANES * VALUE_STRIDE, w, begin, end, row, rescale, panel->acc + d * KV_ROWS);
+        return;
+    }
     for (int t = begin, stop; t < end; t = stop, rescale = NULL) {
-        if (t % pair == 0 && t + pair <= end && dim % (2 * KV_LANES) == 0) {
+        if (!operands->exact && t % pair == 0 && t + pair <= end && dim % (2 * KV_LANES) == 0) {
             stop = t + pair;
             for (int d = 0; d < dim; d += 2 * KV_LANES)
                 for (int row = 0; row < KV_ROWS; row += 4)
@@ -160,8 +206,8 @@ static void KV(add_words)(const kv_operands *operands, kv_panel *panel, int begi
                                        panel->acc + d * KV_ROWS);
             continue;
         }
-        stop = (t / KV_WORD_GROUP + 1) * KV_WORD_GROUP < end ? (t / KV_WORD_GROUP + 1) * KV_WORD_GROUP : end;
-        const float *unit = w->unit[t / KV_WORD_GROUP];
+        stop = (t / group + 1) * group < end ? (t / group + 1) * group : end;
+        const float *unit = w->unit[t / group];
         for (int d = 0; d < dim; d += KV_LANES) {
             float *acc = panel->acc + d * KV_ROWS;
             vi sums[2][16];
@@ -200,8 +246,8 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
 {
     const KV(word_keys) *keys = tile->keys, *rope = tile->rope;
     const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f)), unit = vf_load(panel->unit);
-    const vf square = vf_mul(vf_load(panel->square), vf_set1(keys->rounding)), rope_unit = vf_load(panel->rope_unit);
-    const vf rope_square = vf_mul(vf_load(panel->rope_square), vf_set1(rope ? rope->rounding : 0.0f));
+    const vf square = keys->exact ? vf_set1(0.0f) : vf_load(panel->square), rope_unit = vf_load(panel->rope_unit);
+    const vf rope_square = rope && rope->exact ? vf_set1(0.0f) : vf_load(panel->rope_square);
     vf error = KV(squared_error)(unit, square, keys->most_unit, keys->most_square);
     if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->most_unit, rope->most_square));
     if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
@@ -242,9 +288,10 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
 
 static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row, float *scores)
 {
-    KV(score_words)(panel->queries, panel->halves, panel->unit, panel->factor, tile->keys, begin, end, scores, 0);
-    if (tile->rope)
-        KV(score_words)(panel->rope_queries, panel->rope_halves, panel->rope_unit, panel->factor, tile->rope, begin, end, scores, 1);
+    const KV(word_queries) queries = {panel->queries, panel->halves, vf_load(panel->unit), panel->factor};
+    const KV(word_queries) rope = {panel->rope_queries, panel->rope_halves, vf_load(panel->rope_unit), panel->factor};
+    KV(score_keys)(&queries, tile->keys, begin, end, scores, 0);
+    if (tile->rope) KV(score_keys)(&rope, tile->rope, begin, end, scores, 1);
     KV(refine_scores)(tile, panel, begin, end, row, scores);
 }
 
@@ -275,7 +322,7 @@ static void KV(attend_word_panel)(kv_operands *operands, const KV(word_tile) til
     }
     KV(prefetch_part)(next);
     KV(weigh_words)(panel, operands, all, position, begin, end, &w);
-    KV(round_weights)(&w, begin, end);
+    KV(round_weights)(&w, operands->group, begin, end);
     KV(prefetch_part)(next);
     KV(add_words)(operands, panel, begin, end, &w, w.changed ? w.rescale : NULL);
 }

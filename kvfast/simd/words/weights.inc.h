@@ -45,21 +45,30 @@ static void KV(bend_words)(const kv_panel *panel, float position, int begin, int
     }
 }
 
-/* Rounds the weights to words. What the rounding of one leaves out goes to the fourth after it; see activations.inc.h. */
-static void KV(round_weights)(KV(word_weights) *w, int begin, int end)
+/* The tokens of a group between `begin` and `end`. */
+static inline void KV(find_group)(int g, int group, int begin, int end, int *first, int *last)
 {
-    vf left[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
-    for (int t = begin; t < end; t += 4) {
-        const vf inverse = vf_load(w->inverse[t / KV_WORD_GROUP]);
-        vi word[4];
-        if (t % KV_WORD_GROUP == 0) KV_FOR4(i, 4, left[i] = vf_set1(0.0f););
-        KV_FOR4(i, 4,
-            const vf exact = vf_fma(vf_load(w->weights + (t + i) * KV_ROWS), inverse, left[i]);
-            word[i] = vf_round(exact);
-            left[i] = vf_sub(exact, vi_to_float(word[i])););
-        int32_t *at = w->words + t * (KV_ROWS / 2);
-        _mm512_store_si512(at, _mm512_mask_blend_epi16(0xAAAAAAAA, word[0], _mm512_slli_epi32(word[1], 16)));
-        _mm512_store_si512(at + KV_ROWS, _mm512_mask_blend_epi16(0xAAAAAAAA, word[2], _mm512_slli_epi32(word[3], 16)));
+    *first = begin > g * group ? begin : g * group;
+    *last = end < (g + 1) * group ? end : (g + 1) * group;
+}
+
+/* Rounds the weights to words. What the rounding of one leaves out goes to the fourth after it; see activations.inc.h. */
+static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end)
+{
+    for (int g = begin / group, first, last; g * group < end; g++) {
+        KV(find_group)(g, group, begin, end, &first, &last);
+        const vf inverse = vf_load(w->inverse[g]);
+        vf left[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
+        for (int t = first; t < last; t += 4) {
+            vi word[4];
+            KV_FOR4(i, 4,
+                const vf exact = vf_fma(vf_load(w->weights + (t + i) * KV_ROWS), inverse, left[i]);
+                word[i] = vf_round(exact);
+                left[i] = vf_sub(exact, vi_to_float(word[i])););
+            int32_t *at = w->words + t * (KV_ROWS / 2);
+            _mm512_store_si512(at, _mm512_mask_blend_epi16(0xAAAAAAAA, word[0], _mm512_slli_epi32(word[1], 16)));
+            _mm512_store_si512(at + KV_ROWS, _mm512_mask_blend_epi16(0xAAAAAAAA, word[2], _mm512_slli_epi32(word[3], 16)));
+        }
     }
 }
 
@@ -88,10 +97,10 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     const vf base = _mm512_maskz_mov_ps(~blind, here), add = KV(exp)(vf_sub(here, from));
     KV_ALIGNED float adds[KV_ROWS], sizes[KV_ROWS], sums[WORD_GROUPS][KV_ROWS], tops[WORD_GROUPS][KV_ROWS];
     vf total = zero;
-    for (int g = 0; g < WORD_GROUPS; g++) {
+    const int group = operands->group, groups = KV_MATRIX_TILE / group;
+    for (int g = 0, first, last; g < groups; g++) {
         vf sum = zero, top = zero;
-        const int first = begin > g * KV_WORD_GROUP ? begin : g * KV_WORD_GROUP;
-        const int last = end < (g + 1) * KV_WORD_GROUP ? end : (g + 1) * KV_WORD_GROUP;
+        KV(find_group)(g, group, begin, end, &first, &last);
         for (int t = first; t < last; t++) {
             float *at = w->weights + t * KV_ROWS;
             const vf weight = KV(exp2_of_scores)(vf_mul(vf_sub(vf_load(at), base), log2e));
@@ -114,12 +123,12 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     vf_store(adds, add);
     vf_store(sizes, _mm512_mask_mov_ps(vf_set1(operands->usual_size), all, vf_set1(operands->code_size)));
     w->changed = (uint16_t)~same;
-    const float rounding = operands->rounding;
-    for (int r = 0; r < KV_ROWS; r++) { /* without a branch: compilers make vectors of it */
-        double noise = panel->noise[r] * w->rescale[r] * w->rescale[r];
-        for (int g = 0; g < WORD_GROUPS; g++)
-            noise += KV(noise_of)(w->unit[g][r], sizes[r], 0) / WORD_GROUPS
-                   + (double)(sums[g][r] * rounding) * tops[g][r] * adds[r] * adds[r];
-        panel->noise[r] = noise;
-    }
+    /* Loops without a branch, of which compilers make vectors. */
+    const double share = 1.0 / groups, values_rounding = operands->exact ? 0.0 : 1.0;
+    double noise[KV_ROWS];
+    for (int r = 0; r < KV_ROWS; r++) noise[r] = panel->noise[r] * w->rescale[r] * w->rescale[r];
+    for (int g = 0; g < groups; g++)
+        for (int r = 0; r < KV_ROWS; r++)
+            noise[r] += KV(noise_of)(w->unit[g][r], sizes[r], 0) * share + values_rounding * sums[g][r] * tops[g][r] * adds[r] * adds[r];
+    memcpy(panel->noise, noise, sizeof noise);
 }

@@ -225,7 +225,8 @@ static void KV(load_tiled_values)(const kv_side *side, const kv_tile *tile, kv_o
 }
 
 /* Values that need another tile first. */
-static __attribute__((noinline)) void KV(load_changed_values)(const kv_side *side, const kv_tile *tile, int latent, kv_operands *operands)
+static __attribute__((noinline)) void KV(load_changed_values)(const kv_side *side, const kv_tile *tile, int latent,
+                                                              kv_operands *operands)
 {
     KV(expanded) values;
     if (!latent) KV(expand_words)(side, tile, 1, &values);

@@ -123,7 +123,8 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
 #pragma GCC unroll 16
         for (int i = 0; i < tokens; i++) {
             float *at = scores + (t + i) * KV_ROWS;
-            vf_store(at, vf_fma(total[i], vf_mul(queries->unit, vf_set1(keys->units[t + i])), adds ? vf_add(shift, vf_load(at)) : shift));
+            const vf before = adds ? vf_add(shift, vf_load(at)) : shift;
+            vf_store(at, vf_fma(total[i], vf_mul(queries->unit, vf_set1(keys->units[t + i])), before));
         }
     }
 }

@@ -129,6 +129,7 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     for (int r = 0; r < KV_ROWS; r++) noise[r] = panel->noise[r] * w->rescale[r] * w->rescale[r];
     for (int g = 0; g < groups; g++)
         for (int r = 0; r < KV_ROWS; r++)
-            noise[r] += KV(noise_of)(w->unit[g][r], sizes[r], 0) * share + values_rounding * sums[g][r] * tops[g][r] * adds[r] * adds[r];
+            noise[r] += KV(noise_of)(w->unit[g][r], sizes[r], 0) * share
+                      + values_rounding * sums[g][r] * tops[g][r] * adds[r] * adds[r];
     memcpy(panel->noise, noise, sizeof noise);
 }

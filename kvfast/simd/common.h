@@ -57,6 +57,14 @@ static inline void kv_prefetch_end(const kv_ahead *ahead)
     kv_prefetch_scales(&ahead->next, ahead->next.at[(ahead->next.bytes - 1) / ahead->next.piece]);
 }
 
+/* Of a tile with nothing to prefetch after it: its own first line, again and again. The tile must outlive it. */
+static inline kv_ahead kv_nothing_ahead(const kv_tile *tile)
+{
+    const kv_prefetch line = {tile->base, tile->at, 0, 64, 64, 0, 0};
+    const kv_ahead ahead = {line, line, 0};
+    return ahead;
+}
+
 /* Lanes of the whole lane tiles that `count` of them take. */
 static inline int kv_whole_lanes(int count)
 {

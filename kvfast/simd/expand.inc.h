@@ -225,11 +225,7 @@ static void KV(describe_expanded)(const kv_side *side, const kv_tile *tile, int 
     memset(&expanded->tile, 0, sizeof expanded->tile);
     expanded->tile.base = (const char *)expanded->block;
     expanded->tile.count = tile->count;
-    memset(&expanded->ahead, 0, sizeof expanded->ahead);
-    expanded->ahead.next.base = expanded->tile.base;
-    expanded->ahead.next.at = expanded->tile.at;
-    expanded->ahead.next.piece = expanded->ahead.next.bytes = expanded->side.scales;
-    expanded->ahead.after = expanded->ahead.next;
+    expanded->ahead = kv_nothing_ahead(&expanded->tile);
 }
 
 static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead, int values,
@@ -271,7 +267,7 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
 static __attribute__((noinline)) void KV(refine_packed_values)(const kv_side *side, const kv_tile *tile, const float *weights,
                                                                int rows, unsigned refined, float *acc)
 {
-    kv_ahead ahead = {{tile->base, tile->at, 0, 64, 64, 0, 0}, {tile->base, tile->at, 0, 64, 64, 0, 0}, 0};
+    const kv_ahead ahead = kv_nothing_ahead(tile);
     KV(expanded) values;
     KV(expand_tile)(side, tile, &ahead, 1, &values);
     KV(refine_values_int8)(&values.side, &values.tile, weights, rows, refined, acc);

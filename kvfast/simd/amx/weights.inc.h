@@ -62,9 +62,9 @@ static inline __attribute__((always_inline)) void KV(weigh_tokens)(
         int8_t *at = x + begin * (KV_ROWS * 2) + r * 64;
         vf total = vf_set1(0.0f), top = total, weight[2];
         for (int t = begin; t < end; t += 2 * W, at += TILE_BYTES) {
+            for (int i = 0; i < 2; i++) weight[i] = vf_mul(vf_sub(vf_load(row + t + i * W), vf_set1(base[r])), log2e);
+            KV(exp2_of_scores)(weight, 2);
             for (int i = 0; i < 2; i++) {
-                const vf below = vf_sub(vf_load(row + t + i * W), vf_set1(base[r]));
-                weight[i] = KV(exp2_of_scores)(vf_mul(below, log2e));
                 total = vf_add(total, weight[i]);
                 if (halves) continue;
                 const vf scaled = vf_mul(weight[i], vf_load(operands->value_scales + t + i * W));

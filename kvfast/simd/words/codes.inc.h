@@ -135,8 +135,7 @@ static inline __attribute__((always_inline)) void KV(put_channel_lane)(
 /* A tile of packed codes as INT8. */
 static __attribute__((noinline)) void KV(expand_words)(const kv_side *side, const kv_tile *tile, int values, KV(expanded) *expanded)
 {
-    const kv_prefetch none = {tile->base, tile->at, 0, 64, 64, 0, 0}; /* what comes next is prefetched by the panels */
-    const kv_ahead ahead = {none, none, 0};
+    const kv_ahead ahead = kv_nothing_ahead(tile); /* the panels prefetch what comes next */
     KV(expand_tile)(side, tile, &ahead, values, expanded);
 }
 
@@ -232,8 +231,7 @@ static __attribute__((noinline)) void KV(load_changed_values)(const kv_side *sid
     if (!latent) KV(expand_words)(side, tile, 1, &values);
     else if (side->family != KV_PACKED_CODES) KV(transpose_tile)(side, tile, &values);
     else {
-        const kv_prefetch none = {tile->base, tile->at, 0, 64, 64, 0, 0};
-        const kv_ahead ahead = {none, none, 0};
+        const kv_ahead ahead = kv_nothing_ahead(tile);
         KV(transpose_packed)(side, tile, &ahead, &values);
     }
     KV(load_tiled_values)(&values.side, &values.tile, operands);

@@ -184,23 +184,20 @@ static void KV(load_key_codes)(const kv_side *side, const kv_tile *tile, kv_oper
     else KV(load_tiled_keys)(side, tile, operands, keys);
 }
 
-/* The row of a key that was loaded. */
-static void KV(load_key_row)(const KV(word_keys) *keys, int token, float *row)
+/* The words of a key, as floats. */
+static void KV(load_word_row)(const KV(word_keys) *keys, int token, float *row)
 {
-    const int n = keys->dim, tile = token / KV_LANES, block = keys->block_of[tile];
-    if (keys->has_channels) {
-        const float *deviations = keys->deviations + tile * n * KV_LANES + token % KV_LANES;
-        for (int i = 0; i < n; i++) row[i] = deviations[i * KV_LANES] * keys->block_units[block];
-    } else {
-        const int8_t *words = keys->words + tile * n * 32 + token % KV_LANES * 4;
-        for (int i = 0; i < n; i += 2, words += 64) {
-            const int32_t pair = kv_load32(words);
-            row[i] = (float)(int16_t)pair * keys->units[token];
-            row[i + 1] = (float)(pair >> 16) * keys->units[token];
-        }
+    const int n = keys->dim;
+    const int8_t *words = keys->words + token / KV_LANES * n * 32 + token % KV_LANES * 4;
+    const vi lines = _mm512_setr_epi32(0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240);
+    const vi first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), second = vi_add(first, vi_set1(8));
+    for (int i = 0; i < n; i += 32, words += 1024) {
+        const __mmask16 pairs = (__mmask16)(n - i < 32 ? (1u << (n - i) / 2) - 1 : 0xFFFF);
+        const vi line = _mm512_mask_i32gather_epi32(vi_set1(0), pairs, lines, words, 4);
+        const vf a = vi_to_float(_mm512_srai_epi32(_mm512_slli_epi32(line, 16), 16)), b = vi_to_float(_mm512_srai_epi32(line, 16));
+        vf_store(row + i, _mm512_permutex2var_ps(a, first, b));
+        if (n - i >= 32) vf_store(row + i + 16, _mm512_permutex2var_ps(a, second, b));
     }
-    if (keys->has_means)
-        for (int i = 0; i < n; i += W) vf_store(row + i, vf_add(vf_load(row + i), vf_load(keys->means + block * KV_MAX_HEAD_DIM + i)));
 }
 
 static void KV(load_tiled_values)(const kv_side *side, const kv_tile *tile, kv_operands *operands)

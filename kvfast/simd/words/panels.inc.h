@@ -65,24 +65,6 @@ static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_s
                               panel->rope_square);
 }
 
-/* The product of n floats with each of 16 query rows, (n, 16), times the softmax scale. */
-static vf KV(multiply_row)(const float *row, const float *queries, int n, float factor)
-{
-    vf sum[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
-    for (int i = 0; i < n; i += 4, queries += 4 * KV_ROWS)
-        KV_FOR4(j, 4, sum[j] = vf_fma(vf_load(queries + j * KV_ROWS), vf_set1(row[i + j]), sum[j]););
-    return vf_mul(vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])), vf_set1(factor));
-}
-
-/* The product of a key with each of 16 query rows. `row` is room for it. */
-static vf KV(multiply_key)(const KV(word_keys) *keys, int token, const float *queries, float factor, float *row)
-{
-    if (keys->family != KV_FLOAT_ROWS) KV(load_key_row)(keys, token, row);
-    else
-        for (int i = 0; i < keys->dim; i += W) vf_store(row + i, KV(load_element)(keys->rows[token], i, keys->dtype));
-    return KV(multiply_row)(row, queries, keys->dim, factor);
-}
-
 /* 16 query rows: as they are, (dim, 16), and as words with their units. */
 typedef struct {
     const float *rows;
@@ -91,10 +73,45 @@ typedef struct {
     float factor;
 } KV(word_queries);
 
-/* Scores of 16 rows and the tokens begin to end, (tokens, rows). With `adds`, added to the scores that are there. `exact` keys are
-   summed up in one set. */
+/* The product of floats that are `stride` floats apart with each of n elements of the queries, times the softmax scale. */
+static inline __attribute__((always_inline)) vf KV(multiply_row)(const float *row, const int stride, const KV(word_queries) *queries,
+                                                                 int n)
+{
+    vf sum[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
+    for (int i = 0; i < n; i += 4, row += 4 * stride)
+        KV_FOR4(j, 4, sum[j] = vf_fma(vf_load(queries->rows + (i + j) * KV_ROWS), vf_set1(row[j * stride]), sum[j]););
+    return vf_mul(vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])), vf_set1(queries->factor));
+}
+
+/* The product of a key with each of 16 query rows. */
+static __attribute__((noinline)) vf KV(multiply_key)(const KV(word_keys) *keys, int token, const KV(word_queries) *queries,
+                                                     const KV(word_scores) *scores)
+{
+    KV_ALIGNED float row[KV_MAX_HEAD_DIM];
+    const int n = keys->dim, lane = token / KV_LANES, block = keys->block_of[lane];
+    if (keys->family == KV_FLOAT_ROWS) {
+#define KV_LOAD(dtype) for (int i = 0; i < n; i += W) vf_store(row + i, KV(load_element)(keys->rows[token], i, dtype))
+        KV_BY_DTYPE(keys->dtype, KV_LOAD);
+#undef KV_LOAD
+        return KV(multiply_row)(row, 1, queries, n);
+    }
+    vf product;
+    float unit;
+    if (keys->has_channels) {
+        unit = keys->block_units[block];
+        product = KV(multiply_row)(keys->deviations + lane * n * KV_LANES + token % KV_LANES, KV_LANES, queries, n);
+    } else {
+        unit = keys->units[token];
+        KV(load_word_row)(keys, token, row);
+        product = KV(multiply_row)(row, 1, queries, n);
+    }
+    const vf shift = keys->has_means ? vf_load(scores->shifts + block * KV_ROWS) : vf_set1(0.0f);
+    return vf_fma(product, vf_set1(unit), shift);
+}
+
+/* Scores of 16 rows and the tokens begin to end. With `adds`, added to those that are there. `exact` keys are summed up in one set. */
 static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_queries) *queries, const KV(word_keys) *keys, int begin,
-                                                                  int end, float *scores, int adds, const int exact)
+                                                                  int end, KV(word_scores) *scores, int adds, const int exact)
 {
     const int n = keys->dim, tokens = exact ? 16 : 8;
     vf shift = vf_set1(0.0f);
@@ -105,7 +122,8 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
         vi sums[2][16];
         if (keys->has_means && block != keys->block_of[t / KV_LANES]) {
             block = keys->block_of[t / KV_LANES];
-            shift = KV(multiply_row)(keys->means + block * KV_MAX_HEAD_DIM, queries->rows, n, queries->factor);
+            shift = KV(multiply_row)(keys->means + block * KV_MAX_HEAD_DIM, 1, queries, n);
+            vf_store(scores->shifts + block * KV_ROWS, shift);
         }
         if (exact) {
             KV(multiply_words)(queries->words, words, n / 2, 16, 1, sums);
@@ -120,16 +138,24 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
                 for (int i = 0; i < 8; i++) total[i] = vf_add(total[i], vf_add(vi_to_float(sums[0][i]), vi_to_float(sums[1][i])));
             }
         }
-#pragma GCC unroll 16
-        for (int i = 0; i < tokens; i++) {
-            float *at = scores + (t + i) * KV_ROWS;
-            const vf before = adds ? vf_add(shift, vf_load(at)) : shift;
-            vf_store(at, vf_fma(total[i], vf_mul(queries->unit, vf_set1(keys->units[t + i])), before));
+#pragma GCC unroll 2
+        for (int eight = 0; eight < tokens; eight += 8) {
+            vf most = vf_set1(-INFINITY);
+#pragma GCC unroll 8
+            for (int i = eight; i < eight + 8; i++) {
+                float *at = scores->weights + (t + i) * KV_ROWS;
+                const vf before = adds ? vf_add(shift, vf_load(at)) : shift;
+                total[i] = vf_fma(total[i], vf_mul(queries->unit, vf_set1(keys->units[t + i])), before);
+                most = vf_max(most, total[i]);
+                vf_store(at, total[i]);
+            }
+            vf_store(scores->most + (t + eight) / 8 * KV_ROWS, most);
         }
     }
 }
 
-static void KV(score_keys)(const KV(word_queries) *queries, const KV(word_keys) *keys, int begin, int end, float *scores, int adds)
+static void KV(score_keys)(const KV(word_queries) *queries, const KV(word_keys) *keys, int begin, int end, KV(word_scores) *scores,
+                           int adds)
 {
     if (keys->exact) KV(score_words)(queries, keys, begin, end, scores, adds, 1);
     else KV(score_words)(queries, keys, begin, end, scores, adds, 0);
@@ -241,59 +267,86 @@ static inline vf KV(most_squared_errors)(vf query_unit, vf query_square, const K
     return vf_fma(scale, vf_load(keys->squares + token), vf_mul(vf_set1(vf_hmax(query_square)), vf_mul(unit, unit)));
 }
 
+/* least_score of 16 rows, given the squares of their errors over 0.29. Without roots, which take long one after the other: the
+   logarithm of a mantissa m is at most 2 m - m^2 / 3 - 1.6569, and 2^u - 1 at most the cubic below for u from 0 to 1 (a score is at
+   most 0.03 too low). Beyond, every score counts. */
+static inline vf KV(least_scores)(vf squares, vf most)
+{
+    const vf of_one = vf_set1(17.5019f / 32); /* log2(0.29 * 128 / KV_LEAST_ERROR) / 32 */
+    const vf m = _mm512_getmant_ps(squares, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
+    const vf log2 = vf_add(_mm512_getexp_ps(squares), vf_fma(vf_fma(m, vf_set1(-1.0f / 3), vf_set1(2.0f)), m, vf_set1(-1.6569f)));
+    const vf u = vf_max(vf_set1(0.0f), vf_fma(log2, vf_set1(0.5f / 32), of_one));
+    const vf root = vf_fma(vf_fma(u, vf_set1(0.07921f), vf_set1(0.22434f)), u, vf_set1(0.69646f));
+    const vf margin = vf_fma(vf_abs(most), vf_set1(1e-5f), vf_set1(0.01f));
+    const vf least = vf_sub(vf_sub(most, vf_mul(vf_mul(u, vf_set1(32.0f)), root)), margin);
+    return _mm512_mask_mov_ps(least, _mm512_cmp_ps_mask(u, vf_set1(1.0f), _CMP_GT_OQ), vf_set1(-INFINITY));
+}
+
+/* Of 16 tokens, those with a score of at least `least` for some row. */
+static inline __mmask16 KV(find_large_scores)(const KV(word_scores) *scores, int token, vf least)
+{
+    KV_ALIGNED float above[KV_LANES * KV_ROWS];
+    const float *most = scores->most + token / 8 * KV_ROWS;
+    if (!_mm512_cmp_ps_mask(vf_max(vf_load(most), vf_load(most + KV_ROWS)), least, _CMP_NLT_UQ)) return 0;
+    for (int i = 0; i < KV_LANES; i++)
+        vf_store(above + i * KV_ROWS, vf_sub(vf_load(scores->weights + (token + i) * KV_ROWS), least));
+    return _mm512_cmp_ps_mask(KV(reduce_rows)(above, 1), vf_set1(0.0f), _CMP_NLT_UQ);
+}
+
+/* Finds the largest scores of 16 tokens. */
+static inline void KV(find_most_scores)(KV(word_scores) *scores, int token)
+{
+    for (int eight = token; eight < token + KV_LANES; eight += 8) {
+        vf most = vf_load(scores->weights + eight * KV_ROWS);
+        for (int i = 1; i < 8; i++) most = vf_max(most, vf_load(scores->weights + (eight + i) * KV_ROWS));
+        vf_store(scores->most + eight / 8 * KV_ROWS, most);
+    }
+}
+
 /* Computes the scores that the rounding to words can have moved by more than least_errors in float32. */
-static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row,
-                              float *scores)
+static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, const KV(word_queries) *queries,
+                              const KV(word_queries) *rope_queries, int begin, int end, KV(word_scores) *scores)
 {
     const KV(word_keys) *keys = tile->keys, *rope = tile->rope;
-    const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f)), unit = vf_load(panel->unit);
-    const vf square = keys->exact ? vf_set1(0.0f) : vf_load(panel->square), rope_unit = vf_load(panel->rope_unit);
+    const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f)), unit = queries->unit;
+    const vf square = keys->exact ? vf_set1(0.0f) : vf_load(panel->square), rope_unit = rope_queries->unit;
     const vf rope_square = rope && rope->exact ? vf_set1(0.0f) : vf_load(panel->rope_square);
     vf error = KV(squared_error)(unit, square, keys->most_unit, keys->most_square);
     if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->most_unit, rope->most_square));
     if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
     const vf most = kv_bends(&panel->options) ? vf_set1(-INFINITY) : vf_load(panel->m);
-    KV_ALIGNED float errors[KV_ROWS], largest[KV_ROWS], least[KV_ROWS];
-    vf_store(errors, vf_mul(_mm512_sqrt_ps(error), vf_set1(0.29f)));
-    vf_store(largest, most);
-    for (int r = 0; r < KV_ROWS; r++) least[r] = KV(least_score)(errors[r], largest[r]);
-    const vf worth = vf_load(least);
-    /* Which tokens may need it is found without a branch for each: some are loud, and of these a few have large scores. */
-    KV_ALIGNED int32_t tokens[KV_MATRIX_TILE + KV_LANES];
-    int loud_tokens = 0, count = 0;
-    vi token = _mm512_add_epi32(vi_set1(begin), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-    for (int t = begin; t < end; t += KV_LANES, token = vi_add(token, vi_set1(KV_LANES))) {
-        error = KV(most_squared_errors)(unit, square, keys, t);
-        if (rope) error = vf_add(error, KV(most_squared_errors)(rope_unit, rope_square, rope, t));
-        const __mmask16 loud = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
-        _mm512_storeu_si512(tokens + loud_tokens, _mm512_maskz_compress_epi32(loud, token));
-        loud_tokens += __builtin_popcount(loud);
-    }
-    for (int i = 0; i < loud_tokens; i++) {
-        tokens[count] = tokens[i];
-        count += _mm512_cmp_ps_mask(vf_load(scores + tokens[i] * KV_ROWS), worth, _CMP_NLT_UQ) != 0;
-    }
-    for (int i = 0; i < count; i++) {
-        const int t = tokens[i];
-        error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
-        if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
-        const vf least = vf_mul(KV(least_errors)(vf_load(scores + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
-        const __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
-                               & _mm512_cmp_ps_mask(error, vf_mul(least, least), _CMP_NLE_UQ);
-        if (!loud) continue;
-        vf score = KV(multiply_key)(keys, t, panel->queries, panel->factor, row);
-        if (rope) score = vf_add(score, KV(multiply_key)(rope, t, panel->rope_queries, panel->factor, row));
-        vf_store(scores + t * KV_ROWS, _mm512_mask_mov_ps(vf_load(scores + t * KV_ROWS), loud, score));
+    const vf least = KV(least_scores)(error, most);
+    for (int first = begin; first < end; first += KV_LANES) {
+        error = KV(most_squared_errors)(unit, square, keys, first);
+        if (rope) error = vf_add(error, KV(most_squared_errors)(rope_unit, rope_square, rope, first));
+        unsigned found = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
+        if (found) found &= KV(find_large_scores)(scores, first, least);
+        int changed = 0;
+        for (; found; found &= found - 1) {
+            const int t = first + __builtin_ctz(found);
+            float *at = scores->weights + t * KV_ROWS;
+            error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
+            if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
+            const vf allowed = vf_mul(KV(least_errors)(vf_load(at), most), vf_set1(1.0f / 0.29f));
+            const __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
+                                   & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
+            if (!loud) continue;
+            vf score = KV(multiply_key)(keys, t, queries, scores);
+            if (rope) score = vf_add(score, KV(multiply_key)(rope, t, rope_queries, scores));
+            vf_store(at, _mm512_mask_mov_ps(vf_load(at), loud, score));
+            changed = 1;
+        }
+        if (changed) KV(find_most_scores)(scores, first);
     }
 }
 
-static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, float *row, float *scores)
+static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panel, int begin, int end, KV(word_scores) *scores)
 {
     const KV(word_queries) queries = {panel->queries, panel->halves, vf_load(panel->unit), panel->factor};
     const KV(word_queries) rope = {panel->rope_queries, panel->rope_halves, vf_load(panel->rope_unit), panel->factor};
     KV(score_keys)(&queries, tile->keys, begin, end, scores, 0);
     if (tile->rope) KV(score_keys)(&rope, tile->rope, begin, end, scores, 1);
-    KV(refine_scores)(tile, panel, begin, end, row, scores);
+    KV(refine_scores)(tile, panel, &queries, &rope, begin, end, scores);
 }
 
 /* The rows of a panel that see all tokens of the tile, and those that see some. */
@@ -314,12 +367,13 @@ static void KV(attend_word_panel)(kv_operands *operands, const KV(word_tile) til
     if (!KV(find_seen)(panel, KV_LANES, &begin, &end)) return;
     __mmask16 all, some;
     KV(sort_rows)(panel, &all, &some);
-    KV(score_tile)(tiles + (all != 0), panel, begin, end, operands->rows, w.weights);
+    KV(score_tile)(tiles + (all != 0), panel, begin, end, &w.scores);
     if (all && some && (tiles[0].keys != tiles[1].keys || tiles[0].rope != tiles[1].rope)) {
-        KV_ALIGNED float scores[KV_MATRIX_TILE * KV_ROWS];
-        KV(score_tile)(tiles, panel, begin, end, operands->rows, scores);
+        KV(word_scores) scores;
+        float *at = w.scores.weights;
+        KV(score_tile)(tiles, panel, begin, end, &scores);
         for (int t = begin * KV_ROWS; t < end * KV_ROWS; t += KV_ROWS)
-            vf_store(w.weights + t, _mm512_mask_mov_ps(vf_load(w.weights + t), some, vf_load(scores + t)));
+            vf_store(at + t, _mm512_mask_mov_ps(vf_load(at + t), some, vf_load(scores.weights + t)));
     }
     KV(prefetch_part)(next);
     KV(weigh_words)(panel, operands, all, position, begin, end, &w);

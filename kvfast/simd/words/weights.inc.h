@@ -19,9 +19,16 @@ static inline __attribute__((always_inline)) void KV(exp2_of_scores)(vf *x, cons
         x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x[i], vf_set1(-126.0f), _CMP_NLT_UQ), y[i], x[i]);
 }
 
+/* Scores of a panel's rows and the tokens of a tile. */
+typedef struct {
+    KV_ALIGNED float weights[KV_MATRIX_TILE * KV_ROWS];              /* (tokens, rows): scores, then weights times the values' units */
+    KV_ALIGNED float most[KV_MATRIX_TILE / 8 * KV_ROWS];             /* of 8 tokens each: the largest score */
+    KV_ALIGNED float shifts[KV_MATRIX_TILE / KV_LANES * KV_ROWS];    /* of each block: the products with the mean of its keys */
+} KV(word_scores);
+
 /* Scores and weights of a panel's rows, and how they become words. */
 typedef struct {
-    KV_ALIGNED float weights[KV_MATRIX_TILE * KV_ROWS];  /* (tokens, rows): scores, then weights times the values' units */
+    KV(word_scores) scores;
     KV_ALIGNED int32_t words[KV_MATRIX_TILE / 2 * KV_ROWS];
     int changed;                                         /* bit r: the maximum of row r rose */
     KV_ALIGNED float rescale[KV_ROWS];                   /* exp(maximum before - maximum now), exactly 1 where it stays */
@@ -30,7 +37,7 @@ typedef struct {
 } KV(word_weights);
 
 /* Applies softcap, ALiBi and biases to the scores, and masks the tokens that a row may not see. */
-static void KV(bend_words)(const kv_panel *panel, float position, int begin, int end, float *scores)
+static void KV(bend_words)(const kv_panel *panel, float position, int begin, int end, KV(word_scores) *scores)
 {
     const kv_score_options *options = &panel->options;
     const vi lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -41,11 +48,14 @@ static void KV(bend_words)(const kv_panel *panel, float position, int begin, int
     const vi bias_rows = _mm512_mullo_epi32(lanes, vi_set1(KV_TILE));
     for (int t = begin; t < end; t++) {
         const __mmask16 seen = _mm512_cmple_epi32_mask(start, vi_set1(t)) & _mm512_cmpgt_epi32_mask(stop, vi_set1(t));
-        vf x = vf_load(scores + t * KV_ROWS);
+        float *at = scores->weights + t * KV_ROWS, *eight = scores->most + t / 8 * KV_ROWS;
+        vf x = vf_load(at);
         if (options->softcap > 0) x = vf_mul(vf_set1(options->softcap), KV(tanh)(vf_div(x, vf_set1(options->softcap))));
         if (options->slopes) x = vf_fma(slopes, vf_sub(vf_set1(position + (float)t), query_at), x);
         if (options->bias) x = vf_add(x, _mm512_mask_i32gather_ps(vf_set1(0.0f), seen & rows, bias_rows, options->bias + t, 4));
-        vf_store(scores + t * KV_ROWS, _mm512_mask_mov_ps(vf_set1(-INFINITY), seen, x));
+        x = _mm512_mask_mov_ps(vf_set1(-INFINITY), seen, x);
+        vf_store(at, x);
+        vf_store(eight, t % 8 ? vf_max(vf_load(eight), x) : x);
     }
 }
 
@@ -70,7 +80,7 @@ static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end
             vi word[8];
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
-                const vf exact = vf_fma(vf_load(w->weights + (t + i) * KV_ROWS), inverse, left[i]);
+                const vf exact = vf_fma(vf_load(w->scores.weights + (t + i) * KV_ROWS), inverse, left[i]);
                 word[i] = vf_round(exact);
                 left[i] = vf_sub(exact, vi_to_float(word[i]));
             }
@@ -94,13 +104,10 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     const vf none = vf_set1(-INFINITY), zero = vf_set1(0.0f), log2e = vf_set1(1.44269504f);
     int whole = !kv_bends(&panel->options);
     for (int r = 0; r < KV_ROWS; r++) whole &= panel->start[r] <= begin && panel->stop[r] >= end;
-    if (!whole) KV(bend_words)(panel, position, begin, end, w->weights);
-    vf most[2] = {none, none};
-    for (int t = begin; t < end; t += 2) {
-        most[0] = vf_max(most[0], vf_load(w->weights + t * KV_ROWS));
-        most[1] = vf_max(most[1], vf_load(w->weights + (t + 1) * KV_ROWS));
-    }
-    const vf here = vf_max(most[0], most[1]), before = vf_load(panel->m), now = vf_max(before, here);
+    if (!whole) KV(bend_words)(panel, position, begin, end, &w->scores);
+    vf here = none;
+    for (int t = begin; t < end; t += 8) here = vf_max(here, vf_load(w->scores.most + t / 8 * KV_ROWS));
+    const vf before = vf_load(panel->m), now = vf_max(before, here);
     const __mmask16 blind = _mm512_cmp_ps_mask(here, none, _CMP_EQ_OQ), same = _mm512_cmp_ps_mask(before, now, _CMP_EQ_OQ);
     const vf from = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(now, none, _CMP_NEQ_OQ), now);
     /* Exactly 1 where the maximum stays, so that a tile changes nothing for a row that sees none of it. */
@@ -113,7 +120,7 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
         vf sum = zero, top = zero;
         KV(find_group)(g, group, begin, end, &first, &last);
         for (int t = first; t < last; t += 8) {
-            float *at = w->weights + t * KV_ROWS;
+            float *at = w->scores.weights + t * KV_ROWS;
             vf weight[8];
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) weight[i] = vf_mul(vf_sub(vf_load(at + i * KV_ROWS), base), log2e);

@@ -15,10 +15,11 @@ cdef extern from *:
             if (data[at] || memcmp(data + at, data + at + 1, count - 1)) kv_wipe(data + at, count);
         }
     }
-    /* What functions that have returned left on the stack: copies that compilers make, too. Kernels need less than this. */
+    /* What functions that have returned left on the stack: copies that compilers make, too. Kernels need less than this: words of a
+       prompt 75 KB, and with a tile of packed codes that is expanded 205 KB. */
     __attribute__((noinline, unused)) static void kv_wipe_stack(void)
     {
-        char below[1 << 16];
+        char below[240 << 10];
         kv_wipe(below, sizeof below);
     }
     """

@@ -23,7 +23,7 @@ from kvfast.core.arrays cimport Rows, find_unstorable, kv_rows, overlap
 from kvfast.core.flags cimport kv_drop, kv_take
 from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, active
 from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
-from kvfast.core.threads cimport gather_unwatched, kv_team
+from kvfast.core.threads cimport gather_unwatched, kv_team, most_threads
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.sequence cimport SequenceBuffer
 
@@ -188,6 +188,7 @@ cdef class Handle:
         self.call.work = self.call.context = 0
         self.call.wide = self.call.packed = False
         self.call.window, self.call.num_splits = options.sliding_window, options.num_splits
+        self.call.threads = most_threads(options.num_threads)
         self.call.options.num_sink_tokens = -1 if options.num_sink_tokens == 0 else max(options.num_sink_tokens, 0)
         self.call.options.causal = not options.not_causal
         self.call.call.q, self.call.call.out, self.call.call.lse = q[0], out[0], options.lse

@@ -47,13 +47,19 @@ cdef enum:
     LEAST_WIDE_CONTEXT = 200
     # Words pay from so many query rows on: 28 to 40 take 0.8 of the time of floats, 20 take 1.3 times (the same EPYC, 4,096 tokens).
     LEAST_WORD_ROWS = 28
+    # Making the operands of a tile takes about as long as so many panels.
+    OPERANDS = 1
+    LATENT_OPERANDS = 4
+    # More tasks than so many for each thread do not balance better.
+    ENOUGH_ROUNDS = 16
     # Latent rows have many query heads. So many panels of query rows share a tile's operands, and a split has at least so
     # many tokens, as it leaves a partial result for every head.
     LATENT_PANELS = 8
     MIN_LATENT_SPLIT_TOKENS = 2048
 
-    # Segments are read by the same tasks where these are enough for some threads.
+    # Segments are read by the same tasks where these are enough for some threads, with at least so many panels each.
     LEAST_JOINED_TASKS = 8
+    LEAST_JOINED_PANELS = 4
 
 LOGS = slow_paths.LOGS
 
@@ -66,6 +72,7 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     cdef Py_ssize_t dim = values_of(store).head_dim
     memset(&self.call, 0, sizeof(self.call))
     self.options, self.workspace = options, workspace.lend()
+    self.threads = threads_for(options.num_threads, 1e300)
     self.q = open_rows(q, "q")
     self.call.q = self.q.rows
     if self.call.q.dim != store.k.head_dim:
@@ -260,10 +267,12 @@ cdef class AttendCall:
         """
         cdef kv_item *item = self.call.items + self.call.num_items - 1
         cdef kv_item *before = item - 1
+        cdef Py_ssize_t rows = item.num_queries * self.call.group
+        # Whether items are joined must not depend on the number of threads, as their row blocks do.
         if (self.call.num_items - 2 < first_item or item.num_queries <= KV_FEW_QUERIES or item.num_queries != before.num_queries
                 or self.call.queries[item.first_query].token != self.call.queries[before.first_query].token
                 or item.splits > 1 or before.splits > 1 or item.block_rows != before.block_rows
-                or item.row_blocks * self.call.store.num_kv_heads < LEAST_JOINED_TASKS):
+                or rows * self.call.store.num_kv_heads <= (LEAST_JOINED_TASKS - 1) * LEAST_JOINED_PANELS * KV_ROWS):
             return
         item.continues, item.part = True, before.part
         self.call.num_tasks = item.first_task
@@ -286,13 +295,30 @@ cdef class AttendCall:
         if self.call.kernels.open_matrix != NULL and KV_PACKED_CODES in (store.k.family, store.v.family):
             self.packed = True
             return
-        # Make enough tasks for several threads, each with so many panels that a tile's operands are worth making.
-        most = KV_PANELS if self.call.kernels.open_matrix == NULL else KV_MATRIX_PANELS
-        most = max(<Py_ssize_t>(LATENT_PANELS if store.latent else 4), min(most, panels * store.num_kv_heads // 16))
-        item.row_blocks = (panels + most - 1) // most
+        item.row_blocks = self._choose_row_blocks(panels, KV_PANELS if self.call.kernels.open_matrix == NULL else KV_MATRIX_PANELS)
         item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
         self.wide = True
         self.call.wide_kind = kind
+
+    cdef Py_ssize_t _choose_row_blocks(self, Py_ssize_t panels, Py_ssize_t most) noexcept nogil:
+        """Row blocks of so many panels, at most `most` and at least two in each, that take the least time.
+
+        The panels of a block share the operands of its tiles, and the blocks of all heads are spread over the threads. No bit of
+        a row depends on the other rows of its block.
+        """
+        cdef Py_ssize_t heads = self.call.store.num_kv_heads, threads = max(1, self.threads)
+        cdef Py_ssize_t operands = LATENT_OPERANDS if self.call.store.latent else OPERANDS
+        cdef Py_ssize_t blocks = (panels + most - 1) // most, best = blocks, least_time = 0, size, rounds, time
+        while True:
+            size, rounds = (panels + blocks - 1) // blocks, (heads * blocks + threads - 1) // threads
+            if size < 2:
+                return best
+            time = rounds * (size + operands)
+            if least_time == 0 or time <= least_time:
+                best, least_time = blocks, time
+            if rounds >= ENOUGH_ROUNDS:
+                return best
+            blocks += 1
 
     cdef Py_ssize_t _count_parts(self) noexcept nogil:
         """Number the partial results of each query, per query head; returns how many there are."""

@@ -177,6 +177,11 @@ cdef int threads_for(object num_threads, double work) except -1:
     return _count(0 if num_threads is None else _check(num_threads, "num_threads"), work)
 
 
+cdef int most_threads(int num_threads) noexcept nogil:
+    """Number of threads that `gather` will choose at most. `num_threads` was checked, or is 0 for the default."""
+    return _count(num_threads, 1e300)
+
+
 cdef int _count(int num_threads, double work) noexcept nogil:
     if num_threads == 0:
         if work < 2 * _WORK_PER_THREAD:

@@ -28,7 +28,7 @@ from kvfast.core.kernels cimport (KV_BFLOAT16, KV_FLOAT32, KV_FLOAT_ROWS, KV_HAL
                                   kv_rope_scratch, kv_wide_scratch)
 from kvfast.core.limits cimport (KV_FEW_QUERIES, KV_MATRIX_PANELS, KV_MAX_FLOAT32, KV_MAX_Q_HEADS, KV_MAX_TOKENS, KV_PANELS, KV_ROWS,
                                  KV_TILE)
-from kvfast.core.threads cimport gather, kv_team, threads_for
+from kvfast.core.threads cimport gather, kv_team, most_threads, threads_for
 
 from kvfast.core import slow_paths
 from kvfast.attention.plan import AttendPlan, AttendItem
@@ -46,7 +46,9 @@ cdef enum:
     # words (0.8 to 256 tokens, EPYC Zen 4).
     LEAST_WIDE_CONTEXT = 200
     # Words pay from so many query rows on: 28 to 40 take 0.8 of the time of floats, 20 take 1.3 times (the same EPYC, 4,096 tokens).
+    # Those of codes pay later (EPYC Zen 5, int8 and int4): 80 rows take 0.97 of the time of vectors, 128 take 0.94, 68 take 1.15 times.
     LEAST_WORD_ROWS = 28
+    LEAST_WORD_ROWS_OF_CODES = 80
     # Making the operands of a tile takes about as long as so many panels.
     OPERANDS = 1
     LATENT_OPERANDS = 4
@@ -72,7 +74,8 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     cdef Py_ssize_t dim = values_of(store).head_dim
     memset(&self.call, 0, sizeof(self.call))
     self.options, self.workspace = options, workspace.lend()
-    self.threads = threads_for(options.num_threads, 1e300)
+    given = options.num_threads  # `run` checks it
+    self.threads = most_threads(given if type(given) is int and 0 < given <= 1024 else 0)
     self.q = open_rows(q, "q")
     self.call.q = self.q.rows
     if self.call.q.dim != store.k.head_dim:
@@ -280,8 +283,9 @@ cdef class AttendCall:
     cdef void _cut_rows(self, kv_item *item) noexcept nogil:
         """Set the number of query rows of each task of an item."""
         cdef const kv_store *store = self.call.store
-        cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS, most
+        cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS
         cdef int kind = KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS else KV_INTEGERS
+        cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else LEAST_WORD_ROWS_OF_CODES
         item.block_rows, item.row_blocks = KV_ROWS, panels
         # Panels multiply 16-bit numbers, which lose bits of float32; and they read rows where they lie.
         if (self.call.kernels.attend_panels[kind] == NULL or store.k.dtype == KV_FLOAT32
@@ -290,7 +294,7 @@ cdef class AttendCall:
         # A single token of latent rows has enough query heads, and every single token then goes this way.
         if not (store.latent and self.call.group > KV_ROWS) and (
                 item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
-                or (self.call.kernels.open_matrix == NULL and item.num_queries * self.call.group < LEAST_WORD_ROWS)):
+                or (self.call.kernels.open_matrix == NULL and item.num_queries * self.call.group < least)):
             return
         if self.call.kernels.open_matrix != NULL and KV_PACKED_CODES in (store.k.family, store.v.family):
             self.packed = True

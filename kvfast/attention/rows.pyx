@@ -6,7 +6,7 @@ from libc.string cimport memset
 from kvfast.attention.tiles cimport kv_task, num_panels
 from kvfast.codec.blocks cimport KV_TO_QUERIES, change_key_basis, kv_store, values_of
 from kvfast.core.arrays cimport kv_rows
-from kvfast.core.kernels cimport kv_kernels, kv_panel, kv_side, kv_softmax
+from kvfast.core.kernels cimport KV_FLOAT_ROWS, kv_kernels, kv_panel, kv_side, kv_softmax
 from kvfast.core.limits cimport KV_LANES, KV_ROWS
 
 
@@ -14,6 +14,8 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
     """Load the queries of the task's rows, in the basis of the keys."""
     cdef const kv_store *store = task.call.store
     cdef const kv_side *rope = &store.v if task.rope != NULL else NULL
+    # Whether the words of all keys are codes; see simd/words/codes.inc.h.
+    cdef bint exact = store.floats == NULL and _is_exact(&store.k) and (rope == NULL or _is_exact(rope))
     cdef int i
     if task.call.traffic != NULL:
         return
@@ -27,7 +29,11 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
         if rope != NULL:
             _load_rows(task, &task.call.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
         task.call.kernels.prepare_panel[task.call.wide_kind](&store.k, task.wide.rows, rope, task.wide.rope_rows,
-                                                             task.call.scale, task.wide.panels + i)
+                                                             task.call.scale, exact, task.wide.panels + i)
+
+
+cdef bint _is_exact(const kv_side *k) noexcept nogil:
+    return k.family != KV_FLOAT_ROWS and k.channels == 0
 
 
 cdef void _load_rows(const kv_task *task, const kv_rows *q, const kv_side *k, int first, int count,

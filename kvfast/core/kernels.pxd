@@ -193,7 +193,7 @@ cdef extern from "simd/kernels.h" nogil:
         unsigned (*rows_to_refine)(const float *acc, Py_ssize_t row_stride, Py_ssize_t stride, Py_ssize_t n, const double *noise,
                                    int num_rows) noexcept nogil
         void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
-                                 float scale, kv_panel *panel) noexcept nogil
+                                 float scale, int exact, kv_panel *panel) noexcept nogil
         void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
                                  const kv_tile *next_keys, const kv_tile *next_values, float position,
                                  kv_operands *operands, kv_panel *panels, int num_panels) noexcept nogil

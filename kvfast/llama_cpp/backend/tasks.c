@@ -64,7 +64,7 @@ static void begin(const task *t)
         if (t->matrix) {
             kv_panel *panel = t->own->wide.panels + b;
             load_queries(t, b * KV_ROWS, t->own->wide.rows);
-            kernels->prepare_panel[KV_HALVES](&c->k.rows, t->own->wide.rows, NULL, NULL, c->scale, panel);
+            kernels->prepare_panel[KV_HALVES](&c->k.rows, t->own->wide.rows, NULL, NULL, c->scale, 0, panel);
             panel->rows = rows_of_block(t, b);
             panel->options = (kv_score_options){.softcap = c->softcap};
             memset(panel->acc, 0, sums);

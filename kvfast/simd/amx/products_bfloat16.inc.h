@@ -60,8 +60,9 @@ static void KV(load_value_halves)(const kv_side *side, const kv_tile *tile, kv_o
 
 /* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
 static void KV(prepare_halves)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
-                               float factor, kv_panel *panel)
+                               float factor, int exact, kv_panel *panel)
 {
+    (void)exact;
     const int n = side->padded_dim, m = rope ? rope->padded_dim : 0;
     for (int r = 0; r < KV_ROWS; r++, rows += n, rope_rows += m) {
         KV(halve_query)(rows, n, vf_set1(factor), r, panel->halves);

@@ -100,8 +100,10 @@ static inline vf KV(load_element)(const char *row, ptrdiff_t i, int dtype)
     return dtype == KV_FLOAT16 ? vf_load_float16((const uint16_t *)row + i) : vf_load_bfloat16((const uint16_t *)row + i);
 }
 
-/* Rounds 16 rows of n floats, queries or keys, to words, and writes their units and the squares of their norms. */
-static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, int8_t *out, float *units, float *squares)
+/* Rounds 16 rows of n floats, queries or keys, to words whose sets have at most this norm. Writes their units and the squares of their
+   norms. */
+static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, float norm, int8_t *out, float *units,
+                              float *squares)
 {
     KV_ALIGNED float part[2][KV_LANES * W], factor[KV_LANES];
     KV_ALIGNED int8_t lines[1024], half[1024];
@@ -130,7 +132,7 @@ static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, int8_t
         sum = vf_add(sum, vf_add(one, other));
     }
     /* `most` is at least 1, or the row is 0. */
-    const vf size = vf_min(vf_div(vf_set1(KV_WORD_NORM), _mm512_sqrt_ps(vf_max(most, vf_set1(1.0f)))), vf_set1(32767.0f));
+    const vf size = vf_min(vf_div(vf_set1(norm), _mm512_sqrt_ps(vf_max(most, vf_set1(1.0f)))), vf_set1(32767.0f));
     const vi low_words = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32,
                                           30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     vf_store(factor, vf_mul(inverse, size));
@@ -225,7 +227,7 @@ static inline __attribute__((always_inline)) void KV(load_key_rows)(KV(word_keys
         for (int r = 0; r < KV_LANES; r++)
             for (int i = 0; i < n; i += W)
                 vf_store(rows + r * STRIDE + i, vf_sub(KV(load_element)(keys->rows[t + r], i, dtype), vf_load(keys->means + i)));
-        KV(put_word_lane)(rows, STRIDE, n, out, keys->units + t, keys->squares + t);
+        KV(put_word_lane)(rows, STRIDE, n, KV_WORD_NORM, out, keys->units + t, keys->squares + t);
     }
 }
 

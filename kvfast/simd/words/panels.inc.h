@@ -42,10 +42,11 @@ static inline int KV(find_seen)(const kv_panel *panel, int whole, int *begin, in
 }
 
 /* Prepares 16 rows of n floats: as they are, (n, 16 rows), and as words, whose units have the softmax scale. */
-static void KV(prepare_word_lane)(const float *rows, int n, float factor, float *lanes, int8_t *words, float *unit, float *square)
+static void KV(prepare_word_lane)(const float *rows, int n, float norm, float factor, float *lanes, int8_t *words, float *unit,
+                                  float *square)
 {
     KV_ALIGNED float lines[KV_ROWS * KV_LANES];
-    KV(put_word_lane)(rows, n, n, words, unit, square);
+    KV(put_word_lane)(rows, n, n, norm, words, unit, square);
     vf_store(unit, vf_mul(vf_load(unit), vf_set1(factor)));
     vf_store(square, vf_mul(vf_load(square), vf_set1(factor * factor)));
     for (int i = 0; i < n; i += KV_LANES) {
@@ -54,14 +55,15 @@ static void KV(prepare_word_lane)(const float *rows, int n, float factor, float 
     }
 }
 
-/* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. */
+/* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. Where all keys are exact, no norm is limited. */
 static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float factor,
-                              kv_panel *panel)
+                              int exact, kv_panel *panel)
 {
+    const float norm = exact ? INFINITY : KV_WORD_NORM;
     panel->factor = factor;
-    KV(prepare_word_lane)(rows, side->padded_dim, factor, panel->queries, panel->halves, panel->unit, panel->square);
+    KV(prepare_word_lane)(rows, side->padded_dim, norm, factor, panel->queries, panel->halves, panel->unit, panel->square);
     if (rope)
-        KV(prepare_word_lane)(rope_rows, rope->padded_dim, factor, panel->rope_queries, panel->rope_halves, panel->rope_unit,
+        KV(prepare_word_lane)(rope_rows, rope->padded_dim, norm, factor, panel->rope_queries, panel->rope_halves, panel->rope_unit,
                               panel->rope_square);
 }
 

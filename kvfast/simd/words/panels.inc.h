@@ -365,27 +365,34 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
     if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
     const vf most = kv_bends(&panel->options) ? vf_set1(-INFINITY) : vf_load(panel->m);
     const vf least = KV(least_scores)(error, most);
+    /* Nothing branches on a token before it is known which scores are computed again. */
+    uint64_t found[KV_MATRIX_TILE / 64] = {0};
     for (int first = begin; first < end; first += KV_LANES) {
         error = KV(most_squared_errors)(unit, square, keys, first);
         if (rope) error = vf_add(error, KV(most_squared_errors)(rope_unit, rope_square, rope, first));
-        unsigned found = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
-        if (found) found &= KV(find_large_scores)(scores, first, least);
-        int changed = 0;
-        for (; found; found &= found - 1) {
-            const int t = first + __builtin_ctz(found);
-            float *at = scores->weights + t * KV_ROWS;
+        const __mmask16 loud = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
+        if (loud) found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
+    }
+    int tokens[KV_MATRIX_TILE + 1], count = 0;
+    __mmask16 rows[KV_MATRIX_TILE + 1];
+    for (int part = 0; part < KV_MATRIX_TILE / 64; part++)
+        for (uint64_t left = found[part]; left; left &= left - 1) {
+            const int t = part * 64 + __builtin_ctzll(left);
             error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
             if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
-            const vf allowed = vf_mul(KV(least_errors)(vf_load(at), most), vf_set1(1.0f / 0.29f));
-            const __mmask16 loud = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
-                                   & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
-            if (!loud) continue;
-            vf score = KV(multiply_key)(keys, t, queries, scores);
-            if (rope) score = vf_add(score, KV(multiply_key)(rope, t, rope_queries, scores));
-            vf_store(at, _mm512_mask_mov_ps(vf_load(at), loud, score));
-            changed = 1;
+            const vf allowed = vf_mul(KV(least_errors)(vf_load(scores->weights + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
+            tokens[count] = t;
+            rows[count] = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
+                          & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
+            count += rows[count] != 0;
         }
-        if (changed) KV(find_most_scores)(scores, first);
+    for (int i = 0; i < count; i++) {
+        float *at = scores->weights + tokens[i] * KV_ROWS;
+        vf score = KV(multiply_key)(keys, tokens[i], queries, scores);
+        if (rope) score = vf_add(score, KV(multiply_key)(rope, tokens[i], rope_queries, scores));
+        vf_store(at, _mm512_mask_mov_ps(vf_load(at), rows[i], score));
+        if (i + 1 == count || tokens[i + 1] / KV_LANES != tokens[i] / KV_LANES)
+            KV(find_most_scores)(scores, tokens[i] / KV_LANES * KV_LANES);
     }
 }
 

@@ -46,9 +46,10 @@ cdef enum:
     # words (0.8 to 256 tokens, EPYC Zen 4).
     LEAST_WIDE_CONTEXT = 200
     # Words pay from so many query rows on: 28 to 40 take 0.8 of the time of floats, 20 take 1.3 times (the same EPYC, 4,096 tokens).
-    # Those of codes pay later (EPYC Zen 5, int8 and int4): 80 rows take 0.97 of the time of vectors, 128 take 0.94, 68 take 1.15 times.
     LEAST_WORD_ROWS = 28
-    LEAST_WORD_ROWS_OF_CODES = 80
+    # A panel of words takes as long as so many rows of codes in vectors, and so does making the operands of its tiles. So 64 rows
+    # take 0.95 of the time of vectors, 80 take 0.97, 128 take 0.94, and 68 would take 1.15 times (EPYC Zen 5, int8 and int4).
+    HALF_ROWS_OF_PANEL = 25
     # Making the operands of a tile takes about as long as so many panels.
     OPERANDS = 1
     LATENT_OPERANDS = 4
@@ -285,7 +286,7 @@ cdef class AttendCall:
         cdef const kv_store *store = self.call.store
         cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS
         cdef int kind = KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS else KV_INTEGERS
-        cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else LEAST_WORD_ROWS_OF_CODES
+        cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2
         item.block_rows, item.row_blocks = KV_ROWS, panels
         # Panels multiply 16-bit numbers, which lose bits of float32; and they read rows where they lie.
         if (self.call.kernels.attend_panels[kind] == NULL or store.k.dtype == KV_FLOAT32

@@ -30,7 +30,7 @@ cdef class AttendCall:
     cdef bint _cut_alike(self, const kv_query *a, const kv_query *b, Py_ssize_t begin) noexcept nogil
     cdef void join(self, Py_ssize_t first_item) noexcept nogil
     cdef void _cut_rows(self, kv_item *item) noexcept nogil
-    cdef Py_ssize_t _choose_row_blocks(self, Py_ssize_t panels, Py_ssize_t most) noexcept nogil
+    cdef Py_ssize_t _choose_row_blocks(self, Py_ssize_t panels, Py_ssize_t splits) noexcept nogil
     cdef int set_rope(self, object rope_q) except -1
     cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil
     cdef Py_ssize_t _count_parts(self) noexcept nogil

@@ -256,9 +256,9 @@ cdef class AttendCall:
         """Split the item's positions up to `end`, and count its tasks."""
         cdef Py_ssize_t span = end - item.begin
         item.end = end
-        self._cut_rows(item)
         item.split_tokens = self._split_tokens(item.num_queries, span)
         item.splits = (span + item.split_tokens - 1) // item.split_tokens
+        self._cut_rows(item)
         item.first_task = self.call.num_tasks
         self.call.num_tasks += item.splits * item.row_blocks * self.call.store.num_kv_heads
         self.call.num_items += 1
@@ -300,22 +300,23 @@ cdef class AttendCall:
         if self.call.kernels.open_matrix != NULL and KV_PACKED_CODES in (store.k.family, store.v.family):
             self.packed = True
             return
-        item.row_blocks = self._choose_row_blocks(panels, KV_PANELS if self.call.kernels.open_matrix == NULL else KV_MATRIX_PANELS)
+        item.row_blocks = self._choose_row_blocks(panels, item.splits)
         item.block_rows = KV_ROWS * ((panels + item.row_blocks - 1) // item.row_blocks)
         self.wide = True
         self.call.wide_kind = kind
 
-    cdef Py_ssize_t _choose_row_blocks(self, Py_ssize_t panels, Py_ssize_t most) noexcept nogil:
-        """Row blocks of so many panels, at most `most` and at least two in each, that take the least time.
+    cdef Py_ssize_t _choose_row_blocks(self, Py_ssize_t panels, Py_ssize_t splits) noexcept nogil:
+        """Row blocks of so many panels, at least two in each, that take the least time.
 
-        The panels of a block share the operands of its tiles, and the blocks of all heads are spread over the threads. No bit of
-        a row depends on the other rows of its block.
+        The panels of a block share the operands of its tiles, and the blocks of all heads and splits are spread over the threads. No
+        bit of a row depends on the other rows of its block.
         """
-        cdef Py_ssize_t heads = self.call.store.num_kv_heads, threads = max(1, self.threads)
+        cdef Py_ssize_t most = KV_PANELS if self.call.kernels.open_matrix == NULL else KV_MATRIX_PANELS
         cdef Py_ssize_t operands = LATENT_OPERANDS if self.call.store.latent else OPERANDS
+        cdef Py_ssize_t tasks = self.call.store.num_kv_heads * splits, threads = max(1, self.threads)
         cdef Py_ssize_t blocks = (panels + most - 1) // most, best = blocks, least_time = 0, size, rounds, time
         while True:
-            size, rounds = (panels + blocks - 1) // blocks, (heads * blocks + threads - 1) // threads
+            size, rounds = (panels + blocks - 1) // blocks, (tasks * blocks + threads - 1) // threads
             if size < 2:
                 return best
             time = rounds * (size + operands)

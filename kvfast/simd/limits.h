@@ -19,7 +19,7 @@ enum {
     KV_LANES = 16,         /* lanes of a tile; tokens come in multiples of it */
     KV_TILE = KV_LONGEST_TILE, /* 256: most tokens between two softmax corrections */
     KV_MATRIX_TILE = 128,  /* the same for many query rows on a matrix unit */
-    KV_WORD_GROUP = 32,    /* tokens of it whose weights share a unit as words */
+    KV_WORD_GROUP = 32,    /* tokens of it whose weights share a unit as words, where values were rounded */
     KV_ROWS = 16,          /* most query rows that share one pass over a block */
     KV_MAX_HEAD_DIM = KV_WIDEST_HEAD, /* 512: bound of the int32 accumulators, see activations.inc.h */
     KV_MAX_ROPE_DIM = 128, /* width of the rotary part of latent rows: two tiles of a matrix unit */

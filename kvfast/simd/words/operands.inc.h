@@ -73,27 +73,6 @@ static inline __attribute__((always_inline)) vf KV(reduce_rows)(const float *row
 #undef JOIN
 }
 
-/* Each of `lanes` sums is a line's 16 lanes times one lane of another line, summed over `lines` lines of both: over the even and the
-   odd ones in a sum of their own if `sets` is 2. Lanes x sets are 16 sums, which stay in registers. */
-static inline __attribute__((always_inline)) void KV(multiply_words)(const void *whole, const void *single, int lines, const int lanes,
-                                                                     const int sets, vi sums[2][16])
-{
-    vacc sum[2][16];
-    const char *a = whole, *b = single;
-#pragma GCC unroll 16
-    for (int i = 0; i < lanes * sets; i++) sum[i / lanes][i % lanes] = (vacc)vi_set1(0);
-    for (; lines > 0; lines -= sets)
-#pragma GCC unroll 2
-        for (int set = 0; set < sets; set++, a += 64, b += 64) {
-            const vi line = _mm512_load_si512(a);
-#pragma GCC unroll 16
-            for (int i = 0; i < lanes; i++)
-                sum[set][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[set][i], line, _mm512_set1_epi32(kv_load32(b + 4 * i)));
-        }
-#pragma GCC unroll 16
-    for (int i = 0; i < lanes * sets; i++) sums[i / lanes][i % lanes] = (vi)sum[i / lanes][i % lanes];
-}
-
 static inline vf KV(load_element)(const char *row, ptrdiff_t i, int dtype)
 {
     if (dtype == KV_FLOAT32) return vf_load((const float *)row + i);

@@ -41,175 +41,6 @@ static inline int KV(find_seen)(const kv_panel *panel, int whole, int *begin, in
     return first < stop;
 }
 
-/* Prepares 16 rows of n floats: as they are, (n, 16 rows), and as words, whose units have the softmax scale. */
-static void KV(prepare_word_lane)(const float *rows, int n, float norm, float factor, float *lanes, int8_t *words, float *unit,
-                                  float *square)
-{
-    KV_ALIGNED float lines[KV_ROWS * KV_LANES];
-    KV(put_word_lane)(rows, n, n, norm, words, unit, square);
-    vf_store(unit, vf_mul(vf_load(unit), vf_set1(factor)));
-    vf_store(square, vf_mul(vf_load(square), vf_set1(factor * factor)));
-    for (int i = 0; i < n; i += KV_LANES) {
-        for (int r = 0; r < KV_ROWS; r++) vf_store(lines + r * KV_LANES, vf_load(rows + r * n + i));
-        KV(transpose_lines)((const int8_t *)lines, (int8_t *)(lanes + i * KV_ROWS));
-    }
-}
-
-/* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. Where all keys are exact, no norm is limited. */
-static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows, float factor,
-                              int exact, kv_panel *panel)
-{
-    const float norm = exact ? INFINITY : KV_WORD_NORM;
-    panel->factor = factor;
-    KV(prepare_word_lane)(rows, side->padded_dim, norm, factor, panel->queries, panel->halves, panel->unit, panel->square);
-    if (rope)
-        KV(prepare_word_lane)(rope_rows, rope->padded_dim, norm, factor, panel->rope_queries, panel->rope_halves, panel->rope_unit,
-                              panel->rope_square);
-}
-
-/* 16 query rows: as they are, (dim, 16), and as words with their units. */
-typedef struct {
-    const float *rows;
-    const int8_t *words;
-    vf unit;
-    float factor;
-} KV(word_queries);
-
-/* The product of floats that are `stride` floats apart with each of n elements of the queries, times the softmax scale. */
-static inline __attribute__((always_inline)) vf KV(multiply_row)(const float *row, const int stride, const KV(word_queries) *queries,
-                                                                 int n)
-{
-    vf sum[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
-    for (int i = 0; i < n; i += 4, row += 4 * stride)
-        KV_FOR4(j, 4, sum[j] = vf_fma(vf_load(queries->rows + (i + j) * KV_ROWS), vf_set1(row[j * stride]), sum[j]););
-    return vf_mul(vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])), vf_set1(queries->factor));
-}
-
-/* The product of a key with each of 16 query rows. */
-static __attribute__((noinline)) vf KV(multiply_key)(const KV(word_keys) *keys, int token, const KV(word_queries) *queries,
-                                                     const KV(word_scores) *scores)
-{
-    KV_ALIGNED float row[KV_MAX_HEAD_DIM];
-    const int n = keys->dim, lane = token / KV_LANES, block = keys->block_of[lane];
-    if (keys->family == KV_FLOAT_ROWS) {
-#define KV_LOAD(dtype) for (int i = 0; i < n; i += W) vf_store(row + i, KV(load_element)(keys->rows[token], i, dtype))
-        KV_BY_DTYPE(keys->dtype, KV_LOAD);
-#undef KV_LOAD
-        return KV(multiply_row)(row, 1, queries, n);
-    }
-    vf product;
-    float unit;
-    if (keys->has_channels) {
-        unit = keys->block_units[block];
-        product = KV(multiply_row)(keys->deviations + lane * n * KV_LANES + token % KV_LANES, KV_LANES, queries, n);
-    } else {
-        unit = keys->units[token];
-        KV(load_word_row)(keys, token, row);
-        product = KV(multiply_row)(row, 1, queries, n);
-    }
-    const vf shift = keys->has_means ? vf_load(scores->shifts + block * KV_ROWS) : vf_set1(0.0f);
-    return vf_fma(product, vf_set1(unit), shift);
-}
-
-/* Products of `lanes` keys with the rows of one panel or two, from element d on: over the even and the odd lines in a sum of their own
-   if `sets` is 2. Panels x sets x lanes are at most 16 sums, which stay in registers. Two panels load a key once: 0.96 of the time of a
-   prompt on an EPYC Zen 5, where two loads go with two products. */
-static inline __attribute__((always_inline)) void KV(multiply_keys)(const KV(word_queries) *queries, const int panels, int d,
-                                                                    const int8_t *keys, int lines, const int lanes, const int sets,
-                                                                    vi sums[2][2][8])
-{
-    vacc sum[2][2][8];
-    const int8_t *a = queries[0].words + d * 32, *b = queries[panels - 1].words + d * 32;
-#pragma GCC unroll 8
-    for (int i = 0; i < lanes; i++) sum[0][0][i] = sum[0][1][i] = sum[1][0][i] = sum[1][1][i] = (vacc)vi_set1(0);
-    for (; lines > 0; lines -= sets)
-#pragma GCC unroll 2
-        for (int set = 0; set < sets; set++, a += 64, b += 64, keys += 64) {
-            const vi one = _mm512_load_si512(a), other = _mm512_load_si512(b);
-#pragma GCC unroll 8
-            for (int i = 0; i < lanes; i++) {
-                const vi key = vi_set1(kv_load32(keys + 4 * i));
-                sum[set][0][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[set][0][i], one, key);
-                if (panels == 2) sum[set][1][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[set][1][i], other, key);
-            }
-        }
-#pragma GCC unroll 8
-    for (int i = 0; i < lanes; i++)
-#pragma GCC unroll 2
-        for (int set = 0; set < sets; set++)
-#pragma GCC unroll 2
-            for (int panel = 0; panel < panels; panel++) sums[set][panel][i] = (vi)sum[set][panel][i];
-}
-
-/* Scores of one panel or two and the tokens begin to end. With `adds`, added to those that are there. `exact` keys are summed up in one
-   set. */
-static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_queries) *queries, const int panels,
-                                                                  const KV(word_keys) *keys, int begin, int end,
-                                                                  KV(word_scores) *const *scores, int adds, const int exact)
-{
-    const int n = keys->dim, lanes = panels == 2 && !exact ? 4 : 8;
-    vf shift[2] = {vf_set1(0.0f), vf_set1(0.0f)};
-    int block = -1;
-    for (int t = begin; t < end; t += 8) {
-        vf most[2] = {vf_set1(-INFINITY), vf_set1(-INFINITY)};
-        if (keys->has_means && block != keys->block_of[t / KV_LANES]) {
-            block = keys->block_of[t / KV_LANES];
-#pragma GCC unroll 2
-            for (int panel = 0; panel < panels; panel++) {
-                shift[panel] = KV(multiply_row)(keys->means + block * KV_MAX_HEAD_DIM, 1, queries + panel, n);
-                vf_store(scores[panel]->shifts + block * KV_ROWS, shift[panel]);
-            }
-        }
-        for (int token = t; token < t + 8; token += lanes) {
-            const int8_t *words = keys->words + token / KV_LANES * n * 32 + token % KV_LANES * 4;
-            vf total[2][8];
-            vi sums[2][2][8];
-            if (exact) {
-                KV(multiply_keys)(queries, panels, 0, words, n / 2, lanes, 1, sums);
-#pragma GCC unroll 8
-                for (int i = 0; i < lanes; i++)
-#pragma GCC unroll 2
-                    for (int panel = 0; panel < panels; panel++) total[panel][i] = vi_to_float(sums[0][panel][i]);
-            } else {
-#pragma GCC unroll 8
-                for (int i = 0; i < lanes; i++) total[0][i] = total[1][i] = vf_set1(0.0f);
-                for (int d = 0; d < n; d += 64) {
-                    KV(multiply_keys)(queries, panels, d, words + d * 32, (n - d < 64 ? n - d : 64) / 2, lanes, 2, sums);
-#pragma GCC unroll 8
-                    for (int i = 0; i < lanes; i++)
-#pragma GCC unroll 2
-                        for (int panel = 0; panel < panels; panel++) {
-                            const vf sum = vf_add(vi_to_float(sums[0][panel][i]), vi_to_float(sums[1][panel][i]));
-                            total[panel][i] = vf_add(total[panel][i], sum);
-                        }
-                }
-            }
-#pragma GCC unroll 2
-            for (int panel = 0; panel < panels; panel++) {
-#pragma GCC unroll 8
-                for (int i = 0; i < lanes; i++) {
-                    float *at = scores[panel]->weights + (token + i) * KV_ROWS;
-                    const vf before = adds ? vf_add(shift[panel], vf_load(at)) : shift[panel];
-                    const vf score = vf_fma(total[panel][i], vf_mul(queries[panel].unit, vf_set1(keys->units[token + i])), before);
-                    most[panel] = vf_max(most[panel], score);
-                    vf_store(at, score);
-                }
-            }
-        }
-#pragma GCC unroll 2
-        for (int panel = 0; panel < panels; panel++) vf_store(scores[panel]->most + t / 8 * KV_ROWS, most[panel]);
-    }
-}
-
-static void KV(score_keys)(const KV(word_queries) *queries, int panels, const KV(word_keys) *keys, int begin, int end,
-                           KV(word_scores) *const *scores, int adds)
-{
-    if (keys->exact && panels == 2) KV(score_words)(queries, 2, keys, begin, end, scores, adds, 1);
-    else if (keys->exact) KV(score_words)(queries, 1, keys, begin, end, scores, adds, 1);
-    else if (panels == 2) KV(score_words)(queries, 2, keys, begin, end, scores, adds, 0);
-    else KV(score_words)(queries, 1, keys, begin, end, scores, adds, 0);
-}
-
 /* As add_words for two groups of tokens from `group` on, two lanes of values and 4 rows from `row` on. The panel's sums are loaded and
    stored for both at once: 0.93 of the time of a prompt on an EPYC Zen 5. All four groups at once, for 2 rows, take 1.2 of it. */
 static inline void KV(add_two_groups)(const int8_t *values, const KV(word_weights) *w, int group, int row, const float *rescale,
@@ -262,6 +93,21 @@ static inline void KV(add_exact)(const int8_t *values, const KV(word_weights) *w
         vf_store(at, vf_fma(vi_to_float((vi)sums[lane][r]), vf_set1(w->unit[0][row + r]), sum));););
 }
 
+/* Sums of 16 elements of values times the weights of each row, over `lines` pairs of tokens. */
+static inline void KV(multiply_lane)(const int8_t *values, const int32_t *words, int lines, vi sums[KV_ROWS])
+{
+    vacc sum[KV_ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < KV_ROWS; r++) sum[r] = (vacc)vi_set1(0);
+    for (; lines > 0; lines--, values += 64, words += KV_ROWS) {
+        const vi line = _mm512_load_si512(values);
+#pragma GCC unroll 16
+        for (int r = 0; r < KV_ROWS; r++) sum[r] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[r], line, vi_set1(words[r]));
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < KV_ROWS; r++) sums[r] = (vi)sum[r];
+}
+
 /* Adds weights times values to the panel's sums, and the sums before times `rescale`, or as they are if it is NULL. */
 static void KV(add_words)(const kv_operands *operands, kv_panel *panel, int begin, int end, const KV(word_weights) *w,
                           const float *rescale)
@@ -286,129 +132,18 @@ static void KV(add_words)(const kv_operands *operands, kv_panel *panel, int begi
         const float *unit = w->unit[t / group];
         for (int d = 0; d < dim; d += KV_LANES) {
             float *acc = panel->acc + d * KV_ROWS;
-            vi sums[2][16];
-            KV(multiply_words)(operands->values + d / KV_LANES * VALUE_STRIDE + t * 32, w->words + t * (KV_ROWS / 2), (stop - t) / 2,
-                               KV_ROWS, 1, sums);
+            vi sums[KV_ROWS];
+            const int8_t *values = operands->values + d / KV_LANES * VALUE_STRIDE + t * 32;
+            KV(multiply_lane)(values, w->words + t * (KV_ROWS / 2), (stop - t) / 2, sums);
             if (rescale)
 #pragma GCC unroll 16
                 for (int r = 0; r < KV_ROWS; r++)
                     vf_store(acc + r * KV_LANES, vf_mul(vf_load(acc + r * KV_LANES), vf_set1(rescale[r])));
 #pragma GCC unroll 16
             for (int r = 0; r < KV_ROWS; r++)
-                vf_store(acc + r * KV_LANES, vf_fma(vi_to_float(sums[0][r]), vf_set1(unit[r]), vf_load(acc + r * KV_LANES)));
+                vf_store(acc + r * KV_LANES, vf_fma(vi_to_float(sums[r]), vf_set1(unit[r]), vf_load(acc + r * KV_LANES)));
         }
     }
-}
-
-/* The keys of a tile, and of latent rows their rotary part, or NULL. */
-typedef struct { const KV(word_keys) *keys, *rope; } KV(word_tile);
-
-/* The squares of the standard errors of scores, over 0.29, that come from rounding a key and 16 queries. */
-static inline vf KV(squared_error)(vf query_unit, vf query_square, float key_unit, float key_square)
-{
-    return vf_fma(vf_mul(query_unit, query_unit), vf_set1(key_square), vf_mul(query_square, vf_set1(key_unit * key_unit)));
-}
-
-/* The squared errors of 16 tokens' scores, as above, of the query whose unit and norm are largest. */
-static inline vf KV(most_squared_errors)(vf query_unit, vf query_square, const KV(word_keys) *keys, int token)
-{
-    const vf unit = vf_load(keys->units + token), scale = vf_set1(vf_hmax(vf_mul(query_unit, query_unit)));
-    return vf_fma(scale, vf_load(keys->squares + token), vf_mul(vf_set1(vf_hmax(query_square)), vf_mul(unit, unit)));
-}
-
-/* least_score of 16 rows, given the squares of their errors over 0.29. Without roots, which take long one after the other: the
-   logarithm of a mantissa m is at most 2 m - m^2 / 3 - 1.6569, and 2^u - 1 at most the cubic below for u from 0 to 1 (a score is at
-   most 0.03 too low). Beyond, every score counts. */
-static inline vf KV(least_scores)(vf squares, vf most)
-{
-    const vf of_one = vf_set1(17.5019f / 32); /* log2(0.29 * 128 / KV_LEAST_ERROR) / 32 */
-    const vf m = _mm512_getmant_ps(squares, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src);
-    const vf log2 = vf_add(_mm512_getexp_ps(squares), vf_fma(vf_fma(m, vf_set1(-1.0f / 3), vf_set1(2.0f)), m, vf_set1(-1.6569f)));
-    const vf u = vf_max(vf_set1(0.0f), vf_fma(log2, vf_set1(0.5f / 32), of_one));
-    const vf root = vf_fma(vf_fma(u, vf_set1(0.07921f), vf_set1(0.22434f)), u, vf_set1(0.69646f));
-    const vf margin = vf_fma(vf_abs(most), vf_set1(1e-5f), vf_set1(0.01f));
-    const vf least = vf_sub(vf_sub(most, vf_mul(vf_mul(u, vf_set1(32.0f)), root)), margin);
-    return _mm512_mask_mov_ps(least, _mm512_cmp_ps_mask(u, vf_set1(1.0f), _CMP_GT_OQ), vf_set1(-INFINITY));
-}
-
-/* Of 16 tokens, those with a score of at least `least` for some row. */
-static inline __mmask16 KV(find_large_scores)(const KV(word_scores) *scores, int token, vf least)
-{
-    KV_ALIGNED float above[KV_LANES * KV_ROWS];
-    const float *most = scores->most + token / 8 * KV_ROWS;
-    if (!_mm512_cmp_ps_mask(vf_max(vf_load(most), vf_load(most + KV_ROWS)), least, _CMP_NLT_UQ)) return 0;
-    for (int i = 0; i < KV_LANES; i++)
-        vf_store(above + i * KV_ROWS, vf_sub(vf_load(scores->weights + (token + i) * KV_ROWS), least));
-    return _mm512_cmp_ps_mask(KV(reduce_rows)(above, 1), vf_set1(0.0f), _CMP_NLT_UQ);
-}
-
-/* Finds the largest scores of 16 tokens. */
-static inline void KV(find_most_scores)(KV(word_scores) *scores, int token)
-{
-    for (int eight = token; eight < token + KV_LANES; eight += 8) {
-        vf most = vf_load(scores->weights + eight * KV_ROWS);
-        for (int i = 1; i < 8; i++) most = vf_max(most, vf_load(scores->weights + (eight + i) * KV_ROWS));
-        vf_store(scores->most + eight / 8 * KV_ROWS, most);
-    }
-}
-
-/* Computes the scores that the rounding to words can have moved by more than least_errors in float32. */
-static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, const KV(word_queries) *queries,
-                              const KV(word_queries) *rope_queries, int begin, int end, KV(word_scores) *scores)
-{
-    const KV(word_keys) *keys = tile->keys, *rope = tile->rope;
-    const vf limit = vf_set1(KV_LEAST_ERROR * KV_LEAST_ERROR / (0.29f * 0.29f)), unit = queries->unit;
-    const vf square = keys->exact ? vf_set1(0.0f) : vf_load(panel->square), rope_unit = rope_queries->unit;
-    const vf rope_square = rope && rope->exact ? vf_set1(0.0f) : vf_load(panel->rope_square);
-    vf error = KV(squared_error)(unit, square, keys->most_unit, keys->most_square);
-    if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->most_unit, rope->most_square));
-    if (!_mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)) return;
-    const vf most = kv_bends(&panel->options) ? vf_set1(-INFINITY) : vf_load(panel->m);
-    const vf least = KV(least_scores)(error, most);
-    /* Nothing branches on a token before it is known which scores are computed again. */
-    uint64_t found[KV_MATRIX_TILE / 64] = {0};
-    for (int first = begin; first < end; first += KV_LANES) {
-        error = KV(most_squared_errors)(unit, square, keys, first);
-        if (rope) error = vf_add(error, KV(most_squared_errors)(rope_unit, rope_square, rope, first));
-        const __mmask16 loud = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
-        if (loud) found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
-    }
-    int tokens[KV_MATRIX_TILE + 1], count = 0;
-    __mmask16 rows[KV_MATRIX_TILE + 1];
-    for (int part = 0; part < KV_MATRIX_TILE / 64; part++)
-        for (uint64_t left = found[part]; left; left &= left - 1) {
-            const int t = part * 64 + __builtin_ctzll(left);
-            error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
-            if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
-            const vf allowed = vf_mul(KV(least_errors)(vf_load(scores->weights + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
-            tokens[count] = t;
-            rows[count] = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
-                          & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
-            count += rows[count] != 0;
-        }
-    for (int i = 0; i < count; i++) {
-        float *at = scores->weights + tokens[i] * KV_ROWS;
-        vf score = KV(multiply_key)(keys, tokens[i], queries, scores);
-        if (rope) score = vf_add(score, KV(multiply_key)(rope, tokens[i], rope_queries, scores));
-        vf_store(at, _mm512_mask_mov_ps(vf_load(at), rows[i], score));
-        if (i + 1 == count || tokens[i + 1] / KV_LANES != tokens[i] / KV_LANES)
-            KV(find_most_scores)(scores, tokens[i] / KV_LANES * KV_LANES);
-    }
-}
-
-/* Scores of one panel or two, which may see fewer tokens than begin to end. */
-static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panels, int count, int begin, int end,
-                           KV(word_scores) *const *scores)
-{
-    KV(word_queries) queries[2], rope[2];
-    for (int i = 0; i < count; i++) {
-        const kv_panel *panel = panels + i;
-        queries[i] = (KV(word_queries)){panel->queries, panel->halves, vf_load(panel->unit), panel->factor};
-        rope[i] = (KV(word_queries)){panel->rope_queries, panel->rope_halves, vf_load(panel->rope_unit), panel->factor};
-    }
-    KV(score_keys)(queries, count, tile->keys, begin, end, scores, 0);
-    if (tile->rope) KV(score_keys)(rope, count, tile->rope, begin, end, scores, 1);
-    for (int i = 0; i < count; i++) KV(refine_scores)(tile, panels + i, queries + i, rope + i, begin, end, scores[i]);
 }
 
 /* The rows of a panel that see all tokens of the tile, and those that see some. */

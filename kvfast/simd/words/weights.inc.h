@@ -19,13 +19,6 @@ static inline __attribute__((always_inline)) void KV(exp2_of_scores)(vf *x, cons
         x[i] = _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x[i], vf_set1(-126.0f), _CMP_NLT_UQ), y[i], x[i]);
 }
 
-/* Scores of a panel's rows and the tokens of a tile. */
-typedef struct {
-    KV_ALIGNED float weights[KV_MATRIX_TILE * KV_ROWS];              /* (tokens, rows): scores, then weights times the values' units */
-    KV_ALIGNED float most[KV_MATRIX_TILE / 8 * KV_ROWS];             /* of 8 tokens each: the largest score */
-    KV_ALIGNED float shifts[KV_MATRIX_TILE / KV_LANES * KV_ROWS];    /* of each block: the products with the mean of its keys */
-} KV(word_scores);
-
 /* Scores and weights of a panel's rows, and how they become words. */
 typedef struct {
     KV(word_scores) scores;

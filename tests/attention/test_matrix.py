@@ -113,6 +113,20 @@ def test_extreme_queries(rng, dtype):
     assert np.isfinite(cache.attend(0, q)).all()
 
 
+@pytest.mark.parametrize("dim", [64, 512])
+@pytest.mark.parametrize("dtype", ["int8-plain", "int4-plain", "int6"])
+def test_the_largest_products(rng, dtype, dim):
+    """Every code and every word of the queries is as large as can be: an integer that wraps would turn a score round."""
+    k = np.ones((400, 2, dim), np.float32)
+    k[::2] *= -1
+    cache = kvfast.KVCache(1, 2, dim, dtype=dtype)
+    cache.append(0, k, rng.standard_normal(k.shape, np.float32))
+    q = np.ones((128, 2, dim), np.float32)
+    q[::2] *= -1
+    out = cache.attend(0, q, scale=1 / dim)
+    assert relative_error(out, attention(q, cache.k(0), cache.v(0), scale=1 / dim)[0]) < 1e-3
+
+
 def test_queries_beyond_bfloat16(rng):
     """The largest float32 rounds to no finite bfloat16. Equal weights are rounded alike: 32 of them to 131050, but for 2."""
     cache = kvfast.KVCache(1, 2, 64, dtype="bfloat16")

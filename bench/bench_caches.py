@@ -79,7 +79,9 @@ def bench_shared_prefix(benchmark, dtype, is_shared, threads):
     model = LLAMA_3_8B
     pool, sequences = batch(model, dtype, 4096, 16, 4, is_shared)
     q = query(model, 16)
-    assert np.allclose(pool.attend_batch(0, q, sequences), pool.attend_batch(0, q, sequences, cascade=False), atol=1e-4)
+    rounded = kvfast.active_isa() in ("amx", "avx512_vbmi", "avx512_vnni")  # a prefix is multiplied in bfloat16 or words there
+    shared, alone = pool.attend_batch(0, q, sequences), pool.attend_batch(0, q, sequences, cascade=False)
+    assert np.allclose(shared, alone, atol=1e-4 if rounded else 1e-5)
     benchmark.extra_info.update(model=model.name, dtype=dtype, isa=kvfast.active_isa(), threads=threads, is_shared=is_shared)
     benchmark.pedantic(lambda: decode_batch(pool, q, sequences), rounds=5, warmup_rounds=1)
 

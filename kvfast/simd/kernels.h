@@ -298,7 +298,7 @@ typedef struct {
     /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of codes, and float rows beside
        them; a matrix unit takes no packed codes. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts. */
     void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
-                             float scale, int exact, kv_panel *panel); /* rope NULL: no latent rows; exact: as words, all keys are */
+                             float scale, int exact, kv_panel *panel); /* rope NULL: no latent rows; exact: no key is rounded */
     void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
                              const kv_tile *next_keys, const kv_tile *next_values, float position,
                              kv_operands *operands, kv_panel *panels, int num_panels);

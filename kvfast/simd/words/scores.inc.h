@@ -1,5 +1,5 @@
-/* Scores of the words of 16 query rows, a panel, or of two panels, and of the keys of a tile; see operands.inc.h. Scores that the rounding
-   can have moved too far are computed again in float32. */
+/* Scores of query rows as words, of one panel or two, and of the keys of a tile; see operands.inc.h. Scores that the rounding can have
+   moved too far are computed again in float32. */
 
 /* Scores of a panel's rows and the tokens of a tile. */
 typedef struct {

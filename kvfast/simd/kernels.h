@@ -148,7 +148,7 @@ typedef struct {
     KV_ALIGNED float l[KV_ROWS];
     double noise[KV_ROWS];                        /* as in kv_softmax */
     float factor;                                 /* the softmax scale, of words */
-    /* (rows, padded_dim) as given, x softmax scale; of words (padded_dim, rows) as given */
+    /* (rows, padded_dim) as given, x softmax scale; of words as given */
     KV_ALIGNED float queries[KV_ROWS * KV_MAX_HEAD_DIM];
     KV_ALIGNED float rope_queries[KV_ROWS * KV_MAX_ROPE_DIM];
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];   /* the same as integers, (high and low, depth/64, rows, 64) */
@@ -175,8 +175,8 @@ typedef struct {
     KV_ALIGNED int8_t keys[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t values[KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 4];
     KV_ALIGNED int8_t rope[KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 4];
-    KV_ALIGNED float rows[KV_LANES * (KV_MAX_HEAD_DIM + KV_LANES)];         /* of words: some keys as they are */
-    KV_ALIGNED float deviations[KV_MATRIX_TILE * KV_MAX_HEAD_DIM];          /* of words: keys with channel scales, less their mean */
+    KV_ALIGNED float rows[KV_LANES * (KV_MAX_HEAD_DIM + KV_LANES)];         /* of words: some keys before they are rounded */
+    KV_ALIGNED int8_t codes[KV_MATRIX_TILE * KV_MAX_HEAD_DIM];              /* of words: keys with channel scales, row by row */
     KV_ALIGNED float key_scales[KV_MATRIX_TILE];
     KV_ALIGNED float rope_scales[KV_MATRIX_TILE];
     KV_ALIGNED float value_scales[KV_MATRIX_TILE];

@@ -76,7 +76,7 @@ static inline __attribute__((always_inline)) void KV(widen_keys)(const char *uni
 /* The statistics of a block of keys. */
 typedef struct {
     kv_key_order order;
-    KV_ALIGNED float scales[KV_MAX_HEAD_DIM]; /* of the channels, in parts of `unit`: at most 1 */
+    float *scales; /* of the channels, in parts of `unit`: at most 1 */
     float unit;
 } KV(key_statistics);
 
@@ -98,16 +98,20 @@ static void KV(load_key_statistics)(const kv_side *side, const char *block, floa
     KV(read_key_order)(channels, n, &statistics->order);
 }
 
-/* Rounds 16 keys with channel scales to words. Unrounded, in parts of the block's unit, they go to `deviations`. */
+enum { CODE_ROWS = KV_MATRIX_TILE * 64 }; /* bytes of 64 codes of each token */
+
+/* Rounds 16 keys with channel scales to words. Their codes, less the bias, go to `codes`, (dim / 64, tokens, 64), what is missing of
+   the last 64 undefined. `deviations` is for (n, 16) floats. */
 static inline __attribute__((always_inline)) void KV(put_channel_lane)(
-    const char *codes, int n, const KV(key_statistics) *statistics, const int dtype, float *deviations, int8_t *out,
+    const char *stored, int n, const KV(key_statistics) *statistics, const int dtype, float *deviations, int8_t *codes, int8_t *out,
     float *units, float *squares)
 {
     KV_ALIGNED int8_t bytes[KV_MAX_HEAD_DIM * KV_LANES];
-    KV(widen_keys)(codes, n / KV_UNIT, &statistics->order, dtype, KV_KEY_BIAS(dtype), codes, bytes);
+    KV(widen_keys)(stored, n / KV_UNIT, &statistics->order, dtype, KV_KEY_BIAS(dtype), stored, bytes);
+    for (int i = 0; i < n; i += 64) KV(transpose_lines)(bytes + i * KV_LANES, codes + i / 64 * CODE_ROWS);
     vf most = vf_set1(0x1p-60f), peak = vf_set1(0.0f), sum = peak; /* other than 0 they are at least 2^-14 */
-    for (int first = 0; first < n; first += 64) {
-        const int stop = first + 64 < n ? first + 64 : n;
+    for (int first = 0; first < n; first += KV_WORD_SET) {
+        const int stop = first + KV_WORD_SET < n ? first + KV_WORD_SET : n;
         vf square[2] = {vf_set1(0.0f), vf_set1(0.0f)};
         for (int i = first; i < stop; i += 4) {
             const vi line = _mm512_load_si512(bytes + i * KV_LANES);
@@ -118,8 +122,9 @@ static inline __attribute__((always_inline)) void KV(put_channel_lane)(
                 peak = vf_max(peak, vf_abs(x));
                 square[j / 2] = vf_fma(x, x, square[j / 2]););
         }
-        most = vf_max(most, vf_max(square[0], square[1]));
-        sum = vf_add(sum, vf_add(square[0], square[1]));
+        const vf squares_of_set = vf_add(square[0], square[1]);
+        most = vf_max(most, squares_of_set);
+        sum = vf_add(sum, squares_of_set);
     }
     /* A word is at most KV_WORD_NORM / sqrt(2). */
     const vf inverse = vf_div(vf_set1(KV_WORD_NORM), _mm512_sqrt_ps(vf_max(most, vf_mul(vf_set1(2.0f), vf_mul(peak, peak)))));
@@ -148,12 +153,14 @@ static void KV(load_tiled_keys)(const kv_side *side, const kv_tile *tile, kv_ope
     int8_t *out = keys->words;
     statistics.unit = 0.0f;
     keys->has_means = side->means != 0, keys->has_channels = side->channels != 0, keys->exact = !side->channels;
-    keys->deviations = operands->deviations;
+    keys->codes = operands->codes, keys->channels = operands->channels;
     for (int t = 0, slot = tile->first, block = 0; t < count; t += KV_LANES, out += n * 32) {
         const char *at = tile->base + tile->at[block], *codes = at + slot / KV_LANES * tile_bytes;
         float *units = keys->units + t, *squares = keys->squares + t;
-        if (side->means && (t == 0 || slot == 0))
+        if (side->means && (t == 0 || slot == 0)) {
+            statistics.scales = operands->channels + block * KV_MAX_HEAD_DIM;
             KV(load_key_statistics)(side, at, keys->means + block * KV_MAX_HEAD_DIM, &statistics);
+        }
         keys->block_of[t / KV_LANES] = block;
         keys->block_units[block] = statistics.unit;
         if (!side->channels) {
@@ -162,9 +169,11 @@ static void KV(load_tiled_keys)(const kv_side *side, const kv_tile *tile, kv_ope
             KV(widen_codes)(codes, n / KV_DEPTHS(side->dtype), side->dtype, out, &sum);
             vf_store(units, scales);
             vf_store(squares, vf_mul(vi_to_float((vi)sum), vf_mul(scales, scales)));
-        } else if (side->dtype == KV_INT4)
-            KV(put_channel_lane)(codes, n, &statistics, KV_INT4, operands->deviations + t * n, out, units, squares);
-        else KV(put_channel_lane)(codes, n, &statistics, KV_INT3, operands->deviations + t * n, out, units, squares);
+        } else {
+            int8_t *rows = operands->codes + t * 64;
+            if (side->dtype == KV_INT4) KV(put_channel_lane)(codes, n, &statistics, KV_INT4, operands->rows, rows, out, units, squares);
+            else KV(put_channel_lane)(codes, n, &statistics, KV_INT3, operands->rows, rows, out, units, squares);
+        }
         slot += KV_LANES;
         if (slot == side->block_size) slot = 0, block++;
     }
@@ -183,6 +192,11 @@ static void KV(load_key_codes)(const kv_side *side, const kv_tile *tile, kv_oper
 {
     if (side->family == KV_PACKED_CODES && !side->channels) KV(load_packed_keys)(side, tile, operands, keys);
     else KV(load_tiled_keys)(side, tile, operands, keys);
+}
+
+static inline vf KV(load_codes)(const int8_t *codes)
+{
+    return vi_to_float(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)codes)));
 }
 
 /* The words of a key, as floats. */

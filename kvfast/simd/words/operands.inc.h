@@ -10,8 +10,8 @@
    product with the query is added in float32. Other rows read them as they are, for what else the tile has depends on the rows beside
    them. Codes are read less the mean of their block, which does not depend on any row.
 
-   Elements are at most 32767. The products of 64 elements are summed up in two sets, which hold the elements whose index has
-   bit 1 clear or set, and then as floats. The norm of each set of a query or key is at most KV_WORD_NORM. With the rounding,
+   Elements are at most 32767. The products of KV_WORD_SET elements are summed up, a set, and then as floats. The norm of each set of a
+   query or key is at most KV_WORD_NORM. With the rounding,
        |sum q k| <= (46300 + sqrt(32) / 2)^2 = 2 143 951 893 < 2^31,
    and so is each part of the sum. A score's standard error is 0.29 sqrt(q_unit^2 |k|^2 + |q|^2 k_unit^2). Where it can be more than
    least_errors allows, the score is computed in float32; only the row and the tiles decide this.
@@ -19,6 +19,7 @@
    Values are at most KV_MOST_VALUE, 14 bits beside the largest element of their row. Its scale is folded into the weights, whose
    sum over KV_WORD_GROUP tokens is at most KV_MOST_WEIGHTS; what their rounding carries on adds less than 4:
        |sum w v| <= (131050 + 4) * 16383 = 2 147 057 682 < 2^31. */
+#define KV_WORD_SET 32
 #define KV_WORD_NORM 46300.0f
 #define KV_MOST_VALUE 16383.0f
 #define KV_MOST_WEIGHTS 131050.0f
@@ -84,31 +85,30 @@ static inline vf KV(load_element)(const char *row, ptrdiff_t i, int dtype)
 static void KV(put_word_lane)(const float *rows, ptrdiff_t stride, int n, float norm, int8_t *out, float *units,
                               float *squares)
 {
-    KV_ALIGNED float part[2][KV_LANES * W], factor[KV_LANES];
+    KV_ALIGNED float part[KV_LANES * W], factor[KV_LANES];
     KV_ALIGNED int8_t lines[1024], half[1024];
     for (int r = 0; r < KV_LANES; r++) {
         vf largest = vf_set1(0.0f);
         for (int i = 0; i < n; i += W) largest = vf_max(largest, vf_abs(vf_load(rows + r * stride + i)));
-        vf_store(part[0] + r * W, largest);
+        vf_store(part + r * W, largest);
     }
-    const vf peaks = KV(reduce_rows)(part[0], 1), inverse = vf_zero_below(vf_div(vf_set1(1.0f), peaks), peaks, 0x1p-100f);
+    const vf peaks = KV(reduce_rows)(part, 1), inverse = vf_zero_below(vf_div(vf_set1(1.0f), peaks), peaks, 0x1p-100f);
     /* Of each row, beside its largest element: the largest square of a set's norm, and the sum of all squares. */
     vf most = vf_set1(0.0f), sum = most;
     vf_store(factor, inverse);
-    for (int first = 0; first < n; first += 64) {
-        const int stop = first + 64 < n ? first + 64 : n;
+    for (int first = 0; first < n; first += KV_WORD_SET) {
+        const int stop = first + KV_WORD_SET < n ? first + KV_WORD_SET : n;
         for (int r = 0; r < KV_LANES; r++) {
             vf square = vf_set1(0.0f);
             for (int i = first; i < stop; i += W) {
                 const vf element = vf_mul(vf_load(rows + r * stride + i), vf_set1(factor[r]));
                 square = vf_fma(element, element, square);
             }
-            vf_store(part[0] + r * W, _mm512_maskz_mov_ps(0x3333, square));
-            vf_store(part[1] + r * W, _mm512_maskz_mov_ps(0xCCCC, square));
+            vf_store(part + r * W, square);
         }
-        const vf one = KV(reduce_rows)(part[0], 0), other = KV(reduce_rows)(part[1], 0);
-        most = vf_max(most, vf_max(one, other));
-        sum = vf_add(sum, vf_add(one, other));
+        const vf squares_of_set = KV(reduce_rows)(part, 0);
+        most = vf_max(most, squares_of_set);
+        sum = vf_add(sum, squares_of_set);
     }
     /* `most` is at least 1, or the row is 0. */
     const vf size = vf_min(vf_div(vf_set1(norm), _mm512_sqrt_ps(vf_max(most, vf_set1(1.0f)))), vf_set1(32767.0f));
@@ -154,7 +154,8 @@ typedef struct {
     int has_channels, has_means;
     int8_t *words;
     float *means;                                             /* (blocks, KV_MAX_HEAD_DIM), which the words are less; not of `rows` */
-    const float *deviations;                                  /* with channel scales: (tokens / 16, dim, 16 tokens) x block_units */
+    const int8_t *codes;                                      /* with channel scales, (dim / 64, tokens, 64) */
+    const float *channels;                                    /* these scales, (blocks, KV_MAX_HEAD_DIM) x block_units */
     int block_of[KV_MATRIX_TILE / KV_LANES];                  /* of 16 tokens; the mean of float rows is that of block 0 */
     float block_units[KV_MATRIX_TILE / KV_LANES];
     int exact;                                                /* the words are codes: nothing was rounded */

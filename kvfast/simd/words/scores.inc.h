@@ -8,18 +8,14 @@ typedef struct {
     KV_ALIGNED float shifts[KV_MATRIX_TILE / KV_LANES * KV_ROWS];    /* of each block: the products with the mean of its keys */
 } KV(word_scores);
 
-/* Prepares 16 rows of n floats: as they are, (n, 16 rows), and as words, whose units have the softmax scale. */
-static void KV(prepare_word_lane)(const float *rows, int n, float norm, float factor, float *lanes, int8_t *words, float *unit,
+/* Prepares 16 rows of n floats as words, whose units have the softmax scale, and keeps them as they are. */
+static void KV(prepare_word_lane)(const float *rows, int n, float norm, float factor, float *queries, int8_t *words, float *unit,
                                   float *square)
 {
-    KV_ALIGNED float lines[KV_ROWS * KV_LANES];
     KV(put_word_lane)(rows, n, n, norm, words, unit, square);
     vf_store(unit, vf_mul(vf_load(unit), vf_set1(factor)));
     vf_store(square, vf_mul(vf_load(square), vf_set1(factor * factor)));
-    for (int i = 0; i < n; i += KV_LANES) {
-        for (int r = 0; r < KV_ROWS; r++) vf_store(lines + r * KV_LANES, vf_load(rows + r * n + i));
-        KV(transpose_lines)((const int8_t *)lines, (int8_t *)(lanes + i * KV_ROWS));
-    }
+    memcpy(queries, rows, KV_ROWS * (size_t)n * sizeof(float));
 }
 
 /* Prepares a panel of query rows, (KV_ROWS, padded_dim) floats. Where all keys are exact, no norm is limited. */
@@ -34,7 +30,7 @@ static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_s
                               panel->rope_square);
 }
 
-/* 16 query rows: as they are, (dim, 16), and as words with their units. */
+/* 16 query rows: as they are, (16, dim), and as words with their units. */
 typedef struct {
     const float *rows;
     const int8_t *words;
@@ -42,70 +38,44 @@ typedef struct {
     float factor;
 } KV(word_queries);
 
-/* The product of floats that are `stride` floats apart with each of n elements of the queries, times the softmax scale. */
-static inline __attribute__((always_inline)) vf KV(multiply_row)(const float *row, const int stride, const KV(word_queries) *queries,
-                                                                 int n)
+/* The products of n floats with each of the query rows, times the softmax scale. */
+static inline __attribute__((always_inline)) vf KV(multiply_row)(const float *row, const KV(word_queries) *queries, int n)
 {
-    vf sum[4] = {vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f), vf_set1(0.0f)};
-    for (int i = 0; i < n; i += 4, row += 4 * stride)
-        KV_FOR4(j, 4, sum[j] = vf_fma(vf_load(queries->rows + (i + j) * KV_ROWS), vf_set1(row[j * stride]), sum[j]););
-    return vf_mul(vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])), vf_set1(queries->factor));
+    KV_ALIGNED float parts[KV_ROWS * KV_LANES];
+    vf sum[KV_ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < KV_ROWS; r++) sum[r] = vf_set1(0.0f);
+    for (int i = 0; i < n; i += W) {
+        const vf element = vf_load(row + i);
+#pragma GCC unroll 16
+        for (int r = 0; r < KV_ROWS; r++) sum[r] = vf_fma(vf_load(queries->rows + r * n + i), element, sum[r]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < KV_ROWS; r++) vf_store(parts + r * KV_LANES, sum[r]);
+    return vf_mul(KV(reduce_rows)(parts, 0), vf_set1(queries->factor));
 }
 
-/* The product of a key with each of 16 query rows. */
-static __attribute__((noinline)) vf KV(multiply_key)(const KV(word_keys) *keys, int token, const KV(word_queries) *queries,
-                                                     const KV(word_scores) *scores)
-{
-    KV_ALIGNED float row[KV_MAX_HEAD_DIM];
-    const int n = keys->dim, lane = token / KV_LANES, block = keys->block_of[lane];
-    if (keys->family == KV_FLOAT_ROWS) {
-#define KV_LOAD(dtype) for (int i = 0; i < n; i += W) vf_store(row + i, KV(load_element)(keys->rows[token], i, dtype))
-        KV_BY_DTYPE(keys->dtype, KV_LOAD);
-#undef KV_LOAD
-        return KV(multiply_row)(row, 1, queries, n);
-    }
-    vf product;
-    float unit;
-    if (keys->has_channels) {
-        unit = keys->block_units[block];
-        product = KV(multiply_row)(keys->deviations + lane * n * KV_LANES + token % KV_LANES, KV_LANES, queries, n);
-    } else {
-        unit = keys->units[token];
-        KV(load_word_row)(keys, token, row);
-        product = KV(multiply_row)(row, 1, queries, n);
-    }
-    const vf shift = keys->has_means ? vf_load(scores->shifts + block * KV_ROWS) : vf_set1(0.0f);
-    return vf_fma(product, vf_set1(unit), shift);
-}
-
-/* Products of `lanes` keys with the rows of one panel or two, from element d on: over the even and the odd lines in a sum of their own
-   if `sets` is 2. Panels x sets x lanes are at most 16 sums, which stay in registers. Two panels load a key once: 0.96 of the time of a
-   prompt on an EPYC Zen 5, where two loads go with two products. */
+/* Products of 8 keys with the rows of one panel or two, over `lines` pairs of elements from element d on. The sums stay in registers.
+   Two panels load a key once: 0.96 of the time of a prompt on an EPYC Zen 5, where two loads go with two products. */
 static inline __attribute__((always_inline)) void KV(multiply_keys)(const KV(word_queries) *queries, const int panels, int d,
-                                                                    const int8_t *keys, int lines, const int lanes, const int sets,
-                                                                    vi sums[2][2][8])
+                                                                    const int8_t *keys, int lines, vi sums[2][8])
 {
-    vacc sum[2][2][8];
+    vacc sum[2][8];
     const int8_t *a = queries[0].words + d * 32, *b = queries[panels - 1].words + d * 32;
 #pragma GCC unroll 8
-    for (int i = 0; i < lanes; i++) sum[0][0][i] = sum[0][1][i] = sum[1][0][i] = sum[1][1][i] = (vacc)vi_set1(0);
-    for (; lines > 0; lines -= sets)
-#pragma GCC unroll 2
-        for (int set = 0; set < sets; set++, a += 64, b += 64, keys += 64) {
-            const vi one = _mm512_load_si512(a), other = _mm512_load_si512(b);
+    for (int i = 0; i < 8; i++) sum[0][i] = sum[1][i] = (vacc)vi_set1(0);
+    for (; lines > 0; lines--, a += 64, b += 64, keys += 64) {
+        const vi one = _mm512_load_si512(a), other = _mm512_load_si512(b);
 #pragma GCC unroll 8
-            for (int i = 0; i < lanes; i++) {
-                const vi key = vi_set1(kv_load32(keys + 4 * i));
-                sum[set][0][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[set][0][i], one, key);
-                if (panels == 2) sum[set][1][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[set][1][i], other, key);
-            }
+        for (int i = 0; i < 8; i++) {
+            const vi key = vi_set1(kv_load32(keys + 4 * i));
+            sum[0][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[0][i], one, key);
+            if (panels == 2) sum[1][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[1][i], other, key);
         }
+    }
+    __asm__ volatile("" ::: "memory"); /* compilers would load what comes next, and run out of registers */
 #pragma GCC unroll 8
-    for (int i = 0; i < lanes; i++)
-#pragma GCC unroll 2
-        for (int set = 0; set < sets; set++)
-#pragma GCC unroll 2
-            for (int panel = 0; panel < panels; panel++) sums[set][panel][i] = (vi)sum[set][panel][i];
+    for (int i = 0; i < 8; i++) sums[0][i] = (vi)sum[0][i], sums[1][i] = (vi)sum[1][i];
 }
 
 /* Scores of one panel or two and the tokens begin to end. With `adds`, added to those that are there. `exact` keys are summed up in one
@@ -114,57 +84,49 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
                                                                   const KV(word_keys) *keys, int begin, int end,
                                                                   KV(word_scores) *const *scores, int adds, const int exact)
 {
-    const int n = keys->dim, lanes = panels == 2 && !exact ? 4 : 8;
+    const int n = keys->dim, set = exact ? n : KV_WORD_SET;
+    KV_ALIGNED float parts[2 * 8 * KV_ROWS];
     vf shift[2] = {vf_set1(0.0f), vf_set1(0.0f)};
     int block = -1;
     for (int t = begin; t < end; t += 8) {
-        vf most[2] = {vf_set1(-INFINITY), vf_set1(-INFINITY)};
+        const int8_t *words = keys->words + t / KV_LANES * n * 32 + t % KV_LANES * 4;
+        vi sums[2][8];
         if (keys->has_means && block != keys->block_of[t / KV_LANES]) {
             block = keys->block_of[t / KV_LANES];
 #pragma GCC unroll 2
             for (int panel = 0; panel < panels; panel++) {
-                shift[panel] = KV(multiply_row)(keys->means + block * KV_MAX_HEAD_DIM, 1, queries + panel, n);
+                shift[panel] = KV(multiply_row)(keys->means + block * KV_MAX_HEAD_DIM, queries + panel, n);
                 vf_store(scores[panel]->shifts + block * KV_ROWS, shift[panel]);
             }
         }
-        for (int token = t; token < t + 8; token += lanes) {
-            const int8_t *words = keys->words + token / KV_LANES * n * 32 + token % KV_LANES * 4;
-            vf total[2][8];
-            vi sums[2][2][8];
-            if (exact) {
-                KV(multiply_keys)(queries, panels, 0, words, n / 2, lanes, 1, sums);
-#pragma GCC unroll 8
-                for (int i = 0; i < lanes; i++)
+        int d = 0;
+        for (; d + set < n; d += set) {
+            KV(multiply_keys)(queries, panels, d, words + d * 32, set / 2, sums);
 #pragma GCC unroll 2
-                    for (int panel = 0; panel < panels; panel++) total[panel][i] = vi_to_float(sums[0][panel][i]);
-            } else {
+            for (int panel = 0; panel < panels; panel++)
 #pragma GCC unroll 8
-                for (int i = 0; i < lanes; i++) total[0][i] = total[1][i] = vf_set1(0.0f);
-                for (int d = 0; d < n; d += 64) {
-                    KV(multiply_keys)(queries, panels, d, words + d * 32, (n - d < 64 ? n - d : 64) / 2, lanes, 2, sums);
-#pragma GCC unroll 8
-                    for (int i = 0; i < lanes; i++)
-#pragma GCC unroll 2
-                        for (int panel = 0; panel < panels; panel++) {
-                            const vf sum = vf_add(vi_to_float(sums[0][panel][i]), vi_to_float(sums[1][panel][i]));
-                            total[panel][i] = vf_add(total[panel][i], sum);
-                        }
+                for (int i = 0; i < 8; i++) {
+                    float *part = parts + (panel * 8 + i) * KV_ROWS;
+                    const vf sum = vi_to_float(sums[panel][i]);
+                    vf_store(part, d ? vf_add(vf_load(part), sum) : sum);
                 }
-            }
-#pragma GCC unroll 2
-            for (int panel = 0; panel < panels; panel++) {
-#pragma GCC unroll 8
-                for (int i = 0; i < lanes; i++) {
-                    float *at = scores[panel]->weights + (token + i) * KV_ROWS;
-                    const vf before = adds ? vf_add(shift[panel], vf_load(at)) : shift[panel];
-                    const vf score = vf_fma(total[panel][i], vf_mul(queries[panel].unit, vf_set1(keys->units[token + i])), before);
-                    most[panel] = vf_max(most[panel], score);
-                    vf_store(at, score);
-                }
-            }
         }
+        KV(multiply_keys)(queries, panels, d, words + d * 32, (n - d) / 2, sums);
 #pragma GCC unroll 2
-        for (int panel = 0; panel < panels; panel++) vf_store(scores[panel]->most + t / 8 * KV_ROWS, most[panel]);
+        for (int panel = 0; panel < panels; panel++) {
+            vf most = vf_set1(-INFINITY);
+            float *at = scores[panel]->weights + t * KV_ROWS;
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                vf sum = vi_to_float(sums[panel][i]);
+                if (!exact && d) sum = vf_add(sum, vf_load(parts + (panel * 8 + i) * KV_ROWS));
+                const vf before = adds ? vf_add(shift[panel], vf_load(at + i * KV_ROWS)) : shift[panel];
+                const vf score = vf_fma(sum, vf_mul(queries[panel].unit, vf_set1(keys->units[t + i])), before);
+                most = vf_max(most, score);
+                vf_store(at + i * KV_ROWS, score);
+            }
+            vf_store(scores[panel]->most + t / 8 * KV_ROWS, most);
+        }
     }
 }
 
@@ -229,6 +191,70 @@ static inline void KV(find_most_scores)(KV(word_scores) *scores, int token)
     }
 }
 
+/* Parts of the product of a key, less its mean, and a query row: they add up to it. */
+static inline __attribute__((always_inline)) vf KV(multiply_exactly)(const KV(word_keys) *keys, unsigned token, const float *query)
+{
+    const ptrdiff_t n = keys->dim, block = keys->block_of[token / KV_LANES];
+    vf sum[4];
+    KV_FOR4(j, 4, sum[j] = vf_set1(0.0f););
+    float unit = 1.0f;
+    ptrdiff_t i = 0;
+#define KV_ADD(element)                                                                                        \
+    for (; i + 64 <= n; i += 64) KV_FOR4(j, 4, sum[j] = vf_fma(element(j), vf_load(query + i + j * W), sum[j]);); \
+    for (; i < n; i += W) sum[0] = vf_fma(element(0), vf_load(query + i), sum[0]);
+    if (keys->family == KV_FLOAT_ROWS) {
+        const char *row = keys->rows[token];
+#define KV_FLOAT32_ROW(j) KV(load_element)(row, i + (j) * W, KV_FLOAT32)
+#define KV_FLOAT16_ROW(j) KV(load_element)(row, i + (j) * W, KV_FLOAT16)
+#define KV_BFLOAT16_ROW(j) KV(load_element)(row, i + (j) * W, KV_BFLOAT16)
+        if (keys->dtype == KV_FLOAT32) { KV_ADD(KV_FLOAT32_ROW) }
+        else if (keys->dtype == KV_FLOAT16) { KV_ADD(KV_FLOAT16_ROW) }
+        else { KV_ADD(KV_BFLOAT16_ROW) }
+    } else if (keys->has_channels) {
+        const int8_t *codes = keys->codes + token * 64;
+        const float *scales = keys->channels + block * KV_MAX_HEAD_DIM;
+#define KV_CODE_ROW(j) vf_mul(KV(load_codes)(codes + (i & ~63) * KV_MATRIX_TILE + (i & 63) + (j) * W), vf_load(scales + i + (j) * W))
+        KV_ADD(KV_CODE_ROW)
+        unit = keys->block_units[block];
+    } else {
+        KV_ALIGNED float row[KV_MAX_HEAD_DIM];
+        KV(load_word_row)(keys, (int)token, row);
+#define KV_WORD_ROW(j) vf_load(row + i + (j) * W)
+        KV_ADD(KV_WORD_ROW)
+        unit = keys->units[token];
+    }
+#undef KV_ADD
+    return vf_mul(vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])), vf_set1(unit));
+}
+
+/* Computes `count` scores of a panel's rows in float32; `pairs` are their places. */
+static __attribute__((noinline)) void KV(score_again)(const KV(word_tile) *tile, const KV(word_queries) *queries,
+                                                      const KV(word_queries) *rope_queries, const unsigned *pairs, int count,
+                                                      KV(word_scores) *scores)
+{
+    const KV(word_keys) *keys = tile->keys, *rope = tile->rope;
+    const int shifted = keys->has_means && keys->family != KV_FLOAT_ROWS; /* float rows are read with their mean */
+    KV_ALIGNED float parts[KV_ROWS * KV_LANES], products[KV_ROWS];
+    for (int first = 0; first < count; first += KV_ROWS) {
+        const int here = count - first < KV_ROWS ? count - first : KV_ROWS;
+        for (int i = 0; i < here; i++) {
+            const unsigned token = pairs[first + i] / KV_ROWS, r = pairs[first + i] % KV_ROWS;
+            vf part = KV(multiply_exactly)(keys, token, queries->rows + r * keys->dim);
+            if (rope) part = vf_add(part, KV(multiply_exactly)(rope, token, rope_queries->rows + r * rope->dim));
+            vf_store(parts + i * KV_LANES, part);
+        }
+        vf_store(products, vf_mul(KV(reduce_rows)(parts, 0), vf_set1(queries->factor)));
+        for (int i = 0; i < here; i++) {
+            const unsigned at = pairs[first + i], block = (unsigned)keys->block_of[at / KV_ROWS / KV_LANES];
+            scores->weights[at] = products[i] + (shifted ? scores->shifts[block * KV_ROWS + at % KV_ROWS] : 0.0f);
+        }
+    }
+    for (int i = 0; i < count; i++) {
+        const unsigned lane = pairs[i] / (KV_ROWS * KV_LANES);
+        if (i + 1 == count || pairs[i + 1] / (KV_ROWS * KV_LANES) != lane) KV(find_most_scores)(scores, (int)lane * KV_LANES);
+    }
+}
+
 /* Computes the scores that the rounding to words can have moved by more than least_errors in float32. */
 static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, const KV(word_queries) *queries,
                               const KV(word_queries) *rope_queries, int begin, int end, KV(word_scores) *scores)
@@ -250,27 +276,21 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
         const __mmask16 loud = _mm512_cmp_ps_mask(error, vf_mul(limit, vf_set1(0.999f)), _CMP_NLE_UQ);
         if (loud) found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
     }
-    int tokens[KV_MATRIX_TILE + 1], count = 0;
-    __mmask16 rows[KV_MATRIX_TILE + 1];
+    const vi rows = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    unsigned pairs[(KV_MATRIX_TILE + 1) * KV_ROWS];
+    int count = 0; /* token x KV_ROWS + row */
     for (int part = 0; part < KV_MATRIX_TILE / 64; part++)
         for (uint64_t left = found[part]; left; left &= left - 1) {
             const int t = part * 64 + __builtin_ctzll(left);
             error = KV(squared_error)(unit, square, keys->units[t], keys->squares[t]);
             if (rope) error = vf_add(error, KV(squared_error)(rope_unit, rope_square, rope->units[t], rope->squares[t]));
             const vf allowed = vf_mul(KV(least_errors)(vf_load(scores->weights + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
-            tokens[count] = t;
-            rows[count] = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
-                          & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
-            count += rows[count] != 0;
+            const __mmask16 again = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
+                                    & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
+            _mm512_storeu_si512(pairs + count, _mm512_maskz_compress_epi32(again, vi_add(rows, vi_set1(t * KV_ROWS))));
+            count += __builtin_popcount(again);
         }
-    for (int i = 0; i < count; i++) {
-        float *at = scores->weights + tokens[i] * KV_ROWS;
-        vf score = KV(multiply_key)(keys, tokens[i], queries, scores);
-        if (rope) score = vf_add(score, KV(multiply_key)(rope, tokens[i], rope_queries, scores));
-        vf_store(at, _mm512_mask_mov_ps(vf_load(at), rows[i], score));
-        if (i + 1 == count || tokens[i + 1] / KV_LANES != tokens[i] / KV_LANES)
-            KV(find_most_scores)(scores, tokens[i] / KV_LANES * KV_LANES);
-    }
+    if (count) KV(score_again)(tile, queries, rope_queries, pairs, count, scores);
 }
 
 /* Scores of one panel or two, which may see fewer tokens than begin to end. */

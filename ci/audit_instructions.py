@@ -29,6 +29,7 @@ TIERS = {
     "avx512": {"popcnt", "vex", "evex"},
     "avx512_vnni": {"popcnt", "vex", "evex", "vnni"},
     "avx512_vbmi": {"popcnt", "vex", "evex", "vnni", "vbmi"},
+    "avx512_bf16": {"popcnt", "vex", "evex", "vnni", "vbmi", "bfloat16"},
     "amx": {"popcnt", "vex", "evex", "vnni", "vbmi", "amx", "bfloat16"},
     "neon": set(),
     "neon_dotprod": {"dotprod"},
@@ -114,33 +115,40 @@ def package():
     return Path(kvfast.__file__).parent
 
 
-def matrix_functions():
-    """Names of the functions that are defined in the region of the matrix unit, which have the suffix of the tier beside it. Those
-    that a macro ends with the name of a dtype end with an underscore."""
+# Regions of simd/tier.inc.h whose functions may use more than those of their tier, and the name for what they may use.
+REGIONS = {"KV_MATRIX": "amx", "KV_BFLOAT16_TARGET": "avx512_bf16"}
+
+
+def functions_of_regions():
+    """For each function that is defined in such a region what it may use; it has the suffix of the tier around it. Those that a macro
+    ends with the name of a dtype end with an underscore."""
     simd = package() / "simd"
-    text = (simd / "tier.inc.h").read_text()
-    region = text[text.index("#ifdef KV_MATRIX"):]
-    found = set()
-    for header in re.findall(r'#include "(.*)"', region[:region.index("#endif")]):
-        text = (simd / header).read_text()
-        found.update(re.findall(r"^static\b.*?\bKV\((\w+)\)\s*\(", text, re.MULTILINE),
-                     re.findall(r"\bstatic void KV\((\w+)##\w+\)", text))
-    if not found:
-        raise SystemExit("no function found in the KV_MATRIX region of simd/tier.inc.h")
+    text, found = (simd / "tier.inc.h").read_text(), {}
+    for region, tier in REGIONS.items():
+        inside = text[text.index(f"#ifdef {region}"):]
+        names = set()
+        for header in re.findall(r'#include "(.*)"', inside[:re.search("#e(ndif|lse)", inside).start()]):
+            source = (simd / header).read_text()
+            names.update(re.findall(r"^static\b.*?\bKV\((\w+)\)\s*\(", source, re.MULTILINE),
+                         re.findall(r"\bstatic void KV\((\w+)##\w+\)", source),
+                         re.findall(r"^KV_ATTEND\((\w+)", source, re.MULTILINE))
+        if not names:
+            raise SystemExit(f"no function found in the region of {region} in simd/tier.inc.h")
+        found |= dict.fromkeys(names, tier)
     return found
 
 
-def tier_of(symbol, matrix):
+def tier_of(symbol, regions):
     """Tier of a function by its symbol, or None."""
     base = symbol.split("@")[0].split(".")[0]
     for tier in sorted(TIERS, key=len, reverse=True):
         if base.endswith(f"_{tier}"):
             name = base.removesuffix(f"_{tier}")
-            return "amx" if name in matrix or any(one.endswith("_") and name.startswith(one) for one in matrix) else tier
+            return next((of for one, of in regions.items() if name == one or one.endswith("_") and name.startswith(one)), tier)
     return None
 
 
-def audit(path, matrix):
+def audit(path, regions):
     """(counts of instructions by tier and need, list of violations) of a shared object."""
     with open(path, "rb") as file:
         is_arm = file.read(20)[18:] == arm.MACHINE
@@ -150,7 +158,7 @@ def audit(path, matrix):
     for line in text.splitlines():
         if label := LABEL.match(line):
             symbol = label[1]
-            tier = tier_of(symbol, matrix)
+            tier = tier_of(symbol, regions)
             continue
         found = LINE.match(line)
         if not found or not found[2]:
@@ -188,10 +196,10 @@ def main(arguments):
         import kvfast
 
         arguments = [Path(kvfast.__file__).parent]
-    matrix, total, wrong, files = matrix_functions(), Counter(), [], 0
+    regions, total, wrong, files = functions_of_regions(), Counter(), [], 0
     with tempfile.TemporaryDirectory() as folder:
         for path in shared_objects(arguments, folder):
-            counts, violations = audit(path, matrix)
+            counts, violations = audit(path, regions)
             total += counts
             wrong += violations
             files += 1

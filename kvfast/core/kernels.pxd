@@ -43,6 +43,8 @@ cdef extern from "simd/kernels.h" nogil:
     enum:
         KV_INTEGERS
         KV_HALVES
+        KV_PAIRS
+        KV_NUM_WIDE_KINDS
 
     ctypedef struct kv_side:
         int dtype
@@ -192,9 +194,9 @@ cdef extern from "simd/kernels.h" nogil:
                                   const kv_ahead *ahead, float *acc) noexcept nogil
         unsigned (*rows_to_refine)(const float *acc, Py_ssize_t row_stride, Py_ssize_t stride, Py_ssize_t n, const double *noise,
                                    int num_rows) noexcept nogil
-        void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
+        void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                                  float scale, int exact, kv_panel *panel) noexcept nogil
-        void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
+        void (*attend_panels[KV_NUM_WIDE_KINDS])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
                                  const kv_tile *next_keys, const kv_tile *next_values, float position,
                                  kv_operands *operands, kv_panel *panels, int num_panels) noexcept nogil
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
@@ -207,6 +209,7 @@ cdef extern from "simd/kernels.h" nogil:
 
 
 cdef const kv_kernels *active() noexcept nogil
+cdef bint has_bfloat16() noexcept nogil
 
 # How the passes over the sides of a tile prefetch; kvfast/core/tuning.py sets it, by kind of format. No bit of a result depends on it.
 cdef enum:

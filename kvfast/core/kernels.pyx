@@ -19,6 +19,7 @@ cdef extern from "simd/kernels.h" nogil:
         int model
 
     kv_cpu_identity kv_identify_cpu()
+    int kv_has_bfloat16()
 
     int kv_prefetch_level
 
@@ -28,6 +29,11 @@ cdef const kv_kernels *_active = NULL
 
 cdef const kv_kernels *active() noexcept nogil:
     return _active
+
+
+cdef bint has_bfloat16() noexcept nogil:
+    """``kv_has_bfloat16`` of ``simd/kernels.h``."""
+    return kv_has_bfloat16()
 
 
 cdef kv_reading[KV_READINGS] _readings

@@ -96,6 +96,15 @@ int kv_supported(const kv_kernels *kernels)
     return 1;
 }
 
+int kv_has_bfloat16(void)
+{
+#if KV_X86
+    return __builtin_cpu_supports("avx512bf16") != 0;
+#else
+    return 0;
+#endif
+}
+
 kv_cpu_identity kv_identify_cpu(void)
 {
     kv_cpu_identity cpu = {"", 0, 0};

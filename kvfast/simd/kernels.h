@@ -46,7 +46,7 @@
 #include "dtypes.h"
 #include "limits.h"
 
-enum { KV_INTEGERS, KV_HALVES }; /* what panels are multiplied with */
+enum { KV_INTEGERS, KV_HALVES, KV_PAIRS, KV_NUM_WIDE_KINDS }; /* what panels are multiplied with */
 
 /* Vectors that do not straddle cache lines. */
 #define KV_ALIGNED __attribute__((aligned(64)))
@@ -296,10 +296,11 @@ typedef struct {
     void (*open_matrix)(int rows);
     void (*close_matrix)(void);
     /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of codes, and float rows beside
-       them; a matrix unit takes no packed codes. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts. */
-    void (*prepare_panel[2])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
+       them; a matrix unit takes no packed codes. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts.
+       KV_PAIRS: of keys and queries in bfloat16, where kv_has_bfloat16. */
+    void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                              float scale, int exact, kv_panel *panel); /* rope NULL: no latent rows; exact: no key is rounded */
-    void (*attend_panels[2])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
+    void (*attend_panels[KV_NUM_WIDE_KINDS])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
                              const kv_tile *next_keys, const kv_tile *next_values, float position,
                              kv_operands *operands, kv_panel *panels, int num_panels);
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
@@ -322,6 +323,8 @@ typedef struct {
    operating system can run one. */
 extern const kv_kernels *const kv_all_kernels[];
 int kv_supported(const kv_kernels *kernels);
+
+int kv_has_bfloat16(void); /* whether it multiplies pairs of bfloat16 */
 
 typedef struct { char vendor[13]; int family, model; } kv_cpu_identity;
 /* What an x86 processor calls itself; others have no vendor. */

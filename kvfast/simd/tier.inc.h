@@ -23,9 +23,19 @@
 #include "words/scores.inc.h"
 #include "words/weights.inc.h"
 #include "words/panels.inc.h"
-#define KV_WORDS                                                            \
-    .prepare_panel = {KV_OF_CODES(KV(prepare_words)), KV(prepare_words)},   \
-    .attend_panels = {KV_OF_CODES(KV(attend_word_codes)), KV(attend_words)},
+/* A region of its own, not one in a region: clang takes the outer one. */
+#ifdef KV_BFLOAT16_TARGET
+KV_TARGET_END
+KV_TARGET_BEGIN(KV_BFLOAT16_TARGET)
+#include "words/pairs.inc.h"
+#define KV_PAIR_KERNEL(kernel) KV(kernel)
+#else
+#define KV_PAIR_KERNEL(kernel) NULL
+#endif
+#undef KV_ATTEND
+#define KV_WORDS                                                                                                       \
+    .prepare_panel = {KV_OF_CODES(KV(prepare_words)), KV(prepare_words), KV_PAIR_KERNEL(prepare_pairs)},               \
+    .attend_panels = {KV_OF_CODES(KV(attend_word_codes)), KV(attend_words), KV_PAIR_KERNEL(attend_pairs)},
 #else
 #define KV_WORDS
 #endif
@@ -81,8 +91,7 @@ const kv_kernels KV(kv_kernels) = {
 #ifdef KV_MORE_KERNELS /* those of a library that is built with these */
 #include KV_MORE_KERNELS
 #endif
-#ifdef KV_MATRIX
-/* Not a region in a region: clang takes the outer one. */
+#ifdef KV_MATRIX /* another region */
 KV_TARGET_END
 KV_TARGET_BEGIN(KV_MATRIX)
 #include "amx/operands.inc.h"

@@ -1,5 +1,6 @@
-"""Attention of many query rows, of which a task takes up to 256 of a KV head at a time: by a matrix unit, or floats as words."""
+"""Attention of many query rows, of which a task takes up to 256 of a KV head at a time: by a matrix unit, as words, or in bfloat16."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cache_kinds import CENTRED
@@ -80,6 +81,36 @@ def test_a_row_does_not_depend_on_its_neighbours(rng, dtype, options):
     for n in (32, 40, 123):
         for num_threads in (1, 2, 5):
             assert np.array_equal(cache.attend(0, q[-n:], num_splits=1, num_threads=num_threads, **options), out[-n:])
+
+
+@pytest.mark.parametrize("head_dim", [8, 33, 64, 80, 128, 512])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16/float16"])
+def test_queries_in_bfloat16(rng, dtype, head_dim):
+    """Where the processor multiplies bfloat16, nothing of the scores is rounded, however loud some channels are."""
+    outliers = np.where(np.arange(head_dim) % 13 == 5, 10, 1).astype(np.float32)
+    cache = kvfast.KVCache(1, 2, head_dim, dtype=dtype)
+    k, v = rng.standard_normal((2, 1500, 2, head_dim), np.float32)
+    cache.append(0, k * outliers, v)
+    q = rng.standard_normal((50, 6, head_dim), np.float32).astype(ml_dtypes.bfloat16)
+    for options in ({}, {"sliding_window": 300, "softcap": 20.0}):
+        out, lse = cache.attend(0, q, return_lse=True, **options)
+        expected, expected_lse = attention(q.astype(np.float32), cache.k(0), cache.v(0), **options)
+        assert relative_error(out, expected) < bound(dtype)
+        exact = kvfast.active_isa() == "avx512_vbmi" and kvfast.cpu_features()["avx512bf16"]
+        assert np.abs(lse - expected_lse).max() < (2e-5 if exact else 1e-3)
+        for n, num_threads in ((32, 1), (40, 2), (49, 5)):
+            whole = cache.attend(0, q, num_splits=1, **options)
+            assert np.array_equal(cache.attend(0, q[-n:], num_splits=1, num_threads=num_threads, **options), whole[-n:])
+
+
+@pytest.mark.parametrize("rope_dim", [0, 16])
+def test_latent_rows_and_queries_in_bfloat16(rng, rope_dim):
+    cache = kvfast.MLAKVCache(1, 80, rope_dim, dtype="bfloat16")
+    cache.append(0, rng.standard_normal((900, 80 + rope_dim), np.float32))
+    q = rng.standard_normal((30, 20, 80 + rope_dim), np.float32).astype(ml_dtypes.bfloat16)
+    latent = cache.get_latent(0)[:, None]
+    expected = attention(q.astype(np.float32), latent, latent[..., :80], scale=0.1)[0]
+    assert relative_error(cache.attend(0, q, scale=0.1), expected) < bound("bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "k8v4", "int4-plain", *HALVES])

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cache_kinds import DTYPES, FORMATS, SEALING
@@ -336,6 +337,13 @@ def test_a_task_of_many_queries_reads_all_segments():
     whole = Model(cache_of(), rope).append(1050)
     assert spliced.cache.explain((250, 6, DIM)).num_tasks == whole.cache.explain((250, 6, DIM)).num_tasks
     assert spliced.cache.explain((16, 6, DIM)).num_tasks > whole.cache.explain((16, 6, DIM)).num_tasks
+
+
+def test_queries_in_bfloat16_are_floats_once_rotated():
+    rope = ROPES["halves"]
+    model = Model(cache_of("bfloat16"), rope).append(40).splice(*chunks("bfloat16", (300, 200), rope)).append(100)
+    q = model.queries(90).astype(ml_dtypes.bfloat16)
+    assert np.array_equal(model.cache.attend(0, q), model.cache.attend(0, q.astype(np.float32)))
 
 
 @pytest.mark.parametrize("isa", kvfast.available_isas())

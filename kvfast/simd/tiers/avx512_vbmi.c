@@ -1,13 +1,17 @@
 #include "../common.h"
 
 #if KV_X86
-KV_TARGET_BEGIN("popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
+#define KV_TARGET "popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c"
+#if KV_HAVE_BFLOAT16 && !defined(KV_MORE_KERNELS) /* whose functions would be in this region */
+#define KV_BFLOAT16_TARGET KV_TARGET ",avx512bf16"
+#endif
+KV_TARGET_BEGIN(KV_TARGET)
 #define KV(name) name##_avx512_vbmi
 #define KV_ISA "avx512_vbmi"
 #define KV_VNNI
 #define KV_VBMI
 #if KV_HAVE_AMX
-#define KV_MATRIX "popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c,amx-tile,amx-int8,amx-bf16"
+#define KV_MATRIX KV_TARGET ",amx-tile,amx-int8,amx-bf16"
 #endif
 #include "../isa/vec_avx512.h"
 #include "../tier.inc.h"

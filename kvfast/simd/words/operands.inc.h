@@ -24,6 +24,9 @@
 #define KV_MOST_VALUE 16383.0f
 #define KV_MOST_WEIGHTS 131050.0f
 
+/* Compilers load nothing of what comes next before it, or sums would not stay in registers. */
+#define KV_NOTHING_SOONER __asm__ volatile("" ::: "memory")
+
 enum {
     WORD_GROUPS = KV_MATRIX_TILE / KV_WORD_GROUP,
     /* Bytes of 16 elements of values. A processor confuses the addresses of stores that are a multiple of a page apart. */
@@ -209,6 +212,25 @@ static inline __attribute__((always_inline)) void KV(load_key_rows)(KV(word_keys
                 vf_store(rows + r * STRIDE + i, vf_sub(KV(load_element)(keys->rows[t + r], i, dtype), vf_load(keys->means + i)));
         KV(put_word_lane)(rows, STRIDE, n, KV_WORD_NORM, out, keys->units + t, keys->squares + t);
     }
+}
+
+/* Writes 16 rows of n bfloat16 as (n / 2, 16 rows, 2). */
+static void KV(put_pair_lane)(const char *const *rows, int n, int8_t *out)
+{
+    KV_ALIGNED int8_t lines[1024], half[1024];
+    for (int i = 0; i < n; i += 2 * W, out += 1024) {
+        const __mmask16 pairs = n - i < 2 * W ? 0x00FF : 0xFFFF;
+        for (int r = 0; r < KV_LANES; r++) _mm512_store_si512(lines + 64 * r, _mm512_maskz_loadu_epi32(pairs, rows[r] + 2 * i));
+        KV(transpose_lines)(lines, pairs == 0xFFFF ? out : half);
+        if (pairs != 0xFFFF) memcpy(out, half, 512);
+    }
+}
+
+/* Loads rows of keys in bfloat16 as they are. */
+static void KV(load_key_pairs)(const kv_side *side, const kv_tile *tile, KV(word_keys) *keys)
+{
+    const int count = KV(find_rows)(side, tile, KV_LANES, keys->rows);
+    for (int t = 0; t < count; t += KV_LANES) KV(put_pair_lane)(keys->rows + t, keys->dim, keys->words + t * keys->dim * 2);
 }
 
 /* Loads float rows of keys, if `less_mean` is 1 less their mean. */

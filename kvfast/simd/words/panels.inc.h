@@ -161,8 +161,14 @@ typedef struct {
     KV(word_weights) w;
 } KV(word_pass);
 
+/* How the rows of panels are multiplied with keys. */
+typedef enum { KV(WORDS), KV(CODES), KV(PAIRS) } KV(word_kind);
+typedef void KV(tile_scores)(const KV(word_tile) *tile, const kv_panel *panels, int count, int begin, int end,
+                             KV(word_scores) *const *scores);
+
 /* Scores of one panel or two. `tiles` are the keys for rows that see some of the tile, and for those that see all. */
-static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panels, int count, KV(word_pass) *passes)
+static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panels, int count, KV(tile_scores) *score,
+                             KV(word_pass) *passes)
 {
     int mixed = 0, alike = 1;
     for (int i = 0; i < count; i++) {
@@ -176,17 +182,17 @@ static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panel
         KV(word_scores) *const scores[2] = {&passes[0].w.scores, &passes[1].w.scores};
         const int begin = passes[0].begin < passes[1].begin ? passes[0].begin : passes[1].begin;
         const int end = passes[0].end > passes[1].end ? passes[0].end : passes[1].end;
-        KV(score_tile)(tiles + (passes[0].all != 0), panels, 2, begin, end, scores);
+        score(tiles + (passes[0].all != 0), panels, 2, begin, end, scores);
         return;
     }
     for (int i = 0; i < count; i++) {
         const KV(word_pass) *pass = passes + i;
         KV(word_scores) *scores = &passes[i].w.scores;
         if (pass->begin == pass->end) continue;
-        KV(score_tile)(tiles + (pass->all != 0), panels + i, 1, pass->begin, pass->end, &scores);
+        score(tiles + (pass->all != 0), panels + i, 1, pass->begin, pass->end, &scores);
         if (pass->all && pass->some && mixed) {
             KV(word_scores) others, *at = &others;
-            KV(score_tile)(tiles, panels + i, 1, pass->begin, pass->end, &at);
+            score(tiles, panels + i, 1, pass->begin, pass->end, &at);
             for (int t = pass->begin * KV_ROWS; t < pass->end * KV_ROWS; t += KV_ROWS)
                 vf_store(scores->weights + t,
                          _mm512_mask_mov_ps(vf_load(scores->weights + t), pass->some, vf_load(others.weights + t)));
@@ -197,7 +203,7 @@ static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panel
 /* Loads one side of keys for both tiles: as they are and less their mean, if they are float rows. */
 static inline __attribute__((always_inline)) void KV(load_sides)(
     const kv_side *side, const kv_tile *tile, const int *wanted, float *means, int8_t *words, ptrdiff_t words_bytes,
-    kv_operands *operands, KV(word_keys) keys[2], const KV(word_keys) *loaded[2], const int codes)
+    kv_operands *operands, KV(word_keys) keys[2], const KV(word_keys) *loaded[2], const KV(word_kind) kind)
 {
     for (int i = 0; i < 2; i++) {
         KV(word_keys) *now = keys + i;
@@ -205,18 +211,21 @@ static inline __attribute__((always_inline)) void KV(load_sides)(
         if (!wanted[i]) continue;
         now->family = side->family, now->dim = side->padded_dim, now->dtype = side->dtype;
         now->words = words + i * words_bytes, now->means = means + i * KV_MAX_HEAD_DIM;
-        if (codes && side->family != KV_FLOAT_ROWS) {
-            KV(load_key_codes)(side, tile, operands, now);
-            loaded[0] = loaded[1] = now;
-            return;
+        if (kind == KV(PAIRS)) KV(load_key_pairs)(side, tile, now);
+        else if (kind == KV(CODES) && side->family != KV_FLOAT_ROWS) KV(load_key_codes)(side, tile, operands, now);
+        else {
+            KV(load_key_words)(side, tile, i, operands, now);
+            continue;
         }
-        KV(load_key_words)(side, tile, i, operands, now);
+        loaded[0] = loaded[1] = now;
+        return;
     }
 }
 
 static inline __attribute__((always_inline)) void KV(attend_word_tile)(
     const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values, const kv_tile *next_keys,
-    const kv_tile *next_values, float position, kv_operands *operands, kv_panel *panels, int num_panels, const int codes)
+    const kv_tile *next_values, float position, kv_operands *operands, kv_panel *panels, int num_panels, const KV(word_kind) kind,
+    KV(tile_scores) *score)
 {
     const int has_rope = v->as_keys && v->padded_dim;
     const kv_side *from = v->as_keys ? k : v;
@@ -230,20 +239,21 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
     }
     /* Codes have the means of up to 8 blocks, but latent rows have none. */
     KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, k_words, k_loaded,
-                   codes);
+                   kind);
     if (has_rope)
         KV(load_sides)(v, values, wanted, operands->means + 2 * KV_MAX_HEAD_DIM, operands->rope, KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 2,
-                       operands, rope_words, rope_loaded, codes);
+                       operands, rope_words, rope_loaded, kind);
     const KV(word_tile) tiles[2] = {{k_loaded[0], rope_loaded[0]}, {k_loaded[1], rope_loaded[1]}};
     operands->value_dim = from->padded_dim;
-    if (codes && from->family != KV_FLOAT_ROWS) KV(load_value_codes)(from, v->as_keys ? keys : values, v->as_keys, operands);
-    else KV(load_value_words)(from, v->as_keys ? keys : values, operands);
+    const kv_tile *from_tile = v->as_keys ? keys : values;
+    if (kind == KV(CODES) && from->family != KV_FLOAT_ROWS) KV(load_value_codes)(from, from_tile, v->as_keys, operands);
+    else KV(load_value_words)(from, from_tile, operands);
     KV(following) next = {k, v, next_keys, next_values, 0, num_panels * PREFETCHES};
     KV(word_pass) passes[2];
     for (int i = 0, count; i < num_panels; i += count) {
         count = num_panels - i < 2 ? 1 : 2;
         for (int j = 0; j < count; j++) KV(prefetch_part)(&next);
-        KV(score_panels)(tiles, panels + i, count, passes);
+        KV(score_panels)(tiles, panels + i, count, score, passes);
         for (int j = 0; j < count; j++) {
             KV(word_pass) *pass = passes + j;
             KV(prefetch_part)(&next);
@@ -258,13 +268,12 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
     }
 }
 
-#define KV_ATTEND(name, codes)                                                                                           \
-    static void KV(name)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,                 \
-                         const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,    \
-                         kv_panel *panels, int num_panels)                                                               \
-    {                                                                                                                    \
-        KV(attend_word_tile)(k, v, keys, values, next_keys, next_values, position, operands, panels, num_panels, codes); \
+#define KV_ATTEND(name, kind, score)                                                                                          \
+    static void KV(name)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,                      \
+                         const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,         \
+                         kv_panel *panels, int num_panels)                                                                    \
+    {                                                                                                                         \
+        KV(attend_word_tile)(k, v, keys, values, next_keys, next_values, position, operands, panels, num_panels, kind, score); \
     }
-KV_ATTEND(attend_words, 0)
-KV_ATTEND(attend_word_codes, 1)
-#undef KV_ATTEND
+KV_ATTEND(attend_words, KV(WORDS), KV(score_tile))
+KV_ATTEND(attend_word_codes, KV(CODES), KV(score_tile))

@@ -73,7 +73,7 @@ static inline __attribute__((always_inline)) void KV(multiply_keys)(const KV(wor
             if (panels == 2) sum[1][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[1][i], other, key);
         }
     }
-    __asm__ volatile("" ::: "memory"); /* compilers would load what comes next, and run out of registers */
+    KV_NOTHING_SOONER;
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) sums[0][i] = (vi)sum[0][i], sums[1][i] = (vi)sum[1][i];
 }
@@ -298,8 +298,8 @@ static void KV(score_tile)(const KV(word_tile) *tile, const kv_panel *panels, in
                            KV(word_scores) *const *scores)
 {
     KV(word_queries) queries[2], rope[2];
-    for (int i = 0; i < count; i++) {
-        const kv_panel *panel = panels + i;
+    for (int i = 0; i < 2; i++) {
+        const kv_panel *panel = panels + (i < count ? i : 0);
         queries[i] = (KV(word_queries)){panel->queries, panel->halves, vf_load(panel->unit), panel->factor};
         rope[i] = (KV(word_queries)){panel->rope_queries, panel->rope_halves, vf_load(panel->rope_unit), panel->factor};
     }

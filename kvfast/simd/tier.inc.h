@@ -20,6 +20,7 @@
 #if W == 16 && defined(KV_VNNI)
 #include "words/operands.inc.h"
 #include "words/codes.inc.h"
+#include "words/exact.inc.h"
 #include "words/scores.inc.h"
 #include "words/weights.inc.h"
 #include "words/panels.inc.h"

@@ -194,11 +194,6 @@ static void KV(load_key_codes)(const kv_side *side, const kv_tile *tile, kv_oper
     else KV(load_tiled_keys)(side, tile, operands, keys);
 }
 
-static inline vf KV(load_codes)(const int8_t *codes)
-{
-    return vi_to_float(_mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)codes)));
-}
-
 /* The words of a key, as floats. */
 static void KV(load_word_row)(const KV(word_keys) *keys, int token, float *row)
 {

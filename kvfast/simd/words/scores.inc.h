@@ -1,12 +1,5 @@
 /* Scores of query rows as words, of one panel or two, and of the keys of a tile; see operands.inc.h. Scores that the rounding can have
-   moved too far are computed again in float32. */
-
-/* Scores of a panel's rows and the tokens of a tile. */
-typedef struct {
-    KV_ALIGNED float weights[KV_MATRIX_TILE * KV_ROWS];              /* (tokens, rows): scores, then weights times the values' units */
-    KV_ALIGNED float most[KV_MATRIX_TILE / 8 * KV_ROWS];             /* of 8 tokens each: the largest score */
-    KV_ALIGNED float shifts[KV_MATRIX_TILE / KV_LANES * KV_ROWS];    /* of each block: the products with the mean of its keys */
-} KV(word_scores);
+   moved too far are computed again; see exact.inc.h. */
 
 /* Prepares 16 rows of n floats as words, whose units have the softmax scale, and keeps them as they are. */
 static void KV(prepare_word_lane)(const float *rows, int n, float norm, float factor, float *queries, int8_t *words, float *unit,
@@ -28,31 +21,6 @@ static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_s
     if (rope)
         KV(prepare_word_lane)(rope_rows, rope->padded_dim, norm, factor, panel->rope_queries, panel->rope_halves, panel->rope_unit,
                               panel->rope_square);
-}
-
-/* 16 query rows: as they are, (16, dim), and as words with their units. */
-typedef struct {
-    const float *rows;
-    const int8_t *words;
-    vf unit;
-    float factor;
-} KV(word_queries);
-
-/* The products of n floats with each of the query rows, times the softmax scale. */
-static inline __attribute__((always_inline)) vf KV(multiply_row)(const float *row, const KV(word_queries) *queries, int n)
-{
-    KV_ALIGNED float parts[KV_ROWS * KV_LANES];
-    vf sum[KV_ROWS];
-#pragma GCC unroll 16
-    for (int r = 0; r < KV_ROWS; r++) sum[r] = vf_set1(0.0f);
-    for (int i = 0; i < n; i += W) {
-        const vf element = vf_load(row + i);
-#pragma GCC unroll 16
-        for (int r = 0; r < KV_ROWS; r++) sum[r] = vf_fma(vf_load(queries->rows + r * n + i), element, sum[r]);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < KV_ROWS; r++) vf_store(parts + r * KV_LANES, sum[r]);
-    return vf_mul(KV(reduce_rows)(parts, 0), vf_set1(queries->factor));
 }
 
 /* Products of 8 keys with the rows of one panel or two, over `lines` pairs of elements from element d on. The sums stay in registers.
@@ -95,7 +63,7 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
             block = keys->block_of[t / KV_LANES];
 #pragma GCC unroll 2
             for (int panel = 0; panel < panels; panel++) {
-                shift[panel] = KV(multiply_row)(keys->means + block * KV_MAX_HEAD_DIM, queries + panel, n);
+                shift[panel] = KV(multiply_mean)(keys->means + block * KV_MAX_HEAD_DIM, queries + panel, n);
                 vf_store(scores[panel]->shifts + block * KV_ROWS, shift[panel]);
             }
         }
@@ -191,69 +159,7 @@ static inline void KV(find_most_scores)(KV(word_scores) *scores, int token)
     }
 }
 
-/* Parts of the product of a key, less its mean, and a query row: they add up to it. */
-static inline __attribute__((always_inline)) vf KV(multiply_exactly)(const KV(word_keys) *keys, unsigned token, const float *query)
-{
-    const ptrdiff_t n = keys->dim, block = keys->block_of[token / KV_LANES];
-    vf sum[4];
-    KV_FOR4(j, 4, sum[j] = vf_set1(0.0f););
-    float unit = 1.0f;
-    ptrdiff_t i = 0;
-#define KV_ADD(element)                                                                                        \
-    for (; i + 64 <= n; i += 64) KV_FOR4(j, 4, sum[j] = vf_fma(element(j), vf_load(query + i + j * W), sum[j]);); \
-    for (; i < n; i += W) sum[0] = vf_fma(element(0), vf_load(query + i), sum[0]);
-    if (keys->family == KV_FLOAT_ROWS) {
-        const char *row = keys->rows[token];
-#define KV_FLOAT32_ROW(j) KV(load_element)(row, i + (j) * W, KV_FLOAT32)
-#define KV_FLOAT16_ROW(j) KV(load_element)(row, i + (j) * W, KV_FLOAT16)
-#define KV_BFLOAT16_ROW(j) KV(load_element)(row, i + (j) * W, KV_BFLOAT16)
-        if (keys->dtype == KV_FLOAT32) { KV_ADD(KV_FLOAT32_ROW) }
-        else if (keys->dtype == KV_FLOAT16) { KV_ADD(KV_FLOAT16_ROW) }
-        else { KV_ADD(KV_BFLOAT16_ROW) }
-    } else if (keys->has_channels) {
-        const int8_t *codes = keys->codes + token * 64;
-        const float *scales = keys->channels + block * KV_MAX_HEAD_DIM;
-#define KV_CODE_ROW(j) vf_mul(KV(load_codes)(codes + (i & ~63) * KV_MATRIX_TILE + (i & 63) + (j) * W), vf_load(scales + i + (j) * W))
-        KV_ADD(KV_CODE_ROW)
-        unit = keys->block_units[block];
-    } else {
-        KV_ALIGNED float row[KV_MAX_HEAD_DIM];
-        KV(load_word_row)(keys, (int)token, row);
-#define KV_WORD_ROW(j) vf_load(row + i + (j) * W)
-        KV_ADD(KV_WORD_ROW)
-        unit = keys->units[token];
-    }
-#undef KV_ADD
-    return vf_mul(vf_add(vf_add(sum[0], sum[1]), vf_add(sum[2], sum[3])), vf_set1(unit));
-}
-
-/* Computes `count` scores of a panel's rows in float32; `pairs` are their places. */
-static __attribute__((noinline)) void KV(score_again)(const KV(word_tile) *tile, const KV(word_queries) *queries,
-                                                      const KV(word_queries) *rope_queries, const unsigned *pairs, int count,
-                                                      KV(word_scores) *scores)
-{
-    const KV(word_keys) *keys = tile->keys, *rope = tile->rope;
-    const int shifted = keys->has_means && keys->family != KV_FLOAT_ROWS; /* float rows are read with their mean */
-    KV_ALIGNED float parts[KV_ROWS * KV_LANES], products[KV_ROWS];
-    for (int first = 0; first < count; first += KV_ROWS) {
-        const int here = count - first < KV_ROWS ? count - first : KV_ROWS;
-        for (int i = 0; i < here; i++) {
-            const unsigned token = pairs[first + i] / KV_ROWS, r = pairs[first + i] % KV_ROWS;
-            vf part = KV(multiply_exactly)(keys, token, queries->rows + r * keys->dim);
-            if (rope) part = vf_add(part, KV(multiply_exactly)(rope, token, rope_queries->rows + r * rope->dim));
-            vf_store(parts + i * KV_LANES, part);
-        }
-        vf_store(products, vf_mul(KV(reduce_rows)(parts, 0), vf_set1(queries->factor)));
-        for (int i = 0; i < here; i++) {
-            const unsigned at = pairs[first + i], block = (unsigned)keys->block_of[at / KV_ROWS / KV_LANES];
-            scores->weights[at] = products[i] + (shifted ? scores->shifts[block * KV_ROWS + at % KV_ROWS] : 0.0f);
-        }
-    }
-    for (int i = 0; i < count; i++) {
-        const unsigned lane = pairs[i] / (KV_ROWS * KV_LANES);
-        if (i + 1 == count || pairs[i + 1] / (KV_ROWS * KV_LANES) != lane) KV(find_most_scores)(scores, (int)lane * KV_LANES);
-    }
-}
+enum { MOST_PLACES = 5 }; /* of a token; where more rows need its score, all 16 take less time */
 
 /* Computes the scores that the rounding to words can have moved by more than least_errors in float32. */
 static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, const KV(word_queries) *queries,
@@ -277,8 +183,10 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
         if (loud) found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
     }
     const vi rows = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    unsigned pairs[(KV_MATRIX_TILE + 1) * KV_ROWS];
-    int count = 0; /* token x KV_ROWS + row */
+    KV(exact_scores) exact;
+    exact.keys = keys, exact.rope = rope, exact.queries = queries, exact.rope_queries = rope_queries, exact.scores = scores;
+    exact.count = 0;
+    unsigned lanes = 0;
     for (int part = 0; part < KV_MATRIX_TILE / 64; part++)
         for (uint64_t left = found[part]; left; left &= left - 1) {
             const int t = part * 64 + __builtin_ctzll(left);
@@ -287,10 +195,16 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
             const vf allowed = vf_mul(KV(least_errors)(vf_load(scores->weights + t * KV_ROWS), most), vf_set1(1.0f / 0.29f));
             const __mmask16 again = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
                                     & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
-            _mm512_storeu_si512(pairs + count, _mm512_maskz_compress_epi32(again, vi_add(rows, vi_set1(t * KV_ROWS))));
-            count += __builtin_popcount(again);
+            const int count = __builtin_popcount(again);
+            if (count > MOST_PLACES) KV(score_token)(&exact, (unsigned)t, again);
+            else {
+                _mm512_storeu_si512(exact.places + exact.count, _mm512_maskz_compress_epi32(again, vi_add(rows, vi_set1(t * KV_ROWS))));
+                exact.count += count;
+            }
+            lanes |= (again != 0u) << t / KV_LANES;
         }
-    if (count) KV(score_again)(tile, queries, rope_queries, pairs, count, scores);
+    KV(score_places)(&exact);
+    for (; lanes; lanes &= lanes - 1) KV(find_most_scores)(scores, __builtin_ctz(lanes) * KV_LANES);
 }
 
 /* Scores of one panel or two, which may see fewer tokens than begin to end. */

@@ -13,6 +13,7 @@ rounds say more.
 - step: one token of each of several sequences at a long context. The cache is filled with random keys and values.
 - first token: of a prompt of the same length, computed whole.
 - capacity: tokens that fit the same memory.
+- "no attention" stores nothing and attends to nothing: what the engine and the model's weights take, the bound for every cache.
 - throughput: requests at a cache that is too small for bfloat16, until all are done, with random prompts.
 """
 
@@ -29,7 +30,7 @@ from time import perf_counter, process_time
 # Name of each contender: (whether kvfast is on, kv_cache_dtype).
 CONTENDERS = {
     "vLLM": ("0", "auto"), "vLLM fp8": ("0", "fp8"), "kvfast bfloat16": ("1", "auto"), "kvfast int8": ("1", "int8_per_token_head"),
-    "kvfast k8v4": ("1", "turboquant_k8v4"), "kvfast int4": ("1", "int4_per_token_head"),
+    "kvfast k8v4": ("1", "turboquant_k8v4"), "kvfast int4": ("1", "int4_per_token_head"), "no attention": ("1", "int8_per_token_head"),
 }  # fmt: skip
 BASE = "vLLM"
 BLOCK = 64
@@ -65,6 +66,11 @@ def work(connection, name, folder, load_format, given, memory):
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be the memory of all
     engine = Engine(folder, load_format, dtype, given, memory)
+    if name == "no attention":
+        from kvfast.vllm.backend import KVFastImpl
+
+        KVFastImpl.do_kv_cache_update = lambda *arguments, **options: None
+        KVFastImpl.forward = lambda self, layer, query, key, value, kv_cache, attn_metadata, output, **options: output
     connection.send("ready")
     while call := connection.recv():
         method, *arguments = call

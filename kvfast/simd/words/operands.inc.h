@@ -230,7 +230,11 @@ static void KV(put_pair_lane)(const char *const *rows, int n, int8_t *out)
 static void KV(load_key_pairs)(const kv_side *side, const kv_tile *tile, KV(word_keys) *keys)
 {
     const int count = KV(find_rows)(side, tile, KV_LANES, keys->rows);
-    for (int t = 0; t < count; t += KV_LANES) KV(put_pair_lane)(keys->rows + t, keys->dim, keys->words + t * keys->dim * 2);
+    keys->has_means = keys->has_channels = 0, keys->exact = 1;
+    for (int t = 0; t < count; t += KV_LANES) {
+        KV(put_pair_lane)(keys->rows + t, keys->dim, keys->words + t * keys->dim * 2);
+        vf_store(keys->units + t, vf_set1(1.0f));
+    }
 }
 
 /* Loads float rows of keys, if `less_mean` is 1 less their mean. */

@@ -128,7 +128,7 @@ cdef object set_bases(kv_store *store, object calibration):
         for i in range(dim):
             for j in range(dim):
                 bases[head, KV_FROM_STORED, i, j] = bases[head, KV_TO_QUERIES, j, i]
-    store.bases = &bases[0, 0, 0, 0]
+    store.bases, store.k.in_basis = &bases[0, 0, 0, 0], True
     return bases
 
 

@@ -47,8 +47,9 @@ class KVFormat:
         Subtract the mean of every channel from the keys of each full block before encoding.
     per_channel : bool
         INT4 or INT3 keys have a scale and an offset per channel and full block, and none per token (KIVI, arXiv 2402.02750).
-        The quarter of the channels that vary most in the block has a bit more, the quarter that varies least one less; four
-        adjacent channels have the same.
+        The quarter of the channels whose rounding should count most has a bit more, the quarter where it should count least one
+        less (INT4: two if they vary far more, and far less). That is as they vary in the block, times the size of keys in both
+        channels of a rotary pair. Four adjacent channels have the same.
     block_size : int or None
         Tokens that are encoded together: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring`, `per_channel`
         or `num_recent_tokens`, where the tokens of a block stay float16 until it is full.

@@ -53,6 +53,7 @@ cdef extern from "simd/kernels.h" nogil:
         int head_dim
         int padded_dim
         int rotated
+        int in_basis
         int gaussian
         int as_keys
         int clip_search

@@ -12,7 +12,7 @@ from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import block_bytes
 
 SIZED = ("full", "latent")  # kinds with a max_seq_len
-VERSION = 5
+VERSION = 6
 
 _FIELDS = {"version", "settings", "block_size", "max_seq_len", "seq_len", "tables", "metadata"}
 

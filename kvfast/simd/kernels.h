@@ -58,6 +58,7 @@ typedef struct {
     int head_dim;          /* at most KV_MAX_HEAD_DIM */
     int padded_dim;
     int rotated;           /* callers rotate rows before they encode them; the kernels do not read this */
+    int in_basis;          /* keys are stored in a basis of a calibration: their elements are no rotary pairs */
     int gaussian;          /* packed codes: the levels are those of a Gaussian, not even */
     int as_keys;           /* for a V side: it holds the rotary part of latent rows, in the layout of keys */
     int clip_search;       /* INT4 and GAUSS4: try several scales and take the one with the least squared error */

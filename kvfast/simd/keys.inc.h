@@ -36,7 +36,7 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
             _mm_storeu_si128((__m128i *)next, _mm512_cvtepi32_epi8(found));
             next += __builtin_popcount(set);
         }
-    kv_cut_key_order(order, padded_dim);
+    kv_cut_key_order(channels, padded_dim, order);
 #else
     kv_read_key_order(channels, padded_dim, order);
 #endif
@@ -45,25 +45,33 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
 /* Each byte shifted right by `shift`, or left if that is negative, and of it the bits of `mask`. */
 #define KV_BITS(word, shift, mask) (((shift) < 0 ? (word) << -(shift) : (word) >> (shift)) & (uint32_t)(0x01010101 * (mask)))
 
+/* Words shifted left by as many bits as `shift` points to. */
+#if W == 16
+#define KV_SHIFTED(word, shift) ((KV(words))_mm512_sllv_epi32((vi)(word), vi_set1((int)*(shift))))
+#else
+#define KV_SHIFTED(word, shift) ((word) << *(shift))
+#endif
+
 /* Calls use(line, codes) for the four lines of unit u: `low` is a word of its first 64 bytes, `high` of INT4 one of the second, of INT3
    one of the nibbles. */
-#define KV_EACH_KEY_LINE(dtype, order, u, low, high, use)         \
-    do {                                                          \
-        if (dtype == KV_INT4) {                                   \
-            use(order->even[2 * u], KV_BITS(low, -1, 30));        \
-            use(order->even[2 * u + 1], KV_BITS(low, 3, 30));     \
-            use(order->narrow[u], KV_BITS(high, 3, 28));          \
-            use(order->wide[u], KV_BITS(high, 0, 31));            \
-        } else {                                                  \
-            use(order->even[2 * u], KV_BITS(low, -1, 14));        \
-            use(order->even[2 * u + 1], KV_BITS(low, 2, 14));     \
-            use(order->narrow[u], KV_BITS(low, 4, 12));           \
-            use(order->wide[u], KV_BITS(high, 0, 15));            \
-        }                                                         \
+#define KV_EACH_KEY_LINE(dtype, order, u, low, high, use)                               \
+    do {                                                                                \
+        if (dtype == KV_INT4) {                                                         \
+            const kv_key_bytes *shared = kv_key_shares + order->more[u];                \
+            use(order->even[2 * u], (low) & 0xF0F0F0F0);                                \
+            use(order->even[2 * u + 1], (low) << 4 & 0xF0F0F0F0);                       \
+            use(order->wide[u], (high) & shared->wide);                                 \
+            use(order->narrow[u], KV_SHIFTED(high, &shared->shift) & shared->narrow);   \
+        } else {                                                                        \
+            use(order->even[2 * u], KV_BITS(low, -1, 14));                              \
+            use(order->even[2 * u + 1], KV_BITS(low, 2, 14));                           \
+            use(order->narrow[u], KV_BITS(low, 4, 12));                                 \
+            use(order->wide[u], KV_BITS(high, 0, 15));                                  \
+        }                                                                               \
     } while (0)
 
-/* As dot_lines for (INT_VECTORS or 1) x W tokens from one of a lane tile on, `first`, that begins at `unit`. The sums are bounded as in
-   activations.inc.h, as codes are smaller than those of INT8. */
+/* As dot_lines for (INT_VECTORS or 1) x W tokens from one of a lane tile on, `first`, that begins at `unit`. The sums are bounded by
+   128 * 32639 * 512 = 2 139 029 504 < 2^31, as codes of INT4 less their bias are at least -128. */
 static inline __attribute__((always_inline)) void KV(dot_key_units)(
     const char *unit, int first, ptrdiff_t tile_bytes, int units, const kv_key_order *order, const int dtype, const int8_t *x,
     const int rows, const int vectors, const char *ahead, const int level, vi out[KV_PANEL][4])

@@ -1,8 +1,8 @@
 /* Seals blocks of keys: computes the statistics of the channels, then the codes, which need them.
 
    Centred blocks: x = code x token scale + mean, with the mean of the channel over the block.
-   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset. The quarter of the lines with the widest range has a
-   bit more, and that with the least one less, as Kitty gives a few channels more bits (arXiv 2511.18643); see keys.h. */
+   Blocks with channel scales (KIVI, arXiv 2402.02750): x = code x scale + offset. Lines whose rounding counts more have more bits, as
+   Kitty gives a few channels more (arXiv 2511.18643); see keys.h. */
 
 /* Loads W channels from c on; beyond the last channel 0. */
 static inline vf KV(load_channels)(const float *row, ptrdiff_t c, ptrdiff_t n)
@@ -44,16 +44,38 @@ static void KV(put_channels)(const kv_side *side, uint16_t *channels, const floa
     for (int i = 0; i < 16; i++) channels[i] |= (uint16_t)((bits >> i & 1) << 15);
 }
 
-/* The bits of each line, `mean` in the mean: one more for the quarter of the lines whose channels have the widest ranges in sum, one
-   less for the quarter with the least. */
-static void KV(share_key_bits)(const float *ranges, int lines, int mean, uint8_t *bits)
+/* The bits of each line, see keys.h. The rounding of a line counts as the range of its channels, times the size of the queries there.
+   The latter is not known, but in models with rotary positions queries are large where keys are, in both channels of a pair (Jin et
+   al., Massive Values in Self-Attention Modules, arXiv 2502.01563): a line has the size of its own keys and of those half a head away.
+   But keys that are far larger than they vary, as the biases of Qwen2.5 make them, say nothing of queries: their size is then that of a
+   Gaussian of their range. And no line of INT4 has 6 bits for its size: one whose range is eight times that of the narrow line beside
+   it has, which leaves the sum of both roundings least. In a basis of a calibration queries vary where keys do, so ranges alone decide.
+   `sizes` are of each channel the mean magnitude. */
+static void KV(share_key_bits)(const kv_side *side, const float *ranges, const float *sizes, uint8_t *bits)
 {
-    float sums[KV_MAX_HEAD_DIM / 4];
-    for (int i = 0; i < lines; i++, ranges += 4) sums[i] = ranges[0] + ranges[1] + ranges[2] + ranges[3];
+    const int lines = side->padded_dim / 4, half = side->head_dim / 8, mean = kv_dtypes[side->dtype].bits;
+    double range[KV_MAX_HEAD_DIM / 4], size[KV_MAX_HEAD_DIM / 4], weight[KV_MAX_HEAD_DIM / 4]; /* no product of floats overflows */
     for (int i = 0; i < lines; i++) {
-        int wider = 0; /* lines before this one in the order of their ranges */
-        for (int j = 0; j < lines; j++) wider += (sums[j] > sums[i]) | ((sums[j] == sums[i]) & (j < i));
-        bits[i] = (uint8_t)(mean + (wider < lines / 4) - (wider >= lines - lines / 4));
+        range[i] = (double)ranges[4 * i] + ranges[4 * i + 1] + ranges[4 * i + 2] + ranges[4 * i + 3];
+        size[i] = (double)sizes[4 * i] + sizes[4 * i + 1] + sizes[4 * i + 2] + sizes[4 * i + 3];
+        if (size[i] > 8.0 * range[i]) size[i] = range[i] / 6.0;
+    }
+    for (int i = 0; i < lines; i++) {
+        double pair = 0.0;
+        if (i < 2 * half) pair = size[i < half ? i + half : i - half];
+        weight[i] = range[i] * range[i] * (side->in_basis ? 1.0 : size[i] * size[i] + pair * pair);
+    }
+    for (int i = 0; i < lines; i++) {
+        int before = 0; /* lines that count more */
+        for (int j = 0; j < lines; j++) before += (weight[j] > weight[i]) | ((weight[j] == weight[i]) & (j < i));
+        bits[i] = (uint8_t)(mean + (before < lines / 4) - (before >= lines - lines / 4));
+    }
+    for (int wide = 0, narrow = 0; mean == 4 && wide < lines; wide++) {
+        if (bits[wide] < 5) continue;
+        while (bits[narrow] != 3) narrow++;
+        const int more = range[wide] >= 8.0 * range[narrow];
+        bits[wide] = (uint8_t)(5 + more);
+        bits[narrow++] = (uint8_t)(3 - more);
     }
 }
 
@@ -63,33 +85,38 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
 {
     uint16_t *offsets = (uint16_t *)(block + side->means), *channels = (uint16_t *)(block + side->channels);
     const int lines = side->padded_dim / 4, mean = kv_dtypes[side->dtype].bits;
-    KV_ALIGNED float low[KV_MAX_HEAD_DIM], high[KV_MAX_HEAD_DIM], scales[KV_MAX_HEAD_DIM] = {0};
+    KV_ALIGNED float low[KV_MAX_HEAD_DIM], high[KV_MAX_HEAD_DIM], scales[KV_MAX_HEAD_DIM] = {0}, sizes[KV_MAX_HEAD_DIM];
     uint8_t bits[KV_MAX_HEAD_DIM / 4];
+    const vf small = vf_set1(1.0f / (float)side->block_size); /* a power of two */
     for (ptrdiff_t c = 0; c < side->padded_dim; c += W) {
-        vf least = KV(load_channels)(rows, c, side->head_dim), most = least;
+        vf least = KV(load_channels)(rows, c, side->head_dim), most = least, size = vf_mul(vf_abs(least), small);
         for (int t = 1; t < side->block_size; t++) {
             const vf x = KV(load_channels)(rows + t * stride, c, side->head_dim);
             least = vf_min(least, x);
             most = vf_max(most, x);
+            size = vf_fma(vf_abs(x), small, size);
         }
+        vf_store(sizes + c, size);
         vf_store(low + c, least);
         vf_store(high + c, most);
         vf_store(scales + c, vf_sub(most, least));
         vf_store_float16(offsets + c, least);
     }
-    KV(share_key_bits)(scales, lines, mean, bits);
+    KV(share_key_bits)(side, scales, sizes, bits);
     for (ptrdiff_t c = 0; c < side->padded_dim; c++) {
         const float steps = (float)((1 << bits[c / 4]) - 1), offset = kv_from_float16(offsets[c]);
         float scale = scales[c] * (1.0f / steps);
         /* Rounding may move the range a little. */
         scale = scale > offset - low[c] ? scale : offset - low[c];
         scale = scale > (high[c] - offset) * (1.0f / (steps + 1.0f)) ? scale : (high[c] - offset) * (1.0f / (steps + 1.0f));
-        scales[c] = (scale > 0x1p-100f ? scale : 0x1p-100f) * (1.0f / (float)(2 << mean >> bits[c / 4])); /* of a code of all bits */
+        scale = scale > 0x1p-100f ? scale : 0x1p-100f;
+        scales[c] = scale * (1.0f / (float)(1 << (KV_KEY_BITS(mean) - bits[c / 4]))); /* of a code of all bits */
     }
     KV(put_channels)(side, channels, scales);
     for (int line = 0; line < lines; line++) {
         if (bits[line] > mean) channels[line] |= KV_KEY_FLAG;
         if (bits[line] < mean) channels[lines + line] |= KV_KEY_FLAG;
+        if (bits[line] > mean + 1) channels[2 * lines + line] |= KV_KEY_FLAG;
     }
 }
 
@@ -102,11 +129,12 @@ static void KV(put_keys)(const kv_key_order *order, int mean, int padded_dim, co
     for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 32 * mean) {
         const uint8_t *even0 = lines + order->even[2 * u] * 64, *even1 = lines + order->even[2 * u + 1] * 64;
         const uint8_t *wide = lines + order->wide[u] * 64, *narrow = lines + order->narrow[u] * 64;
+        const int narrow_bits = 3 - order->more[u];
         if (mean == 3) KV(put_threes)(even0, even1, wide, narrow, unit);
         else
             for (int i = 0; i < 64; i++) {
-                unit[i] = (uint8_t)(even0[i] | even1[i] << 4);
-                unit[64 + i] = (uint8_t)(wide[i] | narrow[i] << 5);
+                unit[i] = (uint8_t)(even0[i] << 4 | even1[i]);
+                unit[64 + i] = (uint8_t)(wide[i] << narrow_bits | narrow[i]);
             }
     }
 }
@@ -128,7 +156,7 @@ static int KV(code_channels)(const kv_side *side, char *block, const float *rows
     KV(to_float16)(block + side->means, dims, offset);
     for (ptrdiff_t c = 0; c < dims; c++) {
         most[c] = (float)((1 << bits[c / 4]) - 1);
-        scale[c] = (float)(channels[c] & KV_FACTOR) * unit * (float)(2 << mean >> bits[c / 4]);
+        scale[c] = (float)(channels[c] & KV_FACTOR) * unit * (float)(1 << (KV_KEY_BITS(mean) - bits[c / 4]));
         inverse[c] = scale[c] > 0.0f ? 1.0f / scale[c] : 0.0f;
     }
     for (; token < side->block_size; token++) {

@@ -237,23 +237,41 @@ def test_stored_error(isa, name):
             assert np.allclose(got[512:], given[512:], rtol=rounding, atol=2e-3)
 
 
-@pytest.mark.parametrize("mean", [3, 4])
+def keys_in_blocks(k, mean):
+    """One head's keys in a cache with `mean` bits by channel: those of a block that is read as codes, and what was given."""
+    cache = kvfast.KVCache(1, 1, k.shape[-1], dtype=KVFormat(f"int{mean}/int8", per_channel=True))
+    for rows in (k, k[:1]):  # the block is read as codes when a token follows these
+        cache.append(0, rows, rows)
+        cache.advance(len(rows))
+    return cache.k(0)[:64, 0], k[:64, 0]
+
+
+@pytest.mark.parametrize("mean, factor, more", [(3, 3.0, 1), (4, 2.0, 1), (4, 3.0, 2)])
 @pytest.mark.parametrize("dim", [64, 80, 208])
-def test_keys_have_more_bits_where_channels_vary_more(isa, rng, dim, mean):
-    cache = kvfast.KVCache(1, 1, dim, dtype=KVFormat(f"int{mean}/int8", per_channel=True))
+def test_keys_have_more_bits_where_channels_vary_more(isa, rng, dim, mean, factor, more):
     k = rng.uniform(-1, 1, (80, 1, dim)).astype(np.float32)
-    bits = mean + np.repeat(rng.permutation([1, 0, 0, -1] * (dim // 16)), 4)  # of four adjacent channels
-    k *= 3.0 ** bits
-    cache.append(0, k, k)
-    cache.advance(80)
-    cache.append(0, k[:1], k[:1])    # the block is read as codes from now on
-    cache.advance(1)
-    got, given = cache.k(0)[:64, 0], k[:64, 0]
+    share = np.repeat(rng.permutation([1, 0, 0, -1] * (dim // 16)), 4)  # of four adjacent channels
+    got, given = keys_in_blocks(k * factor**share.astype(np.float32) + 4, mean)
     for channel in range(dim):
-        levels = 2 ** bits[channel]
-        assert levels / 2 < len(np.unique(got[:, channel])) <= levels
+        levels = 2 ** (mean + more * share[channel])
+        assert levels / 3 < len(np.unique(got[:, channel])) <= levels
         step = np.ptp(given[:, channel]) / (levels - 1)
         assert np.abs(got[:, channel] - given[:, channel]).max() < 0.53 * step
+
+
+@pytest.mark.parametrize("mean", [3, 4])
+@pytest.mark.parametrize("dim", [64, 72, 128])
+def test_keys_have_more_bits_where_they_are_large_and_half_a_head_away(isa, rng, dim, mean):
+    half = dim // 2
+    k = rng.uniform(-1, 1, (80, 1, dim)).astype(np.float32)
+    large = rng.permutation(half // 4)[: -(-dim // 16) // 2]  # lines: with those half a head away a quarter of all, or less
+    for line in large:
+        k[..., 4 * line : 4 * line + 4] += 9
+    got, given = keys_in_blocks(k, mean)
+    for channel in range(dim):
+        step = np.ptp(given[:, channel]) / (2 ** (mean + 1) - 1)
+        if channel % half // 4 in large:
+            assert np.abs(got[:, channel] - given[:, channel]).max() < 0.6 * step
 
 
 def test_rotated_rows_come_back(isa, rng):

@@ -1,4 +1,4 @@
-"""INT3 keys with channel scales say in each block which lines have 2, 3 and 4 bits. Any such bytes may come from a file or from
+"""INT3 and INT4 keys with channel scales say in each block how many bits each line has. Any such bytes may come from a file or from
 memory of somebody else: nothing outside is read or written, and all readers agree on what they read."""
 
 import numpy as np
@@ -32,8 +32,9 @@ def with_flags(snapshot, flags, rng):
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 512])
 @pytest.mark.parametrize("name", FLAGS)
-def test_all_readers_agree_on_any_flags(isa, rng, name, head_dim):
-    cache = kvfast.KVCache(1, 1, head_dim, dtype=KVFormat("int3", per_channel=True))
+@pytest.mark.parametrize("dtype", ["int3", "int4"])
+def test_all_readers_agree_on_any_flags(isa, rng, dtype, name, head_dim):
+    cache = kvfast.KVCache(1, 1, head_dim, dtype=KVFormat(dtype, per_channel=True))
     cache.append(0, *rng.standard_normal((2, 1300, 1, head_dim), np.float32))
     cache.advance(1300)
     given = with_flags(cache.snapshot(), FLAGS[name], rng)
@@ -42,7 +43,7 @@ def test_all_readers_agree_on_any_flags(isa, rng, name, head_dim):
     assert np.isfinite(k).all() and relative_rms(k, cache.k(0)) > 0.1
     for queries in (1, 40):
         q = rng.standard_normal((queries, 4, head_dim), np.float32)
-        assert relative_error(changed.attend(0, q), attention(q, k, v)[0]) < bound("int3")
+        assert relative_error(changed.attend(0, q), attention(q, k, v)[0]) < bound(dtype)
     again = given.to_cache()  # tokens behind the kept ones are encoded with the block's statistics
     again.truncate(100)
     again.append(0, *rng.standard_normal((2, 200, 1, head_dim), np.float32))
@@ -50,16 +51,18 @@ def test_all_readers_agree_on_any_flags(isa, rng, name, head_dim):
     assert np.array_equal(again.k(0)[:64], k[:64]) and np.isfinite(again.attend(0, q)).all()
 
 
-def test_flags_that_change_in_the_memory_of_a_pool(isa, rng):
-    shape, form = (1, 1, 64, 4, 64), KVFormat("int3/int8", per_channel=True)
+@pytest.mark.parametrize("dtype", ["int3", "int4"])
+def test_flags_that_change_in_the_memory_of_a_pool(isa, rng, dtype):
+    shape, form = (1, 1, 64, 4, 64), KVFormat(f"{dtype}/int8", per_channel=True)
+    codes = 64 * 64 * int(dtype[3:]) // 8
     with before_a_page(kvfast.buffer_layout(*shape, form).nbytes) as memory:
         sequence = kvfast.PagedKVCache(*shape, form, buffer=memory).new_sequence()
         sequence.append(0, *rng.standard_normal((2, 256, 1, 64), np.float32))
         sequence.advance(256)
-        scales = memory.reshape(4, -1)[:, 64 * 24 + 128 : 64 * 24 + 256].view(np.uint16)  # behind the codes and offsets of keys
+        scales = memory.reshape(4, -1)[:, codes + 128 : codes + 256].view(np.uint16)  # behind the codes and offsets of keys
         for _ in range(20):
             before = sequence.k(0)
             scales ^= rng.integers(0, 2, scales.shape).astype(np.uint16) * np.uint16(FLAG)
             k, v, q = sequence.k(0), sequence.v(0), rng.standard_normal((3, 4, 64), np.float32)
             assert (k != before).any(axis=(1, 2))[:192].all()
-            assert relative_error(sequence.attend(0, q), attention(q, k, v)[0]) < bound("int3")
+            assert relative_error(sequence.attend(0, q), attention(q, k, v)[0]) < bound(dtype)

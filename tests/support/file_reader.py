@@ -183,24 +183,29 @@ def parts_of_threes(units):
 
 
 def key_codes(tiles, steps, bits):
-    """Codes (blocks, tokens, elements) of tiles of keys with a scale per channel, all as the high bits of codes of one bit more."""
+    """Codes (blocks, tokens, elements) of tiles of keys with a scale per channel, all as the high bits of codes of 8 bits (INT4) or 4."""
     units = tiles.reshape(*tiles.shape[:2], -1, 32 * bits)
     if bits == 3:
         plane, nibbles = parts_of_threes(units)
         parts = nibbles, plane << 1 & 14, plane >> 2 & 14, plane >> 4 & 12
     else:
-        even, others = units[..., :64], units[..., 64:]
-        parts = others & 31, even << 1 & 30, even >> 3 & 30, others >> 3 & 28
-    wide, narrow = np.split((steps >> 14 & 1)[:, : steps.shape[1] // 2], 2, axis=1)
-    lines = np.zeros((*tiles.shape[:2], wide.shape[1], 64), np.uint8)
-    for block, (more, less) in enumerate(zip(wide, narrow)):
-        order = np.argsort(less - more.astype(int), kind="stable")
+        even, shared = units[..., :64], units[..., 64:]
+        parts = shared, even & 240, even << 4 & 240, shared
+    marks = (steps >> 14 & 1).reshape(len(steps), 4, -1)
+    lines = np.zeros((*tiles.shape[:2], marks.shape[2], 64), np.uint8)
+    for block, (wide, narrow, more, none) in enumerate(marks):
+        order = np.argsort(narrow - wide.astype(int), kind="stable")
         count = len(order) // 4
-        assert not tiles[block].any() or more.sum() == less.sum() == count and not (more & less).any()
+        assert not tiles[block].any() or wide.sum() == narrow.sum() == count and not (wide & narrow).any()
+        assert not none.any() and not (more & ~wide).any() and not (more.any() and bits == 3)
         places = order[:count], order[count : 3 * count : 2], order[count + 1 : 3 * count : 2], order[3 * count :]
         for place, part in zip(places, parts):
             lines[block][:, place] = part[block]
-    return lines.reshape(*tiles.shape[:2], -1, 16, 4).swapaxes(2, 3).reshape(len(tiles), -1, wide.shape[1] * 4)
+        if bits == 4:  # wide and narrow lines share bytes
+            share = 5 + more[places[0]][:, None]
+            lines[block][:, places[0]] &= (255 << 8 - share).astype(np.uint8)
+            lines[block][:, places[3]] <<= share
+    return lines.reshape(*tiles.shape[:2], -1, 16, 4).swapaxes(2, 3).reshape(len(tiles), -1, marks.shape[2] * 4)
 
 
 def table_of(file, name):

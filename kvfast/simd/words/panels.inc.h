@@ -259,7 +259,7 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
             KV(prefetch_part)(&next);
             if (pass->begin < pass->end) {
                 KV(weigh_words)(panels + i + j, operands, pass->all, position, pass->begin, pass->end, &pass->w);
-                KV(round_weights)(&pass->w, operands->group, pass->begin, pass->end);
+                KV(round_weights)(&pass->w, operands->group, pass->begin, pass->end, operands->exact ? NULL : panels[i + j].noise);
             }
             KV(prefetch_part)(&next);
             if (pass->begin < pass->end)

@@ -60,13 +60,15 @@ static inline void KV(find_group)(int g, int group, int begin, int end, int *fir
 }
 
 /* Rounds the weights to words. What the rounding of one leaves out goes to the eighth after it: fewer chains of additions would wait.
-   See activations.inc.h. */
-static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end)
+   See activations.inc.h. `noise` is that of the rows where values were rounded, else NULL: they add the squares of the weights times
+   their units. */
+static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end, double *noise)
 {
     for (int g = begin / group, first, last; g * group < end; g++) {
         KV(find_group)(g, group, begin, end, &first, &last);
         const vf inverse = vf_load(w->inverse[g]);
-        vf left[8];
+        vf left[8], square[2] = {vf_set1(0.0f), vf_set1(0.0f)};
+        KV_ALIGNED float squares[KV_ROWS];
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) left[i] = vf_set1(0.0f);
         for (int t = first; t < last; t += 8) {
@@ -76,6 +78,7 @@ static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end
                 const vf exact = vf_fma(vf_load(w->scores.weights + (t + i) * KV_ROWS), inverse, left[i]);
                 word[i] = vf_round(exact);
                 left[i] = vf_sub(exact, vi_to_float(word[i]));
+                square[i % 2] = vf_fma(exact, exact, square[i % 2]);
             }
             int32_t *at = w->words + t * (KV_ROWS / 2);
 #pragma GCC unroll 4
@@ -83,14 +86,15 @@ static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end
                 _mm512_store_si512(at + i / 2 * KV_ROWS,
                                    _mm512_mask_blend_epi16(0xAAAAAAAA, word[i], _mm512_slli_epi32(word[i + 1], 16)));
         }
+        vf_store(squares, vf_add(square[0], square[1]));
+        for (int r = 0; noise && r < KV_ROWS; r++) noise[r] += (double)squares[r] * w->unit[g][r] * w->unit[g][r];
     }
 }
 
 /* Turns scores into weights, exp(score - maximum of these tokens), and updates the panel's maxima and sums of weights. `begin` and
    `end` leave out only tokens that no row sees. They do not change a row's numbers: the weights of masked tokens are 0, and sums are
    taken in the order of positions. `all` marks the rows that see the whole tile. For them the size of its values counts, for others
-   one that rarely is less: how many tokens are read depends on other rows. The noise has the rounding of values, too, if they were
-   rounded: of a group, at most its largest weight times the sum. */
+   one that rarely is less: how many tokens are read depends on other rows. */
 static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmask16 all, float position, int begin, int end,
                             KV(word_weights) *w)
 {
@@ -106,7 +110,7 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
     /* Exactly 1 where the maximum stays, so that a tile changes nothing for a row that sees none of it. */
     const vf keep = _mm512_mask_mov_ps(KV(exp)(vf_sub(before, from)), same, vf_set1(1.0f));
     const vf base = _mm512_maskz_mov_ps(~blind, here), add = KV(exp)(vf_sub(here, from));
-    KV_ALIGNED float adds[KV_ROWS], sizes[KV_ROWS], sums[WORD_GROUPS][KV_ROWS], tops[WORD_GROUPS][KV_ROWS];
+    KV_ALIGNED float sizes[KV_ROWS];
     vf total = zero;
     const int group = operands->group, groups = KV_MATRIX_TILE / group;
     for (int g = 0, first, last; g < groups; g++) {
@@ -131,22 +135,18 @@ static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmas
         const vf unit = vf_max(vf_mul(sum, vf_set1(1.0f / operands->most_weights)), vf_mul(top, vf_set1(1.0f / KV_MAX_WEIGHT)));
         vf_store(w->inverse[g], vf_zero_below(vf_div(vf_set1(1.0f), unit), unit, 0x1p-120f));
         vf_store(w->unit[g], vf_mul(unit, add));
-        vf_store(sums[g], sum);
-        vf_store(tops[g], top);
     }
     vf_store(panel->m, now);
     vf_store(panel->l, vf_fma(vf_load(panel->l), keep, vf_mul(total, add)));
     vf_store(w->rescale, keep);
-    vf_store(adds, add);
     vf_store(sizes, _mm512_mask_mov_ps(vf_set1(operands->usual_size), all, vf_set1(operands->code_size)));
     w->changed = (uint16_t)~same;
     /* Loops without a branch, of which compilers make vectors. */
-    const double share = 1.0 / groups, values_rounding = operands->exact ? 0.0 : 1.0;
+    const double share = 1.0 / groups;
     double noise[KV_ROWS];
     for (int r = 0; r < KV_ROWS; r++) noise[r] = panel->noise[r] * w->rescale[r] * w->rescale[r];
     for (int g = 0; g < groups; g++)
         for (int r = 0; r < KV_ROWS; r++)
-            noise[r] += KV(noise_of)(w->unit[g][r], sizes[r], 0) * share
-                      + values_rounding * sums[g][r] * tops[g][r] * adds[r] * adds[r];
+            noise[r] += KV(noise_of)(w->unit[g][r], sizes[r], 0) * share;
     memcpy(panel->noise, noise, sizeof noise);
 }

@@ -77,8 +77,9 @@ static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end
             for (int i = 0; i < 8; i++) {
                 const vf exact = vf_fma(vf_load(w->scores.weights + (t + i) * KV_ROWS), inverse, left[i]);
                 word[i] = vf_round(exact);
-                left[i] = vf_sub(exact, vi_to_float(word[i]));
-                square[i % 2] = vf_fma(exact, exact, square[i % 2]);
+                const vf rounded = vi_to_float(word[i]); /* 0 of a token that the row does not see */
+                left[i] = vf_sub(exact, rounded);
+                square[i % 2] = vf_fma(rounded, rounded, square[i % 2]);
             }
             int32_t *at = w->words + t * (KV_ROWS / 2);
 #pragma GCC unroll 4

@@ -46,9 +46,8 @@
 /* Largest error of a score by the rounding of activations, as above, that is not corrected in the largest score. An output of few
    tokens is off by about three times as much. */
 #define KV_LEAST_ERROR 2e-4f
-/* Largest part of an output that is the error by the rounding of weights, as above, and that is not corrected. With one loud channel
-   nearly all of the error is in a single element, which may be off by four times as much. */
-#define KV_LEAST_PART 2.4e-4f
+/* Largest part of an output that is the error by the rounding of weights, as above, and that is not corrected. */
+#define KV_LEAST_PART 3e-4f
 /* Root mean square of evenly distributed codes without their bias; it is more than that of a Gaussian row's codes. */
 #define KV_CODE_SIZE(dtype) ((dtype) == KV_INT4 ? 4.6f : 73.0f)
 #define KV_KEY_SIZE(dtype) ((float)KV_KEY_BIAS(dtype) * (4.6f / 8)) /* of keys with channel scales */

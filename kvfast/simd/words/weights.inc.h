@@ -61,7 +61,7 @@ static inline void KV(find_group)(int g, int group, int begin, int end, int *fir
 
 /* Rounds the weights to words. What the rounding of one leaves out goes to the eighth after it: fewer chains of additions would wait.
    See activations.inc.h. `noise` is that of the rows where values were rounded, else NULL: they add the squares of the weights times
-   their units. */
+   their units, and half as much again, as all of a row's error can be in one loud element. */
 static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end, double *noise)
 {
     for (int g = begin / group, first, last; g * group < end; g++) {
@@ -88,7 +88,7 @@ static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end
                                    _mm512_mask_blend_epi16(0xAAAAAAAA, word[i], _mm512_slli_epi32(word[i + 1], 16)));
         }
         vf_store(squares, vf_add(square[0], square[1]));
-        for (int r = 0; noise && r < KV_ROWS; r++) noise[r] += (double)squares[r] * w->unit[g][r] * w->unit[g][r];
+        for (int r = 0; noise && r < KV_ROWS; r++) noise[r] += 1.5 * squares[r] * w->unit[g][r] * w->unit[g][r];
     }
 }
 

@@ -39,6 +39,7 @@
 #define KV_INVERSE(largest) KV_INVERSE_OF(KV_MAX_ACTIVATION, largest)
 
 #define KV_BIAS(dtype) ((dtype) == KV_INT4 ? 8 : INT8_ZERO)
+#define KV_KEY_ZERO(dtype) ((dtype) == KV_INT4 ? INT8_ZERO : KV_KEY_BIAS(dtype)) /* the same of keys with channel scales */
 #define KV_DEPTHS(dtype) ((dtype) == KV_INT8 || (dtype) == KV_INT3 ? 4 : 8) /* of a line, of INT3 one that is expanded */
 #define KV_MEANS 1    /* statistics of a key block: means alone, or */
 #define KV_CHANNELS 2 /* with channel scales */
@@ -262,7 +263,7 @@ static inline __attribute__((always_inline)) void KV(fold_rows)(
     KV(fold_statistics)(side, block, queries, row, num_rows, folded->rows, folded->shift, folded->inverse, folded->scale);
     if (!side->channels) return;
     KV(put_activations)(folded->rows, n, num_rows, n, folded->inverse, folded->parts, folded->sum, 0);
-    for (int r = 0; r < num_rows; r++) folded->sum[r] *= KV_KEY_BIAS(side->dtype);
+    for (int r = 0; r < num_rows; r++) folded->sum[r] *= KV_KEY_ZERO(side->dtype);
 }
 
 static __attribute__((noinline)) void KV(fold)(const kv_side *side, const char *block, const kv_queries *queries,

@@ -92,7 +92,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
     const int lines = side->padded_dim / KV_DEPTHS(dtype), units = side->padded_dim / KV_UNIT;
     const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype);
     const float ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
-    const int bias = channels ? KV_KEY_BIAS(dtype) : KV_BIAS(dtype);
+    const int bias = channels ? KV_KEY_ZERO(dtype) : KV_BIAS(dtype);
     KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
     KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
     float least[KV_PANEL]; /* scores */

@@ -91,7 +91,9 @@ static inline __attribute__((always_inline)) void KV(dot_key_units)(
     do {                                                                                                \
         const int8_t *y = x + (size_t)(line) * (8 * KV_PANEL);                                          \
         vwide wide[4];                                                                                  \
-        KV_FOR4(v, vectors, const vcodes now = (vcodes)(codes); wide[v] = vcodes_widen(now););          \
+        KV_FOR4(v, vectors,                                                                             \
+            const vcodes now = (vcodes)(codes);                                                         \
+            wide[v] = vcodes_widen(dtype == KV_INT4 ? vcodes_bytes(now) : now););                       \
         KV_FOR4(r, rows, KV_FOR4(v, vectors, vacc_dot(a[r][v], b[r][v], wide[v], y + 8 * r););); \
     } while (0)
         KV_EACH_KEY_LINE(dtype, order, u, low[v], high[v], KV_MULTIPLY);

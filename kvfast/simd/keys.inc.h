@@ -45,11 +45,11 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
 /* Each byte shifted right by `shift`, or left if that is negative, and of it the bits of `mask`. */
 #define KV_BITS(word, shift, mask) (((shift) < 0 ? (word) << -(shift) : (word) >> (shift)) & (uint32_t)(0x01010101 * (mask)))
 
-/* Words shifted left by as many bits as `shift` points to. */
+/* Words shifted left by `bits`, which is no constant. */
 #if W == 16
-#define KV_SHIFTED(word, shift) ((KV(words))_mm512_sllv_epi32((vi)(word), vi_set1((int)*(shift))))
+#define KV_SHIFTED(word, bits) ((KV(words))_mm512_sllv_epi32((vi)(word), vi_set1((int)(bits))))
 #else
-#define KV_SHIFTED(word, shift) ((word) << *(shift))
+#define KV_SHIFTED(word, bits) ((word) << (bits))
 #endif
 
 /* Calls use(line, codes) for the four lines of unit u: `low` is a word of its first 64 bytes, `high` of INT4 one of the second, of INT3
@@ -61,7 +61,7 @@ static inline void KV(read_key_order)(const uint16_t *channels, int padded_dim, 
             use(order->even[2 * u], (low) & 0xF0F0F0F0);                                \
             use(order->even[2 * u + 1], (low) << 4 & 0xF0F0F0F0);                       \
             use(order->wide[u], (high) & shared->wide);                                 \
-            use(order->narrow[u], KV_SHIFTED(high, &shared->shift) & shared->narrow);   \
+            use(order->narrow[u], KV_SHIFTED(high, shared->shift) & shared->narrow);    \
         } else {                                                                        \
             use(order->even[2 * u], KV_BITS(low, -1, 14));                              \
             use(order->even[2 * u + 1], KV_BITS(low, 2, 14));                           \

@@ -237,9 +237,10 @@ def test_stored_error(isa, name):
             assert np.allclose(got[512:], given[512:], rtol=rounding, atol=2e-3)
 
 
-def keys_in_blocks(k, mean):
+def keys_in_blocks(k, mean, calibration=None):
     """One head's keys in a cache with `mean` bits by channel: those of a block that is read as codes, and what was given."""
-    cache = kvfast.KVCache(1, 1, k.shape[-1], dtype=KVFormat(f"int{mean}/int8", per_channel=True))
+    form = KVFormat(f"int{mean}/int8", per_channel=True, calibration=calibration)
+    cache = kvfast.KVCache(1, 1, k.shape[-1], dtype=form)
     for rows in (k, k[:1]):  # the block is read as codes when a token follows these
         cache.append(0, rows, rows)
         cache.advance(len(rows))
@@ -249,12 +250,13 @@ def keys_in_blocks(k, mean):
 @pytest.mark.parametrize("mean, factor, more", [(3, 3.0, 1), (4, 2.0, 1), (4, 3.0, 2)])
 @pytest.mark.parametrize("dim", [64, 80, 208])
 def test_keys_have_more_bits_where_channels_vary_more(isa, rng, dim, mean, factor, more):
-    k = rng.uniform(-1, 1, (80, 1, dim)).astype(np.float32)
+    steps = np.linspace(-1, 1, 64, dtype=np.float32)  # so that a channel of 6 bits has all of its codes
+    k = rng.permuted(np.tile(steps, (dim, 1)), axis=1).T[np.r_[:64, :16], None]
     share = np.repeat(rng.permutation([1, 0, 0, -1] * (dim // 16)), 4)  # of four adjacent channels
     got, given = keys_in_blocks(k * factor**share.astype(np.float32) + 4, mean)
     for channel in range(dim):
         levels = 2 ** (mean + more * share[channel])
-        assert levels / 3 < len(np.unique(got[:, channel])) <= levels
+        assert levels / 2 < len(np.unique(got[:, channel])) <= levels
         step = np.ptp(given[:, channel]) / (levels - 1)
         assert np.abs(got[:, channel] - given[:, channel]).max() < 0.53 * step
 
@@ -272,6 +274,20 @@ def test_keys_have_more_bits_where_they_are_large_and_half_a_head_away(isa, rng,
         step = np.ptp(given[:, channel]) / (2 ** (mean + 1) - 1)
         if channel % half // 4 in large:
             assert np.abs(got[:, channel] - given[:, channel]).max() < 0.6 * step
+
+
+@pytest.mark.parametrize("mean", [3, 4])
+def test_in_a_basis_keys_have_more_bits_where_they_vary_more_alone(isa, rng, mean):
+    k = rng.uniform(-1, 1, (80, 1, 64)).astype(np.float32)
+    k[..., :16] *= 2     # a quarter of the lines
+    k[..., 16:24] += 9   # which, with 48 to 55, would be another
+    eye = np.eye(64, dtype=np.float32)[None, None]
+    most = {}
+    for name, calibration in (("as they are", None), ("in a basis", kvfast.Calibration(eye, eye))):
+        got, given = keys_in_blocks(k, mean, calibration)
+        step = np.ptp(given[:, :16], axis=0) / (2 ** (mean + 1) - 1)
+        most[name] = (np.abs(got - given)[:, :16] / step).max()
+    assert most["in a basis"] < 0.6 and most["as they are"] > 0.9
 
 
 def test_rotated_rows_come_back(isa, rng):

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """How many tokens a tile has: those between two softmax corrections."""
 from kvfast.codec.blocks cimport kv_store, values_of
-from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_INT3, KV_PACKED_CODES, kv_dtypes, kv_kernels, kv_side
+from kvfast.core.kernels cimport KV_FLOAT_ROWS, KV_INT2, KV_INT3, KV_PACKED_CODES, kv_dtypes, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_TILE
 
 cdef extern from "simd/platform.h" nogil:
@@ -33,7 +33,7 @@ cdef Py_ssize_t bytes_of(const kv_store *store, Py_ssize_t tokens) noexcept nogi
 
 cdef int _limit_tile(int tile, const kv_side *side, Py_ssize_t most_bytes) noexcept nogil:
     """`most_bytes` of float rows."""
-    if side.family == KV_PACKED_CODES and side.dtype != KV_INT3:
+    if side.family == KV_PACKED_CODES and side.dtype != KV_INT2 and side.dtype != KV_INT3:
         return min(tile, SHORT_TILE)
     if side.family != KV_FLOAT_ROWS:
         most_bytes = CODE_TILE_BYTES

@@ -170,6 +170,8 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef int last[16]
     cdef Py_ssize_t t = range_.begin, end = range_.end, next_t, next_count
     cdef Py_ssize_t k_bytes = token_bytes(k) * tile, v_bytes = token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
+    # A piece of the other side is prefetched by whole panels of this one, or by a part of one; else a side prefetches its own pieces.
+    cdef bint own_side = reading.own_side or lead % min(k_bytes, v_bytes) != 0
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     cdef bint matrix = end - t >= MATRIX_TOKENS and kernels.open_matrix != NULL and (
@@ -211,7 +213,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
             ahead.after, ahead.lead = ahead.next, 0
             _attend_latent(task, store, &keys[now], &values[now], first, last, <float>t, &ahead)
         else:
-            if reading.own_side:
+            if own_side:
                 _aim(&ahead.next, &next_store.k, next_keys, next_tile, next_count)
                 ahead.after, ahead.lead = ahead.next, 0
             else:
@@ -220,7 +222,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
                 ahead.lead = lead - k_bytes
             kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
             kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
-            if reading.own_side:
+            if own_side:
                 _aim(&ahead.next, &next_store.v, next_values, next_tile, next_count)
                 ahead.after = ahead.next
             else:

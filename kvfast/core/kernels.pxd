@@ -18,6 +18,7 @@ cdef extern from "simd/dtypes.h" nogil:
         KV_FLOAT32             # what arrays of the API are; of other dtypes, only simd/ knows the numbers
         KV_FLOAT16
         KV_BFLOAT16
+        KV_INT2
         KV_INT3
         KV_NUM_DTYPES
         KV_FLOAT_ROWS

@@ -40,7 +40,8 @@
 
 #define KV_BIAS(dtype) ((dtype) == KV_INT4 ? 8 : INT8_ZERO)
 #define KV_KEY_ZERO(dtype) ((dtype) == KV_INT4 ? INT8_ZERO : KV_KEY_BIAS(dtype)) /* the same of keys with channel scales */
-#define KV_DEPTHS(dtype) ((dtype) == KV_INT8 || (dtype) == KV_INT3 ? 4 : 8) /* of a line, of INT3 one that is expanded */
+#define KV_FEW_BITS(dtype) ((dtype) == KV_INT2 || (dtype) == KV_INT3) /* these are read without being expanded, see few_bits.inc.h */
+#define KV_DEPTHS(dtype) ((dtype) == KV_INT8 || KV_FEW_BITS(dtype) ? 4 : 8) /* of a line, of few bits one that is expanded */
 #define KV_MEANS 1    /* statistics of a key block: means alone, or */
 #define KV_CHANNELS 2 /* with channel scales */
 

@@ -1,5 +1,6 @@
 /* Scores and sums of values of packed codes; see packed.h. A tile is expanded to a block of INT8 in the processor's cache,
-   which INT8's kernels read; but for keys with channel scales, see keys.inc.h, and values of INT3 where threes.inc.h reads them. */
+   which INT8's kernels read; but for keys with channel scales, see keys.inc.h, and codes of 2 and 3 bits where few_bits.inc.h reads
+   them. */
 
 /* Replaces codes by levels + 128. Passed by pointer, as compilers differ in how they pass vectors that a tier has no registers
    for. */
@@ -71,14 +72,14 @@ static inline __attribute__((always_inline)) void KV(expand_threes)(const uint8_
                                                                     const char *ahead, uint8_t *out)
 {
 #if W >= 8
-    const KV(threes) levels = KV(load_threes)(table);
+    const KV(level_tables) levels = KV(load_levels)(table, 3);
     for (int u = 0; u < count; u++, unit += 96, ahead += 96, out += 256) {
         kv_prefetch_lines(ahead, 2, kv_prefetch_level);
         for (int lane = 0; lane < KV_LANES; lane += W) {
             const KV(words) plane = (KV(words))vcodes_load(unit + 4 * lane);
             const vcodes nibbles = KV(load_nibbles)(unit + 64, lane);
             KV_FOR4(line, 4,
-                    const vcodes codes = KV(line_of_three)(plane, nibbles, line, &levels);
+                    const vcodes codes = KV(line_of)(plane, nibbles, 3, line, &levels);
                     memcpy(out + line * 64 + 4 * lane, &codes, 4 * W););
         }
     }
@@ -124,16 +125,46 @@ static void KV(expand)(const kv_side *side, const char *units, int count, const 
     }
 }
 
-/* Replaces indices below 128 by levels of the trellis + 128. */
-static inline __attribute__((always_inline)) void KV(put_trellis)(const KV(half_line) *indices, uint8_t *out)
+/* A part of a line in which chains of a trellis are followed: all of it where one shuffle looks up 128 levels, else half. */
+#ifdef KV_VBMI
+typedef uint32_t KV(part) __attribute__((vector_size(64)));
+#else
+typedef KV(half_line) KV(part);
+#endif
+enum { KV_PARTS = 64 / sizeof(KV(part)) };
+
+/* States of the chains in a line, a byte each: the lowest bits of the codes before, the last one as bit 0. Bit 7 may be anything. */
+typedef struct { KV(part) parts[KV_PARTS]; } KV(states);
+
+/* Codes of a line of a unit, in bits 0 to 3 of each byte. */
+#define KV_LOAD_PART(codes, unit, line, i) \
+    memcpy(&(codes), (unit) + (line) / 2 * 64 + (i) * sizeof(codes), sizeof(codes)), (codes) >>= (line) % 2 * 4
+
+/* Moves states past codes, whose bits above the lowest may be anything. */
+static inline __attribute__((always_inline)) void KV(next_state)(KV(part) *state, const KV(part) *codes)
+{
+#ifdef KV_VBMI /* a | (b & c) */
+    const __m512i doubled = _mm512_add_epi8((__m512i)*state, (__m512i)*state);
+    *state = (KV(part))_mm512_ternarylogic_epi32(doubled, (__m512i)*codes, _mm512_set1_epi8(1), 0xF8);
+#else
+    *state = (*state & 0x7F7F7F7F) << 1 | (*codes & 0x01010101);
+#endif
+}
+
+/* Writes levels + 128 of codes behind states. Bits 4 to 7 of the codes may be anything. */
+static inline __attribute__((always_inline)) void KV(put_trellis)(const KV(part) *state, const KV(part) *codes, uint8_t *out)
 {
 #ifdef KV_VBMI
-    const __m256i index = _mm256_loadu_si256((const __m256i *)indices);
-    const __m512i levels = _mm512_permutex2var_epi8(_mm512_loadu_si512(kv_trellis_table), _mm512_castsi256_si512(index),
-                                                    _mm512_loadu_si512(kv_trellis_table + 64));
-    _mm256_storeu_si256((__m256i *)out, _mm512_castsi512_si256(levels));
-#elif W >= 8
-    const __m256i index = _mm256_loadu_si256((const __m256i *)indices);
+    const __m512i low = _mm512_slli_epi32(_mm512_loadu_si512(kv_trellis_contexts), 4);
+    const __m512i high = _mm512_slli_epi32(_mm512_loadu_si512(kv_trellis_contexts + 64), 4);
+    const __m512i context = _mm512_permutex2var_epi8(low, (__m512i)*state, high);
+    const __m512i index = _mm512_ternarylogic_epi32(context, (__m512i)*codes, _mm512_set1_epi8(15), 0xF8);
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi8(_mm512_loadu_si512(kv_trellis_table), index,
+                                                      _mm512_loadu_si512(kv_trellis_table + 64)));
+#else
+    const KV(part) indices = KV_TRELLIS_CONTEXT(*state) | (*codes & 0x0F0F0F0F);
+#if W >= 8
+    const __m256i index = (__m256i)indices;
     __m256i levels[8]; /* by the bits above the low four, which choose between shuffles of 16 levels */
     for (int i = 0; i < 8; i++)
         levels[i] = _mm256_shuffle_epi8(
@@ -145,63 +176,95 @@ static inline __attribute__((always_inline)) void KV(put_trellis)(const KV(half_
     _mm256_storeu_si256((__m256i *)out, levels[0]);
 #else
     uint8_t index[32];
-    memcpy(index, indices, 32);
+    memcpy(index, &indices, 32);
     for (int i = 0; i < 32; i++) out[i] = kv_trellis_table[index[i]];
+#endif
 #endif
 }
 
-/* Replaces lines of codes, a byte each, that follow each other in a chain by lines of levels. There is room for
-   KV_TRELLIS_MEMORY lines before them, for the codes that precede the first in the chain: these are the last lines, moved by
-   one step of the chain, which is a lane for values and a byte of a lane for keys. */
-static inline __attribute__((always_inline)) void KV(follow_chain)(uint8_t *lines, int count, const int values, uint8_t *out,
-                                                                   ptrdiff_t stride)
+/* Moves what belongs to a line by one step of the chain: a lane for values, a byte of a lane for keys. */
+static inline __attribute__((always_inline)) void KV(move_step)(KV(states) *line, const int values)
 {
-    for (int lag = 1; lag <= KV_TRELLIS_MEMORY; lag++) {
-        const int steps = (lag + count - 1) / count;
-        const uint8_t *from = lines + (steps * count - lag) * 64;
-        uint8_t *before = lines - lag * 64;
-        if (values) {
-            memset(before, 0, (size_t)steps * 4);
-            memcpy(before + steps * 4, from, (size_t)(64 - steps * 4));
-        } else {
-            for (int half = 0; half < 64; half += 32) {
-                KV(half_line) codes;
-                memcpy(&codes, from + half, 32);
-                codes <<= 8 * steps;
-                memcpy(before + half, &codes, 32);
-            }
-        }
+    if (!values) {
+        for (int i = 0; i < KV_PARTS; i++) line->parts[i] <<= 8;
+        return;
     }
-    for (const uint8_t *line = lines, *end = lines + count * 64; line < end; line += 64, out += stride)
-        for (int half = 0; half < 64; half += 32) {
-            KV(half_line) at[KV_TRELLIS_MEMORY + 1]; /* codes at each lag */
-            for (int lag = 0; lag <= KV_TRELLIS_MEMORY; lag++) memcpy(at + lag, line - lag * 64 + half, 32);
-            at[0] |= KV_TRELLIS_CONTEXT(at, 0x01010101);
-            KV(put_trellis)(at, out + half);
-        }
+#ifdef KV_VBMI
+    line->parts[0] = (KV(part))_mm512_alignr_epi32((__m512i)line->parts[0], _mm512_setzero_si512(), 15);
+#else
+    uint8_t moved[4 + 64] = {0};
+    memcpy(moved + 4, line, 64);
+    memcpy(line, moved, 64);
+#endif
 }
 
-/* Expands the units of 16 tokens, `stride` bytes apart, to lines of INT8; units of values end up `out_stride` bytes apart. */
-static void KV(expand_trellis)(const uint8_t *unit, ptrdiff_t stride, int units, int values, const char *ahead, uint8_t *out,
-                               ptrdiff_t out_stride)
+/* Appends the lowest bits of `count` steps to nibbles, from line `u` on. Moves these and the bits of earlier steps where chains begin
+   anew. */
+static inline __attribute__((always_inline)) int KV(append_bits)(const uint8_t *unit, ptrdiff_t stride, int units, int u,
+                                                                 const int count, KV(states) *bits, KV(states) *earlier)
 {
-    KV_ALIGNED uint8_t lines[(KV_TRELLIS_MEMORY + KV_MAX_HEAD_DIM / 4) * 64];
-    uint8_t *chain = lines + KV_TRELLIS_MEMORY * 64;
-    kv_prefetch_lines(ahead, 2 * units, kv_prefetch_level);
-    /* Keys are one chain of lines, values one for each of the four in a unit. */
-    const int chains = values ? 4 : 1, length = values ? units : 4 * units;
-    for (int c = 0; c < chains; c++, out += 64) {
-        for (int i = 0; i < length; i++) {
-            const int line = values ? c : i % 4;
-            for (int half = 0; half < 64; half += 32) {
-                KV(half_line) codes;
-                memcpy(&codes, unit + (values ? i : i / 4) * stride + line / 2 * 64 + half, 32);
-                codes = codes >> line % 2 * 4 & 0x0F0F0F0F;
-                memcpy(chain + i * 64 + half, &codes, 32);
-            }
+    for (int step = 0; step < count; step++) {
+        for (int i = 0; i < KV_PARTS; i++) {
+            KV(part) codes;
+            memcpy(&codes, unit + u * stride + i * sizeof codes, sizeof codes);
+            bits->parts[i] = bits->parts[i] << 1 | (codes & 0x11111111);
         }
-        if (values) KV(follow_chain)(chain, length, 1, out, out_stride);
-        else KV(follow_chain)(chain, length, 0, out, 64);
+        if (++u == units) u = 0, KV(move_step)(bits, 1), KV(move_step)(earlier, 1);
+    }
+    return u;
+}
+
+/* The states where the chains of values begin, of two lines at once, whose codes share bytes. */
+static inline __attribute__((always_inline)) void KV(begin_values)(const uint8_t *unit, ptrdiff_t stride, int units, KV(states) *states)
+{
+    KV(states) earlier, last, none;
+    memset(&earlier, 0, sizeof earlier);
+    memset(&last, 0, sizeof last);
+    memset(&none, 0, sizeof none);
+    int u = -KV_TRELLIS_MEMORY;
+    while (u < 0) u += units;
+    u = KV(append_bits)(unit, stride, units, u, KV_TRELLIS_MEMORY - 4, &earlier, &none);
+    (void)KV(append_bits)(unit, stride, units, u, 4, &last, &earlier);
+    for (int i = 0; i < KV_PARTS; i++) {
+        states[0].parts[i] = (last.parts[i] & 0x0F0F0F0F) | (earlier.parts[i] & 0x0F0F0F0F) << 4;
+        states[1].parts[i] = (last.parts[i] >> 4 & 0x0F0F0F0F) | (earlier.parts[i] & 0xF0F0F0F0);
+    }
+}
+
+/* The states where the chain of keys begins, from the last two units, or twice from the only one. */
+static inline __attribute__((always_inline)) void KV(begin_keys)(const uint8_t *unit, ptrdiff_t stride, int units, KV(states) *states)
+{
+    memset(states, 0, sizeof *states);
+    for (int back = 2; back > 0; back--) {
+        const int u = units < back ? 0 : units - back;
+        KV_FOR4(line, 4,
+            for (int i = 0; i < KV_PARTS; i++) {
+                KV(part) codes;
+                KV_LOAD_PART(codes, unit + u * stride, line, i);
+                KV(next_state)(states->parts + i, &codes);
+            });
+        if (u == units - 1) KV(move_step)(states, 0);
+    }
+}
+
+/* Expands the units of 16 tokens, `stride` bytes apart, to lines of INT8, of which units end up `out_stride` bytes apart. Keys are
+   one chain of lines through all units, values four: one for each line of a unit. */
+static inline __attribute__((always_inline)) void KV(expand_trellis)(const uint8_t *unit, ptrdiff_t stride, int units, const int values,
+                                                                     const char *ahead, uint8_t *out, ptrdiff_t out_stride)
+{
+    KV(states) states[4];
+    if (values) KV(begin_values)(unit, stride, units, states), KV(begin_values)(unit + 64, stride, units, states + 2);
+    else KV(begin_keys)(unit, stride, units, states);
+    for (int u = 0; u < units; u++, unit += stride, ahead += 128, out += out_stride) {
+        kv_prefetch_lines(ahead, 2, kv_prefetch_level);
+        KV_FOR4(line, 4,
+            for (int i = 0; i < KV_PARTS; i++) {
+                KV(part) codes;
+                KV_LOAD_PART(codes, unit, line, i);
+                KV(part) *state = states[values ? line : 0].parts + i;
+                KV(put_trellis)(state, &codes, out + line * 64 + i * sizeof codes);
+                KV(next_state)(state, &codes);
+            });
     }
 }
 
@@ -243,8 +306,10 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
             for (int unit = 0; unit < units; unit++, read += lanes * unit_bytes) {
                 const ptrdiff_t stride = values ? side->block_size / KV_UNIT * unit_bytes : unit_bytes;
                 const ptrdiff_t from = (slot / KV_UNIT + unit) * (values ? unit_bytes : lanes * unit_bytes);
-                KV(expand_trellis)((const uint8_t *)at + from, stride, lanes, values, kv_prefetch_from(ahead, read),
-                                   expanded->block + (t / KV_UNIT + unit) * (values ? 256 : lanes * 256), tokens * KV_UNIT);
+                const uint8_t *first = (const uint8_t *)at + from;
+                uint8_t *out = expanded->block + (t / KV_UNIT + unit) * (values ? 256 : lanes * 256);
+                if (values) KV(expand_trellis)(first, stride, lanes, 1, kv_prefetch_from(ahead, read), out, tokens * KV_UNIT);
+                else KV(expand_trellis)(first, stride, lanes, 0, kv_prefetch_from(ahead, read), out, 256);
             }
         else if (values)
             for (int lane = 0; lane < lanes; lane++, read += units * unit_bytes)
@@ -262,7 +327,6 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
     KV(describe_expanded)(side, tile, tokens, expanded);
 }
 
-#if W >= 8
 /* The same as refine_values_int8. */
 static __attribute__((noinline)) void KV(refine_packed_values)(const kv_side *side, const kv_tile *tile, const float *weights,
                                                                int rows, unsigned refined, float *acc)
@@ -272,32 +336,52 @@ static __attribute__((noinline)) void KV(refine_packed_values)(const kv_side *si
     KV(expand_tile)(side, tile, &ahead, 1, &values);
     KV(refine_values_int8)(&values.side, &values.tile, weights, rows, refined, acc);
 }
-#endif
+
+/* The same as refine_int8. A tile that has no channel scales is refined as a whole. */
+static __attribute__((noinline)) void KV(refine_packed_keys)(
+    const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most, float error, int num_rows,
+    const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores)
+{
+    const kv_ahead ahead = kv_nothing_ahead(tile);
+    KV(expanded) keys;
+    (void)block, (void)slot;
+    KV(expand_tile)(side, tile, &ahead, 0, &keys);
+    KV(refine_int8)(&keys.side, rows, inverse, unit, most, error, num_rows, &keys.tile, keys.tile.at, lane, lane, stop, scores);
+}
+
+/* Whether codes are read without being expanded. */
+static inline int KV(reads_few_bits)(int dtype) { return W >= 8 && KV_FEW_BITS(dtype); }
 
 static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, float *scores)
 {
-    if (side->channels) {
+    if (side->channels)
         KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT3, KV_CHANNELS, KV(refine_keys3));
-        return;
-    }
-    KV(expanded) expanded;
-    KV(expand_tile)(side, tile, ahead, 0, &expanded);
-    KV(scores_int8)(&expanded.side, queries, num_rows, &expanded.tile, &expanded.ahead, scores);
+    else if (!KV(reads_few_bits)(side->dtype)) {
+        KV(expanded) expanded;
+        KV(expand_tile)(side, tile, ahead, 0, &expanded);
+        KV(scores_int8)(&expanded.side, queries, num_rows, &expanded.tile, &expanded.ahead, scores);
+    } else if (side->dtype == KV_INT2)
+        KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT2, 0, KV(refine_packed_keys));
+    else KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT3, 0, KV(refine_packed_keys));
 }
 
 static void KV(accumulate_packed)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                                   const kv_ahead *ahead, float *acc)
 {
-#if W >= 8
-    if (side->dtype == KV_INT3) {
-        if (tile->first + tile->count <= side->block_size)
-            KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, KV_INT3, 0, KV(refine_packed_values));
-        else KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, KV_INT3, 1, KV(refine_packed_values));
+    if (!KV(reads_few_bits)(side->dtype)) {
+        KV(expanded) expanded;
+        KV(expand_tile)(side, tile, ahead, 1, &expanded);
+        KV(accumulate_int8)(&expanded.side, state, num_rows, &expanded.tile, &expanded.ahead, acc);
         return;
     }
-#endif
-    KV(expanded) expanded;
-    KV(expand_tile)(side, tile, ahead, 1, &expanded);
-    KV(accumulate_int8)(&expanded.side, state, num_rows, &expanded.tile, &expanded.ahead, acc);
+    const int gather = tile->first + tile->count > side->block_size;
+#define KV_ACCUMULATE_FEW(dtype, gather) \
+    KV(accumulate_integer)(side, state, num_rows, tile, ahead, acc, dtype, gather, KV(refine_packed_values))
+    if (side->dtype == KV_INT2)
+        if (gather) KV_ACCUMULATE_FEW(KV_INT2, 1);
+        else KV_ACCUMULATE_FEW(KV_INT2, 0);
+    else if (gather) KV_ACCUMULATE_FEW(KV_INT3, 1);
+    else KV_ACCUMULATE_FEW(KV_INT3, 0);
+#undef KV_ACCUMULATE_FEW
 }

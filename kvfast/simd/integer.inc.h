@@ -1,10 +1,10 @@
-/* Scores and sums of values of INT8, INT4, GAUSS4 and INT3 codes. activations.inc.h describes the arithmetic. Tiers of narrow
-   vectors expand values of INT3 before, see expand.inc.h. */
+/* Scores and sums of values of INT8, INT4, GAUSS4, INT3 and INT2 codes. activations.inc.h describes the arithmetic. Tiers of narrow
+   vectors expand those of few bits before, but for keys with channel scales; see expand.inc.h. */
 
 static inline __attribute__((always_inline)) vf KV(load_scales)(const char *scales, int token, const int dtype)
 {
-    return dtype == KV_GAUSS4 || dtype == KV_INT3 ? vf_load_bfloat16((const uint16_t *)scales + token)
-                                                  : vf_load((const float *)scales + token);
+    return dtype == KV_GAUSS4 || KV_FEW_BITS(dtype) ? vf_load_bfloat16((const uint16_t *)scales + token)
+                                                    : vf_load((const float *)scales + token);
 }
 
 /* Multiplies (INT_VECTORS or 1) x W lanes by `rows` rows of activations over `lines` 64-byte lines: from base +
@@ -80,6 +80,19 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
     case 3: if (vectors > 1) { panel(3, INT_VECTORS) } else { panel(3, 1) } break; \
     default: if (vectors > 1) { panel(4, INT_VECTORS) } else { panel(4, 1) }       \
     }
+
+/* Reads codes of few bits in place of dot_panel, in tiers that can. */
+#if W >= 8
+#define KV_LOAD_LEVELS \
+    const KV(level_tables) levels = KV(load_levels)(KV_FEW_BITS(dtype) ? kv_packed_table(side) : NULL, dtype == KV_INT2 ? 2 : 3);
+#define KV_DOT_UNITS(base, blocks, tile_bytes, units, gather, block_units, x, R, V)                                       \
+    if (KV_FEW_BITS(dtype))                                                                                               \
+        KV(dot_units)(base, blocks, tile_bytes, units, gather, block_units, dtype == KV_INT2 ? 2 : 3, &levels, x, R, V, fetch, out); \
+    else
+#else
+#define KV_LOAD_LEVELS
+#define KV_DOT_UNITS(...)
+#endif
 
 /* Adds what the rounding of a panel's activations left out to its scores, where that counts; see activations.inc.h. The tokens
    are `lane` to `stop` of a tile, from a slot of the first of `block` on. `rows` are the rows before rounding, with their
@@ -181,6 +194,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype);
     const int lanes = kv_whole_lanes(tile->count);
     const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
+    KV_LOAD_LEVELS
     kv_key_order orders[KV_TILE / KV_LANES]; /* of the tile's blocks */
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         KV(folded) folded;
@@ -212,7 +226,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     vi out[KV_PANEL][4];                                                                               \
     if (channels)                                                                                      \
         KV(dot_keys)(tile->base + *block + at, slot % KV_LANES, tile_bytes, units, order, dtype, x, R, V, fetch, out); \
-    else                                                                                               \
+    else KV_DOT_UNITS(tile->base + at, block, tile_bytes, units, 0, 0, x, R, V)                        \
         KV(dot_panel)(tile->base + at + slot % KV_LANES * 4, block, tile_bytes, lines, 0, 0, dtype, x, R, V, fetch, out); \
     for (int r = 0; r < R; r++)                                                                        \
         for (int v = 0; v < V; v++) {                                                                  \
@@ -323,16 +337,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             state->noise[r] += KV(noise_of)(scales[r], KV_CODE_SIZE(dtype), state->seen[r]);
         }
     }
-#if W >= 8
-    const KV(threes) levels = KV(load_threes)(kv_packed_table(side));
-#define KV_DOT_VALUES(R, V)                                                                           \
-    if (dtype == KV_INT3)                                                                             \
-        KV(dot_threes)(codes, values.blocks, values.tile_bytes, values.lines / 4, gather, values.block_lines / 4, &levels, \
-                       x, R, V, fetch, out);                                                          \
-    else
-#else
-#define KV_DOT_VALUES(R, V)
-#endif
+    KV_LOAD_LEVELS
     for (int row = 0; row < num_rows; row += KV_PANEL) {
         const int8_t *x = parts + row * (KV_TILE * 2);
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
@@ -343,7 +348,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             const int vectors = lane + INT_VECTORS * W <= side->padded_dim ? INT_VECTORS : 1;
 #define KV_PANEL_VALUES(R, V)                                                                         \
     vi out[KV_PANEL][4];                                                                              \
-    KV_DOT_VALUES(R, V)                                                                               \
+    KV_DOT_UNITS(codes, values.blocks, values.tile_bytes, values.lines / 4, gather, values.block_lines / 4, x, R, V) \
     KV(dot_panel)(codes, values.blocks, values.tile_bytes, values.lines, gather, values.block_lines, dtype, x, R, V, fetch, out); \
     for (int r = 0; r < R; r++)                                                                       \
         for (int v = 0; v < V; v++) {                                                                 \
@@ -409,6 +414,7 @@ KV_INTEGER_KERNELS(gauss4, KV_GAUSS4)
 #undef KV_INTEGER_KERNELS
 #undef KV_REFINER
 #undef KV_PANEL_SCORES
-#undef KV_DOT_VALUES
+#undef KV_DOT_UNITS
+#undef KV_LOAD_LEVELS
 #undef KV_PANEL_VALUES
 #undef KV_EACH_PANEL

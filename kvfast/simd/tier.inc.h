@@ -10,7 +10,7 @@
 #include "seal.inc.h"
 #include "activations.inc.h"
 #include "keys.inc.h"
-#include "threes.inc.h"
+#include "few_bits.inc.h"
 #include "integer.inc.h"
 #include "expand.inc.h"
 #include "floating.inc.h"

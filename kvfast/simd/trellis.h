@@ -60,10 +60,9 @@ static const float kv_trellis_bounds[8][2][7] = {
     {{-152, -82, -44, -13, 17, 49, 88}, {-108, -61, -28, 3, 33, 68, 119}},
 };
 
-/* The contexts of codes, in bits 4 to 6, from the codes at each lag; the same as kv_trellis_contexts of the state. Works on
-   words of four codes; `ones` has the lowest bit of each code. */
-#define KV_TRELLIS_CONTEXT(at, ones) \
-    ((((at)[2] ^ (at)[3]) & (ones)) << 4 | (((at)[3] ^ (at)[5] ^ (at)[6]) & (ones)) << 5 | \
-     (((at)[1] ^ (at)[4] ^ (at)[7]) & (ones)) << 6)
+/* The contexts of states, in bits 4 to 6: the same as kv_trellis_contexts. Works on words of four states. */
+#define KV_TRELLIS_CONTEXT(state) \
+    ((((state) << 3 ^ (state) << 2) & 0x10101010) | (((state) << 3 ^ (state) << 1 ^ (state)) & 0x20202020) | \
+     (((state) << 6 ^ (state) << 3 ^ (state)) & 0x40404040))
 
 #endif

@@ -4,7 +4,8 @@
 # As root, installs clang.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-ci/need.sh clang-16 clang-16 libomp-16-dev
+ci/need.sh clang-16 clang-16
+ci/need.sh /usr/lib/llvm-16/lib/libomp.so libomp-16-dev
 if [ -n "${QUICK:-}" ]; then
     headers=$(python -c 'import sysconfig; print(sysconfig.get_path("include"))')
     flags="-Wall -Wextra -Werror -fopenmp -I kvfast -I $headers"

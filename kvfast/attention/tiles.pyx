@@ -10,8 +10,8 @@ from libc.string cimport memcpy, memset
 from kvfast.attention.tile_size cimport token_bytes
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES, KV_TILED_CODES,
-                                  kv_ahead, kv_bends, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading,
+from kvfast.core.kernels cimport (KV_FLOAT32_SIDES, KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES,
+                                  KV_TILED_CODES, kv_ahead, kv_bends, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading,
                                   kv_scratch, kv_side, kv_softmax, kv_tile, reading_of)
 from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_TILE, KV_WORD_GROUP
 
@@ -35,9 +35,12 @@ cdef int step_of(const kv_task *task) noexcept nogil:
 
 cdef inline int _kind_of(const kv_side *k, const kv_side *v) noexcept nogil:
     """The kind of format by which `reading_of` tells how the passes prefetch."""
-    if kv_dtypes[k.dtype].bits < 8:
+    cdef int k_bits = kv_dtypes[k.dtype].bits, v_bits = kv_dtypes[v.dtype].bits
+    if k_bits < 8:
         return KV_NARROW_KEYS
-    return KV_INT8_SIDES if kv_dtypes[k.dtype].bits == 8 and kv_dtypes[v.dtype].bits == 8 else KV_OTHER_SIDES
+    if k_bits != v_bits:
+        return KV_OTHER_SIDES
+    return KV_INT8_SIDES if k_bits == 8 else KV_FLOAT32_SIDES if k_bits == 32 else KV_OTHER_SIDES
 
 
 cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t position, int tile, kv_tile *k,

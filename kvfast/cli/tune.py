@@ -11,7 +11,7 @@ from kvfast.cli.bench.measure import cpu_name, default_threads, interleaved, usi
 from kvfast.core import tuning
 from kvfast.core.kernels import active_isa
 
-FORMATS = {"float32": "", "float16": "", "k8v4": "", "int8": "int8_", "int4": "narrow_"}  # and their kinds, of tuning.KINDS
+FORMATS = {"float32": "float32_", "float16": "", "k8v4": "", "int8": "int8_", "int4": "narrow_"}  # and their kinds, of tuning.KINDS
 CONTEXT = 16384
 ROUNDS = 7
 LEADS = (0, 1024, 2048, 4096)

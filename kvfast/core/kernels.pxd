@@ -217,6 +217,7 @@ cdef bint has_bfloat16() noexcept nogil
 cdef enum:
     KV_INT8_SIDES   # keys and values of 8 bits
     KV_NARROW_KEYS  # keys of less than 8 bits
+    KV_FLOAT32_SIDES
     KV_OTHER_SIDES
     KV_READINGS
 ctypedef struct kv_reading:

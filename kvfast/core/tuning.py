@@ -20,7 +20,7 @@ LEVELS = (1, 2)
 MOST_LEAD = 16384
 LINE = 64
 VERSION = 1
-KINDS = ("int8_", "narrow_", "")  # of formats, as in core/kernels.pxd: what the names of their settings begin with
+KINDS = ("int8_", "narrow_", "float32_", "")  # of formats, as in core/kernels.pxd: what the names of their settings begin with
 KERNELS_LEVEL = get_prefetch_level()  # that the kernels are compiled with
 
 
@@ -46,6 +46,8 @@ class Reading:
         The same of formats whose keys and values have 8 bits.
     narrow_order, narrow_lead
         The same of formats whose keys have less than 8 bits.
+    float32_order, float32_lead
+        The same of float32.
     """
 
     prefetch_level: int = KERNELS_LEVEL
@@ -55,6 +57,8 @@ class Reading:
     int8_lead: int = 0
     narrow_order: str = "memory"
     narrow_lead: int = 0
+    float32_order: str = "memory"
+    float32_lead: int = 0
 
     def __post_init__(self):
         level = self.prefetch_level

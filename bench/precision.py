@@ -1,10 +1,12 @@
 """What the precision contract comes to: errors of `attend`, and of what is stored, on Gaussian tensors and on harder ones.
 
     python bench/precision.py --json bench/precision.json
+    python bench/precision.py --cancelling 1500
 
 Largest error of an output row, relative to its norm, against float64 attention over the decoded cache: for each
 format and context over all heads, queries and tiers of this machine; where one channel of the keys is louder than the others
 and the greatest score is 15; and where many weights are smaller than a step of 15 bits. And `kvfast.fidelity` of all formats.
+Or a search, on this machine's best tier, among rows whose values are nearly multiples of one vector and cancel.
 """
 
 import argparse
@@ -110,6 +112,31 @@ def hard_errors(form):
     return row
 
 
+def cancelling_error(form, n, trials):
+    """The largest error, beside the contract's terms, of `n` queries of 4 heads on random caches of 16 elements, one of which is
+    loud in the values: these are nearly multiples of one vector."""
+    rng, worst, dim = np.random.default_rng(5), 0.0, 16
+    for _ in range(trials):
+        length, loud = int(rng.integers(100, 400)), rng.choice([10.0, 30.0, 100.0, 300.0])
+        k, v = rng.standard_normal((2, length, 1, dim)) * rng.choice([[0.3, 1, 2], [0.01, 0.1, 1]], axis=1)[:, None, None, None]
+        v[..., rng.integers(dim)] += loud * rng.standard_normal((length, 1))
+        cache = kvfast.KVCache(1, 1, dim, length, form)
+        cache.append(0, k.astype(np.float32), v.astype(np.float32))
+        cache.advance(length)
+        q = rng.standard_normal((n, 4, dim), np.float32)
+        k, v = (one[:, 0].astype(np.float64) for one in (cache.k(0), cache.v(0)))
+        scores = q.astype(np.float64) @ k.T * dim**-0.5
+        scores[np.arange(length) > (length - n + np.arange(n))[:, None, None] + np.zeros((1, 4, 1))] = -np.inf
+        weights = np.exp(scores - scores.max(2, keepdims=True))
+        weights /= weights.sum(2, keepdims=True)
+        exact = weights @ v
+        norm, mean = np.linalg.norm(exact, axis=2), weights @ np.linalg.norm(v, axis=1)
+        terms = np.linalg.norm(q, axis=2) * np.linalg.norm(k, axis=1).max() * dim**-0.5 / 16
+        size = np.where(norm < 0.1 * mean, mean, norm) * np.maximum(1, terms)
+        worst = max(worst, float((np.linalg.norm(cache.attend(0, q) - exact, axis=2) / size).max()))
+    return worst
+
+
 def fidelity():
     """Rows of JSON: what storing costs."""
     rng = np.random.default_rng(1)
@@ -122,8 +149,15 @@ def fidelity():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", metavar="FILE", required=True, help="write the results there")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--json", metavar="FILE", help="write the results there")
+    what.add_argument("--cancelling", type=int, metavar="N", help="only search N caches whose values cancel")
     args = parser.parse_args()
+    if args.cancelling:
+        for form in CODED:
+            errors = ", ".join(f"{n}: {cancelling_error(form, n, args.cancelling):.1e}" for n in QUERIES)
+            print(f"{form:>10} values that cancel, of queries {errors}", flush=True)
+        return
     report = {"version": kvfast.__version__, "cpu": cpu_name(), "tiers": list(kvfast.available_isas()),
               "num_q_heads": NUM_Q_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM,
               "attend": [row for form in FORMATS for row in attend_errors(form)],

@@ -120,11 +120,14 @@ def bits():
 def retrieval():
     """Numbers that were hidden in a text."""
     lengths = load("retrieval")["lengths"]
+    found = [{(one["runtime"], one["dtype"]): one for one in length["results"]} for length in lengths]
     rows = []
-    for same in zip(*(one["results"] for one in lengths)):
-        name = f"`{same[0]['dtype']}`" if same[0]["runtime"] == "kvfast" else f"{same[0]['runtime']} {same[0]['dtype']}"
-        cells = [f"{one['difference']:+.3f} +- {one['interval']:.3f}, {one['num_exact']} of {one['num_answers']}" for one in same]
-        rows.append([name, *cells])
+    for runtime, dtype in found[0]:
+        cells = ["-"] * len(lengths)
+        for i, results in enumerate(found):
+            if one := results.get((runtime, dtype)):
+                cells[i] = f"{one['difference']:+.3f} +- {one['interval']:.3f}, {one['num_exact']} of {one['num_answers']}"
+        rows.append([f"`{dtype}`" if runtime == "kvfast" else f"{runtime} {dtype}", *cells])
     first = [one["results"][0] for one in lengths]
     floats = [f"{one['log_prob_float32']:.3f}, {one['num_exact_float32']} of {one['num_answers']}" for one in first]
     return _table(["cache", *(f"{one['tokens']:,} tokens" for one in lengths)], [["`float32`", *floats], *rows])

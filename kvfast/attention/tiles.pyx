@@ -173,8 +173,8 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef int last[16]
     cdef Py_ssize_t t = range_.begin, end = range_.end, next_t, next_count
     cdef Py_ssize_t k_bytes = token_bytes(k) * tile, v_bytes = token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
-    # A piece of the other side is prefetched by whole panels of this one, or by a part of one; else a side prefetches its own pieces.
-    cdef bint own_side = reading.own_side or lead % min(k_bytes, v_bytes) != 0
+    # A pass can only prefetch the other side where whole panels of one fit a piece of the other. Latent rows may have no other side.
+    cdef bint own_side = reading.own_side or v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
     cdef bint matrix = end - t >= MATRIX_TOKENS and kernels.open_matrix != NULL and (

@@ -154,7 +154,7 @@ def main():
     what.add_argument("--cancelling", type=int, metavar="N", help="only search N caches whose values cancel")
     args = parser.parse_args()
     if args.cancelling:
-        for form in CODED:
+        for form in (*CODED, "k4v3", "int3", "int2"):
             errors = ", ".join(f"{n}: {cancelling_error(form, n, args.cancelling):.1e}" for n in QUERIES)
             print(f"{form:>10} values that cancel, of queries {errors}", flush=True)
         return

@@ -16,7 +16,7 @@ static inline __attribute__((always_inline)) KV(level_tables) KV(load_levels)(co
     const vi split = _mm512_set4_epi32(0x07060504, 0x07060504, 0x03020100, 0x03020100); /* bits 0, 1 and 3 */
     if (bits == 2)
         return (KV(level_tables)){all, _mm512_permutexvar_epi8(fours, all),
-                            _mm512_permutexvar_epi8(_mm512_and_si512(_mm512_srli_epi16(eights, 1), _mm512_set1_epi8(3)), all)};
+                                  _mm512_permutexvar_epi8(_mm512_and_si512(_mm512_srli_epi16(eights, 1), _mm512_set1_epi8(3)), all)};
     return (KV(level_tables)){all, _mm512_permutexvar_epi8(eights, all), _mm512_permutexvar_epi8(split, all)};
 #elif W == 16
     return (KV(level_tables)){_mm512_set1_epi64(levels), _mm512_set1_epi64(levels), _mm512_set1_epi64(levels)};

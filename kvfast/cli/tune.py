@@ -17,7 +17,7 @@ ROUNDS = 7
 LEADS = (0, 1024, 2048, 4096)
 CHOICES = {"prefetch_level": tuning.LEVELS}
 for _kind in tuning.KINDS[::-1]:
-    CHOICES |= {f"{_kind}order": tuning.ORDERS, f"{_kind}lead": LEADS}
+    CHOICES |= {f"{_kind}order": tuning.orders_of(_kind), f"{_kind}lead": LEADS}
 
 LEAST_GAIN = 0.02  # of the time, over all formats, for another choice
 MOST_LOSS = 0.03  # of the time of one format

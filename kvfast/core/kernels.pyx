@@ -22,6 +22,7 @@ cdef extern from "simd/kernels.h" nogil:
     int kv_has_bfloat16()
 
     int kv_prefetch_level
+    int kv_float_runs
 
 
 cdef const kv_kernels *_active = NULL
@@ -102,11 +103,12 @@ def get_prefetch_level():
     return kv_prefetch_level
 
 
-def set_prefetching(int level, sides):
-    """Set the level, and for each kind of format ``(own_side, lead)``; `kvfast.core.tuning` checks them."""
-    global kv_prefetch_level
+def set_prefetching(int level, bint float_runs, sides):
+    """Set ``kv_prefetch_level`` and ``kv_float_runs``, and for each kind of format ``(own_side, lead)``; `kvfast.core.tuning` checks
+    them."""
+    global kv_prefetch_level, kv_float_runs
     cdef int kind
-    kv_prefetch_level = level
+    kv_prefetch_level, kv_float_runs = level, float_runs
     for kind, (own_side, lead) in enumerate(sides):
         _readings[kind] = kv_reading(own_side, lead)
 

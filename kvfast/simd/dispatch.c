@@ -16,6 +16,7 @@
 #endif
 
 int kv_prefetch_level = KV_PREFETCH_LEVEL;
+int kv_float_runs = 0;
 
 #define KV_ADDRESS(tier) &kv_kernels_##tier,
 const kv_kernels *const kv_all_kernels[] = {KV_TIERS(KV_ADDRESS) NULL};

@@ -155,12 +155,24 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     }
 }
 
+#if W == 16
+#include "float_rows.inc.h"
+#define KV_READ_RUNS(side, dtype, read, ...)                                                               \
+    if (dtype == KV_FLOAT32 && kv_float_runs && KV(fits_runs)(side, num_rows)) {                                     \
+        KV(read)(side, __VA_ARGS__);                                                                       \
+        return;                                                                                            \
+    }
+#else
+#define KV_READ_RUNS(...)
+#endif
+
 /* Block by block. The calls keep the loops above apart, as they are slower inside another loop. */
 #define KV_FLOATING_KERNELS(name, dtype)                                                                   \
     static __attribute__((noinline)) void KV(score_rows_##name)(                                           \
         const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count,         \
         int start, const kv_ahead *ahead, float *scores)                                                   \
     {                                                                                                      \
+        KV_READ_RUNS(side, dtype, score_runs, queries, num_rows, keys, count, start, ahead, scores)        \
         KV(scores_floating)(side, queries, num_rows, keys, count, start, ahead, scores, dtype);            \
     }                                                                                                      \
     static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,            \
@@ -175,6 +187,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
         const kv_side *side, const float *weights, int num_rows, const char *values, int count,            \
         int start, const kv_ahead *ahead, const float *rescale, float *acc)                                \
     {                                                                                                      \
+        KV_READ_RUNS(side, dtype, accumulate_runs, weights, num_rows, values, count, start, ahead, rescale, acc) \
         KV(accumulate_floating)(side, weights, num_rows, values, count, start, ahead, rescale, acc, dtype);  \
     }                                                                                                      \
     static void KV(accumulate_##name)(const kv_side *side, kv_softmax *state, int num_rows,                \
@@ -191,6 +204,7 @@ KV_FLOATING_KERNELS(float16, KV_FLOAT16)
 KV_FLOATING_KERNELS(bfloat16, KV_BFLOAT16)
 
 #undef KV_FLOATING_KERNELS
+#undef KV_READ_RUNS
 #undef KV_PANEL_SCORES
 #undef KV_PANEL_VALUES
 #undef KV_EACH_ROWS

@@ -203,11 +203,14 @@ typedef struct {
     int interleaved;
 } kv_transform;
 
-/* Level of the caches that prefetches of attention fill, 1 or 2. kvfast/core/tuning.py sets it; no bit of a result depends on it. */
 #if defined(__GNUC__)
-__attribute__((visibility("hidden"))) /* so that kernels read it without a table of addresses */
+#define KV_HIDDEN __attribute__((visibility("hidden"))) /* so that kernels read it without a table of addresses */
+#else
+#define KV_HIDDEN
 #endif
-extern int kv_prefetch_level;
+/* How attention asks for memory. kvfast/core/tuning.py sets it; no bit of a result depends on it. */
+KV_HIDDEN extern int kv_prefetch_level; /* of the caches that prefetches fill, 1 or 2 */
+KV_HIDDEN extern int kv_float_runs;     /* whether float32 rows are read in the order of memory; see float_rows.inc.h */
 
 /* What a kernel prefetches while it reads its side of a tile: the sides that will be read next, from
    `lead` bytes into the first of them. */

@@ -21,7 +21,10 @@ from kvfast.core import tuning
 from kvfast.core.tuning import DEFAULT, LEVELS, ORDERS, Reading
 
 FLOATS = ["float32", "float16", "bfloat16"]
-READINGS = [Reading(level, *(3 * side)) for level, side in itertools.product(LEVELS, itertools.product(ORDERS, (0, 64, 2048, 16384)))]
+READINGS = [
+    Reading(level, **{f"{kind}{name}": value for kind in tuning.KINDS for name, value in {"order": order, "lead": lead}.items()})
+    for level, order, lead in itertools.product(LEVELS, ORDERS, (0, 64, 2048, 16384))
+] + [Reading(level, float32_order="rows") for level in LEVELS]
 
 
 @pytest.fixture(autouse=True)
@@ -38,9 +41,9 @@ def own_folder(tmp_path, monkeypatch):
 
 
 def calls(form):
-    """Of caches in one block and in many, with one query and several, and more query rows than a panel has; and of a ring."""
+    """Of caches in one block and in many, with one query and several, and 1, 2, 3 and 6 query rows; and of a ring."""
     rng = np.random.default_rng(0)
-    for length, heads, dim, queries in ((5, 2, 20, 3), (700, 12, 64, 1), (1300, 4, 128, 3)):
+    for length, heads, dim, queries in ((5, 2, 20, 3), (700, 12, 64, 1), (1300, 4, 128, 3), (333, 2, 128, 1), (77, 6, 128, 1), (210, 4, 64, 1)):
         cache = kvfast.KVCache(1, 2, dim, dtype=form)
         cache.append(0, *rng.standard_normal((2, length, 2, dim), np.float32))
         cache.advance(length)
@@ -61,6 +64,22 @@ def test_the_same_bits_whatever_is_chosen(isa, form):
         tuning.use(reading, "a test")
         assert tuning.in_use() == (reading, "a test")
         assert [attend().tobytes() for attend in attends] == expected, reading
+
+
+@pytest.mark.parametrize("form", FLOATS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_same_bits_of_pages(isa, form, dim, rng):
+    """Of blocks of 16 tokens, and 16 query rows of a KV head."""
+    cache = kvfast.PagedKVCache(1, 2, dim, 20, 16, dtype=form)
+    sequence = cache.new_sequence()
+    sequence.append(0, *rng.standard_normal((2, 99, 2, dim), np.float32))
+    sequence.advance(99)
+    q = rng.standard_normal((2, 16, dim), np.float32)
+    found = set()
+    for reading in READINGS:
+        tuning.use(reading, "a test")
+        found.add(sequence.attend(0, q).tobytes())
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("form", ["float16", "int8", "int4-plain"])
@@ -120,6 +139,8 @@ def test_the_variable_is_a_list(monkeypatch):
         ("prefetch_level=3", "prefetch_level must be 1 or 2, got 3"),
         ("prefetch_level=near", "prefetch_level must be 1 or 2, got 'near'"),
         ("int8_order=2", "int8_order must be memory or side, got 2"),
+        ("order=rows", "order must be memory or side, got 'rows'"),
+        ("float32_order=2", "float32_order must be memory or side or rows, got 2"),
         ("lead=65", "lead must be a multiple of 64 from 0 to 16384, got 65"),
         ("narrow_lead=-64", "narrow_lead must be a multiple of 64 from 0 to 16384, got '-64'"),
         ("lead=999999999999999999999", "lead must be a multiple of 64 from 0 to 16384"),

@@ -37,12 +37,12 @@ static inline int KV(fits_runs)(const kv_side *side, int num_rows)
 static inline __attribute__((always_inline)) void KV(score_run)(
     const char *keys, ptrdiff_t stride, int count, const float *q, const int rows, const char *ahead, const int lines, float *scores)
 {
-    vf query[2][KV_RUN_VECTORS];
+    vf query[KV_PANEL][KV_RUN_VECTORS]; /* of `rows`, but KV_FOR4 names four */
     KV_EACH_VECTOR(i, KV_FOR4(r, rows, query[r][i] = vf_load(q + (r * KV_RUN_VECTORS + i) * W);););
     for (int t = 0; t < count; t += 2) {
         const int two = t + 1 < count;
         const char *next = two ? keys + stride : keys;
-        vf first[2], second[2];
+        vf first[KV_PANEL], second[KV_PANEL];
         float sums[4];
         KV_FOR4(r, 2, first[r] = second[r] = vf_set1(0.0f););
         KV_EACH_VECTOR(i,
@@ -62,10 +62,10 @@ static inline __attribute__((always_inline)) void KV(value_run)(
     const char *values, ptrdiff_t stride, int count, const float *weights, const int rows, const char *ahead, const int lines,
     const float *rescale, float *acc)
 {
-    vf sum[2][KV_RUN_VECTORS];
+    vf sum[KV_PANEL][KV_RUN_VECTORS];
     KV_EACH_VECTOR(v, KV_FOR4(r, rows, sum[r][v] = vf_mul(vf_load(acc + (r * KV_RUN_VECTORS + v) * W), vf_set1(rescale[r]));););
     for (int t = 0; t < count; t++) {
-        vf weight[2], value[KV_RUN_VECTORS];
+        vf weight[KV_PANEL], value[KV_RUN_VECTORS];
         KV_FOR4(r, rows, weight[r] = vf_set1(weights[r * KV_TILE + t]););
         KV_EACH_VECTOR(v,
             KV_FETCH_AT(v, 1)

@@ -26,7 +26,7 @@ static inline int KV(fits_runs)(const kv_side *side, int num_rows)
         { enum { i = 7 }; { __VA_ARGS__ } } \
     } while (0)
 
-/* Prefetches for `tokens` tokens in vector i of a row: `lines` lines for each token and row. */
+/* Prefetches the lines that are due at vector i of `tokens` tokens, of `lines` for each. */
 #define KV_FETCH_AT(i, tokens)                        \
     if (i % (KV_RUN_VECTORS / lines) == 0) {          \
         kv_prefetch_lines(ahead, tokens, 2);          \

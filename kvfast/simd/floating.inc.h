@@ -158,7 +158,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
 #if W == 16
 #include "float_rows.inc.h"
 #define KV_READ_RUNS(side, dtype, read, ...)                                                               \
-    if (dtype == KV_FLOAT32 && kv_float_runs && KV(fits_runs)(side, num_rows)) {                                     \
+    if (dtype == KV_FLOAT32 && kv_float_runs && KV(fits_runs)(side, num_rows)) {                           \
         KV(read)(side, __VA_ARGS__);                                                                       \
         return;                                                                                            \
     }

@@ -145,7 +145,7 @@ TABLE = (
         frozenset([*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0)]),
         "",
         Reading(2, float32_order="rows"),
-        "16,384 tokens, 1 / 2 threads: level 1: float32 1.56 / 1.25, float16 1.34 / 1.21, int8 1.41 / 1.10, int4 1.04 / 1.05; "
+        "16,384 tokens, 1 / 2 threads: level 1: float16 1.34 / 1.21, int8 1.41 / 1.10, int4 1.04 / 1.05; "
         "order side: float16 1.04 / 0.97; lead 2048: float16 1.03 / 1.00, k8v4 1.20 / 1.13; int8_order side: 1.04 / "
         "0.94; int8_lead 2048: 1.22 / 0.94; narrow_order side: 1.03 / 1.04; narrow_lead 1024: 1.24 / 1.23, 2048: 1.14 / 1.15, 4096: 1.00 / "
         "1.03; float32_order side: 4,096 tokens 1.38 / 1.05, 16,384 tokens 1.21 / 1.10, 32,768 tokens 1.34 / 1.06; memory: 1.45 / 1.14, "

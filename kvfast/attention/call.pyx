@@ -32,6 +32,7 @@ from kvfast.core.threads cimport gather, kv_team, most_threads, threads_for
 
 from kvfast.core import slow_paths
 from kvfast.attention.plan import AttendPlan, AttendItem
+from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef enum:
@@ -137,13 +138,13 @@ cdef Rows imagined_rows(object q, object num_q_heads, object dtype, const kv_sto
     if not isinstance(q, (tuple, list)):
         shape = q, store.num_kv_heads if num_q_heads is None else num_q_heads, store.k.head_dim
     if len(shape) != 3:
-        raise DimensionMismatchError(f"q must have 3 dimensions (num_tokens, num_heads, head_dim), got shape {q!r}")
+        raise DimensionMismatchError(f"q must have 3 dimensions (num_tokens, num_heads, head_dim), got shape {shown(q)}")
     self.rows.tokens = check_count(shape[0], "the tokens of q", 1, KV_MAX_TOKENS)
     self.rows.heads = check_count(shape[1], "the heads of q", 1, KV_MAX_Q_HEADS)
     self.rows.dim = check_count(shape[2], "the head_dim of q", 1, 1 << 20)
     self.rows.dtype = parse_dtype(dtype)
     if self.rows.dtype > KV_BFLOAT16:
-        raise ValueError(f"q must be float32, float16 or bfloat16, got {dtype!r}")
+        raise ValueError(f"q must be float32, float16 or bfloat16, got {shown(dtype)}")
     return self
 
 

@@ -11,6 +11,7 @@ from kvfast.codec.blocks import BLOCK_ALIGNMENT, block_nbytes
 from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
+from kvfast.core.text import shown
 
 __all__ = ["BufferLayout", "buffer_layout"]
 
@@ -79,8 +80,9 @@ def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks:
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
     else:
         if num_kv_heads != 1 or not (k_dtype is v_dtype is v_head_dim is None):
-            raise ValueError(f"latent rows (rope_dim={rope_dim!r}) have one head and no values of their own, got num_kv_heads={num_kv_heads!r}, "
-                             f"k_dtype={k_dtype!r}, v_dtype={v_dtype!r}, v_head_dim={v_head_dim!r}")  # fmt: skip
+            raise ValueError(f"latent rows (rope_dim={shown(rope_dim)}) have one head and no values of their own, got "
+                             f"num_kv_heads={shown(num_kv_heads)}, k_dtype={shown(k_dtype)}, v_dtype={shown(v_dtype)}, "
+                             f"v_head_dim={shown(v_head_dim)}")  # fmt: skip
         _, head_dim, rope_dim, formats = checked_sizes(num_layers, head_dim, rope_dim, dtype)
     block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
     v_head_dim = head_dim if v_head_dim is None else v_head_dim

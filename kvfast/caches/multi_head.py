@@ -13,7 +13,7 @@ from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_KV_HEADS
-from kvfast.core.text import size_text
+from kvfast.core.text import shown, size_text
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.heads import HeadsBuffer, HeadsTable
 from kvfast.storage.pool import BlockPool
@@ -390,7 +390,7 @@ class HeadView(_Heads):
 
     def __init__(self, cache: Any, i: int) -> None:
         if not isinstance(i, (int, np.integer)) or isinstance(i, bool):
-            raise TypeError(f"head must be an integer, got {i!r}")
+            raise TypeError(f"head must be an integer, got {shown(i)}")
         if not 0 <= i < cache.num_heads:
             raise IndexError(f"head must be between 0 and {cache.num_heads - 1}, got {i}")
         self._cache, self._first = cache, int(i)

@@ -12,6 +12,7 @@ from kvfast.codec.formats import KVFormat
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_float32
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_Q_HEADS, MAX_ROTATED
+from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 _BITS = [row.bits for row in ROWS if row.name.startswith("int")]
@@ -56,20 +57,20 @@ class MultiHeadConfig:
         check_size(self.head_dim, "head_dim", 1, MAX_HEAD_DIM)
         if isinstance(self.bits, (tuple, list)):
             if len(self.bits) != 2:
-                raise ValueError(f"bits must be one number, or two for keys and values, got {self.bits!r}")
+                raise ValueError(f"bits must be one number, or two for keys and values, got {shown(self.bits)}")
             object.__setattr__(self, "bits", tuple(self.bits))
         for bits in self.bits if isinstance(self.bits, tuple) else (self.bits,):
             check_size(bits, "bits", min(_BITS), max(_BITS))
         if not isinstance(self.rotation, bool):
-            raise TypeError(f"rotation must be a bool, got {self.rotation!r}")
+            raise TypeError(f"rotation must be a bool, got {shown(self.rotation)}")
         if self.codebook not in CODEBOOKS:
-            raise ValueError(f'codebook must be "gaussian", "uniform" or "trellis", got {self.codebook!r}')
+            raise ValueError(f'codebook must be "gaussian", "uniform" or "trellis", got {shown(self.codebook)}')
         if self.codebook == "trellis" and 4 not in np.atleast_1d(self.bits):
-            raise ValueError(f'codebook="trellis" needs 4 bits, got {self.bits!r}')
+            raise ValueError(f'codebook="trellis" needs 4 bits, got {shown(self.bits)}')
         if self.num_q_heads is not None:
             check_size(self.num_q_heads, "num_q_heads", 1, MAX_Q_HEADS)
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed must be an integer between 0 and 2**64 - 1, got {self.seed!r}")
+            raise ValueError(f"seed must be an integer between 0 and 2**64 - 1, got {shown(self.seed)}")
 
     @property
     def format(self) -> KVFormat | tuple[KVFormat, ...]:
@@ -89,7 +90,7 @@ def vectors(given: Any, name: Any, count: Any, dim: Any) -> Any:
     try:
         num = len(given)
     except TypeError:
-        raise TypeError(f"{name} must be {count} vectors, one per head, got {given!r}") from None
+        raise TypeError(f"{name} must be {count} vectors, one per head, got {shown(given)}") from None
     if num != count:
         raise DimensionMismatchError(f"{name} must be {count} vectors, one per head, got {num}")
     if isinstance(given, (list, tuple)):

@@ -13,6 +13,7 @@ from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.codec.projection import Transform
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
+from kvfast.core.text import shown
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -102,7 +103,7 @@ class PagedKVCache(PagedStorage):
                  rollback: int = ROLLBACK, v_head_dim: int | None = None, buffer: Any = None) -> None:
         for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim), ("sliding_window", sliding_window)):
             if isinstance(value, (list, tuple)):
-                raise TypeError(f"{name} must be one number for all layers of a pool, got {value!r}: for layers that differ make "
+                raise TypeError(f"{name} must be one number for all layers of a pool, got {shown(value)}: for layers that differ make "
                                 f"a PagedKVCache for each kind, and a sequence in each of them")
         num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)

@@ -10,7 +10,7 @@ from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
-from kvfast.core.text import size_text
+from kvfast.core.text import shown, size_text
 from kvfast.storage.batch import PagedBuffer
 from kvfast.storage.prepared_batch import PreparedBatch
 
@@ -90,7 +90,7 @@ class PagedStorage(StorageProperties):
         """
         token_ids = checked_token_ids(token_ids)
         if not isinstance(salt, bytes) or len(salt) > 64:
-            raise TypeError(f"salt must be at most 64 bytes, got {salt!r}")
+            raise TypeError(f"salt must be at most 64 bytes, got {shown(salt)}")
         digests = self._buffer.index.digests(token_ids[:-1], self.block_size, salt)
         found = self._sequence(self, token_ids, digests, salt)
         prompts, model, _, tokens_per_second = self._prompts
@@ -126,7 +126,7 @@ class PagedStorage(StorageProperties):
         if prompts is not None and not hasattr(prompts, "extended"):
             raise TypeError(f"prompts must be a PromptCache, got {type(prompts).__name__}")
         if not isinstance(model, str):
-            raise TypeError(f"model must be a str, got {model!r}")
+            raise TypeError(f"model must be a str, got {shown(model)}")
         self._prompts = prompts, model, bool(save), tokens_per_second
 
     def block_table(self, sequences: Any) -> NDArray[np.int32]:
@@ -254,7 +254,7 @@ class PagedStorage(StorageProperties):
         sequences = list(sequences)
         for sequence in sequences:
             if not isinstance(sequence, PagedSequence) or sequence._pool is not self:
-                raise ValueError(f"{sequence!r} is not a sequence of this pool")
+                raise ValueError(f"{shown(sequence)} is not a sequence of this pool")
             sequence._check_open()
         return sequences
 

@@ -14,7 +14,7 @@ from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_LAYERS, MAX_TOKENS
-from kvfast.core.text import same_or_tuple, size_text
+from kvfast.core.text import same_or_tuple, shown, size_text
 from kvfast.storage.block_table import BlockTable
 from kvfast.storage.pool import BlockPool
 from kvfast.storage.ring_table import RingTable
@@ -110,19 +110,19 @@ class RingKVCache(SequenceCache):
             raise ValueError(f"num_sink_tokens must be at most the window of {min(local)}, got {num_sink_tokens}")
         rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         if rope not in (None, "cache"):
-            raise ValueError(f'rope must be None or "cache", got {rope!r}')
+            raise ValueError(f'rope must be None or "cache", got {shown(rope)}')
         self._rope = None
         if rope:
             head_dim = dims[0]
             if dims != [head_dim] * num_layers:
-                raise ValueError(f'rope="cache" rotates all layers alike and needs the same head_dim in all of them, got {dims}')
+                raise ValueError(f'rope="cache" rotates all layers alike and needs the same head_dim in all of them, got {shown(dims)}')
             rotary_dim = head_dim if rotary_dim is None else check_size(rotary_dim, "rotary_dim", 2, head_dim)
             if rope_frequencies is None and rotary_dim % 2:
                 raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
             self._rope = RotaryTables(rotary_dim, rope_theta, rope_frequencies)
             frequencies = self._rope.frequencies
             if frequencies.ndim != 1 or not 1 <= frequencies.size <= head_dim // 2 or not (abs(frequencies) <= 1e6).all():
-                raise ValueError(f"rope_frequencies must be 1 to {head_dim // 2} numbers of at most 1e6, got {frequencies}")
+                raise ValueError(f"rope_frequencies must be 1 to {head_dim // 2} numbers of at most 1e6, got {shown(frequencies)}")
         self._interleaved = bool(rope_interleaved)
         self._windows, self._num_sink_tokens, self._rollback = windows, num_sink_tokens, rollback
 

@@ -10,7 +10,7 @@ from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.interchange import as_floats
 from kvfast.core.limits import MAX_KV_HEADS
-from kvfast.core.text import same_or_tuple, size_text
+from kvfast.core.text import same_or_tuple, shown, size_text
 from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
 from kvfast.files.state import arrays_of, from_arrays, to_arrays
@@ -265,7 +265,7 @@ class Snapshot(StorageProperties):
         for name in mine | other:  # the kind first, and the number of layers before their settings
             if name not in but and mine.get(name) != other.get(name):
                 wrong = [_shown(name, settings.get(name)) for settings in (mine, other)]
-                raise IncompatibleSnapshotError(f"the snapshot has {name} {wrong[0]!r}, the cache {wrong[1]!r}")
+                raise IncompatibleSnapshotError(f"the snapshot has {name} {shown(wrong[0])}, the cache {shown(wrong[1])}")
 
     def __eq__(self, other: object) -> bool:
         """Whether both hold the same bytes for the same tokens; their block sizes may differ."""
@@ -335,5 +335,5 @@ def _checked_metadata(metadata):
     metadata = {} if metadata is None else dict(metadata)
     for name, text in metadata.items():
         if not isinstance(name, str) or not isinstance(text, str):
-            raise TypeError(f"metadata must map str to str, got {name!r}: {text!r}")
+            raise TypeError(f"metadata must map str to str, got {shown(name)}: {shown(text)}")
     return metadata

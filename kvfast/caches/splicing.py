@@ -8,6 +8,7 @@ from kvfast.caches.snapshot import Snapshot, cache_of
 from kvfast.codec.rope import Rope, frequencies_of
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_TOKENS
+from kvfast.core.text import shown
 from kvfast.storage.splicing import check_splice, drop, splice
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class Splicing:
         snapshots = [self._checked_chunk(chunk) for chunk in chunks]
         if recomputed and (len(snapshots) != 1 or recomputed > len(snapshots[0])):
             raise ValueError(f"recomputed needs one chunk of at least as many tokens, got {recomputed} with chunks of "
-                             f"{[len(one) for one in snapshots]} tokens")  # fmt: skip
+                             f"{shown([len(one) for one in snapshots])} tokens")  # fmt: skip
         snapshots = [one for one in snapshots if len(one)]
         buffers = [cache_of(one)._buffer for one in snapshots]
         check_splice(self._buffer, buffers, ropes, recomputed)

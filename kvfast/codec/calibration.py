@@ -13,6 +13,7 @@ import numpy as np
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_floats
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS
+from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError, DimensionMismatchError, NonFiniteInputError
 
 __all__ = ["Calibration", "LayerCalibration", "Moments", "calibrate"]
@@ -283,7 +284,7 @@ def calibration_of(bases) -> Calibration:
 def opened(digest: Any) -> LayerCalibration | Calibration:
     """The calibration with this digest, of those that the process holds; LookupError if there is none."""
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{32}", digest):
-        raise TypeError(f"calibration must be a Calibration or one of its layers, got {digest!r}")
+        raise TypeError(f"calibration must be a Calibration or one of its layers, got {shown(digest)}")
     found = next((one for one in list(_open.values()) if one.digest == digest), None)
     if found is None:
         raise LookupError(f"the calibration with digest {digest} is needed: load it first (kvfast.Calibration.load), and keep it")

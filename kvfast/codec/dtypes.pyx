@@ -4,6 +4,8 @@ from collections import namedtuple
 
 from kvfast.core.kernels cimport KV_NUM_DTYPES, kv_dtype
 
+from kvfast.core.text import shown
+
 # A row of the table. `also`, `codebooks` and `options` are tuples of names.
 Dtype = namedtuple("Dtype", "number name family bits scale_bytes levels limit also codebooks options")
 CODEBOOKS = ("uniform", "gaussian", "trellis")
@@ -31,7 +33,7 @@ cdef int parse_dtype(object dtype, str codebook=None) except -1:
         name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     number = _NUMBERS.get(name.strip().lower())
     if number is None:
-        raise ValueError(f"unknown storage dtype {dtype!r}; choose one of {', '.join(NAMES)}")
+        raise ValueError(f"unknown storage dtype {shown(dtype)}; choose one of {', '.join(NAMES)}")
     return _BY_CODEBOOK.get((ROWS[number].name, codebook), number)
 
 

@@ -10,7 +10,7 @@ from kvfast.codec.calibration import Calibration, LayerCalibration, opened
 from kvfast.codec.dtypes import CODEBOOKS, FLOATS, canonical_dtype, dtype_row, names_with
 from kvfast.core.checks import check_size
 from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_RECENT_TOKENS, OPEN_TOKENS, PIECE
-from kvfast.core.text import one_of
+from kvfast.core.text import one_of, shown
 from kvfast.errors import DimensionMismatchError
 
 __all__ = ["PRESETS", "KVFormat"]
@@ -102,16 +102,16 @@ class KVFormat:
     def __post_init__(self) -> None:
         names = self.dtype.split("/") if isinstance(self.dtype, str) else [self.dtype]
         if len(names) > 2:
-            raise ValueError(f"dtype must be one storage dtype, or two for keys and values, got {self.dtype!r}")
+            raise ValueError(f"dtype must be one storage dtype, or two for keys and values, got {shown(self.dtype)}")
         k, v = canonical_dtype(names[0]), canonical_dtype(names[-1])
         object.__setattr__(self, "dtype", k if k == v else f"{k}/{v}")
         if self.rotation not in ("", "k", "v", "kv"):
-            raise ValueError(f'rotation must be "", "k", "v" or "kv", got {self.rotation!r}')
+            raise ValueError(f'rotation must be "", "k", "v" or "kv", got {shown(self.rotation)}')
         if self.codebook not in CODEBOOKS:
-            raise ValueError(f'codebook must be "uniform", "gaussian" or "trellis", got {self.codebook!r}')
+            raise ValueError(f'codebook must be "uniform", "gaussian" or "trellis", got {shown(self.codebook)}')
         for name in ("centring", "per_channel", "clip_search"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be a bool, got {shown(getattr(self, name))}")
         check_size(self.num_float_tokens, "num_float_tokens", 0, MAX_FLOAT_TOKENS)
         if check_size(self.num_recent_tokens, "num_recent_tokens", 0, MAX_RECENT_TOKENS) % PIECE:
             raise ValueError(f"num_recent_tokens must be a multiple of {PIECE}, got {self.num_recent_tokens}")
@@ -158,7 +158,7 @@ class KVFormat:
             if self.block_size is None:
                 object.__setattr__(self, "block_size", 64)
             if self.block_size not in _SEALED_SIZES:
-                raise ValueError(f"block_size must be {one_of(_SEALED_SIZES)} tokens, got {self.block_size!r}")
+                raise ValueError(f"block_size must be {one_of(_SEALED_SIZES)} tokens, got {shown(self.block_size)}")
         elif self.block_size is not None:
             raise ValueError("block_size is for centring, per_channel and num_recent_tokens, and this format has none of them")
 

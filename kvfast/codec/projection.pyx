@@ -14,6 +14,7 @@ from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_Q_HEADS
 from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
+from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import as_array, as_numbers
 
@@ -46,7 +47,7 @@ cdef class Transform:
             if norm.shape != (head_dim,):
                 raise DimensionMismatchError(f"{name} must have shape ({head_dim},), got {norm.shape}")
             if not (isinstance(eps, (int, float, np.floating)) and 0 <= eps < float("inf")):
-                raise ValueError(f"eps must be a number of at least 0, got {eps!r}")
+                raise ValueError(f"eps must be a number of at least 0, got {shown(eps)}")
             norm_view = norm
             self.c.row.norm, self.c.row.eps = &norm_view[0], eps
         if (cos is None) != (sin is None):

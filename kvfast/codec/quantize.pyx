@@ -10,6 +10,7 @@ from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, STREAMED_BYTES, active, kv_kernels
 from kvfast.core.threads cimport STATIC, for_each, gather, kv_team
 
+from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 from kvfast.core.interchange import aligned, as_float32, as_floats
 
@@ -134,7 +135,7 @@ def quantize(x, bits=8):
     cdef kv_team team
     cdef int ended
     if not isinstance(bits, (int, np.integer)) or bits not in (8, 4):
-        raise ValueError(f"bits must be 8 or 4, got {bits!r}")
+        raise ValueError(f"bits must be 8 or 4, got {shown(bits)}")
     array = as_floats(x, "x")
     call.dtype = dtype_of(array)
     if array.ndim == 0 or array.size == 0:

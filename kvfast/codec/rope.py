@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvfast.core.checks import check_size
+from kvfast.core.text import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,15 +50,15 @@ class Rope:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.theta, (int, float, np.number)) and 0 < self.theta < float("inf")):
-            raise ValueError(f"theta must be a finite number above 0, got {self.theta!r}")
+            raise ValueError(f"theta must be a finite number above 0, got {shown(self.theta)}")
         if not isinstance(self.interleaved, (bool, np.bool_)):
-            raise TypeError(f"interleaved must be True or False, got {self.interleaved!r}")
+            raise TypeError(f"interleaved must be True or False, got {shown(self.interleaved)}")
         if self.rotary_dim is not None and check_size(self.rotary_dim, "rotary_dim", 2, 1 << 20) % 2:
             raise ValueError(f"rotary_dim must be even, got {self.rotary_dim}")
         if self.frequencies is not None:
             given = np.asarray(self.frequencies)
             if given.ndim != 1 or not given.size or given.dtype.kind not in "iuf" or not (abs(given) <= 1e6).all():
-                raise ValueError(f"frequencies must be a sequence of numbers of at most 1e6, got {self.frequencies!r}")
+                raise ValueError(f"frequencies must be a sequence of numbers of at most 1e6, got {shown(self.frequencies)}")
             object.__setattr__(self, "frequencies", tuple(given.astype(float).tolist()))
 
 

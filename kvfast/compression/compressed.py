@@ -17,7 +17,7 @@ from kvfast.core.arrays import check_writable
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_float32, as_floats
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_TOKENS
-from kvfast.core.text import size_text
+from kvfast.core.text import shown, size_text
 from kvfast.errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
 from kvfast.files import cache_file
 from kvfast.files.state import checked_arrays
@@ -118,7 +118,7 @@ class Part:
     def open(cls, arrays, settings, layout, kind):
         num_exact, exact = settings["num_exact"], None
         if not isinstance(num_exact, int) or not 0 <= num_exact < layout.seq_len:
-            raise CorruptFileError(f"fewer than {layout.seq_len} tokens can be exact, got {num_exact!r}")
+            raise CorruptFileError(f"fewer than {layout.seq_len} tokens can be exact, got {shown(num_exact)}")
         positions = np.empty(0, np.int64)
         if num_exact:
             positions = arrays.take("positions", np.int64, (num_exact,))
@@ -302,7 +302,7 @@ class CompressedKV:
         except (ValueError, AttributeError, RecursionError):
             raise CorruptFileError("the header does not describe compressed keys and values") from None
         if version != VERSION:
-            kind = "this is no CompressedKV" if version is None else f"the format has version {version!r}"
+            kind = "this is no CompressedKV" if version is None else f"the format has version {shown(version)}"
             raise IncompatibleSnapshotError(f"{kind}; this kvfast reads compressed keys and values of version {VERSION}")
         try:
             layout, method = CompressedShape(**fields["layout"]), method_from_dict(fields["method"])

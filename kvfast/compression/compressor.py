@@ -14,6 +14,7 @@ from kvfast.compression.methods import METHODS, Hybrid, LowRank, Quantize, Vecto
 from kvfast.compression.product import ProductStore
 from kvfast.compression.stores import HYBRID_FORMATS, CacheStore, RankStore
 from kvfast.core.limits import MAX_FLOAT16, MAX_HEAD_DIM
+from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class KVCacheCompressor(CacheBridges):
 
     def __init__(self, method: Any, quant_bits: int = 8) -> None:
         if type(method) not in METHODS.values():
-            raise TypeError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+            raise TypeError(f"method must be one of {', '.join(METHODS)}, got {shown(method)}")
         if quant_bits is None:
             raise ValueError("bits must be 8 or 4, got None")
         self._method, self._quant_bits = method, check_bits(quant_bits)

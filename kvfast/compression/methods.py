@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from kvfast.codec.formats import KVFormat
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_CENTROIDS, MAX_HEAD_DIM
+from kvfast.core.text import shown
 
 __all__ = ["Hybrid", "LowRank", "Quantize", "VectorQuantization"]
 
@@ -44,7 +45,7 @@ class LowRank:
         if self.rank is not None:
             _set(self, rank=check_size(self.rank, "rank", 1, MAX_HEAD_DIM))
         elif isinstance(self.energy, bool) or not isinstance(self.energy, Real) or not 0 < self.energy <= 1:
-            raise ValueError(f"energy must be above 0 and at most 1, got {self.energy!r}")
+            raise ValueError(f"energy must be above 0 and at most 1, got {shown(self.energy)}")
         else:
             _set(self, energy=float(self.energy))
         _set(self, dtype=str(KVFormat.of(self.dtype)))
@@ -127,7 +128,7 @@ def check_bits(bits):
     if bits is None:
         return None
     if isinstance(bits, bool) or not isinstance(bits, Integral) or bits not in (8, 4):
-        raise ValueError(f"bits must be 8 or 4, got {bits!r}")
+        raise ValueError(f"bits must be 8 or 4, got {shown(bits)}")
     return int(bits)
 
 

@@ -9,6 +9,7 @@ from kvfast.compression.basis import Basis
 from kvfast.compression.pq_attention import PQCodes
 from kvfast.compression.pq_attention import attend as attend_codes
 from kvfast.core.limits import LANES, MAX_FLOAT16
+from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError, NonFiniteInputError
 
 # Largest number of tokens that codebooks are trained on, evenly spaced among all tokens.
@@ -77,7 +78,7 @@ class ProductStore:
         subvectors, count, dim, heads = settings["subvectors"], settings["count"], layout.head_dim, layout.num_heads
         good = all(isinstance(one, int) for one in (subvectors, count)) and 1 <= subvectors <= dim and 2 <= count <= 256
         if not good:
-            raise CorruptFileError(f"invalid codebook: {subvectors!r} subvectors, {count!r} centroids")
+            raise CorruptFileError(f"invalid codebook: {shown(subvectors)} subvectors, {shown(count)} centroids")
         stride = subvectors if count > 16 else -(-subvectors // 2)
         sides = []
         for side in "kv":

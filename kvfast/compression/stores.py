@@ -15,6 +15,7 @@ from kvfast.caches.contiguous import KVCache
 from kvfast.codec.formats import KVFormat
 from kvfast.compression.basis import Basis, eigen, rank_of_energy
 from kvfast.core.limits import LANES
+from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError
 
 # Formats of the coordinates of a Hybrid: the presets without float rows for the first tokens, which are exact anyway.
@@ -204,7 +205,7 @@ class RankStore:
         groups, dtype = [], {"float16": np.float16, "float32": np.float32}[settings["basis"]]
         for i, (group, rank) in enumerate(zip(heads, ranks)):
             if not group or not isinstance(rank, int) or not 1 <= rank <= layout.head_dim:
-                raise CorruptFileError(f"a rank must be between 1 and {layout.head_dim}, got {rank!r}")
+                raise CorruptFileError(f"a rank must be between 1 and {layout.head_dim}, got {shown(rank)}")
             bases = [Basis.open(arrays.part(f"{i}.{side}."), len(group), rank, layout.head_dim, dtype) for side in "kv"]
             cache = open_cache(arrays.part(f"{i}.coordinates."), (1, len(group), rank), num_tokens)
             groups.append((np.array(group), *bases, CacheStore(cache)))
@@ -216,7 +217,7 @@ def open_cache(arrays, shape, num_tokens):
     cache = KVCache.from_state_dict(arrays.take_all())
     found = cache.num_layers, cache.num_kv_heads, cache.head_dim
     if found != shape or cache.v_head_dim != cache.head_dim or len(cache) != num_tokens:
-        raise CorruptFileError(f"a cache of shape {shape} with {num_tokens} tokens was expected, got {cache!r}")
+        raise CorruptFileError(f"a cache of shape {shape} with {num_tokens} tokens was expected, got {shown(cache)}")
     return cache
 
 

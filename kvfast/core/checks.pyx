@@ -10,7 +10,7 @@ from kvfast.core.limits cimport KV_MAX_BLOCK_SIZE, KV_MIN_BLOCK_SIZE, KV_UNLIMIT
 
 from kvfast.core.interchange import as_numbers
 from kvfast.core.limits import BLOCK_SIZES
-from kvfast.core.text import one_of
+from kvfast.core.text import one_of, shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 
@@ -18,9 +18,9 @@ cdef float check_number(object value, str name, bint positive) except? -1:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {value!r}") from None
+        raise TypeError(f"{name} must be a number, got {shown(value)}") from None
     if not math.isfinite(number) or (positive and number <= 0):
-        raise ValueError(f"{name} must be a {'positive ' if positive else ''}finite number, got {value!r}")
+        raise ValueError(f"{name} must be a {'positive ' if positive else ''}finite number, got {shown(value)}")
     return number
 
 
@@ -29,10 +29,10 @@ cdef Py_ssize_t check_count(object value, str name, Py_ssize_t least, Py_ssize_t
     try:
         number = value.__index__()
     except AttributeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+        raise TypeError(f"{name} must be an integer, got {shown(value)}") from None
     if not least <= number <= most:
-        limits = f"at least {least}" if most == KV_UNLIMITED else f"between {least} and {most}"
-        raise ValueError(f"{name} must be {limits}, got {number}")
+        limits = f"at least {least}" if most == KV_UNLIMITED and number < least else f"between {least} and {most}"
+        raise ValueError(f"{name} must be {limits}, got {shown(number)}")
     return number
 
 
@@ -40,9 +40,9 @@ cdef Py_ssize_t check_layer(object index, Py_ssize_t num_layers) except -1:
     try:
         number = index.__index__()
     except AttributeError:
-        raise TypeError(f"layer must be an integer, got {index!r}") from None
+        raise TypeError(f"layer must be an integer, got {shown(index)}") from None
     if not 0 <= number < num_layers:
-        raise IndexError(f"layer must be between 0 and {num_layers - 1}, got {number}")
+        raise IndexError(f"layer must be between 0 and {num_layers - 1}, got {shown(number)}")
     return number
 
 

@@ -107,7 +107,10 @@ def aligned(array, dtype=None):
 def as_numbers(array, name):
     """Any numbers, as of a weight or a table, as float32 for pointers and typed views; uint16 are the bits of bfloat16."""
     array = as_array(array, name)
-    return aligned(as_float32(array, name) if array.dtype == np.uint16 else array, np.float32)
+    try:
+        return aligned(as_float32(array, name) if array.dtype == np.uint16 else array, np.float32)
+    except (TypeError, ValueError) as error:  # whose text has the value that is no number
+        raise type(error)(f"{name} must be numbers, got {array.dtype} of shape {array.shape}") from None
 
 
 def _check_device(array, name):

@@ -2,6 +2,8 @@
 """CPU dispatch: chooses the tier of kernels at import; ``use_isa`` changes it."""
 import os
 
+from kvfast.core.text import shown
+
 
 cdef extern from "simd/kernels.h" nogil:
     const kv_kernels *kv_all_kernels[8]
@@ -49,11 +51,11 @@ cdef const kv_kernels *_find(str name) except NULL:
     while kv_all_kernels[i] != NULL:
         if kv_all_kernels[i].isa.decode() == name:
             if not kv_supported(kv_all_kernels[i]):
-                raise ValueError(f"this CPU cannot run the ISA tier {name!r}; "
+                raise ValueError(f"this CPU cannot run the ISA tier {shown(name)}; "
                                  f"it can run {', '.join(available_isas())}")
             return kv_all_kernels[i]
         i += 1
-    raise ValueError(f"unknown ISA tier {name!r}; this CPU can run {', '.join(available_isas())}")
+    raise ValueError(f"unknown ISA tier {shown(name)}; this CPU can run {', '.join(available_isas())}")
 
 
 def available_isas():

@@ -1,6 +1,10 @@
 """Values for reading."""
 
+from numbers import Number
 from typing import Any
+
+_MOST = 8  # numbers that are few
+_LONGEST = 40  # characters of a name, or digits of a number
 
 
 def size_text(nbytes: float) -> str:
@@ -25,3 +29,22 @@ def one_of(values: Any) -> str:
     """Values as a choice: ``16, 32 or 64``."""
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
+
+
+def shown(value: Any) -> str:
+    """A value for the text of an error: a number, a name, a few of them, or what it is; never data."""
+    if value is None or isinstance(value, (str, Number)):
+        if isinstance(value, int) and value.bit_length() > 3 * _LONGEST:
+            return f"an integer of {value.bit_length()} bits"
+        text = repr(value)
+        return text if len(text) <= _LONGEST else f"a {type(value).__name__} of {len(text)} characters"
+    if isinstance(value, dict) and len(value) <= _MOST:
+        return f"{{{', '.join(f'{shown(name)}: {shown(one)}' for name, one in value.items())}}}"
+    if isinstance(value, (list, tuple)) and len(value) <= _MOST and all(one is None or isinstance(one, (str, Number)) for one in value):
+        text = ", ".join(map(shown, value))
+        return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a {type(value).__name__} of {value.dtype} and shape {tuple(value.shape)}"
+    if isinstance(value, (bytes, list, tuple, dict)):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"a {type(value).__name__}"

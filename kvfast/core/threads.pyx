@@ -11,6 +11,8 @@ from cython.parallel cimport prange, threadid
 
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
 
+from kvfast.core.text import shown
+
 
 cdef extern from *:
     """
@@ -52,7 +54,7 @@ def _check(num_threads, str origin):
     try:
         count = num_threads.__index__()
     except AttributeError:
-        raise TypeError(f"{origin} must be an integer, got {num_threads!r}") from None
+        raise TypeError(f"{origin} must be an integer, got {shown(num_threads)}") from None
     if not 1 <= count <= 1024:
         raise ValueError(f"{origin} must be between 1 and 1024, got {count}")
     return count

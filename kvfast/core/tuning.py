@@ -13,6 +13,7 @@ import warnings
 from dataclasses import asdict, dataclass, fields, replace
 
 from kvfast.core.kernels import available_isas, cpu_identity, get_prefetch_level, set_prefetching
+from kvfast.core.text import shown
 
 VARIABLE = "KVFAST_TUNING"
 ORDERS = ("memory", "side")
@@ -32,7 +33,7 @@ def orders_of(kind):
 
 def _check(name, value, good, expected):
     if not good:
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
+        raise ValueError(f"{name} must be {expected}, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -276,10 +277,10 @@ def _read(path):
 def _merged(base, settings, where):
     """`base` with other settings, checked."""
     if type(settings) is not dict:
-        raise ValueError(f"{where} must have the names {', '.join(NAMES)}, got {settings!r}")
+        raise ValueError(f"{where} must have the names {', '.join(NAMES)}, got {shown(settings)}")
     unknown = [name for name in settings if name not in NAMES]
     if unknown:
-        raise ValueError(f"{where} has the unknown name {unknown[0]!r}; the names are {', '.join(NAMES)}")
+        raise ValueError(f"{where} has the unknown name {shown(unknown[0])}; the names are {', '.join(NAMES)}")
     try:
         return replace(base, **settings)
     except (ValueError, TypeError) as error:
@@ -292,7 +293,7 @@ def _parsed(text):
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value):
-            raise ValueError(f"{VARIABLE} must be a file or a list of name=value, got {part.strip()!r} in {text!r}")
+            raise ValueError(f"{VARIABLE} must be a file or a list of name=value, got {shown(part.strip())} in {shown(text)}")
         settings[name] = int(value) if value.isascii() and value.isdecimal() else value
     return settings
 
@@ -322,7 +323,7 @@ def choose():
         try:
             processors = _read(text)
         except OSError as error:
-            raise ValueError(f"{VARIABLE} must be a file or a list of name=value, got {text!r}: {error.strerror}") from None
+            raise ValueError(f"{VARIABLE} must be a file or a list of name=value, got {shown(text)}: {error.strerror}") from None
         if processor() not in processors:
             raise ValueError(f"{VARIABLE}: {text} has nothing for {processor()}; it has {', '.join(processors) or 'nothing at all'}")
         return _merged(base, processors[processor()], f"{VARIABLE}: {text}"), f"{VARIABLE}, {text}"

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvfast.caches.stored_sequence import buffer_of
 from kvfast.core.interchange import aligned, as_float32
+from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError, DimensionMismatchError
 
 __all__ = ["TYPES", "export_layer", "from_ggml", "import_layer", "row_bytes", "to_ggml"]
@@ -114,7 +115,7 @@ def import_layer(cache, layer, k, v, k_type="q8_0", v_type=None):
 
 def _type(kind):
     if kind not in TYPES:
-        raise ValueError(f"unknown ggml type {kind!r}; choose one of {', '.join(TYPES)}")
+        raise ValueError(f"unknown ggml type {shown(kind)}; choose one of {', '.join(TYPES)}")
     return _gguf().GGMLQuantizationType[kind.upper()]
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvfast.core.text import each
+from kvfast.core.text import each, shown
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.interop.ggml import TYPES, _type, from_ggml, row_bytes, to_ggml
 
@@ -291,7 +291,7 @@ def _one_shape(cache):
 
 def _check_rope(rope_dims, dim):
     if isinstance(rope_dims, bool) or not isinstance(rope_dims, int) or not 0 <= rope_dims <= dim or rope_dims % 2:
-        raise ValueError(f"rope_dims must be an even number from 0 to the head_dim of {dim}, got {rope_dims!r}")
+        raise ValueError(f"rope_dims must be an even number from 0 to the head_dim of {dim}, got {shown(rope_dims)}")
 
 
 def _by_halves(dim, rope_dims):

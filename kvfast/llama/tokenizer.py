@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
+from kvfast.core.text import shown
 from kvfast.interop.gguf_file import GGUFFile, ModelFileError
 
 # tokenizer.ggml.token_type
@@ -68,7 +69,7 @@ class Tokenizer:
         file = source if isinstance(source, GGUFFile) else GGUFFile(source)
         kind = file.text("tokenizer.ggml.model")
         if kind not in ("gpt2", "llama"):
-            raise ModelFileError(f"{file.path}: unsupported tokenizer {kind!r}; supported: gpt2, llama")
+            raise ModelFileError(f"{file.path}: unsupported tokenizer {shown(kind)}; supported: gpt2, llama")
         self.tokens = file.items("tokenizer.ggml.tokens", str)
         self._types = file.items("tokenizer.ggml.token_type", int, [NORMAL] * len(self.tokens))
         if len(self._types) != len(self.tokens):
@@ -166,7 +167,7 @@ def _byte_level_encoder(file, tokens):
     """(encoder, whether the model wants a BOS) of a GPT-2 style vocabulary."""
     name = file.text("tokenizer.ggml.pre", "gpt-2")
     if name not in _STYLES:
-        raise ModelFileError(f"{file.path}: unsupported pre-tokenizer {name!r}; supported: {', '.join(_STYLES)}")
+        raise ModelFileError(f"{file.path}: unsupported pre-tokenizer {shown(name)}; supported: {', '.join(_STYLES)}")
     style = _STYLES[name]
     merges = [tuple(merge.split(" ")) for merge in file.items("tokenizer.ggml.merges", str)]
     encoder = tokenizers.Tokenizer(_bpe(file, tokens, merges, ignore_merges=style.ignore_merges))
@@ -212,7 +213,7 @@ def _named_id(file, name, tokens):
     """The id of the token with a part to play (bos, eos, ...), or None."""
     id = file.get(f"tokenizer.ggml.{name}_token_id")
     if id is not None and (not isinstance(id, int) or not 0 <= id < len(tokens)):
-        raise ModelFileError(f"{file.path}: the {name} token {id!r} is not one of the {len(tokens)} tokens")
+        raise ModelFileError(f"{file.path}: the {name} token {shown(id)} is not one of the {len(tokens)} tokens")
     return id
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvfast.core.text import shown
 from kvfast.interop.gguf_file import GGUFFile, ModelFileError
 
 # Architecture -> whether the GGUF converter interleaved the rotary halves of the Q and K rows.
@@ -87,7 +88,7 @@ def read_config(file: GGUFFile) -> LlamaConfig:
     """Read the sizes of the model in `file`; a model this runtime cannot run is a ModelFileError."""
     arch = file.architecture
     if arch not in ARCHITECTURES:
-        raise ModelFileError(f"{file.path}: unsupported architecture {arch!r}; supported: {', '.join(ARCHITECTURES)}")
+        raise ModelFileError(f"{file.path}: unsupported architecture {shown(arch)}; supported: {', '.join(ARCHITECTURES)}")
     hidden_size = file.count(f"{arch}.embedding_length")
     num_q_heads = file.count(f"{arch}.attention.head_count")
     num_kv_heads = file.count(f"{arch}.attention.head_count_kv", num_q_heads)
@@ -201,5 +202,5 @@ def _rope_frequencies(tensors, config):
     if scaling == "linear":
         frequencies = frequencies / file.number(f"{arch}.rope.scaling.factor")
     elif scaling != "none":
-        raise ModelFileError(f"{file.path}: unsupported RoPE scaling {scaling!r}; supported: none, linear")
+        raise ModelFileError(f"{file.path}: unsupported RoPE scaling {shown(scaling)}; supported: none, linear")
     return frequencies

@@ -12,6 +12,7 @@ from kvfast.attention.dense import attention
 from kvfast.caches.contiguous import KVCache
 from kvfast.codec.formats import PRESETS
 from kvfast.core.interchange import aligned, as_float32, as_floats
+from kvfast.core.text import shown
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 __all__ = ["FORMATS", "Fidelity", "choose_format", "fidelity"]
@@ -165,7 +166,7 @@ def choose_format(q: Any, k: Any, v: Any, max_error: float = 0.02, formats: Any 
     >>> cache = kvfast.KVCache(num_layers=4, num_kv_heads=2, head_dim=64, dtype=formats)
     """
     if metric not in METRICS:
-        raise ValueError(f"metric must be {' or '.join(map(repr, METRICS))}, got {metric!r}")
+        raise ValueError(f"metric must be {' or '.join(map(repr, METRICS))}, got {shown(metric)}")
     if not max_error >= 0:
         raise ValueError(f"max_error must be at least 0, got {max_error}")
     formats = _listed(formats)

@@ -13,7 +13,7 @@ from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of
 from kvfast.core.checks import check_size
 from kvfast.core.hardware import read_bandwidth
 from kvfast.core.limits import CHUNK_BLOCKS, MAX_TOKENS, PIECE
-from kvfast.core.text import one_of
+from kvfast.core.text import one_of, shown
 from kvfast.planning.engine import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
@@ -177,7 +177,7 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
         read = check_size(weight_bytes, "weight_bytes", 1)
         weights = max(weights or 0, read)
     if engine not in ENGINES:
-        raise ValueError(f"engine must be {one_of(ENGINES)}, got {engine!r}")
+        raise ValueError(f"engine must be {one_of(ENGINES)}, got {shown(engine)}")
     notes = shape.notes
     if engine == "vllm":
         caches = [(name, [BlocksOfVLLM(shape, name)]) for name in _names_of_vllm(dtype)]
@@ -192,7 +192,7 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
     if bandwidth is None:
         bandwidth = max(read_bandwidth() for _ in range(BANDWIDTH_PASSES))
     if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
-        raise ValueError(f"bandwidth must be a number of bytes per second above 0, got {bandwidth!r}")
+        raise ValueError(f"bandwidth must be a number of bytes per second above 0, got {shown(bandwidth)}")
     dtypes = tuple(_dtype_plan(name, parts, context, batch, memory, bandwidth, read) for name, parts in caches)
     return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, notes)
 
@@ -201,7 +201,7 @@ def _names_of_vllm(dtype):
     names = list(VLLM_FORMATS) if dtype is None else dtype if isinstance(dtype, (list, tuple)) else [dtype]
     for name in names:
         if name not in VLLM_FORMATS:
-            raise ValueError(f"dtype must be {one_of(VLLM_FORMATS)} for engine='vllm', got {name!r}")
+            raise ValueError(f"dtype must be {one_of(VLLM_FORMATS)} for engine='vllm', got {shown(name)}")
     return names
 
 

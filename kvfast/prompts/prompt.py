@@ -8,6 +8,7 @@ from kvfast.caches.loading import new_cache
 from kvfast.caches.snapshot import cache_of
 from kvfast.caches.stored_sequence import BLOCK_SIZE, buffer_of, settings_of
 from kvfast.codec.formats import block_size_of
+from kvfast.core.text import shown
 from kvfast.files import chunk_bytes, state
 from kvfast.prompts.chain import Chain
 from kvfast.prompts.payloads import ChunkForm, End
@@ -38,7 +39,7 @@ class Prompt:
 
     def __init__(self, cache: Any, token_ids: NDArray[np.int64], model: str, salt: bytes, chunk_tokens: int, secret: bytes) -> None:
         if not isinstance(model, str):
-            raise TypeError(f"model must be a str, got {model!r}")
+            raise TypeError(f"model must be a str, got {shown(model)}")
         if not isinstance(salt, bytes):
             raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
         self._settings, self.token_ids, self.chunk_tokens, self.secret = settings_of(cache), token_ids, chunk_tokens, secret

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvfast.caches.stored_sequence import StoredSequence, buffer_of, know_tokens
 from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.core.text import shown
 from kvfast.errors import CacheFullError
 from kvfast.files import chunk_bytes
 from kvfast.files.cache_file import need_files
@@ -86,7 +87,7 @@ class PromptCache:
         if not isinstance(secret, bytes) or len(secret) > 64:
             raise TypeError("secret must be at most 64 bytes")  # which no message shows
         if not isinstance(time_limit, (int, float)) or not time_limit > 0:
-            raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit!r}")
+            raise ValueError(f"time_limit must be a positive number of seconds, got {shown(time_limit)}")
         need_files()
         self.store = store if isinstance(store, Store) else open_store(store, max_bytes=self.max_bytes, near=near)
         self.background, self.stats = bool(background), PromptCacheStats()
@@ -293,7 +294,7 @@ class PromptCache:
     def _prompt(self, cache, token_ids, model, salt, tokens_per_second=None):
         self._check_open()
         if tokens_per_second is not None and not (isinstance(tokens_per_second, (int, float)) and tokens_per_second > 0):
-            raise ValueError(f"tokens_per_second must be a positive number, got {tokens_per_second!r}")
+            raise ValueError(f"tokens_per_second must be a positive number, got {shown(tokens_per_second)}")
         return Prompt(cache, token_ids, model, salt, self.chunk_tokens, self._secret)
 
     def _put(self, key, value):

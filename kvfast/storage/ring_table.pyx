@@ -9,6 +9,8 @@ from kvfast.core.limits cimport KV_MAX_TOKENS
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
 
+from kvfast.core.text import shown
+
 
 cdef class RingTable(BlockTable):
     def __cinit__(self, BlockPool pool, Py_ssize_t window, Py_ssize_t num_sink_tokens, Py_ssize_t rollback):
@@ -116,16 +118,16 @@ cdef class RingTable(BlockTable):
         """Skipped blocks must lie behind the sink tokens and hold only evicted tokens."""
         cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
         if set(self._check_codes(length, state)) != {"skipped_blocks", "evicted_tokens"}:
-            raise ValueError(f"the state of a ring must have other entries, got {state}")
+            raise ValueError(f"the state of a ring must have other entries, got {shown(state)}")
         skipped = check_count(state["skipped_blocks"], "skipped_blocks", 0, KV_MAX_TOKENS)
         evicted = check_count(state["evicted_tokens"], "evicted_tokens", 0, KV_MAX_TOKENS)
         if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
             raise ValueError(f"the state of a ring must fit its window of {self.window}, {self.num_sink_tokens} sink tokens and "
-                             f"{length} tokens, got {state}")
+                             f"{length} tokens, got {shown(state)}")
         if self.pool.seals and skipped and (
                 state["coded_tokens"] < (self.sink_blocks + skipped) * size
                 or any([self.sink_blocks <= index < self.sink_blocks + skipped for index, _ in state.get("patches", [])])):
-            raise ValueError(f"the state of a ring must fit the {skipped} blocks that it has dropped, got {state}")
+            raise ValueError(f"the state of a ring must fit the {skipped} blocks that it has dropped, got {shown(state)}")
         return (length + size - 1) // size - skipped
 
     cdef bint holds(self, Py_ssize_t position) noexcept nogil:

@@ -16,6 +16,7 @@ from kvfast.storage.ring_table cimport RingTable
 from kvfast.storage.segments cimport SplicedReader, ask_spliced, copied, plan_spliced
 from kvfast.storage.sequence_tables cimport SequenceTables
 
+from kvfast.core.text import shown
 from kvfast.errors import CacheFullError, IncompatibleSnapshotError
 
 
@@ -178,11 +179,11 @@ cdef class SequenceBuffer(SequenceTables):
         try:
             number = n.__index__()
         except AttributeError:
-            raise TypeError(f"n must be an integer, got {n!r}") from None
+            raise TypeError(f"n must be an integer, got {shown(n)}") from None
         self._enter()
         try:
             if not 0 <= number <= self.length:
-                raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, got {number}")
+                raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, got {shown(number)}")
             count = number
             for table in self.tables:
                 table.check_truncate(count)

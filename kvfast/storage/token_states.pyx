@@ -11,6 +11,8 @@ from kvfast.core.limits cimport KV_PIECE
 from kvfast.storage.block_map cimport BlockMap, entry_of
 from kvfast.storage.pool cimport BlockPool
 
+from kvfast.core.text import shown
+
 
 cdef class TokenStates(BlockMap):
     """The lengths of a sequence, and the life of its tokens: float rows, an open block, a sealed one, one that was cut."""
@@ -233,7 +235,7 @@ cdef class TokenStates(BlockMap):
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
         """Number of blocks of a sequence of `length` tokens; ValueError if `state` is invalid."""
         if self._check_codes(length, state) != {"skipped_blocks": 0}:
-            raise ValueError(f"the state of a cache that keeps everything must have no dropped blocks, got {state}")
+            raise ValueError(f"the state of a cache that keeps everything must have no dropped blocks, got {shown(state)}")
         return (length + self.pool.block_size - 1) // self.pool.block_size
 
     cdef dict _check_codes(self, Py_ssize_t length, dict state):

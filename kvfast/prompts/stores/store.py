@@ -6,6 +6,8 @@ import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvfast.core.text import shown
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -110,14 +112,14 @@ class Store(ABC):
 def check_key(key: str) -> str:
     """The key; ValueError if it is not letters or digits, a hyphen, and 64 hexadecimal digits."""
     if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise ValueError(f"a key must be like 'c-' and 64 hexadecimal digits, got {key!r}")
+        raise ValueError(f"a key must be like 'c-' and 64 hexadecimal digits, got {shown(key)}")
     return key
 
 
 def check_timeout(timeout: float) -> float:
     """The time limit of a server in seconds; ValueError if it is not positive and finite."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf"):
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+        raise ValueError(f"timeout must be a positive number of seconds, got {shown(timeout)}")
     return float(timeout)
 
 

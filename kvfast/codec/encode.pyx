@@ -25,7 +25,8 @@ ctypedef struct kv_write:
     kv_rows k
     kv_rows v
     kv_rotary rotary     # of the keys
-    const int64_t *slots       # (tokens,)
+    const int64_t *slots       # (tokens,), or NULL to check all tokens
+    bint checks                # only check the rows, and write nothing
     bint in_order              # the tokens of a block follow each other, so tasks may be ranges of tokens
     Py_ssize_t first_range     # tokens of the first range, which ends at a border of blocks
     Py_ssize_t range_tokens    # a multiple of block_size
@@ -63,9 +64,8 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
     cdef const float *source = buffer
     cdef Py_ssize_t stride = rows.dim
     cdef const kv_side *side = &call.store.v if values else &call.store.k
-    cdef int32_t block = <int32_t>(call.slots[token] // side.block_size)
-    cdef int slot = <int>(call.slots[token] % side.block_size), i
-    cdef int32_t piece = piece_of(call.store, block, slot) if call.store.floats != NULL else -1
+    cdef int32_t block, piece = -1
+    cdef int slot, i
     cdef const kv_store *floats = call.store.floats
     cdef float limit = _limit(call.store, values)
     if rows.dtype == KV_FLOAT32 and is_identity(rotary):
@@ -84,6 +84,11 @@ cdef void _encode_run(const kv_write *call, const kv_rows *rows, const kv_rotary
         if call.kernels.find_unstorable(source + i * stride, rows.dim, limit) >= 0:
             call.bad[0] = 1
             return
+    if call.checks:
+        return
+    block, slot = <int32_t>(call.slots[token] // side.block_size), <int>(call.slots[token] % side.block_size)
+    if floats != NULL:
+        piece = piece_of(call.store, block, slot)
     if piece >= 0 and values:
         call.kernels.encode_v(&floats.v, v_block_at(floats, piece, head), slot % KV_PIECE, source, stride, count)
     elif piece >= 0:
@@ -114,11 +119,11 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
     while token < last:
         if is_stopped(call.watch):
             return
-        slot, count = call.slots[token], 1
+        slot, count = 0 if call.slots == NULL else call.slots[token], 1
         if slot < 0:
             token += 1
             continue
-        while (count < RUN and token + count < last and call.slots[token + count] == slot + count
+        while (count < RUN and token + count < last and (call.slots == NULL or call.slots[token + count] == slot + count)
                and (slot + count) % (block_size if call.store.floats == NULL else KV_PIECE)):
             count += 1
         for head in range(first_head, last_head):
@@ -150,12 +155,26 @@ cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
     return 0
 
 
-cdef int check_storable(const kv_store *store, Rows k, Rows v) except -1:
-    """Check that no element is NaN or too large."""
-    names = ("the latent part", "the rotary part") if store.latent else ("k", "v")
-    check_finite(k, names[0], _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else store.floats.k.dtype))
-    check_finite(v, names[1], _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else store.floats.v.dtype))
+cdef int check_storable(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1:
+    """Refuse rows that `write_rows` would refuse, before anything is written. Without slots, all tokens are checked."""
+    cdef kv_team team
+    cdef bint good
+    gather(&team, None, work_of(&k.rows))
+    with nogil:
+        good = _run(store, &k.rows, &v.rows, rotary, slots, True, True, &team)
+    check_stopped(team.watch)
+    if not good:
+        _refuse(store, k, v, slots)
     return 0
+
+
+cdef int _refuse(const kv_store *store, Rows k, Rows v, const int64_t *slots) except -1:
+    """Raise for the first value that cannot be stored."""
+    names = ("the latent part", "the rotary part") if store.latent else ("k", "v")
+    check_finite(k, names[0], _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else store.floats.k.dtype), slots)
+    check_finite(v, names[1], _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else store.floats.v.dtype), slots)
+    raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
+                              f"+-{_limit(store, True):g}) once it is normalised and rotated")
 
 
 cdef tuple storable(const kv_store *store, Rows k, Rows v):
@@ -187,9 +206,7 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
         done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, &team)
     check_stopped(team.watch)
     if not done:
-        check_storable(store, k, v)
-        raise NonFiniteInputError(f"k or v is beyond the range of what is stored (+-{_limit(store, False):g}, "
-                                  f"+-{_limit(store, True):g}) once it is normalised and rotated")
+        _refuse(store, k, v, slots)
     return 0
 
 
@@ -201,6 +218,12 @@ cdef double work_of(const kv_rows *k) noexcept nogil:
 cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
                       const int64_t *slots, bint in_order, kv_team *team) noexcept nogil:
     """`write_rows` without the GIL; False for a value that cannot be stored."""
+    return _run(store, k, v, rotary, slots, in_order, False, team)
+
+
+cdef bint _run(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
+               bint in_order, bint checks, kv_team *team) noexcept nogil:
+    """`encode_rows`, or only its checks."""
     cdef kv_write call
     cdef int bad = 0
     cdef Py_ssize_t tasks = 1, n = k.tokens
@@ -209,12 +232,12 @@ cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v,
     memset(&call.rotary, 0, sizeof(call.rotary))
     if rotary != NULL:
         call.rotary = rotary[0]
-    call.slots, call.in_order, call.bad, call.watch = slots, in_order, &bad, team.watch
+    call.slots, call.checks, call.in_order, call.bad, call.watch = slots, checks, in_order, &bad, team.watch
     if team.threads == 1:
         call.in_order, call.first_range, call.range_tokens = True, n, n
     elif in_order:
         call.range_tokens = max(<Py_ssize_t>TOKENS_PER_TASK, <Py_ssize_t>store.k.block_size)
-        call.first_range = call.range_tokens - slots[0] % store.k.block_size
+        call.first_range = call.range_tokens - (0 if checks else slots[0] % store.k.block_size)
         tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
     else:
         tasks = k.heads

@@ -3,6 +3,7 @@
 A `Rows` holds the buffer of its array while a call runs, so that the memory stays.
 """
 from cpython.buffer cimport Py_buffer
+from libc.stdint cimport int64_t
 
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32
@@ -33,9 +34,9 @@ cdef inline Py_ssize_t width_of(const kv_rows *rows) noexcept nogil:
 cdef int dtype_of(object array) except -1
 cdef Rows open_rows(object array, str name, bint writable=*)
 cdef Rows open_output(object array, str name)
-cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,
-                                kv_watch *watch) noexcept nogil
-cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1
+cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index, kv_watch *watch,
+                                const int64_t *slots=*) noexcept nogil
+cdef int check_finite(Rows array, str name, float limit, str limit_of, const int64_t *slots=*) except -1
 cdef Rows zero_unstorable(Rows array, float limit)
 cdef tuple open_pair(object k, object v, bint latent)
 cdef bint overlap(const kv_rows *a, const kv_rows *b) noexcept nogil

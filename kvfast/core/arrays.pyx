@@ -3,6 +3,7 @@
 import numpy as np
 
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport int64_t
 
 from kvfast.core.dlpack cimport DLTensor, read_tensor
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch, watch_of
@@ -137,16 +138,18 @@ def check_writable(array, str name):
     open_rows(array, name, True)
 
 
-cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index,
-                                kv_watch *watch) noexcept nogil:
+cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py_ssize_t *index, kv_watch *watch,
+                                const int64_t *slots=NULL) noexcept nogil:
     """Find the first element that is NaN or beyond the limit. Returns its row, token * heads + head, or -1 if there is none;
-    writes the row to `row`, and the element's index in it to `index`."""
+    writes the row to `row`, and the element's index in it to `index`. Tokens whose slot is below 0 are left out."""
     cdef const kv_kernels *kernels = active()
     cdef Py_ssize_t i
     cdef const char *source
     for i in range(rows.tokens * rows.heads):
         if is_stopped(watch):
             break
+        if slots != NULL and slots[i // rows.heads] < 0:
+            continue
         source = rows.data + i // rows.heads * rows.token_stride + i % rows.heads * rows.head_stride
         if rows.dtype == KV_FLOAT32:
             index[0] = kernels.find_unstorable(<const float *>source, rows.dim, limit)
@@ -159,14 +162,14 @@ cdef Py_ssize_t find_unstorable(const kv_rows *rows, float limit, float *row, Py
     return -1
 
 
-cdef int check_finite(Rows array, str name, float limit, str limit_of) except -1:
-    """Refuse NaN, infinity and magnitudes above `limit`, the largest that `limit_of` can store."""
+cdef int check_finite(Rows array, str name, float limit, str limit_of, const int64_t *slots=NULL) except -1:
+    """Refuse NaN, infinity and magnitudes above `limit`, the largest that `limit_of` can store. See `find_unstorable`."""
     cdef float row[KV_MAX_HEAD_DIM]
     cdef Py_ssize_t bad, index
     cdef kv_watch memory
     cdef kv_watch *watch = watch_of(&memory, 4.0 * array.rows.tokens * array.rows.heads * array.rows.dim)
     with nogil:
-        bad = find_unstorable(&array.rows, limit, row, &index, watch)
+        bad = find_unstorable(&array.rows, limit, row, &index, watch, slots)
     check_stopped(watch)
     if bad < 0:
         return 0

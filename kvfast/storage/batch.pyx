@@ -10,9 +10,9 @@ from kvfast.attention.options cimport Options
 from kvfast.attention.spans cimport floats_from
 from kvfast.attention.workspace cimport MEMBERS
 from kvfast.codec.blocks cimport kv_store
-from kvfast.codec.encode cimport check_rows, check_storable, storable, write_rows
-from kvfast.codec.projection cimport Projection, Transform, open_projection, transform_rows, write_queries
-from kvfast.core.arrays cimport Rows, open_pair, open_rows
+from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, storable, write_rows
+from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
+from kvfast.core.arrays cimport Rows, open_pair
 from kvfast.core.checks cimport check_integers, check_layer
 from kvfast.core.limits cimport KV_ROWS
 from kvfast.storage.block_table cimport BlockTable
@@ -145,6 +145,7 @@ cdef class PagedBuffer(PagedSequences):
 
     def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform, bint zero_nonfinite):
         cdef kv_store *store = self.pool.stores + layer
+        cdef const kv_rotary *rotary
         cdef int64_t[::1] slots, counts
         cdef list tables
         cdef BlockTable table
@@ -156,15 +157,13 @@ cdef class PagedBuffer(PagedSequences):
                 keys, values = storable(store, keys, values)
             slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
             tables, counts = list(gains), np.array(list(gains.values()), np.int64)  # before the write, after which nothing must fail
+            rotary = NULL if transform is None else &transform.c
             if foreign:
                 # No length hides what a refused call has written to the slots of another scheduler.
-                if transform is not None:
-                    keys = open_rows(transform_rows(keys, transform, None, None), "k")
-                    transform = None
-                check_storable(store, keys, values)
+                check_storable(store, keys, values, rotary, &slots[0])
                 if self.pool.layers is not None:
                     clean_slots(store, &slots[0], slots.shape[0])
-            write_rows(store, keys, values, NULL if transform is None else &transform.c, &slots[0], False, not foreign)
+            write_rows(store, keys, values, rotary, &slots[0], False, not foreign)
             if foreign:
                 self._become_external()
             for i in range(counts.shape[0]):

@@ -3,12 +3,12 @@
 cimport cython
 import numpy as np
 
-from libc.stdint cimport int16_t, int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memmove
 
 from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.codec.decode cimport decode_tokens
-from kvfast.codec.encode cimport check_rows, kv_rotary, write_rows
+from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, write_rows
 from kvfast.core.arrays cimport Rows
 from kvfast.storage.block_map cimport entry_of
 from kvfast.storage.pool cimport BlockPool
@@ -62,8 +62,15 @@ cdef class BlockTable(TokenStates):
 
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Take blocks for the positions first to last, and copy those that other tables share."""
+        self._keep(self._open(first, last))
+        return 0
+
+    cdef list _open(self, Py_ssize_t first, Py_ssize_t last):
+        """`make_writable` so that `_undo` can go back. Returns the changes to blocks that the table had, for `_keep` or `_undo`: the
+        entry of a block that was copied, and the block; or a block, its pieces of float rows and its kept codes."""
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
         cdef int32_t block
+        cdef list changes = []
         # Do first what can fail. Take all blocks and float rows at once, because large pieces of memory lie in huge pages.
         self.reserve_blocks(last)
         self.ensure(self.blocks_needed(first, last))
@@ -78,27 +85,59 @@ cdef class BlockTable(TokenStates):
             elif self.pool.is_frozen(self.blocks[at]):
                 block = self.pool.take(self.blocks[at - 1] if at else -1)
                 self.pool.copy_block(self.blocks[at], block)
-                self.pool.release(self.blocks[at])
+                changes.append((at, self.blocks[at]))
                 self.blocks[at] = block
                 if self.pool.secure:
                     self._wipe_behind(index)
+            elif self.pool.floats is not None and (
+                    self.pool.seals and self.floats_begin % size and index == self.floats_begin // size
+                    or not self.pool.floats.is_open(self.blocks[at], index, first - index * size, last - index * size)):
+                block = self.blocks[at]
+                changes.append((block, self.pool.floats.pieces_of(block), self.pool.floats.kept_codes[block]))
             if self.pool.seals and self.floats_begin % size and index == self.floats_begin // size:
                 self._reopen_block()
             if self.pool.floats is not None:
                 self.pool.floats.open(self.blocks[at], index, first - index * size, last - index * size)
+        return changes
+
+    cdef int _keep(self, list changes) except -1:
+        """Release the blocks that were copied."""
+        for change in changes:
+            if len(change) == 2:
+                self.pool.release(change[1])
+        return 0
+
+    cdef int _undo(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1:
+        """Go back to before `_open`, when there were `count` blocks."""
+        cdef Py_ssize_t at
+        for change in changes:
+            if len(change) == 2:
+                at = change[0]
+                self.pool.release(self.blocks[at])
+                self.blocks[at] = change[1]
+            else:
+                self.pool.floats.keep_pieces(change[0], change[1])
+                self.pool.floats.set_kept_codes(change[0], change[2])
+        self.floats_begin = floats_begin
+        self.release_from(count)
+        self.pool.trim_surplus()
         return 0
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
-        """Write tokens behind those of a layer. If a value cannot be stored, the table stays as it was."""
+        """Write tokens behind those of a layer. If a value cannot be stored, the table and its pool stay as they were."""
         cdef kv_store *store = self.pool.stores + layer
         cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, floats_begin = self.floats_begin, count = self.count
-        cdef int16_t kept_codes = self._kept_codes_of_cut()
+        cdef Py_ssize_t num_chunks = max(<Py_ssize_t>1, self.pool.num_chunks)
         cdef int64_t[::1] view
         cdef int64_t slot
+        cdef list changes
         check_rows(store, k, v)
         if n > 1:
             view = np.empty(n, np.int64)
-        self.make_writable(first, first + n)
+        if self.pool.index is not None and self.blocks_needed(first, first + n) > self.pool.num_free:
+            self.ensure(self.blocks_needed(first, first + n))
+            check_storable(store, k, v, rotary, NULL)  # now, as a known block that is evicted does not come back
+        changes = self._open(first, first + n)
         try:
             if n == 1:
                 slot = self.slot(first)
@@ -108,11 +147,14 @@ cdef class BlockTable(TokenStates):
                     view[i] = self.slot(first + i)
                 write_rows(store, k, v, rotary, &view[0], True, True)
         except BaseException:
-            self.floats_begin = floats_begin  # queries still read a cut block as its codes, and as the float rows of its patch
-            if kept_codes < 0:
-                self.pool.floats.set_kept_codes(<int32_t>(self.slot(floats_begin - 1) // self.pool.block_size), kept_codes)
-            self.release_from(count)
+            self._undo(changes, count, floats_begin)
+            if self.pool.num_chunks > num_chunks:
+                self.pool.trim()
+            if self.pool.secure:
+                for i in range(first // self.pool.block_size, self.count + self.skipped):
+                    self._wipe_behind(i)
             raise
+        self._keep(changes)
         self.lengths[layer] += n
         return 0
 

@@ -152,6 +152,18 @@ cdef class FloatRows:
             if self.float_of[block * self.per_block + i] >= 0:
                 self.pieces.wipe_from(self.float_of[block * self.per_block + i], layer, max(first - i * KV_PIECE, <Py_ssize_t>0))
 
+    cdef list pieces_of(self, int32_t block):
+        """The pieces of a block, -1 where it has none."""
+        return [self.float_of[i] for i in range(block * self.per_block, (block + 1) * self.per_block)]
+
+    cdef int keep_pieces(self, int32_t block, list pieces) except -1:
+        """Release the pieces that a block has got since `pieces_of`."""
+        cdef Py_ssize_t i
+        for i in range(self.per_block):
+            if pieces[i] < 0:
+                self._release_range(block, i, i + 1)
+        return 0
+
     cdef Py_ssize_t num_pieces(self, int32_t block) noexcept:
         """Number of pieces of a block."""
         cdef Py_ssize_t i, count = 0

@@ -32,6 +32,7 @@ cdef FrozenTables copy_tables(list tables, list live)
 cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end)
 cdef Segment narrowed(Segment segment)
 cdef list frozen_of(list segments)
+cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) except -1
 cdef list copied(list segments, list live)
 cdef list rotations_of(object ropes, Py_ssize_t shift)
 cdef object rotated_keys(object k, object rotation)

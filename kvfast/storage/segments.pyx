@@ -109,6 +109,14 @@ cdef list frozen_of(list segments):
     return list(dict.fromkeys([segment.frozen for segment in segments or () if segment.frozen is not None]))
 
 
+cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) except -1:
+    """Number of blocks of a pool with one table a sequence that copies of the tables of some segments need: their own, or `tables`."""
+    cdef Py_ssize_t needed = 0
+    for frozen in dict.fromkeys([(<Segment>segment).frozen for segment in segments]):
+        needed += live.blocks_of(tables[0] if frozen is None else (<FrozenTables>frozen).tables[0])
+    return needed
+
+
 cdef list copied(list segments, list live):
     """Segments with copies of their tables in the pools of other tables."""
     cdef Segment segment, other

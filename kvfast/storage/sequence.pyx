@@ -13,7 +13,7 @@ from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.copying cimport clone_table, copy_table
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.ring_table cimport RingTable
-from kvfast.storage.segments cimport SplicedReader, ask_spliced, copied, plan_spliced
+from kvfast.storage.segments cimport Segment, SplicedReader, ask_spliced, blocks_of_copies, copied, plan_spliced
 from kvfast.storage.sequence_tables cimport SequenceTables
 
 from kvfast.core.text import shown
@@ -313,9 +313,14 @@ cdef class SequenceBuffer(SequenceTables):
     cdef int _copy_spliced(self, SequenceBuffer other, list pieces, begin) except -1:
         """`_copy_blocks` of a spliced sequence."""
         cdef BlockTable table
-        cdef Py_ssize_t i
+        cdef Py_ssize_t i, copies
         if other.block_size != self.block_size:
             raise IncompatibleSnapshotError(f"a spliced sequence needs the same block_size, {other.block_size}, got {self.block_size}")
+        table = self.tables[0]
+        if table.pool.is_shared:
+            copies = blocks_of_copies([segment for segment in other.segments if (<Segment>segment).frozen is not None], other.tables, table)
+            table.reserve(copies + table.blocks_of(other.tables[0]), 0)
+            table.pool.ensure(copies)
         segments = copied(other.segments, self.tables)
         for i in range(len(self.tables)):  # again, as the copies took blocks
             table = self.tables[i]

@@ -3,7 +3,8 @@
 from kvfast.core.checks cimport check_count
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.ring_table cimport RingTable
-from kvfast.storage.segments cimport FrozenTables, Segment, copy_tables, cut, frozen_of, narrowed, share_tables, rotations_of
+from kvfast.storage.segments cimport (FrozenTables, Segment, blocks_of_copies, copy_tables, cut, frozen_of, narrowed, rotations_of,
+                                      share_tables)
 from kvfast.storage.sequence cimport SequenceBuffer
 
 from kvfast.errors import CacheFullError, IncompatibleSnapshotError
@@ -103,6 +104,17 @@ def check_splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recompute
         raise CacheFullError(f"the cache has room for {room} of {buffer.most} tokens, got {total}", total, room)
 
 
+cdef int _check_room(SequenceBuffer buffer, list chunks) except -1:
+    """Check that a shared pool has the blocks for copies of all chunks of other pools."""
+    cdef SequenceBuffer chunk
+    cdef BlockTable table = buffer.tables[0]
+    cdef Py_ssize_t needed = 0
+    for chunk in chunks if table.pool.is_shared else ():
+        if chunk._pool() is not table.pool:
+            needed += blocks_of_copies(chunk.all_segments((<BlockTable>chunk.tables[0]).length), chunk.tables, table)
+    return table.pool.ensure(needed) if needed else 0
+
+
 def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, begin=None):
     """Put sequences one behind another behind the tokens of a buffer.
 
@@ -125,6 +137,7 @@ def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, beg
     buffer._enter()
     try:
         check_splice(buffer, chunks, ropes, recomputed)
+        _check_room(buffer, chunks)
         length = end = buffer.length
         segments = _frozen(buffer, buffer.all_segments(length - buffer.base))
         for chunk in chunks:

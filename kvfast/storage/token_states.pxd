@@ -30,7 +30,6 @@ cdef class TokenStates(BlockMap):
     cdef list pieces(self, Py_ssize_t longest)
     cdef list patches(self, Py_ssize_t longest)
     cdef int set_patches(self, list patches) except -1
-    cdef int16_t _kept_codes_of_cut(self) noexcept nogil
     cdef dict _check_codes(self, Py_ssize_t length, dict state)
     cdef Py_ssize_t num_slots(self) noexcept nogil
     cdef dict resume_state(self)

@@ -64,12 +64,6 @@ cdef class TokenStates(BlockMap):
         block = self.blocks[entry_of(self, index)]
         return -1 if self.pool.is_patched(block) else block
 
-    cdef int16_t _kept_codes_of_cut(self) noexcept nogil:
-        """`FloatRows.kept_codes` of the sealed block that was cut, or 0 if there is none."""
-        if not self.pool.seals or self.floats_begin % self.pool.block_size == 0:
-            return 0
-        return self.pool.floats.kept_codes[self.slot(self.floats_begin - 1) // self.pool.block_size]
-
     cdef int _reopen_block(self) except -1:
         """Give the tokens of a sealed block that was cut float rows again, so that others can follow."""
         cdef Py_ssize_t size = self.pool.block_size, index = self.floats_begin // size

@@ -8,7 +8,7 @@ from libc.string cimport memset
 from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.codec.encode cimport kv_rotary, load_rows
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, open_rows
-from kvfast.core.checks cimport check_count
+from kvfast.core.checks cimport check_count, check_integers
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels
 from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_KV_HEADS, KV_MAX_Q_HEADS
@@ -70,11 +70,7 @@ cdef class Transform:
             else:
                 raise DimensionMismatchError(f"cos and sin must hold at least one position, got shape {cos.shape}")
         if positions is not None:
-            positions = np.asarray(positions)
-            if positions.ndim != 1 or positions.dtype.kind not in "iu":
-                raise DimensionMismatchError(f"positions must be integers of shape (num_tokens,), got "
-                                             f"{positions.dtype} of shape {positions.shape}")
-            positions = np.array(positions, np.int64)  # a copy: what is checked must not change before it is used
+            positions = check_integers(positions, "positions", np.int64, 1)
             self.needs = positions.shape[0]
             if self.needs:
                 if positions.min() < 0 or positions.max() >= self.table_rows:

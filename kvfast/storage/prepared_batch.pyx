@@ -151,13 +151,16 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
             raise ValueError(f"seq_lens must lie between 0 and the {given.shape[1] * size} tokens of block_table's "
                              f"{given.shape[1]} blocks, got {seq_lens.min()} to {seq_lens.max()}")
         given = given[:, :max(1, (int(seq_lens.max()) + size - 1) // size)]  # engines have rows for their longest text
+    wide = given
+    if given.dtype.kind in "iu" and not np.can_cast(given.dtype, np.int32):  # what is not read may be anything
+        given = given.astype(np.int32)
+        given[(wide < 0) | (wide >= pool.num_blocks)] = -1
     table = given = check_integers(given, "block_table", np.int32, 2)
     if table.shape[0] != lens.shape[0] or table.shape[1] == 0:
         raise DimensionMismatchError(f"block_table must have shape ({lens.shape[0]}, max_blocks), one row per sequence, got "
                                      f"{given.shape}")
     if window:
-        given = _without_gaps(given, seq_lens, np.diff(starts), size, window, num_sink_tokens)
-        table = given
+        table = given = _without_gaps(given, seq_lens, np.diff(starts), size, window, num_sink_tokens)
     used = np.empty(int(((seq_lens.astype(np.int64) + size - 1) // size).sum()), np.int32)
     for i in range(lens.shape[0]):
         count = (lens[i] + size - 1) // size
@@ -167,8 +170,10 @@ cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, 
             at += 1
             least, most = min(least, block), max(most, block)
     if least < 0 or most >= pool.num_blocks:
+        wide = _without_gaps(wide, seq_lens, np.diff(starts), size, window, num_sink_tokens) if window else wide
+        read = [wide[i, :(lens[i] + size - 1) // size] for i in range(lens.shape[0])]
         raise ValueError(f"block_table must hold blocks between 0 and {pool.num_blocks - 1} for the tokens of seq_lens, got "
-                         f"{np.asarray(used).min()} to {most}")
+                         f"{min([row.min() for row in read if row.size])} to {max([row.max() for row in read if row.size])}")
     self.table, self.lens, self.used = table, lens, used
     if pool.seals:
         self.floats_begin, self.codes_end = np.zeros((2, lens.shape[0]), np.int32)

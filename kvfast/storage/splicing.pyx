@@ -137,6 +137,8 @@ def splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recomputed, beg
     buffer._enter()
     try:
         check_splice(buffer, chunks, ropes, recomputed)
+        if sum([(<SequenceBuffer>chunk).length for chunk in chunks]) == recomputed:
+            return  # nothing follows, and the cache stays the sequence in one piece that it is
         _check_room(buffer, chunks)
         length = end = buffer.length
         segments = _frozen(buffer, buffer.all_segments(length - buffer.base))

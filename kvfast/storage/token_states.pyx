@@ -72,15 +72,16 @@ cdef class TokenStates(BlockMap):
         return 0
 
     cdef int _undo_reopening(self) except -1:
-        """If all new tokens of a cut block are gone again, read its codes, as before they came."""
+        """If all new tokens of a cut block are gone again, read its codes, as before they came: whoever shares its float rows."""
         cdef Py_ssize_t size = self.pool.block_size, begin = self.length // size * size
         cdef int32_t block
         if self.floats_begin != begin or begin == self.length:
             return 0
         block = <int32_t>(self.slot(begin) // size)
-        if self.pool.owners[block] == 1 and self.pool.floats.kept_codes[block] >= self.length - begin:
-            self.pool.floats.release(block, 1 if begin == 0 and self.pool.has_sinks else 0)
-            self.pool.floats.set_kept_codes(block, 0)
+        if self.pool.floats.kept_codes[block] >= self.length - begin:
+            if self.pool.owners[block] == 1:
+                self.pool.floats.release(block, 1 if begin == 0 and self.pool.has_sinks else 0)
+                self.pool.floats.set_kept_codes(block, 0)
             self.floats_begin = self.length
         return 0
 

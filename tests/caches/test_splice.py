@@ -56,6 +56,24 @@ def test_rotations(rope, dtype, dim):
     model.check(1)
 
 
+@pytest.mark.parametrize("dtype", ALL.values(), ids=ALL)
+def test_all_tokens_computed_again(rng, dtype):
+    """Nothing follows them: the cache stays what it was, and several queries have the bits of each alone."""
+    for n in (20, 70, 130):
+        k, v = rng.standard_normal((2, n + 9, HEADS, DIM)).astype(np.float32)
+        caches = [cache_of(dtype) for _ in range(3)]
+        for cache in caches:
+            cache.append(0, k[:n], v[:n])
+            cache.advance(n)
+        caches[1].splice(caches[2].snapshot(), rope=kvfast.Rope(), recomputed=n)
+        assert not caches[1].is_spliced
+        for _ in range(2):
+            assert np.array_equal(caches[0].attend(0, k[:9]), caches[1].attend(0, k[:9]))
+            for cache in caches[:2]:
+                cache.append(0, k[n:], v[n:])
+                cache.advance(9)
+
+
 def test_options_work_on_positions_in_the_whole_cache():
     rope = ROPES["halves"]
     model = Model(cache_of("int8"), rope).append(40).splice(*chunks("int8", (90, 200), rope)).append(30).drop(50, 70)

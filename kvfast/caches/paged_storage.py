@@ -72,7 +72,7 @@ class PagedStorage(StorageProperties):
             raise
         return sequence
 
-    def match_prefix(self, token_ids: Any, salt: bytes = b"") -> Any:
+    def match_prefix(self, token_ids: Any, salt: bytes = b"", *, as_computed: bool = False) -> Any:
         """A new sequence that starts with the blocks of a prompt that the pool still has.
 
         Parameters
@@ -82,15 +82,29 @@ class PagedStorage(StorageProperties):
         salt : bytes
             Separates users who must not learn about each other's prompts: blocks are found only with the salt that
             they were made with. At most 64 bytes.
+        as_computed : bool
+            Leave out blocks that a sequence which computes the whole prompt would still read as float rows, so that once the prompt
+            is complete, attention has the bits of such a sequence. Makes no difference for formats without newest tokens as floats.
 
         Returns
         -------
         Sequence
             Its length is the number of tokens found, a multiple of `block_size`, perhaps 0.
+
+        Notes
+        -----
+        A format that seals blocks (`int4`, `k4v3`, `int3`, ``-recent``) reads the newest tokens of a text as floats, and a found block
+        as codes. So the same request answered a second time, by found blocks, may differ in a few bits. `as_computed` avoids that for
+        the price of one block of tokens more to compute, and of as many as the format reads as floats (for `int4` 64 and 16 tokens at
+        most), and only where the prompt ends that soon behind the found blocks. The queries of the prompt itself still read found
+        tokens as codes, where a prompt that is computed in one call reads floats: to have these bits, too, use a format that does not
+        seal blocks (`int8`, `k8v4`), or do not search.
         """
         token_ids = checked_token_ids(token_ids)
         if not isinstance(salt, bytes) or len(salt) > 64:
             raise TypeError(f"salt must be at most 64 bytes, got {shown(salt)}")
+        if as_computed:
+            token_ids = token_ids[: self._buffer.num_coded(len(token_ids)) + 1]
         digests = self._buffer.index.digests(token_ids[:-1], self.block_size, salt)
         found = self._sequence(self, token_ids, digests, salt)
         prompts, model, _, tokens_per_second = self._prompts

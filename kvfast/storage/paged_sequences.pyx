@@ -47,6 +47,10 @@ cdef class PagedSequences:
         """An empty table, for `start` or `fork`."""
         return self.kind.empty(self.pool)
 
+    def num_coded(self, Py_ssize_t num_tokens):
+        """Number of first tokens that a sequence of so many computed tokens reads as codes."""
+        return self.kind._floats_begin_at(num_tokens) if self.pool.seals else num_tokens
+
     def start(self, BlockTable table, digests):
         """Begin a sequence: its empty table takes the blocks that the pool knows by the first of these digests."""
         self.pool.enter()

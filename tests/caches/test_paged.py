@@ -454,3 +454,28 @@ def test_accessors(rng):
     assert pool.usage == 0.25
     cache = kvfast.KVCache(1, HEADS, DIM, max_seq_len=100)
     assert not cache.is_paged and cache.block_indices().size == 0 and cache.capacity() == 128
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", ["int4", "k4v3", "int3", "k8v4-recent", "int8", "float16"])
+def test_a_prefix_as_computed(rng, dtype, window):
+    """Once a prompt is complete, it does not matter that a part of it was found: no token is read as codes that would be floats."""
+    pool = new_pool(64, dtype=dtype, block_size=kvfast.KVFormat.of(dtype).block_size, sliding_window=window)
+    size, ids = pool.block_size, list(range(700))
+    k, v = tokens(rng, 700)
+    with pool.new_sequence() as first:
+        first.append(0, k, v)
+        first.advance(700, ids)
+    for n in (1, size, size + 1, 200, 2 * size + 16, 2 * size + 17, 321, 500):
+        found = pool.match_prefix(ids[:n], as_computed=True)
+        computed, at = pool.new_sequence(), len(found)
+        assert max(0, n - 1 - 2 * size - kvfast.KVFormat.of(dtype).open_tokens) <= at <= len(pool.match_prefix(ids[:n]))
+        for sequence in (found, computed):
+            start = len(sequence)
+            sequence.append(0, k[start:n], v[start:n])
+            sequence.advance(n - start)
+            for _ in range(3):
+                sequence.append(0, k[-3:], v[-3:])
+                sequence.advance(3)
+        q = queries(rng, 5)[: min(5, n)]
+        assert np.array_equal(found.attend(0, q), computed.attend(0, q))

@@ -44,6 +44,8 @@ def shown(value: Any) -> str:
         text = ", ".join(map(shown, value))
         return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if not value.shape and len(repr(value)) <= _LONGEST:
+            return repr(value)
         return f"a {type(value).__name__} of {value.dtype} and shape {tuple(value.shape)}"
     if isinstance(value, (bytes, list, tuple, dict)):
         return f"a {type(value).__name__} of length {len(value)}"

@@ -14,8 +14,8 @@ from kvfast.core.text import shown
     ("x" * 500, "a str of 502 characters"), ([0] * 9, "a list of length 9"), ([[1]], "a list of length 1"), (b"secret", "a bytes of length 6"),
     ({"a": 1, "b": [[2]]}, "{'a': 1, 'b': a list of length 1}"),
     (dict.fromkeys(range(9)), "a dict of length 9"), (object(), "a object"), (np.zeros((2, 3)), "a ndarray of float64 and shape (2, 3)"),
-    (np.zeros((), np.int8), "a ndarray of int8 and shape ()"),
-], ids=range(21))  # fmt: skip
+    (np.zeros((), np.int8), "array(0, dtype=int8)"), (np.ma.masked, "masked"),
+], ids=range(22))  # fmt: skip
 def test_shown(value, text):
     assert shown(value) == text
 

@@ -263,6 +263,7 @@ RECIPES = {
     "block_table": lambda c: c.target.block_table(c.batch),
     "seq_lens": lambda c: c.target.seq_lens(c.batch),
     "cu_seqlens_q": lambda c: np.arange(len(c.batch) + 1), "slot_mapping": Call.slots, "index": small(0, 1),
+    "max_num_seqs": none_or(1, 3, 100), "as_computed": small(True, False),
     # whole caches
     "cache": lambda c: c.any(*CACHES, "PagedKVCache"), "snapshot": lambda c: c.any("Snapshot"),
     "sequence": lambda c: c.any("Sequence", "MLASequence"),

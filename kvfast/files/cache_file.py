@@ -32,17 +32,17 @@ def need_files():
     _import("xxhash")
 
 
-def write(settings, buffer, token_ids, metadata, path):
+def write(settings, buffer, token_ids, metadata, is_salted, path):
     """Write the complete tokens of a buffer; see `state.header_of`."""
     need_files()  # to fail before the work
-    write_tensors(_tensors_of(buffer, token_ids), state.header_of(settings, buffer, metadata), path)
+    write_tensors(_tensors_of(buffer, token_ids), state.header_of(settings, buffer, metadata, is_salted), path)
 
 
-def to_bytes(settings, buffer, token_ids, metadata):
+def to_bytes(settings, buffer, token_ids, metadata, is_salted):
     """The bytes of the file that `write` writes."""
     library = _import("safetensors.numpy")
     tensors = _tensors_of(buffer, token_ids)
-    return library.save(tensors, _metadata_of(tensors, state.header_of(settings, buffer, metadata)))
+    return library.save(tensors, _metadata_of(tensors, state.header_of(settings, buffer, metadata, is_salted)))
 
 
 def _tensors_of(buffer, token_ids):
@@ -124,7 +124,7 @@ def _drop_pages(path):
 
 
 def read(path, new_cache, mmap, max_seq_len):
-    """The arguments of a Snapshot: cache, token ids, metadata; see `state.Opening` for `new_cache`."""
+    """The arguments of a Snapshot: cache, token ids, metadata, salt; see `state.Opening` for `new_cache`."""
     with _opened(path) as content:
         return _snapshot_of(content, new_cache, mmap, max_seq_len)
 
@@ -141,7 +141,7 @@ def _snapshot_of(content, new_cache, mmap, max_seq_len):
     token_ids = content.token_ids(opening.seq_len)
     states = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
     _results(content.nbytes, content.fill, states)
-    return opening.cache, token_ids, opening.metadata
+    return opening.cache, token_ids, opening.metadata, opening.salt
 
 
 def read_tensors(path):

@@ -36,7 +36,7 @@ def _formats_of(value):
     return value
 
 
-def header_of(settings, buffer, metadata):
+def header_of(settings, buffer, metadata, is_salted=False):
     """Everything about a cache that a file holds, except its bytes and its token ids.
 
     Parameters
@@ -46,6 +46,8 @@ def header_of(settings, buffer, metadata):
     buffer : SequenceBuffer
         The tokens of the cache.
     metadata : dict of str to str
+    is_salted : bool
+        Whether its tokens are those of a sequence with a salt, which the file does not tell.
 
     Returns
     -------
@@ -60,7 +62,7 @@ def header_of(settings, buffer, metadata):
         "seq_len": buffer.length,
         "tables": buffer.resume_states(),
         "metadata": metadata,
-    }
+    } | ({"salted": True} if is_salted else {})
     return json_of(fields, separators=(",", ":"))
 
 
@@ -117,7 +119,7 @@ class Opening:
     def __init__(self, text, shapes, new_cache, max_seq_len=None):
         fields = _fields(text)
         settings, block_size, self.seq_len = fields["settings"], fields["block_size"], fields["seq_len"]
-        self.metadata, self.tables = fields["metadata"], fields["tables"]
+        self.metadata, self.tables, self.salt = fields["metadata"], fields["tables"], None if "salted" in fields else b""
         if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS) < self.seq_len:
             raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
         try:
@@ -223,7 +225,8 @@ def _fields(text):
     if fields["version"] != VERSION:
         raise IncompatibleSnapshotError(f"the format has version {fields['version']}; this kvfast reads version {VERSION}")
     good = (
-        fields.keys() == _FIELDS
+        fields.keys() - {"salted"} == _FIELDS
+        and fields.get("salted", True) is True
         and isinstance(fields["settings"], dict)
         and isinstance(fields["settings"].get("kind"), str)
         and _is_count(fields["settings"].get("num_layers"))
@@ -256,9 +259,9 @@ def _is_count(value):
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def to_arrays(settings, buffer, token_ids, metadata):
+def to_arrays(settings, buffer, token_ids, metadata, is_salted):
     """`Snapshot.state_dict`; see `header_of`."""
-    arrays = {"header": np.frombuffer(header_of(settings, buffer, metadata).encode(), np.uint8)}
+    arrays = {"header": np.frombuffer(header_of(settings, buffer, metadata, is_salted).encode(), np.uint8)}
     if token_ids is not None:
         arrays["token_ids"] = token_ids.copy()
     return arrays | {name: array.copy() for name, array in arrays_of(buffer).items()}

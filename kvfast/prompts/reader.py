@@ -76,8 +76,8 @@ class Reader:
             except ValueError:  # a ring that cannot go back that far
                 target.clear()
             if not direct and len(target):
-                cache.restore(target.snapshot(prompt.token_ids[:num_tokens]))
-            know_tokens(cache, prompt.token_ids[: len(cache)])
+                cache.restore(target.snapshot())
+            know_tokens(cache, prompt.token_ids[: len(cache)], prompt.salt)
         except BaseException:
             cache.clear()
             raise

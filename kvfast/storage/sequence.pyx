@@ -16,7 +16,7 @@ from kvfast.storage.ring_table cimport RingTable
 from kvfast.storage.segments cimport SplicedReader, ask_spliced, copied, plan_spliced
 from kvfast.storage.sequence_tables cimport SequenceTables
 
-from kvfast.errors import CacheFullError, IncompatibleSnapshotError
+from kvfast.errors import CacheFullError
 
 
 cdef int fit_window(BlockTable table, AttendCall call) except -1:
@@ -313,8 +313,6 @@ cdef class SequenceBuffer(SequenceTables):
         """`_copy_blocks` of a spliced sequence."""
         cdef BlockTable table
         cdef Py_ssize_t i
-        if other.block_size != self.block_size:
-            raise IncompatibleSnapshotError(f"a spliced sequence needs the same block_size, {other.block_size}, got {self.block_size}")
         segments = copied(other.segments, self.tables)
         for i in range(len(self.tables)):  # again, as the copies took blocks
             table = self.tables[i]

@@ -232,18 +232,26 @@ class _Content:
 
         return mmap(self._file.fileno(), 0, access=ACCESS_COPY)
 
-    def fill(self, name, rows):
-        """Read a tensor into rows, each of them contiguous, and verify its checksum."""
-        checksum, at = self._xxhash.xxh3_128(), self.offsets[name]
+    def fill(self, name, rows, check=None):
+        """Read a tensor into rows, each of them contiguous, and verify its checksum and, with a `check`, its blocks."""
+        checksum, at, wrong = self._xxhash.xxh3_128(), self.offsets[name], None
         for row in rows:
             view = memoryview(row.reshape(-1))
-            for start in range(0, len(view), BYTES_AT_ONCE):
-                piece = view[start : start + BYTES_AT_ONCE]
+            step = BYTES_AT_ONCE if check is None else max(BYTES_AT_ONCE // row.shape[-1], 1) * row.shape[-1]  # whole blocks
+            for start in range(0, len(view), step):
+                piece = view[start : start + step]
                 self._read(piece, at, name)
                 checksum.update(piece)
                 at += len(piece)
+                try:
+                    if check is not None and wrong is None:
+                        check(piece)
+                except CorruptFileError as error:  # which says less than a wrong checksum
+                    wrong = error
         if self._checksums[name] != checksum.hexdigest():
             raise CorruptFileError(f"{name} is damaged: its checksum is wrong")
+        if wrong is not None:
+            raise CorruptFileError(f"{name} cannot be used: {wrong}")
 
     def _read(self, piece, at, name):
         """Fill a piece of memory with the bytes of the file from `at` on."""

@@ -157,7 +157,8 @@ class StoredSequence(StorageProperties):
              metadata: Mapping[str, str] | None = None) -> None:
         """Write the stored bytes of the complete tokens to a file: safetensors, with checksums.
 
-        If the process dies meanwhile, the file is either the old one or the new one.
+        If the process dies meanwhile, the file is either the old one or the new one; the next `save` to this path removes what it left.
+        A new file has the mode that the umask gives, and one that is replaced keeps its mode.
 
         Parameters
         ----------
@@ -168,6 +169,7 @@ class StoredSequence(StorageProperties):
         Raises
         ------
         OSError
+            Also if a folder, a device, a pipe or a socket is there: only files are replaced.
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """

@@ -13,6 +13,7 @@ import numpy as np
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_floats
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS
+from kvfast.core.replacing import replacing
 from kvfast.errors import CorruptFileError, DimensionMismatchError, NonFiniteInputError
 
 __all__ = ["Calibration", "LayerCalibration", "Moments", "calibrate"]
@@ -155,7 +156,7 @@ class Calibration:
         path : path-like
         """
         stacked = np.stack([layer._given for layer in self._layers], axis=1)
-        with open(path, "wb") as file:
+        with replacing(os.path.realpath(os.fsdecode(path))) as new, open(new, "wb") as file:
             np.savez(file, **dict(zip(_KINDS, stacked)))
 
     @classmethod

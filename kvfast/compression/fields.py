@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from kvfast.core.limits import MAX_CENTROIDS, MAX_HEAD_DIM, MAX_TOKENS
 from kvfast.errors import CorruptFileError
-from kvfast.files.fields import HEAD_DIM, NULL, NUMBER, STRING, TOKENS, Kind, check_fields, exactly, fields, integer, list_of, text
+from kvfast.files.fields import (
+    HEAD_DIM,
+    NULL,
+    NUMBER,
+    STRING,
+    TOKENS,
+    Kind,
+    check_fields,
+    exactly,
+    fields,
+    integer,
+    list_of,
+    text,
+)
 
 VERSION = 1
 

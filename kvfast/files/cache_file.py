@@ -17,6 +17,7 @@ from threading import Lock
 
 import numpy as np
 
+from kvfast.core.replacing import replacing
 from kvfast.core.threads import get_num_threads
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
@@ -67,27 +68,12 @@ def write_tensors(tensors, header, path):
     """Write arrays of bytes and a header. At any moment, the file at `path` is the old or the new one, and complete."""
     library, metadata = _import("safetensors.numpy"), _metadata_of(tensors, header)
     path = os.path.realpath(os.fsdecode(path))
-    # In a folder of its own, because the library also makes temporary files.
-    part = f"{path}.{os.urandom(16).hex()}.part"
-    os.mkdir(part, 0o700)  # fails if the path exists, even as a link; other users cannot write into the folder
-    _drop_pages(path)
-    try:
-        new = os.path.join(part, "cache")
+    with replacing(path) as new:  # in a folder of its own, because the library also makes temporary files
+        _drop_pages(path)
         try:
             library.save_file(tensors, new, metadata)
         except _import("safetensors").SafetensorError as error:
             raise OSError(f"cannot write {path}: {error}") from None
-        with open(new, "r+b") as file:
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        remove_folder(part)
-    if os.name == "posix":
-        folder = os.open(os.path.dirname(path), os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 # Slow imports that only files need are inside the functions: at the top, they made `import kvfast` 40 ms slower.
@@ -101,13 +87,6 @@ def _results(nbytes, function, calls):
 
     with ThreadPoolExecutor(get_num_threads()) as threads:
         return list(threads.map(lambda arguments: function(*arguments), calls))
-
-
-def remove_folder(path):
-    """Remove a folder with its contents, if it exists."""
-    from shutil import rmtree
-
-    rmtree(path, ignore_errors=True)
 
 
 def remove_file(path):

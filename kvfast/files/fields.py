@@ -11,8 +11,16 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from kvfast.codec.dtypes import CODEBOOKS
-from kvfast.core.limits import (BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS, MAX_Q_HEADS, MAX_RECENT_TOKENS,
-                                MAX_TOKENS)  # fmt: skip
+from kvfast.core.limits import (
+    BLOCK_SIZES,
+    MAX_FLOAT_TOKENS,
+    MAX_HEAD_DIM,
+    MAX_KV_HEADS,
+    MAX_LAYERS,
+    MAX_Q_HEADS,
+    MAX_RECENT_TOKENS,
+    MAX_TOKENS,  # fmt: skip
+)
 from kvfast.errors import CorruptFileError
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvfast.core.checks import check_size
+from kvfast.core.file_lock import is_locked, try_lock
 from kvfast.errors import StoreError
 from kvfast.files.cache_file import remove_file
-from kvfast.prompts.stores.file_lock import is_locked, try_lock
 from kvfast.prompts.stores.folder_index import FolderIndex, sqlite
 from kvfast.prompts.stores.store import Entry, Store, Value, check_key, is_key
 
@@ -88,6 +88,9 @@ class FolderStore(Store):
             self._in_index(lambda index: index.add(key, len(data), self.max_bytes, self._unlink))
             with open(part, "xb", buffering=0) as file:
                 try_lock(file.fileno())
+                with contextlib.suppress(FileNotFoundError):
+                    if hasattr(os, "fchmod"):  # a value that is replaced keeps its mode
+                        os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path, follow_symlinks=False).st_mode))
                 _write(file, data)
                 path.parent.mkdir(exist_ok=True)
                 # Other processes may have written so much since that this was the next to go.

@@ -7,8 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvfast.core.file_lock import file_lock
 from kvfast.files.cache_file import remove_file
-from kvfast.prompts.stores.file_lock import file_lock
 from kvfast.prompts.stores.store import Entry
 
 if TYPE_CHECKING:

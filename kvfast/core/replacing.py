@@ -107,10 +107,12 @@ def _locked(part):
 def _remove_parts(start):
     """Remove the folders of processes that were killed: those that nobody has locked."""
     folder, name = os.path.split(start)
-    is_part = re.compile(re.escape(name) + r"[0-9a-f]{32}\.part").fullmatch
-    with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
-        for part in [entry.path for entry in entries if is_part(entry.name) and entry.is_dir(follow_symlinks=False)]:
-            with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        for one in os.listdir(folder or "."):
+            if not one.endswith(".part") or not one.startswith(name) or not re.fullmatch(r"[0-9a-f]{32}\.part", one[len(name) :]):
+                continue
+            part = os.path.join(folder, one)
+            with contextlib.suppress(OSError):  # also for what is no folder, or a link
                 lock = _locked(part)
                 if lock is not None:
                     _remove(part)

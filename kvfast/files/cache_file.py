@@ -19,6 +19,7 @@ import numpy as np
 
 from kvfast.core.replacing import replacing
 from kvfast.core.threads import get_num_threads
+from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
 
@@ -83,10 +84,8 @@ def _results(nbytes, function, calls):
     """Results of calls with such arguments, by as many threads as kvfast has, unless there are few bytes to work on."""
     if nbytes <= FEW_BYTES:
         return [function(*arguments) for arguments in calls]
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(get_num_threads()) as threads:
-        return list(threads.map(lambda arguments: function(*arguments), calls))
+    with Workers(get_num_threads()) as workers:
+        return workers.results(function, calls)
 
 
 def remove_file(path):

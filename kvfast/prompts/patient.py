@@ -7,7 +7,7 @@ import warnings
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from kvfast.prompts.threads import Threads
+from kvfast.core.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class PatientStore:
         self.store, self.time_limit = store, time_limit
         self.rate = 0.0  # bytes per second of what was fetched, 0 if not known
         # Of its own, as the calls of `touch` wait for one of the others.
-        self._threads, self._later = Threads(2, "kvfast-store"), Threads(1, "kvfast-touch")
+        self._threads, self._later = Workers(2, "kvfast-store"), Workers(1, "kvfast-touch")
         self._resume_at, self._pause, self._warned, self._lock = 0.0, FIRST_PAUSE, set(), Lock()
 
     def deadline(self) -> float:

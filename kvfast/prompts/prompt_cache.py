@@ -42,7 +42,8 @@ class PromptCache:
     chunk, whatever else the store holds. What a prompt has behind its last chunk is a value of its own.
 
     Any number of processes may share a store. A missing, damaged or foreign value ends the match, and what was found before it is
-    used. A store that is slow, full or gone costs time and a warning, and the prompt is computed.
+    used. A store that is slow or gone costs time and a warning, and the prompt is computed. One that cannot be written, as on a full
+    disk, is still read.
 
     Parameters
     ----------
@@ -50,8 +51,8 @@ class PromptCache:
         A folder, which is created if it does not exist; a URL such as ``"redis://..."`` or ``"s3://..."``, see
         `kvfast.prompts.stores.open_store`; or a store of your own.
     max_bytes : int, optional
-        Largest number of bytes in the folder. The least recently used values are removed first. If the store is far: in the folder
-        `near`.
+        Largest number of bytes in the folder. The least recently used values are removed first, at once if the folder holds more; the
+        clock does not matter. If the store is far: in the folder `near`.
     near : path-like, optional
         A folder in front of a far store.
     chunk_tokens : int

@@ -40,8 +40,8 @@ class FolderStore(Store):
     folder : path-like
         Created if it does not exist. On one machine: several machines need a server, or a tier in front of one.
     max_bytes : int, optional
-        Largest number of bytes of all values. The least recently used ones are removed before others are written. While processes
-        write, each may be beyond it by one value.
+        Largest number of bytes of all values. The least recently used ones are removed at once, and before others are written. While
+        processes write, each may be beyond it by one value.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
@@ -57,6 +57,9 @@ class FolderStore(Store):
             if not self.folder.is_dir():  # what cannot be written may still be read
                 raise StoreError(f"cannot make the folder {self.url}: {error}") from None
         self._remove_stale()
+        if self.max_bytes is not None and not self._is_read_only():
+            with contextlib.suppress(StoreError):  # as on a full disk: the next value that is written does it
+                self._in_index(lambda index: index.shrink(self.max_bytes, self._unlink))
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:
         values: list[Value | None] = []

@@ -63,6 +63,6 @@ def _done(work):
     call = Future()
     try:
         call.set_result(work())
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  (its caller gets it)
         call.set_exception(error)
     return call

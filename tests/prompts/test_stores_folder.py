@@ -385,9 +385,15 @@ def test_what_cannot_be_written_is_still_read(tmp_path, monkeypatch):
 
     for name in ("add", "touch", "remove", "if_listed", "shrink"):
         monkeypatch.setattr(folder_index.FolderIndex, name, full)
-    with kvfast.PromptCache(tmp_path, chunk_tokens=64, max_bytes=1 << 30) as prompts:
-        with pytest.warns(RuntimeWarning, match="prompts are not saved, as .* fails: .*disk is full"):
-            for i in range(5):
-                assert prompts.restore(make("growing", "int8"), range(200)) == 199
-                assert not prompts.save(cache, range(i + 1, i + 201))
-                prompts.flush()
+    prompts = kvfast.PromptCache(tmp_path, chunk_tokens=64, max_bytes=1 << 30)
+    with pytest.warns(RuntimeWarning, match="prompts are not saved, as .* fails: .*disk is full"):
+        assert not save_and_wait(prompts, cache, range(1, 201))
+    for i in range(2, 6):
+        assert prompts.restore(make("growing", "int8"), range(200)) == 199
+        assert not save_and_wait(prompts, cache, range(i, i + 200))
+
+
+def save_and_wait(prompts, cache, token_ids):
+    is_kept = prompts.save(cache, token_ids)
+    prompts.flush()
+    return is_kept

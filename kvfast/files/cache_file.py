@@ -215,7 +215,8 @@ class _Content:
         checksum, at, wrong = self._xxhash.xxh3_128(), self.offsets[name], None
         for row in rows:
             view = memoryview(row.reshape(-1))
-            step = BYTES_AT_ONCE if check is None else max(BYTES_AT_ONCE // row.shape[-1], 1) * row.shape[-1]  # whole blocks
+            block = row.shape[-1] if check is not None and row.size else 1
+            step = max(BYTES_AT_ONCE // block, 1) * block
             for start in range(0, len(view), step):
                 piece = view[start : start + step]
                 self._read(piece, at, name)

@@ -24,7 +24,7 @@ __all__ = ["Sequence"]
 class PagedSequence(StoredSequence):
     """A sequence with blocks from a pool, for any kind of contents."""
 
-    __slots__ = ("_digests", "_pool", "_salt", "_table", "_token_ids", "num_cached_tokens")
+    __slots__ = ("_digests", "_own_salt", "_pool", "_salt", "_table", "_token_ids", "num_cached_tokens")
 
     is_paged = True
 
@@ -40,7 +40,9 @@ class PagedSequence(StoredSequence):
         found = self._table.length
         # None after tokens came without ids: later blocks cannot be indexed by their tokens.
         self._token_ids = np.asarray(token_ids[:found], np.int64).tolist()
-        self._digests, self._salt = list(digests[: found // pool.block_size]), salt
+        self._digests = list(digests[: found // pool.block_size])
+        # That of its tokens may be another if it has none of its own: they may come from a tenant's snapshot or store.
+        self._salt = self._own_salt = salt
         self.num_cached_tokens = found  # tokens that match_prefix found
 
     @property
@@ -102,8 +104,8 @@ class PagedSequence(StoredSequence):
         if self._token_ids is not None:
             del self._digests[n // self._pool.block_size :]  # first, so that no digest is wrong if the next line fails
             del self._token_ids[n:]
-        elif n == 0:
-            self._token_ids, self._digests = [], []
+        if n == 0:
+            self._token_ids, self._digests, self._salt = [], [], self._own_salt
 
     def clear(self) -> None:
         """Drop all tokens and release their blocks."""
@@ -123,40 +125,47 @@ class PagedSequence(StoredSequence):
 
     def _know_as(self, other):
         self._token_ids = None if other._token_ids is None else other._token_ids.copy()
-        self._digests, self._salt, self.num_cached_tokens = other._digests.copy(), other._salt, other.num_cached_tokens
+        self._digests, self.num_cached_tokens = other._digests.copy(), other.num_cached_tokens
+        self._salt, self._own_salt = other._salt, other._own_salt
         self._buffer.take_segments(other._buffer)
 
     copy = fork
     __copy__ = fork
 
     def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
-        known = [token_ids]
+        known = [token_ids, b""]
 
         def take_ids():
+            known[1] = self._salt
             if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
                 known[0] = np.array(self._token_ids, np.int64)
 
-        return Snapshot(self._with_buffer(self._buffer.share(take_ids)), known[0], metadata)
+        return Snapshot(self._with_buffer(self._buffer.share(take_ids)), known[0], metadata, known[1])
 
     snapshot.__doc__ = StoredSequence.snapshot.__doc__
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         snapshot = self._fitting(snapshot, convert)
-        self._buffer.restore(snapshot._cache._buffer, self._forget_ids, lambda: self._set_ids(snapshot.token_ids))
+        self._buffer.restore(snapshot._cache._buffer, self._forget_ids, lambda: self._set_ids(snapshot.token_ids, snapshot._salt))
 
     restore.__doc__ = StoredSequence.restore.__doc__
 
     def _forget_ids(self):
         self._token_ids = None
 
-    def _know_tokens(self, token_ids):
-        self._buffer.alone(lambda: self._set_ids(token_ids))
+    def _know_tokens(self, token_ids, salt):
+        self._buffer.alone(lambda: self._set_ids(token_ids, salt))
 
-    def _set_ids(self, token_ids):
-        """Replace the ids of all tokens, while no other thread is in the pool. None: they are not known."""
-        self._token_ids, self._digests = [] if len(self) == 0 else None, []
+    def _set_ids(self, token_ids, salt):
+        """Replace the ids of all tokens, while no other thread is in the pool. None: they are not known.
+
+        `salt` is that of who had the tokens before, for a sequence without its own. If that is None, nobody finds them.
+        """
+        self._token_ids, self._digests, self._salt = [] if len(self) == 0 else None, [], self._own_salt
+        if len(self):
+            self._salt = self._own_salt or salt
         try:
-            if token_ids is not None and not self._buffer.is_spliced:  # whose blocks do not follow from the tokens before them
+            if token_ids is not None and self._salt is not None and not self._buffer.is_spliced:  # whose blocks do not follow from the tokens before them
                 self._token_ids = token_ids.tolist()
                 self._make_known()
         except MemoryError:

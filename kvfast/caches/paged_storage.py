@@ -8,7 +8,7 @@ import numpy as np
 
 from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.storage_properties import StorageProperties
-from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.core.checks import check_size, checked_salt, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
 from kvfast.storage.batch import PagedBuffer
@@ -38,16 +38,21 @@ class PagedStorage(StorageProperties):
                                    ring, buffer)
         self._prompts = None, "", False, None  # see `use_prompt_cache`
 
-    def new_sequence(self) -> Any:
+    def new_sequence(self, *, salt: bytes = b"") -> Any:
         """An empty sequence.
+
+        Parameters
+        ----------
+        salt : bytes
+            As in `match_prefix`: that of the blocks that the sequence will have.
 
         Returns
         -------
         Sequence, or MLASequence for latent rows
         """
-        return self._sequence(self)
+        return self._sequence(self, salt=checked_salt(salt))
 
-    def restore(self, snapshot: Snapshot, convert: bool = False) -> Any:
+    def restore(self, snapshot: Snapshot, convert: bool = False, *, salt: bytes = b"") -> Any:
         """A new sequence with the tokens of a snapshot. The snapshot may be of a sequence of this pool or of another cache.
 
         Parameters
@@ -55,6 +60,9 @@ class PagedStorage(StorageProperties):
         snapshot : Snapshot
         convert : bool
             See `KVCache.restore`.
+        salt : bytes
+            As in `new_sequence`. By default that of the sequence that the snapshot is of. A file does not tell it: without `salt`,
+            `match_prefix` finds no token of a file that a sequence with a salt was saved to.
 
         Returns
         -------
@@ -64,7 +72,7 @@ class PagedStorage(StorageProperties):
         ------
         IncompatibleSnapshotError, CacheFullError, NonFiniteInputError
         """
-        sequence = self.new_sequence()
+        sequence = self.new_sequence(salt=salt)
         try:
             sequence.restore(snapshot, convert)
         except BaseException:
@@ -100,9 +108,7 @@ class PagedStorage(StorageProperties):
         tokens as codes, where a prompt that is computed in one call reads floats: to have these bits, too, use a format that does not
         seal blocks (`int8`, `k8v4`), or do not search.
         """
-        token_ids = checked_token_ids(token_ids)
-        if not isinstance(salt, bytes) or len(salt) > 64:
-            raise TypeError(f"salt must be at most 64 bytes, got {shown(salt)}")
+        token_ids, salt = checked_token_ids(token_ids), checked_salt(salt)
         if as_computed:
             token_ids = token_ids[: self._buffer.num_coded(len(token_ids)) + 1]
         digests = self._buffer.index.digests(token_ids[:-1], self.block_size, salt)
@@ -261,7 +267,8 @@ class PagedStorage(StorageProperties):
     def _save_freed(self, sequence, token_ids, salt):
         """Write the chunks of a sequence that is about to be freed."""
         prompts, model, save, _ = self._prompts
-        if save and prompts is not None and not prompts.is_closed and token_ids is not None and len(token_ids) == len(sequence) > 0:
+        is_known = token_ids is not None and salt is not None and len(token_ids) == len(sequence) > 0
+        if save and prompts is not None and not prompts.is_closed and is_known:
             prompts.save_chunks(sequence, token_ids, model, salt=salt)
 
     def _own(self, sequences):

@@ -46,10 +46,10 @@ class Snapshot(StorageProperties):
     3
     """
 
-    __slots__ = ("_cache", "_metadata", "_token_ids")
+    __slots__ = ("_cache", "_metadata", "_salt", "_token_ids")
 
-    def __init__(self, cache: Any, token_ids: ArrayLike | None = None,
-                 metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, cache: Any, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None,
+                 salt: bytes | None = b"") -> None:
         # A cache that nothing else refers to, so that it never changes.
         self._cache = cache
         self._token_ids = None
@@ -57,6 +57,7 @@ class Snapshot(StorageProperties):
             ids = checked_token_ids(token_ids, len(cache))
             self._token_ids = np.ndarray(ids.shape, ids.dtype, ids.tobytes())  # bytes cannot be made writable
         self._metadata = _checked_metadata(metadata)
+        self._salt = salt  # of the sequence it is of, for a pool that it is restored to; None: of a file, which does not tell it
 
     @property
     def seq_len(self) -> int:
@@ -167,7 +168,7 @@ class Snapshot(StorageProperties):
         """
         cache = self._cache.fork()
         cache.truncate(n)
-        return Snapshot(cache, None if self._token_ids is None else self._token_ids[:n], self._metadata)
+        return Snapshot(cache, None if self._token_ids is None else self._token_ids[:n], self._metadata, self._salt)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """The stored bytes as plain arrays.
@@ -186,7 +187,7 @@ class Snapshot(StorageProperties):
               a piece), piece after piece and head after head. Only present if there are any.
             - ``"token_ids"``: int64 of shape (seq_len,), if they are known.
         """
-        return to_arrays(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata)
+        return to_arrays(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata, self._is_salted)
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -201,7 +202,7 @@ class Snapshot(StorageProperties):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file; see `KVCache.save`."""
-        cache_file.write(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata, path)
+        cache_file.write(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata, self._is_salted, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> Self:
@@ -216,7 +217,7 @@ class Snapshot(StorageProperties):
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """
-        return cache_file.to_bytes(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata)
+        return cache_file.to_bytes(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata, self._is_salted)
 
     @classmethod
     def from_bytes(cls, data: Any) -> Self:
@@ -251,7 +252,12 @@ class Snapshot(StorageProperties):
                 other.append(layer, *rows)
         if self.seq_len:
             other.advance(self.seq_len)
-        return Snapshot(other, self._token_ids, self._metadata)
+        return Snapshot(other, self._token_ids, self._metadata, self._salt)
+
+    @property
+    def _is_salted(self):
+        """Whether its tokens are those of a sequence with a salt."""
+        return self._salt != b""
 
     def _check_fits(self, cache, but):
         """Raise unless `cache` can restore this snapshot; the settings in `but` may differ."""

@@ -34,9 +34,15 @@ def settings_of(cache):
     return cache._settings()
 
 
-def know_tokens(cache, token_ids):
-    """Let the pool of a sequence find its blocks by their token ids; nothing for a cache without a pool."""
-    cache._know_tokens(token_ids)
+def salt_of(cache):
+    """The salt of a sequence's tokens, empty for other caches; None if it came from a file, which does not tell it."""
+    return cache._salt
+
+
+def know_tokens(cache, token_ids, salt):
+    """Let the pool of a sequence find its blocks by their token ids, under its salt, or if it has none, under `salt`; nothing for a
+    cache without a pool."""
+    cache._know_tokens(token_ids, salt)
 
 
 class StoredSequence(StorageProperties):
@@ -46,11 +52,13 @@ class StoredSequence(StorageProperties):
 
     is_paged = False
 
+    _salt: bytes | None = b""
+
     def _decoded(self, layer):
         """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
         raise NotImplementedError
 
-    def _know_tokens(self, token_ids):
+    def _know_tokens(self, token_ids, salt):
         pass
 
     def advance(self, n: int = 1) -> None:
@@ -149,7 +157,8 @@ class StoredSequence(StorageProperties):
              metadata: Mapping[str, str] | None = None) -> None:
         """Write the stored bytes of the complete tokens to a file: safetensors, with checksums.
 
-        If the process dies meanwhile, the file is either the old one or the new one.
+        If the process dies meanwhile, the file is either the old one or the new one; the next `save` to this path removes what it left.
+        A new file has the mode that the umask gives, and one that is replaced keeps its mode.
 
         Parameters
         ----------
@@ -160,6 +169,7 @@ class StoredSequence(StorageProperties):
         Raises
         ------
         OSError
+            Also if a folder, a device, a pipe or a socket is there: only files are replaced.
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """
@@ -178,7 +188,7 @@ class StoredSequence(StorageProperties):
         CorruptFileError, IncompatibleSnapshotError
             If the arrays are damaged, of another kind of cache, or of a version that this kvfast cannot read.
         """
-        cache, _, _ = from_arrays(arrays, new_cache)
+        cache, *_ = from_arrays(arrays, new_cache)
         if type(cache) is not cls:
             raise IncompatibleSnapshotError(f"this is the state of a {type(cache).__name__}, not of a {cls.__name__}")
         return cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from functools import cached_property
@@ -13,6 +14,7 @@ import numpy as np
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_floats
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS
+from kvfast.core.replacing import replacing
 from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError, DimensionMismatchError, NonFiniteInputError
 
@@ -156,7 +158,7 @@ class Calibration:
         path : path-like
         """
         stacked = np.stack([layer._given for layer in self._layers], axis=1)
-        with open(path, "wb") as file:
+        with replacing(os.path.realpath(os.fsdecode(path))) as new, open(new, "wb") as file:
             np.savez(file, **dict(zip(_KINDS, stacked)))
 
     @classmethod
@@ -179,6 +181,8 @@ class Calibration:
             with open(path, "rb") as file, np.load(file) as arrays:
                 if sorted(arrays) != sorted(_KINDS):
                     raise CorruptFileError(f"{os.fspath(path)} must hold the arrays rows and channels, got {', '.join(arrays) or 'none'}")
+                for one in arrays.zip.infolist():
+                    _check_member(arrays.zip, one, os.fstat(file.fileno()).st_size)
                 return cls(*(arrays[name] for name in _KINDS))
         except CorruptFileError:
             raise
@@ -289,6 +293,19 @@ def opened(digest: Any) -> LayerCalibration | Calibration:
     if found is None:
         raise LookupError(f"the calibration with digest {digest} is needed: load it first (kvfast.Calibration.load), and keep it")
     return found
+
+
+def _check_member(archive, member, nbytes):
+    """Check the size of an array of a file against the file, before it is read."""
+    with archive.open(member) as data:
+        version = np.lib.format.read_magic(data)
+        if version != (1, 0):
+            raise ValueError(f"an array must have NumPy's version (1, 0), got {version}")
+        shape, is_transposed, dtype = np.lib.format.read_array_header_1_0(data)
+        size = data.tell() + 4 * math.prod(shape)
+    if dtype != np.dtype("<f4") or is_transposed or member.compress_size != member.file_size or size != member.file_size or size > nbytes:
+        raise ValueError(f"an array must be float32, rows first and not compressed, and have the bytes of its shape {shape}, got {dtype} "
+                         f"of {member.file_size:,} bytes in a file of {nbytes:,}")  # fmt: skip
 
 
 def _digest_of(data):

@@ -6,6 +6,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from kvfast.codec.blocks cimport (KV_FROM_STORED, change_key_basis, float_dtype_of, float_row_at, k_block_at, kv_store, patched_from,
                                   v_block_at)
+from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport STREAMED_BYTES, active, kv_kernels, kv_side
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM
@@ -38,10 +39,19 @@ cdef int restore_floats(const kv_store *stores, Py_ssize_t num_layers, int32_t b
         for head in range(store.num_kv_heads):
             for offset in range(store.float_tokens if at_start else 0, num_tokens):
                 kernels.decode_k(&store.k, k_block_at(store, block, head), <int>offset, row)
+                _clip(row, store.k.head_dim, dtype_limit(float_dtype_of(store, False)))
                 kernels.from_float[float_dtype_of(store, False)](row, store.k.head_dim, float_row_at(store, block, offset, head, False))
                 kernels.decode_v(&store.v, v_block_at(store, block, head), <int>offset, row)
+                _clip(row, store.v.head_dim, dtype_limit(float_dtype_of(store, True)))
                 kernels.from_float[float_dtype_of(store, True)](row, store.v.head_dim, float_row_at(store, block, offset, head, True))
     return 0
+
+
+cdef void _clip(float *row, Py_ssize_t dim, float limit) noexcept nogil:
+    """The codes of a number near the limit may stand for one beyond it."""
+    cdef Py_ssize_t i
+    for i in range(dim):
+        row[i] = min(max(row[i], -limit), limit)
 
 
 cdef object decode_tokens(const kv_store *store, const int64_t[::1] positions, const int64_t[::1] slots, Py_ssize_t floats_begin,

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from kvfast.attention.dense import merge_states
+from kvfast.compression.fields import VERSION, check_header
 from kvfast.compression.methods import method_from_dict, method_to_dict
 from kvfast.compression.product import ProductStore
 from kvfast.compression.stores import CacheStore, RankStore
 from kvfast.core.arrays import check_writable
 from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_float32, as_floats
-from kvfast.core.limits import MAX_HEAD_DIM, MAX_TOKENS
-from kvfast.core.text import shown, size_text
+from kvfast.core.text import size_text
 from kvfast.errors import CorruptFileError, DimensionMismatchError, IncompatibleSnapshotError, NonFiniteInputError
 from kvfast.files import cache_file
+from kvfast.files.fields import parsed
 from kvfast.files.state import checked_arrays
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CompressedKV", "CompressedShape", "ReconstructionError"]
 
-VERSION = 1
 STORES = {"LowRank": RankStore, "Hybrid": RankStore, "VectorQuantization": ProductStore, "Quantize": CacheStore}
 
 
@@ -117,12 +117,12 @@ class Part:
     @classmethod
     def open(cls, arrays, settings, layout, kind):
         num_exact, exact = settings["num_exact"], None
-        if not isinstance(num_exact, int) or not 0 <= num_exact < layout.seq_len:
-            raise CorruptFileError(f"fewer than {layout.seq_len} tokens can be exact, got {shown(num_exact)}")
+        if num_exact >= layout.seq_len:
+            raise CorruptFileError(f"fewer than {layout.seq_len} tokens can be exact, got {num_exact}")
         positions = np.empty(0, np.int64)
         if num_exact:
             positions = arrays.take("positions", np.int64, (num_exact,))
-            if positions[0] < 0 or positions[-1] >= layout.seq_len or (np.diff(positions) <= 0).any():
+            if positions[0] < 0 or positions[-1] >= layout.seq_len or (positions[1:] <= positions[:-1]).any():
                 raise CorruptFileError(f"the positions of exact tokens must ascend below {layout.seq_len}")
             exact = CacheStore.open(arrays.part("exact."), {}, layout, num_exact)
         store = STORES[kind].open(arrays.part("store."), settings["store"], layout, layout.seq_len - num_exact)
@@ -297,20 +297,17 @@ class CompressedKV:
     @classmethod
     def _open(cls, header, arrays):
         try:
-            fields = json.loads(header)
+            fields = parsed(header)
             version = fields.get("compressed")
         except (ValueError, AttributeError, RecursionError):
             raise CorruptFileError("the header does not describe compressed keys and values") from None
-        if version != VERSION:
-            kind = "this is no CompressedKV" if version is None else f"the format has version {shown(version)}"
+        if type(version) is not int or version != VERSION:
+            kind = f"the format has version {version}" if type(version) is int else "this is no CompressedKV"
             raise IncompatibleSnapshotError(f"{kind}; this kvfast reads compressed keys and values of version {VERSION}")
+        check_header(fields)
         try:
             layout, method = CompressedShape(**fields["layout"]), method_from_dict(fields["method"])
-            for size in layout.shape:
-                check_size(size, "layout", 1, MAX_TOKENS)
-            check_size(layout.head_dim, "head_dim", 1, MAX_HEAD_DIM)
-            error = ReconstructionError(*map(float, fields["error"]))
-            kind, of_one = type(method).__name__, replace(layout, batch=None)
+            error, kind, of_one = ReconstructionError(*fields["error"]), type(method).__name__, replace(layout, batch=None)
             if len(fields["parts"]) != (layout.batch or 1):
                 raise ValueError(f"{len(fields['parts'])} parts for a layout of {layout}")
             parts = [Part.open(arrays.part(f"{i}."), one, of_one, kind) for i, one in enumerate(fields["parts"])]

@@ -199,13 +199,14 @@ class RankStore:
     def open(cls, arrays, settings, layout, num_tokens):
         heads, ranks = settings["heads"], settings["ranks"]
         numbers = list(chain.from_iterable(heads))
-        known = len(numbers) == layout.num_heads and all(type(head) is int for head in numbers)
-        if not known or sorted(numbers) != list(range(layout.num_heads)) or len(heads) != len(ranks):
-            raise CorruptFileError(f"the groups must hold each of {layout.num_heads} heads once, got {heads}")
+        known = len(numbers) == layout.num_heads and sorted(numbers) == list(range(layout.num_heads))
+        if not known or len(heads) != len(ranks):
+            raise CorruptFileError(f"{len(ranks)} ranks must be those of groups that hold each of {layout.num_heads} heads once, got "
+                                   f"{len(heads)} groups of {len(numbers)} heads")  # fmt: skip
         groups, dtype = [], {"float16": np.float16, "float32": np.float32}[settings["basis"]]
         for i, (group, rank) in enumerate(zip(heads, ranks)):
-            if not group or not isinstance(rank, int) or not 1 <= rank <= layout.head_dim:
-                raise CorruptFileError(f"a rank must be between 1 and {layout.head_dim}, got {shown(rank)}")
+            if rank > layout.head_dim:
+                raise CorruptFileError(f"a rank must be between 1 and {layout.head_dim}, got {rank}")
             bases = [Basis.open(arrays.part(f"{i}.{side}."), len(group), rank, layout.head_dim, dtype) for side in "kv"]
             cache = open_cache(arrays.part(f"{i}.coordinates."), (1, len(group), rank), num_tokens)
             groups.append((np.array(group), *bases, CacheStore(cache)))

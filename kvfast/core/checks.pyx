@@ -99,3 +99,10 @@ def checked_token_ids(token_ids, count=None):
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"token_ids must be below 2**63, got {array.max()}")  # as int64 it would equal a negative id
     return array.astype(np.int64)
+
+
+def checked_salt(salt):
+    """The salt of a tenant; no message shows it."""
+    if not isinstance(salt, bytes) or len(salt) > 64:
+        raise TypeError(f"salt must be at most 64 bytes, got {len(salt) if isinstance(salt, bytes) else type(salt).__name__}")
+    return salt

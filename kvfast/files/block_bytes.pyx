@@ -6,6 +6,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.stored_floats cimport StoredFloats, are_storable
+from kvfast.core.kernels cimport kv_side
 from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.copying cimport clone_table, copy_slots
@@ -89,6 +91,18 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     return result
 
 
+def floats_of(SequenceBuffer buffer, Py_ssize_t layer, bint values, bint in_pieces):
+    """The `StoredFloats` of one side of a layer: of its blocks, or of its pieces of float rows."""
+    cdef BlockTable table
+    cdef Py_ssize_t i
+    cdef const kv_store *store
+    cdef StoredFloats floats = StoredFloats.__new__(StoredFloats)
+    table, i = buffer.layer_tables[layer]
+    store = table.pool.stores[i].floats if in_pieces else table.pool.stores + i
+    floats.side, floats.owner = &store.v if values else &store.k, table.pool
+    return floats
+
+
 cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict state):
     """A table without blocks, which knows how many blocks of each kind it will have; ValueError if `state` is invalid."""
     cdef BlockTable other = table.empty(table.pool)
@@ -142,17 +156,40 @@ def layout(SequenceBuffer buffer, Py_ssize_t length, list states):
     return result
 
 
-def rest_nbytes(SequenceBuffer buffer, Py_ssize_t skip, Py_ssize_t length, list states):
-    """Bytes of `rest` for `length` tokens; ValueError if `states` are invalid."""
+def check_rest(SequenceBuffer buffer, Py_ssize_t skip, Py_ssize_t length, list states, data):
+    """Check that contiguous `data` may be the bytes of `rest` for `length` tokens; ValueError if they or `states` are invalid."""
     cdef BlockTable table
-    total = 0
-    for (table, _), pair in zip(buffer.layer_tables, layout(buffer, length, states)):
+    cdef const unsigned char[::1] given = data
+    cdef Py_ssize_t layer, at = 0, i, total = 0, blocks, pieces, nbytes, piece_bytes
+    cdef const kv_store *store
+    parts = []
+    for (table, layer), pair in zip(buffer.layer_tables, layout(buffer, length, states)):
         skipped = skip if keeps_all(table) else 0
-        for full, tails, nbytes, pieces, piece_bytes in pair:
+        for i, (full, tails, nbytes, pieces, piece_bytes) in enumerate(pair):
             if skipped > full:
                 raise ValueError(f"states must be of a sequence with {skipped} full blocks, got {full}")
-            total += table.pool.num_kv_heads * ((full - skipped + tails) * nbytes + pieces * piece_bytes)
-    return total
+            blocks, pieces = table.pool.num_kv_heads * (full - skipped + tails), table.pool.num_kv_heads * pieces
+            total += blocks * nbytes + pieces * piece_bytes
+            parts.append((table, layer, i, blocks, pieces))
+    if given.shape[0] != total:
+        raise ValueError(f"they must have {total} bytes, got {given.shape[0]}")
+    for table, layer, i, blocks, pieces in parts:
+        store = table.pool.stores + layer
+        for count, side in ((blocks, 0), (pieces, 1)):
+            if count:
+                at = _check_blocks(store.floats if side else store, i, &given[0], at, count)
+    return 0
+
+
+cdef Py_ssize_t _check_blocks(const kv_store *store, bint values, const unsigned char *data, Py_ssize_t at, Py_ssize_t count) except -1:
+    """Check the floats of `count` blocks from `at` on. Returns where they end."""
+    cdef const kv_side *side = &store.v if values else &store.k
+    cdef bint good
+    with nogil:
+        good = are_storable(side, <const char *>data + at, count)
+    if not good:
+        raise ValueError("they hold NaN or infinity")
+    return at + count * side.bytes
 
 
 def rest(SequenceBuffer buffer, Py_ssize_t skip, bint copies):

@@ -17,7 +17,9 @@ from threading import Lock
 
 import numpy as np
 
+from kvfast.core.replacing import replacing
 from kvfast.core.threads import get_num_threads
+from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
 
@@ -32,17 +34,17 @@ def need_files():
     _import("xxhash")
 
 
-def write(settings, buffer, token_ids, metadata, path):
+def write(settings, buffer, token_ids, metadata, is_salted, path):
     """Write the complete tokens of a buffer; see `state.header_of`."""
     need_files()  # to fail before the work
-    write_tensors(_tensors_of(buffer, token_ids), state.header_of(settings, buffer, metadata), path)
+    write_tensors(_tensors_of(buffer, token_ids), state.header_of(settings, buffer, metadata, is_salted), path)
 
 
-def to_bytes(settings, buffer, token_ids, metadata):
+def to_bytes(settings, buffer, token_ids, metadata, is_salted):
     """The bytes of the file that `write` writes."""
     library = _import("safetensors.numpy")
     tensors = _tensors_of(buffer, token_ids)
-    return library.save(tensors, _metadata_of(tensors, state.header_of(settings, buffer, metadata)))
+    return library.save(tensors, _metadata_of(tensors, state.header_of(settings, buffer, metadata, is_salted)))
 
 
 def _tensors_of(buffer, token_ids):
@@ -67,27 +69,12 @@ def write_tensors(tensors, header, path):
     """Write arrays of bytes and a header. At any moment, the file at `path` is the old or the new one, and complete."""
     library, metadata = _import("safetensors.numpy"), _metadata_of(tensors, header)
     path = os.path.realpath(os.fsdecode(path))
-    # In a folder of its own, because the library also makes temporary files.
-    part = f"{path}.{os.urandom(16).hex()}.part"
-    os.mkdir(part, 0o700)  # fails if the path exists, even as a link; other users cannot write into the folder
-    _drop_pages(path)
-    try:
-        new = os.path.join(part, "cache")
+    with replacing(path) as new:  # in a folder of its own, because the library also makes temporary files
+        _drop_pages(path)
         try:
             library.save_file(tensors, new, metadata)
         except _import("safetensors").SafetensorError as error:
             raise OSError(f"cannot write {path}: {error}") from None
-        with open(new, "r+b") as file:
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        remove_folder(part)
-    if os.name == "posix":
-        folder = os.open(os.path.dirname(path), os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 # Slow imports that only files need are inside the functions: at the top, they made `import kvfast` 40 ms slower.
@@ -97,17 +84,8 @@ def _results(nbytes, function, calls):
     """Results of calls with such arguments, by as many threads as kvfast has, unless there are few bytes to work on."""
     if nbytes <= FEW_BYTES:
         return [function(*arguments) for arguments in calls]
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(get_num_threads()) as threads:
-        return list(threads.map(lambda arguments: function(*arguments), calls))
-
-
-def remove_folder(path):
-    """Remove a folder with its contents, if it exists."""
-    from shutil import rmtree
-
-    rmtree(path, ignore_errors=True)
+    with Workers(get_num_threads()) as workers:
+        return workers.results(function, calls)
 
 
 def remove_file(path):
@@ -124,7 +102,7 @@ def _drop_pages(path):
 
 
 def read(path, new_cache, mmap, max_seq_len):
-    """The arguments of a Snapshot: cache, token ids, metadata; see `state.Opening` for `new_cache`."""
+    """The arguments of a Snapshot: cache, token ids, metadata, salt; see `state.Opening` for `new_cache`."""
     with _opened(path) as content:
         return _snapshot_of(content, new_cache, mmap, max_seq_len)
 
@@ -141,7 +119,7 @@ def _snapshot_of(content, new_cache, mmap, max_seq_len):
     token_ids = content.token_ids(opening.seq_len)
     states = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
     _results(content.nbytes, content.fill, states)
-    return opening.cache, token_ids, opening.metadata
+    return opening.cache, token_ids, opening.metadata, opening.salt
 
 
 def read_tensors(path):
@@ -232,18 +210,27 @@ class _Content:
 
         return mmap(self._file.fileno(), 0, access=ACCESS_COPY)
 
-    def fill(self, name, rows):
-        """Read a tensor into rows, each of them contiguous, and verify its checksum."""
-        checksum, at = self._xxhash.xxh3_128(), self.offsets[name]
+    def fill(self, name, rows, check=None):
+        """Read a tensor into rows, each of them contiguous, and verify its checksum and, with a `check`, its blocks."""
+        checksum, at, wrong = self._xxhash.xxh3_128(), self.offsets[name], None
         for row in rows:
             view = memoryview(row.reshape(-1))
-            for start in range(0, len(view), BYTES_AT_ONCE):
-                piece = view[start : start + BYTES_AT_ONCE]
+            block = row.shape[-1] if check is not None and row.size else 1
+            step = max(BYTES_AT_ONCE // block, 1) * block
+            for start in range(0, len(view), step):
+                piece = view[start : start + step]
                 self._read(piece, at, name)
                 checksum.update(piece)
                 at += len(piece)
+                try:
+                    if check is not None and wrong is None:
+                        check(piece)
+                except CorruptFileError as error:  # which says less than a wrong checksum
+                    wrong = error
         if self._checksums[name] != checksum.hexdigest():
             raise CorruptFileError(f"{name} is damaged: its checksum is wrong")
+        if wrong is not None:
+            raise CorruptFileError(f"{name} cannot be used: {wrong}")
 
     def _read(self, piece, at, name):
         """Fill a piece of memory with the bytes of the file from `at` on."""

@@ -10,10 +10,13 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from kvfast.codec.blocks cimport k_block_at, kv_store, v_block_at
+from kvfast.codec.stored_floats cimport are_storable
 from kvfast.core.limits cimport KV_PIECE
 from kvfast.files.block_bytes cimport keeps_all, num_full_blocks
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.sequence cimport SequenceBuffer
+
+from kvfast.errors import CorruptFileError
 
 
 ctypedef struct kv_layer:
@@ -114,6 +117,36 @@ cdef char *_copy_layer(const kv_layer *layer, Py_ssize_t first, Py_ssize_t last,
                     memcpy(block, at, nbytes)
                 at += nbytes
     return at
+
+
+def check_floats(SequenceBuffer buffer, Py_ssize_t num_blocks, data):
+    """Check the floats in the payload of a chunk: its blocks, and the float rows of the first tokens, if it has them."""
+    cdef const unsigned char[::1] source = data
+    cdef const char *at = <const char *>&source[0]
+    cdef const char *end = at + source.shape[0]
+    cdef BlockTable table
+    cdef Py_ssize_t layer
+    cdef kv_store *store
+    cdef bint good = True
+    for table, layer in buffer.layer_tables:
+        store = table.pool.stores + layer
+        if keeps_all(table) and good:
+            good = _check_layer(store, num_blocks * store.num_kv_heads, &at)
+    for table, layer in buffer.layer_tables if at < end else ():
+        store = table.pool.stores + layer
+        if keeps_all(table) and table.pool.has_sinks and store.floats != NULL and good:
+            good = _check_layer(store.floats, store.num_kv_heads, &at)
+    if not good:
+        raise CorruptFileError("it holds NaN or infinity")
+
+
+cdef bint _check_layer(const kv_store *store, Py_ssize_t count, const char **at) noexcept:
+    """Check `count` blocks of keys, and as many of values behind them. Sets `at` to their end."""
+    cdef bint good
+    with nogil:
+        good = are_storable(&store.k, at[0], count) and are_storable(&store.v, at[0] + count * store.k.bytes, count)
+    at[0] += count * (store.k.bytes + store.v.bytes)
+    return good
 
 
 def first_float_rows(SequenceBuffer buffer, bint copies):

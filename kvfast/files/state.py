@@ -10,11 +10,10 @@ from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import block_bytes
+from kvfast.files.fields import HEADER, check_fields, parsed
 
 SIZED = ("full", "latent")  # kinds with a max_seq_len
 VERSION = 6
-
-_FIELDS = {"version", "settings", "block_size", "max_seq_len", "seq_len", "tables", "metadata"}
 
 
 def json_of(value, **options):
@@ -36,7 +35,7 @@ def _formats_of(value):
     return value
 
 
-def header_of(settings, buffer, metadata):
+def header_of(settings, buffer, metadata, is_salted=False):
     """Everything about a cache that a file holds, except its bytes and its token ids.
 
     Parameters
@@ -46,6 +45,8 @@ def header_of(settings, buffer, metadata):
     buffer : SequenceBuffer
         The tokens of the cache.
     metadata : dict of str to str
+    is_salted : bool
+        Whether its tokens are those of a sequence with a salt, which the file does not tell.
 
     Returns
     -------
@@ -60,7 +61,7 @@ def header_of(settings, buffer, metadata):
         "seq_len": buffer.length,
         "tables": buffer.resume_states(),
         "metadata": metadata,
-    }
+    } | ({"salted": True} if is_salted else {})
     return json_of(fields, separators=(",", ":"))
 
 
@@ -117,7 +118,7 @@ class Opening:
     def __init__(self, text, shapes, new_cache, max_seq_len=None):
         fields = _fields(text)
         settings, block_size, self.seq_len = fields["settings"], fields["block_size"], fields["seq_len"]
-        self.metadata, self.tables = fields["metadata"], fields["tables"]
+        self.metadata, self.tables, self.salt = fields["metadata"], fields["tables"], None if "salted" in fields else b""
         if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS) < self.seq_len:
             raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
         try:
@@ -174,14 +175,18 @@ class Opening:
 
         Returns
         -------
-        iterable of (str, list of arrays)
-            The name of each array, and the rows that its bytes are written to.
+        iterable of (str, list of arrays, StoredFloats)
+            The name of each array, the rows that its bytes are written to, and a check of what is written.
         """
         if self._reserve is not None:
             self.cache, self.buffer, _ = self._new_cache(*self._reserve)
         block_bytes.reopen(self.buffer, self.seq_len, self.tables)
         for name, array in named(block_bytes.targets(self.buffer)):
-            yield name, [array] if isinstance(array, np.ndarray) else array
+            yield name, [array] if isinstance(array, np.ndarray) else array, self._floats_of(name)
+
+    def _floats_of(self, name):
+        _, layer, side, kind = name.split(".")
+        return block_bytes.floats_of(self.buffer, int(layer), side == "v", kind == "floats")
 
     def take_mapped(self, memory, offsets):
         """Use writable memory as the full blocks of the cache.
@@ -194,7 +199,7 @@ class Opening:
 
         Returns
         -------
-        iterable of (str, list of arrays)
+        iterable of (str, list of arrays, StoredFloats)
             As in `take`, for the blocks that are not full and for float rows.
         """
         buffer, names, sides = self.buffer, iter(self._sides), []
@@ -209,56 +214,32 @@ class Opening:
         block_bytes.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
         for name, array in named(block_bytes.targets(buffer)):
             if not isinstance(array, np.ndarray):
-                yield name, array
+                yield name, array, self._floats_of(name)
 
 
 def _fields(text):
-    """The header as a dict whose values have the right types. The classes of the caches check the rest."""
+    """The header as a dict whose fields are right, each by itself. The classes of the caches check the rest."""
     try:
-        fields = json.loads(text)
+        fields = parsed(text)
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"the header is not JSON: {error}") from None
-    if not isinstance(fields, dict) or not _is_count(fields.get("version")):
+    if not isinstance(fields, dict) or type(fields.get("version")) is not int or fields["version"] < 0:
         raise CorruptFileError("the header is not a kvfast header")
     if fields["version"] != VERSION:
         raise IncompatibleSnapshotError(f"the format has version {fields['version']}; this kvfast reads version {VERSION}")
-    good = (
-        fields.keys() == _FIELDS
-        and isinstance(fields["settings"], dict)
-        and isinstance(fields["settings"].get("kind"), str)
-        and _is_count(fields["settings"].get("num_layers"))
-        and _is_count(fields["block_size"])
-        and (fields["max_seq_len"] is None or _is_count(fields["max_seq_len"]) and fields["settings"]["kind"] in SIZED)
-        and fields["max_seq_len"] != 0
-        and _is_count(fields["seq_len"])
-        and fields["seq_len"] <= (MAX_TOKENS if fields["max_seq_len"] is None else fields["max_seq_len"]) <= MAX_TOKENS
-        and isinstance(fields["tables"], list)
-        and all(map(is_resume_state, fields["tables"]))
-        and isinstance(fields["metadata"], dict)
-        and all(isinstance(value, str) for value in fields["metadata"].values())
-    )
-    if not good:
-        raise CorruptFileError(f"the header describes no cache: {text[:200]}")
+    try:
+        check_fields(fields, HEADER, "header")
+    except CorruptFileError as error:
+        raise CorruptFileError(f"the header describes no cache: {error}") from None
+    most, kind = fields["max_seq_len"], fields["settings"]["kind"]
+    if most is not None and (kind not in SIZED or fields["seq_len"] > most):
+        raise CorruptFileError(f"the header describes no cache: one of kind {kind} with {fields['seq_len']} tokens and a max_seq_len of {most}")
     return fields
 
 
-def is_resume_state(state):
-    """Whether a state holds numbers, and pairs of numbers for patched blocks. The tables check their values."""
-    return isinstance(state, dict) and all(
-        isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value)
-        if name == "patches"
-        else _is_count(value)
-        for name, value in state.items()
-    )
-
-
-def _is_count(value):
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def to_arrays(settings, buffer, token_ids, metadata):
+def to_arrays(settings, buffer, token_ids, metadata, is_salted):
     """`Snapshot.state_dict`; see `header_of`."""
-    arrays = {"header": np.frombuffer(header_of(settings, buffer, metadata).encode(), np.uint8)}
+    arrays = {"header": np.frombuffer(header_of(settings, buffer, metadata, is_salted).encode(), np.uint8)}
     if token_ids is not None:
         arrays["token_ids"] = token_ids.copy()
     return arrays | {name: array.copy() for name, array in arrays_of(buffer).items()}
@@ -288,7 +269,11 @@ def from_arrays(arrays, new_cache):
             token_ids = checked_token_ids(token_ids, opening.seq_len)
         except ValueError as error:
             raise CorruptFileError(str(error)) from None
-    for name, rows in opening.take():
+    for name, rows, check in opening.take():
         for row, source in zip(rows, [arrays[name]] if len(rows) == 1 and rows[0].ndim == 2 else arrays[name]):
             row[...] = source
-    return opening.cache, token_ids, opening.metadata
+            try:
+                check(row)
+            except CorruptFileError as error:
+                raise CorruptFileError(f"{name} cannot be used: {error}") from None
+    return opening.cache, token_ids, opening.metadata, opening.salt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 
 import gguf
 import numpy as np
@@ -12,12 +13,63 @@ class ModelFileError(ValueError):
     """The model file is damaged, is not GGUF, or holds a model this runtime does not know."""
 
 
-class _BoundedReader(gguf.GGUFReader):
-    """The `gguf` reader, refusing to read past the end of the file.
+# More than any model has. The reader makes several objects of each, of a file whose bytes may hold a hundred times as many.
+MOST_KEYS, MOST_TENSORS, MOST_DIMS = 1 << 14, 1 << 16, 8
+LEAST_KEY, LEAST_TENSOR = 13, 24  # bytes of a key with its value, and of what a file says of a tensor
 
-    The plain reader returns short or empty arrays there. With a damaged length field it then loops over elements that
-    do not exist.
+
+class _BoundedReader(gguf.GGUFReader):
+    """The `gguf` reader, which checks every count and length against the file before it reads what they count.
+
+    The plain reader returns short or empty arrays past the end. With a damaged length field it then loops over elements that do not
+    exist. It also makes objects of each element of an array; this one takes an array of numbers at once, and a view of each text.
     """
+
+    def _build_fields(self, offs, count):
+        self._check_count(count, MOST_KEYS, LEAST_KEY, "keys", offs)
+        return super()._build_fields(offs, count)
+
+    def _build_tensor_info(self, offs, count):
+        self._check_count(count, MOST_TENSORS, LEAST_TENSOR, "tensors", offs)
+        return super()._build_tensor_info(offs, count)
+
+    def _get_tensor_info_field(self, orig_offs):
+        (length,) = self._get(orig_offs, np.uint64)
+        self._check_count(length, len(self.data), 1, "letters of a name", orig_offs)
+        self._check_count(self._get(int(orig_offs) + 8 + int(length), np.uint32)[0], MOST_DIMS, 8, "dimensions of a tensor", orig_offs)
+        return super()._get_tensor_info_field(orig_offs)
+
+    def _get_field_parts(self, orig_offs, raw_type):
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        item_type, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        kind, start, total = gguf.GGUFValueType(item_type[0]), int(orig_offs) + 12, int(count[0])
+        types = [gguf.GGUFValueType.ARRAY, kind][: 1 + (total > 0)]
+        if kind == gguf.GGUFValueType.STRING:
+            self._check_count(total, len(self.data), 8, "texts", start)
+            texts, end = self._texts(start, total)
+            return end - orig_offs, [item_type, count, *texts], list(range(2, 2 + total)), types
+        if kind not in self.gguf_scalar_to_np:
+            raise ValueError(f"an array must hold numbers or texts, got {kind.name}")
+        values = self._get(start, self.gguf_scalar_to_np[kind], total)
+        return start + values.nbytes - orig_offs, [item_type, count, values], [2] if total else [], types
+
+    def _texts(self, at, count):
+        """Views of texts one behind the other, and where they end."""
+        data, texts = memoryview(self.data), []
+        length_of = struct.Struct(("<" if self.endianess == gguf.GGUFEndian.LITTLE else ">") + "Q").unpack_from
+        for _ in range(count):
+            (length,) = length_of(data, at) if at + 8 <= len(data) else (len(data),)
+            if length > len(data) - at - 8:
+                raise ValueError(f"it ends at byte {len(data):,}, and a text from byte {at:,} on does not")
+            texts.append(data[at + 8 : at + 8 + length])
+            at += 8 + length
+        return texts, at
+
+    def _check_count(self, count, most, least_bytes, what, offset):
+        if int(count) > most or int(count) * least_bytes > len(self.data) - int(offset):
+            raise ValueError(f"it says that it has {int(count):,} {what}, and its {len(self.data):,} bytes have no room for them, or no model "
+                             f"has so many")  # fmt: skip
 
     def _get(self, offset, dtype, count=1, override_order=None):
         end = int(offset) + int(count) * np.dtype(dtype).itemsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import CorruptFileError
 
 MAGIC, VERSION = b"kvfastpc", 1
@@ -37,9 +38,9 @@ def payload_of(value: Any, digest: bytes, secret: bytes) -> memoryview:
     value = memoryview(value)
     if len(value) < HEADER_BYTES:
         raise CorruptFileError(f"it must have a header of {HEADER_BYTES} bytes, got {len(value)} bytes")
-    magic, version, zeros, nbytes, named, checksum, _ = _HEADER.unpack(value[:HEADER_BYTES])
+    magic, version, zeros, nbytes, named, checksum, num_tokens = _HEADER.unpack(value[:HEADER_BYTES])
     payload = value[HEADER_BYTES:]
-    if magic != MAGIC or zeros or any(value[80:HEADER_BYTES]):
+    if magic != MAGIC or zeros or num_tokens > MAX_TOKENS or any(value[80:HEADER_BYTES]):
         raise CorruptFileError("kvfast did not write it")
     if version != VERSION:
         raise CorruptFileError(f"it has version {version}; this kvfast reads version {VERSION}")
@@ -55,7 +56,7 @@ def payload_of(value: Any, digest: bytes, secret: bytes) -> memoryview:
 def num_tokens_of(header: Any) -> int | None:
     """Tokens of the prompt up to the end of a value, from its first HEADER_BYTES bytes; None if kvfast did not write it."""
     magic, version, *_, num_tokens = _HEADER.unpack(header)
-    return num_tokens if (magic, version) == (MAGIC, VERSION) else None
+    return num_tokens if (magic, version) == (MAGIC, VERSION) and num_tokens <= MAX_TOKENS else None
 
 
 def _checksum(digest, payload, secret):

@@ -6,6 +6,7 @@ from threading import local
 from typing import TYPE_CHECKING, Any
 
 from kvfast.core.threads import get_num_threads
+from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError
 from kvfast.prompts.chain import key_of
 from kvfast.prompts.envelope import HEADER_BYTES, payload_of
@@ -37,8 +38,6 @@ def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], de
     int
         Number of first chunks that were sound.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     if not len(indices):
         meanwhile()
         return 0
@@ -65,13 +64,13 @@ def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], de
         return True
 
     def ask(at: int) -> Any:
-        return ahead.submit(store.get_many, [key_of("c", one) for one in digests[at : at + batch]], deadline)
+        return ahead.submit(lambda: store.get_many([key_of("c", one) for one in digests[at : at + batch]], deadline))
 
     sound: list[bool] = []
-    with ThreadPoolExecutor(get_num_threads()) as threads, ThreadPoolExecutor(1) as ahead:
+    with Workers(get_num_threads()) as threads, Workers(1) as ahead:
         values, writing, other = ask(0), [], None
         for at in range(0, len(indices), batch):
-            jobs = [threads.submit(take, *one) for one in zip(indices[at : at + batch], digests[at : at + batch], values.result())]
+            jobs = [threads.submit(lambda one=one: take(*one)) for one in zip(indices[at : at + batch], digests[at : at + batch], values.result())]
             # After the first chunks: a thread that has begun with those is not waited for.
             other = other or threads.submit(meanwhile)
             if at + batch < len(indices):

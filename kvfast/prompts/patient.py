@@ -7,7 +7,7 @@ import warnings
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from kvfast.prompts.threads import Threads
+from kvfast.core.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,6 +22,8 @@ FORGETTING = 1.1   # by which the rate is raised when a fetch was not begun for 
 class PatientStore:
     """A store with a deadline for each call, a warning for the first failure of a kind, and a pause after failures.
 
+    What cannot be written, as on a full disk, may still be read: such a failure pauses writing alone.
+
     Parameters
     ----------
     store : Store
@@ -33,8 +35,8 @@ class PatientStore:
         self.store, self.time_limit = store, time_limit
         self.rate = 0.0  # bytes per second of what was fetched, 0 if not known
         # Of its own, as the calls of `touch` wait for one of the others.
-        self._threads, self._later = Threads(2, "kvfast-store"), Threads(1, "kvfast-touch")
-        self._resume_at, self._pause, self._warned, self._lock = 0.0, FIRST_PAUSE, set(), Lock()
+        self._threads, self._later = Workers(2, "kvfast-store"), Workers(1, "kvfast-touch")
+        self._pauses, self._warned, self._lock = {False: _Pause(), True: _Pause()}, set(), Lock()  # of reading, and of writing
 
     def deadline(self) -> float:
         """When the calls of a prompt that begins now must have ended."""
@@ -50,12 +52,12 @@ class PatientStore:
 
     def put(self, key: str, value: Any) -> bool:
         """Whether the value is kept now."""
-        return self._call(lambda: self.store.put(key, value), self.deadline(), False)
+        return self._call(lambda: self.store.put(key, value), self.deadline(), False, writes=True)
 
     def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         """Mark keys as used, the last of them as the newest. Nobody waits for it."""
         deadline = self.deadline()
-        self._later.submit(lambda: self._call(lambda: self.store.touch(keys, is_hit), deadline, None))
+        self._later.submit(lambda: self._call(lambda: self.store.touch(keys, is_hit), deadline, None, writes=True))
 
     def settle(self) -> None:
         """Wait for `touch`."""
@@ -64,7 +66,7 @@ class PatientStore:
     def delete(self, key: str, why: object) -> None:
         """Delete a value that is no good, and warn."""
         self.warn(f"a value of {self.store.url} cannot be used ({why}); what it had is computed")
-        self._call(lambda: self.store.delete([key]), self.deadline(), None)
+        self._call(lambda: self.store.delete([key]), self.deadline(), None, writes=True)
 
     def takes_longer(self, nbytes: int, seconds: float) -> bool:
         """Whether fetching so many bytes would take longer than `seconds`, as far as is known."""
@@ -91,11 +93,11 @@ class PatientStore:
         self._threads.close()
         self.store.close()
 
-    def _call(self, work: Callable[[], Any], deadline: float, otherwise: Any) -> Any:
+    def _call(self, work: Callable[[], Any], deadline: float, otherwise: Any, writes: bool = False) -> Any:
         from concurrent.futures import TimeoutError as Late
 
         now = time.monotonic()
-        if now < self._resume_at or now >= deadline:
+        if now < self._pauses[writes].end or now >= deadline:
             return otherwise
         call = self._threads.submit(work)
         try:
@@ -103,15 +105,33 @@ class PatientStore:
         except Late:
             call.cancel()
             self.store.cancel()
-            self._failed(f"no answer within {self.time_limit:g} s")
+            self._failed(f"no answer within {self.time_limit:g} s", (False, True))
         except OSError as error:  # a StoreError
-            self._failed(str(error))
+            self._failed(str(error), (True,) if writes else (False, True))
         else:
-            self._pause = FIRST_PAUSE
+            self._pauses[writes].forget()
             return result
         return otherwise
 
-    def _failed(self, why):
-        self._resume_at = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
-        self.warn(f"prompts are computed, as {self.store.url} fails: {why}")
+    def _failed(self, why, paused):
+        for writes in paused:
+            self._pauses[writes].begin()
+        computed = f"prompts are computed, as {self.store.url} fails: {why}"
+        if False in paused:
+            self.warn(computed)
+        elif computed not in self._warned:  # which says more
+            self.warn(f"prompts are not saved, as {self.store.url} fails: {why}")
+
+
+class _Pause:
+    """Time without calls, which each failure doubles."""
+
+    def __init__(self):
+        self.end, self._next = 0.0, FIRST_PAUSE
+
+    def begin(self):
+        self.end = time.monotonic() + self._next
+        self._next = min(2 * self._next, LONGEST_PAUSE)
+
+    def forget(self):
+        self._next = FIRST_PAUSE

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import CorruptFileError
-from kvfast.files import block_bytes, chunk_bytes, state
+from kvfast.files import block_bytes, chunk_bytes
+from kvfast.files.fields import TABLES, check_fields, parsed
 from kvfast.prompts.envelope import complete, new_value
 
 if TYPE_CHECKING:
@@ -50,8 +51,10 @@ class ChunkForm:
     def write(self, buffer: Any, index: int, payload: memoryview, start: int = 0, floats: bool = True) -> None:
         """Write a payload to the blocks of a sequence, from its block `start` on.
 
-        Without `floats`, the float rows of the first tokens are left out: the end of a prompt has them too.
+        Without `floats`, the float rows of the first tokens are left out: the end of a prompt has them too. CorruptFileError, before
+        anything is written, for NaN and infinity.
         """
+        chunk_bytes.check_floats(buffer, self.blocks, payload)
         chunk_bytes.copy_blocks(buffer, index * self.blocks, (index + 1) * self.blocks, payload[: self._of_blocks], True, start)
         if floats and index == 0 and start == 0:
             block_bytes.copy_rows(chunk_bytes.first_float_rows(buffer, False), payload[self._of_blocks :], True)
@@ -82,15 +85,12 @@ class End:
             (nbytes,) = struct.unpack_from("<I", payload)
             if nbytes > min(MAX_HEADER, len(payload) - 4):
                 raise ValueError(f"a header of {nbytes} bytes")
-            self.states = json.loads(bytes(payload[4 : 4 + nbytes]))
-            if not isinstance(self.states, list) or not all(map(state.is_resume_state, self.states)):
-                raise ValueError("states that are none")
-            expected = block_bytes.rest_nbytes(buffer, num_chunk_blocks, seq_len, self.states)
+            self.states = parsed(bytes(payload[4 : 4 + nbytes]))
+            check_fields(self.states, TABLES, "tables")
+            self._rows = payload[4 + nbytes :]
+            block_bytes.check_rest(buffer, num_chunk_blocks, seq_len, self.states, self._rows)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error) as error:
             raise CorruptFileError(f"it describes no end of {seq_len} tokens: {error}") from None
-        self._rows = payload[4 + nbytes :]
-        if len(self._rows) != expected:
-            raise CorruptFileError(f"the end of {seq_len} tokens must have {expected} bytes, got {len(self._rows)}")
 
     def open(self, buffer: Any) -> None:
         """Make an empty sequence one of `seq_len` tokens, all of whose bytes remain to be written."""

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvfast.caches.loading import new_cache
 from kvfast.caches.snapshot import cache_of
-from kvfast.caches.stored_sequence import BLOCK_SIZE, buffer_of, settings_of
+from kvfast.caches.stored_sequence import BLOCK_SIZE, buffer_of, salt_of, settings_of
 from kvfast.codec.formats import block_size_of
+from kvfast.core.checks import checked_salt
 from kvfast.core.text import shown
 from kvfast.files import chunk_bytes, state
 from kvfast.prompts.chain import Chain
@@ -28,7 +29,9 @@ class Prompt:
     cache : StoredSequence
     token_ids : ndarray of int64
     model : str
-    salt, secret : bytes
+    salt : bytes or None
+        None for that of the cache.
+    secret : bytes
     chunk_tokens : int
 
     Attributes
@@ -37,12 +40,15 @@ class Prompt:
         Whether no layer evicts tokens. Otherwise a prefix can only be restored with the end of a prompt.
     """
 
-    def __init__(self, cache: Any, token_ids: NDArray[np.int64], model: str, salt: bytes, chunk_tokens: int, secret: bytes) -> None:
+    def __init__(self, cache: Any, token_ids: NDArray[np.int64], model: str, salt: bytes | None, chunk_tokens: int,
+                 secret: bytes) -> None:
         if not isinstance(model, str):
             raise TypeError(f"model must be a str, got {shown(model)}")
-        if not isinstance(salt, bytes):
-            raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
-        self._settings, self.token_ids, self.chunk_tokens, self.secret = settings_of(cache), token_ids, chunk_tokens, secret
+        salt = salt_of(cache) if salt is None else checked_salt(salt)
+        if salt is None:
+            raise ValueError("the sequence is of a file that does not tell its salt: pass the salt")
+        self._settings, self.token_ids, self.chunk_tokens = settings_of(cache), token_ids, chunk_tokens
+        self.salt, self.secret = salt, secret
         self.block_size = block_size_of(buffer_of(cache).formats, None, BLOCK_SIZE)
         if chunk_tokens % self.block_size:
             raise ValueError(f"chunk_tokens must be a multiple of the {self.block_size} tokens of a block, got {chunk_tokens}")

@@ -43,7 +43,8 @@ class PromptCache:
     chunk, whatever else the store holds. What a prompt has behind its last chunk is a value of its own.
 
     Any number of processes may share a store. A missing, damaged or foreign value ends the match, and what was found before it is
-    used. A store that is slow, full or gone costs time and a warning, and the prompt is computed.
+    used. A store that is slow or gone costs time and a warning, and the prompt is computed. One that cannot be written, as on a full
+    disk, is still read.
 
     Parameters
     ----------
@@ -51,8 +52,8 @@ class PromptCache:
         A folder, which is created if it does not exist; a URL such as ``"redis://..."`` or ``"s3://..."``, see
         `kvfast.prompts.stores.open_store`; or a store of your own.
     max_bytes : int, optional
-        Largest number of bytes in the folder. The least recently used values are removed first. If the store is far: in the folder
-        `near`.
+        Largest number of bytes in the folder. The least recently used values are removed first, at once if the folder holds more; the
+        clock does not matter. If the store is far: in the folder `near`.
     near : path-like, optional
         A folder in front of a far store.
     chunk_tokens : int
@@ -94,7 +95,7 @@ class PromptCache:
         self._is_closed, self._secret, self._patient = False, secret, PatientStore(self.store, time_limit)
         self._writer, self._reader = Writer(self._patient), Reader(self._patient, secret, self.stats)
 
-    def save(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"") -> bool:
+    def save(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None) -> bool:
         """Save the complete tokens of a cache. What the store has already is not written again.
 
         Parameters
@@ -103,8 +104,8 @@ class PromptCache:
         token_ids : integers of shape (len(cache),)
         model : str
             Fingerprint of the model that computed the cache: its name and version, or a checksum of its weights.
-        salt : bytes
-            As in `PagedKVCache.match_prefix`: a part of the keys.
+        salt : bytes, optional
+            As in `PagedKVCache.match_prefix`: a part of the keys. By default that of a `Sequence`, and none for other caches.
 
         Returns
         -------
@@ -114,7 +115,7 @@ class PromptCache:
         """
         return self._save(_checked_cache(cache).snapshot(token_ids), cache, model, salt, True)
 
-    def save_chunks(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"") -> bool:
+    def save_chunks(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None) -> bool:
         """`save`, without what the prompt has behind its last chunk, which few other prompts share.
 
         Parameters and result are those of `save`.
@@ -154,7 +155,7 @@ class PromptCache:
         done = self._writer.after(calls, lambda: self._patient.touch(used, is_hit=False))
         return self.background or done.result()
 
-    def restore(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"",
+    def restore(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None,
                 tokens_per_second: float | None = None) -> int:
         """Fill an empty cache with the longest saved prefix of a prompt.
 
@@ -193,7 +194,7 @@ class PromptCache:
         self._count(len(token_ids), found, begin)
         return found
 
-    def extended(self, sequence: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes = b"",
+    def extended(self, sequence: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None,
                  tokens_per_second: float | None = None) -> Any:
         """A sequence that goes on with what the store has of a prompt; see `PagedKVCache.use_prompt_cache`.
 
@@ -214,9 +215,10 @@ class PromptCache:
         token_ids, held = checked_token_ids(token_ids), len(sequence)
         begin, prompt = time.perf_counter(), self._prompt(sequence, token_ids, model, salt, tokens_per_second)
         if not prompt.keeps_all or sequence.block_size != prompt.block_size:
-            other = sequence.pool.new_sequence()
+            other = sequence.fork()  # of the same tenant
+            other.clear()
             try:
-                better = self.restore(other, token_ids, model, salt=salt, tokens_per_second=tokens_per_second) > held
+                better = self.restore(other, token_ids, model, salt=prompt.salt, tokens_per_second=tokens_per_second) > held
             except CacheFullError:
                 better = False
             (sequence if better else other).free()
@@ -234,7 +236,7 @@ class PromptCache:
                 sequence.truncate(held)
                 raise
             sequence.truncate(max(held, (first + good) * self.chunk_tokens))
-            know_tokens(sequence, token_ids[: len(sequence)])
+            know_tokens(sequence, token_ids[: len(sequence)], prompt.salt)
             self._patient.touch([key_of("c", one) for one in reversed(digests[:good])])
         self._count(len(token_ids), len(sequence) - held, begin)
         return sequence

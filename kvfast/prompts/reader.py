@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kvfast.prompts.patient import PatientStore
     from kvfast.prompts.stats import PromptCacheStats
 
+FEW_LISTS = 4  # that are asked for without asking first which there are
+
 
 class Reader:
     """Finds prompts in a store, and fills caches with them.
@@ -43,8 +45,13 @@ class Reader:
             count = (*self._store.contains_many(keys, deadline), False).index(False)
         least = count * size if prompt.keeps_all else 0
         choices = [(least, count, None, None)] if least else []
-        # Blocks whose tokens still have float rows are in no chunk, so an end may begin before the last chunk.
-        lists = [(node, digest) for node in range(max(count - 1, 0), count + 1) for digest in prompt.chain.tails(node)]
+        # Blocks whose tokens still have float rows are in no chunk, so an end may begin before the last chunk. Layers with windows
+        # are in ends alone, of which any may be the longest that fits.
+        first = max(count - 1, 0) if prompt.keeps_all else 0
+        lists = [(node, digest) for node in range(first, count + 1) for digest in prompt.chain.tails(node)]
+        if len(lists) > FEW_LISTS:
+            here = self._store.contains_many([key_of("t", digest) for _, digest in lists], deadline)
+            lists = [one for one, is_here in zip(lists, here) if is_here]
         for (node, digest), tails in zip(lists, self.values("t", [digest for _, digest in lists], deadline, tails_of)):
             behind = prompt.token_ids[node * size : most]
             found = [(node * size + _common(tail, behind), node, tail, digest) for tail in tails or ()]
@@ -76,8 +83,8 @@ class Reader:
             except ValueError:  # a ring that cannot go back that far
                 target.clear()
             if not direct and len(target):
-                cache.restore(target.snapshot(prompt.token_ids[:num_tokens]))
-            know_tokens(cache, prompt.token_ids[: len(cache)])
+                cache.restore(target.snapshot())
+            know_tokens(cache, prompt.token_ids[: len(cache)], prompt.salt)
         except BaseException:
             cache.clear()
             raise

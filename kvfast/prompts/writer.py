@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import Condition
 from typing import TYPE_CHECKING, Any
 
-from kvfast.prompts.threads import Threads
+from kvfast.core.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +20,7 @@ class Writer:
     """Puts values into a store, several at once."""
 
     def __init__(self, store: PatientStore) -> None:
-        self._store, self._threads = store, Threads(2, "kvfast-writer")
+        self._store, self._threads = store, Workers(2, "kvfast-writer")
         self._pending, self._room, self._calls = 0, Condition(), set()
 
     def put(self, key: str, value: Any) -> Future[bool]:

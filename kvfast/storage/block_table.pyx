@@ -278,16 +278,19 @@ cdef class BlockTable(TokenStates):
         return 0
 
     cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
-        """Number of blocks that this table skips once it is a copy of another; see `RingTable`."""
-        return other.skipped
+        """Number of blocks that this table, perhaps with another block size, skips once it is a copy of another; see `RingTable`."""
+        return other.skipped * other.pool.block_size // self.pool.block_size
 
     cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept:
         """Number of blocks of this pool that a copy of another table needs."""
         return (other.num_positions() + self.pool.block_size - 1) // self.pool.block_size - self.skipped_of(other)
 
     cdef list pieces_of(self, BlockTable other):
-        """`pieces` of this table once it is a copy of another; see `RingTable`."""
-        return other.pieces(other.num_positions())
+        """`pieces` of this table once it is a copy of another."""
+        if self.pool.block_size == other.pool.block_size:
+            return other.pieces(other.num_positions())
+        # Only the start of the sequence has float rows: tables that seal blocks have the same block size.
+        return [0] if self.pool.has_sinks and other.num_positions() and (self.sink_blocks or self.skipped_of(other) == 0) else []
 
     @property
     def nbytes_alone(self):

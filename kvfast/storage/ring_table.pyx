@@ -93,12 +93,6 @@ cdef class RingTable(BlockTable):
             return other.skipped
         return max(<Py_ssize_t>0, evicted // self.pool.block_size - self.sink_blocks)
 
-    cdef list pieces_of(self, BlockTable other):
-        if self.pool.block_size == other.pool.block_size:
-            return BlockTable.pieces_of(self, other)
-        # Only the start of the sequence has float rows: rings that seal blocks have the same block size.
-        return [0] if self.pool.has_sinks and other.num_positions() and (self.sink_blocks or self.skipped_of(other) == 0) else []
-
     cdef BlockTable empty(self, BlockPool pool):
         return RingTable(pool, self.window, self.num_sink_tokens, self.rollback)
 

@@ -17,7 +17,7 @@ from kvfast.storage.segments cimport Segment, SplicedReader, ask_spliced, blocks
 from kvfast.storage.sequence_tables cimport SequenceTables
 
 from kvfast.core.text import shown
-from kvfast.errors import CacheFullError, IncompatibleSnapshotError
+from kvfast.errors import CacheFullError
 
 
 cdef int fit_window(BlockTable table, AttendCall call) except -1:
@@ -314,8 +314,6 @@ cdef class SequenceBuffer(SequenceTables):
         """`_copy_blocks` of a spliced sequence."""
         cdef BlockTable table
         cdef Py_ssize_t i, copies
-        if other.block_size != self.block_size:
-            raise IncompatibleSnapshotError(f"a spliced sequence needs the same block_size, {other.block_size}, got {self.block_size}")
         table = self.tables[0]
         if table.pool.is_shared:
             copies = blocks_of_copies([segment for segment in other.segments if (<Segment>segment).frozen is not None], other.tables, table)

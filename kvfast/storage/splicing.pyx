@@ -7,7 +7,7 @@ from kvfast.storage.segments cimport (FrozenTables, Segment, blocks_of_copies, c
                                       share_tables)
 from kvfast.storage.sequence cimport SequenceBuffer
 
-from kvfast.errors import CacheFullError, IncompatibleSnapshotError
+from kvfast.errors import CacheFullError
 
 
 cdef int _check_still(SequenceBuffer buffer, object ropes) except -1:
@@ -93,9 +93,6 @@ def check_splice(SequenceBuffer buffer, list chunks, ropes, Py_ssize_t recompute
     for chunk in chunks:
         if chunk.ropes is not None and chunk.ropes != ropes:
             raise ValueError("rope must be the one that the chunk was spliced with before")
-        if chunk.segments is not None and chunk.block_size != buffer.block_size:
-            raise IncompatibleSnapshotError(f"a spliced chunk must have the block_size {buffer.block_size} of the cache, got "
-                                            f"{chunk.block_size}")
     if recomputed > length:
         raise ValueError(f"recomputed must be at most the {length} tokens of the cache, got {recomputed}")
     total = sum([(<SequenceBuffer>chunk).length for chunk in chunks]) - recomputed

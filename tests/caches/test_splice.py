@@ -402,19 +402,35 @@ def test_write_rotates_for_the_position_in_the_whole_cache():
     cache.advance(5)
 
 
-def test_chunks_with_blocks_of_another_size(tmp_path):
+@pytest.mark.parametrize("dtype", ["int8", "k8v4", "float32", "int4-plain"])
+@pytest.mark.parametrize(("size", "other_size"), [(16, 64), (64, 16), (32, 256)])
+def test_chunks_with_blocks_of_another_size(dtype, size, other_size):
+    """A chunk, also a spliced one, and a snapshot of a spliced cache, copied to blocks of another size: the same tokens."""
     rope = ROPES["halves"]
-    small = Model(kvfast.KVCache(1, HEADS, DIM, dtype="int8", block_size=16), rope, 3).append(100)
-    model = Model(cache_of(), rope).append(10).splice(small).append(3)
+    small = Model(kvfast.KVCache(1, HEADS, DIM, dtype=dtype, block_size=size), rope, 3).append(300)
+    model = Model(kvfast.KVCache(1, HEADS, DIM, dtype=dtype, block_size=other_size), rope).append(10).splice(small).append(3)
     model.check(3)
     model.splice(small, recomputed=3).check(1)
-    before = model.cache.snapshot()
-    small.drop(10, 50)
-    with pytest.raises(kvfast.IncompatibleSnapshotError, match="block_size 64 of the cache, got 16"):
-        model.cache.splice(small.cache, rope=rope)
-    with pytest.raises(kvfast.IncompatibleSnapshotError, match="same block_size, 16, got 64"):
-        model.cache.restore(small.cache.snapshot())
-    assert model.cache.snapshot() == before
+    small.drop(10, 150).append(70).drop(90, 110)
+    model.splice(small).append(5).check(3)
+    snapshot = small.cache.snapshot()
+    for cache in (kvfast.KVCache(1, HEADS, DIM, dtype=dtype, block_size=other_size),
+                  kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=200, dtype=dtype, block_size=other_size).new_sequence()):  # fmt: skip
+        for convert in (False, True):
+            cache.restore(snapshot, convert)
+            assert cache.snapshot() == snapshot and cache.is_spliced
+        again = kvfast.KVCache(1, HEADS, DIM, dtype=dtype, block_size=size)
+        again.restore(cache.snapshot())
+        assert again.snapshot() == snapshot
+        for one in (cache, small.cache):
+            one.append(0, *np.ones((2, 7, HEADS, DIM), np.float32))
+            one.advance(7)
+        assert np.array_equal(cache.k(0), small.cache.k(0)) and np.array_equal(cache.v(0), small.cache.v(0))
+        for one in (cache, small.cache):
+            one.truncate(len(one) - 7)
+            one.truncate(95)
+        assert cache.snapshot() == small.cache.snapshot()
+        small.cache.restore(snapshot)
 
 
 def test_prompt_caches_refuse_a_spliced_cache(tmp_path):

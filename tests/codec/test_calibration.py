@@ -1,8 +1,11 @@
 """Calibrations: their matrices, their files, and every cache that stores keys in their bases."""
 
 import copy
+import io
 import json
 import pickle
+import tracemalloc
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -249,3 +252,22 @@ def test_splices_turn_the_queries_of_each_segment(calibration):
     cache.splice(part, rope=rope)
     q = np.random.default_rng(21).standard_normal((1, 4, DIM)).astype(np.float32)
     assert relative_error(cache.attend(0, q), attention(q, cache.k(0), cache.v(0))[0]) < 2e-3
+
+
+@pytest.mark.parametrize("shape", [(1 << 20, 1 << 10, 16, 16), (1, 1, 16, 16), (1, 64, 512, 512), (), (1 << 60,) * 4])
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_sizes_are_checked_against_the_file(shape, compression, tmp_path):
+    """Whatever an array says that it holds, nothing is allocated for it."""
+    path = tmp_path / "calibration.npz"
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name in ("rows", "channels"):
+            head = io.BytesIO()
+            np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
+            archive.writestr(f"{name}.npy", head.getvalue() + bytes(64 << 20 if shape[:1] == (1,) and shape[1] == 64 and compression else 100))
+    tracemalloc.start()
+    try:
+        with pytest.raises(kvfast.CorruptFileError):
+            kvfast.Calibration.load(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()

@@ -108,6 +108,53 @@ def test_a_prompt_is_found_with_few_calls():
         prompts.flush()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_a_saved_beginning_is_found_for_any_longer_prompt(kind, dtype):
+    """A system prompt, however long the question; also where another prompt has the same beginning and more chunks."""
+    prompts, ids = prompts_of(dtype=dtype), np.arange(2000)
+    whole = STREAM.feed(make(kind, dtype), 241)
+    assert prompts.save(whole, ids[:241])
+    for length in (242, 257, 300, 320, 321, 384, 385, 474, 1000, 2000):
+        cache = make(kind, dtype)
+        assert prompts.restore(cache, ids[:length]) == 241
+        assert same_rows(cache, whole)
+    assert prompts.save(STREAM.feed(make(kind, dtype), 390), ids[:390])
+    cache, asked = make(kind, dtype), np.append(ids[:300], np.arange(5000, 5700))
+    found = prompts.restore(cache, asked)
+    assert found >= 241 and (seals(dtype) or same_rows(cache, STREAM.feed(make(kind, dtype), found)))
+
+
+@pytest.mark.parametrize("window", [64, 300])
+def test_a_pool_with_a_window_finds_a_saved_beginning(window):
+    """As a server uses it: `match_prefix`, whatever is asked."""
+    prompts, ids = prompts_of(), np.arange(2000)
+    rows = np.random.default_rng(0).standard_normal((2, 241, 2, 20), np.float32)
+
+    def pool():
+        new = kvfast.PagedKVCache(1, 2, 20, num_blocks=80, dtype="int8", sliding_window=window, num_sink_tokens=4)
+        new.use_prompt_cache(prompts, save=False)
+        return new
+
+    sequence = pool().new_sequence()
+    sequence.append(0, *rows)
+    sequence.advance(241, ids[:241])
+    assert prompts.save(sequence, ids[:241])
+    for length in (242, 320, 321, 500, 2000):
+        assert len(pool().match_prefix(ids[:length])) == 241
+
+
+def test_a_long_prompt_of_a_ring_is_found_with_few_calls():
+    prompts, ids = prompts_of(), np.arange(20_000)
+    prompts.save(STREAM.feed(make("ring", "int8"), 100), ids[:100])
+    prompts.flush()
+    prompts.store.calls.clear()
+    assert prompts.restore(make("ring", "int8"), ids) == 100
+    prompts.flush()
+    names = [name for name, _ in prompts.store.calls]
+    assert names.count("contains") == 1 and names.count("get") <= 2
+
+
 @pytest.mark.parametrize("kind", ["growing", "sequence", "sequence with window", "ring and whole layer"])
 @pytest.mark.parametrize("dtype", ["int4", "int8"])
 @settings(max_examples=12)

@@ -199,6 +199,29 @@ def test_max_bytes_and_near_need_a_folder(tmp_path):
     assert isinstance(open_store(f"file://{tmp_path}"), FolderStore)
 
 
+@pytest.mark.parametrize("name", ["my prompts", "100 %25 of ä#?&+", "%41"])
+def test_file_urls(name, tmp_path, monkeypatch):
+    """As pathlib and RFC 8089 write them; a path is taken as it is."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / name
+    quoted = folder.as_uri().removeprefix("file://")
+    for url in (folder.as_uri(), f"file://localhost{quoted}", f"FILE://LocalHost{quoted}", f"file:{quoted}", str(folder), name):
+        open_store(url).close()
+        assert os.listdir(tmp_path) == [name]
+    raw = tmp_path / "raw ä"
+    open_store(f"file://{raw}").close()
+    near = open_store("redis://127.0.0.1", near=folder.as_uri()).near
+    assert near.folder == folder and sorted(os.listdir(tmp_path)) == sorted([name, "raw ä"])
+
+
+@pytest.mark.parametrize("url", ["file://server/x", "file://prompts", "file://", "file://../x", "file:///x?a=b", "file:///x#a", "file://user@localhost/x"])
+def test_file_urls_that_name_no_folder_here(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="must be file:/// and a whole path"):
+        open_store(url)
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("url, package, extra", [("redis://h", "redis", "redis"), ("s3://b", "obstore", "cloud")])
 def test_missing_packages_are_named(url, package, extra, monkeypatch):
     import sys

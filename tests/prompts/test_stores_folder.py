@@ -1,5 +1,6 @@
 """A folder of values: several processes, kills, full disks, damage, and what is not kvfast's."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -9,13 +10,16 @@ import subprocess
 import time
 from multiprocessing import get_context
 
+import numpy as np
 import pytest
 import store_processes as processes
+from cache_kinds import fill, make
 from store_processes import LARGEST, content, is_sound, key_of
 from store_values import key, read
 
+import kvfast
 from kvfast.errors import StoreError
-from kvfast.prompts.stores import FolderStore
+from kvfast.prompts.stores import FolderStore, folder_index
 from kvfast.prompts.stores import folder as folder_module
 
 SPAWN = get_context("spawn")
@@ -323,3 +327,73 @@ def test_thousands_of_values_at_once_need_few_open_files(tmp_path):
     values = store.get_many(keys)
     assert len(os.listdir("/proc/self/fd")) - before <= folder_module.MOST_OPEN
     assert all(one == data for one in read(values)) and len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_the_order_of_uses_does_not_need_the_clock(tmp_path, monkeypatch):
+    """A clock that is set back, or far ahead and then right again; two stores take turns, as two processes would."""
+    now = [10**18]
+    monkeypatch.setattr(folder_index.time, "time_ns", lambda: now[0])
+    stores = [FolderStore(tmp_path, max_bytes=1000) for _ in range(2)]
+    for i in range(10):
+        assert stores[i % 2].put(key(i), bytes(100))
+        now[0] += (10**9, -(10**17), 10**18, -(10**18))[i % 4]
+    for i in (0, 1, 2):
+        stores[i % 2].touch([key(i)])
+        now[0] -= 10**12
+    for i in range(10, 17):
+        assert stores[i % 2].put(key(i), bytes(100))
+    assert {entry.key for entry in stores[0].entries()} == {key(i) for i in (0, 1, 2, *range(10, 17))}
+    stores[1].touch([key(12), key(0)])  # the last as the newest
+    for most, left in ((200, {key(12), key(0)}), (100, {key(0)})):
+        FolderStore(tmp_path, max_bytes=most)
+        assert set(files_of(tmp_path)) == left and is_consistent(tmp_path)
+
+
+def test_a_time_without_end_makes_the_index_anew(tmp_path):
+    store = FolderStore(tmp_path)
+    store.put(key(1), b"1")
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite3")) as database:
+        database.execute("UPDATE stored SET used = ?", ((1 << 63) - 1,))
+        database.commit()
+    store = FolderStore(tmp_path)
+    assert store.put(key(2), b"2") and [entry.key for entry in store.entries()] == [key(1), key(2)] and is_consistent(tmp_path)
+
+
+@pytest.mark.parametrize("count", [10, 1000])
+def test_a_smaller_folder_takes_effect_at_once(tmp_path, count):
+    with contextlib.closing(FolderStore(tmp_path)) as store:
+        for i in range(count):
+            assert store.put(key(i), bytes(100))
+        store.touch([key(0)])
+    with contextlib.closing(FolderStore(tmp_path, max_bytes=350)) as store:
+        assert {entry.key for entry in store.entries()} == {key(0), key(count - 1), key(count - 2)}
+    assert len(files_of(tmp_path)) == 3 and is_consistent(tmp_path)
+    prompts = kvfast.PromptCache(tmp_path, max_bytes=100)
+    assert list(files_of(tmp_path)) == [key(0)]
+    prompts.close()
+
+
+def test_what_cannot_be_written_is_still_read(tmp_path, monkeypatch):
+    """As on a full disk: neither values nor uses can be written."""
+    cache = fill(make("growing", "int8"), np.random.default_rng(0), 200)
+    with kvfast.PromptCache(tmp_path, chunk_tokens=64) as prompts:
+        prompts.save(cache, range(200))
+
+    def full(*arguments):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for name in ("add", "touch", "remove", "if_listed", "shrink"):
+        monkeypatch.setattr(folder_index.FolderIndex, name, full)
+    prompts = kvfast.PromptCache(tmp_path, chunk_tokens=64, max_bytes=1 << 30)
+    with pytest.warns(RuntimeWarning, match="prompts are not saved, as .* fails: .*disk is full"):
+        assert not save_and_wait(prompts, cache, range(1, 201))
+    for i in range(2, 6):
+        assert prompts.restore(make("growing", "int8"), range(200)) == 199
+        assert not save_and_wait(prompts, cache, range(i, i + 200))
+
+
+def save_and_wait(prompts, cache, token_ids):
+    is_kept = prompts.save(cache, token_ids)
+    prompts.flush()
+    return is_kept

@@ -7,6 +7,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from kvfast.core.workers import Workers
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.store import Entry, Store, Value, check_key, check_timeout, is_key
 
@@ -44,12 +45,10 @@ class CloudStore(Store):
     """
 
     def __init__(self, url: str, timeout: float = 5.0) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
         timeout = check_timeout(timeout)
         self.url = _checked(url)
         self._store = _opened(self.url, timeout)
-        self._threads = ThreadPoolExecutor(REQUESTS, "kvfast-requests")
+        self._threads = Workers(REQUESTS, "kvfast-requests")
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:
         obstore = _obstore()
@@ -84,14 +83,14 @@ class CloudStore(Store):
                     yield Entry(one["path"], one["size"], one["last_modified"].timestamp(), -1)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False)
+        self._threads.close(wait=False)
 
     def _for_each(self, keys: Sequence[str], request: Callable[[str], Any]) -> list[Any]:
         """The results for some keys, None where there is no such key."""
         keys = [check_key(key) for key in keys]
         if len(keys) == 1:
             return [self._asked(lambda: request(keys[0]))]
-        return list(self._threads.map(lambda key: self._asked(lambda: request(key)), keys))
+        return self._threads.results(lambda key: self._asked(lambda: request(key)), zip(keys))
 
     def _asked(self, request: Callable[[], Any]) -> Any:
         try:

@@ -11,9 +11,9 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kvfast.core.checks import check_size
+from kvfast.core.file_lock import is_locked, try_lock
 from kvfast.errors import StoreError
 from kvfast.files.cache_file import remove_file
-from kvfast.prompts.stores.file_lock import is_locked, try_lock
 from kvfast.prompts.stores.folder_index import FolderIndex, sqlite
 from kvfast.prompts.stores.store import Entry, Store, Value, check_key, is_key
 
@@ -40,8 +40,8 @@ class FolderStore(Store):
     folder : path-like
         Created if it does not exist. On one machine: several machines need a server, or a tier in front of one.
     max_bytes : int, optional
-        Largest number of bytes of all values. The least recently used ones are removed before others are written. While processes
-        write, each may be beyond it by one value.
+        Largest number of bytes of all values. The least recently used ones are removed at once, and before others are written. While
+        processes write, each may be beyond it by one value.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
@@ -57,6 +57,9 @@ class FolderStore(Store):
             if not self.folder.is_dir():  # what cannot be written may still be read
                 raise StoreError(f"cannot make the folder {self.url}: {error}") from None
         self._remove_stale()
+        if self.max_bytes is not None and not self._is_read_only():
+            with contextlib.suppress(StoreError):  # as on a full disk: the next value that is written does it
+                self._in_index(lambda index: index.shrink(self.max_bytes, self._unlink))
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:
         values: list[Value | None] = []
@@ -88,6 +91,9 @@ class FolderStore(Store):
             self._in_index(lambda index: index.add(key, len(data), self.max_bytes, self._unlink))
             with open(part, "xb", buffering=0) as file:
                 try_lock(file.fileno())
+                with contextlib.suppress(FileNotFoundError):
+                    if hasattr(os, "fchmod"):  # a value that is replaced keeps its mode
+                        os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path, follow_symlinks=False).st_mode))
                 _write(file, data)
                 path.parent.mkdir(exist_ok=True)
                 # Other processes may have written so much since that this was the next to go.

@@ -7,8 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvfast.core.file_lock import file_lock
 from kvfast.files.cache_file import remove_file
-from kvfast.prompts.stores.file_lock import file_lock
 from kvfast.prompts.stores.store import Entry
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 VERSION = 1
 WAIT = 5.0  # seconds for other processes, whose transactions take milliseconds
 LISTED = 10_000  # lines that are read at once
+EVICTED = 200    # values that are removed at once
+LATEST = 1 << 62  # nanoseconds since 1970, in the year 2116: numbers end at twice as many
 _TABLES = (
     "CREATE TABLE stored (key TEXT PRIMARY KEY, nbytes INTEGER NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE TABLE total (nbytes INTEGER NOT NULL)",
@@ -34,7 +36,7 @@ _REST = (
 
 
 class FolderIndex:
-    """Sizes and uses of values. One thread may use it at a time, and any number of processes.
+    """Sizes of values, and the order of their uses. One thread may use it at a time, and any number of processes.
 
     A line is there before its file, and is removed after it. So what a killed process leaves is a line without a file, which does no
     harm and is removed in its turn, and never a file without a line.
@@ -65,8 +67,8 @@ class FolderIndex:
             self._database.execute("PRAGMA synchronous = NORMAL")
             (version,) = self._database.execute("PRAGMA user_version").fetchone()
             (nbytes,) = self._database.execute("SELECT nbytes FROM total").fetchone()
-            self._database.execute("SELECT * FROM stored ORDER BY used LIMIT 1").fetchone()
-            if version == VERSION and isinstance(nbytes, int):
+            newest = self._database.execute("SELECT key, nbytes, used, hits FROM stored ORDER BY used DESC LIMIT 1").fetchone()
+            if version == VERSION and isinstance(nbytes, int) and (newest is None or isinstance(newest[2], int) and newest[2] < LATEST):
                 return True
         except sqlite3.OperationalError as error:
             if "no such" not in str(error):  # locked, or a folder that cannot be read
@@ -116,13 +118,32 @@ class FolderIndex:
         """Add a value, after removing the least recently used others until it fits."""
         with self._transaction():
             self._database.execute("INSERT INTO stored VALUES (?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET nbytes = excluded.nbytes, "
-                                   "used = excluded.used", (key, nbytes, time.time_ns()))  # fmt: skip
-            while max_bytes is not None and self._database.execute("SELECT nbytes FROM total").fetchone()[0] > max_bytes:
-                oldest = self._database.execute("SELECT key FROM stored WHERE key != ? ORDER BY used LIMIT 1", (key,)).fetchone()
-                if oldest is None:
-                    break
-                unlink(oldest[0])
-                self._database.execute("DELETE FROM stored WHERE key = ?", oldest)
+                                   "used = excluded.used", (key, nbytes, self._now()))  # fmt: skip
+            while max_bytes is not None and self._evict(max_bytes, key, unlink):
+                pass
+
+    def shrink(self, max_bytes: int, unlink: Callable[[str], None]) -> None:
+        """Remove the least recently used values until the others have at most `max_bytes` bytes."""
+        is_larger = True
+        while is_larger:
+            with self._transaction():  # a short one, for the sake of other processes
+                is_larger = all(self._evict(max_bytes, "", unlink) for _ in range(EVICTED))
+
+    def _evict(self, max_bytes, but, unlink):
+        """Remove the least recently used value, but not the one with a key, if all have more than `max_bytes` bytes. Returns whether
+        one was removed."""
+        if self._database.execute("SELECT nbytes FROM total").fetchone()[0] <= max_bytes:
+            return False
+        oldest = self._database.execute("SELECT key FROM stored WHERE key != ? ORDER BY used LIMIT 1", (but,)).fetchone()
+        if oldest is not None:
+            unlink(oldest[0])
+            self._database.execute("DELETE FROM stored WHERE key = ?", oldest)
+        return oldest is not None
+
+    def _now(self):
+        """A time after all others in the index, whatever the clock says. It may have been set back, or be behind another machine's."""
+        (newest,) = self._database.execute("SELECT max(used) FROM stored").fetchone()
+        return max(time.time_ns(), 0 if newest is None else newest + 1)
 
     def if_listed(self, key: str, call: Callable[[], None]) -> bool:
         """Call `call` if a key is there, while no process can remove it. Returns whether it is."""
@@ -134,8 +155,8 @@ class FolderIndex:
 
     def touch(self, keys: Sequence[str], is_hit: bool) -> None:
         """Count each key as used now, the last of them as the newest."""
-        now = time.time_ns()
         with self._transaction():
+            now = self._now()
             rows = [(now + i, is_hit, key) for i, key in enumerate(keys)]
             self._database.executemany("UPDATE stored SET used = ?, hits = hits + ? WHERE key = ?", rows)
 

@@ -7,9 +7,9 @@ import warnings
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from kvfast.core.workers import Workers
 from kvfast.errors import StoreError
 from kvfast.prompts.stores.store import Entry, Store, Value
-from kvfast.prompts.threads import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ class TieredStore(Store):
     def __init__(self, near: Store, far: Store) -> None:
         self.near, self.far = near, far
         self.url = f"{near.url} in front of {far.url}"
-        self._threads = Threads(1, "kvfast-tier")
+        self._threads = Workers(1, "kvfast-tier")
         self._lock, self._pending, self._resume_at, self._warned = Lock(), 0, 0.0, False
 
     def get_many(self, keys: Sequence[str]) -> list[Value | None]:

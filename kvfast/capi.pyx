@@ -18,7 +18,7 @@ from kvfast.attention.options cimport Options
 from kvfast.attention.tasks cimport run
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport kv_context, kv_store, values_of
-from kvfast.codec.encode cimport encode_rows, work_of
+from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of
 from kvfast.core.arrays cimport Rows, find_unstorable, kv_rows, overlap
 from kvfast.core.flags cimport kv_drop, kv_take
 from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, active
@@ -159,7 +159,7 @@ cdef class Handle:
             slots[i] = table.slot(first + i)
         # If a value cannot be stored, the rows written so far lie behind the last token, where they are never read.
         gather_unwatched(&team, 0, work_of(k))
-        if not encode_rows(store, k, v, NULL, slots, True, &team):
+        if encode_rows(store, k, v, NULL, slots, True, &team) != WRITTEN:
             return False
         table.lengths[layer] += n
         return True
@@ -208,8 +208,7 @@ cdef class Handle:
         gather_unwatched(&team, options.num_threads, <double>self.call.work)
         if not self.call.prepare(self.call.workspace, team.threads):
             return False
-        run(&self.call.call, &team)
-        return not self.call.bad
+        return run(&self.call.call, &team) and not self.call.bad
 
     cdef bint quick_advance(self, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i, length = (<BlockTable>self.tables[0]).length

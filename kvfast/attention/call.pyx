@@ -17,7 +17,7 @@ from kvfast.attention.options cimport Options
 from kvfast.attention.tasks cimport measure, run
 from kvfast.attention.tile_size cimport bytes_of, choose_tile
 from kvfast.attention.tiles cimport kv_item, kv_query, kv_traffic
-from kvfast.attention.workspace cimport DECODED, ITEMS, PARTIALS, QUERIES, ROPE, WIDE, Workspace
+from kvfast.attention.workspace cimport DECODED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, Workspace
 from kvfast.codec.blocks cimport kv_context, kv_store, values_of
 from kvfast.codec.dtypes cimport codes_name, dtype_limit, dtype_name, parse_dtype
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, open_output, open_rows
@@ -364,7 +364,8 @@ cdef class AttendCall:
         if self.call.store.decode != NULL:
             self.call.decoded_size = self.call.tile * max(self.call.store.k.padded_dim, self.call.store.v.padded_dim)
             self.call.decoded = <uint16_t *>self.workspace.reserve(DECODED, threads * self.call.decoded_size * sizeof(uint16_t))
-        return ((parts == 0 or self.call.partials != NULL) and (not self.wide or self.call.wide != NULL)
+        self.call.scratch = <void **>self.workspace.reserve(SCRATCH, threads * sizeof(void *))
+        return (self.call.scratch != NULL and (parts == 0 or self.call.partials != NULL) and (not self.wide or self.call.wide != NULL)
                 and (self.call.rope_q.data == NULL or self.call.rope != NULL)
                 and (self.call.store.decode == NULL or self.call.decoded != NULL))
 
@@ -391,9 +392,12 @@ cdef class AttendCall:
             raise _no_memory()
         if LOGS:
             slow_paths.log(self._notes(team.threads))
+        cdef bint done
         with nogil:
-            run(&self.call, &team)
+            done = run(&self.call, &team)
         check_stopped(team.watch)
+        if not done:
+            raise _no_memory()
         if self.bad:
             raise NonFiniteInputError(f"q, keys and values are too large together: a score is beyond float32, or an output beyond "
                                       f"{dtype_name(self.call.out.dtype)} (+-{dtype_limit(self.call.out.dtype):g})")
@@ -407,8 +411,11 @@ cdef class AttendCall:
         cdef Py_ssize_t i, rows = 1
         cdef int threads = threads_for(self.options.num_threads, <double>self.work)
         self._count_parts()
+        cdef bint measured
         with nogil:
-            measure(&self.call, &traffic)
+            measured = measure(&self.call, &traffic)
+        if not measured:
+            raise _no_memory()
         panels = ("attend_panels",) if self.wide else ()
         items = []
         for i in range(self.call.num_items):

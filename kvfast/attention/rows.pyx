@@ -6,7 +6,7 @@ from libc.string cimport memset
 from kvfast.attention.tiles cimport kv_task, num_panels
 from kvfast.codec.blocks cimport KV_TO_QUERIES, change_key_basis, kv_store, values_of
 from kvfast.core.arrays cimport kv_rows
-from kvfast.core.kernels cimport KV_FLOAT_ROWS, kv_kernels, kv_panel, kv_side, kv_softmax
+from kvfast.core.kernels cimport KV_FLOAT32, KV_FLOAT_ROWS, kv_kernels, kv_panel, kv_side, kv_softmax
 from kvfast.core.limits cimport KV_LANES, KV_ROWS
 
 
@@ -66,6 +66,9 @@ cdef void begin_rows(kv_task *task, unsigned refined) noexcept nogil:
     state.refined = refined
     if task.wide == NULL:
         memset(task.scratch.acc, 0, task.rows * padded * sizeof(float))
+        state.rest = task.rest if values_of(task.call.store).dtype == KV_FLOAT32 else NULL
+        if state.rest != NULL:
+            memset(task.rest, 0, task.rows * padded * sizeof(float))
         for r in range(task.rows):
             state.m[r], state.l[r], state.rescale[r], state.noise[r] = -INFINITY, 0.0, 1.0, 0.0
     for i in range(num_panels(task)):

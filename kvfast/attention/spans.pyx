@@ -3,7 +3,6 @@
 blocks."""
 from kvfast.attention.tiles cimport attend_range, kv_call, kv_range, kv_task, step_of
 from kvfast.codec.blocks cimport block_of, kv_context, kv_store, patched_from
-from kvfast.core.limits cimport KV_TASK_ROWS
 
 
 cdef Py_ssize_t floats_from(const kv_store *store, const kv_context *context, Py_ssize_t position) noexcept nogil:
@@ -44,9 +43,9 @@ cdef void attend_span(kv_task *task, Py_ssize_t begin, Py_ssize_t end, const Py_
     cdef Py_ssize_t codes_end, position
     cdef Py_ssize_t some_floats = end, all_codes = 0, first = store.float_tokens
     cdef bint sees_first = False
-    cdef Py_ssize_t from_floats[KV_TASK_ROWS]
-    cdef Py_ssize_t lower[KV_TASK_ROWS]
-    cdef Py_ssize_t upper[KV_TASK_ROWS]
+    cdef Py_ssize_t *from_floats = task.from_floats
+    cdef Py_ssize_t *lower = task.lower
+    cdef Py_ssize_t *upper = task.upper
     cdef const kv_range *after
     cdef int i, r, step = step_of(task)
     ranges[0] = kv_range(store, call.tile, begin, end)

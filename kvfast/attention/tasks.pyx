@@ -11,15 +11,16 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.rows cimport begin_rows, load, rows_to_refine
 from kvfast.attention.spans cimport attend_span
-from kvfast.attention.tiles cimport (copy_rows, kv_call, kv_item, kv_query, kv_range, kv_task, kv_traffic, num_panels, step_of,
-                                     touch, touch_first_floats, touch_sinks)
+from kvfast.attention.tiles cimport (copy_rows, kv_call, kv_item, kv_query, kv_range, kv_seen, kv_task, kv_traffic, num_panels,
+                                     step_of, touch, touch_first_floats, touch_sinks)
 from kvfast.codec.blocks cimport values_of
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, kv_panel, kv_side, kv_softmax, kv_wide_scratch
-from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
+from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS
+from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, STATIC, kv_team, run_each
-from kvfast.core.wipe cimport kv_wipe, kv_wipe_stack
+from kvfast.core.wipe cimport kv_wipe, kv_wipe_pages, kv_wipe_stack
 
 cdef enum:
     # One thread merges fewer partial results than this before a second team of threads could start.
@@ -43,18 +44,11 @@ cdef inline Py_ssize_t _query_of(const kv_call *call, const kv_item *item, Py_ss
     return item.members[query] if item.members != NULL else item.first_query + query
 
 
-# What the rows of a task see of an item.
-ctypedef struct kv_seen:
-    Py_ssize_t starts[KV_TASK_ROWS]
-    Py_ssize_t stops[KV_TASK_ROWS]
-    Py_ssize_t sink_stops[KV_TASK_ROWS]
-    Py_ssize_t begin, end, sinks_end
-
-
-cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0, Py_ssize_t split, kv_seen *seen) noexcept nogil:
+cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0, Py_ssize_t split) noexcept nogil:
     """Set the queries of a task's rows, from `row0` of the item on, and what they see of a split."""
     cdef const kv_call *call = task.call
     cdef const kv_query *query
+    cdef kv_seen *seen = &task.seen
     cdef Py_ssize_t token, split_begin = item.begin + split * item.split_tokens
     cdef int r, step = step_of(task)
     task.item = item
@@ -64,7 +58,7 @@ cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0,
         query = call.queries + token
         task.tokens[r] = token
         task.q_heads[r] = task.head * call.group + (row0 + r) % call.group
-        task.query_at[r] = <float>query.position
+        task.query_at[r] = query.position
         if call.slopes != NULL:
             task.slopes[r] = call.slopes[task.q_heads[r]]
         seen.starts[r], seen.stops[r], seen.sink_stops[r] = query.start, query.stop, query.sink_stop
@@ -85,16 +79,16 @@ cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0,
         touch_first_floats(task)
 
 
-cdef inline void _read_item(kv_task *task, const kv_seen *seen) noexcept nogil:
+cdef inline void _read_item(kv_task *task) noexcept nogil:
     """Read what `_open_item` found."""
     cdef const kv_call *call = task.call
-    cdef Py_ssize_t zeros[KV_TASK_ROWS]
+    cdef const kv_seen *seen = &task.seen
     cdef kv_range rest
     if seen.sinks_end > 0:
-        memset(zeros, 0, task.rows * sizeof(Py_ssize_t))
+        memset(task.zeros, 0, task.rows * sizeof(Py_ssize_t))
         load(task, &call.q if call.sink_q.data == NULL else &call.sink_q)
         rest = kv_range(call.store, call.tile, seen.begin, seen.end)
-        attend_span(task, 0, seen.sinks_end, zeros, seen.sink_stops, &rest)
+        attend_span(task, 0, seen.sinks_end, task.zeros, seen.sink_stops, &rest)
     if seen.sinks_end == 0 or call.sink_q.data != NULL:
         load(task, &call.q)
     if seen.begin < seen.end:
@@ -103,10 +97,9 @@ cdef inline void _read_item(kv_task *task, const kv_seen *seen) noexcept nogil:
 
 cdef void _read_items(kv_task *task, const kv_item *item, const kv_item *last, Py_ssize_t row0, Py_ssize_t split) noexcept nogil:
     """Read the items of a task, for its rows from `row0` on."""
-    cdef kv_seen seen
     while True:
-        _open_item(task, item, row0, split, &seen)
-        _read_item(task, &seen)
+        _open_item(task, item, row0, split)
+        _read_item(task)
         if item == last:
             break
         item += 1
@@ -141,7 +134,7 @@ cdef void _refine(kv_task *task, const kv_item *item, const kv_item *last, Py_ss
 cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     """One (item, KV head, split, row block), and the items that continue it."""
     cdef const kv_call *call = <const kv_call *>shared
-    cdef kv_task task
+    cdef kv_task *task = <kv_task *>call.scratch[thread]
     cdef kv_softmax *state = &task.scratch.softmax
     cdef kv_panel *panel
     cdef const kv_item *item = _item_of(call, index)
@@ -166,22 +159,29 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
     task.wide = call.wide + thread if item.block_rows > KV_ROWS and call.wide != NULL else NULL
     task.rope = call.rope + thread if call.rope != NULL else NULL
     task.decoded = call.decoded + thread * call.decoded_size if call.decoded != NULL else NULL
+    task.scratch.queries.room = task.scratch.softmax.room = &task.room
+    if task.wide != NULL:
+        task.wide.operands.room = &task.room
+    if task.rope != NULL:
+        task.rope.queries.room = &task.room
     task.options.softcap = call.softcap
     task.options.slopes = task.slopes if call.slopes != NULL else NULL
     task.options.query_at = task.query_at
     task.options.bias = NULL
     if call.traffic == NULL:
-        begin_rows(&task, 0)
-    _read_items(&task, item, last, row0, split)
+        begin_rows(task, 0)
+    _read_items(task, item, last, row0, split)
     if call.traffic != NULL:
         return 0
-    _refine(&task, item, last, row0, split)
+    _refine(task, item, last, row0, split)
 
     for r in range(task.rows):
         query = call.queries + _query_of(call, last, row0 + r)
         q_head = task.head * call.group + (row0 + r) % call.group
         if task.wide == NULL:
             acc, m, l = task.scratch.acc + r * padded, state.m[r], state.l[r]
+            if state.rest != NULL:
+                call.kernels.scale_add(acc, 1.0, task.rest + r * padded, 1.0, padded)
         else:
             panel = task.wide.panels + r // KV_ROWS
             acc, m, l = task.wide.rows, panel.m[r % KV_ROWS], panel.l[r % KV_ROWS]
@@ -194,8 +194,8 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
             partial[0] = m
             partial[1] = l
             call.kernels.from_float[KV_FLOAT32](acc, padded, partial + 2)
-    if call.store.secure:  # else keys and values stay on the thread's stack
-        kv_wipe(&task.scratch, sizeof(task.scratch))
+    if call.store.secure:
+        kv_wipe_pages(<char *>task, sizeof(kv_task))
         kv_wipe_stack()
     return 0
 
@@ -255,26 +255,35 @@ cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noe
     return 0
 
 
-cdef void run(kv_call *call, kv_team *team) noexcept nogil:
+cdef bint run(kv_call *call, kv_team *team) noexcept nogil:
     cdef Py_ssize_t i, parts = 0
     cdef kv_team merging
+    if not take_scratch(call.scratch, team.threads):
+        return False
     call.watch = team.watch
     for i in range(call.q.tokens):
         if call.queries[i].parts > 1:
             parts += call.queries[i].parts * call.q.heads
     run_each(team, _attend_task, call, call.num_tasks, DYNAMIC)
+    give_scratch(call.scratch, team.threads)
     if parts:
         merging = team[0]
         if parts < SERIAL_MERGE or call.q.tokens == 1:
             merging.threads = 1
         run_each(&merging, _merge, call, call.q.tokens, STATIC)
+    return True
 
 
-cdef void measure(kv_call *call, kv_traffic *traffic) noexcept nogil:
+cdef bint measure(kv_call *call, kv_traffic *traffic) noexcept nogil:
     """Count what `run` would read, task by task. Reads no queries and writes no output."""
     cdef Py_ssize_t i
+    cdef void *scratch
+    if not take_scratch(&scratch, 1):
+        return False
     memset(traffic, 0, sizeof(kv_traffic))
-    call.traffic = traffic
+    call.traffic, call.scratch = traffic, &scratch
     for i in range(call.num_tasks):
         _attend_task(call, i, 0, NULL)
-    call.traffic = NULL
+    call.traffic, call.scratch = NULL, NULL
+    give_scratch(&scratch, 1)
+    return True

@@ -1,12 +1,12 @@
 """The structs of a call of attention, and how one of its tasks reads keys and values."""
-from libc.stdint cimport int32_t, uint16_t
+from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport kv_watch
-from kvfast.core.kernels cimport (kv_kernels, kv_panel, kv_rope_scratch, kv_score_options, kv_scratch, kv_softmax, kv_transform,
-                                  kv_wide_scratch)
-from kvfast.core.limits cimport KV_ROWS, KV_TASK_ROWS
+from kvfast.core.kernels cimport (kv_kernels, kv_panel, kv_room, kv_rope_scratch, kv_score_options, kv_scratch, kv_softmax,
+                                  kv_transform, kv_wide_scratch)
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_ROWS, KV_TASK_ROWS
 
 
 # One query token. It sees the positions below sink_stop and those from start to stop. In a spliced sequence a token has one
@@ -69,6 +69,7 @@ ctypedef struct kv_call:
     Py_ssize_t num_queries
     Py_ssize_t num_tasks
     float *partials            # (tokens, num_q_heads, parts, padded_dim of values + 2)
+    void **scratch             # (threads,) memory for a kv_task each
     kv_wide_scratch *wide      # (threads,), or NULL where no item has more than KV_ROWS rows in a task
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     uint16_t *decoded          # (threads, decoded_size) a tile of each thread, or NULL where rows are read where they lie
@@ -86,7 +87,15 @@ ctypedef struct kv_range:
     Py_ssize_t begin, end
 
 
-# The query rows of a task: up to KV_ROWS, or KV_TASK_ROWS in the wide scratch.
+# What the rows of a task see of an item.
+ctypedef struct kv_seen:
+    Py_ssize_t starts[KV_TASK_ROWS]
+    Py_ssize_t stops[KV_TASK_ROWS]
+    Py_ssize_t sink_stops[KV_TASK_ROWS]
+    Py_ssize_t begin, end, sinks_end
+
+
+# The query rows of a task: up to KV_ROWS, or KV_TASK_ROWS in the wide scratch. It is too large for a stack.
 ctypedef struct kv_task:
     const kv_call *call
     const kv_item *item
@@ -94,11 +103,18 @@ ctypedef struct kv_task:
     int rows
     kv_score_options options
     kv_scratch scratch
+    kv_room room
+    float rest[KV_ROWS * KV_MAX_HEAD_DIM]  # of sums of float32 values, see kv_softmax
+    kv_seen seen
+    Py_ssize_t zeros[KV_TASK_ROWS]
+    Py_ssize_t from_floats[KV_TASK_ROWS]   # of a span: where each row begins to read float rows,
+    Py_ssize_t lower[KV_TASK_ROWS]         # and what it sees of a range
+    Py_ssize_t upper[KV_TASK_ROWS]
     kv_wide_scratch *wide      # or NULL
     kv_rope_scratch *rope      # or NULL
     uint16_t *decoded          # or NULL
     float slopes[KV_TASK_ROWS]
-    float query_at[KV_TASK_ROWS]      # position of each row's query
+    int64_t query_at[KV_TASK_ROWS]    # position of each row's query
     Py_ssize_t tokens[KV_TASK_ROWS]   # query of each row
     Py_ssize_t q_heads[KV_TASK_ROWS]
 

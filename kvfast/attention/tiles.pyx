@@ -147,7 +147,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
                 all_seen = count
         if seen:
             task.call.kernels.attend_panels[task.call.wide_kind](
-                &store.k, &store.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], <float>t,
+                &store.k, &store.v, &keys[now], &values[now], &keys[1 - now], &values[1 - now], t,
                 &task.wide.operands, panels, panels_used)
         now = 1 - now
         t = next_t
@@ -214,7 +214,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         elif store.latent:
             _aim(&ahead.next, k, next_keys, tile, next_count)
             ahead.after, ahead.lead = ahead.next, 0
-            _attend_latent(task, store, &keys[now], &values[now], first, last, <float>t, &ahead)
+            _attend_latent(task, store, &keys[now], &values[now], first, last, t, &ahead)
         else:
             if own_side:
                 _aim(&ahead.next, &next_store.k, next_keys, next_tile, next_count)
@@ -224,7 +224,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
                 _aim(&ahead.after, &next_store.k, next_keys, next_tile, next_count)
                 ahead.lead = lead - k_bytes
             kernels.scores[k.dtype](k, &scratch.queries, task.rows, &keys[now], &ahead, state.weights)
-            kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
+            kernels.softmax(state, task.rows, count, first, last, t, &task.options)
             if own_side:
                 _aim(&ahead.next, &next_store.v, next_values, next_tile, next_count)
                 ahead.after = ahead.next
@@ -240,7 +240,7 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
 
 
 cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *latents, const kv_tile *rope, const int *first,
-                         const int *last, float position, const kv_ahead *ahead) noexcept nogil:
+                         const int *last, Py_ssize_t position, const kv_ahead *ahead) noexcept nogil:
     """Read one tile of latent rows: first as keys, then as values, when they are in the processor's cache."""
     cdef const kv_kernels *kernels = task.call.kernels
     cdef const kv_side *k = &store.k
@@ -269,7 +269,7 @@ cdef void _attend_decoded(kv_task *task, const kv_store *store, Py_ssize_t t, in
     ahead.lead = 0
     _decode(task, &store.k, store.k_codes, t, count, &ahead)
     kernels.scores[store.k.dtype](&store.k, &scratch.queries, task.rows, &tile, &ahead, state.weights)
-    kernels.softmax(state, task.rows, count, first, last, <float>t, &task.options)
+    kernels.softmax(state, task.rows, count, first, last, t, &task.options)
     _decode(task, &store.v, store.v_codes, t, count, &ahead)
     kernels.accumulate[store.v.dtype](&store.v, state, task.rows, &tile, &ahead, scratch.acc)
 

@@ -8,6 +8,7 @@ cdef enum:
     WIDE
     ROPE
     DECODED
+    SCRATCH                    # pointers to the threads' scratch, while a call runs
     MEMBERS                    # of a batch
     NUM_WORKSPACES
 

@@ -15,6 +15,12 @@ ctypedef struct kv_rotary:
     const int64_t *positions
 
 
+cdef enum kv_written:
+    WRITTEN
+    UNSTORABLE                 # a value cannot be stored
+    OUT_OF_MEMORY
+
+
 cdef bint is_identity(const kv_rotary *rotary) noexcept nogil
 cdef void load_rows(const kv_kernels *kernels, const kv_rows *rows, Py_ssize_t token, Py_ssize_t head,
                     Py_ssize_t num_heads, const kv_rotary *rotary, float *out, Py_ssize_t stride) noexcept nogil
@@ -22,7 +28,7 @@ cdef tuple storable(const kv_store *store, Rows k, Rows v)
 cdef int check_storable(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1
 cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1
 cdef double work_of(const kv_rows *k) noexcept nogil
-cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
-                      const int64_t *slots, bint in_order, kv_team *team) noexcept nogil
+cdef kv_written encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
+                            const int64_t *slots, bint in_order, kv_team *team) noexcept nogil
 cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots,
                     bint in_order, bint may_stop) except -1

@@ -8,7 +8,8 @@ from kvfast.codec.dtypes cimport dtype_limit, dtype_name
 from kvfast.core.arrays cimport Rows, check_finite, kv_rows, zero_unstorable
 from kvfast.core.interrupt cimport check_stopped, is_stopped, kv_watch
 from kvfast.core.kernels cimport KV_FLOAT32, active, kv_kernels, kv_side, kv_transform
-from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_ROTATED, KV_PIECE
+from kvfast.core.limits cimport KV_MAX_ROTATED, KV_PIECE
+from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, gather, kv_team, run_each
 from kvfast.core.wipe cimport kv_wipe
 
@@ -16,6 +17,7 @@ from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 
 cdef enum:
     RUN = 16             # tokens encoded at once: whole lines of the integer layouts
+    NO_MEMORY = 1
     TOKENS_PER_TASK = 64
 
 
@@ -109,8 +111,8 @@ cdef float _limit(const kv_store *store, bint values) noexcept nogil:
 
 
 cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last, Py_ssize_t first_head,
-                        Py_ssize_t last_head) noexcept nogil:
-    cdef float buffer[RUN * KV_MAX_HEAD_DIM]
+                        Py_ssize_t last_head, float *buffer) noexcept nogil:
+    """`buffer` has room for RUN rows."""
     cdef kv_rotary nothing
     cdef Py_ssize_t token = first, head
     cdef int64_t slot
@@ -131,17 +133,21 @@ cdef void _write_tokens(const kv_write *call, Py_ssize_t first, Py_ssize_t last,
             _encode_run(call, &call.v, &nothing, True, token, count, head, buffer)
         token += count
     if call.store.secure:
-        kv_wipe(buffer, sizeof(buffer))
+        kv_wipe(buffer, RUN * max(call.k.dim, call.v.dim) * sizeof(float))
 
 
 cdef int _write_task(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
     """Write a range of tokens that shares no block with another range; or, if slots are not in order, one head."""
     cdef const kv_write *call = <const kv_write *>shared
     cdef Py_ssize_t border = call.first_range + index * call.range_tokens
+    cdef void *buffer
+    if not take_scratch(&buffer, 1):
+        return NO_MEMORY
     if call.in_order:
-        _write_tokens(call, max(<Py_ssize_t>0, border - call.range_tokens), min(border, call.k.tokens), 0, call.k.heads)
+        _write_tokens(call, max(<Py_ssize_t>0, border - call.range_tokens), min(border, call.k.tokens), 0, call.k.heads, <float *>buffer)
     else:
-        _write_tokens(call, 0, call.k.tokens, index, index + 1)
+        _write_tokens(call, 0, call.k.tokens, index, index + 1, <float *>buffer)
+    give_scratch(&buffer, 1)
     return 0
 
 
@@ -158,18 +164,20 @@ cdef int check_rows(const kv_store *store, Rows k, Rows v) except -1:
 cdef int check_storable(const kv_store *store, Rows k, Rows v, const kv_rotary *rotary, const int64_t *slots) except -1:
     """Refuse rows that `write_rows` would refuse, before anything is written. Without slots, all tokens are checked."""
     cdef kv_team team
-    cdef bint good
+    cdef kv_written done
     gather(&team, None, work_of(&k.rows))
     with nogil:
-        good = _run(store, &k.rows, &v.rows, rotary, slots, True, True, &team)
+        done = _run(store, &k.rows, &v.rows, rotary, slots, True, True, &team)
     check_stopped(team.watch)
-    if not good:
-        _refuse(store, k, v, slots)
+    if done != WRITTEN:
+        _refuse(done, store, k, v, slots)
     return 0
 
 
-cdef int _refuse(const kv_store *store, Rows k, Rows v, const int64_t *slots) except -1:
-    """Raise for the first value that cannot be stored."""
+cdef int _refuse(kv_written done, const kv_store *store, Rows k, Rows v, const int64_t *slots) except -1:
+    """Raise for lack of memory, or for the first value that cannot be stored."""
+    if done == OUT_OF_MEMORY:
+        raise MemoryError("cannot allocate the working memory of appending tokens")
     names = ("the latent part", "the rotary part") if store.latent else ("k", "v")
     check_finite(k, names[0], _limit(store, False), dtype_name(store.k.dtype if store.floats == NULL else store.floats.k.dtype), slots)
     check_finite(v, names[1], _limit(store, True), dtype_name(store.v.dtype if store.floats == NULL else store.floats.v.dtype), slots)
@@ -198,15 +206,15 @@ cdef int write_rows(const kv_store *store, Rows k, Rows v, const kv_rotary *rota
     written already: no reader must see them, or the arrays must have been checked before.
     """
     cdef kv_team team
-    cdef bint done
+    cdef kv_written done
     gather(&team, None, work_of(&k.rows))
     if not may_stop:
         team.watch = NULL
     with nogil:
         done = encode_rows(store, &k.rows, &v.rows, rotary, slots, in_order, &team)
     check_stopped(team.watch)
-    if not done:
-        _refuse(store, k, v, slots)
+    if done != WRITTEN:
+        _refuse(done, store, k, v, slots)
     return 0
 
 
@@ -215,14 +223,14 @@ cdef double work_of(const kv_rows *k) noexcept nogil:
     return <double>k.tokens * k.heads * k.dim * 8
 
 
-cdef bint encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
-                      const int64_t *slots, bint in_order, kv_team *team) noexcept nogil:
-    """`write_rows` without the GIL; False for a value that cannot be stored."""
+cdef kv_written encode_rows(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary,
+                            const int64_t *slots, bint in_order, kv_team *team) noexcept nogil:
+    """`write_rows` without the GIL."""
     return _run(store, k, v, rotary, slots, in_order, False, team)
 
 
-cdef bint _run(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
-               bint in_order, bint checks, kv_team *team) noexcept nogil:
+cdef kv_written _run(const kv_store *store, const kv_rows *k, const kv_rows *v, const kv_rotary *rotary, const int64_t *slots,
+                     bint in_order, bint checks, kv_team *team) noexcept nogil:
     """`encode_rows`, or only its checks."""
     cdef kv_write call
     cdef int bad = 0
@@ -241,5 +249,6 @@ cdef bint _run(const kv_store *store, const kv_rows *k, const kv_rows *v, const 
         tasks = (n - call.first_range + 2 * call.range_tokens - 1) // call.range_tokens if n > call.first_range else 1
     else:
         tasks = k.heads
-    run_each(team, _write_task, &call, tasks, DYNAMIC)
-    return not bad
+    if run_each(team, _write_task, &call, tasks, DYNAMIC) & NO_MEMORY:
+        return OUT_OF_MEMORY
+    return UNSTORABLE if bad else WRITTEN

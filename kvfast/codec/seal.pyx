@@ -5,9 +5,10 @@ from libc.stdlib cimport abs, free, malloc
 
 from kvfast.codec.blocks cimport float_dtype_of, float_row_at, k_block_at, kv_store, v_block_at
 from kvfast.core.interrupt cimport kv_watch
-from kvfast.core.kernels cimport active, kv_kernels
+from kvfast.core.kernels cimport active, kv_kernels, kv_room
+from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
-from kvfast.core.wipe cimport kv_wipe
+from kvfast.core.wipe cimport kv_wipe, kv_wipe_pages
 
 cdef extern from *:
     """
@@ -27,6 +28,7 @@ ctypedef struct kv_seal:
     uint8_t *unfit
     float *rows                # (threads, elements) rows of one head of a block
     Py_ssize_t elements        # floats of a thread's rows
+    void **rooms               # (threads,) of kernels
 
 
 cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_t *blocks, Py_ssize_t num_blocks,
@@ -41,18 +43,25 @@ cdef int seal_blocks(const kv_store *stores, Py_ssize_t num_layers, const int32_
     cdef Py_ssize_t tasks = num_blocks * num_layers * stores.num_kv_heads, nbytes
     cdef kv_team team
     cdef kv_seal call
+    cdef int i
     gather(&team, None, <double>tasks * elements * 8)
     call.kernels, call.stores, call.num_layers, call.blocks, call.at_start = active(), stores, num_layers, blocks, at_start
     call.kept_codes, call.unfit, call.elements, call.written = kept_codes, unfit, elements, written
     nbytes = team.threads * elements * sizeof(float)
-    call.rows = <float *>malloc(nbytes)
-    if call.rows == NULL:
+    call.rows, call.rooms = <float *>malloc(nbytes), <void **>malloc(team.threads * sizeof(void *))
+    if call.rows == NULL or call.rooms == NULL or not take_scratch(call.rooms, team.threads):
+        free(call.rows)
+        free(call.rooms)
         raise MemoryError(f"cannot allocate {nbytes:,} bytes to encode blocks")
     try:
         for_each(&team, _seal, &call, tasks, DYNAMIC)
     finally:
         if stores.secure:
             kv_wipe(call.rows, nbytes)
+            for i in range(team.threads):
+                kv_wipe_pages(<char *>call.rooms[i], sizeof(kv_room))
+        give_scratch(call.rooms, team.threads)
+        free(call.rooms)
         free(call.rows)
     return 0
 
@@ -71,7 +80,8 @@ cdef int _seal(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noex
     if not store.seals:
         return 0
     _load(call.kernels, store, block, head, at_start, last, False, rows)
-    if not call.kernels.seal_k(&store.k, k_block_at(store, block, head), rows, store.k.head_dim, good):
+    if not call.kernels.seal_k(&store.k, k_block_at(store, block, head), rows, store.k.head_dim, good,
+                               <kv_room *>call.rooms[thread]):
         kv_set(call.unfit + i)
     _load(call.kernels, store, block, head, at_start, last, True, rows)
     call.kernels.encode_v(&store.v, v_block_at(store, block, head), good, rows + good * v_dim, v_dim, size - good)

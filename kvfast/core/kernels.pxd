@@ -2,7 +2,7 @@
 
 A call reads ``active()`` once, so that it runs on one tier to its end.
 """
-from libc.stdint cimport int8_t, int32_t, uint8_t, uint16_t, uint32_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
 
 from kvfast.core.limits cimport KV_LANES, KV_TILE
 
@@ -65,15 +65,21 @@ cdef extern from "simd/kernels.h" nogil:
         Py_ssize_t channels
         Py_ssize_t bytes
 
+    ctypedef struct kv_room:
+        pass
+
     ctypedef struct kv_queries:
         const float *most
+        kv_room *room
 
     ctypedef struct kv_softmax:
         float *m
-        float *l
+        double *l
         float *rescale
+        float *rest
         double *noise
         unsigned refined
+        kv_room *room
         float *weights
 
     ctypedef struct kv_scratch:
@@ -90,7 +96,7 @@ cdef extern from "simd/kernels.h" nogil:
     ctypedef struct kv_score_options:
         float softcap
         const float *slopes
-        const float *query_at
+        const int64_t *query_at
         const float *bias
 
     bint kv_bends(const kv_score_options *options) nogil
@@ -113,7 +119,7 @@ cdef extern from "simd/kernels.h" nogil:
         float *acc
 
     ctypedef struct kv_operands:
-        pass
+        kv_room *room
 
     ctypedef struct kv_wide_scratch:
         kv_operands operands
@@ -173,7 +179,7 @@ cdef extern from "simd/kernels.h" nogil:
         void (*decode_k)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
         void (*decode_v)(const kv_side *side, const char *block, int slot, float *row) noexcept nogil
         int (*seal_k)(const kv_side *side, char *block, const float *rows, Py_ssize_t stride,
-                         int kept) noexcept nogil
+                         int kept, kv_room *room) noexcept nogil
         void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                            int to_slot, int values) noexcept nogil
         void (*rotate)(const float *rows, Py_ssize_t stride, Py_ssize_t num_rows, Py_ssize_t n, float *out,
@@ -187,7 +193,7 @@ cdef extern from "simd/kernels.h" nogil:
         void (*scores[KV_NUM_DTYPES])(const kv_side *side, const kv_queries *queries, int num_rows, const kv_tile *tile,
                           const kv_ahead *ahead, float *scores) noexcept nogil
         void (*softmax)(kv_softmax *state, int num_rows, int count, const int *start, const int *stop,
-                        float position, const kv_score_options *options) noexcept nogil
+                        int64_t position, const kv_score_options *options) noexcept nogil
         void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, float *acc) noexcept nogil
         void (*open_matrix)(int rows) noexcept nogil
@@ -199,7 +205,7 @@ cdef extern from "simd/kernels.h" nogil:
         void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                                  float scale, int exact, kv_panel *panel) noexcept nogil
         void (*attend_panels[KV_NUM_WIDE_KINDS])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
-                                 const kv_tile *next_keys, const kv_tile *next_values, float position,
+                                 const kv_tile *next_keys, const kv_tile *next_values, int64_t position,
                                  kv_operands *operands, kv_panel *panels, int num_panels) noexcept nogil
         void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                           Py_ssize_t n) noexcept nogil

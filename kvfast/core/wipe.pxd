@@ -15,11 +15,10 @@ cdef extern from *:
             if (data[at] || memcmp(data + at, data + at + 1, count - 1)) kv_wipe(data + at, count);
         }
     }
-    /* What functions that have returned left on the stack: copies that compilers make, too. Kernels need less than this: words of a
-       prompt 75 KB, and with a tile of packed codes that is expanded 205 KB. */
+    /* What functions that have returned left on the stack: copies that compilers make, too. Kernels need less than this. */
     __attribute__((noinline, unused)) static void kv_wipe_stack(void)
     {
-        char below[240 << 10];
+        char below[32 << 10];
         kv_wipe(below, sizeof below);
     }
     """

@@ -329,24 +329,24 @@ static void KV(expand_tile)(const kv_side *side, const kv_tile *tile, const kv_a
 
 /* The same as refine_values_int8. */
 static __attribute__((noinline)) void KV(refine_packed_values)(const kv_side *side, const kv_tile *tile, const float *weights,
-                                                               int rows, unsigned refined, float *acc)
+                                                               int rows, unsigned refined, float *acc, kv_room *room)
 {
     const kv_ahead ahead = kv_nothing_ahead(tile);
-    KV(expanded) values;
-    KV(expand_tile)(side, tile, &ahead, 1, &values);
-    KV(refine_values_int8)(&values.side, &values.tile, weights, rows, refined, acc);
+    KV(expanded) *const values = KV_IN(room->tiles[0], KV(expanded));
+    KV(expand_tile)(side, tile, &ahead, 1, values);
+    KV(refine_values_int8)(&values->side, &values->tile, weights, rows, refined, acc, room);
 }
 
 /* The same as refine_int8. A tile that has no channel scales is refined as a whole. */
 static __attribute__((noinline)) void KV(refine_packed_keys)(
     const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most, float error, int num_rows,
-    const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores)
+    const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, kv_room *room)
 {
     const kv_ahead ahead = kv_nothing_ahead(tile);
-    KV(expanded) keys;
+    KV(expanded) *const keys = KV_IN(room->tiles[0], KV(expanded));
     (void)block, (void)slot;
-    KV(expand_tile)(side, tile, &ahead, 0, &keys);
-    KV(refine_int8)(&keys.side, rows, inverse, unit, most, error, num_rows, &keys.tile, keys.tile.at, lane, lane, stop, scores);
+    KV(expand_tile)(side, tile, &ahead, 0, keys);
+    KV(refine_int8)(&keys->side, rows, inverse, unit, most, error, num_rows, &keys->tile, keys->tile.at, lane, lane, stop, scores, room);
 }
 
 /* Whether codes are read without being expanded. */
@@ -358,9 +358,9 @@ static void KV(scores_packed)(const kv_side *side, const kv_queries *queries, in
     if (side->channels)
         KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT3, KV_CHANNELS, KV(refine_keys3));
     else if (!KV(reads_few_bits)(side->dtype)) {
-        KV(expanded) expanded;
-        KV(expand_tile)(side, tile, ahead, 0, &expanded);
-        KV(scores_int8)(&expanded.side, queries, num_rows, &expanded.tile, &expanded.ahead, scores);
+        KV(expanded) *const keys = KV_IN(queries->room->tiles[0], KV(expanded));
+        KV(expand_tile)(side, tile, ahead, 0, keys);
+        KV(scores_int8)(&keys->side, queries, num_rows, &keys->tile, &keys->ahead, scores);
     } else if (side->dtype == KV_INT2)
         KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT2, 0, KV(refine_packed_keys));
     else KV(scores_integer)(side, queries, num_rows, tile, ahead, scores, KV_INT3, 0, KV(refine_packed_keys));
@@ -370,9 +370,9 @@ static void KV(accumulate_packed)(const kv_side *side, kv_softmax *state, int nu
                                   const kv_ahead *ahead, float *acc)
 {
     if (!KV(reads_few_bits)(side->dtype)) {
-        KV(expanded) expanded;
-        KV(expand_tile)(side, tile, ahead, 1, &expanded);
-        KV(accumulate_int8)(&expanded.side, state, num_rows, &expanded.tile, &expanded.ahead, acc);
+        KV(expanded) *const values = KV_IN(state->room->tiles[0], KV(expanded));
+        KV(expand_tile)(side, tile, ahead, 1, values);
+        KV(accumulate_int8)(&values->side, state, num_rows, &values->tile, &values->ahead, acc);
         return;
     }
     const int gather = tile->first + tile->count > side->block_size;

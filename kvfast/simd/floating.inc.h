@@ -61,16 +61,29 @@ static inline __attribute__((always_inline)) void KV(score_panel)(
     }
 }
 
+/* Adds the sum of some tokens to the sum before them, times `rescale`. Thousands of equal tokens are rounded alike, so that errors add
+   up: with `rest`, what an addition leaves out goes into the next one (Kahan 1965, with the error of Knuth's 2Sum). */
+static inline void KV(add_values)(float *acc, float *rest, vf sum, vf rescale)
+{
+    const vf before = vf_mul(vf_load(acc), rescale);
+    if (!rest) {
+        vf_store(acc, vf_add(before, sum));
+        return;
+    }
+    const vf more = vf_fma(vf_load(rest), rescale, sum), now = vf_add(before, more), added = vf_sub(now, before);
+    vf_store(rest, vf_add(vf_sub(before, vf_sub(now, added)), vf_sub(more, added)));
+    vf_store(acc, now);
+}
+
 /* rows x (vectors x W) output dimensions over count tokens. */
 static inline __attribute__((always_inline)) void KV(value_panel)(
     const char *values, ptrdiff_t row_stride, int count, const float *weights, const int rows, const int vectors,
-    const char *ahead, const float *rescale, float *acc, int padded_dim, const int dtype)
+    const char *ahead, const float *rescale, float *acc, float *rest, int padded_dim, const int dtype)
 {
     const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_prefetch_level;
     vf sum[KV_PANEL][FLOAT_VECTORS];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++)
-            sum[r][v] = vf_mul(vf_load(acc + r * padded_dim + v * W), vf_set1(rescale[r]));
+        for (int v = 0; v < vectors; v++) sum[r][v] = vf_set1(0.0f);
     for (int t = 0; t < count; t++) {
         const int lines = (vectors * W * itemsize + 63) / 64;
         vf value[FLOAT_VECTORS];
@@ -83,7 +96,10 @@ static inline __attribute__((always_inline)) void KV(value_panel)(
         values += row_stride;
     }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) vf_store(acc + r * padded_dim + v * W, sum[r][v]);
+        for (int v = 0; v < vectors; v++) {
+            const ptrdiff_t at = r * padded_dim + v * W;
+            KV(add_values)(acc + at, rest ? rest + at : NULL, sum[r][v], vf_set1(rescale[r]));
+        }
 }
 
 /* Every number of rows is a panel of its own, so that its accumulators stay in registers. */
@@ -135,7 +151,7 @@ static inline __attribute__((always_inline)) void KV(scores_floating)(
 /* Adds `count` rows of one block, from token `start` of the tile on. */
 static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     const kv_side *side, const float *weights, int num_rows, const char *values, int count, int start,
-    const kv_ahead *ahead, const float *rescale, float *acc, const int dtype)
+    const kv_ahead *ahead, const float *rescale, float *acc, float *rest, const int dtype)
 {
     const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
     for (int row = 0; row < num_rows; row += KV_PANEL) {
@@ -143,7 +159,8 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
         int i = 0;
 #define KV_PANEL_VALUES(R, V)                                                                      \
     KV(value_panel)(values + i * itemsize, side->row_stride, count, weights + row * KV_TILE, R, V, \
-                    fetch, rescale + row, acc + row * side->padded_dim + i, side->padded_dim, dtype);
+                    fetch, rescale + row, acc + row * side->padded_dim + i,                        \
+                    dtype == KV_FLOAT32 && rest ? rest + row * side->padded_dim + i : NULL, side->padded_dim, dtype);
         for (; i + FLOAT_VECTORS * W <= side->padded_dim; i += FLOAT_VECTORS * W) {
             const char *fetch = kv_prefetch_from(ahead, start * KV(row_bytes)(side, dtype) + (ptrdiff_t)count * i * itemsize);
             KV_EACH_ROWS(rows, KV_PANEL_VALUES, FLOAT_VECTORS)
@@ -185,10 +202,10 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     }                                                                                                      \
     static __attribute__((noinline)) void KV(accumulate_rows_##name)(                                      \
         const kv_side *side, const float *weights, int num_rows, const char *values, int count,            \
-        int start, const kv_ahead *ahead, const float *rescale, float *acc)                                \
+        int start, const kv_ahead *ahead, const float *rescale, float *acc, float *rest)                   \
     {                                                                                                      \
-        KV_READ_RUNS(side, dtype, accumulate_runs, weights, num_rows, values, count, start, ahead, rescale, acc) \
-        KV(accumulate_floating)(side, weights, num_rows, values, count, start, ahead, rescale, acc, dtype);  \
+        KV_READ_RUNS(side, dtype, accumulate_runs, weights, num_rows, values, count, start, ahead, rescale, acc, rest) \
+        KV(accumulate_floating)(side, weights, num_rows, values, count, start, ahead, rescale, acc, rest, dtype); \
     }                                                                                                      \
     static void KV(accumulate_##name)(const kv_side *side, kv_softmax *state, int num_rows,                \
                                       const kv_tile *tile, const kv_ahead *ahead, float *acc)              \
@@ -196,7 +213,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
         for (int start = 0, count; start < tile->count; start += count) {                                  \
             const char *values = KV(rows_in_block)(side, tile, start, &count);                             \
             KV(accumulate_rows_##name)(side, state->weights + start, num_rows, values, count, start, ahead, \
-                                       start ? kv_ones : state->rescale, acc);                             \
+                                       start ? kv_ones : state->rescale, acc, state->rest);                \
         }                                                                                                  \
     }
 KV_FLOATING_KERNELS(float32, KV_FLOAT32)

@@ -99,15 +99,20 @@ static inline ptrdiff_t KV(key_tile_bytes)(const kv_side *side, const int dtype)
    `inverse` and `unit`, and the largest scores so far. `error` times a unit is the largest standard error of such a row. */
 static inline __attribute__((always_inline)) void KV(refine)(
     const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most, float error, int num_rows,
-    const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, const int dtype, const int channels)
+    const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, kv_room *room, const int dtype,
+    const int channels)
 {
     const ptrdiff_t n = side->padded_dim;
     const int lines = side->padded_dim / KV_DEPTHS(dtype), units = side->padded_dim / KV_UNIT;
     const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype);
     const float ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
     const int bias = channels ? KV_KEY_ZERO(dtype) : KV_BIAS(dtype);
-    KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
-    KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
+    typedef struct {
+        KV_ALIGNED float left[KV_PANEL * KV_MAX_HEAD_DIM];
+        KV_ALIGNED int8_t parts[KV_PANEL * KV_MAX_HEAD_DIM * 2];
+    } rest;
+    float *const left = KV_IN(room->again, rest)->left;
+    int8_t *const parts = KV_IN(room->again, rest)->parts;
     float least[KV_PANEL]; /* scores */
     int32_t sums[KV_PANEL];
     kv_key_order order;
@@ -170,7 +175,7 @@ static inline __attribute__((always_inline)) void KV(refine)(
 
 typedef void KV(refiner)(const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most,
                          float error, int num_rows, const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop,
-                         float *scores);
+                         float *scores, kv_room *room);
 
 /* Largest scale of a tile's tokens, or more: it also covers the rest of the last 16 tokens. */
 static inline float KV(largest_scale)(const kv_side *side, const kv_tile *tile, const int dtype)
@@ -196,11 +201,11 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
     const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
     KV_LOAD_LEVELS
     kv_key_order orders[KV_TILE / KV_LANES]; /* of the tile's blocks */
+    KV(folded) *const folded = KV_IN(queries->room->pass, KV(folded));
     for (int row = 0; row < num_rows; row += KV_PANEL) {
-        KV(folded) folded;
-        const int8_t *x = channels ? folded.parts : queries->parts + row * (side->padded_dim * 2);
-        const float *scales = channels ? folded.scale : queries->scale + row;
-        const int32_t *sums = channels ? folded.sum : queries->sum + row;
+        const int8_t *x = channels ? folded->parts : queries->parts + row * (side->padded_dim * 2);
+        const float *scales = channels ? folded->scale : queries->scale + row;
+        const int32_t *sums = channels ? folded->sum : queries->sum + row;
         const int rows = num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL;
         const ptrdiff_t *block = tile->at;
         const ptrdiff_t *first_block = block;
@@ -213,7 +218,7 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             if (channels && row == 0 && (lane == 0 || slot == 0))
                 KV(read_key_order)((const uint16_t *)(tile->base + *block + side->channels), side->padded_dim, order);
             if (statistics && (lane == 0 || slot == 0))
-                KV(fold)(side, tile->base + *block, queries, row, rows, &folded);
+                KV(fold)(side, tile->base + *block, queries, row, rows, folded);
             if (lane == 0 || (channels && slot == 0)) {
                 counts = 0;
                 for (int r = 0; r < rows; r++) counts |= __builtin_fabsf(scales[r]) * error * 1.001f >= KV_LEAST_ERROR;
@@ -233,15 +238,15 @@ static inline __attribute__((always_inline)) void KV(scores_integer)(
             vf dot = vi_to_float(vi_sub(out[r][v], vi_set1(sums[r]))), scale = vf_set1(scales[r]);     \
             if (!channels) scale = vf_mul(scale, KV(load_scales)(token_scales, slot + v * W, dtype));  \
             vf_store(scores + (row + r) * KV_TILE + lane + v * W,                                      \
-                     statistics ? vf_fma(dot, scale, vf_set1(folded.shift[r])) : vf_mul(dot, scale));  \
+                     statistics ? vf_fma(dot, scale, vf_set1(folded->shift[r])) : vf_mul(dot, scale));  \
         }
             KV_EACH_PANEL(rows, vectors, KV_PANEL_SCORES)
             lane += vectors * W;
             slot += vectors * W;
             if (counts && (lane == lanes || (channels && slot == side->block_size)))
-                refine(side, channels ? folded.rows : queries->rows + row * side->padded_dim,
-                       channels ? folded.inverse : queries->inverse + row, scales, queries->most + row, error,
-                       rows, tile, first_block, first_slot, first, lane, scores + row * KV_TILE);
+                refine(side, channels ? folded->rows : queries->rows + row * side->padded_dim,
+                       channels ? folded->inverse : queries->inverse + row, scales, queries->most + row, error,
+                       rows, tile, first_block, first_slot, first, lane, scores + row * KV_TILE, queries->room);
             if (slot == side->block_size) slot = 0, block++;
         }
     }
@@ -291,15 +296,21 @@ static inline __attribute__((always_inline)) void KV(fold_weights)(
 
 /* Adds what the rounding of a panel's weights left out to its sums, in the rows that `refined` marks; see activations.inc.h. */
 static inline __attribute__((always_inline)) void KV(refine_values)(
-    const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined, float *acc, const int dtype)
+    const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined, float *acc, kv_room *room,
+    const int dtype)
 {
+    typedef struct {
+        KV_ALIGNED float folded[KV_PANEL * KV_TILE], left[KV_PANEL * KV_TILE];
+        KV_ALIGNED int8_t parts[KV_PANEL * KV_TILE * 2];
+    } rest;
     const KV(values) values = KV(find_values)(side, tile, dtype);
     const float ones[KV_PANEL] = {1.0f, 1.0f, 1.0f, 1.0f};
-    float folded[KV_PANEL * KV_TILE], left[KV_PANEL * KV_TILE], inverse[KV_PANEL], unit[KV_PANEL];
-    KV_ALIGNED int8_t parts[KV_PANEL * KV_TILE * 2];
+    float *const folded = KV_IN(room->again, rest)->folded, *const left = KV_IN(room->again, rest)->left;
+    int8_t *const parts = KV_IN(room->again, rest)->parts;
+    float inverse[KV_PANEL], unit[KV_PANEL];
     int32_t sums[KV_PANEL];
     KV(fold_weights)(&values, weights, rows, folded, inverse, unit, dtype);
-    memset(left, 0, sizeof left);
+    memset(left, 0, KV_PANEL * KV_TILE * sizeof(float));
     KV(leave_carried)(folded, KV_TILE, rows, values.tokens, inverse, left);
     KV(put_activations)(left, KV_TILE, KV_PANEL, values.tokens, ones, parts, sums, 0);
     for (int lane = 0; lane < side->padded_dim; lane += W) {
@@ -317,7 +328,7 @@ static inline __attribute__((always_inline)) void KV(refine_values)(
 }
 
 typedef void KV(value_refiner)(const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined,
-                               float *acc);
+                               float *acc, kv_room *room);
 
 static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile, const kv_ahead *ahead, float *acc, const int dtype,
@@ -361,7 +372,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
             lane += vectors * W;
         }
         if (state->refined >> row)
-            refine(side, tile, state->weights + row * KV_TILE, rows, state->refined >> row, acc + row * side->padded_dim);
+            refine(side, tile, state->weights + row * KV_TILE, rows, state->refined >> row, acc + row * side->padded_dim, state->room);
     }
     kv_prefetch_end(ahead);
 }
@@ -370,9 +381,10 @@ static inline __attribute__((always_inline)) void KV(accumulate_integer)(
     static __attribute__((noinline)) void KV(refine_##name)(                                                                   \
         const kv_side *side, const float *rows, const float *inverse, const float *unit, const float *most,                    \
         float error, int num_rows,                                                                                             \
-        const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores)                              \
+        const kv_tile *tile, const ptrdiff_t *block, int slot, int lane, int stop, float *scores, kv_room *room)               \
     {                                                                                                                          \
-        KV(refine)(side, rows, inverse, unit, most, error, num_rows, tile, block, slot, lane, stop, scores, dtype, channels);  \
+        KV(refine)(side, rows, inverse, unit, most, error, num_rows, tile, block, slot, lane, stop, scores, room, dtype,       \
+                   channels);                                                                                                  \
     }
 KV_REFINER(keys4, KV_INT4, 1)
 KV_REFINER(keys3, KV_INT3, 1)
@@ -385,9 +397,10 @@ KV_REFINER(keys3, KV_INT3, 1)
     }                                                                                                 \
     KV_REFINER(name, dtype, 0)                                                                        \
     static __attribute__((noinline)) void KV(refine_values_##name)(                                   \
-        const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined, float *acc) \
+        const kv_side *side, const kv_tile *tile, const float *weights, int rows, unsigned refined, float *acc, \
+        kv_room *room)                                                                                \
     {                                                                                                 \
-        KV(refine_values)(side, tile, weights, rows, refined, acc, dtype);                            \
+        KV(refine_values)(side, tile, weights, rows, refined, acc, room, dtype);                      \
     }                                                                                                 \
     static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,       \
                                   const kv_tile *tile, const kv_ahead *ahead, float *scores)          \

@@ -70,6 +70,17 @@ typedef struct {
     ptrdiff_t bytes;       /* of one block of this side */
 } kv_side;
 
+/* Working memory of a task's kernels that is too large for a stack: musl gives a thread 128 KB, and all of a call has to do with 24.
+   Each part belongs to one kernel at a time. */
+typedef struct {
+    KV_ALIGNED char tiles[2][KV_TILE * (KV_MAX_HEAD_DIM + sizeof(float)) + 1024]; /* expanded to INT8; and transposed */
+    KV_ALIGNED char pass[80 << 10];  /* of a kernel that reads a tile, or encodes a block */
+    KV_ALIGNED char again[20 << 10]; /* of one that it calls, to read again what rounding left out */
+} kv_room;
+
+/* A part of the room as a type, which fits. */
+#define KV_IN(part, type) ((type *)(void *)((part) + 0 * sizeof(char[sizeof(type) <= sizeof(part) ? 1 : -1])))
+
 /* Query rows made ready for the K side's dtype: floats times the softmax scale, or 16-bit integers
    cut into the parts the instruction set multiplies (see activations.inc.h). */
 typedef struct {
@@ -83,20 +94,23 @@ typedef struct {
     float inverse[KV_ROWS]; /* factor that made the rows these integers */
     int32_t sum[KV_ROWS];  /* of the integers, times the code bias */
     const float *most;     /* (rows,) the largest scores so far, or -infinity; see least_errors */
+    kv_room *room;         /* prepare leaves it as it is */
 } kv_queries;
 
 /* Running softmax of a set of query rows: out = acc / l, lse = m + log(l). */
 typedef struct {
     float m[KV_ROWS];
-    float l[KV_ROWS];
+    double l[KV_ROWS];
     float rescale[KV_ROWS];                /* exp(m_before - m_now) of the last tile */
+    float *rest;                           /* (rows, padded_dim) what sums of float32 values lose to their own rounding, or NULL */
     int seen[KV_ROWS];                     /* tokens of the last tile that the row sees */
     double noise[KV_ROWS];                 /* sum of the squares of the weights' rounding; see activations.inc.h */
     unsigned refined;                      /* bit r: what the rounding of the weights of row r leaves out is added */
+    kv_room *room;
     KV_ALIGNED float weights[KV_ROWS * KV_TILE]; /* (rows, KV_TILE): scores, then exp(score - m) */
 } kv_softmax;
 
-/* Working memory of one task of attention, on its thread's stack. */
+/* Working memory of one task of attention. */
 typedef struct {
     kv_queries queries;
     kv_softmax softmax;
@@ -114,7 +128,7 @@ typedef struct {
 typedef struct {
     float softcap;         /* 0: off */
     const float *slopes;   /* (rows,) ALiBi slopes or NULL */
-    const float *query_at; /* (rows,) position of each query, for ALiBi */
+    const int64_t *query_at; /* (rows,) position of each query, for ALiBi */
     const float *bias;     /* (rows, KV_TILE), added to the scores of the tile, or NULL */
 } kv_score_options;
 
@@ -164,6 +178,7 @@ typedef struct {
 /* Keys and values of a tile of KV_MATRIX_TILE tokens, as operands of the matrix unit or as words; see the two operands.inc.h and
    products_bfloat16.inc.h. */
 typedef struct {
+    kv_room *room;
     int dim, value_dim;                 /* padded, of keys and of values */
     int key_halves, value_parts;        /* parts of the keys in bfloat16, or 0: they are codes */
     int rope_dim, rope_halves;          /* of the rotary part of latent rows, or 0 */
@@ -261,7 +276,7 @@ typedef struct {
        tokens keep their codes and the block its statistics. Returns 0 if another row does not fit these: a value is more
        than 1.25 steps beyond the codes of its channel; such rows get no codes. A block without channel scales fits all rows.
        seal_k leaves no value more than one step beyond the codes, so sealing the same rows again changes nothing. */
-    int (*seal_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept);
+    int (*seal_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept, kv_room *room);
     /* Copies a token's codes and scale into a block, perhaps of another size; `values`: it is the V side. */
     void (*copy_token)(const kv_side *side, const char *source, int slot, const kv_side *to, char *target,
                        int to_slot, int values);
@@ -285,7 +300,7 @@ typedef struct {
     void (*scores[KV_NUM_DTYPES])(const kv_side *side, const kv_queries *queries, int num_rows,
                                   const kv_tile *tile, const kv_ahead *ahead, float *scores);
     void (*softmax)(kv_softmax *state, int num_rows, int count, const int *from, const int *to,
-                    float position, const kv_score_options *options);
+                    int64_t position, const kv_score_options *options);
     void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                                       const kv_ahead *ahead, float *acc);
     /* The same for latent rows of any dtype: reads the values from the K side. */
@@ -305,7 +320,7 @@ typedef struct {
     void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                              float scale, int exact, kv_panel *panel); /* rope NULL: no latent rows; exact: no key is rounded */
     void (*attend_panels[KV_NUM_WIDE_KINDS])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
-                             const kv_tile *next_keys, const kv_tile *next_values, float position,
+                             const kv_tile *next_keys, const kv_tile *next_values, int64_t position,
                              kv_operands *operands, kv_panel *panels, int num_panels);
     void (*scale_add)(float *target, float target_scale, const float *source, float source_scale,
                       ptrdiff_t n);

@@ -81,20 +81,20 @@ static void KV(transpose_tile)(const kv_side *side, const kv_tile *tile, KV(expa
 }
 
 static __attribute__((noinline)) void KV(transpose_packed)(const kv_side *side, const kv_tile *tile, const kv_ahead *ahead,
-                                                           KV(expanded) *transposed)
+                                                           kv_room *room, KV(expanded) *transposed)
 {
-    KV(expanded) keys;
-    KV(expand_tile)(side, tile, ahead, 0, &keys);
-    KV(transpose_tile)(&keys.side, &keys.tile, transposed);
+    KV(expanded) *const keys = KV_IN(room->tiles[0], KV(expanded));
+    KV(expand_tile)(side, tile, ahead, 0, keys);
+    KV(transpose_tile)(&keys->side, &keys->tile, transposed);
 }
 
 static __attribute__((noinline)) void KV(accumulate_transposed)(
     const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile, const kv_ahead *ahead, float *acc)
 {
-    KV(expanded) transposed;
-    if (side->family == KV_PACKED_CODES) KV(transpose_packed)(side, tile, ahead, &transposed);
-    else KV(transpose_tile)(side, tile, &transposed);
-    KV(accumulate_int8)(&transposed.side, state, num_rows, &transposed.tile, &transposed.ahead, acc);
+    KV(expanded) *const transposed = KV_IN(state->room->tiles[1], KV(expanded));
+    if (side->family == KV_PACKED_CODES) KV(transpose_packed)(side, tile, ahead, state->room, transposed);
+    else KV(transpose_tile)(side, tile, transposed);
+    KV(accumulate_int8)(&transposed->side, state, num_rows, &transposed->tile, &transposed->ahead, acc);
 }
 
 static void KV(accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,

@@ -204,7 +204,7 @@ static inline vf KV(tanh)(vf x)
 }
 
 /* Applies softcap, ALiBi and biases to a row's scores begin to end. The row sees only those from `from` to `to`. */
-static inline void KV(bend_scores)(float *scores, int begin, int end, int from, int to, int row, float position,
+static inline void KV(bend_scores)(float *scores, int begin, int end, int from, int to, int row, int64_t position,
                                    const kv_score_options *options)
 {
     if (options->softcap > 0) {
@@ -212,9 +212,10 @@ static inline void KV(bend_scores)(float *scores, int begin, int end, int from, 
         for (int t = begin; t < end; t += W)
             vf_store(scores + t, vf_mul(cap, KV(tanh)(vf_div(vf_load(scores + t), cap))));
     }
-    if (options->slopes)
-        for (int t = from; t < to; t++)
-            scores[t] += options->slopes[row] * (position + (float)t - options->query_at[row]);
+    if (options->slopes) { /* the distance as an integer: float32 does not hold all positions beyond 2^24 */
+        const float distance = (float)(position - options->query_at[row]);
+        for (int t = from; t < to; t++) scores[t] += options->slopes[row] * (distance + (float)t);
+    }
     if (options->bias)
         for (int t = from; t < to; t++) scores[t] += options->bias[row * KV_TILE + t];
 }
@@ -223,7 +224,7 @@ static inline void KV(bend_scores)(float *scores, int begin, int end, int from, 
    maximum, not the tile's, so that a row that sees nothing gets no NaN. `count` is padded with zero
    weights to the next multiple of KV_LANES. The rows take each step together, as a row waits for its maximum and its sum. */
 static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *from, const int *to,
-                        float position, const kv_score_options *options)
+                        int64_t position, const kv_score_options *options)
 {
     const int padded = kv_whole_lanes(count);
     float m[KV_ROWS], step[KV_ROWS] = {0};
@@ -259,14 +260,14 @@ static void KV(softmax)(kv_softmax *state, int num_rows, int count, const int *f
     for (int r = 0; r < num_rows; r++) {
         state->rescale[r] = 1.0f;
         if (m[r] == -INFINITY) {
-            if (to[r] > from[r]) state->l[r] = NAN; /* all scores that it sees are beyond float32 */
+            if (to[r] > from[r]) state->l[r] = (double)NAN; /* all scores that it sees are beyond float32 */
             continue;
         }
         if (m[r] != state->m[r]) {
             state->rescale[r] = step[r];
             state->noise[r] *= (double)step[r] * step[r];
         }
-        state->l[r] = state->l[r] * state->rescale[r] + vf_hsum(sums[r]);
+        state->l[r] = state->l[r] * (double)state->rescale[r] + (double)vf_hsum(sums[r]);
         state->m[r] = m[r];
     }
 }

@@ -54,7 +54,10 @@ static void KV(put_channels)(const kv_side *side, uint16_t *channels, const floa
 static void KV(share_key_bits)(const kv_side *side, const float *ranges, const float *sizes, uint8_t *bits)
 {
     const int lines = side->padded_dim / 4, half = side->head_dim / 8, mean = kv_dtypes[side->dtype].bits;
-    double range[KV_MAX_HEAD_DIM / 4], size[KV_MAX_HEAD_DIM / 4], weight[KV_MAX_HEAD_DIM / 4]; /* no product of floats overflows */
+    double range[KV_MAX_HEAD_DIM / 4], size[KV_MAX_HEAD_DIM / 4]; /* no product of floats overflows */
+    uint64_t weight[KV_MAX_HEAD_DIM / 4]; /* the bits of a double that is at least 0, which have its order; NaN has a place, too */
+    uint8_t wide[KV_MAX_HEAD_DIM / 16], narrow[KV_MAX_HEAD_DIM / 16];
+    int num_wide = 0, num_narrow = 0;
     for (int i = 0; i < lines; i++) {
         range[i] = (double)ranges[4 * i] + ranges[4 * i + 1] + ranges[4 * i + 2] + ranges[4 * i + 3];
         size[i] = (double)sizes[4 * i] + sizes[4 * i + 1] + sizes[4 * i + 2] + sizes[4 * i + 3];
@@ -63,19 +66,20 @@ static void KV(share_key_bits)(const kv_side *side, const float *ranges, const f
     for (int i = 0; i < lines; i++) {
         double pair = 0.0;
         if (i < 2 * half) pair = size[i < half ? i + half : i - half];
-        weight[i] = range[i] * range[i] * (side->in_basis ? 1.0 : size[i] * size[i] + pair * pair);
+        const double counts = range[i] * range[i] * (side->in_basis ? 1.0 : size[i] * size[i] + pair * pair);
+        memcpy(weight + i, &counts, sizeof counts);
     }
     for (int i = 0; i < lines; i++) {
         int before = 0; /* lines that count more */
         for (int j = 0; j < lines; j++) before += (weight[j] > weight[i]) | ((weight[j] == weight[i]) & (j < i));
         bits[i] = (uint8_t)(mean + (before < lines / 4) - (before >= lines - lines / 4));
+        if (bits[i] > mean) wide[num_wide++] = (uint8_t)i; /* a quarter of the lines, as no two have the same number before */
+        if (bits[i] < mean) narrow[num_narrow++] = (uint8_t)i;
     }
-    for (int wide = 0, narrow = 0; mean == 4 && wide < lines; wide++) {
-        if (bits[wide] < 5) continue;
-        while (bits[narrow] != 3) narrow++;
-        const int more = range[wide] >= 8.0 * range[narrow];
-        bits[wide] = (uint8_t)(5 + more);
-        bits[narrow++] = (uint8_t)(3 - more);
+    for (int i = 0; mean == 4 && i < lines / 4; i++) {
+        const int more = range[wide[i]] >= 8.0 * range[narrow[i]];
+        bits[wide[i]] = (uint8_t)(5 + more);
+        bits[narrow[i]] = (uint8_t)(3 - more);
     }
 }
 
@@ -120,10 +124,10 @@ static void KV(fit_channels)(const kv_side *side, char *block, const float *rows
     }
 }
 
-/* Writes the codes of 16 tokens, rows of `stride` bytes. */
-static void KV(put_keys)(const kv_key_order *order, int mean, int padded_dim, const uint8_t *codes, ptrdiff_t stride, uint8_t *unit)
+/* Writes the codes of 16 tokens, rows of `stride` bytes. `lines` has room for as many. */
+static void KV(put_keys)(const kv_key_order *order, int mean, int padded_dim, const uint8_t *codes, ptrdiff_t stride, uint8_t *unit,
+                         uint8_t *lines)
 {
-    KV_ALIGNED uint8_t lines[KV_LANES * KV_MAX_HEAD_DIM];
     for (int d = 0; d < padded_dim; d += 16)
         for (int t = 0; t < KV_LANES; t += 4) kv_transpose_words(codes + t * stride + d, stride, lines + d * 16 + t * 4, 64);
     for (int u = 0; u < padded_dim / KV_UNIT; u++, unit += 32 * mean) {
@@ -141,12 +145,18 @@ static void KV(put_keys)(const kv_key_order *order, int mean, int padded_dim, co
 
 /* Encodes the tokens from `token` on with the channels' scales and offsets. With `guarded`, stops and returns 0 at a token
    that is more than 1.25 steps beyond the range of codes. */
-static int KV(code_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int token, int guarded)
+static int KV(code_channels)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int token, int guarded,
+                             kv_room *room)
 {
     enum { STRIDE = KV_MAX_HEAD_DIM + KV_LANES };
+    typedef struct {
+        uint8_t codes[KV_LANES * STRIDE];
+        KV_ALIGNED uint8_t lines[KV_LANES * KV_MAX_HEAD_DIM];
+    } lanes;
     const uint16_t *channels = (const uint16_t *)(block + side->channels);
     KV_ALIGNED float offset[KV_MAX_HEAD_DIM], scale[KV_MAX_HEAD_DIM], inverse[KV_MAX_HEAD_DIM], most[KV_MAX_HEAD_DIM];
-    uint8_t codes[KV_LANES * STRIDE], bits[KV_MAX_HEAD_DIM / 4];
+    uint8_t *const codes = KV_IN(room->pass, lanes)->codes, *const lines = KV_IN(room->pass, lanes)->lines;
+    uint8_t bits[KV_MAX_HEAD_DIM / 4];
     const ptrdiff_t n = side->head_dim, dims = side->padded_dim;
     const float unit = KV(unit_of)(channels);
     const int mean = kv_dtypes[side->dtype].bits, begin = kv_whole_lanes(token);
@@ -173,17 +183,17 @@ static int KV(code_channels)(const kv_side *side, char *block, const float *rows
         if (token < begin) kv_put_key((uint8_t *)block, &order, mean, side->padded_dim, token, row);
         else if (token % KV_LANES == KV_LANES - 1)
             KV(put_keys)(&order, mean, side->padded_dim, codes, STRIDE,
-                         kv_packed_unit((uint8_t *)block, mean, side->padded_dim, token, 0));
+                         kv_packed_unit((uint8_t *)block, mean, side->padded_dim, token, 0), lines);
     }
     return 1;
 }
 
-static int KV(seal_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept)
+static int KV(seal_k)(const kv_side *side, char *block, const float *rows, ptrdiff_t stride, int kept, kv_room *room)
 {
     if (side->channels) {
-        if (kept) return KV(code_channels)(side, block, rows, stride, kept, 1);
+        if (kept) return KV(code_channels)(side, block, rows, stride, kept, 1, room);
         KV(fit_channels)(side, block, rows, stride);
-        return KV(code_channels)(side, block, rows, stride, 0, 0);
+        return KV(code_channels)(side, block, rows, stride, 0, 0, room);
     }
     if (!side->means) { /* each token by itself */
         KV(encode_k)(side, block, kept, rows + kept * stride, stride, side->block_size - kept);

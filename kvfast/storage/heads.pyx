@@ -11,6 +11,7 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
+from kvfast.attention.tiles cimport kv_task
 from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, change_key_basis, k_offset_of, kv_chunk, kv_context, kv_store
 from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
@@ -18,7 +19,9 @@ from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
 from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_ROWS, KV_TILE, KV_UNLIMITED
+from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, STATIC, for_each, gather, kv_team
+from kvfast.core.wipe cimport kv_wipe_pages
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.pool cimport BlockPool
 from kvfast.storage.ring_table cimport RingTable
@@ -94,9 +97,27 @@ ctypedef struct kv_score_call:
     float *out                 # (query heads, tokens)
 
 
+cdef enum:
+    NOT_FINITE = 1
+    NO_MEMORY = 2
+
+
 cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch) noexcept nogil:
-    """Scores of the query heads of one KV head; 1 if one is not finite."""
+    """Scores of the query heads of one KV head; flags of what failed."""
     cdef const kv_score_call *call = <const kv_score_call *>shared
+    cdef void *memory
+    cdef bint good
+    if not take_scratch(&memory, 1):
+        return NO_MEMORY
+    good = _score_rows(call, head, <kv_task *>memory, watch)
+    if call.store.secure:
+        kv_wipe_pages(<char *>memory, sizeof(kv_task))
+    give_scratch(&memory, 1)
+    return 0 if good else NOT_FINITE
+
+
+cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_task *task, kv_watch *watch) noexcept nogil:
+    """False if a score is not finite."""
     cdef const kv_kernels *kernels = call.kernels
     cdef const kv_store *store = call.store
     cdef const kv_context *context = &call.context
@@ -104,7 +125,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
     cdef Py_ssize_t group = call.group, tokens = call.tokens
     cdef float *out = call.out + head * group * tokens
     cdef bint good = True
-    cdef kv_scratch scratch
+    cdef kv_scratch *scratch = &task.scratch
     cdef kv_tile tile
     cdef kv_ahead ahead
     cdef const kv_side *k = &store.k
@@ -113,6 +134,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
     cdef int rows, r, skip
     cdef float *row
     memset(&ahead, 0, sizeof(ahead))
+    scratch.queries.room = &task.room
     while row0 < group:
         rows = <int>min(<Py_ssize_t>KV_ROWS, group - row0)
         for r in range(rows):
@@ -124,7 +146,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
         t = call.begin
         while t < context.length:
             if is_stopped(watch):
-                return 0
+                return True
             first = t % k.block_size // KV_LANES * KV_LANES
             skip = <int>(t % KV_LANES)
             at[0] = at[1] = k_offset_of(store, block_of(context, t >> store.block_shift), head)
@@ -144,7 +166,7 @@ cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch)
                 memcpy(out + (row0 + r) * tokens + t - call.begin, row, (tile.count - skip) * sizeof(float))
             t += tile.count - skip
         row0 += KV_ROWS
-    return not good
+    return good
 
 
 cdef int _to_weights(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
@@ -208,7 +230,7 @@ cdef class HeadsBuffer(SequenceBuffer):
         cdef kv_score_call call
         cdef kv_team team
         cdef float[:, ::1] out
-        cdef bint bad
+        cdef int failed
         call.kernels, call.q, call.group = active(), &queries.rows, queries.rows.heads // count
         call.scale = 1.0 / math.sqrt(queries.rows.dim)
         self.enter_reading()
@@ -222,12 +244,14 @@ cdef class HeadsBuffer(SequenceBuffer):
             part = heads_of(table.pool, head, count)
             call.store, call.out = &part.store, &out[0, 0]
             gather(&team, num_threads, <double>call.tokens * queries.rows.heads * part.store.k.padded_dim)
-            bad = for_each(&team, _score_head, &call, count, DYNAMIC)
+            failed = for_each(&team, _score_head, &call, count, DYNAMIC)
             if softmax:
                 for_each(&team, _to_weights, &call, queries.rows.heads, STATIC)
         finally:
             self.leave_reading()
-        if bad:
+        if failed & NO_MEMORY:
+            raise MemoryError("cannot allocate the working memory of scores")
+        if failed:
             raise NonFiniteInputError("queries and keys are too large together: a score is beyond float32")
         return array
 

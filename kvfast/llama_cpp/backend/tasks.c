@@ -75,9 +75,10 @@ static void begin(const task *t)
             if (c->k.prepare) c->k.prepare(narrow->rows, rows_of_block(t, b), c->k.rows.head_dim, c->scale, t->own->queries + b);
             else kernels->prepare[c->k.rows.dtype](&c->k.rows, narrow->rows, rows_of_block(t, b), c->scale, &narrow->queries);
             narrow->softmax.refined = 0;
+            narrow->softmax.rest = NULL;
             memset(narrow->acc, 0, sums);
             for (int r = 0; r < KV_ROWS; r++)
-                narrow->softmax.m[r] = -INFINITY, narrow->softmax.l[r] = 0.0f, narrow->softmax.noise[r] = 0.0;
+                narrow->softmax.m[r] = -INFINITY, narrow->softmax.l[r] = 0.0, narrow->softmax.noise[r] = 0.0;
         }
     }
 }
@@ -179,7 +180,7 @@ static void attend_with_vectors(const task *t, int64_t token, const kv_tile *key
         for (int i = 0; c->k.transpose && i < keys->count; i += KV_COLUMNS) score_panel(t, b, i);
         if (!c->k.transpose)
             kernels->scores[c->k.rows.dtype](&c->k.rows, &own->queries, rows, keys, &keys_ahead, own->softmax.weights);
-        kernels->softmax(&own->softmax, rows, keys->count, t->own->from + b * KV_ROWS, t->own->to + b * KV_ROWS, 0.0f, &options);
+        kernels->softmax(&own->softmax, rows, keys->count, t->own->from + b * KV_ROWS, t->own->to + b * KV_ROWS, 0, &options);
         if (t->add) t->add(&own->softmax, rows, values->base, c->v.rows.row_stride, c->v.rows.head_dim, values->count,
                             next_values, own->acc);
         else kernels->accumulate[c->v.rows.dtype](&c->v.rows, &own->softmax, rows, values, &values_ahead, own->acc);
@@ -218,7 +219,7 @@ static void attend_with_products(const task *t, int count)
         if (!own->seen[b]) continue;
         const kv_score_options options = options_of(t, b);
         c->tier.attention->softmax(&t->own->narrow[b].softmax, rows_of_block(t, b), own->seen[b], own->from + b * KV_ROWS,
-                                   own->to + b * KV_ROWS, 0.0f, &options);
+                                   own->to + b * KV_ROWS, 0, &options);
     }
     for (int i = 0; i < padded; i += KV_COLUMNS)
         for (int b = 0; b < blocks; b++) {
@@ -264,7 +265,7 @@ static void end(const task *t)
                 memcpy(acc + i * KV_LANES, panel->acc + (i * KV_ROWS + r % KV_ROWS) * KV_LANES, KV_LANES * sizeof *acc);
         } else {
             kv_scratch *own = t->own->narrow + r / KV_ROWS;
-            acc = own->acc + r % KV_ROWS * n, m = own->softmax.m[r % KV_ROWS], l = own->softmax.l[r % KV_ROWS];
+            acc = own->acc + r % KV_ROWS * n, m = own->softmax.m[r % KV_ROWS], l = (float)own->softmax.l[r % KV_ROWS];
         }
         if (c->splits == 1) {
             write_row(c, t->stream, query, head, acc, m, l);

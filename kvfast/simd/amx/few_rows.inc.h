@@ -12,7 +12,7 @@
 enum {
     PASS_ROWS = KV_ROWS / 2,   /* query rows of an operand: row r has its high parts in row 2 r, its low ones in 2 r + 1 */
     MAX_PASSES = KV_ROWS / PASS_ROWS,
-    MATRIX_DIM = KV_MAX_HEAD_DIM / 2, /* widest rows, as the working memory is on the stack */
+    MATRIX_DIM = KV_MAX_HEAD_DIM / 2, /* widest rows */
 };
 
 #define KV_TEXT(...) #__VA_ARGS__
@@ -182,7 +182,8 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
     const ptrdiff_t tile_bytes = KV(key_tile_bytes)(side, dtype), wide_bytes = n * KV_LANES;
     const int lanes = kv_whole_lanes(tile->count);
     const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
-    KV(folded_rows) folded[2]; /* of the block whose products are read, and of the next */
+    typedef struct { KV(folded_rows) folded[2]; } pass;
+    KV(folded_rows) *const folded = KV_IN(queries->room->pass, pass)->folded; /* of the block whose products are read, and of the next */
     KV_ALIGNED int8_t wide[2 * KV_LANES * MATRIX_DIM]; /* two lane tiles, not a page apart: loads would wait for stores */
     KV_ALIGNED int32_t products[2][MAX_PASSES * KV_ROWS * KV_LANES];
     const int mask = side->block_size - 1, shift = __builtin_ctz((unsigned)side->block_size), count = lanes / KV_LANES;
@@ -227,7 +228,7 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
                                (channels ? now->inverse : queries->inverse) + row, scales + row, queries->most + row, error,
                                rows, tile,
                                tile->at + (channels ? slot >> shift : 0), (tile->first + first) & mask, first, stop,
-                               scores + row * KV_TILE);
+                               scores + row * KV_TILE, queries->room);
                 }
         }
         if (i > 0 && i <= count) {
@@ -288,7 +289,8 @@ static inline __attribute__((always_inline)) void KV(accumulate_matrix)(
     const int n = side->padded_dim / KV_LANES;
     float scales[KV_ROWS];
     int32_t sums[KV_ROWS];
-    KV_ALIGNED int8_t x[KV_ROWS * KV_TILE * 2];
+    typedef struct { KV_ALIGNED int8_t x[KV_ROWS * KV_TILE * 2]; } pass;
+    int8_t *const x = KV_IN(state->room->pass, pass)->x;
     KV_ALIGNED int8_t wide[2][KV_LANES * KV_TILE];
     KV_ALIGNED int32_t products[2][MAX_PASSES * KV_ROWS * KV_LANES];
     const uint8_t *table = kv_packed_table(side);
@@ -321,7 +323,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_matrix)(
     for (int row = 0; row < num_rows; row += KV_PANEL)
         if (state->refined >> row)
             refine(side, tile, state->weights + row * KV_TILE, num_rows - row < KV_PANEL ? num_rows - row : KV_PANEL,
-                   state->refined >> row, acc + row * side->padded_dim);
+                   state->refined >> row, acc + row * side->padded_dim, state->room);
     kv_prefetch_end(ahead);
 }
 

@@ -20,12 +20,12 @@ static void KV(configure_tiles)(int rows)
 }
 
 static inline __attribute__((always_inline)) void KV(attend_panel)(
-    const kv_operands *operands, kv_panel *panel, float position, KV(following) *next, const int halves)
+    const kv_operands *operands, kv_panel *panel, int64_t position, KV(following) *next, const int halves)
 {
-    KV(lane_sums) sums[2];
+    KV(panel_room) *const room = KV_IN(operands->room->pass, KV(panel_room));
     KV(correction) correction;
-    KV_ALIGNED float scores[KV_ROWS * KV_MATRIX_TILE];
-    KV_ALIGNED int8_t x[2 * TOKEN_HALVES * TILE_BYTES];
+    float *const scores = room->scores;
+    int8_t *const x = room->x;
     int begin, end;
     KV(prefetch_part)(next);
     if (!KV(find_seen)(panel, TILE_DEPTH, &begin, &end)) return;
@@ -42,11 +42,11 @@ static inline __attribute__((always_inline)) void KV(attend_panel)(
     KV(prefetch_part)(next);
     if (halves) KV(add_value_halves)(operands, panel, begin, end, x, &correction);
     else
-        KV(add_products)(operands, panel, begin, end, x, correction.unit, correction.changed ? correction.rescale : NULL, sums);
+        KV(add_products)(operands, panel, begin, end, x, correction.unit, correction.changed ? correction.rescale : NULL, room->sums);
 }
 
 static inline __attribute__((always_inline)) void KV(attend_all)(
-    const kv_side *k, const kv_side *v, const kv_tile *next_keys, const kv_tile *next_values, float position,
+    const kv_side *k, const kv_side *v, const kv_tile *next_keys, const kv_tile *next_values, int64_t position,
     kv_operands *operands, kv_panel *panels, int num_panels, const int halves)
 {
     KV(configure_tiles)(16);
@@ -70,15 +70,15 @@ static void KV(load_all_keys)(const kv_side *k, const kv_side *v, const kv_tile 
     operands->has_channels = k->channels != 0;
     operands->error = KV(error_of_unit)(k, k->dtype);
     operands->rope_error = KV(error_of_unit)(v, v->dtype);
-    if (k->family == KV_FLOAT_ROWS) operands->key_halves = KV(load_key_halves)(k, keys, operands->keys);
+    if (k->family == KV_FLOAT_ROWS) operands->key_halves = KV(load_key_halves)(k, keys, operands->room, operands->keys);
     else KV(load_key_lanes)(k, keys, operands->keys, operands->key_scales);
     if (k->means) KV(load_statistics)(k, keys, operands);
-    if (has_rope && v->family == KV_FLOAT_ROWS) operands->rope_halves = KV(load_key_halves)(v, values, operands->rope);
+    if (has_rope && v->family == KV_FLOAT_ROWS) operands->rope_halves = KV(load_key_halves)(v, values, operands->room, operands->rope);
     else if (has_rope) KV(load_key_lanes)(v, values, operands->rope, operands->rope_scales);
 }
 
 static void KV(attend_integers)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
-                                const kv_tile *next_keys, const kv_tile *next_values, float position,
+                                const kv_tile *next_keys, const kv_tile *next_values, int64_t position,
                                 kv_operands *operands, kv_panel *panels, int num_panels)
 {
     const kv_side *from = v->as_keys ? k : v;
@@ -90,7 +90,7 @@ static void KV(attend_integers)(const kv_side *k, const kv_side *v, const kv_til
 }
 
 static void KV(attend_halves)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
-                              const kv_tile *next_keys, const kv_tile *next_values, float position,
+                              const kv_tile *next_keys, const kv_tile *next_values, int64_t position,
                               kv_operands *operands, kv_panel *panels, int num_panels)
 {
     KV(load_all_keys)(k, v, keys, values, operands);

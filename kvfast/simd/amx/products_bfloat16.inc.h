@@ -17,12 +17,13 @@
    that scores reach 20, they are off by 5e-6 and 1e-5, the worst by 2.7e-4. */
 
 /* Loads keys: (16 tokens, parts, padded_dim / 32, 16 lines, 64); returns the number of parts. */
-static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, int8_t *out)
+static int KV(load_key_halves)(const kv_side *side, const kv_tile *tile, kv_room *room, int8_t *out)
 {
     const int n = side->padded_dim, tiles = (n + HALVES_DEPTH - 1) / HALVES_DEPTH, dtype = side->dtype;
     const char *rows[KV_MATRIX_TILE];
     const int count = KV(find_rows)(side, tile, TILE_DEPTH, rows);
-    KV_ALIGNED int8_t lines[2][KV_MAX_HEAD_DIM / HALVES_DEPTH][TILE_BYTES];
+    typedef struct { KV_ALIGNED int8_t lines[2][KV_MAX_HEAD_DIM / HALVES_DEPTH][TILE_BYTES]; } pass;
+    int8_t(*const lines)[KV_MAX_HEAD_DIM / HALVES_DEPTH][TILE_BYTES] = KV_IN(room->pass, pass)->lines;
     const int parts = dtype == KV_BFLOAT16 ? 1 : 2;
     for (int token = 0; token < count; token += KV_LANES) {
         for (int t = 0; t < KV_LANES; t++)

@@ -146,6 +146,7 @@ typedef struct {
     const float *shift;        /* of each row, or NULL */
     const float *most;         /* of each row, the largest score so far, or -infinity; see least_errors */
     float error;               /* what makes a unit times a token's scale a standard error */
+    kv_room *room;
 } KV(key_products);
 
 enum { SETS, ADDS, REFINES }; /* what becomes of scores: they are written, added to others, or added where the rounding counts */
@@ -197,7 +198,8 @@ static inline __attribute__((always_inline)) void KV(score_lanes)(const KV(key_p
 static __attribute__((noinline)) void KV(refine_lanes)(const KV(key_products) *rounded, const float *rows, const float *inverse,
                                                        float scale, int first, int last, float *scores)
 {
-    KV_ALIGNED int8_t x[KV_ROWS * KV_MAX_HEAD_DIM * 2];
+    typedef struct { KV_ALIGNED int8_t x[KV_ROWS * KV_MAX_HEAD_DIM * 2]; } rest;
+    int8_t *const x = KV_IN(rounded->room->again, rest)->x;
     float left[KV_MAX_HEAD_DIM], unit[KV_ROWS], least[KV_ROWS];
     KV(key_products) p = *rounded;
     int begin = last, end = first; /* lane tiles with scores that may count; pairs of them, as score_lanes wants */
@@ -240,6 +242,14 @@ typedef struct {
     KV_ALIGNED int8_t parts[KV_ROWS * KV_MAX_HEAD_DIM * 2];
 } KV(folded_panel);
 
+/* What the task's room holds while a panel reads a tile: scores, then weights; weights in the order of the matrix unit. */
+typedef struct {
+    KV_ALIGNED float scores[KV_ROWS * KV_MATRIX_TILE];
+    KV_ALIGNED int8_t x[2 * TOKEN_HALVES * TILE_BYTES];
+    KV(folded_panel) folded;
+    KV(lane_sums) sums[2];
+} KV(panel_room);
+
 static void KV(fold_panel)(const kv_operands *operands, const kv_panel *panel, int block, KV(folded_panel) *folded)
 {
     KV_ALIGNED float sums[KV_ROWS * W], most[KV_ROWS * W];
@@ -274,16 +284,17 @@ static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel,
 {
     const int first = begin / KV_LANES, last = end / KV_LANES;
     const float *most = operands->rope_dim || kv_bends(&panel->options) ? KV(no_scores) : panel->m;
-    KV(key_products) p = {operands->keys, panel->parts, operands->dim, operands->key_scales, panel->unit, NULL, most, operands->error};
-    KV(folded_panel) folded;
+    KV(key_products) p = {operands->keys, panel->parts, operands->dim, operands->key_scales, panel->unit, NULL, most, operands->error,
+                          operands->room};
+    KV(folded_panel) *const folded = &KV_IN(operands->room->pass, KV(panel_room))->folded;
     if (operands->num_blocks == 0) KV(score_rows)(&p, panel->queries, panel->inverse, first, last, scores, 0, SETS);
     for (int lane = first, stop; operands->num_blocks && lane < last; lane = stop) {
         for (stop = lane + 1; stop < last && operands->block_of[stop] == operands->block_of[lane];) stop++;
-        KV(fold_panel)(operands, panel, operands->block_of[lane], &folded);
-        p.shift = folded.shift;
-        if (operands->has_channels) p.x = folded.parts, p.unit = folded.unit;
-        KV(score_rows)(&p, operands->has_channels ? folded.rows : panel->queries,
-                       operands->has_channels ? folded.inverse : panel->inverse, lane, stop, scores, 1, SETS);
+        KV(fold_panel)(operands, panel, operands->block_of[lane], folded);
+        p.shift = folded->shift;
+        if (operands->has_channels) p.x = folded->parts, p.unit = folded->unit;
+        KV(score_rows)(&p, operands->has_channels ? folded->rows : panel->queries,
+                       operands->has_channels ? folded->inverse : panel->inverse, lane, stop, scores, 1, SETS);
     }
 }
 
@@ -291,7 +302,7 @@ static void KV(score_tokens)(const kv_operands *operands, const kv_panel *panel,
 static void KV(add_rope_scores)(const kv_operands *operands, const kv_panel *panel, int begin, int end, float *scores)
 {
     const KV(key_products) p = {operands->rope, panel->rope, operands->rope_dim, operands->rope_scales, panel->rope_unit, NULL,
-                                KV(no_scores), operands->rope_error};
+                                KV(no_scores), operands->rope_error, operands->room};
     KV(score_rows)(&p, panel->rope_queries, panel->rope_inverse, begin / KV_LANES, end / KV_LANES, scores, 0, ADDS);
 }
 

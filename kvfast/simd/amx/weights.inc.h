@@ -1,7 +1,7 @@
 /* Turns the scores of 16 query rows and KV_MATRIX_TILE tokens into weights, as activations of the matrix unit. */
 
 /* Applies softcap and ALiBi, and masks the tokens that a row may not see. */
-static inline void KV(bend_row)(const kv_panel *panel, int r, float position, int begin, int end, float *scores)
+static inline void KV(bend_row)(const kv_panel *panel, int r, int64_t position, int begin, int end, float *scores)
 {
     const int from = panel->start[r], to = panel->stop[r];
     const int bent = kv_bends(&panel->options);
@@ -30,7 +30,7 @@ typedef struct {
    KV_MATRIX_TILE / 64, KV_ROWS, 64) bytes. `begin` and `end`, multiples of 64, leave out only tokens that no row sees. They do
    not change a row's numbers: weights of masked tokens are 0, and sums are taken lane by lane. */
 static inline __attribute__((always_inline)) void KV(weigh_tokens)(
-    const kv_operands *operands, kv_panel *panel, float position, int begin, int end, float *scores, int8_t *x,
+    const kv_operands *operands, kv_panel *panel, int64_t position, int begin, int end, float *scores, int8_t *x,
     KV(correction) *correction, const int halves)
 {
     KV_ALIGNED float most[KV_ROWS * W], sums[KV_ROWS * W], base[KV_ROWS];

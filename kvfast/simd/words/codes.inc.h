@@ -183,9 +183,9 @@ static void KV(load_tiled_keys)(const kv_side *side, const kv_tile *tile, kv_ope
 static __attribute__((noinline)) void KV(load_packed_keys)(const kv_side *side, const kv_tile *tile, kv_operands *operands,
                                                            KV(word_keys) *keys)
 {
-    KV(expanded) expanded;
-    KV(expand_words)(side, tile, 0, &expanded);
-    KV(load_tiled_keys)(&expanded.side, &expanded.tile, operands, keys);
+    KV(expanded) *const expanded = KV_IN(operands->room->tiles[0], KV(expanded));
+    KV(expand_words)(side, tile, 0, expanded);
+    KV(load_tiled_keys)(&expanded->side, &expanded->tile, operands, keys);
 }
 
 static void KV(load_key_codes)(const kv_side *side, const kv_tile *tile, kv_operands *operands, KV(word_keys) *keys)
@@ -234,14 +234,14 @@ static void KV(load_tiled_values)(const kv_side *side, const kv_tile *tile, kv_o
 static __attribute__((noinline)) void KV(load_changed_values)(const kv_side *side, const kv_tile *tile, int latent,
                                                               kv_operands *operands)
 {
-    KV(expanded) values;
-    if (!latent) KV(expand_words)(side, tile, 1, &values);
-    else if (side->family != KV_PACKED_CODES) KV(transpose_tile)(side, tile, &values);
+    KV(expanded) *const values = KV_IN(operands->room->tiles[1], KV(expanded));
+    if (!latent) KV(expand_words)(side, tile, 1, values);
+    else if (side->family != KV_PACKED_CODES) KV(transpose_tile)(side, tile, values);
     else {
         const kv_ahead ahead = kv_nothing_ahead(tile);
-        KV(transpose_packed)(side, tile, &ahead, &values);
+        KV(transpose_packed)(side, tile, &ahead, operands->room, values);
     }
-    KV(load_tiled_values)(&values.side, &values.tile, operands);
+    KV(load_tiled_values)(&values->side, &values->tile, operands);
 }
 
 /* Loads values of codes; `latent`: they are keys, too. */

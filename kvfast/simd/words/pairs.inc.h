@@ -17,9 +17,9 @@ static void KV(score_pair_tile)(const KV(word_tile) *tile, const kv_panel *panel
     else if (tile->rope) KV(score_words)(rope, 1, tile->rope, begin, end, scores, 1, PAIR_KEYS);
 }
 
-static void KV(put_query_pairs)(const float *rows, int n, int8_t *pairs)
+/* Writes query rows as pairs; `exact` is for them in bfloat16, one after the other. */
+static void KV(put_query_pairs)(const float *rows, int n, uint16_t *exact, int8_t *pairs)
 {
-    KV_ALIGNED uint16_t exact[KV_ROWS * KV_MAX_HEAD_DIM];
     const char *row[KV_ROWS];
     KV(from_bfloat16)(rows, KV_ROWS * n, exact);
     for (int r = 0; r < KV_ROWS; r++) row[r] = (const char *)(exact + r * n);
@@ -32,8 +32,8 @@ static void KV(prepare_pairs)(const kv_side *side, const float *rows, const kv_s
 {
     (void)exact;
     panel->factor = factor;
-    KV(put_query_pairs)(rows, side->padded_dim, panel->halves);
-    if (rope) KV(put_query_pairs)(rope_rows, rope->padded_dim, panel->rope_halves);
+    KV(put_query_pairs)(rows, side->padded_dim, (uint16_t *)panel->queries, panel->halves);
+    if (rope) KV(put_query_pairs)(rope_rows, rope->padded_dim, (uint16_t *)panel->rope_queries, panel->rope_halves);
 }
 
 KV_ATTEND(attend_pairs, KV(PAIRS), KV(score_pair_tile))

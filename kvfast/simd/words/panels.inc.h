@@ -161,6 +161,14 @@ typedef struct {
     KV(word_weights) w;
 } KV(word_pass);
 
+/* What the task's room holds while a tile is read: its keys for rows that see some of it, and for those that see all, two panels'
+   passes, and the scores of a panel whose rows read both kinds of keys. */
+typedef struct {
+    KV(word_keys) keys[2], rope[2];
+    KV(word_pass) passes[2];
+    KV(word_scores) others;
+} KV(word_room);
+
 /* How the rows of panels are multiplied with keys. */
 typedef enum { KV(WORDS), KV(CODES), KV(PAIRS) } KV(word_kind);
 typedef void KV(tile_scores)(const KV(word_tile) *tile, const kv_panel *panels, int count, int begin, int end,
@@ -191,11 +199,11 @@ static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panel
         if (pass->begin == pass->end) continue;
         score(tiles + (pass->all != 0), panels + i, 1, pass->begin, pass->end, &scores);
         if (pass->all && pass->some && mixed) {
-            KV(word_scores) others, *at = &others;
-            score(tiles, panels + i, 1, pass->begin, pass->end, &at);
+            KV(word_scores) *const others = &KV_IN(tiles->room->pass, KV(word_room))->others;
+            score(tiles, panels + i, 1, pass->begin, pass->end, &others);
             for (int t = pass->begin * KV_ROWS; t < pass->end * KV_ROWS; t += KV_ROWS)
                 vf_store(scores->weights + t,
-                         _mm512_mask_mov_ps(vf_load(scores->weights + t), pass->some, vf_load(others.weights + t)));
+                         _mm512_mask_mov_ps(vf_load(scores->weights + t), pass->some, vf_load(others->weights + t)));
         }
     }
 }
@@ -224,12 +232,12 @@ static inline __attribute__((always_inline)) void KV(load_sides)(
 
 static inline __attribute__((always_inline)) void KV(attend_word_tile)(
     const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values, const kv_tile *next_keys,
-    const kv_tile *next_values, float position, kv_operands *operands, kv_panel *panels, int num_panels, const KV(word_kind) kind,
+    const kv_tile *next_values, int64_t position, kv_operands *operands, kv_panel *panels, int num_panels, const KV(word_kind) kind,
     KV(tile_scores) *score)
 {
     const int has_rope = v->as_keys && v->padded_dim;
     const kv_side *from = v->as_keys ? k : v;
-    KV(word_keys) k_words[2], rope_words[2];
+    KV(word_room) *const room = KV_IN(operands->room->pass, KV(word_room));
     const KV(word_keys) *k_loaded[2], *rope_loaded[2] = {NULL, NULL};
     int wanted[2] = {0, 0};
     for (int i = 0; i < num_panels; i++) {
@@ -238,24 +246,23 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
         wanted[0] |= some, wanted[1] |= all;
     }
     /* Codes have the means of up to 8 blocks, but latent rows have none. */
-    KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, k_words, k_loaded,
+    KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, room->keys, k_loaded,
                    kind);
     if (has_rope)
         KV(load_sides)(v, values, wanted, operands->means + 2 * KV_MAX_HEAD_DIM, operands->rope, KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 2,
-                       operands, rope_words, rope_loaded, kind);
-    const KV(word_tile) tiles[2] = {{k_loaded[0], rope_loaded[0]}, {k_loaded[1], rope_loaded[1]}};
+                       operands, room->rope, rope_loaded, kind);
+    const KV(word_tile) tiles[2] = {{k_loaded[0], rope_loaded[0], operands->room}, {k_loaded[1], rope_loaded[1], operands->room}};
     operands->value_dim = from->padded_dim;
     const kv_tile *from_tile = v->as_keys ? keys : values;
     if (kind == KV(CODES) && from->family != KV_FLOAT_ROWS) KV(load_value_codes)(from, from_tile, v->as_keys, operands);
     else KV(load_value_words)(from, from_tile, operands);
     KV(following) next = {k, v, next_keys, next_values, 0, num_panels * PREFETCHES};
-    KV(word_pass) passes[2];
     for (int i = 0, count; i < num_panels; i += count) {
         count = num_panels - i < 2 ? 1 : 2;
         for (int j = 0; j < count; j++) KV(prefetch_part)(&next);
-        KV(score_panels)(tiles, panels + i, count, score, passes);
+        KV(score_panels)(tiles, panels + i, count, score, room->passes);
         for (int j = 0; j < count; j++) {
-            KV(word_pass) *pass = passes + j;
+            KV(word_pass) *pass = room->passes + j;
             KV(prefetch_part)(&next);
             if (pass->begin < pass->end) {
                 KV(weigh_words)(panels + i + j, operands, pass->all, position, pass->begin, pass->end, &pass->w);
@@ -270,7 +277,7 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
 
 #define KV_ATTEND(name, kind, score)                                                                                          \
     static void KV(name)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,                      \
-                         const kv_tile *next_keys, const kv_tile *next_values, float position, kv_operands *operands,         \
+                         const kv_tile *next_keys, const kv_tile *next_values, int64_t position, kv_operands *operands,         \
                          kv_panel *panels, int num_panels)                                                                    \
     {                                                                                                                         \
         KV(attend_word_tile)(k, v, keys, values, next_keys, next_values, position, operands, panels, num_panels, kind, score); \

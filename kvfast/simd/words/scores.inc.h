@@ -123,7 +123,10 @@ static void KV(score_keys)(const KV(word_queries) *queries, int panels, const KV
 }
 
 /* The keys of a tile, and of latent rows their rotary part, or NULL. */
-typedef struct { const KV(word_keys) *keys, *rope; } KV(word_tile);
+typedef struct {
+    const KV(word_keys) *keys, *rope;
+    kv_room *room;
+} KV(word_tile);
 
 /* The squares of the standard errors of scores, over 0.29, that come from rounding a key and 16 queries. */
 static inline vf KV(squared_error)(vf query_unit, vf query_square, float key_unit, float key_square)
@@ -198,9 +201,9 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
         if (loud) found[first / 64] |= (uint64_t)(loud & KV(find_large_scores)(scores, first, least)) << first % 64;
     }
     const vi rows = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    KV(exact_scores) exact;
-    exact.keys = keys, exact.rope = rope, exact.queries = queries, exact.rope_queries = rope_queries, exact.scores = scores;
-    exact.count = 0;
+    KV(exact_scores) *const exact = KV_IN(tile->room->again, KV(exact_scores));
+    exact->keys = keys, exact->rope = rope, exact->queries = queries, exact->rope_queries = rope_queries, exact->scores = scores;
+    exact->count = 0;
     unsigned lanes = 0;
     for (int part = 0; part < KV_MATRIX_TILE / 64; part++)
         for (uint64_t left = found[part]; left; left &= left - 1) {
@@ -211,14 +214,14 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
             const __mmask16 again = _mm512_cmp_ps_mask(error, limit, _CMP_NLE_UQ)
                                     & _mm512_cmp_ps_mask(error, vf_mul(allowed, allowed), _CMP_NLE_UQ);
             const int count = __builtin_popcount(again);
-            if (count > MOST_PLACES) KV(score_token)(&exact, (unsigned)t, again);
+            if (count > MOST_PLACES) KV(score_token)(exact, (unsigned)t, again);
             else {
-                _mm512_storeu_si512(exact.places + exact.count, _mm512_maskz_compress_epi32(again, vi_add(rows, vi_set1(t * KV_ROWS))));
-                exact.count += count;
+                _mm512_storeu_si512(exact->places + exact->count, _mm512_maskz_compress_epi32(again, vi_add(rows, vi_set1(t * KV_ROWS))));
+                exact->count += count;
             }
             lanes |= (again != 0u) << t / KV_LANES;
         }
-    KV(score_places)(&exact);
+    KV(score_places)(exact);
     for (; lanes; lanes &= lanes - 1) KV(find_most_scores)(scores, __builtin_ctz(lanes) * KV_LANES);
 }
 

@@ -30,21 +30,23 @@ typedef struct {
 } KV(word_weights);
 
 /* Applies softcap, ALiBi and biases to the scores, and masks the tokens that a row may not see. */
-static void KV(bend_words)(const kv_panel *panel, float position, int begin, int end, KV(word_scores) *scores)
+static void KV(bend_words)(const kv_panel *panel, int64_t position, int begin, int end, KV(word_scores) *scores)
 {
     const kv_score_options *options = &panel->options;
     const vi lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const vi start = vi_load(panel->start), stop = vi_load(panel->stop);
     const __mmask16 rows = (__mmask16)((1u << panel->rows) - 1);
     const vf slopes = options->slopes ? _mm512_maskz_loadu_ps(rows, options->slopes) : vf_set1(0.0f);
-    const vf query_at = options->slopes ? _mm512_maskz_loadu_ps(rows, options->query_at) : slopes;
+    KV_ALIGNED float distances[KV_ROWS] = {0}; /* as integers: float32 does not hold all positions beyond 2^24 */
+    for (int r = 0; options->slopes && r < panel->rows; r++) distances[r] = (float)(position - options->query_at[r]);
+    const vf distance = vf_load(distances);
     const vi bias_rows = _mm512_mullo_epi32(lanes, vi_set1(KV_TILE));
     for (int t = begin; t < end; t++) {
         const __mmask16 seen = _mm512_cmple_epi32_mask(start, vi_set1(t)) & _mm512_cmpgt_epi32_mask(stop, vi_set1(t));
         float *at = scores->weights + t * KV_ROWS, *eight = scores->most + t / 8 * KV_ROWS;
         vf x = vf_load(at);
         if (options->softcap > 0) x = vf_mul(vf_set1(options->softcap), KV(tanh)(vf_div(x, vf_set1(options->softcap))));
-        if (options->slopes) x = vf_fma(slopes, vf_sub(vf_set1(position + (float)t), query_at), x);
+        if (options->slopes) x = vf_fma(slopes, vf_add(distance, vf_set1((float)t)), x);
         if (options->bias) x = vf_add(x, _mm512_mask_i32gather_ps(vf_set1(0.0f), seen & rows, bias_rows, options->bias + t, 4));
         x = _mm512_mask_mov_ps(vf_set1(-INFINITY), seen, x);
         vf_store(at, x);
@@ -96,7 +98,7 @@ static void KV(round_weights)(KV(word_weights) *w, int group, int begin, int end
    `end` leave out only tokens that no row sees. They do not change a row's numbers: the weights of masked tokens are 0, and sums are
    taken in the order of positions. `all` marks the rows that see the whole tile. For them the size of its values counts, for others
    one that rarely is less: how many tokens are read depends on other rows. */
-static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmask16 all, float position, int begin, int end,
+static void KV(weigh_words)(kv_panel *panel, const kv_operands *operands, __mmask16 all, int64_t position, int begin, int end,
                             KV(word_weights) *w)
 {
     const vf none = vf_set1(-INFINITY), zero = vf_set1(0.0f), log2e = vf_set1(1.44269504f);

@@ -181,7 +181,7 @@ class PagedStorage(StorageProperties):
         return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, MAX_TOKENS) for n in counts])
 
     def prepare_batch(self, block_table: ArrayLike, seq_lens: ArrayLike, cu_seqlens_q: ArrayLike | None = None,
-                      slot_mapping: ArrayLike | None = None) -> PreparedBatch:
+                      slot_mapping: ArrayLike | None = None, *, max_num_seqs: int | None = None) -> PreparedBatch:
         """Check the tables of another scheduler for one step, once for all layers.
 
         Parameters
@@ -192,6 +192,9 @@ class PagedStorage(StorageProperties):
         slot_mapping : integers of shape (num_slots,), optional
             As in `append_batch`, which takes the result in the place of `slot_mapping`. A format with float rows needs it: the
             slots of all queries, in order, and -1 behind them.
+        max_num_seqs : int, optional
+            With float rows: the most sequences that the scheduler goes on with, in this step or a later one. None for as many as
+            the blocks have room for.
 
         Returns
         -------
@@ -207,9 +210,15 @@ class PagedStorage(StorageProperties):
         Notes
         -----
         In a pool with float rows every step of the scheduler needs a batch, which seals the blocks that have become full, and
-        gives new tokens their float rows.
+        gives new tokens their float rows. A sequence keeps its newest float rows while it is left out of steps and while others
+        share its blocks and run ahead, so that it has the bits of a `Sequence` whenever it goes on. Nobody says that it has ended,
+        so its float rows stay until its blocks are written from their first token again: at worst, where all texts are short,
+        those of every token of the pool. `max_num_seqs` bounds them: of sequences beyond that number, those left out for longest
+        keep codes alone, and go on from these. One that begins with known blocks reads them like a fork of a sequence that needs
+        their float rows, if there is one, and else as codes.
         """
-        return self._buffer.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping)
+        most = self.num_blocks if max_num_seqs is None else check_size(max_num_seqs, "max_num_seqs", 1)
+        return self._buffer.prepare(block_table, seq_lens, cu_seqlens_q, slot_mapping, most)
 
     def _batch(self, sequences, block_table, seq_lens, cu_seqlens_q):
         """Block tables of sequences, or the given tables and lengths of another scheduler, or a PreparedBatch."""

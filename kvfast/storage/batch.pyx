@@ -29,7 +29,7 @@ from kvfast.storage.prepared_batch import check_distinct
 
 
 cdef class PagedBuffer(PagedSequences):
-    def prepare(self, block_table, seq_lens, cu_seqlens_q, slot_mapping):
+    def prepare(self, block_table, seq_lens, cu_seqlens_q, slot_mapping, Py_ssize_t max_num_seqs):
         """A PreparedBatch for the tables and slots of another scheduler."""
         cdef PreparedBatch batch
         cdef Py_ssize_t count = len(seq_lens), window = 0, num_sink_tokens = -1
@@ -48,7 +48,7 @@ cdef class PagedBuffer(PagedSequences):
                 batch.set_slots(slot_mapping)
             if self.scheduler is not None:
                 self._check_no_sequences(batch.table[0, 0] * self.pool.block_size)
-                self.scheduler.prepare(batch)
+                self.scheduler.prepare(batch, max_num_seqs)
                 self._become_external()
             batch.find_prefixes()
             return batch

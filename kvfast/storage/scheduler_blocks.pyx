@@ -3,11 +3,14 @@
 
 A scheduler's tables say which blocks a sequence has, and not which tokens of them have codes or float rows. That is known of each
 block: a block begins anew when its first token is written, it is sealed once all of its tokens belong to a sequence that goes on
-behind them, and it loses its float rows when no query of that sequence reads them any more. So blocks may be freed, given to other
-sequences, shared by prefix, and written again from any token on while they are open.
+behind them, and it loses its float rows when no sequence reads them any more. So blocks may be freed, given to other sequences, shared
+by prefix, and written again from any token on while they are open.
 
-Nobody says that a sequence has ended. So when many blocks have float rows that the newest steps did not read, the oldest of them are
-closed: their tokens keep codes alone. A sequence that goes on in such a block gets float rows of these codes.
+Nobody says which sequence a row of a table is, nor that one has ended. A sequence is known by the last block that a step has shown of
+it: the row that has this block at the same place goes on with it. Until then it holds the float rows that its next queries read,
+however long it rests and whoever shares its blocks and runs ahead. One that has ended holds them until its blocks begin anew. Whoever
+cannot spare that memory bounds the number of sequences: those that were not seen for longest are closed, so that their tokens keep
+codes alone. A sequence that goes on in such a block gets float rows of these codes.
 """
 import numpy as np
 
@@ -23,12 +26,17 @@ cdef enum:
     CODES                      # its tokens have codes alone, but for the first tokens of a sequence and those of a patch
     OPEN                       # they have float rows
     SEALED                     # they have both
-    SPARE = 16                 # most blocks with float rows that the newest step did not read, besides as many as it did
 
 
 cdef inline Py_ssize_t _tokens_before(PreparedBatch batch, Py_ssize_t i) noexcept:
     """Tokens of a sequence that were written before the step."""
     return batch.lens[i] - (batch.starts[i + 1] - batch.starts[i])
+
+
+cdef list _row(PreparedBatch batch, Py_ssize_t i, Py_ssize_t begin, Py_ssize_t end):
+    """Blocks of a sequence."""
+    cdef Py_ssize_t index
+    return [batch.table[i, index] for index in range(begin, end)]
 
 
 cdef class SchedulerBlocks:
@@ -39,22 +47,23 @@ cdef class SchedulerBlocks:
         self.written = <int16_t *>calloc(pool.num_blocks, sizeof(int16_t))
         self.state = <uint8_t *>calloc(pool.num_blocks, sizeof(uint8_t))
         self.begins = <uint8_t *>calloc(pool.num_blocks, sizeof(uint8_t))
-        self.used = <Py_ssize_t *>calloc(pool.num_blocks, sizeof(Py_ssize_t))
-        if self.written == NULL or self.state == NULL or self.begins == NULL or self.used == NULL:
+        self.holders = <int32_t *>calloc(pool.num_blocks, sizeof(int32_t))
+        self.held = {}
+        if self.written == NULL or self.state == NULL or self.begins == NULL or self.holders == NULL:
             raise MemoryError("cannot allocate the state of a scheduler's blocks")
 
     def __dealloc__(self):
         free(self.written)
         free(self.state)
         free(self.begins)
-        free(self.used)
+        free(self.holders)
 
-    cdef int prepare(self, PreparedBatch batch) except -1:
+    cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1:
         """Make ready for the tokens of a step, which the layers are about to write: seal the blocks that have become full, give float
         rows to the new tokens, and release those that no query reads any more. Nothing changes if the batch is refused."""
         cdef Py_ssize_t index, first, end, needed = 0
         cdef int32_t block
-        cdef list writes = self._writes_of(batch)
+        cdef list writes = self._writes_of(batch), going_on
         cdef dict ends = {block: (end, first == 0, index) for block, index, first, end in writes}
         self._check_read(batch, ends)
         for block, index, first, end in writes:
@@ -62,7 +71,9 @@ cdef class SchedulerBlocks:
         if needed:  # those that stay lie in a chunk apart from those of prompts, which are soon released
             self.pool.floats.pieces.ensure(min(needed, batch.num_sequences * (2 * self.pool.floats.per_block + 2)))
             self.pool.floats.pieces.ensure(needed)
-        self._seal(batch, ends)
+        self._seal_full(batch, ends)
+        going_on = self._going_on(batch)
+        self._forget_behind({block for block, index, first, end in writes if first == 0 and self.holders[block]})
         for block, index, first, end in writes:
             if first == 0:
                 self.pool.floats.release(block, 0)
@@ -70,11 +81,10 @@ cdef class SchedulerBlocks:
             elif self.state[block] == CODES and self.pool.seals:
                 self.pool.floats.restore(block, index, first)
             self.pool.floats.open(block, index, first, end)
-            self.written[block], self.begins[block] = <int16_t>end, index == 0
-            self._set_state(block, OPEN)
-        self._release_float_rows(batch)
-        self._close_others(batch)
-        self._set_states(batch)
+            self.written[block], self.begins[block], self.state[block] = <int16_t>end, index == 0, OPEN
+        if self.pool.seals:
+            self._set_states(batch, going_on)
+            self._hold(batch, [blocks for _, blocks in going_on], max_num_seqs)
         self.step += 1
         batch.step = self.step
         return 0
@@ -94,13 +104,10 @@ cdef class SchedulerBlocks:
         self.pool.floats.pieces.trim()
         memset(self.written, 0, self.pool.num_blocks * sizeof(int16_t))
         memset(self.state, CODES, self.pool.num_blocks * sizeof(uint8_t))
-        self.num_open = 0
+        memset(self.holders, 0, self.pool.num_blocks * sizeof(int32_t))
+        self.held.clear()
         self.step += 1
         return 0
-
-    cdef void _set_state(self, int32_t block, int state) noexcept:
-        self.num_open += (state != CODES) - (self.state[block] != CODES)
-        self.state[block] = state
 
     cdef list _writes_of(self, PreparedBatch batch):
         """What the step writes: (block, its index in its sequence, first offset, end), after checks."""
@@ -153,78 +160,95 @@ cdef class SchedulerBlocks:
                                      f"sequence")
         return 0
 
-    cdef int _seal(self, PreparedBatch batch, dict ends) except -1:
+    cdef int _seal_full(self, PreparedBatch batch, dict ends) except -1:
         """Seal the blocks that sequences go on behind."""
         cdef Py_ssize_t size = self.pool.block_size, i, index
         cdef int32_t block
         full = {}
-        if not self.pool.seals:
-            return 0
-        for i in range(batch.num_sequences):
+        for i in range(batch.num_sequences if self.pool.seals else 0):
             for index in range((_tokens_before(batch, i)) // size):
                 block = batch.table[i, index]
                 if self.state[block] == OPEN and block not in ends:
-                    full[block] = index
-        for at_start in (True, False):
-            self._encode([block for block, index in full.items() if (index == 0) == at_start], at_start)
-        for block in full:
-            self._set_state(block, SEALED)
-        return 0
+                    full[block] = None
+        return self._seal(list(full))
 
-    cdef int _encode(self, list chosen, bint at_start) except -1:
-        """Encode the tokens of some blocks that have been written, from their float rows."""
+    cdef int _seal(self, list chosen) except -1:
+        """Encode the tokens of some open blocks that have been written, from their float rows."""
         cdef int32_t[::1] blocks
         cdef uint8_t[::1] unfit
+        cdef int32_t block
         cdef Py_ssize_t i
         # Only the first of the blocks of one call can begin a sequence.
-        for part in ([[block] for block in chosen] if at_start else [chosen] if chosen else []):
+        parts = [[block] for block in chosen if self.begins[block]] + [[block for block in chosen if not self.begins[block]]]
+        for part in parts if parts[-1] else parts[:-1]:
             blocks, unfit = np.array(part, np.int32), np.zeros(len(part), np.uint8)
-            seal_blocks(self.pool.stores, self.pool.num_layers, &blocks[0], blocks.shape[0], at_start, self.pool.floats.kept_codes,
-                        &unfit[0], self.written)
+            seal_blocks(self.pool.stores, self.pool.num_layers, &blocks[0], blocks.shape[0], self.begins[blocks[0]],
+                        self.pool.floats.kept_codes, &unfit[0], self.written)
             for i in range(blocks.shape[0]):
                 if unfit[i]:
                     self.pool.floats.set_kept_codes(blocks[i], -abs(self.pool.floats.kept_codes[blocks[i]]))
+                self.state[blocks[i]] = SEALED
         return 0
 
-    cdef int _close_others(self, PreparedBatch batch) except -1:
-        """Take the float rows from the blocks that were not read for longest, if there are many."""
-        cdef Py_ssize_t size = self.pool.block_size, i, index, current = 0
-        cdef int32_t block
-        if not self.pool.seals:
-            return 0
+    cdef list _going_on(self, PreparedBatch batch):
+        """The sequences of the rows of a batch, which leave `held`: from which block on each reads float rows, as far as it still
+        needs them, and the blocks that it holds. A row that goes on with none is a fork of one that holds its newest known block, or
+        reads codes. Where two rows could go on with one sequence, the first does."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index, done
+        cdef list blocks, first = [], forks
+        cdef dict places = {}
         for i in range(batch.num_sequences):
-            for index in range((batch.lens[i] + size - 1) // size):
-                block = batch.table[i, index]
-                if self.state[block] != CODES:
-                    current += self.used[block] != self.step + 1
-                    self.used[block] = self.step + 1
-        if self.num_open <= 2 * current + SPARE:
-            return 0
-        others = [block for block in range(self.pool.num_blocks) if self.state[block] != CODES and self.used[block] != self.step + 1]
-        others.sort(key=lambda block: self.used[block])
-        del others[self.num_open - (2 * current + SPARE):]
-        for at_start in (True, False):
-            self._encode([block for block in others if self.state[block] == OPEN and self.begins[block] == at_start], at_start)
-        for block in others:
-            self.pool.floats.release_sealed(block, 1 if self.begins[block] and self.pool.has_sinks else 0)
-            self._set_state(block, CODES)
-        self.pool.floats.pieces.trim()
+            done = _tokens_before(batch, i)
+            # Drafts may have been taken back since, so its last block may lie behind its tokens of now.
+            for index in range((batch.lens[i] + size - 1) // size - 1, max(0, done - 1) // size - 1, -1):
+                place = batch.table[i, index], index
+                blocks = self.held.get(place)
+                if blocks is not None and place not in places and blocks == _row(batch, i, index + 1 - len(blocks), index + 1):
+                    places[place] = i
+                    first.append(index + 1 - len(blocks))
+                    break
+            else:
+                known = batch.table[i, done // size - 1] if done >= size else None
+                forks = [end + 1 - len(blocks) for (_, end), blocks in self.held.items() if known in blocks]
+                first.append(min(forks, default=done // size))
+        going_on = [[begin, []] for begin in first]
+        for place, i in places.items():
+            going_on[i][1] = self.held.pop(place)
+        return going_on
+
+    cdef int _forget_behind(self, set anew) except -1:
+        """Let no sequence hold blocks that begin anew, and those behind them, whose tokens it has lost."""
+        cdef int32_t block
+        cdef list blocks
+        for place in [place for place, blocks in self.held.items() if not anew.isdisjoint(blocks)] if anew else ():
+            blocks = self.held.pop(place)
+            for count in range(len(blocks)):
+                if blocks[count] in anew:
+                    break
+            place = blocks[count - 1], place[1] - len(blocks) + count
+            if count and place not in self.held:
+                self.held[place], blocks = blocks[:count], blocks[count:]
+            self._let_go(blocks, anew)
         return 0
 
-    cdef int _release_float_rows(self, PreparedBatch batch) except -1:
-        """Release the float rows that no query of a sequence of the batch reads any more."""
-        cdef Py_ssize_t size = self.pool.block_size, i, index
+    cdef int _hold(self, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1:
+        """Let the sequences of the batch hold the float rows that their queries read, and release those that nobody holds."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index, end
         cdef int32_t block
-        cdef bint some = False
-        if not self.pool.seals:
-            return 0
+        cdef list blocks
+        cdef int some = False
         for i in range(batch.num_sequences):
-            for index in range((_tokens_before(batch, i) - self.pool.open_tokens) // size):
-                block = batch.table[i, index]
-                if self.state[block] == SEALED:
-                    self.pool.floats.release_sealed(block, 1 if index == 0 and self.pool.has_sinks else 0)
-                    self._set_state(block, CODES)
-                    some = True
+            end = (batch.lens[i] + size - 1) // size
+            blocks = _row(batch, i, batch.floats_begin[i] // size, end)
+            if blocks:
+                for block in blocks:
+                    self.holders[block] += 1
+                before.append(self.held.pop((blocks[-1], end - 1), []))  # of a row with the same tokens
+                self.held[blocks[-1], end - 1] = blocks
+        while len(self.held) > max(max_num_seqs, batch.num_sequences):
+            before.append(self.held.pop(next(iter(self.held))))
+        for blocks in before:
+            some |= self._let_go(blocks, ())
         if some:  # what is left may lie behind all that was released
             for i in range(batch.num_sequences):
                 for index in range((batch.lens[i] + size - 1) // size):
@@ -233,16 +257,32 @@ cdef class SchedulerBlocks:
             self.pool.floats.pieces.trim()
         return 0
 
-    cdef void _set_states(self, PreparedBatch batch) noexcept:
+    cdef int _let_go(self, list blocks, anew) except -1:
+        """Hold some blocks for one sequence less. Those that none holds keep codes alone, but for those that begin anew. Returns
+        whether float rows were released."""
+        cdef int32_t block
+        cdef list idle = []
+        for block in blocks:
+            self.holders[block] -= 1
+            if self.holders[block] == 0 and self.state[block] != CODES and block not in anew:
+                idle.append(block)
+        self._seal([block for block in idle if self.state[block] == OPEN])
+        for block in idle:
+            self.pool.floats.release_sealed(block, 1 if self.begins[block] and self.pool.has_sinks else 0)
+            self.state[block] = CODES
+        return len(idle) > 0
+
+    cdef int _set_states(self, PreparedBatch batch, list going_on) except -1:
         """Which positions of each sequence have codes, and from which on all have float rows."""
-        cdef Py_ssize_t size = self.pool.block_size, i, index
-        if not self.pool.seals:
-            return
+        cdef Py_ssize_t size = self.pool.block_size, i, index, begin, codes
         for i in range(batch.num_sequences):
-            batch.floats_begin[i], batch.codes_end[i] = 0, batch.lens[i] // size * size
+            begin, codes = (_tokens_before(batch, i) - self.pool.open_tokens) // size, batch.lens[i] // size
+            begin = max(begin, <Py_ssize_t>going_on[i][0])
             for index in range((batch.lens[i] + size - 1) // size - 1, -1, -1):
-                if self.state[batch.table[i, index]] == CODES:
-                    batch.floats_begin[i] = <int32_t>((index + 1) * size)
-                    break
                 if self.state[batch.table[i, index]] == OPEN:
-                    batch.codes_end[i] = <int32_t>(index * size)
+                    begin, codes = min(begin, index), min(codes, index)
+                elif self.state[batch.table[i, index]] == CODES:
+                    begin = max(begin, index + 1)
+                    break
+            batch.floats_begin[i], batch.codes_end[i] = <int32_t>(begin * size), <int32_t>(codes * size)
+        return 0

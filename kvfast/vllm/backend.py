@@ -96,7 +96,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             return PagedKVCache(len(buffer), num_kv_heads, kv_cache_spec.head_size, num_blocks, block_size, fmt,
                                 v_head_dim=kv_cache_spec.head_size_v, buffer=buffer)
 
-        self._memory = GroupMemory(layers, new_pool)
+        self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs)
         logger.info_once("kvfast keeps the KV cache as %s, %d bytes per token and KV head (kv_cache_dtype=%s)", str(fmt),
                          content_bytes(kv_cache_spec, fmt), vllm_config.cache_config.cache_dtype)
 

@@ -27,10 +27,12 @@ class GroupMemory:
         Layers of vLLM.
     new_pool : callable
         Takes the arrays of the layers, and returns a pool with these as buffer.
+    max_num_seqs : int
+        The most requests that vLLM runs at once.
     """
 
-    def __init__(self, layers, new_pool):
-        self._layers, self._new_pool = layers, new_pool
+    def __init__(self, layers, new_pool, max_num_seqs):
+        self._layers, self._new_pool, self._max_num_seqs = layers, new_pool, max_num_seqs
         self._tensors = []
         self.pool = None
         self._batch = self._metadata = None
@@ -55,6 +57,6 @@ class GroupMemory:
         """The PreparedBatch of a step, which the first layer that needs it prepares. Not the builder of the metadata: that may serve
         layers of another group, as those of a draft model."""
         if metadata is not self._metadata:
-            self._batch = self.bind().prepare_batch(*metadata.tables, metadata.slots)
+            self._batch = self.bind().prepare_batch(*metadata.tables, metadata.slots, max_num_seqs=self._max_num_seqs)
             self._metadata = metadata
         return self._batch

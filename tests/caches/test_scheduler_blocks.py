@@ -31,7 +31,7 @@ class Scheduler:
         fmt = kvfast.KVFormat.of(form)
         self.size = fmt.block_size or 64
         self.pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, self.size, form, **options)
-        self.form, self.rng, self.free = form, rng, rng.permutation(num_blocks).tolist()
+        self.form, self.rng, self.free, self.limits = form, rng, rng.permutation(num_blocks).tolist(), {}
 
     def new(self, blocks=()):
         return Request(self.form, self.size, blocks)
@@ -51,7 +51,7 @@ class Scheduler:
     def step(self, requests, counts, given=None, accepted=None):
         """New tokens of each request; all but the first `accepted` are taken back. The outputs are those of the requests' caches."""
         tables, slots = self.tables(requests, counts)
-        batch = self.pool.prepare_batch(**tables, slot_mapping=np.append(slots, -1) if len(slots) % 2 else slots)
+        batch = self.pool.prepare_batch(**tables, slot_mapping=np.append(slots, -1) if len(slots) % 2 else slots, **self.limits)
         given = given or [rows(self.rng, n) for n in counts]
         q = self.rng.standard_normal((sum(counts), 2 * HEADS, DIM)).astype(np.float32)
         starts = tables["cu_seqlens_q"]
@@ -147,24 +147,93 @@ def test_float_rows_are_bounded(rng):
     assert scheduler.pool.nbytes - empty <= 3 * (2 * 64 + 2 * 16) // 16 * piece + 8 * piece
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_sequences_rest(rng, name):
+    """While others go on, for as long as the blocks last, a sequence keeps what it needs to go on with the bits of its own."""
+    scheduler = Scheduler(FORMATS[name], rng, num_blocks=64)
+    requests = [scheduler.new() for _ in range(20)]
+    for request in requests:
+        scheduler.step([request], [int(rng.integers(1, scheduler.size + 20))])
+    for _ in range(60):
+        some = rng.permutation(20)[: rng.integers(1, 4)]
+        counts = rng.integers(1, 5, len(some))
+        scheduler.step([requests[i] for i in some], counts.tolist(), accepted=rng.integers(1, counts + 1).tolist())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("shared", "further"), [(1, 6), (2, 0)])
+def test_another_shares_its_blocks_and_runs_ahead(rng, name, shared, further):
+    scheduler = Scheduler(FORMATS[name], rng)
+    behind, ahead, other = (scheduler.new() for _ in "abc")
+    prompt = rows(rng, shared * scheduler.size + further)
+    scheduler.step([behind], [prompt.shape[2]], [prompt])
+    ahead.blocks, ahead.length = behind.blocks[:shared], shared * scheduler.size
+    for layer in range(LAYERS):
+        ahead.cache.append(layer, *prompt[layer][:, : ahead.length])
+    ahead.cache.advance(ahead.length)  # reads the newest tokens as floats, as the one behind does
+    if further == 0:  # or else nobody could tell the two apart
+        scheduler.step([behind, ahead], [1, 3])
+    for n in (36, 1, 1, 80, 1):
+        scheduler.step([ahead], [n])
+        scheduler.step([other], [n])
+    scheduler.step([behind, ahead], [1, 1])
+    for _ in range(30):
+        scheduler.step([behind, other], [3, 1])
+
+
+def test_drafts_lose_their_block_to_another(rng):
+    """A resting sequence still holds the blocks before it."""
+    scheduler = Scheduler("int4", rng)
+    resting, other = scheduler.new(), scheduler.new()
+    scheduler.step([resting], [60])
+    scheduler.step([resting], [8], accepted=[4])
+    scheduler.free.append(resting.blocks.pop())
+    scheduler.step([other], [130])
+    for _ in range(30):
+        scheduler.step([other], [1])
+    scheduler.step([resting, other], [1, 1])
+
+
 def test_nobody_says_that_a_text_has_ended(rng):
-    """Float rows of blocks that no step reads any more do not add up."""
+    """Float rows of ended texts stay until their blocks begin anew, and do not add up."""
+    scheduler = Scheduler("int4", rng, num_blocks=12)
+    piece, sizes = 16 * LAYERS * HEADS * 2 * DIM * 2, []
+    empty, talk = scheduler.pool.nbytes, scheduler.new()
+    scheduler.step([talk], [100])
+    for _ in range(40):
+        text = scheduler.new()
+        scheduler.step([talk, text], [1, 90])
+        scheduler.release(text)
+        sizes.append(scheduler.pool.nbytes - empty)
+    assert max(sizes) <= (12 * 4 + 32) * piece
+    scheduler.pool.clear()
+    assert scheduler.pool.nbytes - empty < min(sizes)
+
+
+def test_a_number_of_sequences_bounds_float_rows(rng):
     scheduler = Scheduler("int4", rng, num_blocks=200)
+    scheduler.limits = {"max_num_seqs": 8}
     piece, most = 16 * LAYERS * HEADS * 2 * DIM * 2, 0
     empty, talk = scheduler.pool.nbytes, scheduler.new()
     scheduler.step([talk], [100])
+    rested = []
     for _ in range(80):
-        scheduler.step([talk, scheduler.new()], [1, 90])
+        rested.append(scheduler.new())
+        scheduler.step([talk, rested[-1]], [1, 90])
         most = max(most, scheduler.pool.nbytes - empty)
-    assert most <= ((2 * 6 + 16) * 4 + 81 + 32) * piece  # 81: the first tokens of each text, which always stay floats
+    assert most <= ((2 * 9) * 4 + 81 + 32) * piece  # 81: the first tokens of each text, which always stay floats
+    scheduler.step(rested[-6:], [1] * 6)  # as many as that have their bits
+    with pytest.raises(ValueError, match="max_num_seqs must be at least 1, got 0"):
+        scheduler.pool.prepare_batch([[0]], [0], [0, 0], [], max_num_seqs=0)
 
 
-def test_a_text_that_rested_goes_on_from_its_codes(isa, rng):
+def test_a_closed_text_goes_on_from_its_codes(isa, rng):
     scheduler = Scheduler("int4", rng, num_blocks=200)
+    scheduler.limits = {"max_num_seqs": 3}
     rested = [scheduler.new() for _ in range(3)]
     given = [rows(rng, n) for n in (100, 30, 64)]
     scheduler.step(rested, [100, 30, 64], given)
-    for _ in range(40):
+    for _ in range(4):
         scheduler.step([scheduler.new()], [70])
     for first, n in ((0, 1), (1, 40), (41, 60), (101, 1)):
         new = [rows(rng, n) for _ in rested]

@@ -23,7 +23,8 @@ def register():
 
 
 def as_numpy(tensor):
-    """A view of a tensor; bfloat16 as its bits, as kvfast takes it."""
+    """A view of a tensor, or a copy of one that is still to be negated; bfloat16 as its bits, as kvfast takes it."""
+    tensor = tensor.resolve_neg()
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 

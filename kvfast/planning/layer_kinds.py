@@ -133,15 +133,20 @@ def _marked(named, others):
     return kinds_of
 
 
+def _turns(length, place, named, others, number):
+    """A kind of its own at one place of each turn. A file may name any length: only the layers count."""
+    return "".join(named if i % length == place else others for i in range(number))
+
+
 def _last_of_each(named, others):
     """Of a field with the length of a turn, whose last layer is of a kind of its own."""
-    return lambda config, field, number: others * (config.count(field) - 1) + named
+    return lambda config, field, number: _turns(config.count(field), config.count(field) - 1, named, others, number)
 
 
 def _of_a_period(config, field, number):
-    period, offset = config.count(field), config.count("attn_layer_offset", least=0)
-    turn = "".join(FULL if i == offset % period else NOTHING for i in range(period))
-    return f"NNF{_spread(turn, number)}"[:number] if config.name == "zamba" else turn
+    period = config.count(field)
+    kinds = _turns(period, config.count("attn_layer_offset", least=0) % period, FULL, NOTHING, number)
+    return f"NNF{kinds}"[:number] if config.name == "zamba" else kinds
 
 
 def _pattern(config, field, number):
@@ -150,12 +155,13 @@ def _pattern(config, field, number):
         return pattern.replace("L", SLIDING).replace("G", FULL)
     if isinstance(pattern, (list, tuple)):
         return _marked(SLIDING, FULL)(config, field, number)
-    return SLIDING * (config.count(field, least=0) - 1) + FULL
+    length = config.count(field, least=0) or 1
+    return _turns(length, length - 1, FULL, SLIDING, number)
 
 
 def _global_layers(config, field, number):
-    turn = _last_of_each(FULL, SLIDING)(config, field, number)
-    return turn[::-1] if config.name == "modernbert-decoder" else turn
+    length = config.count(field)
+    return _turns(length, 0 if config.name == "modernbert-decoder" else length - 1, FULL, SLIDING, number)
 
 
 def _blocks_in_turn(config, field, number):
@@ -175,7 +181,7 @@ def _compressed(config, field, number):
 
 
 def _windows_begin(config, field, number):
-    return (FULL * config.count(field, least=0)).ljust(number, SLIDING)[:number]
+    return (FULL * min(number, config.count(field, least=0))).ljust(number, SLIDING)
 
 
 def _places(config, field, number, first=0):

@@ -220,6 +220,9 @@ def test_fields_that_name_layers():
     assert windows(kv_source_layers=[0, 0, 2, 2, 2, 5]) == [None] * 3
     assert windows(layer_types=["indexed_attention"] * 6, index_head_dim=8) == [None] * 6
     assert windows(layer_types=["hybrid_sliding", "hybrid"] * 3, sliding_window=8) == [8, None] * 3
+    far = 2**31 - 1  # a hostile file costs nothing
+    assert windows(sliding_window_pattern=far, sliding_window=8) == windows(global_attn_every_n_layers=far, sliding_window=8) == [8] * 6
+    assert windows(attn_layer_period=far, attn_layer_offset=2) == [None] and windows(max_window_layers=far, sliding_window=8) == [None] * 6
     assert "state in place of keys" in read_shape(of_heads(model_type="new", mamba_d_state=16)).notes[0]
     with pytest.raises(ValueError, match="no layer of this mamba2 keeps"):
         read_shape({"model_type": "mamba2", "num_hidden_layers": 4, "num_heads": 8, "head_dim": 64})

@@ -8,28 +8,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvfast.core.limits import MAX_LAYERS
+from kvfast.planning.layer_kinds import NAMES_OF_ALL, layer_windows
 
 __all__ = ["LayerShape", "ModelShape", "read_shape"]
 
 MOST_JSON_BYTES = 16 << 20
 
-# Architectures whose files give the size of the window, but not which layers have it: all layers, or all but each n-th.
-_ALL_SLIDE = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")
-_EACH_NTH_IS_FULL = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2, "gpt-oss": 2, "cohere2": 4}
 # Keys that the published files of Gemma leave out, because transformers has defaults for them.
 _DEFAULTS = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "gemma4_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512},
 }
 
-# Other names of a key; error texts use the key itself.
+# Names of a key, those of decoders that have an encoder first; error texts use the key itself.
 _NAMES = {
-    "num_hidden_layers": ("n_layer", "num_layers", "n_layers"),
-    "num_attention_heads": ("n_head", "num_heads", "n_heads"),
-    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
-    "hidden_size": ("n_embd", "d_model"),
-    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
-}
+    "num_hidden_layers": ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers"),
+    "num_attention_heads": ("decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head", "num_heads", "n_heads",
+                            "attention_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
+    "head_dim": ("head_dim", "attention_head_dim", "kv_channels", "d_kv"),
+    "hidden_size": ("attention_hidden_size", "hidden_size", "n_embd", "d_model", "emb_dim", "embed_dim"),
+    "sliding_window": ("sliding_window", "attention_window_size", "sliding_window_size"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+}  # fmt: skip
+# Where the configuration of a model of several parts has that of its text.
+_PARTS = ("text_config", "decoder", "thinker_config")
 _GGUF_NAMES = {
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
@@ -40,6 +43,8 @@ _GGUF_NAMES = {
     "max_position_embeddings": "context_length",
     "sliding_window": "attention.sliding_window",
     "kv_lora_rank": "attention.kv_lora_rank",
+    "full_attention_interval": "full_attention_interval",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
 }
 
 
@@ -148,8 +153,7 @@ class _Config:
     def __init__(self, values, source, gguf_prefix=None):
         if not isinstance(values, Mapping):
             raise ValueError(f"{source} must hold a JSON object with the keys of a model, got {type(values).__name__}")  # noqa: TRY004
-        inner = values.get("text_config")
-        if isinstance(inner, Mapping):  # of a multimodal model
+        while inner := next((values[part] for part in _PARTS if isinstance(values.get(part), Mapping)), None):
             values = inner
         self.values, self.source, self.gguf_prefix = dict(values), source, gguf_prefix
         self.name = str(self.values.get("model_type") or "unknown architecture")
@@ -161,7 +165,7 @@ class _Config:
         return key if self.gguf_prefix is None else f"{self.gguf_prefix}.{_GGUF_NAMES.get(key, key)}"
 
     def get(self, key):
-        for name in (key, *_NAMES.get(key, ())):
+        for name in _NAMES.get(key, (key,)):
             if self.values.get(name) is not None:
                 return self.values[name]
         return None
@@ -192,115 +196,88 @@ class _Config:
 
 def _shape(config, **weights):
     notes = []
-    number = config.count("num_hidden_layers")
+    number = _number_of_layers(config)
     if number > MAX_LAYERS:
         raise ValueError(f"{config.source}: {config.spelled('num_hidden_layers')} must be at most {MAX_LAYERS}, got {number}")
-    windows = _windows(config, number, notes)
-    if config.get("kv_lora_rank") is not None:
-        latent, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
-        layers = [LayerShape(1, latent, window, rope) for window in windows if window != 0]
-        if config.get("qk_nope_head_dim") is not None and config.get("v_head_dim") is not None:
-            dims = config.count("qk_nope_head_dim") + rope, config.count("v_head_dim")
-            notes.append(f"the figures are of latent rows, as an MLAKVCache has them: who stores the keys and values that are made of "
-                         f"them, as transformers does, has {config.count('num_attention_heads')} heads of {dims[0]} and {dims[1]} in a layer")
-    else:
-        heads = config.count("num_attention_heads")
-        kv_heads = config.counts("num_key_value_heads", number, 1 if config.get("multi_query") is True else heads)
-        if config.get("qk_nope_head_dim") is not None:  # here head_dim, if present, is the rotary part
-            dim = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim", least=0)
-        else:
-            dim = config.count("head_dim", 0) or config.count("hidden_size") // heads
-        if dim < 1:
-            raise ValueError(f"{config.source}: {config.spelled('hidden_size')} of {config.get('hidden_size')} does not make "
-                             f"{heads} heads")  # fmt: skip
-        # In some models the last layers read the keys and values of an earlier layer.
-        own = number - config.count("num_kv_shared_layers", 0, least=0)
-        shapes = _shapes(config, kv_heads, dim, windows)
-        layers = [LayerShape(n, k, window, v_head_dim=None if v == k else v)
-                  for (n, k, v), window in zip(shapes[:own], windows) if n and window != 0]
+    windows = layer_windows(config, number, notes)
+    shapes = []
+    if any(window != 0 for window in windows):
+        shapes = (_latents if config.get("kv_lora_rank") is not None else _heads)(config, windows, notes)
+    layers = tuple(shape for shape, window in zip(shapes, windows) if shape.num_kv_heads and window != 0)
     without = number - len(layers)
     if not layers:
         raise ValueError(f"{config.source}: no layer of this {config.name} keeps keys and values of its own")
     if without:
         notes.append(f"{without} of {number} layers keep no keys and values of their own; what else they keep is not counted")
+    if config.get("is_encoder_decoder") is True:
+        notes.append("the keys and values that a decoder keeps of its encoder's tokens are not counted")
+    if config.get("index_head_dim") is not None:
+        notes.append("the keys by which an index chooses tokens are not counted")
     context = config.get("max_position_embeddings")
     context = None if context is None else config.count("max_position_embeddings")
-    return ModelShape(config.name, tuple(layers), context, notes=tuple(notes), **weights)
+    return ModelShape(config.name, layers, context, notes=tuple(notes), **weights)
+
+
+def _number_of_layers(config):
+    if config.name == "longcat_flash":  # its layers have two attentions each
+        return 2 * config.count("num_layers")
+    listed = next((config.get(name) for name in NAMES_OF_ALL if config.get(name) is not None), None)
+    return config.count("num_hidden_layers", len(listed) if isinstance(listed, (list, tuple, str)) and listed else None)
+
+
+def _latents(config, windows, notes):
+    latent, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
+    if config.get("qk_nope_head_dim") is not None and config.get("v_head_dim") is not None:
+        dims = config.count("qk_nope_head_dim") + rope, config.count("v_head_dim")
+        notes.append(f"the figures are of latent rows, as an MLAKVCache has them: who stores the keys and values that are made of "
+                     f"them, as KVFastCache does, has {config.count('num_attention_heads')} heads of {dims[0]} and {dims[1]} in a layer")
+    return [LayerShape(1, one.count("kv_lora_rank", latent), window, one.count("qk_rope_head_dim", rope, least=0))
+            for one, window in zip(_of_layers(config, len(windows)), windows)]  # fmt: skip
+
+
+def _heads(config, windows, notes):
+    heads = config.count("num_attention_heads")
+    one_for_all = config.get("multi_query") is True and config.get("new_decoder_architecture") is not True
+    kv_heads = [1] * len(windows) if one_for_all else config.counts("num_key_value_heads", len(windows), heads)
+    if config.get("qk_nope_head_dim") is not None:  # here head_dim, if present, is the rotary part
+        dim = config.count("qk_nope_head_dim") + config.count("qk_rope_head_dim", least=0)
+    else:
+        dim = config.count("head_dim", 0) or config.count("hidden_size") // heads
+    if dim < 1:
+        raise ValueError(f"{config.source}: {config.spelled('hidden_size')} of {config.get('hidden_size')} does not make {heads} heads")
+    shapes = _shapes(config, kv_heads, dim, windows)
+    return [LayerShape(n, k, window, v_head_dim=None if v == k else v) for (n, k, v), window in zip(shapes, windows)]
 
 
 def _shapes(config, kv_heads, dim, windows):
     """KV heads, head_dim and v_head_dim of each layer. They may depend on the window, or on the layer."""
-    ours = config.get("per_layer_config")
-    ours = {} if ours is None else ours
-    if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):
-        raise ValueError(f"{config.source}: per_layer_config must map layers to their keys, got {ours!r:.80}")
     values = config.count("v_head_dim", dim)
     values = 0 if values == dim else values  # 0: the values of a layer are as wide as its keys
     shapes = []
-    for layer, (heads, window) in enumerate(zip(kv_heads, windows)):
+    for heads, window, one in zip(kv_heads, windows, _of_layers(config, len(windows))):
         v_dim = values
         if window:
             # MiMo V2 has twice the heads in layers with a window; only its name says so.
             heads = config.count("swa_num_key_value_heads", 2 * heads if config.name == "mimo_v2_flash" else heads)
             shape, v_dim = (heads, config.count("swa_head_dim", dim)), config.count("swa_v_head_dim", 0) or values
-        elif config.get("global_head_dim") is not None and not ours:  # Gemma 4
+        elif config.get("global_head_dim") is not None and config.get("per_layer_config") is None:  # Gemma 4
             own = config.get("attention_k_eq_v") and config.get("num_global_key_value_heads") is not None
             shape = config.count("num_global_key_value_heads") if own else heads, config.count("global_head_dim")
         else:
             shape = heads, dim
-        one = _Config(ours.get(str(layer), ours.get(layer, {})), f"{config.source}: per_layer_config of layer {layer}")
         k_dim = one.count("head_dim", shape[1])
         shapes.append((one.count("num_key_value_heads", shape[0], least=0) if shape[0] else 0, k_dim,
                        one.count("v_head_dim", v_dim or k_dim)))  # fmt: skip
     return shapes
 
 
-def _windows(config, number, notes):
-    """The window of each layer: None for a layer that sees everything, 0 for a layer without keys and values."""
-    window = config.get("sliding_window")
-    if config.get("use_sliding_window") is False or window in (0, None):
-        window = None
-    else:
-        window = config.count("sliding_window")
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, (list, tuple)) or len(kinds) != number:
-            raise ValueError(f"{config.source}: layer_types must be a list of {number} names, one per layer, got {kinds!r:.80}")
-        if "sliding_attention" in kinds and window is None and config.get("use_sliding_window") is not False:
-            raise ValueError(f"{config.source} lacks {config.spelled('sliding_window')}, which its layer_types ask for")
-        return [_window_of(kind, window, config, notes) for kind in kinds]
-    if window is None:
-        return [None] * number
-    pattern = config.get("sliding_window_pattern")
-    nth = config.count("sliding_window_pattern") if isinstance(pattern, int) else _EACH_NTH_IS_FULL.get(config.name)
-    if isinstance(pattern, (list, tuple)) and len(pattern) == number:
-        return [window if slides else None for slides in pattern]
-    if nth is not None:
-        return [None if i % nth == nth - 1 else window for i in range(number)]
-    if config.get("max_window_layers") is not None:  # Qwen 2 and 3
-        first = config.count("max_window_layers", least=0)
-        return [window if i >= first else None for i in range(number)]
-    if config.name in _ALL_SLIDE:
-        return [window] * number
-    notes.append(f"which layers of a {config.name} have its window of {window} tokens is not said: all are taken to keep everything")
-    return [None] * number
-
-
-def _window_of(kind, window, config, notes):
-    if kind == "sliding_attention":
-        return window
-    if kind in ("full_attention", "attention"):
-        return None
-    if kind == "chunked_attention":
-        if config.get("attention_chunk_size") is not None:
-            return config.count("attention_chunk_size")
-        note = "chunked attention without attention_chunk_size is taken to keep everything"
-        if note not in notes:
-            notes.append(note)
-        return None
-    if kind in ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "mlp", "moe"):
-        return 0
-    raise ValueError(f"{config.source}: layer_types has {kind!r:.80}, and kvfast does not know what such a layer keeps")
+def _of_layers(config, number):
+    """What the configuration has for each layer alone."""
+    ours = config.get("per_layer_config")
+    ours = {} if ours is None else ours
+    if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):
+        raise ValueError(f"{config.source}: per_layer_config must map layers to their keys, got {ours!r:.80}")
+    return [_Config(ours.get(str(layer), ours.get(layer, {})), f"{config.source}: per_layer_config of layer {layer}") for layer in range(number)]
 
 
 def _of_gguf(path):

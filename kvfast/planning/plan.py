@@ -125,7 +125,7 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
     model : path-like, mapping, object with ``to_dict``, or ModelShape
         A ``config.json`` of Hugging Face, its folder, a GGUF file (with the packages of ``kvfast[llama]``), or the
         contents of such a configuration, for example ``model.config`` of transformers. Multi-head, grouped, multi-query
-        and latent attention are supported, and layers with windows.
+        and latent attention are supported, layers with windows, and layers that keep no keys and values (hybrids).
     context : int, optional
         Tokens of each sequence; by default the longest context that the model was made for, or 4,096 if that is unknown.
     batch : int

@@ -23,7 +23,8 @@ def register():
 
 
 def as_numpy(tensor):
-    """A view of a tensor; bfloat16 as its bits, as kvfast takes it."""
+    """A view of a tensor, or a copy of one that is still to be negated; bfloat16 as its bits, as kvfast takes it."""
+    tensor = tensor.resolve_neg()
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
@@ -69,16 +70,27 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     options = {"scale": head_dim**-0.5 if scaling is None else scaling, "softcap": softcap, "sliding_window": window, "sinks": sinks,
                "num_threads": torch.get_num_threads(), "attention_chunk_size": chunk}
     for row, part, q, out in zip(rows.rows, parts, as_numpy(query), as_numpy(output)):
-        if part is not EVERYTHING:
-            out[...] = 0  # rows of padding are never read, but must be finite
-        if part is None:
-            continue
-        q = q.transpose(1, 0, 2)[part]
+        q = q.transpose(1, 0, 2)
         if isinstance(part, slice):
-            row.attend(layer, q, out=out[part], **options)
-        else:
-            out[part] = row.attend(layer, q, out=np.empty((*q.shape[:2], out.shape[2]), out.dtype), **options)
+            if part is not EVERYTHING:
+                out[...] = 0  # rows of padding are never read, but must be finite
+            row.attend(layer, q[part], out=out[part], **options)
+            continue
+        out[...] = 0
+        last = -1 if part is None else part[-1]
+        if part is not None:
+            out[part] = row.attend(layer, q[part], out=np.empty((len(part), *out.shape[1:]), out.dtype), **options)
+        _attend_behind(row, layer, q[last + 1:], out[last + 1:], options)
     return output, None
+
+
+def _attend_behind(row, layer, q, out, options):
+    """Padding behind the tokens of a row, whose last output generate takes for the row's next token: it sees all of them. Windows and
+    chunks that see less have refused the mask. A call takes as many queries as there are tokens."""
+    options = options | {"causal": False, "sliding_window": None, "attention_chunk_size": None}
+    if length := row.layer_length(layer):
+        for first in range(0, len(q), length):
+            row.attend(layer, q[first : first + length], out=out[first : first + length], **options)
 
 
 def _place(module, key, value):

@@ -85,6 +85,10 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         if fmt.num_float_tokens and vllm_config.kv_transfer_config is not None:
             raise ValueError(f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats beside vLLM's blocks, which "
                              f"a KV connector would not send: choose turboquant_4bit_nc or int8_per_token_head")  # fmt: skip
+        if fmt.num_float_tokens and vllm_config.cache_config.enable_prefix_caching:
+            logger.warning_once("kv_cache_dtype=%s reads a prompt as floats when it computes it, and as codes where the prefix cache has it: the "
+                                "same request may get other tokens then. --no-enable-prefix-caching, skip_reading_prefix_cache=True of a "
+                                "request, or int8_per_token_head give the same tokens", vllm_config.cache_config.cache_dtype)  # fmt: skip
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         layers = [named[name] for name in layer_names]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_configs import CONFIGS
+from model_configs import CONFIGS, HYBRIDS
 
 import kvfast
 from kvfast import KVFormat, LayerShape, ModelShape
@@ -197,9 +197,48 @@ def test_layers_that_are_told_apart_otherwise():
     assert read_shape({"n_layer": 2, "n_head": 4, "n_embd": 64}).layers == (LayerShape(4, 16),) * 2  # GPT-2's names
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_that_keep_nothing_are_not_counted(name):
+    right, config = HYBRIDS[name]
+    shape = read_shape(config)
+    assert len(shape.layers) == right
+    number = config.get("text_config", config).get("num_hidden_layers", 56)
+    assert any("keep no keys and values" in note for note in shape.notes) == (right < number and name != "distilbart-cnn-12-6")
+
+
+def test_fields_that_name_layers():
+    def windows(**fields):
+        return [layer.window for layer in read_shape(of_heads(layers=6) | fields).layers]
+
+    assert windows(attn_type_list=[0, 0, 1, 0, 0, 1]) == [None] * 2
+    assert windows(layer_group_size=3) == windows(hybrid_layer_ids=[2, 5]) == [None] * 2
+    assert windows(hybrid_layer_pattern=[0, 1, 1, 1, 1, 0], sliding_window=128) == [None, *[128] * 4, None]
+    assert windows(local_layer_ids=[0, 1], sliding_window_size=64) == [64] * 2 + [None] * 4
+    assert windows(sliding_window_pattern="LLG", sliding_window=64) == windows(global_attn_every_n_layers=3, sliding_window=64)
+    assert windows(no_rope_layers=[1, 1, 0] * 2, attention_chunk_size=8) == [8, 8, None] * 2
+    assert windows(no_rope_layers=[1, 1, 0] * 2) == [None] * 6
+    assert windows(kv_source_layers=[0, 0, 2, 2, 2, 5]) == [None] * 3
+    assert windows(layer_types=["indexed_attention"] * 6, index_head_dim=8) == [None] * 6
+    assert windows(layer_types=["hybrid_sliding", "hybrid"] * 3, sliding_window=8) == [8, None] * 3
+    far = 2**31 - 1  # a hostile file costs nothing
+    assert windows(sliding_window_pattern=far, sliding_window=8) == windows(global_attn_every_n_layers=far, sliding_window=8) == [8] * 6
+    assert windows(attn_layer_period=far, attn_layer_offset=2) == [None] and windows(max_window_layers=far, sliding_window=8) == [None] * 6
+    assert "state in place of keys" in read_shape(of_heads(model_type="new", mamba_d_state=16)).notes[0]
+    with pytest.raises(ValueError, match="no layer of this mamba2 keeps"):
+        read_shape({"model_type": "mamba2", "num_hidden_layers": 4, "num_heads": 8, "head_dim": 64})
+
+
 @pytest.mark.parametrize(
     "change, told",
     [
+        ({"layers_block_type": ["mamba"]}, "layers_block_type must be a list of 2 names"),
+        ({"hybrid_override_pattern": "MX"}, "'X'"),
+        ({"attn_layer_indices": [2]}, "attn_layer_indices must list layers between 0 and 1"),
+        ({"attn_layer_indices": "all"}, "attn_layer_indices must list"),
+        ({"attn_type_list": [1]}, "list of 2 marks"),
+        ({"full_attention_interval": 0}, "full_attention_interval"),
+        ({"attn_layer_period": 0, "attn_layer_offset": 0}, "attn_layer_period"),
+        ({"block_types": 3}, "block_types must be a list"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ({"num_attention_heads": None}, "lacks num_attention_heads"),
         ({"head_dim": None, "hidden_size": None}, "lacks hidden_size"),

@@ -8,6 +8,7 @@ from which the guide has its table.
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 import traceback
@@ -100,6 +101,7 @@ class NotTriedError(Exception):
     """An architecture of which no small model can be made here, or that transformers itself does not generate with."""
 
 
+@functools.lru_cache(maxsize=1)
 def small_model(name):
     """A model with random weights, the same each time."""
     try:
@@ -191,6 +193,26 @@ def try_architecture(name):
     except NotTriedError as error:
         return {"not tried": str(error)}
     return {"kvfast": _tokens(model, "kvfast", runs), "eager": _tokens(model, "eager", runs[:1])}
+
+
+def kept_layers(model):
+    """What transformers' own cache keeps of a prompt.
+
+    Returns
+    -------
+    list of tuple
+        KV heads, the widths of keys and values, and the window of each layer that keeps some.
+    """
+    ids, mask = prompt(1, PROMPT)
+    model.set_attn_implementation("eager")
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        if model.config.model_type == "minimax":  # which takes its own cache alone
+            cache = model(ids, attention_mask=mask, use_cache=True).cache
+        else:
+            model(ids, attention_mask=mask, use_cache=True, cache=cache)
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None and layer.keys.numel()]
+    return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], getattr(layer, "sliding_window", None)) for layer in layers]
 
 
 def main():

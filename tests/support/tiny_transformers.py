@@ -66,6 +66,14 @@ def prompt(batch, tokens, padding=()):
     return ids, mask
 
 
+def padded(batch, tokens, *holes):
+    """As `prompt`, with padding in any places: `holes` are a row and a slice of it."""
+    ids, mask = prompt(batch, tokens)
+    for row, hole in holes:
+        ids[row, hole], mask[row, hole] = 0, 0
+    return ids, mask
+
+
 def stock(model, ids, mask, **options):
     """The tokens of transformers alone; eager attention also knows softcaps and sinks."""
     model.set_attn_implementation("eager")

@@ -7,10 +7,13 @@ from tiny_transformers import (
     MODELS,
     NEW_TOKENS,
     QUIET,
+    SLIDING,
+    WINDOW,
     KVFastCache,
     logits,
     new_model,
     ours,
+    padded,
     prompt,
     random_model,
     stock,
@@ -111,6 +114,37 @@ def test_padding_inside(llama):
         assert [len(row) for row in cache.rows] == [26, 25]
     finally:
         llama.float()
+
+
+RIGHT, LEFT, BOTH = (0, slice(7, None)), (1, slice(0, 4)), ((2, slice(0, 3)), (2, slice(9, None)))
+
+
+@pytest.mark.parametrize("holes", [[RIGHT], [RIGHT, LEFT], [RIGHT, LEFT, *BOTH], [(0, slice(2, 5)), RIGHT, (1, slice(10, 11))]])
+def test_padding_anywhere(model, holes):
+    """The first token after padding on the right is what the padding sees, as in transformers; a window must hold all of it."""
+    ids, mask = padded(3, 12, *holes)
+    cache = KVFastCache(model.config, "float32")
+    options = {"max_new_tokens": 4}
+    expected = stock(model, ids, mask, **options).tolist()
+    assert ours(model, ids, mask, cache, **options).tolist() == expected
+    assert [len(row) for row in cache.rows] == (mask.sum(1) + 3).tolist()
+    assert ours(model, ids, mask, prefill_chunk_size=5, **options).tolist() == expected
+
+
+def test_long_padding_anywhere(llama):
+    ids, mask = padded(3, 300, (0, slice(3, None)), (1, slice(20, 90)), (1, slice(200, None)), (2, slice(0, 299)))
+    options = {"max_new_tokens": 3}
+    assert ours(llama, ids, mask, **options).tolist() == stock(llama, ids, mask, **options).tolist()
+    options |= {"num_beams": 3, "num_return_sequences": 2}
+    ids, mask = padded(2, 20, (0, slice(12, None)))
+    assert ours(llama, ids, mask, **options).tolist() == stock(llama, ids, mask, **options).tolist()
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_padding_on_the_right_of_a_window_is_refused(name, models):
+    ids, mask = padded(2, WINDOW - 2, (0, slice(5, None)))
+    with pytest.raises(ValueError, match="pad on the left"):
+        ours(models(name), ids, mask)
 
 
 @pytest.mark.parametrize("dtype, limit", [("float32", 1e-5), ("float16", 5e-3), ("bfloat16", 2e-2), ("int8", 5e-2), ("int4", 0.3)])

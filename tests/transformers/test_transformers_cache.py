@@ -164,6 +164,23 @@ def test_tensors_are_not_copied(dtype):
     assert view.shape == tensor.shape and view.__array_interface__["data"][0] == tensor.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_that_are_still_to_be_negated(llama, dtype):
+    """As those that rotate by complex numbers make: their memory has the other sign."""
+    torch.manual_seed(0)
+    k, v, q = torch.randn(2, 2, 5, 16, dtype=dtype), torch.randn(2, 2, 5, 16, dtype=dtype), torch.randn(2, 4, 5, 16, dtype=dtype)
+    llama.set_attn_implementation("kvfast")
+    outputs = []
+    for negated in (torch.neg, torch._neg_view):
+        cache = KVFastCache(llama.config, "float32")
+        key, value = cache.update(negated(k), negated(v), 0)
+        outputs.append(attention(llama.model.layers[0].self_attn, negated(q), key, value, None)[0])
+    assert negated(k).is_neg() and outputs[0].equal(outputs[1])
+    cache = kvfast.KVCache(1, 2, 16, dtype="float32")
+    cache.append(0, torch._neg_view(k[0].transpose(0, 1)), v[0].transpose(0, 1))
+    assert torch.from_numpy(cache.k(0)).equal(-k[0].transpose(0, 1).float())
+
+
 def test_a_row_gets_the_bits_that_it_gets_alone(llama):
     torch.manual_seed(0)
     k, v = torch.randn(2, 3, 2, 300, 16)

@@ -124,6 +124,23 @@ def test_the_default_keeps_float_rows_beside_the_blocks(folder_of, monkeypatch):
               enable_prefix_caching=False)  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["int8_per_token_head", "turboquant_4bit_nc", "int4_per_token_head"])
+def test_the_same_request_twice(folder_of, monkeypatch, name):
+    """With a hit of the prefix cache it gets the same tokens, but for the format that reads a prompt as floats at first. Of that, vLLM
+    warns, and gets the same tokens without the hit."""
+    given, said = prompts((130, 190, 221, 261, 300)), []
+    monkeypatch.setattr(backend.logger, "warning_once", lambda text, *values: said.append(text % values))
+
+    def use(llm):
+        first = [generate(llm, [one])[0] for one in given]
+        assert [generate(llm, [one], skip_reading_prefix_cache=True)[0] for one in given] == first
+        again = [generate(llm, [one])[0] for one in given]
+        assert (again == first) == (not said)
+
+    in_engine(folder_of("deep"), use, kv_cache_dtype=name, block_size=64)
+    assert [text.split(" reads")[0] for text in said] == ["kv_cache_dtype=int4_per_token_head"] * name.startswith("int4")
+
+
 def test_layers_with_windows_have_blocks_of_the_same_size(folder_of):
     """A model whose layers are of both kinds: int4 as it is, and rotated INT4 where blocks fall behind a window."""
 

@@ -239,7 +239,7 @@ class PagedStorage(StorageProperties):
         """Write the chunks of a sequence that is about to be freed."""
         prompts, model, save, _ = self._prompts
         if save and prompts is not None and not prompts.is_closed and token_ids is not None and len(token_ids) == len(sequence) > 0:
-            prompts.save_chunks(sequence, token_ids, model, salt=salt)
+            prompts.save_chunks(sequence, token_ids, model, salt=salt, uncounted="drop")  # a step that broke off
 
     def _own(self, sequences):
         sequences = list(sequences)

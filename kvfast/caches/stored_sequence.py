@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
@@ -68,9 +68,9 @@ class StoredSequence(StorageProperties):
         return self._buffer.layer_length(layer)
 
     def truncate(self, n: int) -> None:
-        """Keep the first `n` complete tokens. Tokens that are not yet advanced are dropped too.
+        """Keep the first `n` complete tokens. Tokens that were never counted with `advance` are dropped too.
 
-        The bytes of the kept tokens do not change.
+        So ``truncate(len(cache))`` takes back a step that broke off. The bytes of the kept tokens do not change.
         """
         self._buffer.truncate(n)
 
@@ -79,11 +79,11 @@ class StoredSequence(StorageProperties):
         self._buffer.truncate(0)
 
     def copy(self) -> Self:
-        """An independent deep copy."""
+        """An independent deep copy, with all tokens, counted or not."""
         return self._with_buffer(self._buffer.copy())
 
     def fork(self) -> Self:
-        """Another cache with the same complete tokens, in the same blocks.
+        """Another cache with the same tokens, counted or not, in the same blocks.
 
         A block is copied when one of the two writes to it. The two share memory, and for threads they count as one cache.
         """
@@ -97,7 +97,8 @@ class StoredSequence(StorageProperties):
         other._buffer = buffer
         return other
 
-    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
+    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None, *,
+                 uncounted: Literal["raise", "drop"] = "raise") -> Snapshot:
         """Snapshot of the current complete tokens.
 
         Copies the block table only. Blocks are shared, and copied when this cache writes to them.
@@ -108,12 +109,19 @@ class StoredSequence(StorageProperties):
             The token ids, to store with the tokens.
         metadata : dict of str to str, optional
             Anything else to store, for example the name of the model.
+        uncounted : {"raise", "drop"}
+            What to do if layers hold tokens that were never counted with `advance`: refuse the call, or leave them out.
 
         Returns
         -------
         Snapshot
+
+        Raises
+        ------
+        ValueError
+            If layers hold tokens that were never counted, and for `token_ids` of another number.
         """
-        return Snapshot(self.fork(), token_ids, metadata)
+        return Snapshot(self._with_buffer(self._buffer.share_counted(uncounted)), token_ids, metadata)
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         """Return to the state of a snapshot of this cache, or of another with the same settings.
@@ -146,7 +154,7 @@ class StoredSequence(StorageProperties):
         return snapshot._fitted(self, convert)
 
     def save(self, path: str | os.PathLike[str], token_ids: ArrayLike | None = None,
-             metadata: Mapping[str, str] | None = None) -> None:
+             metadata: Mapping[str, str] | None = None, *, uncounted: Literal["raise", "drop"] = "raise") -> None:
         """Write the stored bytes of the complete tokens to a file: safetensors, with checksums.
 
         If the process dies meanwhile, the file is either the old one or the new one.
@@ -154,20 +162,20 @@ class StoredSequence(StorageProperties):
         Parameters
         ----------
         path : path-like
-        token_ids, metadata
+        token_ids, metadata, uncounted
             As in `snapshot`.
 
         Raises
         ------
-        OSError
+        OSError, ValueError
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """
-        self.snapshot(token_ids, metadata).save(path)
+        self.snapshot(token_ids, metadata, uncounted=uncounted).save(path)
 
-    def state_dict(self) -> dict[str, NDArray[Any]]:
-        """The stored bytes as plain arrays; see `Snapshot.state_dict`."""
-        return self.snapshot().state_dict()
+    def state_dict(self, *, uncounted: Literal["raise", "drop"] = "raise") -> dict[str, NDArray[Any]]:
+        """The stored bytes as plain arrays; see `Snapshot.state_dict`, and `snapshot` for `uncounted`."""
+        return self.snapshot(uncounted=uncounted).state_dict()
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -196,6 +204,11 @@ class StoredSequence(StorageProperties):
 
     def __bool__(self) -> bool:
         return self._buffer.length > 0
+
+    def _tokens_text(self, most=""):
+        """How many tokens there are, for `__repr__`: what was never counted is told."""
+        uncounted = self._buffer.num_uncounted
+        return f"{len(self)}{most} tokens" + (f" + {uncounted} not counted" if uncounted else "")
 
     @property
     def is_empty(self) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.storage_properties import StorageProperties
-from kvfast.core.checks import check_size, checked_token_ids
+from kvfast.core.checks import check_size, checked_lengths, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.storage.batch import PagedBuffer
@@ -148,10 +148,7 @@ class PagedStorage(StorageProperties):
 
     def seq_lens(self, sequences: Any) -> NDArray[np.int32]:
         """Complete tokens of some sequences: int32 of shape (num_sequences,)."""
-        lengths = [len(sequence) for sequence in self._own(sequences)]
-        if max(lengths, default=0) > np.iinfo(np.int32).max:
-            raise ValueError(f"seq_lens must be at most {np.iinfo(np.int32).max}, got {max(lengths)}")
-        return np.array(lengths, np.int32)
+        return checked_lengths([len(sequence) for sequence in self._own(sequences)], "seq_lens")
 
     def slot_mapping(self, sequences: Any, num_tokens: int | list[int] = 1) -> NDArray[np.int64]:
         """Slots of the next tokens of some sequences, for `append_batch`.

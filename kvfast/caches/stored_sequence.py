@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-import numpy as np
-
 from kvfast.caches.snapshot import Snapshot, new_cache
 from kvfast.caches.storage_properties import StorageProperties
+from kvfast.core.checks import checked_lengths
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    import numpy as np
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
@@ -222,8 +222,8 @@ class StoredSequence(StorageProperties):
 
     @property
     def context_lens(self) -> NDArray[np.int32]:
-        """Tokens that each layer holds, advanced or not: int32 of shape (num_layers,)."""
-        return np.array([self._buffer.layer_length(layer) for layer in range(self.num_layers)], np.int32)
+        """Tokens that each layer holds, advanced or not: int32 of shape (num_layers,). ValueError from 2**31 tokens on."""
+        return checked_lengths([self._buffer.layer_length(layer) for layer in range(self.num_layers)], "context_lens")
 
     def capacity(self, layer: int = 0) -> int:
         """Tokens that the memory reserved for a layer has room for."""

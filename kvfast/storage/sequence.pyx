@@ -57,7 +57,8 @@ cdef class SequenceBuffer(SequenceTables):
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
         if self.most >= 0 and held + n > self.most:
             room = self.most - held
-            raise CacheFullError(f"layer {index} has room for {room} of {self.most} tokens, got {n}", n, room)
+            raise CacheFullError(f"layer {index} has room for {room} of {self.most} tokens, got {n}: make the cache with a larger "
+                                 f"max_seq_len, or without one to let it grow; a RingKVCache keeps a window of any text", n, room)
         return 0
 
     def append(self, index, k, v, Transform transform=None):

@@ -259,6 +259,12 @@ cdef class Handle:
         except BaseException as error:
             return self.failed(error)
 
+    cdef Py_ssize_t python_layer_length(self, int layer) noexcept with gil:
+        try:
+            return self.buffer.layer_length(layer)
+        except BaseException as error:
+            return self.failed(error)
+
     cdef int python_method(self, str name, Py_ssize_t n) noexcept:
         try:
             getattr(self.cache, name)(n)
@@ -279,8 +285,12 @@ cdef class Handle:
             raise _unfit(given, name)
         return rows, rope
 
-    cdef int failed(self, error):
-        cdef bytes text = str(error).encode(errors="replace")[:MOST_TEXT - 1]
+    cdef int failed(self, error) noexcept:
+        cdef bytes text
+        try:  # some errors of Python's own, as of Ctrl-C, have no text
+            text = (str(error) or type(error).__name__).encode(errors="replace")[:MOST_TEXT - 1]
+        except BaseException:
+            text = b"out of memory"
         memcpy(self.text, <const char *>text, len(text) + 1)
         for kind, code in _CODES:
             if isinstance(error, kind):
@@ -400,7 +410,7 @@ cdef Py_ssize_t layer_length(kvfast_cache *cache, int layer) noexcept nogil:
     if cache == NULL:
         return KVFAST_INVALID
     if not 0 <= layer < (<Handle>cache).buffer.num_layers:
-        return KVFAST_NO_LAYER
+        return (<Handle>cache).python_layer_length(layer)
     return (<BlockTable>(<Handle>cache).tables[layer]).lengths[(<Handle>cache).layers[layer]] + (<Handle>cache).buffer.base
 
 

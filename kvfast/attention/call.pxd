@@ -14,6 +14,7 @@ cdef class AttendCall:
     cdef object out, lse, sinks, slopes
     cdef object keepalive      # arrays that the items point into
     cdef Py_ssize_t window, num_splits, work, context
+    cdef Py_ssize_t uncounted  # tokens of the contexts that `advance` has not counted
     cdef int threads           # that may work, at most
     cdef bint wide
     cdef int bad               # whether the output is not finite

@@ -83,8 +83,9 @@ cdef AttendCall open_call(const kv_store *store, Workspace workspace, object q, 
     if self.call.q.dim != store.k.head_dim:
         raise DimensionMismatchError(f"q must have head_dim {store.k.head_dim}, got {self.call.q.dim}")
     if self.call.q.heads % store.num_kv_heads:
-        raise DimensionMismatchError(f"the heads of q must be a multiple of the {store.num_kv_heads} KV heads, "
-                                     f"got {self.call.q.heads}")
+        swapped = self.call.q.tokens % store.num_kv_heads == 0
+        raise DimensionMismatchError(f"the heads of q, its second axis, must be a multiple of the {store.num_kv_heads} KV heads, got "
+                                     f"{self.call.q.heads}" + (": if the first has them, pass q.transpose(1, 0, 2)" if swapped else ""))
     self.call.scale = (1.0 / math.sqrt(self.call.q.dim) if options.scale is None
                        else check_number(options.scale, "scale", False))
     if options.softcap is not None and options.softcap != 0:
@@ -427,8 +428,8 @@ cdef class AttendCall:
             kernels=_kernels_of(store) + panels,
             float_kernels=() if store.floats == NULL else _kernels_of(store.floats),
             q_shape=(self.call.q.tokens, self.call.q.heads, self.call.q.dim), q_dtype=dtype_name(self.call.q.dtype),
-            num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=self.context, tile=self.call.tile,
-            float_tile=self.call.float_tile, rows=rows, num_threads=threads, num_tasks=self.call.num_tasks,
+            num_kv_heads=store.num_kv_heads, v_head_dim=values_of(store).head_dim, context=self.context, uncounted=self.uncounted,
+            tile=self.call.tile, float_tile=self.call.float_tile, rows=rows, num_threads=threads, num_tasks=self.call.num_tasks,
             items=tuple(items), code_bytes=traffic.codes, scale_bytes=traffic.scales, float_bytes=traffic.floats,
             operations=int(traffic.operations), notes=tuple([text for _, text in self._notes(threads)]))
 
@@ -438,7 +439,8 @@ cdef class AttendCall:
         sides = {store.k.head_dim: store.k.rotated}
         if not store.latent:
             sides[store.v.head_dim] = sides.get(store.v.head_dim, False) or store.v.rotated
-        return slow_paths.notes(sides, self.work, threads, self.call.num_tasks, self.options.num_threads, self.packed)
+        return slow_paths.notes(sides, self.work, threads, self.call.num_tasks, self.options.num_threads, self.packed,
+                                self.uncounted if store.seals and self.uncounted > self.call.q.tokens else 0)
 
 
 cdef tuple _kernels_of(const kv_store *store):

@@ -38,7 +38,7 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     Parameters
     ----------
     q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
-        Queries of the last `num_tokens` tokens of the context.
+        Queries of the last `num_tokens` tokens of the context: at most one for each of its tokens.
     k : array of shape (context, num_kv_heads, head_dim), float32, float16 or bfloat16
     v : array of shape (context, num_kv_heads, v_head_dim), float32, float16 or bfloat16
         Keys and values. They are read in place if their width is a multiple of 16 and the tokens lie one after the other, at
@@ -50,6 +50,12 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     -------
     ndarray of shape (num_tokens, num_q_heads, v_head_dim), float32
         And with `return_lse` the log-sum-exp, float32 of shape (num_tokens, num_q_heads).
+
+    Raises
+    ------
+    DimensionMismatchError, TypeError, NonFiniteInputError
+    ValueError
+        For more queries than `k` has tokens, with ``causal=False``, too; and as `kvfast.KVCache.attend`.
     """
     cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
     cdef kv_store store

@@ -52,6 +52,8 @@ class AttendPlan:
         Width of the output.
     context : int
         Tokens that the layer holds; for a batch, those of all sequences together.
+    uncounted : int
+        How many of them were not counted with `advance`.
     tile, float_tile : int
         Tokens between two softmax corrections, for codes and for float rows; 0 if there are none.
     rows : int
@@ -77,6 +79,7 @@ class AttendPlan:
     num_kv_heads: int
     v_head_dim: int
     context: int
+    uncounted: int
     tile: int
     float_tile: int
     rows: int
@@ -106,8 +109,9 @@ class AttendPlan:
         if self.float_kernels:
             kernels += f"; {', '.join(self.float_kernels)} for the first and newest tokens"
         tiles = f"{self.tile} tokens" + (f", {self.float_tile} of float rows" if self.float_tile else "")
+        uncounted = f" ({self.uncounted:,} not counted)" if self.uncounted else ""
         lines = [
-            (f"attend of {_count(tokens, 'token')} x {heads} heads ({self.q_dtype}) to {_count(self.context, 'token')} x "
+            (f"attend of {_count(tokens, 'token')} x {heads} heads ({self.q_dtype}) to {_count(self.context, 'token')}{uncounted} x "
              f"{self.num_kv_heads} KV heads of {dims}, {self.storage}"),
             f"tier     {self.isa}: {kernels}",
             (f"work     {_count(self.num_tasks, 'task')} on {_count(self.num_threads, 'thread')}; tiles of {tiles}; "

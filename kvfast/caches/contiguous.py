@@ -110,4 +110,4 @@ class KVCache(SequenceCache):
 
     def __repr__(self) -> str:
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"
-        return f"KVCache({self._shape()}, {len(self)}{most} tokens, {size_text(self.nbytes)})"
+        return f"KVCache({self._shape()}, {self._tokens_text(most)}, {size_text(self.nbytes)})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -112,7 +112,7 @@ class PagedSequence(StoredSequence):
         self.truncate(0)
 
     def fork(self) -> Self:
-        """Another sequence with the same tokens. No block is copied until one of the two writes to it.
+        """Another sequence with the same tokens, counted or not. No block is copied until one of the two writes to it.
 
         Returns
         -------
@@ -132,7 +132,8 @@ class PagedSequence(StoredSequence):
     copy = fork
     __copy__ = fork
 
-    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
+    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None, *,
+                 uncounted: Literal["raise", "drop"] = "raise") -> Snapshot:
         known = [token_ids, b""]
 
         def take_ids():
@@ -140,7 +141,7 @@ class PagedSequence(StoredSequence):
             if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
                 known[0] = np.array(self._token_ids, np.int64)
 
-        return Snapshot(self._with_buffer(self._buffer.share(take_ids)), known[0], metadata, known[1])
+        return Snapshot(self._with_buffer(self._buffer.share_counted(uncounted, take_ids)), known[0], metadata, known[1])
 
     snapshot.__doc__ = StoredSequence.snapshot.__doc__
 
@@ -211,7 +212,7 @@ class PagedSequence(StoredSequence):
         return self.nbytes_used
 
     def __repr__(self) -> str:
-        state = "freed" if self._buffer.closed else f"{len(self)} tokens in {len(self.block_indices())} blocks"
+        state = "freed" if self._buffer.closed else f"{self._tokens_text()} in {len(self.block_indices())} blocks"
         return f"{type(self).__name__}({self._shape()}, {state})"
 
 

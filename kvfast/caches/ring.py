@@ -213,7 +213,7 @@ class RingKVCache(SequenceCache):
     def __repr__(self) -> str:
         window = self.window if not isinstance(self.window, tuple) else "mixed"
         sinks = f" + {self._num_sink_tokens} sinks" if self._num_sink_tokens else ""
-        return f"RingKVCache({self._shape()}, window {window}{sinks}, {len(self)} tokens seen, {size_text(self.nbytes)})"
+        return f"RingKVCache({self._shape()}, window {window}{sinks}, {self._tokens_text()} seen, {size_text(self.nbytes)})"
 
 
 def _num_tokens(array):

@@ -110,7 +110,7 @@ class SequenceCache(Splicing, StoredSequence):
         ----------
         layer : int
         q : array of shape (num_tokens, num_q_heads, head_dim), float32, float16 or bfloat16
-            Queries of the last `num_tokens` tokens of the layer (append them first). Query head h reads KV
+            Queries of the last `num_tokens` tokens of the layer (append them first), at most all of them. Query head h reads KV
             head ``h // (num_q_heads // num_kv_heads)``.
         out : array of shape (num_tokens, num_q_heads, v_head_dim), float32, float16 or bfloat16, optional
             Where to write the output.
@@ -135,7 +135,8 @@ class SequenceCache(Splicing, StoredSequence):
         num_threads : int, optional
             Largest number of threads for this call. The result has the same bits for every number.
         attention_chunk_size : int, optional
-            Positions are cut into chunks of this size. A query sees no key of the chunks before its own, except the sinks.
+            Positions are cut into chunks of this size. A query sees no key of the chunks before its own, except the sinks. Needs
+            ``causal=True``.
 
         Returns
         -------
@@ -193,6 +194,9 @@ class SequenceCache(Splicing, StoredSequence):
 
     def k(self, layer: int) -> NDArray[np.float32]:
         """Keys of a layer, including tokens that are not yet advanced. In a spliced cache they are rotated for their positions there.
+
+        They are what `attend` reads: of tokens that are float rows, as the newest of a format that seals blocks, the floats, and of
+        all others the decoded codes. Until `advance` seals their block, tokens are shown as float16, whatever becomes of them.
 
         Returns
         -------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from kvfast.caches.snapshot import Snapshot, new_cache
 from kvfast.caches.storage_properties import StorageProperties
+from kvfast.core.checks import checked_lengths
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
+    import numpy as np
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
@@ -76,9 +76,9 @@ class StoredSequence(StorageProperties):
         return self._buffer.layer_length(layer)
 
     def truncate(self, n: int) -> None:
-        """Keep the first `n` complete tokens. Tokens that are not yet advanced are dropped too.
+        """Keep the first `n` complete tokens. Tokens that were never counted with `advance` are dropped too.
 
-        The bytes of the kept tokens do not change.
+        So ``truncate(len(cache))`` takes back a step that broke off. The bytes of the kept tokens do not change.
         """
         self._buffer.truncate(n)
 
@@ -87,11 +87,11 @@ class StoredSequence(StorageProperties):
         self._buffer.truncate(0)
 
     def copy(self) -> Self:
-        """An independent deep copy."""
+        """An independent deep copy, with all tokens, counted or not."""
         return self._with_buffer(self._buffer.copy())
 
     def fork(self) -> Self:
-        """Another cache with the same complete tokens, in the same blocks.
+        """Another cache with the same tokens, counted or not, in the same blocks.
 
         A block is copied when one of the two writes to it. The two share memory, and for threads they count as one cache.
         """
@@ -105,7 +105,8 @@ class StoredSequence(StorageProperties):
         other._buffer = buffer
         return other
 
-    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None) -> Snapshot:
+    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None, *,
+                 uncounted: Literal["raise", "drop"] = "raise") -> Snapshot:
         """Snapshot of the current complete tokens.
 
         Copies the block table only. Blocks are shared, and copied when this cache writes to them.
@@ -116,12 +117,19 @@ class StoredSequence(StorageProperties):
             The token ids, to store with the tokens.
         metadata : dict of str to str, optional
             Anything else to store, for example the name of the model.
+        uncounted : {"raise", "drop"}
+            What to do if layers hold tokens that were never counted with `advance`: refuse the call, or leave them out.
 
         Returns
         -------
         Snapshot
+
+        Raises
+        ------
+        ValueError
+            If layers hold tokens that were never counted, and for `token_ids` of another number.
         """
-        return Snapshot(self.fork(), token_ids, metadata)
+        return Snapshot(self._with_buffer(self._buffer.share_counted(uncounted)), token_ids, metadata)
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         """Return to the state of a snapshot of this cache, or of another with the same settings.
@@ -154,7 +162,7 @@ class StoredSequence(StorageProperties):
         return snapshot._fitted(self, convert)
 
     def save(self, path: str | os.PathLike[str], token_ids: ArrayLike | None = None,
-             metadata: Mapping[str, str] | None = None) -> None:
+             metadata: Mapping[str, str] | None = None, *, uncounted: Literal["raise", "drop"] = "raise") -> None:
         """Write the stored bytes of the complete tokens to a file: safetensors, with checksums.
 
         If the process dies meanwhile, the file is either the old one or the new one; the next `save` to this path removes what it left.
@@ -163,21 +171,22 @@ class StoredSequence(StorageProperties):
         Parameters
         ----------
         path : path-like
-        token_ids, metadata
+        token_ids, metadata, uncounted
             As in `snapshot`.
 
         Raises
         ------
         OSError
             Also if a folder, a device, a pipe or a socket is there: only files are replaced.
+        ValueError
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """
-        self.snapshot(token_ids, metadata).save(path)
+        self.snapshot(token_ids, metadata, uncounted=uncounted).save(path)
 
-    def state_dict(self) -> dict[str, NDArray[Any]]:
-        """The stored bytes as plain arrays; see `Snapshot.state_dict`."""
-        return self.snapshot().state_dict()
+    def state_dict(self, *, uncounted: Literal["raise", "drop"] = "raise") -> dict[str, NDArray[Any]]:
+        """The stored bytes as plain arrays; see `Snapshot.state_dict`, and `snapshot` for `uncounted`."""
+        return self.snapshot(uncounted=uncounted).state_dict()
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -207,6 +216,11 @@ class StoredSequence(StorageProperties):
     def __bool__(self) -> bool:
         return self._buffer.length > 0
 
+    def _tokens_text(self, most=""):
+        """How many tokens there are, for `__repr__`: what was never counted is told."""
+        uncounted = self._buffer.num_uncounted
+        return f"{len(self)}{most} tokens" + (f" + {uncounted} not counted" if uncounted else "")
+
     @property
     def is_empty(self) -> bool:
         """Whether the cache holds no complete token."""
@@ -219,8 +233,8 @@ class StoredSequence(StorageProperties):
 
     @property
     def context_lens(self) -> NDArray[np.int32]:
-        """Tokens that each layer holds, advanced or not: int32 of shape (num_layers,)."""
-        return np.array([self._buffer.layer_length(layer) for layer in range(self.num_layers)], np.int32)
+        """Tokens that each layer holds, advanced or not: int32 of shape (num_layers,). ValueError from 2**31 tokens on."""
+        return checked_lengths([self._buffer.layer_length(layer) for layer in range(self.num_layers)], "context_lens")
 
     def capacity(self, layer: int = 0) -> int:
         """Tokens that the memory reserved for a layer has room for."""

@@ -192,8 +192,10 @@ cdef tuple storable(const kv_store *store, Rows k, Rows v):
 
 cdef int _check_shape(const kv_store *store, Rows array, str name, Py_ssize_t dim) except -1:
     if array.rows.heads != store.num_kv_heads or array.rows.dim != dim:
+        swapped = array.rows.tokens == store.num_kv_heads and array.rows.dim == dim
         raise DimensionMismatchError(f"{name} must have shape (num_tokens, {store.num_kv_heads}, {dim}), "
-                                     f"got ({array.rows.tokens}, {array.rows.heads}, {array.rows.dim})")
+                                     f"got ({array.rows.tokens}, {array.rows.heads}, {array.rows.dim})"
+                                     + (f": pass {name}.transpose(1, 0, 2)" if swapped else ""))
     return 0
 
 

@@ -105,8 +105,8 @@ cdef Rows open_rows(object array, str name, bint writable=False):
     self.is_open = True
     self.rows.dtype = dtype_of(array)
     if self.buffer.ndim != 3:
-        raise DimensionMismatchError(f"{name} must have 3 dimensions (num_tokens, num_heads, head_dim), "
-                                     f"got shape {array.shape}")
+        way = f": of (batch, num_heads, num_tokens, head_dim) pass {name}[0].transpose(1, 0, 2)" if self.buffer.ndim == 4 else ""
+        raise DimensionMismatchError(f"{name} must have 3 dimensions (num_tokens, num_heads, head_dim), got shape {array.shape}{way}")
     itemsize = <int>self.buffer.itemsize
     if (self.buffer.strides[2] != itemsize and self.buffer.shape[2] > 1
             or <Py_ssize_t>self.buffer.buf % itemsize or self.buffer.strides[0] % itemsize

@@ -51,6 +51,14 @@ def check_size(value, name, least, most=KV_UNLIMITED):
     return check_count(value, name, least, most)
 
 
+def checked_lengths(lengths, name):
+    """Numbers of tokens as int32, as other engines take them. ValueError if one does not fit."""
+    most = max(lengths, default=0)
+    if most > np.iinfo(np.int32).max:
+        raise ValueError(f"{name} are int32, for at most {np.iinfo(np.int32).max} tokens, got {most}: ask len() or layer_length()")
+    return np.array(lengths, np.int32)
+
+
 def check_block_size(value):
     """Tokens of a block, a power of two."""
     size = check_count(value, "block_size", KV_MIN_BLOCK_SIZE, KV_MAX_BLOCK_SIZE)

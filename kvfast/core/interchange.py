@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-__all__ = ["aligned", "as_array", "as_float32", "as_floats", "as_numbers"]
+__all__ = ["aligned", "as_array", "as_float32", "as_floats", "as_numbers", "is_lazy"]
 
 _CPU = (1, 3)  # kDLCPU, and kDLCUDAHost: memory of the CPU that a GPU reads too
 _FLOAT, _BFLOAT = 2, 4
@@ -52,7 +52,7 @@ def as_array(array, name="array"):
     Returns
     -------
     ndarray
-        Of the same memory where that can be; bfloat16 that comes by DLPack as its bits, uint16.
+        Of the same memory where that can be (a copy of what `is_lazy`); bfloat16 that comes by DLPack as its bits, uint16.
 
     Raises
     ------
@@ -64,6 +64,7 @@ def as_array(array, name="array"):
     if not hasattr(array, "__dlpack__"):
         return np.asarray(array)
     _check_device(array, name)
+    array = _resolved(array)
     try:
         return np.asarray(array) if hasattr(array, "__array__") else np.from_dlpack(array)
     except Exception as error:  # noqa: BLE001  (any library's own way to say that NumPy has no such type)
@@ -86,7 +87,8 @@ def as_floats(array, name):
     if array.dtype.name == "bfloat16" and array.dtype.isnative:
         array = array.view(np.uint16)
     if array.dtype.char not in "feH" or not array.dtype.isnative:
-        raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), got {array.dtype}")
+        way = f": pass {name}.astype(np.float32)" if array.dtype.kind in "fiu" else ""
+        raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), got {array.dtype}{way}")
     return array
 
 
@@ -111,6 +113,16 @@ def as_numbers(array, name):
         return aligned(as_float32(array, name) if array.dtype == np.uint16 else array, np.float32)
     except (TypeError, ValueError) as error:  # whose text has the value that is no number
         raise type(error)(f"{name} must be numbers, got {array.dtype} of shape {array.shape}") from None
+
+
+def is_lazy(array):
+    """Whether PyTorch is still to negate or to conjugate the numbers in the memory of a tensor, which DLPack does not tell."""
+    return getattr(array, "is_neg", bool)() or getattr(array, "is_conj", bool)()
+
+
+def _resolved(array):
+    """The array, or a copy with the numbers that it stands for."""
+    return array.resolve_conj().resolve_neg() if is_lazy(array) else array
 
 
 def _check_device(array, name):

@@ -156,4 +156,14 @@ class use_isa:
         _active = _find(self._previous)
 
 
-_active = _find(os.environ.get("KVFAST_ISA") or available_isas()[0])
+def _begin():
+    """Use the tier that the environment names, or the best."""
+    global _active
+    name = os.environ.get("KVFAST_ISA") or available_isas()[0]
+    try:
+        _active = _find(name)
+    except ValueError as error:
+        raise ValueError(f"KVFAST_ISA in the environment: {error}") from None
+
+
+_begin()

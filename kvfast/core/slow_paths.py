@@ -37,7 +37,7 @@ _logged: set[str] = set()
 _lock = threading.Lock()
 
 
-def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False):
+def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, uncounted=0):
     """The slow paths of a call of attend, each as (kind, text).
 
     Parameters
@@ -52,6 +52,8 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False):
         ``num_threads=`` of the call.
     packed : bool
         Whether many queries are computed without the matrix unit because of the width of the codes.
+    uncounted : int
+        Tokens before those of the queries that stay float rows because they were never counted.
 
     Returns
     -------
@@ -61,6 +63,9 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False):
     if packed:
         found.append(("packed", ("keys or values of 2, 3, 5, 6 or 7 bits or a trellis are multiplied without the matrix unit: 512 queries "
                                  "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4")))  # fmt: skip
+    if uncounted:
+        found.append(("uncounted", (f"{uncounted} tokens were never counted, so their blocks stay float16 and are not encoded: "
+                                    f"call advance after each step")))  # fmt: skip
     if num_tasks < num_threads:
         found.append(("tasks", (f"{num_threads} threads share {num_tasks} task{'s' * (num_tasks > 1)}: "
                                 f"num_splits=0 or a larger num_splits makes more")))  # fmt: skip

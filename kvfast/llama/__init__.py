@@ -18,7 +18,12 @@
 Needs the extra packages of `pip install "kvfast[llama]"`.
 """
 
-from kvfast.interop.gguf_file import GGUFFile, ModelFileError
+try:
+    from kvfast.interop.gguf_file import GGUFFile, ModelFileError
+    from kvfast.llama.tokenizer import Tokenizer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f'kvfast.llama needs the package {error.name}: pip install "kvfast[llama]"', name=error.name) from None
+
 from kvfast.llama.calibration import calibrate
 from kvfast.llama.documents import compute_document, shift_context, splice_documents
 from kvfast.llama.evaluation import CacheScore, evaluate, mean_score
@@ -28,7 +33,6 @@ from kvfast.llama.model import LlamaModel
 from kvfast.llama.serving import BatchGenerator, Request
 from kvfast.llama.session import Session
 from kvfast.llama.speculative import PromptLookup, SkipLayers, SpeculationStats
-from kvfast.llama.tokenizer import Tokenizer
 from kvfast.llama.weights import LlamaConfig
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
@@ -95,7 +95,8 @@ class PromptCache:
         self._is_closed, self._secret, self._patient = False, secret, PatientStore(self.store, time_limit)
         self._writer, self._reader = Writer(self._patient), Reader(self._patient, secret, self.stats)
 
-    def save(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None) -> bool:
+    def save(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None,
+             uncounted: Literal["raise", "drop"] = "raise") -> bool:
         """Save the complete tokens of a cache. What the store has already is not written again.
 
         Parameters
@@ -106,6 +107,8 @@ class PromptCache:
             Fingerprint of the model that computed the cache: its name and version, or a checksum of its weights.
         salt : bytes, optional
             As in `PagedKVCache.match_prefix`: a part of the keys. By default that of a `Sequence`, and none for other caches.
+        uncounted : {"raise", "drop"}
+            As in `KVCache.snapshot`.
 
         Returns
         -------
@@ -113,14 +116,15 @@ class PromptCache:
             Whether the store keeps the prompt; in the background, whether it is going to be written. False if the cache is empty, or
             larger than `max_bytes` by itself.
         """
-        return self._save(_checked_cache(cache).snapshot(token_ids), cache, model, salt, True)
+        return self._save(_checked_cache(cache).snapshot(token_ids, uncounted=uncounted), cache, model, salt, True)
 
-    def save_chunks(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None) -> bool:
+    def save_chunks(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None,
+                    uncounted: Literal["raise", "drop"] = "raise") -> bool:
         """`save`, without what the prompt has behind its last chunk, which few other prompts share.
 
         Parameters and result are those of `save`.
         """
-        return self._save(_checked_cache(cache).snapshot(token_ids), cache, model, salt, False)
+        return self._save(_checked_cache(cache).snapshot(token_ids, uncounted=uncounted), cache, model, salt, False)
 
     def _save(self, snapshot, cache, model, salt, with_end):
         if not len(snapshot):

@@ -255,6 +255,7 @@ cdef class PagedBuffer(PagedSequences):
                 table = tables[i]
                 memset(member, 0, sizeof(kv_member))
                 table.context(number, &member.context)
+                call.uncounted += table.lengths[number] - table.length
                 member.first_query, member.num_queries = starts[i], starts[i + 1] - starts[i]
                 if (<SequenceBuffer>buffers[i]).segments is not None:
                     member.num_queries = 0  # see `ask_spliced`

@@ -10,7 +10,7 @@ from kvfast.core.kernels cimport KV_FLOAT_ROWS, kv_dtypes, kv_side
 from kvfast.core.limits cimport KV_LANES
 
 from kvfast.codec.blocks import BLOCK_ALIGNMENT
-from kvfast.core.interchange import as_array
+from kvfast.core.interchange import as_array, is_lazy
 from kvfast.errors import DimensionMismatchError
 
 
@@ -67,7 +67,7 @@ def _opened(memory, str name):
         array = memory
     elif hasattr(memory, "__dlpack__"):
         array = as_array(memory, name)
-        if array.base is None:
+        if array.base is None or is_lazy(memory):
             raise TypeError(f"{name} must be memory that NumPy can share, got a copy of a {type(memory).__name__}")
     else:
         try:

@@ -105,6 +105,15 @@ cdef class PreparedBatch:
             one.floats_begin, one.codes_end = self.floats_begin[i : i + 1], self.codes_end[i : i + 1]
         return one
 
+    def __copy__(self):
+        return self  # a batch never changes
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError("a PreparedBatch cannot be pickled: it is valid for the pool of this process that prepared it")
+
     def __repr__(self):
         return f"PreparedBatch({self.num_sequences} sequences, {self.num_tokens} tokens)"
 

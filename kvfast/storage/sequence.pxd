@@ -13,6 +13,7 @@ cdef class SequenceBuffer(SequenceTables):
     cdef Py_ssize_t most               # most tokens, or -1: any number
 
     cdef int _trim_surplus(self) except -1
+    cdef SequenceTables _shared(self, bint counted)
     cdef int _share_blocks(self, SequenceBuffer other, begin) except -1
     cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1
     cdef int _copy_spliced(self, SequenceBuffer other, list pieces, begin) except -1

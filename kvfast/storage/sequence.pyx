@@ -58,7 +58,8 @@ cdef class SequenceBuffer(SequenceTables):
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
         if self.most >= 0 and held + n > self.most:
             room = self.most - held
-            raise CacheFullError(f"layer {index} has room for {room} of {self.most} tokens, got {n}", n, room)
+            raise CacheFullError(f"layer {index} has room for {room} of {self.most} tokens, got {n}: make the cache with a larger "
+                                 f"max_seq_len, or without one to let it grow; a RingKVCache keeps a window of any text", n, room)
         return 0
 
     def append(self, index, k, v, Transform transform=None):
@@ -126,6 +127,7 @@ cdef class SequenceBuffer(SequenceTables):
         if context.length == 0:
             raise ValueError(f"layer {index} holds no tokens to attend to")
         call = open_call(&table.pool.stores[layer], table.pool.workspace, q, options, 1)
+        call.uncounted = table.lengths[layer] - table.length
         if call.call.q.tokens > context.length:
             raise ValueError(f"q must hold at most the {context.length} tokens of layer {index}, got {call.call.q.tokens}")
         if sink_q is not None:
@@ -183,7 +185,8 @@ cdef class SequenceBuffer(SequenceTables):
         self._enter()
         try:
             if not 0 <= number <= self.length:
-                raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, got {shown(number)}")
+                raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, "
+                                 f"got {shown(number)}{self._text_of_uncounted()}")
             count = number
             for table in self.tables:
                 table.check_truncate(count)
@@ -193,6 +196,9 @@ cdef class SequenceBuffer(SequenceTables):
             self._trim_surplus()
         finally:
             self._leave()
+
+    def _text_of_uncounted(self):
+        return f": {self.num_uncounted} more were never counted, call advance({self.num_uncounted}) first" if self.num_uncounted else ""
 
     def positions(self, index):
         """Absolute positions that a layer shows."""
@@ -240,21 +246,35 @@ cdef class SequenceBuffer(SequenceTables):
         finally:
             self.leave_reading()
 
-    def share(self, then=None):
-        """Another buffer with the complete tokens of now, in the same blocks."""
-        cdef BlockTable table, other
-        shared = {}
+    def share(self):
+        """Another buffer with the same tokens, in the same blocks."""
         self._enter()
         try:
-            for table in self.tables:
-                shared[table] = other = table.empty(table.pool)
-                other.share(table)
-                other.truncate(other.length)
-            if then is not None:
-                then()
-            return self.give_segments(self._like(shared), False)
+            return self._shared(False)
         finally:
             self._leave()
+
+    def share_counted(self, uncounted, then=None):
+        """`share` without tokens that were not counted; see `check_counted`. `then` is called before another thread can come in."""
+        self._enter()
+        try:
+            self.check_counted(uncounted)
+            shared = self._shared(True)
+            if then is not None:
+                then()
+            return shared
+        finally:
+            self._leave()
+
+    cdef SequenceTables _shared(self, bint counted):
+        cdef BlockTable table, other
+        shared = {}
+        for table in self.tables:
+            shared[table] = other = table.empty(table.pool)
+            other.share(table)
+            if counted:
+                other.truncate(other.length)
+        return self.give_segments(self._like(shared), False)
 
     def _like(self, tables):
         """A buffer with these tables instead of its own."""

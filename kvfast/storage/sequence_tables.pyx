@@ -68,6 +68,20 @@ cdef class SequenceTables:
     def length(self):
         return (<BlockTable>self.tables[0]).length + self.base
 
+    @property
+    def num_uncounted(self):
+        """Most tokens of a layer that `advance` has not counted."""
+        return max([(<BlockTable>table).num_uncounted() for table in self.tables])
+
+    def check_counted(self, str uncounted):
+        """Refuse what leaves out tokens that were not counted, unless `uncounted` is "drop"."""
+        if uncounted not in ("raise", "drop"):
+            raise ValueError(f'uncounted must be "raise" or "drop", got {uncounted!r}')
+        count = self.num_uncounted if uncounted == "raise" else 0
+        if count:
+            raise ValueError(f"layers hold {count} tokens that were never counted and would be left out: call advance({count}) when all "
+                             f'layers have them, or leave them out with uncounted="drop"')
+
     def layer_length(self, index):
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)

@@ -24,6 +24,7 @@ cdef class TokenStates(BlockMap):
     cdef int _reopen_block(self) except -1
     cdef Py_ssize_t codes_end(self) noexcept nogil
     cdef Py_ssize_t num_positions(self) noexcept nogil
+    cdef Py_ssize_t num_uncounted(self) noexcept nogil
     cdef Py_ssize_t _kept_codes(self) noexcept nogil
     cdef Py_ssize_t slots_with_codes(self) noexcept nogil
     cdef void set_kept_codes(self, Py_ssize_t kept_codes) noexcept

@@ -32,6 +32,10 @@ cdef class TokenStates(BlockMap):
     cdef Py_ssize_t num_positions(self) noexcept nogil:
         return self.num_slots() + self.skipped * self.pool.block_size
 
+    cdef Py_ssize_t num_uncounted(self) noexcept nogil:
+        """Most tokens of a layer that `advance` has not counted."""
+        return self.num_positions() - self.length
+
     cdef Py_ssize_t num_slots(self) noexcept nogil:
         """Number of slots in use."""
         cdef Py_ssize_t longest = 0, i

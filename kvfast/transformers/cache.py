@@ -67,6 +67,8 @@ class KVFastCache(Cache):
     """
 
     def __init__(self, config, dtype="int4", k_dtype=None, v_dtype=None, *, max_seq_len=None, rollback=64, prompt_cache=None):
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(f"config must be the configuration of a model, got a {type(config).__name__}: pass model.config")
         if getattr(config, "is_encoder_decoder", False):
             raise ValueError(f"KVFastCache is for models with a decoder only, and {config.model_type} has an encoder")
         config = config.get_text_config(decoder=True)
@@ -106,6 +108,13 @@ class KVFastCache(Cache):
 
     def _new_layers(self):
         return [new_layer(*kind, (self._config, self._rows), self._max_seq_len) for kind in self._kinds]
+
+    def update(self, key_states, value_states, layer_idx, *args, **options):
+        """Store the keys and values of a layer; see transformers' ``Cache.update``."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(f"this cache was made for the {len(self.layers)} layers of a {self._config.model_type}, and the model has a "
+                             f"layer {layer_idx}: make it by KVFastCache(model.config)")
+        return super().update(key_states, value_states, layer_idx, *args, **options)
 
     @property
     def rows(self):

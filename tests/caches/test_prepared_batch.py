@@ -1,5 +1,8 @@
 """Batches that are prepared once for all layers: the bits of the arrays they were made from, and nothing that is stale."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -213,3 +216,11 @@ def test_rows_that_are_not_finite_are_zeros(isa, rng, dtype):
     sequence = kvfast.PagedKVCache(1, HEADS, DIM, 4, 64, dtype).new_sequence()
     sequence._pool.append_batch(0, bad_k, bad_v, sequence._pool.slot_mapping([sequence], 40), zero_nonfinite=True)
     assert np.array_equal(sequence.attend(0, q), other.attend_batch(0, q, **tables))
+
+
+def test_a_batch_is_copied_as_itself():
+    pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=4, dtype="int8")
+    batch = pool.prepare_batch(np.zeros((1, 1), np.int32), [3], [0, 3], np.arange(3))
+    assert copy.copy(batch) is copy.deepcopy(batch) is batch and copy.copy(batch.only(0)).num_tokens == 3
+    with pytest.raises(TypeError, match="a PreparedBatch cannot be pickled"):
+        pickle.dumps(batch)

@@ -176,12 +176,13 @@ def test_misuse_is_an_error_code(runtimes):
     cache = kvfast.KVCache(2, 2, 16, max_seq_len=4, dtype="int8")
     codes = runtimes[0].misuse(cache)
     assert [code for code, _ in codes] == [
-        INVALID, SHAPE, SHAPE, SHAPE, NO_LAYER, NO_LAYER, INVALID, INVALID, INVALID, INVALID, INVALID, SHAPE, NOT_FINITE, FULL, OK,
+        NO_LAYER, INVALID, SHAPE, SHAPE, SHAPE, NO_LAYER, NO_LAYER, INVALID, INVALID, INVALID, INVALID, INVALID, SHAPE, NOT_FINITE, FULL, OK,
         INVALID, SHAPE, SHAPE, SHAPE, INVALID, INVALID, NOT_FINITE, INVALID, INVALID, NO_LAYER,
         INVALID, INVALID, INVALID, NO_LAYER, INVALID, INVALID, INVALID, INVALID, 1,
     ]  # fmt: skip
-    assert codes[0][1] == "layer 0 holds no tokens to attend to"
-    assert "room for 4 of 4 tokens, got 5" in codes[13][1]
+    assert codes[0][1] == "layer must be between 0 and 1, got -1" and codes[1][1] == "layer 0 holds no tokens to attend to"
+    assert "room for 4 of 4 tokens, got 5" in codes[14][1]
+    assert codes[29][1] == "layer must be between 0 and 1, got 2"
     assert len(cache) == 0 and cache.layer_length(0) == 1
 
 

@@ -92,6 +92,53 @@ def test_what_is_no_array_of_ours(rng):
     assert cache.layer_length(0) == 0
 
 
+class Lazy(Foreign):
+    """As a tensor of PyTorch with its negative bit: its memory has the numbers before they are negated, and DLPack does not say so."""
+
+    def is_neg(self):
+        return True
+
+    def is_conj(self):
+        return False
+
+    def resolve_conj(self):
+        return self
+
+    def resolve_neg(self):
+        self.resolved = Foreign(-self.array)  # capsules here do not own what they tell of
+        return self.resolved
+
+
+def test_numbers_that_are_still_to_be_negated(kv):
+    k, v = kv
+    for wanted, got in zip(used(-k, -v, -k[-3:]), used(Lazy(k), Lazy(v), Lazy(k[-3:]))):
+        np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(kvfast.attention(Lazy(k), Lazy(k), Lazy(v)), kvfast.attention(-k, -k, -v))
+    rows = kvfast.MLAKVCache(1, 32, 0)
+    rows.append(0, Lazy(k[:, 0]))
+    np.testing.assert_array_equal(rows.get_latent(0)[0, 0] < 0, -k[0, 0, 0] < 0)
+    lazy = Lazy(k)
+    assert as_array(lazy).tobytes() == (-k).tobytes()
+
+
+def test_memory_to_write_to_is_not_still_to_be_negated():
+    layout = kvfast.buffer_layout(1, 2, 64, 4, dtype="int8")
+    memory = [np.zeros((4, layout.block_nbytes[0] // 4), np.float32)]
+    with pytest.raises(TypeError, match="must be memory that NumPy can share, got a copy of a Lazy"):
+        kvfast.PagedKVCache(1, 2, 64, 4, dtype="int8", buffer=[Lazy(memory[0])])
+
+
+def test_torch_that_is_still_to_be_negated(rng):
+    torch = pytest.importorskip("torch")
+    k = rng.standard_normal((40, 2, 32)).astype(np.float32)
+    lazy = torch.complex(torch.from_numpy(k), torch.from_numpy(k)).conj().imag
+    assert lazy.is_neg()
+    for wanted, got in zip(used(-k, -k, -k[-3:]), used(lazy, lazy, lazy[-3:])):
+        np.testing.assert_array_equal(got, wanted)
+    with pytest.raises(TypeError, match="out must"):
+        kvfast.attention(k, k, k, out=lazy)
+
+
 def test_outputs_by_dlpack(rng):
     k = rng.standard_normal((20, 2, 32)).astype(np.float32)
     cache = kvfast.KVCache(1, 2, 32, 64, dtype="float32")

@@ -85,8 +85,8 @@ def refused(data, path, mmap=False, error=REFUSED, match=None):
 def test_comes_back_as_it_was(rng, path, kind, dtype, n, mmap):
     cache = fill(make(kind, dtype), rng, n)
     cache.append(0, *tokens(rng, 5))  # in progress: not saved
-    snapshot = cache.snapshot()
-    cache.save(path)
+    snapshot = cache.snapshot(uncounted="drop")
+    cache.save(path, uncounted="drop")
     loaded = kvfast.load(path, mmap=mmap)
     cache.restore(snapshot)
     assert type(loaded) is ALONE.get(kind, type(cache))

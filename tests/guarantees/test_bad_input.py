@@ -1,5 +1,8 @@
 """Bad input gets a clear error, and changes nothing."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -131,7 +134,7 @@ def test_constructor():
             kvfast.KVCache(*arguments)
     with pytest.raises(TypeError, match="head_dim must be an integer"):
         kvfast.KVCache(1, 1, 16.0)
-    with pytest.raises(ValueError, match="float32, float16, bfloat16, int8, int4"):
+    with pytest.raises(ValueError, match="choose one of int8, k8v4, .*float32, float16, bfloat16"):
         kvfast.KVCache(1, 1, 16, dtype="int9")
     with pytest.raises(kvfast.DimensionMismatchError, match="list of 2"):
         kvfast.KVCache(2, 1, 16, dtype=["int8"])
@@ -148,3 +151,34 @@ def test_plain_arrays():
         kvfast.attention(ones(1, 1, 8), ones(3, 1, 8) * np.inf, ones(3, 1, 8))
     with pytest.raises(kvfast.DimensionMismatchError):
         kvfast.merge_states(ones(1, 2, 8), ones(1, 3), ones(1, 2, 8), ones(1, 2))
+
+
+def test_errors_tell_the_way_out(cache, rng):
+    rows = ones(5, 2, 16)
+    for call, error, text in (
+        (lambda: cache.append(0, ones(2, 5, 16), rows), kvfast.DimensionMismatchError, r"pass k.transpose\(1, 0, 2\)"),
+        (lambda: cache.append(0, rows, ones(2, 5, 16)), kvfast.DimensionMismatchError, r"pass v.transpose\(1, 0, 2\)"),
+        (lambda: cache.append(0, ones(1, 2, 5, 16), rows), kvfast.DimensionMismatchError, r"pass k\[0\].transpose\(1, 0, 2\)"),
+        (lambda: cache.attend(0, ones(4, 3, 16)), kvfast.DimensionMismatchError, r"pass q.transpose\(1, 0, 2\)"),
+        (lambda: cache.append(0, ones(5, 2, 16, dtype=np.float64), rows), TypeError, r"got float64: pass k.astype\(np.float32\)"),
+        (lambda: cache.append(0, ones(7, 2, 16), ones(7, 2, 16)), kvfast.CacheFullError, "larger max_seq_len, .*RingKVCache"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+    with pytest.raises(kvfast.DimensionMismatchError) as error:
+        cache.append(0, ones(3, 5, 16), rows)
+    assert "transpose" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["int9", "q4_0", np.int64, object(), "x" * 1000])
+def test_an_unknown_format_names_all_there_are(dtype):
+    with pytest.raises(ValueError, match="unknown storage dtype") as error:
+        kvfast.KVCache(1, 1, 16, dtype=dtype)
+    text = str(error.value)
+    assert all(name in text for name in [*kvfast.PRESETS, "float32", "float16", "bfloat16", '"int8/int4"']) and len(text) < 400
+
+
+def test_the_runtime_without_its_packages_names_them():
+    code = "import sys; sys.modules['gguf'] = None; import kvfast.llama"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert 'ModuleNotFoundError: kvfast.llama needs the package gguf: pip install "kvfast[llama]"' in done.stderr

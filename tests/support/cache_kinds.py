@@ -195,8 +195,9 @@ def alike(first, second):
 
 
 def stored(cache):
-    """The bytes that `state_dict` tells, by name."""
-    return {name: array.tobytes() for name, array in cache.state_dict().items()}
+    """The bytes that `state_dict` tells of complete tokens, by name."""
+    snapshot = cache if isinstance(cache, kvfast.Snapshot) else cache.snapshot(uncounted="drop")
+    return {name: array.tobytes() for name, array in snapshot.state_dict().items()}
 
 
 def told(cache):

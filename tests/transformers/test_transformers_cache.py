@@ -318,3 +318,14 @@ def test_other_versions_are_refused(version):
 def test_kvfast_does_not_import_it():
     script = "import kvfast, sys; assert not {'torch', 'transformers', 'kvfast.transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_another_models_configuration_is_refused(llama):
+    """With fewer layers than the model; and a model where its configuration belongs."""
+    with pytest.raises(TypeError, match=r"config must be the configuration of a model, got a \w+: pass model.config"):
+        KVFastCache(llama)
+    config = copy.deepcopy(llama.config)
+    config.num_hidden_layers -= 1
+    cache = KVFastCache(config)
+    with pytest.raises(ValueError, match=r"made for the \d+ layers? of a llama, and the model has a layer \d+: make it by KVFastCache\(model.config\)"):
+        logits(llama, prompt(1, 5)[0], "kvfast", cache)

@@ -103,6 +103,7 @@ static PyObject *misuse(PyObject *self, PyObject *python_cache) {
             return NULL;                                                                   \
         Py_DECREF(pair_);                                                                  \
     } while (0)
+    TRY(kvfast->layer_length(cache, -1)); /* before any other call has failed */
     TRY(kvfast->attend(cache, 0, &one, NULL, &out)); /* nothing to attend to */
     TRY(kvfast->append(cache, 0, &one, &narrow));
     TRY(kvfast->append(cache, 0, &three, &three));

@@ -176,3 +176,18 @@ def test_rounding_is_that_of_each_query_alone(isa, rng):
         cache = filled(form, k, v)
         q = rng.standard_normal((16, 12, 64)).astype(np.float32) * np.geomspace(0.01, 10, 16, dtype=np.float32)[:, None, None]
         check_each_alone(cache, q)
+
+
+@pytest.mark.parametrize("different", [1, 2, 3])
+def test_thousands_of_equal_tokens(isa, rng, different):
+    """Sums of equal values are rounded alike, so that their errors add up unless each is given to the next sum."""
+    few = rng.standard_normal((2, different, 1, 32)).astype(np.float32)
+    for length in (1002, 20_004, 60_000):  # as often each
+        k, v = few[:, np.arange(length) % different]
+        cache = filled("float32", k, v)
+        for n in (1, 20):
+            q = rng.standard_normal((n, 2, 32)).astype(np.float32)
+            options = {"causal": False, "num_splits": 1}
+            expected, _ = attention(q, k[:different], v[:different], causal=False)
+            for out in (cache.attend(0, q, **options), kvfast.attention(q, k, v, **options)):
+                assert relative_error(out, expected) < bound("float32")

@@ -18,7 +18,9 @@ cdef class Workspace:
     cdef int lent              # whether a call has it; set by `lend`
     cdef void *data[NUM_WORKSPACES]
     cdef bint secure           # wipe memory before it is freed
+    cdef bint used             # since the last `wipe`
     cdef Py_ssize_t sizes[NUM_WORKSPACES]
     cdef void release(self, int which) noexcept nogil
     cdef Workspace lend(self)
+    cdef void wipe(self) noexcept nogil
     cdef void *reserve(self, int which, Py_ssize_t nbytes) noexcept nogil  # NULL: out of memory

@@ -24,10 +24,19 @@ cdef class Workspace:
         """This workspace, until its `lent` is dropped; a new one while a call of another thread has this one."""
         cdef Workspace other
         if kv_take(&self.lent, 1) == 0:
+            self.used = True
             return self
         other = Workspace()
         other.secure = self.secure
         return other
+
+    cdef void wipe(self) noexcept nogil:
+        """Overwrite what calls have left, if there were any since the last time. No call may be using it."""
+        cdef int i
+        for i in range(NUM_WORKSPACES if self.used else 0):
+            if self.data[i] != NULL:
+                kv_wipe(self.data[i], self.sizes[i])
+        self.used = False
 
     cdef void *reserve(self, int which, Py_ssize_t nbytes) noexcept nogil:
         if nbytes > self.sizes[which] or self.data[which] == NULL:

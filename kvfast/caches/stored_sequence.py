@@ -83,7 +83,7 @@ class StoredSequence(StorageProperties):
         self._buffer.truncate(n)
 
     def clear(self) -> None:
-        """Drop all tokens; the memory is kept for new ones."""
+        """Drop all tokens; the memory is kept for new ones, but for what a prompt took in a ring."""
         self._buffer.truncate(0)
 
     def copy(self) -> Self:

@@ -139,6 +139,7 @@ cdef inline void change_key_basis(const kv_kernels *kernels, const kv_store *sto
 cdef class Arena:
     cdef void *_raw
     cdef Py_ssize_t _align
+    cdef int _mapped          # pages of its own, and not from `calloc`
     cdef object _foreign       # whose memory it is, if it is another's
     cdef char *data
     cdef readonly Py_ssize_t nbytes

@@ -4,7 +4,6 @@ import numpy as np
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport uintptr_t
-from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from kvfast.codec.dtypes cimport parse_dtype
@@ -16,30 +15,44 @@ from kvfast.core.wipe cimport kv_wipe_pages
 
 cdef extern from *:
     """
+    #include <stdlib.h>
     #if defined(__linux__)
     #include <sys/mman.h>
     #include <unistd.h>
-    /* Of `calloc`, memory that was used before is zeroed, and so taken, at once. */
-    static void *kv_new_pages(size_t bytes)
+    /* Pages of their own, for much and for little memory: `calloc` zeroes memory that was used before at once, and so takes it, and
+       what is freed goes back to the system only where nothing of others lies behind it. Between the two it does go back, and to take
+       pages anew for each prompt would cost more than to zero them. A process has 65,530 mappings by default, so not more than half. */
+    enum { KV_LITTLE = 1 << 17, KV_MUCH = 1 << 23, KV_MOST_MAPPED = 1 << 15 };
+    static long kv_mapped;
+    static void *kv_new_pages(size_t bytes, int *mapped)
     {
-        void *pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        return pages == MAP_FAILED ? NULL : pages;
+        void *pages = MAP_FAILED;
+        const long count = __atomic_add_fetch(&kv_mapped, 1, __ATOMIC_RELAXED);
+        if (bytes >= KV_MUCH || (bytes < KV_LITTLE && count <= KV_MOST_MAPPED))
+            pages = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        *mapped = pages != MAP_FAILED;
+        if (*mapped) return pages;
+        (void)__atomic_sub_fetch(&kv_mapped, 1, __ATOMIC_RELAXED);
+        return calloc(bytes, 1);
     }
-    static void kv_free_pages(void *pages, size_t bytes) { (void)munmap(pages, bytes); }
+    static void kv_free_pages(void *pages, size_t bytes, int mapped)
+    {
+        if (!mapped) free(pages);
+        else if (munmap(pages, bytes) == 0) (void)__atomic_sub_fetch(&kv_mapped, 1, __ATOMIC_RELAXED);
+    }
     /* With pages of 16 or 64 KiB, as on some ARM systems, a huge page has 32 or 512 MiB: too much for a first write. */
     static void kv_advise_huge(void *address, size_t bytes)
     {
         if (sysconf(_SC_PAGESIZE) == 4096) (void)madvise(address, bytes, MADV_HUGEPAGE);
     }
     #else
-    #include <stdlib.h>
-    static void *kv_new_pages(size_t bytes) { return calloc(bytes, 1); }
-    static void kv_free_pages(void *pages, size_t bytes) { (void)bytes; free(pages); }
+    static void *kv_new_pages(size_t bytes, int *mapped) { *mapped = 0; return calloc(bytes, 1); }
+    static void kv_free_pages(void *pages, size_t bytes, int mapped) { (void)bytes, (void)mapped; free(pages); }
     static void kv_advise_huge(void *address, size_t bytes) { (void)address; (void)bytes; }
     #endif
     """
-    void *kv_new_pages(size_t bytes) nogil
-    void kv_free_pages(void *pages, size_t bytes) nogil
+    void *kv_new_pages(size_t bytes, int *mapped) nogil
+    void kv_free_pages(void *pages, size_t bytes, int mapped) nogil
     void kv_advise_huge(void *address, size_t bytes) nogil
 
 
@@ -147,7 +160,7 @@ cdef class Arena:
         self.nbytes, self.secure = size, secure
         # 2 MiB is a huge page; smaller arenas would only waste memory on it.
         self._align = 1 << 21 if self.nbytes >= 1 << 23 else 64
-        self._raw = kv_new_pages(self.nbytes + self._align) if self._align > 64 else calloc(self.nbytes + self._align, 1)
+        self._raw = kv_new_pages(self.nbytes + self._align, &self._mapped)
         if self._raw == NULL:
             raise MemoryError(f"cannot allocate {size:,} bytes for a cache")
         self.data = <char *>((<uintptr_t>self._raw + self._align - 1) // self._align * self._align)
@@ -157,10 +170,8 @@ cdef class Arena:
     def __dealloc__(self):
         if self.secure and self._raw != NULL:
             kv_wipe_pages(self.data, self.nbytes)
-        if self._raw != NULL and self._align > 64:
-            kv_free_pages(self._raw, self.nbytes + self._align)
-        else:
-            free(self._raw)
+        if self._raw != NULL:
+            kv_free_pages(self._raw, self.nbytes + self._align, self._mapped)
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyBuffer_FillInfo(buffer, self, self.data, self.nbytes, 0, flags)

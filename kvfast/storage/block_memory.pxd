@@ -19,7 +19,8 @@ cdef class BlockMemory:
     cdef tuple settings                # the arguments of the constructor
     cdef readonly list formats         # KVFormat of each layer
     cdef list bases                    # what the `bases` of the stores point into
-    cdef readonly Py_ssize_t first_blocks  # blocks of the first chunk
+    cdef readonly Py_ssize_t first_blocks  # blocks of the first chunk, or of the first two
+    cdef Py_ssize_t start_blocks           # blocks of the first chunk for whoever needs no more; `first_blocks` come with the second
     cdef readonly bint secure          # wipe blocks when they are released
     cdef char *zeros                   # if secure, zeros as large as the largest side of a block
     cdef bint grows
@@ -39,14 +40,16 @@ cdef class BlockMemory:
     cdef Py_ssize_t available(self) except -1
     cdef int ensure(self, Py_ssize_t num_blocks) except -1
     cdef int ensure_apart(self, Py_ssize_t num_blocks) except -1
+    cdef void start_small(self) noexcept
     cdef int32_t take(self, int32_t after) except -1
     cdef int release(self, int32_t block) except -1
     cdef int put_free(self, int32_t block) except -1
     cdef void copy(self, int32_t source, int32_t target) noexcept
     cdef void wipe_block(self, int32_t block) noexcept
     cdef void zero_block(self, int32_t block) noexcept
-    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
+    cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept
     cdef int trim(self) except -1
+    cdef bint has_surplus(self) noexcept
     cdef bint has_room_below(self, int32_t block) noexcept
     cdef int32_t _free_group(self) noexcept
     cdef void _insert(self, int32_t block, int32_t behind) noexcept

@@ -25,6 +25,7 @@ cdef object _stride(object nbytes):
 cdef enum:
     GROUP_BLOCKS = 16          # free blocks in a row that a new sequence of a shared pool looks for
     MAX_CHUNKS = 255
+    START_BYTES = 4096
 
 
 cdef class BlockMemory:
@@ -70,7 +71,7 @@ cdef class BlockMemory:
             if self.zeros == NULL:
                 raise MemoryError("cannot allocate a block of a cache")
         self.arenas, self.sizes = [], []
-        self.first_blocks = check_count(num_blocks, "num_blocks", 1, KV_MAX_TOKENS)
+        self.first_blocks = self.start_blocks = check_count(num_blocks, "num_blocks", 1, KV_MAX_TOKENS)
 
     def __dealloc__(self):
         cdef Py_ssize_t i
@@ -194,24 +195,36 @@ cdef class BlockMemory:
 
     cdef int ensure(self, Py_ssize_t num_blocks) except -1:
         """Make sure that `num_blocks` blocks can be taken; else CacheFullError, and nothing has changed."""
-        cdef Py_ssize_t more
-        if not self.is_shared and self.num_free < num_blocks:
-            # Grow by half: this makes few chunks, as reading is slower across their borders. A pool with all the blocks that
-            # its sequence can need grows only because snapshots keep blocks from being overwritten.
-            more = self.num_blocks // (2 if self.grows else 16) if self.num_blocks else self.first_blocks
-            more = max(num_blocks - self.num_free, more)
-            self._add_chunk((more + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS)
+        cdef Py_ssize_t held = self.num_blocks - self.num_gaps, more = num_blocks - self.num_free
+        if not self.is_shared and more > 0:
+            if held == 0 and more <= min(self.start_blocks, self.first_blocks):
+                more = min(self.start_blocks, self.first_blocks)
+            elif held + more <= self.first_blocks:
+                more = self.first_blocks - held
+            else:
+                # Grow by half: this makes few chunks, as reading is slower across their borders. A pool with all the blocks that
+                # its sequence can need grows only because snapshots keep blocks from being overwritten.
+                more = max(more, self.num_blocks // (2 if self.grows else 16))
+                more = (more + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS
+            self._add_chunk(more)
         elif self.available() < num_blocks:
             raise CacheFullError(f"{num_blocks} blocks of {self.block_size} tokens are needed, and "
                                  f"{self.available()} of {self.num_blocks} are free", num_blocks, self.available())
         return 0
 
     cdef int ensure_apart(self, Py_ssize_t num_blocks) except -1:
-        """`ensure`, with a first chunk of `first_blocks` of its own, however many blocks a prompt needs: `trim` frees the last
-        chunks."""
-        if self.grows and self.num_blocks == 0:
-            self.ensure(min(num_blocks, self.first_blocks))
+        """`ensure`, with `first_blocks` in chunks of their own, however many blocks a prompt needs: `trim` frees the last chunks."""
+        cdef Py_ssize_t missing = self.first_blocks - (self.num_blocks - self.num_gaps)
+        if self.grows and 0 < missing < num_blocks - self.num_free:
+            self.ensure(self.num_free + missing)
         return self.ensure(num_blocks)
+
+    cdef void start_small(self) noexcept:
+        """Begin with few blocks: with one, or as many as take 4 KiB of a side of a layer."""
+        cdef Py_ssize_t i, largest = 1
+        for i in range(self.num_layers):
+            largest = max(largest, max(self.stores[i].k.bytes, self.stores[i].v.bytes) * self.num_kv_heads)
+        self.start_blocks = max(<Py_ssize_t>1, START_BYTES // largest)
 
     cdef int32_t take(self, int32_t after) except -1:
         """Take a block, after `ensure`: the one after block `after` if possible; with -1 the first of a new run."""
@@ -279,12 +292,12 @@ cdef class BlockMemory:
                 memset(k_block_at(self.stores + i, block, h), 0, self.stores[i].k.bytes)
                 memset(v_block_at(self.stores + i, block, h), 0, self.stores[i].v.bytes)
 
-    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
-        """Overwrite a layer's tokens of a block from offset `first` on."""
+    cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept:
+        """Overwrite a layer's tokens of a block at the offsets first to last."""
         cdef kv_store *store = self.stores + layer
         cdef const kv_kernels *kernels = active()
         cdef Py_ssize_t offset, h
-        for offset in range(first, self.block_size):
+        for offset in range(first, last):
             for h in range(self.num_kv_heads):
                 kernels.copy_token(&store.k, self.zeros, 0, &store.k, k_block_at(store, block, h), <int>offset, False)
                 kernels.copy_token(&store.v, self.zeros, 0, &store.v, v_block_at(store, block, h), <int>offset, True)
@@ -327,11 +340,19 @@ cdef class BlockMemory:
                 if self.owners[i]:
                     return 0
             for i in range(first, self.num_blocks):
-                self._remove(<int32_t>i)
+                if self.prev_free[i + 1] < 0:  # a number without a block
+                    self.num_gaps -= 1
+                else:
+                    self._remove(<int32_t>i)
             self.num_blocks = first
             self.num_chunks -= 1
             self.arenas[self.num_chunks], self.sizes[self.num_chunks] = None, 0  # not deleted, as shortening a list may need memory
         return 0
+
+    cdef bint has_surplus(self) noexcept:
+        """Whether the blocks that have owners would fit without the last chunk."""
+        cdef Py_ssize_t last = self.stores[0].chunks[self.num_chunks - 1].first if self.num_chunks > 1 else self.num_blocks
+        return self.num_free >= self.num_blocks - last > 0
 
     def bytes_for(self, Py_ssize_t blocks):
         """Bytes of a chunk of `blocks` blocks."""

@@ -19,7 +19,11 @@ cdef class BlockTable(TokenStates):
     cdef int _undo(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1
     cdef int truncate(self, Py_ssize_t n) except -1
+    cdef int cut(self, Py_ssize_t n) except -1
     cdef int drop_front(self, Py_ssize_t first) except -1
+    cdef int wipe_before(self, Py_ssize_t first) except -1
+    cdef int own(self, Py_ssize_t position) except -1
+    cdef int32_t _copy_frozen(self, Py_ssize_t at) except -1
     cdef int _wipe_behind(self, Py_ssize_t index) except -1
     cdef int check_truncate(self, Py_ssize_t n) except -1
     cdef BlockTable empty(self, BlockPool pool)

@@ -83,10 +83,7 @@ cdef class BlockTable(TokenStates):
                 self.blocks[at] = self.pool.take(self.blocks[at - 1] if at else -1)
                 self.count += 1
             elif self.pool.is_frozen(self.blocks[at]):
-                block = self.pool.take(self.blocks[at - 1] if at else -1)
-                self.pool.copy_block(self.blocks[at], block)
-                changes.append((at, self.blocks[at]))
-                self.blocks[at] = block
+                changes.append((at, self._copy_frozen(at)))
                 if self.pool.secure:
                     self._wipe_behind(index)
             elif self.pool.floats is not None and (
@@ -122,6 +119,25 @@ cdef class BlockTable(TokenStates):
         self.release_from(count)
         self.pool.trim_surplus()
         return 0
+
+    cdef int32_t _copy_frozen(self, Py_ssize_t at) except -1:
+        """Have a copy of a block that others own, too. Returns that block, which the caller releases."""
+        cdef int32_t block = self.pool.take(self.blocks[at - 1] if at else -1), before = self.blocks[at]
+        self.pool.copy_block(before, block)
+        self.blocks[at] = block
+        return before
+
+    cdef int own(self, Py_ssize_t position) except -1:
+        """Before a table of a secure pool is cut inside of a block: have this block alone, so that what is cut off can be overwritten.
+        CacheFullError changes nothing."""
+        cdef Py_ssize_t at = entry_of(self, position // self.pool.block_size)
+        if (not self.pool.secure or position % self.pool.block_size == 0 or not 0 <= position < self.num_positions()
+                or not self.pool.is_frozen(self.blocks[at])):
+            return 0
+        self.pool.ensure(1)
+        if self.pool.floats is not None:
+            self.pool.floats.pieces.ensure(self.pool.floats.num_pieces(self.blocks[at]))
+        return self.pool.release(self._copy_frozen(at))
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
         """Write tokens behind those of a layer. If a value cannot be stored, the table and its pool stay as they were."""
@@ -189,6 +205,12 @@ cdef class BlockTable(TokenStates):
             self._wipe_behind(n // self.pool.block_size)
         return 0
 
+    cdef int cut(self, Py_ssize_t n) except -1:
+        """`truncate`; a secure pool with room overwrites what is cut off even if others own its block, too."""
+        if not self.pool.is_shared or self.pool.available():
+            self.own(n)
+        return self.truncate(n)
+
     cdef int drop_front(self, Py_ssize_t first) except -1:
         """Release the blocks all of whose positions lie before `first`, which is at most `length`. All layers have as many tokens."""
         cdef Py_ssize_t gone = first // self.pool.block_size - self.skipped, i
@@ -202,13 +224,21 @@ cdef class BlockTable(TokenStates):
         self.floats_begin = max(self.floats_begin, self.skipped * self.pool.block_size if self.pool.seals else 0)
         return 0
 
+    cdef int wipe_before(self, Py_ssize_t first) except -1:
+        """In a secure pool, overwrite the tokens before `first` in its block, unless other tables read them. After `drop_front`."""
+        cdef Py_ssize_t size = self.pool.block_size, at = entry_of(self, first // size), i
+        if self.pool.secure and first % size and at < self.count and not self.pool.is_frozen(self.blocks[at]):
+            for i in range(self.pool.num_layers):
+                self.pool.wipe_tokens(self.blocks[at], i, 0, first % size)
+        return 0
+
     cdef int _wipe_behind(self, Py_ssize_t index) except -1:
         """In a secure pool, overwrite a block behind the tokens of each layer, unless other tables read it."""
         cdef Py_ssize_t at = entry_of(self, index), i, size = self.pool.block_size
         if at >= self.count or self.pool.is_frozen(self.blocks[at]):
             return 0
         for i in range(self.pool.num_layers):
-            self.pool.wipe_from(self.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)))
+            self.pool.wipe_tokens(self.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)), size)
         return 0
 
     cdef BlockTable empty(self, BlockPool pool):

@@ -29,9 +29,10 @@ cdef class FloatRows:
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int move_down(self, int32_t block) except -1
     cdef int copy(self, int32_t source, int32_t target) except -1
-    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept
     cdef list pieces_of(self, int32_t block)
     cdef int keep_pieces(self, int32_t block, list pieces) except -1
+    cdef void give(self, int32_t source, int32_t target) noexcept
+    cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept
     cdef Py_ssize_t num_pieces(self, int32_t block) noexcept
 
 

@@ -143,14 +143,23 @@ cdef class FloatRows:
         self.set_kept_codes(target, self.kept_codes[source])
         return 0
 
-    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
-        """Overwrite the float rows of a layer's tokens from offset `first` of a block on."""
+    cdef void give(self, int32_t source, int32_t target) noexcept:
+        """Let all float rows of a block become those of another block, which has none."""
+        cdef Py_ssize_t i
+        for i in range(self.per_block):
+            self.float_of[target * self.per_block + i] = self.float_of[source * self.per_block + i]
+            self.float_of[source * self.per_block + i] = -1
+        self.set_kept_codes(target, self.kept_codes[source])
+
+    cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept:
+        """Overwrite the float rows of a layer's tokens at the offsets first to last of a block."""
         cdef Py_ssize_t i
         if self.stores[layer].floats == NULL:
             return
-        for i in range(first // KV_PIECE, self.per_block):
+        for i in range(first // KV_PIECE, (last + KV_PIECE - 1) // KV_PIECE):
             if self.float_of[block * self.per_block + i] >= 0:
-                self.pieces.wipe_from(self.float_of[block * self.per_block + i], layer, max(first - i * KV_PIECE, <Py_ssize_t>0))
+                self.pieces.wipe_tokens(self.float_of[block * self.per_block + i], layer, max(first - i * KV_PIECE, <Py_ssize_t>0),
+                                        min(last - i * KV_PIECE, <Py_ssize_t>KV_PIECE))
 
     cdef list pieces_of(self, int32_t block):
         """The pieces of a block, -1 where it has none."""

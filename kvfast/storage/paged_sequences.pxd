@@ -15,6 +15,7 @@ cdef class PagedSequences:
     cdef SchedulerBlocks scheduler     # what another scheduler has written, or None if its blocks hold all of their tokens
 
     cdef int evict_all(self) except -1
+    cdef int _forget_slots(self) except -1
 
 
 cdef int check_all_open(list tables) except -1

@@ -93,11 +93,22 @@ cdef class PagedSequences:
             if self.num_owned:
                 raise ValueError(f"{self.num_owned} blocks still belong to sequences or snapshots; free them first")
             self.evict_all()
-            if self.is_external and self.scheduler is not None:
-                self.scheduler.forget()
-            self.is_external = False
+            if self.is_external:
+                self._forget_slots()
         finally:
             self.pool.leave()
+
+    cdef int _forget_slots(self) except -1:
+        """Forget what another scheduler has written."""
+        cdef Py_ssize_t block
+        if self.scheduler is not None:
+            self.scheduler.forget()
+        for block in range(self.pool.num_blocks if self.pool.secure else 0):
+            self.pool.wipe_block(<int32_t>block)
+        if self.pool.secure:
+            self.pool.workspace.wipe()
+        self.is_external = False
+        return 0
 
     cdef int evict_all(self) except -1:
         """Forget all known prefixes."""

@@ -37,6 +37,7 @@ cdef class BlockPool(BlockMemory):
     cdef int retain(self, int32_t block) except -1
     cdef bint is_frozen(self, int32_t block) noexcept
     cdef int copy_block(self, int32_t source, int32_t target) except -1
+    cdef int32_t move_down(self, int32_t block) except -1
     cdef BlockPool clone(self)
     cdef BlockPool exact(self, Py_ssize_t num_blocks)
     cdef int trim_surplus(self) except -1

@@ -48,7 +48,11 @@ cdef class BlockPool(BlockMemory):
             sizes = [(self.stores[i].k.bytes + self.stores[i].v.bytes) * self.num_kv_heads for i in range(self.num_layers)]
             layers, strides = buffer_layers(buffer, sizes, self.first_blocks)
             self._use_layers(layers, strides)
-        elif not grows:
+        elif grows:
+            self.start_small()
+            if self.floats is not None:
+                self.floats.pieces.start_small()
+        else:
             self._add_chunk(self.first_blocks)
 
     cdef bint try_enter(self) noexcept nogil:
@@ -176,15 +180,18 @@ cdef class BlockPool(BlockMemory):
 
     cdef int put_free(self, int32_t block) except -1:
         BlockMemory.put_free(self, block)
+        if self.secure:
+            self.workspace.wipe()
         if self.floats is not None:
             self.floats.release(block, 0)
             self.floats.set_kept_codes(block, 0)
         return 0
 
-    cdef void wipe_from(self, int32_t block, Py_ssize_t layer, Py_ssize_t first) noexcept:
-        BlockMemory.wipe_from(self, block, layer, first)
+    cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept:
+        BlockMemory.wipe_tokens(self, block, layer, first, last)
+        self.workspace.wipe()
         if self.floats is not None:
-            self.floats.wipe_from(block, layer, first)
+            self.floats.wipe_tokens(block, layer, first, last)
 
     cdef bint is_frozen(self, int32_t block) noexcept:
         """Whether a block must be copied before it is written."""
@@ -200,6 +207,19 @@ cdef class BlockPool(BlockMemory):
             self.floats.copy(source, target)
         self.copy(source, target)
         return 0
+
+    cdef int32_t move_down(self, int32_t block) except -1:
+        """Move a block without other owners to an earlier chunk that has room, so that the last chunk can be trimmed. Returns where
+        it is then."""
+        cdef int32_t target
+        if self.owners[block] > 1 or not self.has_room_below(block):
+            return block
+        target = self.take(-1)
+        self.copy(block, target)
+        if self.floats is not None:
+            self.floats.give(block, target)
+        self.release(block)
+        return target
 
     cdef BlockPool clone(self):
         """An empty pool of the same shape."""

@@ -65,6 +65,9 @@ cdef class RingTable(BlockTable):
                 (self.count - self.sink_blocks - gone) * sizeof(self.blocks[0]))
         self.count -= gone
         self.skipped += gone
+        if self.pool.has_surplus():  # of a prompt, at whose end the newest tokens are
+            for i in range(self.count):
+                self.blocks[i] = self.pool.move_down(self.blocks[i])
         self.pool.trim()
         return 0
 

@@ -5,6 +5,7 @@ from kvfast.storage.block_table cimport BlockTable
 
 cdef class FrozenTables:
     cdef list tables           # of BlockTable: one for each group of layers
+    cdef Py_ssize_t wiped      # position before which a secure pool has overwritten all tokens
 
 
 cdef class Segment:

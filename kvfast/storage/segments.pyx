@@ -86,20 +86,25 @@ cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end):
 
 
 cdef Segment narrowed(Segment segment):
-    """A segment with tables of its own, if these can do without some of the blocks."""
+    """A segment with tables of its own, if these can do without some of the blocks; in a secure pool without any other token."""
     cdef BlockTable table
     cdef Segment other
     if segment.frozen is None:
         return segment
     table = segment.frozen.tables[0]
     if (segment.first // table.pool.block_size == table.skipped
-            and (segment.last + table.pool.block_size - 1) // table.pool.block_size == table.count + table.skipped):
+            and (segment.last + table.pool.block_size - 1) // table.pool.block_size == table.count + table.skipped
+            and (not table.pool.secure or segment.first == segment.frozen.wiped and segment.last == table.num_positions())):
         return segment
     other = segment.part(segment.start, segment.end())
     other.frozen = share_tables(segment.frozen.tables)
     for table in other.frozen.tables:
+        table.own(segment.last)
+        table.own(segment.first)
         table.truncate(segment.last)
         table.drop_front(segment.first)
+        table.wipe_before(segment.first)
+    other.frozen.wiped = segment.first
     return other
 
 

@@ -273,7 +273,7 @@ cdef class SequenceBuffer(SequenceTables):
             shared[table] = other = table.empty(table.pool)
             other.share(table)
             if counted:
-                other.truncate(other.length)
+                other.cut(other.length)
         return self.give_segments(self._like(shared), False)
 
     def _like(self, tables):
@@ -354,6 +354,8 @@ cdef class SequenceBuffer(SequenceTables):
         cdef BlockTable table
         for table in self.tables:
             table.pool.trim_surplus()
+            if isinstance(table, RingTable) and table.num_positions() == 0:
+                table.pool.trim()  # what a prompt took
         return 0
 
     def resume_states(self):

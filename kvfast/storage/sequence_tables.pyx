@@ -169,7 +169,7 @@ cdef class SequenceTables:
             else:
                 self.forget_segments()
         for table in self.tables:
-            table.truncate(kept)
+            table.cut(kept)
         return 0
 
     cdef int _keep_plain(self, Segment segment) except -1:

@@ -160,7 +160,7 @@ def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
     cdef BlockTable table
     cdef Segment segment
     cdef Py_ssize_t length, low, high
-    cdef list before, behind, segments, frozen, _old = buffer.segments  # which are released behind the end of the call
+    cdef list before, behind, live, segments, frozen, _old = buffer.segments  # which are released behind the end of the call
     _check_still(buffer, ropes)
     length = buffer.length
     low, high = check_count(first, "first", 0, length), check_count(last, "last", 0, length)
@@ -183,13 +183,16 @@ def drop(SequenceBuffer buffer, first, last, ropes, truncate, begin=None):
             before = _frozen(buffer, before)  # the tables themselves go on behind the gap
         segments = [narrowed(<Segment>segment) for segment in before + behind]
         frozen = frozen_of(segments)
+        live = [segment for segment in behind if (<Segment>segment).frozen is None][:1]  # others follow it in the same tables
+        for segment in live:
+            for table in buffer.tables:
+                table.own(segment.first)
         if begin is not None:
             begin()
-        for segment in behind:
-            if segment.frozen is None:
-                for table in buffer.tables:
-                    table.drop_front(segment.first)
-                break
+        for segment in live:
+            for table in buffer.tables:
+                table.drop_front(segment.first)
+                table.wipe_before(segment.first)
         buffer.set_segments(segments, buffer.base - (high - low), ropes)
         _settle(frozen)
         buffer._trim_surplus()

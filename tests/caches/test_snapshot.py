@@ -131,7 +131,7 @@ def test_tokens_in_progress_are_not_in_it(rng, kind):
     before, bytes_before = contents(cache), stored(cache)
     cache.append(0, *tokens(rng, 40))
     cache.append(1, *tokens(rng, 7))
-    snapshot = cache.snapshot()
+    snapshot = cache.snapshot(uncounted="drop")
     assert len(snapshot) == 100 and stored(snapshot) == bytes_before
     assert cache.layer_length(0) == 140 and cache.layer_length(1) == 107
     fresh = make(kind)

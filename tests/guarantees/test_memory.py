@@ -115,6 +115,72 @@ def test_memory_is_taken_when_it_is_written():
     assert resident() - before < 8e6 and len(caches[0]) == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float32"])
+def test_small_caches_take_little_and_give_it_back(dtype):
+    rows = np.ones((3, 1, 64), np.float32)
+
+    def filled():
+        cache = kvfast.KVCache(1, 1, 64, dtype=dtype)
+        cache.append(0, rows, rows)
+        cache.advance(3)
+        return cache
+
+    one = filled()
+    assert one.nbytes <= max(2 * 4096, one.nbytes_used) * 1.6
+    before = resident()
+    caches = [filled() for _ in range(2000)]
+    taken = resident() - before
+    assert taken < 2000 * 60_000 if dtype == "float32" else taken < 2000 * 32_000
+    del caches
+    gc.collect()
+    assert resident() - before < 0.25 * taken
+
+
+@pytest.mark.parametrize("step", [1, 7, 100])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_growing_cache_grows_by_half(step, dtype):
+    """However small it begins, it takes few steps to any length."""
+    cache, sizes = kvfast.KVCache(1, 2, 20, dtype=dtype), []
+    rows = np.ones((step, 2, 20), np.float32)
+    for _ in range(4000 // step):
+        cache.append(0, rows, rows)
+        cache.advance(step)
+        sizes.append(cache.nbytes)
+    assert len(set(sizes)) < 25 and sizes[-1] < 2.5 * cache.nbytes_used
+    assert sizes[0] <= sizes[-1] / 20 or step > cache.block_size
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
+@pytest.mark.parametrize("begun", [0, 3, 100])
+def test_a_ring_gives_the_memory_of_a_prompt_back(dtype, begun):
+    """With the step that ends it, however it began, and with `clear`; what it holds is the same."""
+    rows = np.random.default_rng(0).standard_normal((2, 8192, 2, 64), np.float32)
+    small, ring, whole = (kvfast.RingKVCache(1, 2, 64, window=512, num_sink_tokens=4, dtype=dtype) for _ in range(3))
+    for first in range(0, 8192, 64):
+        small.append(0, *rows[:, first : first + 64])
+        small.advance(64)
+    for n in [*[begun] * (begun > 0), 8192 - begun]:
+        ring.append(0, *rows[:, len(ring) : len(ring) + n])
+        ring.advance(n)
+    assert ring.nbytes <= 1.2 * small.nbytes and ring.nbytes < 3 * ring.nbytes_used
+    assert np.array_equal(ring.k(0), small.k(0)) and np.array_equal(ring.positions(0), small.positions(0))
+    q = rows[0, -3:]
+    assert np.array_equal(ring.attend(0, q), small.attend(0, q))
+    for one in (ring, small):
+        one.append(0, *rows[:, :200])
+        one.advance(200)
+    assert np.array_equal(ring.attend(0, q), small.attend(0, q)) and ring.snapshot() == small.snapshot()
+    whole.append(0, *rows)
+    assert whole.nbytes > 4 * ring.nbytes
+    whole.clear()
+    assert whole.nbytes <= 1.2 * small.nbytes
+    held = ring.snapshot()  # what others own is not moved
+    ring.append(0, *rows)
+    ring.advance(8192)
+    assert np.array_equal(held.to_cache().k(0), small.k(0)) and ring.nbytes_used < 2 * small.nbytes
+
+
 HUGE = (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64, 10**30)
 
 

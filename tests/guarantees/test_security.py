@@ -1,6 +1,7 @@
 """A test for each claim of docs/threat-model.md."""
 
 import ast
+import json
 import os
 import pickle
 import subprocess
@@ -246,7 +247,7 @@ def test_evicted_prefixes_are_zero_for_those_who_get_the_block(rng):
 
 
 def test_what_a_ring_drops_is_zero(rng):
-    ring = kvfast.RingKVCache(2, 2, 20, window=40, rollback=0, dtype="int8", secure=True)
+    ring = fill(kvfast.RingKVCache(2, 2, 20, window=40, rollback=0, dtype="int8", secure=True), rng, 100)
     for _ in range(30):
         fill(ring, rng, 17)
     blocks = raw(ring)
@@ -290,6 +291,19 @@ def test_secure_changes_no_result(rng):
             cache.truncate(149)
             outputs.append([*out, cache.attend(0, q), cache.k(0), cache.v(1)])
         assert all(np.array_equal(a, b) for a, b in zip(*outputs))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/mem")
+def test_every_call_that_forgets_tokens_overwrites_them():
+    """In every cache, also in blocks that stay and in working memory; without secure they are still there."""
+    found = {}
+    for secure in (True, False):
+        command = [sys.executable, str(ROOT / "tests" / "support" / "forgotten_tokens.py"), str(secure)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert result.returncode == 0, result.stderr
+        found[secure] = json.loads(result.stdout)
+    assert {name: count for name, count in found[True].items() if count} == {}
+    assert sum(count > 0 for count in found[False].values()) > 0.7 * len(found[False])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/mem")

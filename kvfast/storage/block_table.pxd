@@ -1,4 +1,6 @@
 """The tokens of a sequence."""
+from libc.stdint cimport int32_t
+
 from kvfast.codec.blocks cimport kv_context
 from kvfast.codec.encode cimport kv_rotary
 from kvfast.core.arrays cimport Rows

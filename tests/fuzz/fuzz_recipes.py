@@ -247,7 +247,7 @@ RECIPES = {
     "snapshot.token_ids": lambda c: c.integers(3, len(c.target)),
     "save.token_ids": lambda c: c.integers(3, len(c.target)),
     "PromptCache.save.token_ids": lambda c: c.integers(3, c.tokens), "metadata": lambda c: {"model": "m"},
-    "salt": small(b"", b"a"),
+    "salt": small(b"", b"a"), "uncounted": small("raise", "drop"),
     "out_a": lambda c: np.ones((3, 4, 20), np.float32), "out_b": lambda c: c.floats(3, 4, 20),
     "lse_a": lambda c: c.floats(3, 4),
     "lse_b": lambda c: c.floats(3, 4), "i": small(0, 1), "start": small(0), "stop": small(2),

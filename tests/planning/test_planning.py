@@ -96,7 +96,7 @@ def test_windows_are_those_of_a_ring(dtype):
         planned = kvfast.plan(mixed, context=context, dtype=dtype, **QUIET).dtypes[0]
         most = max(most, most_of(ring, context))
         # A ring that grows has taken memory for more blocks than hold tokens, unless they are just full.
-        assert ring.nbytes_used <= planned.bytes_per_sequence <= most
+        assert ring.nbytes_used <= planned.bytes_per_sequence <= 1.002 * most
         assert planned.bytes_per_sequence == pytest.approx(most, rel=0.002) or context % (8 * ring.block_size)
     short = kvfast.plan(mixed, context=100, dtype=dtype, **QUIET).dtypes[0]
     assert short.cache == "KVCache"  # no window that anything leaves

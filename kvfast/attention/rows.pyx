@@ -7,7 +7,7 @@ from kvfast.attention.tiles cimport kv_task, num_panels
 from kvfast.codec.blocks cimport KV_TO_QUERIES, change_key_basis, kv_store, values_of
 from kvfast.core.arrays cimport kv_rows
 from kvfast.core.kernels cimport KV_FLOAT32, KV_FLOAT_ROWS, kv_kernels, kv_panel, kv_side, kv_softmax
-from kvfast.core.limits cimport KV_LANES, KV_ROWS
+from kvfast.core.limits cimport KV_LANES, KV_MAX_HEAD_DIM, KV_ROWS
 
 
 cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
@@ -69,6 +69,7 @@ cdef void begin_rows(kv_task *task, unsigned refined) noexcept nogil:
         state.rest = task.rest if values_of(task.call.store).dtype == KV_FLOAT32 else NULL
         if state.rest != NULL:
             memset(task.rest, 0, task.rows * padded * sizeof(float))
+            memset(task.rest + KV_ROWS * KV_MAX_HEAD_DIM, 0, task.rows * padded * sizeof(float))
         for r in range(task.rows):
             state.m[r], state.l[r], state.rescale[r], state.noise[r] = -INFINITY, 0.0, 1.0, 0.0
     for i in range(num_panels(task)):

@@ -104,7 +104,7 @@ ctypedef struct kv_task:
     kv_score_options options
     kv_scratch scratch
     kv_room room
-    float rest[KV_ROWS * KV_MAX_HEAD_DIM]  # of sums of float32 values, see kv_softmax
+    float rest[2 * KV_ROWS * KV_MAX_HEAD_DIM]  # of sums of float32 values, see kv_softmax
     kv_seen seen
     Py_ssize_t zeros[KV_TASK_ROWS]
     Py_ssize_t from_floats[KV_TASK_ROWS]   # of a span: where each row begins to read float rows,

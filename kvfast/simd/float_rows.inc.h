@@ -57,12 +57,13 @@ static inline __attribute__((always_inline)) void KV(score_run)(
     }
 }
 
-/* Adds `count` rows of values to the sums of one or two rows of outputs. */
+/* Adds `count` rows of values to one or two rows of outputs. */
 static inline __attribute__((always_inline)) void KV(value_run)(
-    const char *values, ptrdiff_t stride, int count, const float *weights, const int rows, const char *ahead, const int lines, float *sums)
+    const char *values, ptrdiff_t stride, int count, const float *weights, const int rows, const char *ahead, const int lines,
+    const float *rescale, float *acc)
 {
     vf sum[KV_PANEL][KV_RUN_VECTORS];
-    KV_EACH_VECTOR(v, KV_FOR4(r, rows, sum[r][v] = vf_load(sums + (r * KV_RUN_VECTORS + v) * W);););
+    KV_EACH_VECTOR(v, KV_FOR4(r, rows, sum[r][v] = vf_mul(vf_load(acc + (r * KV_RUN_VECTORS + v) * W), vf_set1(rescale[r]));););
     for (int t = 0; t < count; t++) {
         vf weight[KV_PANEL], value[KV_RUN_VECTORS];
         KV_FOR4(r, rows, weight[r] = vf_set1(weights[r * KV_TILE + t]););
@@ -72,7 +73,7 @@ static inline __attribute__((always_inline)) void KV(value_run)(
         KV_FOR4(r, rows, KV_EACH_VECTOR(v, sum[r][v] = vf_fma(weight[r], value[v], sum[r][v]);););
         values += stride;
     }
-    KV_EACH_VECTOR(v, KV_FOR4(r, rows, vf_store(sums + (r * KV_RUN_VECTORS + v) * W, sum[r][v]);););
+    KV_EACH_VECTOR(v, KV_FOR4(r, rows, vf_store(acc + (r * KV_RUN_VECTORS + v) * W, sum[r][v]);););
 }
 
 /* Calls pass(rows, lines) for each pass over each run: `run` is its first token's row, token `t` of `count`, of `here` in the run, and
@@ -103,16 +104,13 @@ static __attribute__((noinline)) void KV(score_runs)(
 
 static __attribute__((noinline)) void KV(accumulate_runs)(
     const kv_side *side, const float *weights, int num_rows, const char *values, int count, int start, const kv_ahead *ahead,
-    const float *rescale, float *acc, float *rest)
+    const float *rescale, float *acc)
 {
-    KV_ALIGNED float sums[KV_PANEL * KV_RUN_VECTORS * W] = {0};
 #define KV_VALUE_PASS(R, LINES)                                                                                  \
-    KV(value_run)(run, side->row_stride, here, weights + row * KV_TILE + t, R, fetch, LINES, sums + row * side->padded_dim);
+    KV(value_run)(run, side->row_stride, here, weights + row * KV_TILE + t, R, fetch, LINES, (t ? kv_ones : rescale) + row, \
+                  acc + row * side->padded_dim);
     KV_EACH_PASS(values, KV_VALUE_PASS)
 #undef KV_VALUE_PASS
-    for (int row = 0; row < num_rows; row++)
-        for (int i = row * side->padded_dim; i < (row + 1) * side->padded_dim; i += W)
-            KV(add_values)(acc + i, rest ? rest + i : NULL, vf_load(sums + i), vf_set1(rescale[row]));
 }
 
 #undef KV_EACH_PASS

@@ -61,29 +61,16 @@ static inline __attribute__((always_inline)) void KV(score_panel)(
     }
 }
 
-/* Adds the sum of some tokens to the sum before them, times `rescale`. Thousands of equal tokens are rounded alike, so that errors add
-   up: with `rest`, what an addition leaves out goes into the next one (Kahan 1965, with the error of Knuth's 2Sum). */
-static inline void KV(add_values)(float *acc, float *rest, vf sum, vf rescale)
-{
-    const vf before = vf_mul(vf_load(acc), rescale);
-    if (!rest) {
-        vf_store(acc, vf_add(before, sum));
-        return;
-    }
-    const vf more = vf_fma(vf_load(rest), rescale, sum), now = vf_add(before, more), added = vf_sub(now, before);
-    vf_store(rest, vf_add(vf_sub(before, vf_sub(now, added)), vf_sub(more, added)));
-    vf_store(acc, now);
-}
-
 /* rows x (vectors x W) output dimensions over count tokens. */
 static inline __attribute__((always_inline)) void KV(value_panel)(
     const char *values, ptrdiff_t row_stride, int count, const float *weights, const int rows, const int vectors,
-    const char *ahead, const float *rescale, float *acc, float *rest, int padded_dim, const int dtype)
+    const char *ahead, const float *rescale, float *acc, int padded_dim, const int dtype)
 {
     const int itemsize = dtype == KV_FLOAT32 ? 4 : 2, level = kv_prefetch_level;
     vf sum[KV_PANEL][FLOAT_VECTORS];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) sum[r][v] = vf_set1(0.0f);
+        for (int v = 0; v < vectors; v++)
+            sum[r][v] = vf_mul(vf_load(acc + r * padded_dim + v * W), vf_set1(rescale[r]));
     for (int t = 0; t < count; t++) {
         const int lines = (vectors * W * itemsize + 63) / 64;
         vf value[FLOAT_VECTORS];
@@ -96,10 +83,7 @@ static inline __attribute__((always_inline)) void KV(value_panel)(
         values += row_stride;
     }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) {
-            const ptrdiff_t at = r * padded_dim + v * W;
-            KV(add_values)(acc + at, rest ? rest + at : NULL, sum[r][v], vf_set1(rescale[r]));
-        }
+        for (int v = 0; v < vectors; v++) vf_store(acc + r * padded_dim + v * W, sum[r][v]);
 }
 
 /* Every number of rows is a panel of its own, so that its accumulators stay in registers. */
@@ -151,7 +135,7 @@ static inline __attribute__((always_inline)) void KV(scores_floating)(
 /* Adds `count` rows of one block, from token `start` of the tile on. */
 static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     const kv_side *side, const float *weights, int num_rows, const char *values, int count, int start,
-    const kv_ahead *ahead, const float *rescale, float *acc, float *rest, const int dtype)
+    const kv_ahead *ahead, const float *rescale, float *acc, const int dtype)
 {
     const int itemsize = dtype == KV_FLOAT32 ? 4 : 2;
     for (int row = 0; row < num_rows; row += KV_PANEL) {
@@ -159,8 +143,7 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
         int i = 0;
 #define KV_PANEL_VALUES(R, V)                                                                      \
     KV(value_panel)(values + i * itemsize, side->row_stride, count, weights + row * KV_TILE, R, V, \
-                    fetch, rescale + row, acc + row * side->padded_dim + i,                        \
-                    dtype == KV_FLOAT32 && rest ? rest + row * side->padded_dim + i : NULL, side->padded_dim, dtype);
+                    fetch, rescale + row, acc + row * side->padded_dim + i, side->padded_dim, dtype);
         for (; i + FLOAT_VECTORS * W <= side->padded_dim; i += FLOAT_VECTORS * W) {
             const char *fetch = kv_prefetch_from(ahead, start * KV(row_bytes)(side, dtype) + (ptrdiff_t)count * i * itemsize);
             KV_EACH_ROWS(rows, KV_PANEL_VALUES, FLOAT_VECTORS)
@@ -183,6 +166,19 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
 #define KV_READ_RUNS(...)
 #endif
 
+/* Adds the sums of a tile's values to those of the tiles before, times `rescale`. Thousands of equal tokens are rounded alike, so that errors
+   add up: what an addition leaves out is in `rest`, and goes into the next one (Kahan 1965, with the error of Knuth's 2Sum). */
+static void KV(add_sums)(const float *sums, const float *rescale, int num_rows, ptrdiff_t n, float *acc, float *rest)
+{
+    for (int row = 0; row < num_rows; row++)
+        for (ptrdiff_t i = row * n; i < (row + 1) * n; i += W) {
+            const vf factor = vf_set1(rescale[row]), before = vf_mul(vf_load(acc + i), factor);
+            const vf more = vf_fma(vf_load(rest + i), factor, vf_load(sums + i)), now = vf_add(before, more), added = vf_sub(now, before);
+            vf_store(rest + i, vf_add(vf_sub(before, vf_sub(now, added)), vf_sub(more, added)));
+            vf_store(acc + i, now);
+        }
+}
+
 /* Block by block. The calls keep the loops above apart, as they are slower inside another loop. */
 #define KV_FLOATING_KERNELS(name, dtype)                                                                   \
     static __attribute__((noinline)) void KV(score_rows_##name)(                                           \
@@ -202,19 +198,23 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     }                                                                                                      \
     static __attribute__((noinline)) void KV(accumulate_rows_##name)(                                      \
         const kv_side *side, const float *weights, int num_rows, const char *values, int count,            \
-        int start, const kv_ahead *ahead, const float *rescale, float *acc, float *rest)                   \
+        int start, const kv_ahead *ahead, const float *rescale, float *acc)                                \
     {                                                                                                      \
-        KV_READ_RUNS(side, dtype, accumulate_runs, weights, num_rows, values, count, start, ahead, rescale, acc, rest) \
-        KV(accumulate_floating)(side, weights, num_rows, values, count, start, ahead, rescale, acc, rest, dtype); \
+        KV_READ_RUNS(side, dtype, accumulate_runs, weights, num_rows, values, count, start, ahead, rescale, acc) \
+        KV(accumulate_floating)(side, weights, num_rows, values, count, start, ahead, rescale, acc, dtype);  \
     }                                                                                                      \
     static void KV(accumulate_##name)(const kv_side *side, kv_softmax *state, int num_rows,                \
                                       const kv_tile *tile, const kv_ahead *ahead, float *acc)              \
     {                                                                                                      \
+        static const float none[KV_ROWS];                                                                  \
+        const int apart = dtype == KV_FLOAT32 && state->rest; /* the sums of a tile begin at 0 */          \
+        float *const sums = apart ? state->rest + KV_ROWS * KV_MAX_HEAD_DIM : acc;                         \
         for (int start = 0, count; start < tile->count; start += count) {                                  \
             const char *values = KV(rows_in_block)(side, tile, start, &count);                             \
             KV(accumulate_rows_##name)(side, state->weights + start, num_rows, values, count, start, ahead, \
-                                       start ? kv_ones : state->rescale, acc, state->rest);                \
+                                       start ? kv_ones : apart ? none : state->rescale, sums);             \
         }                                                                                                  \
+        if (apart) KV(add_sums)(sums, state->rescale, num_rows, side->padded_dim, acc, state->rest);       \
     }
 KV_FLOATING_KERNELS(float32, KV_FLOAT32)
 KV_FLOATING_KERNELS(float16, KV_FLOAT16)

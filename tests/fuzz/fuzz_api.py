@@ -142,7 +142,7 @@ def state(one):
     if isinstance(one, PagedStorage):
         pool = one._buffer.pool
         if not one._buffer.is_external:
-            return one.num_sequences, one._buffer.num_owned
+            return one.num_sequences, one.num_free_blocks, one.num_cached_blocks, one._buffer.owners().tolist()
         return [pool.bytes_of_head(layer, 0, pool.num_blocks, head, side).tobytes() for layer in range(pool.num_layers)
                 for head in range(pool.num_kv_heads) for side in (False, True)]  # fmt: skip
     if isinstance(one, kvfast.MultiHeadKVCache):
@@ -195,6 +195,7 @@ def perform(world, name, function, owner, outcomes, log):
             given = {one: world.hostile(None) for one, optional in parameters(function).items() if not optional}
     log.append((name, given))
     involved = [one for one in (target, *given.values()) if state_of(one)]
+    involved += [one.pool for one in involved if isinstance(one, PagedSequence)]
     involved += [one for one in world.objects if isinstance(one, PagedSequence) and one.pool in involved]
     watched = involved if method in WRITING or rng.random() < 0.02 else []
     before = [state(one) for one in watched]

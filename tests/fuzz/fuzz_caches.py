@@ -5,8 +5,9 @@
 A case is a small world of caches of one kind, of random shapes and storage formats, and a history: tokens come in any
 steps, are attended to with any options, taken back, and written again; sequences are copied, forked, freed, restored and
 loaded. Beside it stands what was given. Rows must be within what their format promises, whatever was done since, and
-attention within the contract of exact attention over the rows that the cache shows, and over those that it was given. Each
-case runs on one of the tiers of this machine.
+attention within the contract of exact attention over the rows that the cache shows, and over those that it was given. Calls
+that must be refused come in between, and leave no trace. Other cases are of caches that must have the bits of others, of
+schedulers, splices, tenants, secrets, and forged files. Each case runs on one of the tiers of this machine.
 
 Prints the number of cases, calls and cases on each tier. A case is always the same for its seed and number; what fails
 tells both, and ``--case`` runs it again, with all that it did. Findings with the same signature are told once, and the run
@@ -32,9 +33,16 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
+from fuzz_forged import ForgedWorld
+from fuzz_inputs import often
 from fuzz_oracle import Finding
 from fuzz_others import CompressedWorld, HeadsWorld, PlainWorld
 from fuzz_pools import LatentPoolWorld, PoolWorld, SchedulerWorld
+from fuzz_schedulers import PreparedWorld
+from fuzz_secrets import SecretWorld
+from fuzz_splices import SplicedWorld
+from fuzz_stores import TenantsWorld
+from fuzz_twins import Twins
 from fuzz_worlds import LatentWorld, RingWorld, SingleWorld
 
 import kvfast
@@ -42,6 +50,9 @@ import kvfast
 # The shares of the kinds of caches.
 WORLDS = {SingleWorld: 30, RingWorld: 14, PoolWorld: 24, LatentWorld: 8, LatentPoolWorld: 7, SchedulerWorld: 5, HeadsWorld: 4, PlainWorld: 6,
           CompressedWorld: 2}  # fmt: skip
+# Those that came later have a share of all cases. The other cases stay what they were.
+LATER = {Twins: 8, PreparedWorld: 5, TenantsWorld: 6, SecretWorld: 1, SplicedWorld: 4, ForgedWorld: 10}
+SHARE = 0.4
 
 # Seconds of processors for a case: a busy machine is no finding. Denormals take a hundred times as long as other numbers, and
 # rows of 511 of them that are rotated, all in all, 50 seconds.
@@ -67,7 +78,7 @@ class Case:
     def __init__(self, seed, number, loud=False):
         self.rng, self.number, self.loud = np.random.default_rng([seed, number]), number, loud
         # Of choices that came later: the others stay what they were.
-        self.later, self.widths = (np.random.default_rng([seed, number, i]) for i in (1, 2))
+        self.later, self.widths, self.newest = (np.random.default_rng([seed, number, i]) for i in (1, 2, 3))
         self.calls, self.log = 0, []
 
     def note(self, *did):
@@ -79,8 +90,9 @@ class Case:
         """Raises `Finding`, or whatever kvfast did."""
         rng = self.rng
         self.tier = str(rng.choice(kvfast.available_isas()))
-        shares = np.array(list(WORLDS.values()), float)
-        world = list(WORLDS)[rng.choice(len(WORLDS), p=shares / shares.sum())]
+        worlds = LATER if LATER and often(self.newest, SHARE) else WORLDS
+        shares = np.array(list(worlds.values()), float)
+        world = list(worlds)[rng.choice(len(worlds), p=shares / shares.sum())]
         self.note(self.tier, world.__name__)
         with kvfast.use_isa(self.tier), np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -8,12 +8,14 @@ import numpy as np
 from dict_store import DictStore
 from fuzz_inputs import as_given, often, one_of, told
 from fuzz_oracle import Finding, Side, check_output, contract, exact_attention, from_storage, norms, open_tokens
+from fuzz_refusals import check_uncounted
 
 import kvfast
 
 STEPS = [1, 1, 1, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 64, 65, 100]
 LARGE_STEPS = [128, 200, 257, 700]
 SOFTCAPS = [0.5, 2, 15, 30, 50, 300, 1e3, 1e4, 1e5]
+NO_DIFFERENCE = "return_lse", "num_splits", "num_threads"  # options that change nothing of what is computed
 FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
@@ -58,10 +60,10 @@ class Track:
     def advance(self, n):
         self.length += n
         self.longest = max(self.longest, self.length)
-        self.coded = max(self.coded, self._coded_at(self.length))
+        self.coded = max(self.coded, self.coded_at(self.length))
         self.lossy = max(self.lossy, self.coded)
 
-    def _coded_at(self, length):
+    def coded_at(self, length):
         return max(length - self.open_tokens, 0) // self.block_size * self.block_size
 
     def truncate(self, n):
@@ -120,7 +122,7 @@ class Track:
                 raise Finding(f"kept tokens changed | {'values' if values else 'keys'} of {where}",
                               f"token {at_positions[at]} by {moved[at].max():.3g}")  # fmt: skip
         # The blocks of a found prefix may have their floats yet, of the sequence that they come from.
-        stays = positions < (min(self.coded, self._coded_at(self.longest)) if self.formats[layer].seals else length)
+        stays = positions < (min(self.coded, self.coded_at(self.longest)) if self.formats[layer].seals else length)
         new = stays & ~known
         if new.any():
             self.seen[layer][values] = seen = seen.copy()  # which a copy of this may have, too
@@ -274,7 +276,7 @@ class World:
         out, lse = got if options.get("return_lse") else (got, None)
         (k, v), positions = self.check(held, layer)
         at = np.arange(length - n, length)
-        exact_options = {name: value for name, value in options.items() if name not in ("return_lse", "num_splits", "num_threads")}
+        exact_options = {name: value for name, value in options.items() if name not in NO_DIFFERENCE}
         if self.windows and self.windows[layer]:
             exact_options.setdefault("sliding_window", self.windows[layer])
             exact_options.setdefault("num_sink_tokens", self.num_sink_tokens)
@@ -288,14 +290,19 @@ class World:
                 return
         if not shows_all:
             positions = np.arange(length)
+        self.verify_given(track, layer, q, out, positions, exact_options, out_dtype, suffix)
+
+    def verify_given(self, track, layer, q, out, positions, options, out_dtype, where):
+        """Hold an output to exact attention over what was given at some positions, within what storage may have changed of it."""
+        limit, length = contract(track.sides[layer]), track.layer_length(layer)
         errors = [track.reach(layer, values, positions) for values in (False, True)]
         given_k, given_v = (one[positions] for one in track.rows[layer])
-        exact = exact_attention(q, *self.sides_of(given_k, given_v), positions, at, **exact_options)
+        exact = exact_attention(q, *self.sides_of(given_k, given_v), positions, np.arange(length - len(q), length), **options)
         scale = options.get("scale") or self.default_scale
         more, factor = from_storage(exact, q, *self.errors_of(*errors), scale)
         more = more + (factor - 1) * (limit * np.maximum(1, exact.largest / 16) * exact.norm + norms(exact.out))
         if factor.max(initial=1) < 100:
-            check_output(out, None, exact, limit, f"attend is not attention over what was given | {suffix}", more, out_dtype)
+            check_output(out, None, exact, limit, f"attend is not attention over what was given | {where}", more, out_dtype)
 
     @property
     def default_scale(self):
@@ -351,6 +358,8 @@ class World:
             held.cache.truncate(held.track.length)
             held.track.truncate(held.track.length)
             return
+        if often(self.case.newest, 0.05):
+            check_uncounted(self, held, n, self.case.newest)
         self.case.calls += 1
         held.cache.advance(n, **ids)
         held.track.advance(n)

@@ -1,8 +1,11 @@
 """Pools of many sequences for `fuzz_caches`."""
 
+import functools
+
 import numpy as np
 from fuzz_histories import Held
 from fuzz_inputs import as_given, often, one_of
+from fuzz_refusals import filling, left_out, refuse_numbers
 from fuzz_worlds import LatentWorld, RingWorld, SingleWorld
 
 import kvfast
@@ -267,10 +270,14 @@ class SchedulerWorld(PoolWorld):
             slots = np.array([one for some_slots in slots for one in some_slots] + [-1] * padding, np.int64)
             new = [held.source.take(n) for held, n in zip(some, counts)]
             self.case.note("append_batch", counts)
+            other = filling(self.case.newest) if padding else 0
             for layer in range(len(self.formats)):
-                k, v = (np.concatenate([rows[layer][side] for rows in new] + [rows[layer][side][:1] for rows in new[:1]] * padding)
+                k, v = (np.concatenate([rows[layer][side] for rows in new] + [np.full((padding, self.heads, self.dims[side]), other, np.float32)])
                         for side in (0, 1))  # fmt: skip
-                k, v = self.append_batch(layer, k, v, slots)
+                if often(self.case.newest, 0.1):
+                    refuse_numbers(self, functools.partial(self.pool.append_batch, layer, k, v), {"slot_mapping": slots}, self.case.newest)
+                with left_out(other):
+                    k, v = self.append_batch(layer, k, v, slots)
                 for held, last, n in zip(some, np.cumsum(counts), counts):
                     held.track.append(layer, k[last - n : last], v[last - n : last])
             for held, n in zip(some, counts):
@@ -290,7 +297,12 @@ class SchedulerWorld(PoolWorld):
                 row[sinks : max(first, sinks)] = one_of(rng, [-1, 1 << 30, 0])
         options = self.options(num_q_heads, self.windows and self.windows[layer])
         self.case.note("attend_batch", layer, [one.track.length for one in some], options)
-        got = self.pool.attend_batch(layer, q, block_table=table, seq_lens=np.array([one.track.length for one in some]), **options)
+        attend = functools.partial(self.pool.attend_batch, layer, q, **options)
+        lengths = np.array([one.track.length for one in some])
+        if often(self.case.newest, 0.1):
+            given = {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": np.arange(len(some) + 1)}
+            refuse_numbers(self, attend, given, self.case.newest)
+        got = attend(block_table=table, seq_lens=lengths)
         for i, held in enumerate(some):
             part = tuple(one[i : i + 1] for one in got) if isinstance(got, tuple) else got[i : i + 1]
             self.verify_inputs(held, layer, exact_q[i : i + 1], part, options)

@@ -4,6 +4,8 @@ import numpy as np
 from fuzz_histories import Held, Track, World
 from fuzz_inputs import Rows, as_given, fitting, often, one_of, random_dim, random_dims, random_formats
 from fuzz_oracle import Finding
+from fuzz_refusals import refuse
+from fuzz_stores import longer_prompt
 
 import kvfast
 
@@ -111,9 +113,13 @@ class SingleWorld(World):
     def run(self):
         for _ in range(int(self.rng.integers(4, 14))):
             self.step()
+            if often(self.case.newest, 0.2):
+                refuse(self, one_of(self.case.newest, self.held), self.case.newest)
         for held in self.held:
             self.check_all(held)
             self.attend(held)
+            if held.track.length and often(self.case.newest, 0.1):
+                longer_prompt(self, held, self.case.newest)
             if held.track.length > 1 and often(self.case.later, 0.25):
                 other = self.through_store(held)
                 self.check_all(other)

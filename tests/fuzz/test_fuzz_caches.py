@@ -6,11 +6,17 @@ import sys
 from pathlib import Path
 
 import fuzz_caches
+import fuzz_secrets
 import fuzz_worlds
 import numpy as np
 import pytest
 import reference
+from fuzz_forged import ForgedWorld
 from fuzz_oracle import exact_attention
+from fuzz_schedulers import PreparedWorld
+from fuzz_splices import SplicedWorld
+from fuzz_stores import TenantsWorld
+from fuzz_twins import Twins
 
 import kvfast
 
@@ -34,11 +40,15 @@ def findings(seed, cases):
 
 
 def test_a_short_run():
-    assert findings(0, range(150)) == []
+    """In a process of its own, which tells the case if it crashes."""
+    command = [sys.executable, fuzz_caches.__file__, "--cases", "80", "--processes", "1", "--seed", "0"]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert child.returncode == 0 and "80 cases" in child.stdout, child.stdout + child.stderr
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found_before(name):
+def test_what_was_found_before(monkeypatch, name):
+    monkeypatch.setattr(fuzz_caches, "LATER", {})  # the worlds that there were
     assert findings(FOUND[name][0], [FOUND[name][1]]) == []
 
 
@@ -71,8 +81,38 @@ def test_what_no_cache_may_do_is_found(monkeypatch, broken):
     for name, function in replaced.items():
         monkeypatch.setattr(kvfast.KVCache, name, function)
     monkeypatch.setattr(fuzz_caches, "WORLDS", {fuzz_worlds.SingleWorld: 1})
+    monkeypatch.setattr(fuzz_caches, "LATER", {})
     told = {"attend": "attend is not", "k": "keys of KVCache", "both": "values of KVCache", "truncate": "length"}[broken]
     assert any(told in signature for signature, _ in findings(1, range(20)))
+
+
+@pytest.mark.parametrize("broken", ["salt", "fork", "scheduler", "forged", "splice"])
+def test_what_nothing_beside_a_cache_may_do_is_found(monkeypatch, broken):
+    """As above, of the worlds that came later."""
+    pool, cache = kvfast.PagedKVCache, kvfast.KVCache
+    match_prefix, attend_batch, attend = pool.match_prefix, pool.attend_batch, cache.attend
+    world, owner, replaced, told = {
+        "salt": (TenantsWorld, pool, {"match_prefix": lambda self, ids, salt: match_prefix(self, ids)}, "tenant"),
+        "fork": (Twins, cache, {"fork": lambda self: self}, "a fork is not what it was"),
+        "scheduler": (PreparedWorld, pool, {"attend_batch": lambda *given, **options: _times(attend_batch(*given, **options), 1.02)}, "other bits"),
+        "forged": (ForgedWorld, cache, {"k": lambda self, layer: np.full(3, np.nan)}, "k is not finite"),
+        "splice": (SplicedWorld, cache, {"attend": lambda *given, **options: _times(attend(*given, **options), 1.02)}, "is not attention"),
+    }[broken]  # fmt: skip
+    for name, function in replaced.items():
+        monkeypatch.setattr(owner, name, function)
+    monkeypatch.setattr(fuzz_caches, "WORLDS", {world: 1})
+    monkeypatch.setattr(fuzz_caches, "LATER", {})
+    assert any(told in found[0] for number in range(40) if (found := fuzz_caches.run_case(1, number)[1]))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/mem")
+def test_what_is_in_memory_is_found(rng):
+    hidden, needle = rng.integers(256, size=128, dtype=np.uint8), bytearray(128)
+    kept = np.bitwise_not(hidden)
+    np.bitwise_not(hidden, out=np.frombuffer(needle, np.uint8))
+    assert fuzz_secrets.count([needle]) == [1]
+    kept[:] = 0
+    assert fuzz_secrets.count([needle]) == [0]
 
 
 def _times(result, factor):
@@ -103,7 +143,7 @@ class Bad:
         if self.case.number % 5 == 1:
             raise fuzz_caches.Finding("one and the same", "each time")
 
-fuzz_caches.WORLDS = {{Bad: 1}}
+fuzz_caches.WORLDS, fuzz_caches.LATER = {{Bad: 1}}, {{}}
 fuzz_caches.SECONDS, fuzz_caches.ASLEEP = 1, 2
 fuzz_caches.main()
 """

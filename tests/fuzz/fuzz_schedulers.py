@@ -1,0 +1,180 @@
+"""Pools whose blocks another scheduler hands out, for `fuzz_caches`: step by step, with pauses, drafts and shared blocks."""
+
+import functools
+
+import numpy as np
+from fuzz_histories import NO_DIFFERENCE
+from fuzz_inputs import often, one_of, random_formats
+from fuzz_oracle import Finding
+from fuzz_pools import PoolWorld
+from fuzz_refusals import bits, filling, left_out, refuse_numbers
+from fuzz_worlds import SingleWorld
+
+import kvfast
+
+
+class Scheduled:
+    """A sequence of a scheduler: its blocks, what it was given, and a KVCache of the same steps."""
+
+    def __init__(self, world, table=(), track=None, twin=None):
+        self.table, self.track, self.source = list(table), track or world.track(), world.source()
+        self.shared = len(self.table)  # of its first blocks, which it does not write
+        # Those who begin with the blocks of others may read codes where computing would have floats.
+        self.twin = twin
+
+
+class PreparedWorld(PoolWorld):
+    """A pool with float rows under another scheduler: outputs have the bits of a cache that did the same steps."""
+
+    name = "PagedKVCache of prepare_batch"
+
+    def __init__(self, case):
+        SingleWorld.__init__(self, case)
+        self.free, self.owners = list(self.rng.permutation(self.pool.num_blocks)), {}
+        self.filling = filling(self.rng)
+        self.held = []
+        for _ in range(int(one_of(self.rng, [1, 2, 3, 6, 20, 40]))):
+            self.begin()
+
+    def shape(self):
+        super().shape()
+        self.dims = tuple(min(one, 64) for one in self.dims)
+        while not any(one.seals or one.num_float_tokens for one in self.formats):
+            self.formats = random_formats(self.rng, len(self.formats))
+
+    def arrange(self):
+        super().arrange()
+        for name in ("sliding_window", "num_sink_tokens", "rollback"):  # such pools have no batches of this kind
+            self.settings.pop(name, None)
+        self.windows, self.num_sink_tokens = None, 0
+        self.settings["num_blocks"] = 150
+
+    def make(self):
+        self.pool = self.make_pool()
+        return self.pool
+
+    def begin(self, table=(), track=None):
+        twin = None if table else kvfast.KVCache(len(self.formats), self.heads, self.dims[0], dtype=self.formats,
+                                                 v_head_dim=self.dims[1], block_size=self.block_size)  # fmt: skip
+        for block in table:
+            self.owners[block] += 1
+        self.held.append(Scheduled(self, table, track, twin))
+        return self.held[-1]
+
+    def end(self, held):
+        self.held.remove(held)
+        for block in held.table:
+            self.owners[block] -= 1
+            if not self.owners[block]:
+                self.free.append(block)
+
+    def run(self):
+        rng, size = self.rng, self.block_size
+        for _ in range(int(rng.integers(5, 60))):
+            if often(rng, 0.1) and len(self.held) > 1:
+                self.case.note("end")
+                self.end(one_of(rng, self.held))
+            if often(rng, 0.2):
+                self.share(one_of(rng, self.held))
+            if not self.held:
+                self.begin()
+            some = [self.held[i] for i in rng.permutation(len(self.held))[: int(rng.integers(1, 5))]]
+            for held in some:
+                if often(rng, 0.15):
+                    self.back(held)
+            counts = [int(one_of(rng, [1, 1, 1, 2, 17, size - 1, size, size + 6])) for _ in some]
+            if sum(-(-n // size) + 1 for n in counts) > len(self.free):
+                for held in self.held[:3]:
+                    self.end(held)
+                continue
+            self.one_step(some, counts)
+
+    def share(self, held):
+        """Another sequence, which begins with some of the full blocks of one."""
+        full = held.track.length // self.block_size
+        if full:
+            count = int(self.rng.integers(1, full + 1))
+            track = held.track.copy()
+            track.truncate(count * self.block_size)
+            self.case.note("share", count)
+            self.begin(held.table[:count], track)
+
+    def back(self, held):
+        """Refused drafts: the newest tokens of a block that is not full are written again."""
+        length, size = held.track.length, self.block_size
+        first = max(length - length % size, held.shared * size)
+        if length > first:
+            n = int(self.rng.integers(first, length + 1))
+            self.case.note("back", length, n)
+            if held.track.coded_at(n) != held.track.coded_at(length):
+                held.twin = None  # a cache has given back the floats of a block by now, which the pool may have yet
+            held.track.truncate(n)
+            if held.twin is not None:
+                held.twin.truncate(n)
+            while len(held.table) * size >= n + size:
+                self.owners[held.table[-1]] -= 1
+                self.free.append(held.table.pop())
+
+    def one_step(self, some, counts):
+        rng, size = self.rng, self.block_size
+        slots = []
+        for held, n in zip(some, counts):
+            while len(held.table) * size < held.track.length + n:
+                held.table.append(int(self.free.pop()))
+                self.owners[held.table[-1]] = 1
+            slots += [held.table[at // size] * size + at % size for at in range(held.track.length, held.track.length + n)]
+        padding = int(one_of(rng, [0, 0, 0, 0, 1, 3]))
+        table = np.full((len(some), max(len(held.table) for held in some)), -1, np.int32)
+        for row, held in zip(table, some):
+            row[: len(held.table)] = held.table
+        bounds, lengths = np.concatenate([[0], np.cumsum(counts)]), [held.track.length + n for held, n in zip(some, counts)]
+        self.case.note("prepare", [self.held.index(one) for one in some], lengths, counts)
+        tables = {"block_table": table, "seq_lens": lengths, "cu_seqlens_q": bounds, "slot_mapping": slots + [-1] * padding}
+        if often(rng, 0.1):
+            refuse_numbers(self, self.pool.prepare_batch, tables, rng)
+        batch = self.pool.prepare_batch(**tables)
+        new = [held.source.take(n) for held, n in zip(some, counts)]
+        for layer in range(len(self.formats)):
+            rows = [np.concatenate([one[layer][side] for one in new]) for side in (0, 1)]
+            for held, first, last in zip(some, bounds, bounds[1:]):
+                held.track.append(layer, rows[0][first:last], rows[1][first:last])
+                if held.twin is not None:
+                    held.twin.append(layer, rows[0][first:last], rows[1][first:last])
+            k, v = (np.concatenate([one, np.full((padding, *one.shape[1:]), self.filling, np.float32)]) for one in rows)
+            self.case.calls += 1
+            with left_out(padding and self.filling):
+                self.pool.append_batch(layer, k, v, batch)
+            if often(rng, 0.7):
+                self.attend_prepared(some, counts, layer, batch)
+        for held, n in zip(some, counts):
+            held.track.advance(n)
+            if held.twin is not None:
+                held.twin.advance(n)
+
+    def attend_prepared(self, some, counts, layer, batch):
+        rng, num_q_heads = self.rng, self.random_heads()
+        options = self.options(num_q_heads)
+        options.pop("attention_chunk_size", None)
+        queries = [held.source.queries(n, num_q_heads, held.track.rows[layer]) for held, n in zip(some, counts)]
+        self.case.note("attend_batch", layer, options)
+        cascade = often(rng, 0.3)
+        call = functools.partial(self.pool.attend_batch, layer, np.concatenate(queries), batch, cascade=cascade, **options)
+        self.case.calls += 1
+        try:
+            got = call()
+        except kvfast.NonFiniteInputError:
+            return
+        at = 0
+        for held, query in zip(some, queries):
+            part = tuple(one[at : at + len(query)] for one in got) if isinstance(got, tuple) else got[at : at + len(query)]
+            at += len(query)
+            out = part[0] if isinstance(part, tuple) else part
+            if held.twin is not None and not cascade:
+                expected = held.twin.attend(layer, query, **options)
+                expected = expected[0] if isinstance(expected, tuple) else expected
+                if bits(out) != bits(expected):
+                    raise Finding("a scheduler's sequence has other bits than a cache", f"by {np.abs(out - expected).max():.3g}")
+            elif often(rng, 0.3):  # what has the bits of a cache is as right as that
+                exact_options = {name: value for name, value in options.items() if name not in NO_DIFFERENCE}
+                positions = np.arange(held.track.layer_length(layer))
+                self.verify_given(held.track, layer, query, out, positions, exact_options, "float32", self.where(layer))

@@ -1,7 +1,7 @@
 """What the precision contract comes to: errors of `attend`, and of what is stored, on Gaussian tensors and on harder ones.
 
     python bench/precision.py --json bench/precision.json
-    python bench/precision.py --cancelling 1500
+    python bench/precision.py --cancelling 1500 [--v-head-dim 1]
 
 Largest error of an output row, relative to its norm, against float64 attention over the decoded cache: for each
 format and context over all heads, queries and tiers of this machine; where one channel of the keys is louder than the others
@@ -112,15 +112,16 @@ def hard_errors(form):
     return row
 
 
-def cancelling_error(form, n, trials):
-    """The largest error, beside the contract's terms, of `n` queries of 4 heads on random caches of 16 elements, one of which is
-    loud in the values: these are nearly multiples of one vector."""
+def cancelling_error(form, n, trials, v_dim):
+    """The largest error, beside the contract's terms, of `n` queries of 4 heads on random caches of 16 elements, with values of `v_dim`
+    elements, one of which is loud: these are nearly multiples of one vector."""
     rng, worst, dim = np.random.default_rng(5), 0.0, 16
     for _ in range(trials):
         length, loud = int(rng.integers(100, 400)), rng.choice([10.0, 30.0, 100.0, 300.0])
         k, v = rng.standard_normal((2, length, 1, dim)) * rng.choice([[0.3, 1, 2], [0.01, 0.1, 1]], axis=1)[:, None, None, None]
-        v[..., rng.integers(dim)] += loud * rng.standard_normal((length, 1))
-        cache = kvfast.KVCache(1, 1, dim, length, form)
+        v = v[..., :v_dim]
+        v[..., rng.integers(v_dim)] += loud * rng.standard_normal((length, 1))
+        cache = kvfast.KVCache(1, 1, dim, length, form, v_head_dim=v_dim)
         cache.append(0, k.astype(np.float32), v.astype(np.float32))
         cache.advance(length)
         q = rng.standard_normal((n, 4, dim), np.float32)
@@ -152,10 +153,11 @@ def main():
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--json", metavar="FILE", help="write the results there")
     what.add_argument("--cancelling", type=int, metavar="N", help="only search N caches whose values cancel")
+    parser.add_argument("--v-head-dim", type=int, default=16, metavar="E", help="elements of the values of these caches")
     args = parser.parse_args()
     if args.cancelling:
         for form in (*CODED, "k4v3", "int3", "int2"):
-            errors = ", ".join(f"{n}: {cancelling_error(form, n, args.cancelling):.1e}" for n in QUERIES)
+            errors = ", ".join(f"{n}: {cancelling_error(form, n, args.cancelling, args.v_head_dim):.1e}" for n in QUERIES)
             print(f"{form:>10} values that cancel, of queries {errors}", flush=True)
         return
     report = {"version": kvfast.__version__, "cpu": cpu_name(), "tiers": list(kvfast.available_isas()),

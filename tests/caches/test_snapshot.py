@@ -858,7 +858,7 @@ def test_ring_far_along(rng, dtype):
     assert same(contents(moved)[1:], contents(ring)[1:])
     # Distances are those of integers: float32 does not hold all positions beyond 2**24.
     slopes = np.array([0.5, 0.1, 0.01, 1.0], np.float32)
-    for count in (1, 5, 60):
+    for count in (1, 5, 10):
         q = rng.standard_normal((count, 4, DIM)).astype(np.float32)
         options = {"alibi_slopes": slopes, "num_sink_tokens": 0}
         assert np.array_equal(moved.attend(0, q, **options), ring.attend(0, q, **options))

@@ -97,6 +97,8 @@ class PreparedWorld(PoolWorld):
             track = held.track.copy()
             track.truncate(count * self.block_size)
             self.case.note("share", count)
+            if track.length == held.track.length:
+                held.twin = None  # its last block is full: no table tells which of both goes on from here
             self.begin(held.table[:count], track)
 
     def back(self, held):
@@ -106,8 +108,8 @@ class PreparedWorld(PoolWorld):
         if length > first:
             n = int(self.rng.integers(first, length + 1))
             self.case.note("back", length, n)
-            if held.track.coded_at(n) != held.track.coded_at(length):
-                held.twin = None  # a cache has given back the floats of a block by now, which the pool may have yet
+            if held.track.coded_at(n) != held.track.coded_at(length) or n == first:
+                held.twin = None  # a cache has given back the floats of a block by now, which the pool may have yet; or as in `share`
             held.track.truncate(n)
             if held.twin is not None:
                 held.twin.truncate(n)

@@ -41,7 +41,8 @@ def work():
         cache.k(0), cache.v(0), cache.truncate(n - 20), cache.copy()
     for one in ("float16", "int8", "int4-plain", "int3-plain"):
         cache = kvfast.MLAKVCache(1, dim, 128, dtype=one)
-        use(cache, lambda a, b: cache.append(0, k[a:b, 0], v[a:b, 0, :128]), rng.standard_normal((40, 20, dim + 128), np.float32))
+        rows = np.concatenate((k[:, 0], v[:, 0, :128]), axis=1)
+        use(cache, lambda a, b: cache.append(0, rows[a:b]), rng.standard_normal((40, 20, dim + 128), np.float32))
     pool = kvfast.PagedKVCache(1, 1, dim, num_blocks=2 * n // 64, dtype="int4")
     sequence = pool.new_sequence()
     use(sequence, lambda a, b: sequence.append(0, k[a:b], v[a:b]), rng.standard_normal((40, 20, dim), np.float32))

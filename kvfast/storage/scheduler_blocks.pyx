@@ -199,11 +199,13 @@ cdef class SchedulerBlocks:
         cdef dict places = {}
         for i in range(batch.num_sequences):
             done = _tokens_before(batch, i)
-            # Drafts may have been taken back since, so its last block may lie behind its tokens of now.
+            # Drafts may have been taken back since, so its last block may lie behind its tokens of now. But a sequence that holds none of
+            # these has ended, and its block was given to this row.
             for index in range((batch.lens[i] + size - 1) // size - 1, max(0, done - 1) // size - 1, -1):
                 place = batch.table[i, index], index
                 blocks = self.held.get(place)
-                if blocks is not None and place not in places and blocks == _row(batch, i, index + 1 - len(blocks), index + 1):
+                if (blocks is not None and place not in places and (index + 1 - len(blocks)) * size < done
+                        and blocks == _row(batch, i, index + 1 - len(blocks), index + 1)):
                     places[place] = i
                     first.append(index + 1 - len(blocks))
                     break

@@ -194,6 +194,20 @@ def test_drafts_lose_their_block_to_another(rng):
     scheduler.step([resting, other], [1, 1])
 
 
+def test_the_last_block_of_an_ended_text_is_given_to_another(rng):
+    """At the same place of its table. The other goes on with itself, not with the text that held that block alone."""
+    scheduler = Scheduler("int4", rng, num_blocks=4)
+    ended, other = scheduler.new(), scheduler.new()
+    scheduler.step([ended], [2 * scheduler.size - 1])
+    scheduler.step([ended], [1])
+    scheduler.step([other], [scheduler.size])
+    last = ended.blocks[-1]
+    scheduler.release(ended)
+    scheduler.free.append(scheduler.free.pop(scheduler.free.index(last)))
+    scheduler.step([other], [2])
+    assert other.blocks[-1] == last
+
+
 def test_nobody_says_that_a_text_has_ended(rng):
     """Float rows of ended texts stay until their blocks begin anew, and do not add up."""
     scheduler = Scheduler("int4", rng, num_blocks=12)

@@ -211,8 +211,7 @@ class KVFormat:
         try:
             name = canonical_dtype(value)
         except ValueError:
-            shown = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
-            raise ValueError(f"unknown storage dtype {shown[:40]}; choose one of {', '.join([*PRESETS, *FLOATS])}, two dtypes for keys "
+            raise ValueError(f"unknown storage dtype {shown(value)}; choose one of {', '.join([*PRESETS, *FLOATS])}, two dtypes for keys "
                              f'and values, as "int8/int4", or a KVFormat') from None
         return PRESETS.get(name) or cls(name)
 

@@ -43,10 +43,12 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)) and len(value) <= _MOST and all(one is None or isinstance(one, (str, Number)) for one in value):
         text = ", ".join(map(shown, value))
         return f"[{text}]" if isinstance(value, list) else f"({text}{',' * (len(value) == 1)})"
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type):
         if not value.shape and len(repr(value)) <= _LONGEST:
             return repr(value)
         return f"a {type(value).__name__} of {value.dtype} and shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the type {value.__name__}"
     if isinstance(value, (bytes, list, tuple, dict)):
         return f"a {type(value).__name__} of length {len(value)}"
     return f"a {type(value).__name__}"

@@ -200,7 +200,7 @@ def test_max_seq_len(path, rng, mmap, dtype):
         more = min(most - 100, 400)
         for n in [16] * (more // 16) + [more % 16]:  # so few that their float rows have room
             fill(loaded, rng, n)
-        assert loaded.nbytes == reserved
+        assert loaded.nbytes <= reserved  # float rows that a mapped file needed are given back
         if most <= 500:
             with pytest.raises(kvfast.CacheFullError):
                 loaded.append(0, *tokens(rng, 1))

@@ -144,7 +144,8 @@ cdef int _write_task(void *shared, Py_ssize_t index, int thread, kv_watch *watch
     if not take_scratch(&buffer, 1):
         return NO_MEMORY
     if call.in_order:
-        _write_tokens(call, max(<Py_ssize_t>0, border - call.range_tokens), min(border, call.k.tokens), 0, call.k.heads, <float *>buffer)
+        _write_tokens(call, max(<Py_ssize_t>0, border - call.range_tokens), min(border, call.k.tokens), 0, call.k.heads,
+                      <float *>buffer)
     else:
         _write_tokens(call, 0, call.k.tokens, index, index + 1, <float *>buffer)
     give_scratch(&buffer, 1)

@@ -62,11 +62,11 @@ cdef inline bint _are_within(int dtype, const char *floats, Py_ssize_t nbytes, f
 
 cdef bint are_storable(const kv_side *side, const char *blocks, Py_ssize_t count) noexcept nogil:
     """Whether all floats in `count` blocks of a side that follow each other are numbers."""
-    cdef Py_ssize_t i, lane
+    cdef Py_ssize_t _i, lane
     cdef uint16_t common, channel
     if side.family == KV_FLOAT_ROWS:
         return _are_within(side.dtype, blocks, count * side.bytes, dtype_limit(side.dtype))
-    for i in range(count):
+    for _i in range(count):
         if side.scale_bytes == 4 and not kv_within_32(blocks + side.scales, side.block_size, kv_float_bits(FLT_MAX)):
             return False
         if side.scale_bytes == 2 and not kv_within_16(blocks + side.scales, side.block_size, <int16_t>(kv_float_bits(FLT_MAX) >> 16)):

@@ -86,7 +86,8 @@ cdef object check_integers(object values, str name, object dtype, int ndim):
     if array.size and not np.can_cast(array.dtype, dtype):
         least, most = int(array.min()), int(array.max())
         if least < limits.min or most > limits.max:
-            raise ValueError(f"{name} must hold integers from {limits.min} to {limits.max}, got {least if least < limits.min else most}")
+            wrong = least if least < limits.min else most
+            raise ValueError(f"{name} must hold integers from {limits.min} to {limits.max}, got {wrong}")
     return np.array(array, dtype, order="C")
 
 

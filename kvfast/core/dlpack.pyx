@@ -45,8 +45,8 @@ cdef object _exchange_of(type kind):
 
 cdef bint read_tensor(object array, DLTensor *tensor, bint writable) except -1:
     """Describe the memory of a tensor, which stays for as long as `array` does. False for what has no such functions, is not in the
-    memory of the CPU, records gradients, or is negated in PyTorch's way, which DLPack does not tell; with `writable` also for what must not
-    be written to."""
+    memory of the CPU, records gradients, or is negated in PyTorch's way, which DLPack does not tell; with `writable` also for what
+    must not be written to."""
     cdef Exchange *api
     cdef Managed *managed = NULL
     cdef bint is_fixed

@@ -346,7 +346,8 @@ static __attribute__((noinline)) void KV(refine_packed_keys)(
     KV(expanded) *const keys = KV_IN(room->tiles[0], KV(expanded));
     (void)block, (void)slot;
     KV(expand_tile)(side, tile, &ahead, 0, keys);
-    KV(refine_int8)(&keys->side, rows, inverse, unit, most, error, num_rows, &keys->tile, keys->tile.at, lane, lane, stop, scores, room);
+    KV(refine_int8)(&keys->side, rows, inverse, unit, most, error, num_rows, &keys->tile, keys->tile.at, lane, lane, stop, scores,
+                    room);
 }
 
 /* Whether codes are read without being expanded. */

@@ -166,14 +166,15 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
 #define KV_READ_RUNS(...)
 #endif
 
-/* Adds the sums of a tile's values to those of the tiles before, times `rescale`. Thousands of equal tokens are rounded alike, so that errors
-   add up: what an addition leaves out is in `rest`, and goes into the next one (Kahan 1965, with the error of Knuth's 2Sum). */
+/* Adds the sums of a tile's values to those of the tiles before, times `rescale`. Thousands of equal tokens are rounded alike, so that
+   errors add up: what an addition leaves out is in `rest`, and goes into the next one (Kahan 1965, with the error of Knuth's 2Sum). */
 static void KV(add_sums)(const float *sums, const float *rescale, int num_rows, ptrdiff_t n, float *acc, float *rest)
 {
     for (int row = 0; row < num_rows; row++)
         for (ptrdiff_t i = row * n; i < (row + 1) * n; i += W) {
             const vf factor = vf_set1(rescale[row]), before = vf_mul(vf_load(acc + i), factor);
-            const vf more = vf_fma(vf_load(rest + i), factor, vf_load(sums + i)), now = vf_add(before, more), added = vf_sub(now, before);
+            const vf more = vf_fma(vf_load(rest + i), factor, vf_load(sums + i));
+            const vf now = vf_add(before, more), added = vf_sub(now, before);
             vf_store(rest + i, vf_add(vf_sub(before, vf_sub(now, added)), vf_sub(more, added)));
             vf_store(acc + i, now);
         }

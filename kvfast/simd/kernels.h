@@ -102,8 +102,9 @@ typedef struct {
     float m[KV_ROWS];
     double l[KV_ROWS];
     float rescale[KV_ROWS];                /* exp(m_before - m_now) of the last tile */
-    float *rest;                           /* or NULL; (2, KV_ROWS * KV_MAX_HEAD_DIM): what sums of float32 values lose to rounding, (rows,
-                                              padded_dim), and the sums of a tile, which are finite before the first */
+    /* Or NULL; (2, KV_ROWS * KV_MAX_HEAD_DIM): what sums of float32 values lose to rounding, (rows, padded_dim), and the sums of a
+       tile, which are finite before the first. */
+    float *rest;
     int seen[KV_ROWS];                     /* tokens of the last tile that the row sees */
     double noise[KV_ROWS];                 /* sum of the squares of the weights' rounding; see activations.inc.h */
     unsigned refined;                      /* bit r: what the rounding of the weights of row r leaves out is added */

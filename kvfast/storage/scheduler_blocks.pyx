@@ -73,7 +73,7 @@ cdef class SchedulerBlocks:
             self.pool.floats.pieces.ensure(needed)
         self._seal_full(batch, ends)
         going_on = self._going_on(batch)
-        self._forget_behind({block for block, index, first, end in writes if first == 0 and self.holders[block]})
+        self._forget_behind({block for block, _, first, _ in writes if first == 0 and self.holders[block]})
         for block, index, first, end in writes:
             if first == 0:
                 self.pool.floats.release(block, 0)
@@ -199,8 +199,8 @@ cdef class SchedulerBlocks:
         cdef dict places = {}
         for i in range(batch.num_sequences):
             done = _tokens_before(batch, i)
-            # Drafts may have been taken back since, so its last block may lie behind its tokens of now. But a sequence that holds none of
-            # these has ended, and its block was given to this row.
+            # Drafts may have been taken back since, so its last block may lie behind its tokens of now. But a sequence that holds
+            # none of these has ended, and its block was given to this row.
             for index in range((batch.lens[i] + size - 1) // size - 1, max(0, done - 1) // size - 1, -1):
                 place = batch.table[i, index], index
                 blocks = self.held.get(place)
@@ -220,7 +220,6 @@ cdef class SchedulerBlocks:
 
     cdef int _forget_behind(self, set anew) except -1:
         """Let no sequence hold blocks that begin anew, and those behind them, whose tokens it has lost."""
-        cdef int32_t block
         cdef list blocks
         for place in [place for place, blocks in self.held.items() if not anew.isdisjoint(blocks)] if anew else ():
             blocks = self.held.pop(place)

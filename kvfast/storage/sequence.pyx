@@ -336,7 +336,8 @@ cdef class SequenceBuffer(SequenceTables):
         cdef Py_ssize_t i, copies
         table = self.tables[0]
         if table.pool.is_shared:
-            copies = blocks_of_copies([segment for segment in other.segments if (<Segment>segment).frozen is not None], other.tables, table)
+            frozen = [segment for segment in other.segments if (<Segment>segment).frozen is not None]
+            copies = blocks_of_copies(frozen, other.tables, table)
             table.reserve(copies + table.blocks_of(other.tables[0]), 0)
             table.pool.ensure(copies)
         segments = copied(other.segments, self.tables)

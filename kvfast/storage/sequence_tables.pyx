@@ -79,8 +79,8 @@ cdef class SequenceTables:
             raise ValueError(f'uncounted must be "raise" or "drop", got {uncounted!r}')
         count = self.num_uncounted if uncounted == "raise" else 0
         if count:
-            raise ValueError(f"layers hold {count} tokens that were never counted and would be left out: call advance({count}) when all "
-                             f'layers have them, or leave them out with uncounted="drop"')
+            raise ValueError(f"layers hold {count} tokens that were never counted and would be left out: call advance({count}) when "
+                             f'all layers have them, or leave them out with uncounted="drop"')
 
     def layer_length(self, index):
         cdef Py_ssize_t layer

@@ -183,7 +183,8 @@ static inline __attribute__((always_inline)) void KV(scores_matrix)(
     const int lanes = kv_whole_lanes(tile->count);
     const float error = KV(error_of_unit)(side, dtype) * (channels ? 1.0f : KV(largest_scale)(side, tile, dtype));
     typedef struct { KV(folded_rows) folded[2]; } pass;
-    KV(folded_rows) *const folded = KV_IN(queries->room->pass, pass)->folded; /* of the block whose products are read, and of the next */
+    /* Of the block whose products are read, and of the next. */
+    KV(folded_rows) *const folded = KV_IN(queries->room->pass, pass)->folded;
     KV_ALIGNED int8_t wide[2 * KV_LANES * MATRIX_DIM]; /* two lane tiles, not a page apart: loads would wait for stores */
     KV_ALIGNED int32_t products[2][MAX_PASSES * KV_ROWS * KV_LANES];
     const int mask = side->block_size - 1, shift = __builtin_ctz((unsigned)side->block_size), count = lanes / KV_LANES;

@@ -246,8 +246,8 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
         wanted[0] |= some, wanted[1] |= all;
     }
     /* Codes have the means of up to 8 blocks, but latent rows have none. */
-    KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, room->keys, k_loaded,
-                   kind);
+    KV(load_sides)(k, keys, wanted, operands->means, operands->keys, KV_MATRIX_TILE * KV_MAX_HEAD_DIM * 2, operands, room->keys,
+                   k_loaded, kind);
     if (has_rope)
         KV(load_sides)(v, values, wanted, operands->means + 2 * KV_MAX_HEAD_DIM, operands->rope, KV_MATRIX_TILE * KV_MAX_ROPE_DIM * 2,
                        operands, room->rope, rope_loaded, kind);

@@ -216,7 +216,8 @@ static void KV(refine_scores)(const KV(word_tile) *tile, const kv_panel *panel, 
             const int count = __builtin_popcount(again);
             if (count > MOST_PLACES) KV(score_token)(exact, (unsigned)t, again);
             else {
-                _mm512_storeu_si512(exact->places + exact->count, _mm512_maskz_compress_epi32(again, vi_add(rows, vi_set1(t * KV_ROWS))));
+                const vi places = vi_add(rows, vi_set1(t * KV_ROWS));
+                _mm512_storeu_si512(exact->places + exact->count, _mm512_maskz_compress_epi32(again, places));
                 exact->count += count;
             }
             lanes |= (again != 0u) << t / KV_LANES;

@@ -50,6 +50,7 @@ typedef struct {
     KV_ALIGNED float bias[MAX_BLOCKS * KV_ROWS * KV_TILE];
     KV_ALIGNED float out[KV_MAX_HEAD_DIM];
     kv_row_queries queries[MAX_BLOCKS];
+    kv_room room;            /* of the panels' kernels; those of float rows need none */
     union {
         kv_scratch narrow[MAX_BLOCKS];
         kv_wide_scratch wide;

@@ -88,13 +88,14 @@ static void attend_with_matrix(const task *t, const kv_tile *keys, const kv_tile
     const call *c = t->call;
     kv_wide_scratch *wide = &t->own->wide;
     const int blocks = (int)parts(t->rows, KV_ROWS);
+    wide->operands.room = &t->own->room;
     for (int b = 0; b < blocks; b++) {
         kv_panel *panel = wide->panels + b;
         memcpy(panel->start, t->own->from + b * KV_ROWS, sizeof panel->start);
         memcpy(panel->stop, t->own->to + b * KV_ROWS, sizeof panel->stop);
         panel->options.bias = t->own->biased[b] ? t->own->bias + b * KV_ROWS * KV_TILE : NULL;
     }
-    c->tier.attention->attend_panels[KV_HALVES](&c->k.rows, &c->v.rows, keys, values, keys, values, 0.0f, &wide->operands,
+    c->tier.attention->attend_panels[KV_HALVES](&c->k.rows, &c->v.rows, keys, values, keys, values, 0, &wide->operands,
                                                 wide->panels, blocks);
 }
 

@@ -57,7 +57,7 @@ class PatientStore:
     def touch(self, keys: Sequence[str], is_hit: bool = True) -> None:
         """Mark keys as used, the last of them as the newest. Nobody waits for it."""
         deadline = self.deadline()
-        self._later.submit(lambda: self._call(lambda: self.store.touch(keys, is_hit), deadline, None, writes=True, warns=False))
+        self._later.submit(lambda: self._call(lambda: self.store.touch(keys, is_hit), deadline, None, writes=True))
 
     def settle(self) -> None:
         """Wait for `touch`."""
@@ -93,7 +93,7 @@ class PatientStore:
         self._threads.close()
         self.store.close()
 
-    def _call(self, work: Callable[[], Any], deadline: float, otherwise: Any, writes: bool = False, warns: bool = True) -> Any:
+    def _call(self, work: Callable[[], Any], deadline: float, otherwise: Any, writes: bool = False) -> Any:
         from concurrent.futures import TimeoutError as Late
 
         now = time.monotonic()
@@ -105,20 +105,18 @@ class PatientStore:
         except Late:
             call.cancel()
             self.store.cancel()
-            self._failed(f"no answer within {self.time_limit:g} s", (False, True), warns)
+            self._failed(f"no answer within {self.time_limit:g} s", (False, True))
         except OSError as error:  # a StoreError
-            self._failed(str(error), (True,) if writes else (False, True), warns)
+            self._failed(str(error), (True,) if writes else (False, True))
         else:
             self._pauses[writes].forget()
             return result
         return otherwise
 
-    def _failed(self, why, paused, warns):
+    def _failed(self, why, paused):
         for writes in paused:
             self._pauses[writes].begin()
         computed = f"prompts are computed, as {self.store.url} fails: {why}"
-        if not warns:
-            return
         if False in paused:
             self.warn(computed)
         elif computed not in self._warned:  # which says more

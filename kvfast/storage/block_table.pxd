@@ -16,6 +16,7 @@ cdef class BlockTable(TokenStates):
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef int _take(self, Py_ssize_t first, Py_ssize_t last, list changes) except -1
     cdef list _open(self, Py_ssize_t first, Py_ssize_t last)
     cdef int _keep(self, list changes) except -1
     cdef int _undo(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1

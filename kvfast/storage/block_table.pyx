@@ -62,15 +62,26 @@ cdef class BlockTable(TokenStates):
 
     cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Take blocks for the positions first to last, and copy those that other tables share."""
-        self._keep(self._open(first, last))
+        self._take(first, last, None)
         return 0
 
     cdef list _open(self, Py_ssize_t first, Py_ssize_t last):
         """`make_writable` so that `_undo` can go back. Returns the changes to blocks that the table had, for `_keep` or `_undo`: the
         entry of a block that was copied, and the block; or a block, its pieces of float rows and its kept codes."""
+        cdef Py_ssize_t count = self.count, floats_begin = self.floats_begin
+        cdef list changes = []
+        try:
+            self._take(first, last, changes)
+        except BaseException:  # also where an object of `changes` could not be made
+            self._undo(changes, count, floats_begin)
+            raise
+        return changes
+
+    cdef int _take(self, Py_ssize_t first, Py_ssize_t last, list changes) except -1:
+        """`make_writable`. Notes in `changes`, if it is not None, what `_undo` needs; else makes no object, and releases what it copies
+        at once."""
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
         cdef int32_t block
-        cdef list changes = []
         # Do first what can fail. Take all blocks and float rows at once, because large pieces of memory lie in huge pages.
         self.reserve_blocks(last)
         self.ensure(self.blocks_needed(first, last))
@@ -83,10 +94,14 @@ cdef class BlockTable(TokenStates):
                 self.blocks[at] = self.pool.take(self.blocks[at - 1] if at else -1)
                 self.count += 1
             elif self.pool.is_frozen(self.blocks[at]):
-                changes.append((at, self._copy_frozen(at)))
+                if changes is None:
+                    self.pool.release(self._copy_frozen(at))
+                else:
+                    changes.append((at, self.blocks[at]))
+                    self._copy_frozen(at)
                 if self.pool.secure:
                     self._wipe_behind(index)
-            elif self.pool.floats is not None and (
+            elif changes is not None and self.pool.floats is not None and (
                     self.pool.seals and self.floats_begin % size and index == self.floats_begin // size
                     or not self.pool.floats.is_open(self.blocks[at], index, first - index * size, last - index * size)):
                 block = self.blocks[at]
@@ -95,7 +110,7 @@ cdef class BlockTable(TokenStates):
                 self._reopen_block()
             if self.pool.floats is not None:
                 self.pool.floats.open(self.blocks[at], index, first - index * size, last - index * size)
-        return changes
+        return 0
 
     cdef int _keep(self, list changes) except -1:
         """Release the blocks that were copied."""
@@ -107,11 +122,13 @@ cdef class BlockTable(TokenStates):
     cdef int _undo(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1:
         """Go back to before `_open`, when there were `count` blocks."""
         cdef Py_ssize_t at
+        cdef int32_t block
         for change in changes:
             if len(change) == 2:
-                at = change[0]
-                self.pool.release(self.blocks[at])
-                self.blocks[at] = change[1]
+                at, block = change
+                if self.blocks[at] != block:
+                    self.pool.release(self.blocks[at])
+                    self.blocks[at] = block
             else:
                 self.pool.floats.keep_pieces(change[0], change[1])
                 self.pool.floats.set_kept_codes(change[0], change[2])

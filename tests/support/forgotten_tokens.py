@@ -11,7 +11,7 @@ import json
 import sys
 
 import numpy as np
-from process_memory import RUN, regions
+from process_memory import RUN, pieces
 
 import kvfast
 
@@ -218,22 +218,11 @@ def search(numbers):
     """The runs of the secret of each number in the process's own memory, as float32 or float16."""
     kinds = {np.uint32: "float32", np.uint16: "float16"}
     wanted = {word: {int(secret_of(one).astype(kind).view(word)): one for one in numbers} for word, kind in kinds.items()}
-    found, buffer = dict.fromkeys(numbers, 0), np.zeros(1 << 22, np.uint8)
-    own = buffer.ctypes.data
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
-        for first, last in regions():
-            for at in range(first, last, buffer.size):
-                size = min(buffer.size, last - at)
-                if at < own + buffer.size and own < at + size:
-                    continue
-                memory.seek(at)
-                try:
-                    size = memory.readinto(memoryview(buffer)[:size]) // 4 * 4
-                except OSError:
-                    continue
-                for word, known in wanted.items():
-                    for number, count in runs_of(buffer[:size].view(word), known):
-                        found[number] += count
+    found = dict.fromkeys(numbers, 0)
+    for piece in pieces():
+        for word, known in wanted.items():
+            for number, count in runs_of(piece.view(word), known):
+                found[number] += count
     return found
 
 

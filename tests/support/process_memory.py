@@ -64,10 +64,9 @@ def regions():
                 yield first, last
 
 
-def count(kind):
-    """Runs of the secret in the process's own memory, as float32 or float16."""
-    wanted = SECRET.astype(kind).view(f"u{np.dtype(kind).itemsize}")
-    buffer, found = np.zeros(1 << 20, np.uint8), 0
+def pieces():
+    """Pieces of the process's own memory, whole words of it, one after the other in one buffer, which is not searched itself."""
+    buffer = np.zeros(1 << 20, np.uint8)
     own = buffer.ctypes.data
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for first, last in regions():
@@ -80,10 +79,17 @@ def count(kind):
                     size = memory.readinto(memoryview(buffer)[:size])
                 except OSError:
                     continue
-                same = np.flatnonzero(buffer[: size // 4 * 4].view(wanted.dtype) == wanted)
-                if len(same) >= RUN:
-                    found += int((same[RUN - 1 :] - same[: -RUN + 1] == RUN - 1).sum())
+                yield buffer[: size // 4 * 4]
                 buffer[:] = 0
+
+
+def count(kind):
+    """Runs of the secret in the process's own memory, as float32 or float16."""
+    wanted, found = SECRET.astype(kind).view(f"u{np.dtype(kind).itemsize}"), 0
+    for piece in pieces():
+        same = np.flatnonzero(piece.view(wanted.dtype) == wanted)
+        if len(same) >= RUN:
+            found += int((same[RUN - 1 :] - same[: -RUN + 1] == RUN - 1).sum())
     return found
 
 

@@ -9,5 +9,6 @@ export PYTHONMALLOC=malloc OPENBLAS_NUM_THREADS=1
 # The zeros of a file's header are made here in a way that valgrind follows, see valgrind.supp.
 valgrind --quiet --error-exitcode=1 --suppressions=ci/valgrind.supp "$(command -v python)" -c "
 import json, runpy
-json._default_decoder = json.JSONDecoder(parse_int=lambda digits: int(digits) if digits != '0' else 0)
+json.JSONDecoder.__init__.__kwdefaults__['parse_int'] = lambda digits: int(digits) if digits != '0' else 0
+json._default_decoder = json.JSONDecoder()
 runpy.run_path('ci/smoke.py')"

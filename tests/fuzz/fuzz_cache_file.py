@@ -106,7 +106,9 @@ def exchanged(rng, value):
     elif choice == 5 and isinstance(old, int):
         inner[way[-1]] = old * rng.choice([-1, 0, 2, 3, 64])
     else:
-        inner[way[-1]] = copy.deepcopy(rng.choice(VALUES))
+        # A value of another type is always refused.
+        alike = [value for value in VALUES if type(value) is type(old)]
+        inner[way[-1]] = copy.deepcopy(rng.choice(alike if alike and rng.random() < 0.7 else VALUES))
     return value
 
 

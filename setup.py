@@ -128,4 +128,7 @@ if "SOURCE_DATE_EPOCH" in os.environ:
     os.umask(0o022)  # wheels hold the modes of files, too
 
 OPENMP = openmp_works()
-setup(ext_modules=[extension(path, OPENMP) for path in [*MODULES, MEMORYVIEWS.replace(".", "/") + ".c"]], cmdclass={"build_ext": BuildExt, "sdist": Sdist})
+setup(
+    ext_modules=[extension(path, OPENMP) for path in [*MODULES, MEMORYVIEWS.replace(".", "/") + ".c"]],
+    cmdclass={"build_ext": BuildExt, "sdist": Sdist},
+)

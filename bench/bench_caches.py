@@ -1,7 +1,7 @@
 """Ring and paged caches against the contiguous one, shared prefixes against none, forks.
 
-    pytest bench/bench_caches.py
-    python bench/bench_caches.py            # the same as a table of ratios, runs interleaved
+pytest bench/bench_caches.py
+python bench/bench_caches.py            # the same as a table of ratios, runs interleaved
 """
 
 import argparse
@@ -106,7 +106,9 @@ def medians(calls, rounds):
 
 def table(rounds, threads):
     model = LLAMA_3_8B
-    print(f"tier {kvfast.active_isa()}; {model.name}; block_size 32, ring with {NUM_SINK_TOKENS} sinks; medians of {rounds} interleaved rounds")
+    print(
+        f"tier {kvfast.active_isa()}; {model.name}; block_size 32, ring with {NUM_SINK_TOKENS} sinks; medians of {rounds} interleaved rounds"
+    )
     print(f"{'dtype':<9}{'context':>8}{'threads':>8}{'contiguous us':>15}{'paged':>8}{'ring':>8}   ratio of times to contiguous")
     for context in (4096, 32768):
         for dtype in DTYPES:

@@ -60,8 +60,10 @@ def main():
         sys.exit(f"this needs two cores, for example under taskset; here are {len(cores)}")
     neighbour = subprocess.Popen([sys.executable, "-c", NEIGHBOUR, str(cores[0])])
     try:
-        print(f"tier {kvfast.active_isa()}, {given.context} tokens, {given.rounds} rounds of {given.calls} calls; us a call, median "
-              f"(mean), and 2 threads next to 1")  # fmt: skip
+        print(
+            f"tier {kvfast.active_isa()}, {given.context} tokens, {given.rounds} rounds of {given.calls} calls; us a call, median "
+            f"(mean), and 2 threads next to 1"
+        )
         for model in (SMOLLM2_135M, LLAMA_3_8B):
             for dtype in given.dtypes.split(","):
                 neighbour.send_signal(signal.SIGSTOP)
@@ -71,10 +73,13 @@ def main():
                 found = measure(cache, q, neighbour, given.rounds, given.calls, given.pause)
                 for busy in (False, True):
                     one, two = found[busy, 1], found[busy, 2]
-                    print(f"{model.num_kv_heads}/{model.head_dim} {dtype:<6}{'busy ' if busy else 'quiet'}  "
-                          f"1 thread {median(one) * 1e6:6.0f} ({mean(one) * 1e6:6.0f})  2 threads {median(two) * 1e6:6.0f} "
-                          f"({mean(two) * 1e6:6.0f})  x{median(two) / median(one):.2f} (x{mean(two) / mean(one):.2f})  "
-                          f"p95 {np.percentile(two, 95) * 1e6:.0f}", flush=True)  # fmt: skip
+                    print(
+                        f"{model.num_kv_heads}/{model.head_dim} {dtype:<6}{'busy ' if busy else 'quiet'}  "
+                        f"1 thread {median(one) * 1e6:6.0f} ({mean(one) * 1e6:6.0f})  2 threads {median(two) * 1e6:6.0f} "
+                        f"({mean(two) * 1e6:6.0f})  x{median(two) / median(one):.2f} (x{mean(two) / mean(one):.2f})  "
+                        f"p95 {np.percentile(two, 95) * 1e6:.0f}",
+                        flush=True,
+                    )
                 del cache
     finally:
         neighbour.kill()

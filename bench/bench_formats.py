@@ -106,8 +106,11 @@ def table(rounds, threads):
         for n in threads:
             with using_threads(n):
                 times = interleaved([*[encode for encode, _ in encoders], copies(arrays)], rounds)
-            print(f"{model.name:<22}{n:>8}{'copyto':>11}{arrays.nbytes / np.median(times[:, -1]) / 1e9:>8.1f}"
-                  + "".join(f"{fraction:>14.3f}" for fraction in np.median(times[:, -1:] / times[:, :-1], 0)), flush=True)  # fmt: skip
+            print(
+                f"{model.name:<22}{n:>8}{'copyto':>11}{arrays.nbytes / np.median(times[:, -1]) / 1e9:>8.1f}"
+                + "".join(f"{fraction:>14.3f}" for fraction in np.median(times[:, -1:] / times[:, :-1], 0)),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -141,7 +141,13 @@ def cells(model, opened, text, given):
         if given.perplexity:
             tokens = tokens_of(model, text, given.perplexity + 1)
             found = {name: float(np.exp(-log_likelihood(session, tokens))) for name, session in opened[storage].items()}
-            yield {"kind": "perplexity", "type": storage, "tokens": given.perplexity, **found, "ratio": found["kvfast"] / found["llama.cpp"]}
+            yield {
+                "kind": "perplexity",
+                "type": storage,
+                "tokens": given.perplexity,
+                **found,
+                "ratio": found["kvfast"] / found["llama.cpp"],
+            }
         for kind, contexts in (("prompt", given.prompts), ("decode", given.contexts)):
             for context in contexts:
                 tokens = tokens_of(model, text, context)
@@ -187,7 +193,10 @@ def main(arguments=None):
     found = []
     for cell in cells(model, opened, text, given):
         found.append(cell)
-        print(" ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in cell.items()), flush=True)
+        print(
+            " ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in cell.items()),
+            flush=True,
+        )
         if given.json:
             with open(given.json, "w") as file:
                 json.dump(found, file, indent=1)

@@ -1,7 +1,7 @@
 """Decoding with latent rows: DeepSeek's 512 + 64 elements and 128 query heads, against NumPy and against the machine.
 
-    pytest bench/bench_mla.py
-    python bench/bench_mla.py            # the same as a table, runs interleaved
+pytest bench/bench_mla.py
+python bench/bench_mla.py            # the same as a table, runs interleaved
 """
 
 import argparse
@@ -95,8 +95,10 @@ def bench_decode(benchmark, dtype, paged, context, threads):
 
 
 def table(rounds, threads):
-    print(f"tier {kvfast.active_isa()}; one token, {NUM_Q_HEADS} query heads, latents of {LATENT_DIM} + {ROPE_DIM}; medians of {rounds} "
-          "interleaved rounds")  # fmt: skip
+    print(
+        f"tier {kvfast.active_isa()}; one token, {NUM_Q_HEADS} query heads, latents of {LATENT_DIM} + {ROPE_DIM}; medians of {rounds} "
+        "interleaved rounds"
+    )
     print(f"{'dtype':<16}{'context':>8}{'threads':>8}{'ms':>9}{'NumPy':>9}{'own bound':>11}{'bytes':>9}{'products':>10}")
     for context in CONTEXTS:
         for dtype, paged in [*((dtype, False) for dtype in DTYPES), ("int8", True)]:
@@ -105,9 +107,12 @@ def table(rounds, threads):
             for n in threads:
                 with using_threads(n):
                     found = figures(plan, interleaved([attend, other], rounds), n)
-                print(f"{name:<16}{context:>8}{n:>8}{found['milliseconds']:>9.2f}{found['numpy_ratio']:>8.1f}x"
-                      f"{found['own_bound_ratio']:>10.1f}x{found['bytes_bound_ratio']:>8.1f}x"
-                      f"{found['products_bound_ratio']:>9.1f}x", flush=True)  # fmt: skip
+                print(
+                    f"{name:<16}{context:>8}{n:>8}{found['milliseconds']:>9.2f}{found['numpy_ratio']:>8.1f}x"
+                    f"{found['own_bound_ratio']:>10.1f}x{found['bytes_bound_ratio']:>8.1f}x"
+                    f"{found['products_bound_ratio']:>9.1f}x",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -40,9 +40,12 @@ def bench_attention_scores(benchmark, bits, codebook):
         benchmark.pedantic(cache.attention_scores, args=(q,), rounds=50, warmup_rounds=3)
     seconds = benchmark.stats.stats.median
     benchmark.extra_info.update(
-        isa=kvfast.active_isa(), bits=str(bits), codebook=codebook, us_per_head=seconds / 8 * 1e6,
+        isa=kvfast.active_isa(),
+        bits=str(bits),
+        codebook=codebook,
+        us_per_head=seconds / 8 * 1e6,
         bandwidth_fraction=key_bytes / seconds / bandwidth,
-    )  # fmt: skip
+    )
 
 
 @each_case
@@ -58,9 +61,13 @@ def bench_attend(benchmark, bits, codebook):
     with using_threads(1):
         benchmark.pedantic(cache.attend, args=(q,), rounds=50, warmup_rounds=3)
     benchmark.extra_info.update(
-        isa=kvfast.active_isa(), bits=str(bits), codebook=codebook, cosine=float(cosine), bytes_per_vector=cache.bytes_per_token / 64,
+        isa=kvfast.active_isa(),
+        bits=str(bits),
+        codebook=codebook,
+        cosine=float(cosine),
+        bytes_per_vector=cache.bytes_per_token / 64,
         us_per_head=benchmark.stats.stats.median / 32 * 1e6,
-    )  # fmt: skip
+    )
 
 
 @each_case

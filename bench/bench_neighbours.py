@@ -48,8 +48,10 @@ def main():
         with neighbours(options.neighbours):
             beside.append(tokens_per_second(options.max_tokens))
     fair = median(alone) * processors / (processors + options.neighbours)
-    print(f"alone {median(alone):.1f} tokens/s; beside {options.neighbours} busy processes on {processors} processors "
-          f"{median(beside):.1f}, {median(beside) / fair:.2f} of the fair share of {fair:.1f}")  # fmt: skip
+    print(
+        f"alone {median(alone):.1f} tokens/s; beside {options.neighbours} busy processes on {processors} processors "
+        f"{median(beside):.1f}, {median(beside) / fair:.2f} of the fair share of {fair:.1f}"
+    )
 
 
 if __name__ == "__main__":

@@ -73,8 +73,10 @@ def two_processes(store, dtype, num_tokens, rounds):
     for _ in range(rounds):
         other = in_a_process(store, dtype, num_tokens, False)
         same = "the same" if other["tokens"] == first["tokens"] else "OTHER"
-        print(f"  a fresh process B       {other['first']:8.3f} s ({first['first'] / other['first']:.0f}x sooner), {other['found']:,} tokens and "
-              f"{other['fetched'] / 1e6:.1f} MB restored in {other['restored']:.3f} s; {same} {NEW_TOKENS} tokens")  # fmt: skip
+        print(
+            f"  a fresh process B       {other['first']:8.3f} s ({first['first'] / other['first']:.0f}x sooner), {other['found']:,} tokens and "
+            f"{other['fetched'] / 1e6:.1f} MB restored in {other['restored']:.3f} s; {same} {NEW_TOKENS} tokens"
+        )
 
 
 def sharing(num_prompts, num_systems, dtype, chunk_tokens):
@@ -100,8 +102,10 @@ def sharing(num_prompts, num_systems, dtype, chunk_tokens):
         alone.close()
         total = prompts.nbytes
         chunks = sum(entry.nbytes for entry in prompts.store.entries() if entry.key.startswith("c"))
-    print(f"{num_prompts:,} prompts of 1,150 tokens behind {num_systems} system prompts of 1,000, chunks of {chunk_tokens}: {total / 1e6:,.1f} MB, "
-          f"{total / (shared * num_prompts):.2f} of what they take without sharing; {chunks / 1e6:,.1f} MB in chunks, the rest in ends")  # fmt: skip
+    print(
+        f"{num_prompts:,} prompts of 1,150 tokens behind {num_systems} system prompts of 1,000, chunks of {chunk_tokens}: {total / 1e6:,.1f} MB, "
+        f"{total / (shared * num_prompts):.2f} of what they take without sharing; {chunks / 1e6:,.1f} MB in chunks, the rest in ends"
+    )
 
 
 if __name__ == "__main__":

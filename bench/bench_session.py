@@ -1,6 +1,6 @@
 """Time to the first token of SmolLM2-135M with a prompt of 4,096 tokens: computed, or brought back from a file.
 
-    python bench/bench_session.py
+python bench/bench_session.py
 """
 
 import argparse
@@ -45,7 +45,9 @@ def table(num_tokens, dtype, rounds, folder):
     path, prompts = Path(folder, "session.safetensors"), kvfast.PromptCache(Path(folder, "prompts"))
     seconds, _ = timed(lambda: cache.save(path))
     prompts.save(cache, prompt)
-    print(f"tier {kvfast.active_isa()}; {cache!r}; saved {path.stat().st_size:,} bytes in {seconds * 1e3:.0f} ms; then {len(question)} tokens more")
+    print(
+        f"tier {kvfast.active_isa()}; {cache!r}; saved {path.stat().st_size:,} bytes in {seconds * 1e3:.0f} ms; then {len(question)} tokens more"
+    )
     ways = {
         "computed": compute,
         "load": lambda: answer(kvfast.load(path)),

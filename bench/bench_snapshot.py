@@ -1,7 +1,7 @@
 """Snapshots, and files of caches against plain files of the same bytes.
 
-    pytest bench/bench_snapshot.py          # --benchmark-save, --benchmark-compare: see CONTRIBUTING.md
-    python bench/bench_snapshot.py          # the same as a table, runs interleaved, at 32,768 tokens
+pytest bench/bench_snapshot.py          # --benchmark-save, --benchmark-compare: see CONTRIBUTING.md
+python bench/bench_snapshot.py          # the same as a table, runs interleaved, at 32,768 tokens
 """
 
 import argparse
@@ -74,12 +74,16 @@ def table(rounds, folder):
     calls = [lambda: write_new(data, plain), lambda: cache.save(path), lambda: write_plain(data, plain)]
     times = interleaved(calls, rounds)
     times, ratios = np.median(times, 0), np.median(times / times[:, :1], 0)
-    print(f"save     {nbytes / times[1] / 1e9:.2f} GB/s: {1 / ratios[1]:.2f} of a plain write and fsync of a new file "
-          f"({nbytes / times[0] / 1e9:.2f} GB/s), {ratios[2] / ratios[1]:.2f} of one over the old file ({nbytes / times[2] / 1e9:.2f} GB/s)")
+    print(
+        f"save     {nbytes / times[1] / 1e9:.2f} GB/s: {1 / ratios[1]:.2f} of a plain write and fsync of a new file "
+        f"({nbytes / times[0] / 1e9:.2f} GB/s), {ratios[2] / ratios[1]:.2f} of one over the old file ({nbytes / times[2] / 1e9:.2f} GB/s)"
+    )
     calls = [lambda: read_plain(path), lambda: kvfast.load(path), lambda: kvfast.load(path, mmap=True)]
     times = interleaved(calls, rounds)
     times, ratios = np.median(times, 0), np.median(times / times[:, :1], 0)
-    print(f"load     {nbytes / times[1] / 1e9:.2f} GB/s: {1 / ratios[1]:.2f} of a plain read into fresh memory ({nbytes / times[0] / 1e9:.2f} GB/s)")
+    print(
+        f"load     {nbytes / times[1] / 1e9:.2f} GB/s: {1 / ratios[1]:.2f} of a plain read into fresh memory ({nbytes / times[0] / 1e9:.2f} GB/s)"
+    )
     print(f"map      {times[2] * 1e3:.1f} ms")
 
 

@@ -49,8 +49,10 @@ def main():
     out = np.empty_like(q)
     rounds = [(seconds(whole, q, out), seconds(spliced, q, out)) for _ in range(options.rounds)]
     one, many = (1e3 * median(times) for times in zip(*rounds))
-    print(f"{options.dtype}: {options.queries} queries behind {options.documents} x {options.tokens} tokens take {many:.2f} ms, in one piece "
-          f"{one:.2f} ms: {median(b / a for a, b in rounds):.2f}x")  # fmt: skip
+    print(
+        f"{options.dtype}: {options.queries} queries behind {options.documents} x {options.tokens} tokens take {many:.2f} ms, in one piece "
+        f"{one:.2f} ms: {median(b / a for a, b in rounds):.2f}x"
+    )
 
 
 if __name__ == "__main__":

@@ -48,8 +48,9 @@ def start_redis(folder):
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    server = subprocess.Popen([program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)],
-                              stdout=subprocess.DEVNULL)  # fmt: skip
+    server = subprocess.Popen(
+        [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)], stdout=subprocess.DEVNULL
+    )
     while True:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
@@ -142,8 +143,13 @@ def folder_throughput(folder, nbytes, count, rounds):
             value.read(0, nbytes, memory[i % len(memory)])
 
     with ThreadPoolExecutor(THREADS) as threads:
-        throughput(f"folder, {count} of {nbytes / 1e6:g} MB, {THREADS} threads", lambda: list(threads.map(plain_read, range(count))),
-                   lambda: list(threads.map(read, enumerate(store.get_many(names)))), count * nbytes, rounds)  # fmt: skip
+        throughput(
+            f"folder, {count} of {nbytes / 1e6:g} MB, {THREADS} threads",
+            lambda: list(threads.map(plain_read, range(count))),
+            lambda: list(threads.map(read, enumerate(store.get_many(names)))),
+            count * nbytes,
+            rounds,
+        )
 
 
 def redis_throughput(port, nbytes, count, rounds):

@@ -66,8 +66,9 @@ def nbytes(cache):
 
 def generate(model, name, ids, cache, n):
     model.set_attn_implementation("kvfast" if name.startswith("kvfast") else "sdpa")
-    return model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, do_sample=False, max_new_tokens=n,
-                          min_new_tokens=n, pad_token_id=0)[:, ids.shape[1]:].tolist()
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), cache=cache, do_sample=False, max_new_tokens=n, min_new_tokens=n, pad_token_id=0
+    )[:, ids.shape[1] :].tolist()
 
 
 def agreement(model, tokenizer, given, progress):
@@ -94,8 +95,16 @@ def agreement(model, tokenizer, given, progress):
 
 def contenders(given):
     """(model dtype, cache) of each; those whose packages are missing are left out."""
-    names = [ALONE, STOCK, "QuantizedCache quanto 4", "QuantizedCache hqq 8", "QuantizedCache hqq 4", "kvfast float32", "kvfast int8",
-             "kvfast int4"]
+    names = [
+        ALONE,
+        STOCK,
+        "QuantizedCache quanto 4",
+        "QuantizedCache hqq 8",
+        "QuantizedCache hqq 4",
+        "kvfast float32",
+        "kvfast int8",
+        "kvfast int4",
+    ]
     names = [name for name in names if given.only is None or any(part in name for part in given.only.split(","))]
     for dtype in given.dtypes.split(","):
         for name in names:

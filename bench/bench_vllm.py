@@ -29,15 +29,27 @@ from time import perf_counter, process_time
 
 # Name of each contender: (whether kvfast is on, kv_cache_dtype).
 CONTENDERS = {
-    "vLLM": ("0", "auto"), "vLLM fp8": ("0", "fp8"), "kvfast bfloat16": ("1", "auto"), "kvfast int8": ("1", "int8_per_token_head"),
-    "kvfast k8v4": ("1", "turboquant_k8v4"), "kvfast int4": ("1", "int4_per_token_head"), "no attention": ("1", "int8_per_token_head"),
-}  # fmt: skip
+    "vLLM": ("0", "auto"),
+    "vLLM fp8": ("0", "fp8"),
+    "kvfast bfloat16": ("1", "auto"),
+    "kvfast int8": ("1", "int8_per_token_head"),
+    "kvfast k8v4": ("1", "turboquant_k8v4"),
+    "kvfast int4": ("1", "int4_per_token_head"),
+    "no attention": ("1", "int8_per_token_head"),
+}
 BASE = "vLLM"
 BLOCK = 64
 LLAMA_1B = {
-    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
 
 
 def save_model(name, folder):
@@ -60,8 +72,13 @@ def save_model(name, folder):
 def work(connection, name, folder, load_format, given, memory):
     """Answer the parent's calls of methods of `Engine`."""
     switch, dtype = CONTENDERS[name]
-    os.environ |= {"KVFAST_VLLM": switch, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-                   "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
+    os.environ |= {
+        "KVFAST_VLLM": switch,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     if given.one_thread:
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be the memory of all
@@ -83,9 +100,19 @@ class Engine:
 
         most = max(given.context + given.rounds * given.steps, given.longest + given.new_tokens) + 64
         self.llm = LLM(
-            folder, load_format=load_format, dtype="bfloat16", kv_cache_dtype=dtype, max_model_len=most, skip_tokenizer_init=True,
-            max_num_seqs=given.most, enforce_eager=not given.compile, kv_cache_memory_bytes=memory, block_size=BLOCK,
-            enable_prefix_caching=False, disable_log_stats=True)  # fmt: skip
+            folder,
+            load_format=load_format,
+            dtype="bfloat16",
+            kv_cache_dtype=dtype,
+            max_model_len=most,
+            skip_tokenizer_init=True,
+            max_num_seqs=given.most,
+            enforce_eager=not given.compile,
+            kv_cache_memory_bytes=memory,
+            block_size=BLOCK,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+        )
         self.engine = self.llm.llm_engine
         self.runner = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         self.clock = perf_counter
@@ -187,17 +214,47 @@ def attention_alone(given):
         q = torch.randn(n, q_heads, dim).bfloat16()
         out, isa = torch.zeros_like(q), _get_attn_isa(torch.bfloat16, BLOCK, dim)
         keys, values = torch.zeros(n * per, kv_heads, 2 * BLOCK, dim, dtype=torch.bfloat16).chunk(2, dim=2)
-        common = {"sliding_window": -1, "softcap": 0, "alibi_slopes": None, "s_aux": None, "causal": True, "dynamic_causal": None,
-                  "k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}  # fmt: skip
+        common = {
+            "sliding_window": -1,
+            "softcap": 0,
+            "alibi_slopes": None,
+            "s_aux": None,
+            "causal": True,
+            "dynamic_causal": None,
+            "k_scale": 1.0,
+            "v_scale": 1.0,
+            "kv_cache_dtype": "auto",
+        }
         ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
 
         def of_vllm():
             plan = ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=n, num_heads=q_heads, num_kv_heads=kv_heads, head_dim=dim, seq_lens=lens, dtype=torch.bfloat16,
-                query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=True, dynamic_causal=None,
-                kv_cache_dtype="auto")  # fmt: skip
-            ops.cpu_attention_with_kv_cache(query=q, key_cache=keys, value_cache=values, output=out, query_start_loc=starts,
-                                            seq_lens=lens, scale=dim**-0.5, block_table=table, scheduler_metadata=plan, **common)
+                num_reqs=n,
+                num_heads=q_heads,
+                num_kv_heads=kv_heads,
+                head_dim=dim,
+                seq_lens=lens,
+                dtype=torch.bfloat16,
+                query_start_loc=starts,
+                causal=True,
+                sliding_window_size=-1,
+                isa=isa,
+                enable_kv_split=True,
+                dynamic_causal=None,
+                kv_cache_dtype="auto",
+            )
+            ops.cpu_attention_with_kv_cache(
+                query=q,
+                key_cache=keys,
+                value_cache=values,
+                output=out,
+                query_start_loc=starts,
+                seq_lens=lens,
+                scale=dim**-0.5,
+                block_table=table,
+                scheduler_metadata=plan,
+                **common,
+            )
 
         runs = {"vLLM": of_vllm}
         for name in ("auto", "int8_per_token_head", "turboquant_k8v4", "int4_per_token_head"):
@@ -259,7 +316,9 @@ def main():
     parser.add_argument("--longest", type=int, default=1500)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--most", type=int, default=32, help="requests in a step")
-    parser.add_argument("--tight", type=float, default=8, help="requests of average length that the bfloat16 cache of the throughput holds")
+    parser.add_argument(
+        "--tight", type=float, default=8, help="requests of average length that the bfloat16 cache of the throughput holds"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the model with PyTorch, which takes minutes")
     parser.add_argument("--one-thread", action="store_true", help="one thread, and its CPU time: for machines that others use")
     parser.add_argument("--attention", action="store_true", help="only one layer's attention, of one thread, without an engine")
@@ -295,7 +354,9 @@ def main():
             memory = int(of_token * given.tight * ((given.shortest + given.longest) / 2 + given.new_tokens))
             memory = max(memory, of_token * (max(given.context, given.longest + given.new_tokens) + 1024))
             contenders = [Contender(name, *arguments, memory) for name in names]
-            interleave(found["throughput"], contenders, 1, "throughput", given.requests, given.shortest, given.longest, given.new_tokens)
+            interleave(
+                found["throughput"], contenders, 1, "throughput", given.requests, given.shortest, given.longest, given.new_tokens
+            )
             for one in contenders:
                 one.end()
     if given.json:
@@ -313,8 +374,10 @@ def report(given, names, found):
     import kvfast
 
     kvfast.show_config()
-    print(f"\n{given.model}, bfloat16 weights, {'compiled' if given.compile else 'not compiled'}, "
-          f"{'CPU time of one thread' if given.one_thread else 'all threads'}; figures and their ratios to {BASE}")
+    print(
+        f"\n{given.model}, bfloat16 weights, {'compiled' if given.compile else 'not compiled'}, "
+        f"{'CPU time of one thread' if given.one_thread else 'all threads'}; figures and their ratios to {BASE}"
+    )
     titles = {
         "capacity": f"tokens in the memory of {given.sequences} x {given.context + 1024} tokens of bfloat16",
         "step": f"ms of a step of {given.sequences} sequences at {given.context} tokens, median of {given.rounds} rounds",
@@ -331,8 +394,10 @@ def report(given, names, found):
                 print(f"  {name:16}{values[0]:>10,}   {values[0] / own[0]:.2f}x")
                 continue
             scale, ratio = 1000 if key == "step" else 1, median(b / a for a, b in zip(values, own))
-            print(f"  {name:16}{median(values) * scale:>10.1f}   {ratio:.2f}x   fastest round {min(values) * scale:.1f}, "
-                  f"{min(own) / min(values):.2f}x")  # fmt: skip
+            print(
+                f"  {name:16}{median(values) * scale:>10.1f}   {ratio:.2f}x   fastest round {min(values) * scale:.1f}, "
+                f"{min(own) / min(values):.2f}x"
+            )
 
 
 if __name__ == "__main__":

@@ -55,10 +55,7 @@ def bench_write(benchmark, model, n, threads):
     assert np.allclose(q, in_numpy(qkv, model, cos, sin, weight)[0], atol=1e-4)
     times = {"numpy": [], "copy": []}
     for _ in range(15):
-        for name, call in (
-            ("numpy", lambda: in_numpy(qkv, model, cos, sin, weight)),
-            ("copy", lambda: read_and_write(source, target)),
-        ):
+        for name, call in (("numpy", lambda: in_numpy(qkv, model, cos, sin, weight)), ("copy", lambda: read_and_write(source, target))):
             start = perf_counter()
             call()
             times[name].append(perf_counter() - start)

@@ -46,7 +46,9 @@ def score(sessions, tokens):
             parts.append(divergences(found[one], found[other]))
         for name, rows in found.items():
             likelihoods[name].append(rows[np.arange(len(rows)), part[1:]].astype(np.float64))
-    return {pair: np.concatenate(parts) for pair, parts in kl.items()}, {name: np.concatenate(parts) for name, parts in likelihoods.items()}
+    return {pair: np.concatenate(parts) for pair, parts in kl.items()}, {
+        name: np.concatenate(parts) for name, parts in likelihoods.items()
+    }
 
 
 def with_error(values):
@@ -91,18 +93,29 @@ def compare(types, sessions, texts, given):
     for (one, other), parts in kl.items():
         difference, error = with_error(np.concatenate(likelihoods[one]) - np.concatenate(likelihoods[other]))
         apart = first_differences(written[one], written[other])
-        record["pairs"].append({
-            "from": one, "to": other, "kl": float(np.concatenate(parts).mean()), "kl_of_texts": [float(part.mean()) for part in parts],
-            "log_perplexity": difference, "error": error, "same_texts": given.prompts - len(apart), "gaps": sorted(apart)})  # fmt: skip
+        record["pairs"].append(
+            {
+                "from": one,
+                "to": other,
+                "kl": float(np.concatenate(parts).mean()),
+                "kl_of_texts": [float(part.mean()) for part in parts],
+                "log_perplexity": difference,
+                "error": error,
+                "same_texts": given.prompts - len(apart),
+                "gaps": sorted(apart),
+            }
+        )
     return record
 
 
 def report(record):
     print(f"{record['types']}, {record['tokens']} tokens")
     for pair in record["pairs"]:
-        print(f"  {pair['from']} to {pair['to']}: KL {pair['kl']:.2g}, log perplexity {pair['log_perplexity']:+.5f} +- {pair['error']:.5f}, "
-              f"{pair['same_texts']} texts the same, gaps of the others {' '.join(f'{gap:.2f}' for gap in pair['gaps']) or 'none'}",
-              flush=True)  # fmt: skip
+        print(
+            f"  {pair['from']} to {pair['to']}: KL {pair['kl']:.2g}, log perplexity {pair['log_perplexity']:+.5f} +- {pair['error']:.5f}, "
+            f"{pair['same_texts']} texts the same, gaps of the others {' '.join(f'{gap:.2f}' for gap in pair['gaps']) or 'none'}",
+            flush=True,
+        )
 
 
 def main(arguments=None):

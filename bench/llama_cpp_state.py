@@ -43,7 +43,9 @@ def main():
                 counts = [a + b for a, b in zip(counts, same)]
                 seconds = [a + b for a, b in zip(seconds, took)]
             most = len(PROMPTS) * args.tokens
-            rows.add_row(kind, *(f"{count}/{most}" for count in counts), f"{size:,.0f}", *(f"{1e6 * one / total:.0f}" for one in seconds))
+            rows.add_row(
+                kind, *(f"{count}/{most}" for count in counts), f"{size:,.0f}", *(f"{1e6 * one / total:.0f}" for one in seconds)
+            )
     Console().print(rows, "Tokens that are those of the runtime the text began in, each predicted behind its text.")
 
 

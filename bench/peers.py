@@ -183,8 +183,11 @@ def cells(model, work, given, versions, say):
     try:
         for num_threads in given.threads:
             seconds, answers = timed_rounds(work, processes, results, bandwidth, num_threads, given, say)
-            own = {one["storage"]: [each and each / one["layers"] for each in seconds[name]]
-                   for name, one in results.items() if one["peer"] == "kvfast" and name in processes}  # fmt: skip
+            own = {
+                one["storage"]: [each and each / one["layers"] for each in seconds[name]]
+                for name, one in results.items()
+                if one["peer"] == "kvfast" and name in processes
+            }
             measured = []
             for name, one in results.items():
                 one = dict(one)
@@ -194,11 +197,18 @@ def cells(model, work, given, versions, say):
                     one.update(outcome(answers[name]))
                 measured.append(one)
             yield {
-                "kind": work.kind, "model": model.name, "num_q_heads": model.num_q_heads,
-                "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "context": work.context,
-                "queries": work.queries, "threads": num_threads, "turn": given.turn,
-                "read_GBps": work.total / median(seconds["bandwidth"]) / 1e9, "results": measured,
-            }  # fmt: skip
+                "kind": work.kind,
+                "model": model.name,
+                "num_q_heads": model.num_q_heads,
+                "num_kv_heads": model.num_kv_heads,
+                "head_dim": model.head_dim,
+                "context": work.context,
+                "queries": work.queries,
+                "threads": num_threads,
+                "turn": given.turn,
+                "read_GBps": work.total / median(seconds["bandwidth"]) / 1e9,
+                "results": measured,
+            }
     finally:
         for process in [*processes.values(), bandwidth]:
             process.quit()

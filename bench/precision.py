@@ -141,8 +141,10 @@ def cancelling_error(form, n, trials, v_dim):
 def fidelity():
     """Rows of JSON: what storing costs."""
     rng = np.random.default_rng(1)
-    q, k, v = (rng.standard_normal((n, heads, HEAD_DIM), np.float32)
-               for n, heads in ((64, NUM_Q_HEADS), (4096, NUM_KV_HEADS), (4096, NUM_KV_HEADS)))
+    q, k, v = (
+        rng.standard_normal((n, heads, HEAD_DIM), np.float32)
+        for n, heads in ((64, NUM_Q_HEADS), (4096, NUM_KV_HEADS), (4096, NUM_KV_HEADS))
+    )
     for one in kvfast.fidelity(q, k, v, CODED):
         row = {name: getattr(one, name) for name in ("bits_per_element", "k_error", "v_error", "output_error", "kl")}
         yield {"format": str(one.format)} | {name: float(value) for name, value in row.items()}
@@ -160,17 +162,26 @@ def main():
             errors = ", ".join(f"{n}: {cancelling_error(form, n, args.cancelling, args.v_head_dim):.1e}" for n in QUERIES)
             print(f"{form:>10} values that cancel, of queries {errors}", flush=True)
         return
-    report = {"version": kvfast.__version__, "cpu": cpu_name(), "tiers": list(kvfast.available_isas()),
-              "num_q_heads": NUM_Q_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM,
-              "attend": [row for form in FORMATS for row in attend_errors(form)],
-              "hard": [hard_errors(form) for form in CODED + ("float32",)], "fidelity": list(fidelity())}
+    report = {
+        "version": kvfast.__version__,
+        "cpu": cpu_name(),
+        "tiers": list(kvfast.available_isas()),
+        "num_q_heads": NUM_Q_HEADS,
+        "num_kv_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "attend": [row for form in FORMATS for row in attend_errors(form)],
+        "hard": [hard_errors(form) for form in CODED + ("float32",)],
+        "fidelity": list(fidelity()),
+    }
     for row in report["attend"]:
         worst = max(row["errors"].values())
         print(f"{row['format']:>10} {row['context']:>6} tokens, {row['queries']:>2} queries: {worst:.1e} (at most {row['bound']:.0e})")
     for row in report["hard"]:
         loud = ", ".join(f"{loud}: {error:.1e}" for loud, error in row["loud"].items())
-        print(f"{row['format']:>10} loud channel {loud}; many small weights {row['peaked']:.1e}, "
-              f"a lone loud value {row['lone']:.1e} (at most {row['bound']:.0e})")
+        print(
+            f"{row['format']:>10} loud channel {loud}; many small weights {row['peaked']:.1e}, "
+            f"a lone loud value {row['lone']:.1e} (at most {row['bound']:.0e})"
+        )
     with open(args.json, "w", encoding="utf-8") as file:
         json.dump(report, file, indent=1)
         file.write("\n")

@@ -32,8 +32,16 @@ def parsed():
 
 async def complete(session, prompt, arguments, leave_after=None):
     """[(token, {candidate: logprob})] of a prompt; None once the client has gone away after so many tokens."""
-    body = {"model": arguments.model, "prompt": prompt, "max_tokens": arguments.tokens, "temperature": 0, "ignore_eos": True,
-            "stream": True, "logprobs": 5, "return_tokens_as_token_ids": True}  # fmt: skip
+    body = {
+        "model": arguments.model,
+        "prompt": prompt,
+        "max_tokens": arguments.tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 5,
+        "return_tokens_as_token_ids": True,
+    }
     tokens = []
     async with session.post("/v1/completions", json=body) as answer:
         answer.raise_for_status()
@@ -73,8 +81,10 @@ def resident(pid):
 async def main():
     arguments, draw = parsed(), random.Random(0)
     shortest = min(500, arguments.longest // 10)
-    prompts = [[draw.randrange(3, arguments.vocabulary) for _ in range(draw.randint(shortest, arguments.longest))]
-               for _ in range(arguments.requests)]  # fmt: skip
+    prompts = [
+        [draw.randrange(3, arguments.vocabulary) for _ in range(draw.randint(shortest, arguments.longest))]
+        for _ in range(arguments.requests)
+    ]
     leaves = {i: 2 for i in range(0, arguments.requests, 8)} | {i: 0 for i in range(5, arguments.requests, 16)}
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
@@ -85,16 +95,21 @@ async def main():
             start = time.perf_counter()
             jobs = [complete(session, prompt, arguments, leaves.get(i)) for i, prompt in enumerate(prompts)]
             together = await asyncio.gather(*jobs)
-            print(f"round {round_}: {len(prompts)} requests, {len(leaves)} of them left, in {time.perf_counter() - start:.0f} s, "
-                  f"server {resident(arguments.pid)} MiB", flush=True)  # fmt: skip
+            print(
+                f"round {round_}: {len(prompts)} requests, {len(leaves)} of them left, in {time.perf_counter() - start:.0f} s, "
+                f"server {resident(arguments.pid)} MiB",
+                flush=True,
+            )
         start = time.perf_counter()
         differences = []
         for i, prompt in enumerate(prompts):
             if i not in leaves:
                 differences.append(first_difference(await complete(session, prompt, arguments), together[i], arguments.tie))
         wrong = [one for one in differences if one not in (None, "tie")]
-        print(f"alone: {len(differences)} requests in {time.perf_counter() - start:.0f} s; {differences.count(None)} texts are the same, "
-              f"{differences.count('tie')} differ from a tie on, {len(wrong)} are wrong; server {resident(arguments.pid)} MiB")  # fmt: skip
+        print(
+            f"alone: {len(differences)} requests in {time.perf_counter() - start:.0f} s; {differences.count(None)} texts are the same, "
+            f"{differences.count('tie')} differ from a tie on, {len(wrong)} are wrong; server {resident(arguments.pid)} MiB"
+        )
         for one in wrong:
             print("   ", one)
         raise SystemExit(bool(wrong))

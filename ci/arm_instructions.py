@@ -25,7 +25,7 @@ _LATER = [
         ("cssc", r"(ctz|cnt|abs|[us]max|[us]min)\s+[wx]\d"),
         ("an instruction that objdump does not know", r"\.(inst|word)|udf\b"),
     ]
-]  # fmt: skip
+]
 
 # Atomics of libgcc, which ask the processor for LSE.
 ASKS = re.compile(r"__aarch64_(cas|swp|ld[a-z]+)\d+_\w+")

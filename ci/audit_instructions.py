@@ -45,7 +45,7 @@ LATER = {
     name: need
     for need, names in {
         "sse3": "addsubpd addsubps haddpd haddps hsubpd hsubps lddqu movddup movshdup movsldup fisttp fisttps fisttpl fisttpll "
-                "monitor mwait",
+        "monitor mwait",
         "sse4a": "extrq insertq movntsd movntss",
         "popcnt": "popcnt popcntw popcntl popcntq",
         "lzcnt": "lzcnt lzcntw lzcntl lzcntq",
@@ -53,15 +53,17 @@ LATER = {
         "3dnow": "prefetchw prefetchwt1 femms",
         "xsave": "xgetbv xsetbv xsave xsave64 xsavec xsavec64 xsaveopt xsaveopt64 xrstor xrstor64 xsaves xrstors",
         "system": "rdrand rdseed rdfsbase rdgsbase wrfsbase wrgsbase rdtscp rdpid rdpkru wrpkru clflushopt clwb cldemote clzero "
-                  "xbegin xend xabort xtest serialize umonitor umwait tpause ptwrite incsspq rdsspq",
+        "xbegin xend xabort xtest serialize umonitor umwait tpause ptwrite incsspq rdsspq",
     }.items()
     for name in names.split()
 }
 VNNI = re.compile(r"vpdp(bu|ws)")
 VBMI = re.compile(r"vperm(b|i2b|t2b)$|vpmultishiftqb|vpcompress[bw]|vpexpand[bw]|vpsh[lr]dv?[wdq]|vpopcnt[bw]|vpshufbitqmb")
 BFLOAT16 = re.compile(r"vdpbf16ps|vcvtne2?ps2bf16")
-OTHERS = re.compile(r"v(aes|pclmul|gf2p8|p2intersect|sm[34]|sha)|v\w+(ph|sh|bf16)$|vpopcnt[dq]|vp(madd52|conflict|lzcnt)|vexp2|vr(cp|sqrt)28"
-                    r"|v4f|vp4dp|vscatterpf|vgatherpf")
+OTHERS = re.compile(
+    r"v(aes|pclmul|gf2p8|p2intersect|sm[34]|sha)|v\w+(ph|sh|bf16)$|vpopcnt[dq]|vp(madd52|conflict|lzcnt)|vexp2|vr(cp|sqrt)28"
+    r"|v4f|vp4dp|vscatterpf|vgatherpf"
+)
 F16C = {"vcvtps2ph", "vcvtph2ps"}
 LABEL = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 LINE = re.compile(r"^\s*[0-9a-f]+:\t((?:[0-9a-f]{2,8} )+)\s*(?:\t(.*))?$")
@@ -125,13 +127,15 @@ def functions_of_regions():
     simd = package() / "simd"
     text, found = (simd / "tier.inc.h").read_text(), {}
     for region, tier in REGIONS.items():
-        inside = text[text.index(f"#ifdef {region}"):]
+        inside = text[text.index(f"#ifdef {region}") :]
         names = set()
-        for header in re.findall(r'#include "(.*)"', inside[:re.search("#e(ndif|lse)", inside).start()]):
+        for header in re.findall(r'#include "(.*)"', inside[: re.search("#e(ndif|lse)", inside).start()]):
             source = (simd / header).read_text()
-            names.update(re.findall(r"^static\b.*?\bKV\((\w+)\)\s*\(", source, re.MULTILINE),
-                         re.findall(r"\bstatic void KV\((\w+)##\w+\)", source),
-                         re.findall(r"^KV_ATTEND\((\w+)", source, re.MULTILINE))
+            names.update(
+                re.findall(r"^static\b.*?\bKV\((\w+)\)\s*\(", source, re.MULTILINE),
+                re.findall(r"\bstatic void KV\((\w+)##\w+\)", source),
+                re.findall(r"^KV_ATTEND\((\w+)", source, re.MULTILINE),
+            )
         if not names:
             raise SystemExit(f"no function found in the region of {region} in simd/tier.inc.h")
         found |= dict.fromkeys(names, tier)

@@ -49,10 +49,12 @@ def check_wheel(path):
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
     info = {name.partition("/")[2] for name in names if re.match(r"kvfast-[^/]*\.dist-info/", name)}
-    yield from (f"{name} is missing in .dist-info" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "entry_points.txt")
-                if name not in info)  # fmt: skip
-    files = {MODULES.sub("", name) for name in names
-             if ".dist-info/" not in name and not re.match(r"kvfast\.libs/libgomp-", name)}  # fmt: skip
+    yield from (
+        f"{name} is missing in .dist-info"
+        for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "entry_points.txt")
+        if name not in info
+    )
+    files = {MODULES.sub("", name) for name in names if ".dist-info/" not in name and not re.match(r"kvfast\.libs/libgomp-", name)}
     known = {wanted(name) for name in tracked()} - {None} | {"kvfast/core/memoryviews"}  # Cython writes this one by itself
     yield from (f"{name} is missing" for name in sorted(known - files))
     yield from (f"{name} is of no use to a user" for name in sorted(files - known))

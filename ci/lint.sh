@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# ruff on Python, cython-lint on Cython, clang-format on the C that it understands (see .clang-format), and on all of them
+# ruff on Python, whose formatter sets every line, cython-lint on Cython, clang-format on the C that it understands (see .clang-format), and on all of them
 # what these do not tell of: tabs, blanks at the end of a line, and in C lines of more than 136 columns.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ruff check .
+ruff format --check --quiet .
 cython-lint kvfast
 clang-format --dry-run -Werror kvfast/simd/{layout.inc,pq.inc,rows.inc,seal.inc,isa/vec_scalar}.h
 if git grep -nIP '\t| +$' -- '*.h' '*.c' '*.py' '*.pyi' '*.pyx' '*.pxd' '*.sh' || git grep -nIP '^.{137}' -- 'kvfast/simd'; then

@@ -13,11 +13,17 @@ from kvfast import KVFormat
 
 HEADS, DIM, TOKENS = 2, 40, 150
 FORMATS = [
-    "float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int4-plain",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int8",
+    "k8v4",
+    "int4",
+    "int4-plain",
     KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block_size=32),
     KVFormat("int5/int3", rotation="kv", codebook="gaussian"),
     KVFormat("int4/int8", per_channel=True, block_size=32, num_float_tokens=2),
-]  # fmt: skip
+]
 rng = np.random.default_rng(0)
 
 

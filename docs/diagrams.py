@@ -88,7 +88,11 @@ def _empty(figure, width, height):
 
 
 def _box(axes, x, y, width, height):
-    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor="none", edgecolor=EDGE, linewidth=0.8))
+    axes.add_patch(
+        FancyBboxPatch(
+            (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor="none", edgecolor=EDGE, linewidth=0.8
+        )
+    )
 
 
 def _state(axes, x, y, name, text):

@@ -22,18 +22,36 @@ from kvfast.cli.bench.cases import MODELS
 
 FOLDER = Path(__file__).parent / "pictures"
 MODEL = MODELS["Llama-3-8B"]
-INK = "#777777"    # of text and axes
+INK = "#777777"  # of text and axes
 OTHERS = "#8c8c8c"  # of other runtimes
 COLOURS = {
-    "float32": "#8c8c8c", "float16": "#686868", "bfloat16": "#a8801f", "int8": "#2f78bd", "k8v4": "#8a5fbf", "int4": "#c94747",
-    "int8-plain": "#5b93c4", "int4-plain": "#d17a7a",
-}  # fmt: skip
+    "float32": "#8c8c8c",
+    "float16": "#686868",
+    "bfloat16": "#a8801f",
+    "int8": "#2f78bd",
+    "k8v4": "#8a5fbf",
+    "int4": "#c94747",
+    "int8-plain": "#5b93c4",
+    "int4-plain": "#d17a7a",
+}
 STYLE = {
-    "savefig.transparent": True, "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.titlecolor": INK,
-    "xtick.color": INK, "ytick.color": INK,
-    "svg.hashsalt": "kvfast", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.titlesize": 10.5,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 9,
-}  # fmt: skip
+    "savefig.transparent": True,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.hashsalt": "kvfast",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.titlesize": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+}
 
 
 def memory_data():
@@ -53,7 +71,9 @@ def speed_data():
     times = {}
     for one in results:
         if one["format"] in shown:
-            times.setdefault(str(one["num_threads"]), {}).setdefault(one["format"], {})[one["context"]] = one["seconds"] * MODEL.num_layers * 1e3
+            times.setdefault(str(one["num_threads"]), {}).setdefault(one["format"], {})[one["context"]] = (
+                one["seconds"] * MODEL.num_layers * 1e3
+            )
     series = {threads: {form: [ours[form][n] for n in contexts] for form in shown} for threads, ours in times.items()}
     return {"contexts": contexts, "milliseconds": series}
 
@@ -72,8 +92,10 @@ def compression_data():
 
 def precision_data():
     report = load("precision")
-    worst = [{"format": one["format"], "context": one["context"], "queries": one["queries"], "error": max(one["errors"].values())}
-             for one in report["attend"]]
+    worst = [
+        {"format": one["format"], "context": one["context"], "queries": one["queries"], "error": max(one["errors"].values())}
+        for one in report["attend"]
+    ]
     return {"attend": worst, "fidelity": report["fidelity"]}
 
 
@@ -117,10 +139,22 @@ def speed(figure, data):
 
 def accuracy(figure, data):
     """KL divergence and change of NLL over bits."""
-    places = {"bfloat16": (-6, 6), "int8": (6, -12), "int8-plain": (6, 4), "k8v4": (-4, -14), "int4": (6, -12), "int4-plain": (7, -3),
-              "q8_0": (-30, -4), "q8_0/q4_0": (7, 2), "q4_0": (7, -3)}  # fmt: skip
+    places = {
+        "bfloat16": (-6, 6),
+        "int8": (6, -12),
+        "int8-plain": (6, 4),
+        "k8v4": (-4, -14),
+        "int4": (6, -12),
+        "int4-plain": (7, -3),
+        "q8_0": (-30, -4),
+        "q8_0/q4_0": (7, 2),
+        "q4_0": (7, -3),
+    }
     left, right = figure.subplots(1, 2)
-    for axes, name, label in ((left, "kl", "KL divergence from a float32 cache, nats"), (right, "nll_difference", "change of NLL, nats")):
+    for axes, name, label in (
+        (left, "kl", "KL divergence from a float32 cache, nats"),
+        (right, "nll_difference", "change of NLL, nats"),
+    ):
         axes.set_yscale("log" if name == "kl" else "symlog", **({} if name == "kl" else {"linthresh": 1e-3}))
         _points(axes, data, name, places)
         axes.set_ylabel(label)
@@ -136,9 +170,13 @@ def texts(figure, data):
     colours = ("int8", "bfloat16", "int4", "k8v4")
     first = next(iter(data["texts"].values()))["results"]
     order = sorted(range(len(first)), key=lambda i: first[i]["bits_per_element"])
-    names = [first[i]["dtype"] + {None: "", False: ",\nsimulated", True: ",\nsimulated,\nwith floats"}[first[i].get("floats")] for i in order]
+    names = [
+        first[i]["dtype"] + {None: "", False: ",\nsimulated", True: ",\nsimulated,\nwith floats"}[first[i].get("floats")] for i in order
+    ]
     for (name, one), colour in zip(data["texts"].items(), colours):
-        axes.plot([one["results"][i]["kl"] for i in order], marker="o", markersize=5, linestyle="none", color=COLOURS[colour], label=name)
+        axes.plot(
+            [one["results"][i]["kl"] for i in order], marker="o", markersize=5, linestyle="none", color=COLOURS[colour], label=name
+        )
     axes.set_xticks(range(len(order)), [f"{name}\n{first[i]['bits_per_element']:.2f} bits" for name, i in zip(names, order)], size=8)
     axes.set_ylabel("KL divergence from a float32 cache, nats")
     axes.legend(loc="upper right")
@@ -146,8 +184,17 @@ def texts(figure, data):
 
 
 def compression(figure, data):
-    places = {"int4": (6, -4), "pq:16:64": (7, 0), "hybrid:4": (7, 0), "pq:256:32": (7, -6), "int4-plain": (7, -3), "pq:16:32": (-4, 6),
-              "hybrid:48:4": (6, 3), "pq:256:16": (-22, -13), "lowrank:56": (-56, -3)}  # fmt: skip
+    places = {
+        "int4": (6, -4),
+        "pq:16:64": (7, 0),
+        "hybrid:4": (7, 0),
+        "pq:256:32": (7, -6),
+        "int4-plain": (7, -3),
+        "pq:16:32": (-4, 6),
+        "hybrid:48:4": (6, 3),
+        "pq:256:16": (-22, -13),
+        "lowrank:56": (-56, -3),
+    }
     axes = figure.add_subplot(yscale="log", title="A finished prompt of 5,488 tokens, SmolLM2-135M-Instruct")
     _points(axes, data, "kl", places)
     axes.set_ylabel("KL divergence from a float32 cache, nats")
@@ -159,7 +206,14 @@ def precision(figure, data):
         ours = [one for one in data["attend"] if one["queries"] == queries]
         for form in dict.fromkeys(one["format"] for one in ours):
             rows = [one for one in ours if one["format"] == form]
-            axes.plot([one["context"] for one in rows], [one["error"] for one in rows], color=COLOURS[form], marker="o", markersize=3, label=form)
+            axes.plot(
+                [one["context"] for one in rows],
+                [one["error"] for one in rows],
+                color=COLOURS[form],
+                marker="o",
+                markersize=3,
+                label=form,
+            )
         for bound, text in ((1e-3, "contract"), (1e-5, "contract of float32")):
             axes.axhline(bound, color=INK, linewidth=0.8, linestyle="--")
             axes.annotate(text, (0, bound), (3, 3), xycoords=("axes fraction", "data"), textcoords="offset points", size=8)
@@ -177,7 +231,9 @@ def fidelity(figure, data):
     for one in data["fidelity"]:
         axes.plot(one["bits_per_element"], one["output_error"], "o", color=INK, markersize=4)
         above = one["format"] in ("int4-plain", "int8-plain", "bfloat16")
-        axes.annotate(one["format"], (one["bits_per_element"], one["output_error"]), (5, 4 if above else -10), textcoords="offset points", size=8)
+        axes.annotate(
+            one["format"], (one["bits_per_element"], one["output_error"]), (5, 4 if above else -10), textcoords="offset points", size=8
+        )
     axes.set_xlabel("bits per element, all that is stored")
     axes.set_ylabel("relative error of outputs")
     axes.set_ylim(1e-4, 1)
@@ -224,9 +280,18 @@ def _points(axes, rows, name, places):
     for runtime in runtimes:
         ours = [one for one in rows if one.get("runtime", "kvfast") == runtime]
         style = {"marker": "o", "color": COLOURS["int8"]} if runtime == "kvfast" else {"marker": "s", "color": OTHERS}
-        axes.plot([one["bits_per_element"] for one in ours], [one[name] for one in ours], linestyle="none", markersize=5, label=runtime, **style)
+        axes.plot(
+            [one["bits_per_element"] for one in ours],
+            [one[name] for one in ours],
+            linestyle="none",
+            markersize=5,
+            label=runtime,
+            **style,
+        )
         for one in ours:
-            axes.annotate(one["dtype"], (one["bits_per_element"], one[name]), places.get(one["dtype"], (6, 4)), textcoords="offset points", size=8)
+            axes.annotate(
+                one["dtype"], (one["bits_per_element"], one[name]), places.get(one["dtype"], (6, 4)), textcoords="offset points", size=8
+            )
     axes.set_xlabel("bits per element, scales included")
     _grid(axes)
 

@@ -70,7 +70,10 @@ def imports_of(text):
 def arrows():
     """Packages that each package imports: a dict of sorted lists."""
     return {
-        room: sorted({other for path in paths for _, other, _ in imports_of(path.read_text()) if other != room}, key=lambda other: (FLOOR_OF[other], other))
+        room: sorted(
+            {other for path in paths for _, other, _ in imports_of(path.read_text()) if other != room},
+            key=lambda other: (FLOOR_OF[other], other),
+        )
         for room, paths in rooms().items()
     }
 

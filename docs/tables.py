@@ -88,7 +88,9 @@ def accuracy():
     rows = []
     for one in load("accuracy")["results"]:
         name = f"`{one['dtype']}`" if one["runtime"] == "kvfast" else f"{one['runtime']} {one['dtype']}"
-        rows.append([name, f"{one['bits_per_element']:.2f}", f"{one['nll_difference']:+.4f}", f"{one['kl']:.4f}", _percent(one["top1"])])
+        rows.append(
+            [name, f"{one['bits_per_element']:.2f}", f"{one['nll_difference']:+.4f}", f"{one['kl']:.4f}", _percent(one["top1"])]
+        )
     return _table(["cache", "bits per element", "NLL change", "KL divergence", "same top token"], rows)
 
 
@@ -140,7 +142,9 @@ def compression():
         errors = [_percent(one[name]) for name in ("k_error", "v_error", "output_error")]
         name = f"`{one['dtype']}`" + (f" ({one['note']})" if one["note"] else "")
         rows.append([name, f"{one['bits_per_element']:.2f}", *errors, f"{one['nll_difference']:+.4f}", kl, _percent(one["top1"])])
-    return _table(["method", "bits per element", "error of K", "of V", "of outputs", "NLL change", "KL divergence", "same top token"], rows)
+    return _table(
+        ["method", "bits per element", "error of K", "of V", "of outputs", "NLL change", "KL divergence", "same top token"], rows
+    )
 
 
 def _ways(report, key, title):
@@ -196,8 +200,14 @@ def speed(name="decode"):
     for form in ("int4", "k8v4", "int8", "float16", "float32"):
         cells = [found[form, 32768, n] for n in threads]
         halves = [found["float16", 32768, n]["seconds"] / one["seconds"] for n, one in zip(threads, cells)]
-        rows.append([f"`{form}`", *(_time(one["seconds"]) for one in cells), *(f"{one['bandwidth_fraction']:.2f}" for one in cells),
-                     " / ".join(f"{ratio:.1f}x" for ratio in halves)])  # fmt: skip
+        rows.append(
+            [
+                f"`{form}`",
+                *(_time(one["seconds"]) for one in cells),
+                *(f"{one['bandwidth_fraction']:.2f}" for one in cells),
+                " / ".join(f"{ratio:.1f}x" for ratio in halves),
+            ]
+        )
     of = [f"of bandwidth, {_threads(n)}" for n in threads]
     return _table(["storage", *map(_threads, threads), *of, "float16 takes"], rows)
 
@@ -209,7 +219,9 @@ def prefill(name="decode"):
     rows = []
     for form in formats:
         cells = [found[(form, *column)] for column in columns]
-        rows.append([f"`{form}`", *(f"{one['operations'] / one['seconds'] / 1e9:,.0f} ({one['compute_fraction']:.2f})" for one in cells)])
+        rows.append(
+            [f"`{form}`", *(f"{one['operations'] / one['seconds'] / 1e9:,.0f} ({one['compute_fraction']:.2f})" for one in cells)]
+        )
     return _table(["storage", *(f"{tokens(context)}, {_threads(n)}" for context, n in columns)], rows)
 
 
@@ -229,7 +241,11 @@ def hard():
     beside one loud element of the values."""
     results = load("precision")["hard"]
     rows = [
-        [f"`{one['format']}`", *(f"{error:.1e}" for error in (*one["loud"].values(), one["peaked"], one["lone"])), f"{one['bound']:.0e}"]
+        [
+            f"`{one['format']}`",
+            *(f"{error:.1e}" for error in (*one["loud"].values(), one["peaked"], one["lone"])),
+            f"{one['bound']:.0e}",
+        ]
         for one in results
     ]
     return _table(["storage", *(f"loud by {loud}" for loud in results[0]["loud"]), "small weights", "lone value", "contract"], rows)
@@ -277,9 +293,27 @@ def _reason(text):
     return re.sub(r"layer \d+( of \w+)?", "a layer", re.sub(r"\w+Attention", "its attention", text))
 
 
-TABLES = {function.__name__: function for function in (
-    memory, dtypes, accuracy, texts, bits, retrieval, compression, documents, shift, decode, speed, prefill, precision, hard, peers,
-    architectures)}  # fmt: skip
+TABLES = {
+    function.__name__: function
+    for function in (
+        memory,
+        dtypes,
+        accuracy,
+        texts,
+        bits,
+        retrieval,
+        compression,
+        documents,
+        shift,
+        decode,
+        speed,
+        prefill,
+        precision,
+        hard,
+        peers,
+        architectures,
+    )
+}
 # The same of other machines.
 for machine in ("avx512", "zen4", "zen5"):
     TABLES |= {f"{table.__name__}_{machine}": partial(table, f"decode_{machine}") for table in (speed, prefill)}

@@ -5,13 +5,7 @@ All checks run before anything is written: a refused call leaves the cache as it
 
 from __future__ import annotations
 
-__all__ = [
-    "CacheFullError",
-    "CorruptFileError",
-    "DimensionMismatchError",
-    "IncompatibleSnapshotError",
-    "NonFiniteInputError",
-]
+__all__ = ["CacheFullError", "CorruptFileError", "DimensionMismatchError", "IncompatibleSnapshotError", "NonFiniteInputError"]
 
 
 class DimensionMismatchError(ValueError):

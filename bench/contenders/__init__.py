@@ -20,37 +20,61 @@ _ROWS = ["append int8", "append int4", "append int8-plain", "append int4-plain",
 
 # name: (module, what it stores for each kind of work); the module is imported in the contender's process only.
 PEERS = {
-    "kvfast": ("contenders.own", {
-        DECODE: ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8-plain", "int4-plain"],
-        BATCH: ["float16", "bfloat16", "int8", "k8v4", "int4"],
-        PREFILL: ["float16", "int8", "int4"],
-        QUANTISE: _ROWS,
-    }),
+    "kvfast": (
+        "contenders.own",
+        {
+            DECODE: ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8-plain", "int4-plain"],
+            BATCH: ["float16", "bfloat16", "int8", "k8v4", "int4"],
+            PREFILL: ["float16", "int8", "int4"],
+            QUANTISE: _ROWS,
+        },
+    ),
     "PyTorch SDPA": ("contenders.pytorch", {DECODE: ["float32", "bfloat16"], BATCH: ["bfloat16"], PREFILL: ["bfloat16"]}),
     "PyTorch SDPA, grouped": ("contenders.pytorch", {DECODE: ["float32", "bfloat16"], BATCH: ["bfloat16"]}),
     "PyTorch matmul": ("contenders.pytorch", {DECODE: ["bfloat16"], BATCH: ["bfloat16"]}),
     # No batches: as this operation is asked there, it gives no rows for several sequences.
     "OpenVINO": ("contenders.openvino_paged", {DECODE: ["f32", "bf16", "u8", "u4"], PREFILL: ["bf16", "u8", "u4"]}),
     "ONNX Runtime": ("contenders.onnx_gqa", {DECODE: ["f32", "int8", "int4"], BATCH: ["f32", "int8", "int4"], PREFILL: ["int8"]}),
-    "llama.cpp": ("contenders.ggml", {
-        DECODE: ["f16", "q8_0", "q4_0"],
-        BATCH: ["f16", "q8_0", "q4_0"],
-        PREFILL: ["f16", "q8_0", "q4_0"],
-        QUANTISE: ["q8_0", "q4_0", "quantize_q8_0", "quantize_q4_0"],
-    }),
-    "ik_llama.cpp": ("contenders.ik_llama", {
-        DECODE: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
-        BATCH: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
-        PREFILL: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
-    }),
-}  # fmt: skip
+    "llama.cpp": (
+        "contenders.ggml",
+        {
+            DECODE: ["f16", "q8_0", "q4_0"],
+            BATCH: ["f16", "q8_0", "q4_0"],
+            PREFILL: ["f16", "q8_0", "q4_0"],
+            QUANTISE: ["q8_0", "q4_0", "quantize_q8_0", "quantize_q4_0"],
+        },
+    ),
+    "ik_llama.cpp": (
+        "contenders.ik_llama",
+        {
+            DECODE: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
+            BATCH: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
+            PREFILL: ["f16", "bf16", "q8_0", "q8_KV", "q4_0"],
+        },
+    ),
+}
 
 # Which of kvfast's storages one of the same width is compared with.
 SAME_WIDTH = {
-    "float32": "float32", "f32": "float32", "float16": "float16", "f16": "float16", "bfloat16": "bfloat16",
-    "bf16": "bfloat16", "int8": "int8", "int8-plain": "int8", "u8": "int8", "q8_0": "int8", "q8_KV": "int8", "quantize_q8_0": "int8",
-    "k8v4": "k8v4", "int4": "int4", "int4-plain": "int4", "u4": "int4", "q4_0": "int4", "quantize_q4_0": "int4",
-}  # fmt: skip
+    "float32": "float32",
+    "f32": "float32",
+    "float16": "float16",
+    "f16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "int8": "int8",
+    "int8-plain": "int8",
+    "u8": "int8",
+    "q8_0": "int8",
+    "q8_KV": "int8",
+    "quantize_q8_0": "int8",
+    "k8v4": "k8v4",
+    "int4": "int4",
+    "int4-plain": "int4",
+    "u4": "int4",
+    "q4_0": "int4",
+    "quantize_q4_0": "int4",
+}
 
 # Relative error of the output that a storage may have: random rows, which nothing can predict, are the worst case,
 # and llama.cpp adds values up in half precision.

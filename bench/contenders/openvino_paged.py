@@ -17,9 +17,23 @@ except ImportError as error:
 
 BLOCK = 32  # tokens; the CPU plugin has no other size
 # The inputs that nothing here uses, in the operation's order behind max_context_len, and those in between.
-_BEHIND = [(0, "i32", ()), ([], "i32", (0,)), ([], "i32", (0,)), ([], "f32", (0,)), ([], "f32", (0,)), (0, "i32", ()),
-           (0, "i32", ()), ([], "f32", (0,)), (0, "i32", ()), ([], "i32", (0,)), ([], "i32", (0,)), ([], "i32", (0,)),
-           ([], "i32", (0,)), ([], "u8", (0,)), ([], "i32", (0,))]  # fmt: skip
+_BEHIND = [
+    (0, "i32", ()),
+    ([], "i32", (0,)),
+    ([], "i32", (0,)),
+    ([], "f32", (0,)),
+    ([], "f32", (0,)),
+    (0, "i32", ()),
+    (0, "i32", ()),
+    ([], "f32", (0,)),
+    (0, "i32", ()),
+    ([], "i32", (0,)),
+    ([], "i32", (0,)),
+    ([], "i32", (0,)),
+    ([], "i32", (0,)),
+    ([], "u8", (0,)),
+    ([], "i32", (0,)),
+]
 _TABLES = {"past_lens": [-1], "subsequence_begins": [-1], "block_indices": [-1], "block_indices_begins": [-1]}
 
 

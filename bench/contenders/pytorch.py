@@ -27,11 +27,7 @@ class Contender:
         self.mask = torch.from_numpy(work.mask()) if work.kind == PREFILL else None
         self.q = q
         self.rows = q.reshape(work.sequences, work.num_kv_heads, -1, work.head_dim)  # one token: heads of a group side by side
-        self.attend = {
-            "PyTorch SDPA": self._sdpa,
-            "PyTorch SDPA, grouped": self._grouped,
-            "PyTorch matmul": self._matmul,
-        }[name]
+        self.attend = {"PyTorch SDPA": self._sdpa, "PyTorch SDPA, grouped": self._grouped, "PyTorch matmul": self._matmul}[name]
 
     def _sdpa(self, k, v):
         return scaled_dot_product_attention(self.q, k, v, attn_mask=self.mask, enable_gqa=True)

@@ -69,9 +69,7 @@ def _find(cell, peer, storage):
 
 
 def _main_table(cells):
-    names = {
-        (one["peer"], one["storage"]): None for cell in cells for one in cell["results"] if one["status"] != "missing"
-    }
+    names = {(one["peer"], one["storage"]): None for cell in cells for one in cell["results"] if one["status"] != "missing"}
     rows = [[" ".join(name), *(_entry(cell, _find(cell, *name)) for cell in cells)] for name in names]
     return _rows(["cache" if cells[0]["kind"] != QUANTISE else "rows", *map(_column, cells)], rows)
 
@@ -81,9 +79,8 @@ def _aim(cell, own, wanted):
     ratios = [
         (one["times_kvfast"][own], f"{one['peer']} {one['storage']}")
         for one in cell["results"]
-        if one["peer"] != "kvfast" and one["status"] == "timed" and one["times_kvfast"].get(own)
-        and wanted(one["peer"], one["storage"])
-    ]  # fmt: skip
+        if one["peer"] != "kvfast" and one["status"] == "timed" and one["times_kvfast"].get(own) and wanted(one["peer"], one["storage"])
+    ]
     return min(ratios, default=None)
 
 

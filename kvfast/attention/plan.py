@@ -111,11 +111,15 @@ class AttendPlan:
         tiles = f"{self.tile} tokens" + (f", {self.float_tile} of float rows" if self.float_tile else "")
         uncounted = f" ({self.uncounted:,} not counted)" if self.uncounted else ""
         lines = [
-            (f"attend of {_count(tokens, 'token')} x {heads} heads ({self.q_dtype}) to {_count(self.context, 'token')}{uncounted} x "
-             f"{self.num_kv_heads} KV heads of {dims}, {self.storage}"),
+            (
+                f"attend of {_count(tokens, 'token')} x {heads} heads ({self.q_dtype}) to {_count(self.context, 'token')}{uncounted} x "
+                f"{self.num_kv_heads} KV heads of {dims}, {self.storage}"
+            ),
             f"tier     {self.isa}: {kernels}",
-            (f"work     {_count(self.num_tasks, 'task')} on {_count(self.num_threads, 'thread')}; tiles of {tiles}; "
-             f"up to {_count(self.rows, 'query row')} a pass"),
+            (
+                f"work     {_count(self.num_tasks, 'task')} on {_count(self.num_threads, 'thread')}; tiles of {tiles}; "
+                f"up to {_count(self.rows, 'query row')} a pass"
+            ),
         ]
         for item in self.items[:MOST_ITEMS]:
             lines.append(
@@ -126,8 +130,10 @@ class AttendPlan:
         if len(self.items) > MOST_ITEMS:
             lines.append(f"         and {len(self.items) - MOST_ITEMS} more")
         lines += [
-            (f"reads    {_size(self.bytes_read)}: codes {_size(self.code_bytes)}, scales {_size(self.scale_bytes)}, "
-             f"float rows {_size(self.float_bytes)}"),
+            (
+                f"reads    {_size(self.bytes_read)}: codes {_size(self.code_bytes)}, scales {_size(self.scale_bytes)}, "
+                f"float rows {_size(self.float_bytes)}"
+            ),
             f"computes {self.operations / 1e6:,.1f} million operations",
         ]
         lines += [f"note     {note}" for note in self.notes]

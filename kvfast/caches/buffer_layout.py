@@ -43,9 +43,18 @@ class BufferLayout:
         return self.num_blocks * sum(self.block_nbytes)
 
 
-def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int | None = None,
-                  dtype: Any = "int8", k_dtype: Any = None, v_dtype: Any = None, v_head_dim: int | None = None,
-                  rope_dim: int | None = None) -> BufferLayout:
+def buffer_layout(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_blocks: int,
+    block_size: int | None = None,
+    dtype: Any = "int8",
+    k_dtype: Any = None,
+    v_dtype: Any = None,
+    v_head_dim: int | None = None,
+    rope_dim: int | None = None,
+) -> BufferLayout:
     """Size and alignment of memory for the blocks of a `PagedKVCache`, or with `rope_dim` of a `PagedMLAKVCache`.
 
     Parameters
@@ -80,9 +89,11 @@ def buffer_layout(num_layers: int, num_kv_heads: int, head_dim: int, num_blocks:
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
     else:
         if num_kv_heads != 1 or not (k_dtype is v_dtype is v_head_dim is None):
-            raise ValueError(f"latent rows (rope_dim={shown(rope_dim)}) have one head and no values of their own, got "
-                             f"num_kv_heads={shown(num_kv_heads)}, k_dtype={shown(k_dtype)}, v_dtype={shown(v_dtype)}, "
-                             f"v_head_dim={shown(v_head_dim)}")  # fmt: skip
+            raise ValueError(
+                f"latent rows (rope_dim={shown(rope_dim)}) have one head and no values of their own, got "
+                f"num_kv_heads={shown(num_kv_heads)}, k_dtype={shown(k_dtype)}, v_dtype={shown(v_dtype)}, "
+                f"v_head_dim={shown(v_head_dim)}"
+            )
         _, head_dim, rope_dim, formats = checked_sizes(num_layers, head_dim, rope_dim, dtype)
     block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
     v_head_dim = head_dim if v_head_dim is None else v_head_dim

@@ -83,9 +83,19 @@ class KVCache(SequenceCache):
 
     __slots__ = ()
 
-    def __init__(self, num_layers: int, num_kv_heads: int | Sequence[int], head_dim: int | Sequence[int], max_seq_len: int | None = None,
-                 dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None, block_size: int | None = None,
-                 secure: bool = False, v_head_dim: int | None | Sequence[int | None] = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        max_seq_len: int | None = None,
+        dtype: Any = "int4",
+        k_dtype: Any = None,
+        v_dtype: Any = None,
+        block_size: int | None = None,
+        secure: bool = False,
+        v_head_dim: int | None | Sequence[int | None] = None,
+    ) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
@@ -96,8 +106,18 @@ class KVCache(SequenceCache):
 
         def new_table(shape, layers):
             *shape, v_dim = shape
-            return BlockTable(BlockPool(len(layers), *shape, block_size, [formats[i] for i in layers], num_blocks,
-                                        max_seq_len is None, secure=secure, v_head_dim=v_dim))
+            return BlockTable(
+                BlockPool(
+                    len(layers),
+                    *shape,
+                    block_size,
+                    [formats[i] for i in layers],
+                    num_blocks,
+                    max_seq_len is None,
+                    secure=secure,
+                    v_head_dim=v_dim,
+                )
+            )
 
         self._buffer = buffer_of(shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers), new_table, max_seq_len)
 

@@ -1,6 +1,5 @@
 """Latent rows, each a latent followed by a rotary part: checks and properties that all their caches share."""
 
-
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.codec.formats import PRESETS, KVFormat, formats_of
 from kvfast.core.checks import check_size
@@ -27,8 +26,10 @@ def latent_format(fmt):
     if fmt.calibration is not None:
         raise ValueError("a calibration is for keys, and latent rows are keys and values at once")
     if fmt.seals or fmt.num_float_tokens:
-        raise ValueError(f"latent rows are keys and values at once and need a format with a scale per token and without tokens "
-                         f"that stay floats, got {fmt}")  # fmt: skip
+        raise ValueError(
+            f"latent rows are keys and values at once and need a format with a scale per token and without tokens "
+            f"that stay floats, got {fmt}"
+        )
     return fmt
 
 
@@ -41,8 +42,9 @@ class LatentRows(StorageProperties):
         """Latents and rotary parts of tokens, (num_tokens, 1, dim). The second is None if rope_dim is 0."""
         rows = as_array(latent, "latent")
         if rows.ndim != 2 or rows.shape[1] != self.head_dim or len(rows) == 0:
-            raise DimensionMismatchError(f"latent must have shape (num_tokens, {self.latent_dim} + {self.rope_dim}) and at least "
-                                         f"one token, got {rows.shape}")  # fmt: skip
+            raise DimensionMismatchError(
+                f"latent must have shape (num_tokens, {self.latent_dim} + {self.rope_dim}) and at least one token, got {rows.shape}"
+            )
         return self._parts(rows[:, None])
 
     def _query_parts(self, q):
@@ -61,8 +63,9 @@ class LatentRows(StorageProperties):
 
     def _check_query_shape(self, shape):
         if len(shape) != 3 or shape[2] != self.head_dim:
-            raise DimensionMismatchError(f"q must have shape (num_tokens, num_q_heads, {self.latent_dim} + {self.rope_dim}), "
-                                         f"got {tuple(shape)}")  # fmt: skip
+            raise DimensionMismatchError(
+                f"q must have shape (num_tokens, num_q_heads, {self.latent_dim} + {self.rope_dim}), got {tuple(shape)}"
+            )
 
     def _parts(self, rows):
         return rows[..., : self.latent_dim], rows[..., self.latent_dim :] if self.rope_dim else None

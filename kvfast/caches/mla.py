@@ -75,12 +75,13 @@ class LatentSequence(LatentRows, StoredSequence):
         k, v, down_k, down_v = _floats(k, "k"), _floats(v, "v"), _floats(down_k, "down_k"), _floats(down_v, "down_v")
         tokens, heads, width = k.shape
         k_dim, v_dim = width - self.rope_dim, v.shape[2]
-        expected = {"v": (tokens, heads, v_dim), "down_k": (heads, k_dim, self.latent_dim),
-                    "down_v": (heads, v_dim, self.latent_dim)}  # fmt: skip
+        expected = {"v": (tokens, heads, v_dim), "down_k": (heads, k_dim, self.latent_dim), "down_v": (heads, v_dim, self.latent_dim)}
         for (name, shape), array in zip(expected.items(), (v, down_k, down_v)):
             if array.shape != shape:
-                raise DimensionMismatchError(f"{name} must have shape {shape}, as k has {k.shape} and rows have {self.latent_dim} "
-                                             f"+ {self.rope_dim} elements, got {array.shape}")  # fmt: skip
+                raise DimensionMismatchError(
+                    f"{name} must have shape {shape}, as k has {k.shape} and rows have {self.latent_dim} "
+                    f"+ {self.rope_dim} elements, got {array.shape}"
+                )
         rope = k[:, :1, k_dim:]
         if not np.array_equal(np.broadcast_to(rope, (tokens, heads, self.rope_dim)), k[:, :, k_dim:], equal_nan=True):
             raise ValueError(f"the last {self.rope_dim} elements of k must be the same in all heads: they are one rotary part")
@@ -125,12 +126,24 @@ class LatentSequence(LatentRows, StoredSequence):
         with np.errstate(over="ignore", invalid="ignore"):  # which is found below
             k, v = (np.tensordot(latent[:, 0], up, 1) for up in (up_k, up_v))
         if not (np.isfinite(k).all() and np.isfinite(v).all()):
-            raise NonFiniteInputError("latents and up-projections are not finite, or too large together: keys or values are beyond float32")
+            raise NonFiniteInputError(
+                "latents and up-projections are not finite, or too large together: keys or values are beyond float32"
+            )
         return np.concatenate((k, np.broadcast_to(rope, (*k.shape[:2], self.rope_dim))), axis=2), v
 
-    def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
-               causal: bool = True, softcap: float | None = None, return_lse: bool = False, num_splits: int = 0,
-               num_threads: int | None = None) -> Any:  # fmt: skip
+    def attend(
+        self,
+        layer: int,
+        q: ArrayLike,
+        *,
+        out: NDArray[Any] | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        num_splits: int = 0,
+        num_threads: int | None = None,
+    ) -> Any:
         """Attention of the last tokens to all that a layer holds, in latents, computed on the stored bytes.
 
         Scores are ``scale * (q . row)`` over the whole row; the output is the weighted sum of latents. With a model's
@@ -160,12 +173,20 @@ class LatentSequence(LatentRows, StoredSequence):
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
         latent, rope = self._query_parts(q)
-        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits,
-                          num_threads)  # fmt: skip
+        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits, num_threads)
         return self._buffer.attend(layer, latent, None, options, rope)
 
-    def explain(self, q_shape: Any = 1, layer: int = 0, *, num_q_heads: int = 1, dtype: Any = "float32",
-                causal: bool = True, num_splits: int = 0, num_threads: int | None = None) -> AttendPlan:
+    def explain(
+        self,
+        q_shape: Any = 1,
+        layer: int = 0,
+        *,
+        num_q_heads: int = 1,
+        dtype: Any = "float32",
+        causal: bool = True,
+        num_splits: int = 0,
+        num_threads: int | None = None,
+    ) -> AttendPlan:
         """Plan of the `attend` call without running it; see `KVCache.explain`. Its sizes leave out the rotary part.
 
         Parameters
@@ -259,16 +280,25 @@ class MLAKVCache(LatentSequence):
 
     __slots__ = ()
 
-    def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, max_seq_len: int | None = None,
-                 dtype: Any = "int8", block_size: int | None = None, secure: bool = False) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        latent_dim: int,
+        rope_dim: int,
+        max_seq_len: int | None = None,
+        dtype: Any = "int8",
+        block_size: int | None = None,
+        secure: bool = False,
+    ) -> None:
         num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
         block_size = check_block_size(BLOCK_SIZE if block_size is None else block_size)
         num_blocks = GROW_BLOCKS
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
             num_blocks = -(-max_seq_len // block_size)
-        pool = BlockPool(num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim,
-                         secure=secure)
+        pool = BlockPool(
+            num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim, secure=secure
+        )
         table = BlockTable(pool)
         self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
 

@@ -33,8 +33,7 @@ class _Heads:
 
     __slots__ = ()
 
-    def attention_scores(self, queries: ArrayLike, *, softmax: bool = False,
-                         num_threads: int | None = None) -> NDArray[np.float32]:
+    def attention_scores(self, queries: ArrayLike, *, softmax: bool = False, num_threads: int | None = None) -> NDArray[np.float32]:
         """Scores of each query with all tokens of its head, ``q . k / sqrt(head_dim)``.
 
         Parameters
@@ -377,8 +376,10 @@ class MultiHeadKVCache(_Heads):
         return self._buffer.nbytes
 
     def __repr__(self) -> str:
-        return (f"MultiHeadKVCache({self.num_heads} heads x {self.head_dim}, {self.config.format}, {len(self)} tokens, "
-                f"{size_text(self.nbytes)})")  # fmt: skip
+        return (
+            f"MultiHeadKVCache({self.num_heads} heads x {self.head_dim}, {self.config.format}, {len(self)} tokens, "
+            f"{size_text(self.nbytes)})"
+        )
 
 
 class HeadView(_Heads):

@@ -116,7 +116,9 @@ def tokens(given: Any, name: Any, count: Any, dim: Any) -> Any:
     good = np.abs(array) <= MAX_ROTATED
     if not good.all():
         where = np.argwhere(~good)[0].tolist()
-        raise NonFiniteInputError(f"{name} must be finite, and at most {MAX_ROTATED:g} in magnitude, got {array[tuple(where)]} at {where}")
+        raise NonFiniteInputError(
+            f"{name} must be finite, and at most {MAX_ROTATED:g} in magnitude, got {array[tuple(where)]} at {where}"
+        )
     return np.array(array, order="C")
 
 

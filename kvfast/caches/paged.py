@@ -97,14 +97,34 @@ class PagedKVCache(PagedStorage):
 
     _sequence = Sequence
 
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, num_blocks: int,
-                 block_size: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
-                 secure: bool = False, sliding_window: int | None = None, num_sink_tokens: int = 0,
-                 rollback: int = ROLLBACK, v_head_dim: int | None = None, buffer: Any = None) -> None:
-        for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim), ("sliding_window", sliding_window)):
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_size: int | None = None,
+        dtype: Any = "int4",
+        k_dtype: Any = None,
+        v_dtype: Any = None,
+        secure: bool = False,
+        sliding_window: int | None = None,
+        num_sink_tokens: int = 0,
+        rollback: int = ROLLBACK,
+        v_head_dim: int | None = None,
+        buffer: Any = None,
+    ) -> None:
+        for name, value in (
+            ("num_kv_heads", num_kv_heads),
+            ("head_dim", head_dim),
+            ("v_head_dim", v_head_dim),
+            ("sliding_window", sliding_window),
+        ):
             if isinstance(value, (list, tuple)):
-                raise TypeError(f"{name} must be one number for all layers of a pool, got {shown(value)}: for layers that differ make "
-                                f"a PagedKVCache for each kind, and a sequence in each of them")
+                raise TypeError(
+                    f"{name} must be one number for all layers of a pool, got {shown(value)}: for layers that differ make "
+                    f"a PagedKVCache for each kind, and a sequence in each of them"
+                )
         num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
         formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
         block_size = block_size_of(formats, block_size, BLOCK_SIZE)
@@ -116,15 +136,33 @@ class PagedKVCache(PagedStorage):
             if num_sink_tokens:
                 raise ValueError(f"num_sink_tokens needs a sliding_window, as all tokens are kept without one, got {num_sink_tokens}")
             ring = None
-            self._alone = KVCache(num_layers, num_kv_heads, head_dim, dtype=formats, block_size=block_size,
-                                  v_head_dim=v_head_dim)
+            self._alone = KVCache(num_layers, num_kv_heads, head_dim, dtype=formats, block_size=block_size, v_head_dim=v_head_dim)
         else:
             window = check_size(sliding_window, "sliding_window", 1, MAX_TOKENS)
-            self._alone = RingKVCache(num_layers, num_kv_heads, head_dim, window, num_sink_tokens, formats, rollback=rollback,
-                                      block_size=block_size, v_head_dim=v_head_dim)
+            self._alone = RingKVCache(
+                num_layers,
+                num_kv_heads,
+                head_dim,
+                window,
+                num_sink_tokens,
+                formats,
+                rollback=rollback,
+                block_size=block_size,
+                v_head_dim=v_head_dim,
+            )
             ring = window, num_sink_tokens, rollback
-        super().__init__(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, secure=secure,
-                         v_head_dim=v_head_dim, ring=ring, buffer=buffer)
+        super().__init__(
+            num_layers,
+            num_kv_heads,
+            head_dim,
+            num_blocks,
+            block_size,
+            formats,
+            secure=secure,
+            v_head_dim=v_head_dim,
+            ring=ring,
+            buffer=buffer,
+        )
 
     @property
     def sliding_window(self) -> int | None:
@@ -141,8 +179,7 @@ class PagedKVCache(PagedStorage):
         """Number of tokens that `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
         return getattr(self._alone, "rollback", None)
 
-    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *,
-                     zero_nonfinite: bool = False) -> None:
+    def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store tokens of several sequences.
 
         Parameters
@@ -166,11 +203,23 @@ class PagedKVCache(PagedStorage):
         """
         self._buffer.append_batch(layer, k, v, slot_mapping, zero_nonfinite)
 
-    def write_batch(self, layer: int, qkv: ArrayLike, slot_mapping: ArrayLike, *, num_q_heads: int | None = None,
-                    cos: ArrayLike | None = None, sin: ArrayLike | None = None, positions: ArrayLike | None = None,
-                    q_norm: ArrayLike | None = None, k_norm: ArrayLike | None = None, eps: float = 1e-6,
-                    interleaved: bool = False, out: NDArray[Any] | None = None,
-                    num_threads: int | None = None) -> NDArray[Any]:
+    def write_batch(
+        self,
+        layer: int,
+        qkv: ArrayLike,
+        slot_mapping: ArrayLike,
+        *,
+        num_q_heads: int | None = None,
+        cos: ArrayLike | None = None,
+        sin: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        q_norm: ArrayLike | None = None,
+        k_norm: ArrayLike | None = None,
+        eps: float = 1e-6,
+        interleaved: bool = False,
+        out: NDArray[Any] | None = None,
+        num_threads: int | None = None,
+    ) -> NDArray[Any]:
         """Split a fused projection of the tokens of several sequences, and store their keys and values.
 
         Parameters
@@ -190,13 +239,29 @@ class PagedKVCache(PagedStorage):
         of_k = Transform(self.head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         return self._buffer.write_batch(layer, qkv, slot_mapping, num_q_heads, of_q, of_k, out, num_threads)
 
-    def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
-                     seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
-                     out: NDArray[Any] | None = None, scale: float | None = None, causal: bool = True,
-                     softcap: float | None = None, sliding_window: int | None = None,
-                     num_sink_tokens: int | None = None, sinks: ArrayLike | None = None,
-                     alibi_slopes: ArrayLike | None = None, return_lse: bool = False, num_splits: int = 0,
-                     num_threads: int | None = None, attention_chunk_size: int | None = None) -> Any:
+    def attend_batch(
+        self,
+        layer: int,
+        q: ArrayLike,
+        sequences: Any = None,
+        *,
+        block_table: ArrayLike | None = None,
+        seq_lens: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        cascade: bool = True,
+        out: NDArray[Any] | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        num_sink_tokens: int | None = None,
+        sinks: ArrayLike | None = None,
+        alibi_slopes: ArrayLike | None = None,
+        return_lse: bool = False,
+        num_splits: int = 0,
+        num_threads: int | None = None,
+        attention_chunk_size: int | None = None,
+    ) -> Any:
         """Attention of a ragged batch, prompts and single tokens mixed.
 
         Parameters
@@ -231,17 +296,41 @@ class PagedKVCache(PagedStorage):
         ------
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
-        options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
-                          num_splits, num_threads, attention_chunk_size)
-        return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options,
-                                         cascade)
+        options = Options(
+            out,
+            scale,
+            causal,
+            softcap,
+            sliding_window,
+            num_sink_tokens,
+            sinks,
+            alibi_slopes,
+            return_lse,
+            num_splits,
+            num_threads,
+            attention_chunk_size,
+        )
+        return self._buffer.attend_batch(layer, q, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)
 
-    def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *,
-                      block_table: ArrayLike | None = None, seq_lens: ArrayLike | None = None,
-                      cu_seqlens_q: ArrayLike | None = None, cascade: bool = True, num_q_heads: int | None = None,
-                      dtype: Any = "float32", causal: bool = True, sliding_window: int | None = None,
-                      num_sink_tokens: int | None = None, num_splits: int = 0,
-                      num_threads: int | None = None, attention_chunk_size: int | None = None) -> AttendPlan:
+    def explain_batch(
+        self,
+        q_shape: Any,
+        sequences: Any = None,
+        layer: int = 0,
+        *,
+        block_table: ArrayLike | None = None,
+        seq_lens: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        cascade: bool = True,
+        num_q_heads: int | None = None,
+        dtype: Any = "float32",
+        causal: bool = True,
+        sliding_window: int | None = None,
+        num_sink_tokens: int | None = None,
+        num_splits: int = 0,
+        num_threads: int | None = None,
+        attention_chunk_size: int | None = None,
+    ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
         Parameters
@@ -256,7 +345,14 @@ class PagedKVCache(PagedStorage):
         -------
         AttendPlan
         """
-        options = Options(causal=causal, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
-                          num_splits=num_splits, num_threads=num_threads, attention_chunk_size=attention_chunk_size)
-        return self._buffer.explain_batch(layer, q_shape, num_q_heads, dtype,
-                                          *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade)
+        options = Options(
+            causal=causal,
+            sliding_window=sliding_window,
+            num_sink_tokens=num_sink_tokens,
+            num_splits=num_splits,
+            num_threads=num_threads,
+            attention_chunk_size=attention_chunk_size,
+        )
+        return self._buffer.explain_batch(
+            layer, q_shape, num_q_heads, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
+        )

@@ -84,11 +84,29 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
 
     _sequence = MLASequence
 
-    def __init__(self, num_layers: int, latent_dim: int, rope_dim: int, num_blocks: int, block_size: int | None = None,
-                 dtype: Any = "int8", secure: bool = False, buffer: Any = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        latent_dim: int,
+        rope_dim: int,
+        num_blocks: int,
+        block_size: int | None = None,
+        dtype: Any = "int8",
+        secure: bool = False,
+        buffer: Any = None,
+    ) -> None:
         num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
-        super().__init__(num_layers, 1, latent_dim, num_blocks, BLOCK_SIZE if block_size is None else block_size, formats, rope_dim,
-                         secure, buffer=buffer)
+        super().__init__(
+            num_layers,
+            1,
+            latent_dim,
+            num_blocks,
+            BLOCK_SIZE if block_size is None else block_size,
+            formats,
+            rope_dim,
+            secure,
+            buffer=buffer,
+        )
 
     def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store rows of several sequences.
@@ -110,11 +128,24 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         """
         self._buffer.append_batch(layer, *self._row_parts(latent), slot_mapping, zero_nonfinite)
 
-    def attend_batch(self, layer: int, q: ArrayLike, sequences: Any = None, *, block_table: ArrayLike | None = None,
-                     seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
-                     out: NDArray[Any] | None = None, scale: float | None = None, causal: bool = True,
-                     softcap: float | None = None, return_lse: bool = False, num_splits: int = 0,
-                     num_threads: int | None = None) -> Any:  # fmt: skip
+    def attend_batch(
+        self,
+        layer: int,
+        q: ArrayLike,
+        sequences: Any = None,
+        *,
+        block_table: ArrayLike | None = None,
+        seq_lens: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        cascade: bool = True,
+        out: NDArray[Any] | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        softcap: float | None = None,
+        return_lse: bool = False,
+        num_splits: int = 0,
+        num_threads: int | None = None,
+    ) -> Any:
         """Attention of a ragged batch in latents; prompts and single tokens may be mixed.
 
         Parameters
@@ -140,15 +171,27 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
         latent, rope = self._query_parts(q)
-        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits,
-                          num_threads)  # fmt: skip
-        return self._buffer.attend_batch(layer, latent, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options,
-                                         cascade, rope)  # fmt: skip
+        options = Options(out, self._scale_or(scale), causal, softcap, None, None, None, None, return_lse, num_splits, num_threads)
+        return self._buffer.attend_batch(
+            layer, latent, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade, rope
+        )
 
-    def explain_batch(self, q_shape: Any, sequences: Any = None, layer: int = 0, *, block_table: ArrayLike | None = None,
-                      seq_lens: ArrayLike | None = None, cu_seqlens_q: ArrayLike | None = None, cascade: bool = True,
-                      num_q_heads: int = 1, dtype: Any = "float32", causal: bool = True, num_splits: int = 0,
-                      num_threads: int | None = None) -> AttendPlan:  # fmt: skip
+    def explain_batch(
+        self,
+        q_shape: Any,
+        sequences: Any = None,
+        layer: int = 0,
+        *,
+        block_table: ArrayLike | None = None,
+        seq_lens: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        cascade: bool = True,
+        num_q_heads: int = 1,
+        dtype: Any = "float32",
+        causal: bool = True,
+        num_splits: int = 0,
+        num_threads: int | None = None,
+    ) -> AttendPlan:
         """Plan of the `attend_batch` call without running it; see `KVCache.explain`.
 
         Parameters
@@ -164,5 +207,6 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         """
         shape = self._latent_shape(q_shape, num_q_heads)
         options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
-        return self._buffer.explain_batch(layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q),
-                                          options, cascade)  # fmt: skip
+        return self._buffer.explain_batch(
+            layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
+        )

@@ -132,8 +132,13 @@ class PagedSequence(StoredSequence):
     copy = fork
     __copy__ = fork
 
-    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None, *,
-                 uncounted: Literal["raise", "drop"] = "raise") -> Snapshot:
+    def snapshot(
+        self,
+        token_ids: ArrayLike | None = None,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        uncounted: Literal["raise", "drop"] = "raise",
+    ) -> Snapshot:
         known = [token_ids, b""]
 
         def take_ids():
@@ -166,7 +171,9 @@ class PagedSequence(StoredSequence):
         if len(self):
             self._salt = self._own_salt or salt
         try:
-            if token_ids is not None and self._salt is not None and not self._buffer.is_spliced:  # whose blocks do not follow from the tokens before them
+            if (
+                token_ids is not None and self._salt is not None and not self._buffer.is_spliced
+            ):  # whose blocks do not follow from the tokens before them
                 self._token_ids = token_ids.tolist()
                 self._make_known()
         except MemoryError:

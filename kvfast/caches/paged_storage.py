@@ -30,12 +30,25 @@ class PagedStorage(StorageProperties):
 
     _sequence = PagedSequence  # class of its sequences
 
-    def __init__(self, num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim=None, secure=False,
-                 v_head_dim=None, ring=None, buffer=None):
+    def __init__(
+        self,
+        num_layers,
+        num_kv_heads,
+        head_dim,
+        num_blocks,
+        block_size,
+        formats,
+        rope_dim=None,
+        secure=False,
+        v_head_dim=None,
+        ring=None,
+        buffer=None,
+    ):
         if buffer is not None and secure:
             raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
-        self._buffer = PagedBuffer(num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim,
-                                   ring, buffer)
+        self._buffer = PagedBuffer(
+            num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim, ring, buffer
+        )
         self._prompts = None, "", False, None  # see `use_prompt_cache`
 
     def new_sequence(self, *, salt: bytes = b"") -> Any:
@@ -197,8 +210,15 @@ class PagedStorage(StorageProperties):
             raise ValueError(f"num_tokens must be one number or {len(tables)}, one per sequence, got {len(counts)}")
         return self._buffer.slot_mapping(tables, [check_size(n, "num_tokens", 0, MAX_TOKENS) for n in counts])
 
-    def prepare_batch(self, block_table: ArrayLike, seq_lens: ArrayLike, cu_seqlens_q: ArrayLike | None = None,
-                      slot_mapping: ArrayLike | None = None, *, max_num_seqs: int | None = None) -> PreparedBatch:
+    def prepare_batch(
+        self,
+        block_table: ArrayLike,
+        seq_lens: ArrayLike,
+        cu_seqlens_q: ArrayLike | None = None,
+        slot_mapping: ArrayLike | None = None,
+        *,
+        max_num_seqs: int | None = None,
+    ) -> PreparedBatch:
         """Check the tables of another scheduler for one step, once for all layers.
 
         Parameters

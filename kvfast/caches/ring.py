@@ -91,12 +91,26 @@ class RingKVCache(SequenceCache):
 
     __slots__ = ("_interleaved", "_num_sink_tokens", "_rollback", "_rope", "_windows")
 
-    def __init__(self, num_layers: int, num_kv_heads: int | Sequence[int], head_dim: int | Sequence[int],
-                 window: int | None | Sequence[int | None], num_sink_tokens: int = 0, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None,
-                 rollback: int = ROLLBACK, rope: Literal['cache'] | None = None, rope_theta: float = 10000.0,
-                 rotary_dim: int | None = None, rope_frequencies: ArrayLike | None = None,
-                 rope_interleaved: bool = False, secure: bool = False, block_size: int | None = None,
-                 v_head_dim: int | None | Sequence[int | None] = None) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        window: int | None | Sequence[int | None],
+        num_sink_tokens: int = 0,
+        dtype: Any = "int4",
+        k_dtype: Any = None,
+        v_dtype: Any = None,
+        rollback: int = ROLLBACK,
+        rope: Literal["cache"] | None = None,
+        rope_theta: float = 10000.0,
+        rotary_dim: int | None = None,
+        rope_frequencies: ArrayLike | None = None,
+        rope_interleaved: bool = False,
+        secure: bool = False,
+        block_size: int | None = None,
+        v_head_dim: int | None | Sequence[int | None] = None,
+    ) -> None:
         num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
         shapes = shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers)
         dims = [check_size(one, "head_dim", 1, MAX_HEAD_DIM) for _, one, _ in shapes]
@@ -132,8 +146,7 @@ class RingKVCache(SequenceCache):
         def new_table(kind, layers):
             one, *shape, v_dim = kind
             held = GROW_BLOCKS if one is None else ring_blocks(one + rollback, num_sink_tokens, block_size)
-            pool = BlockPool(len(layers), *shape, block_size, [formats[i] for i in layers], held, True, secure=secure,
-                             v_head_dim=v_dim)
+            pool = BlockPool(len(layers), *shape, block_size, [formats[i] for i in layers], held, True, secure=secure, v_head_dim=v_dim)
             return BlockTable(pool) if one is None else RingTable(pool, one, num_sink_tokens, rollback)
 
         self._buffer = buffer_of([(one, *shape) for one, shape in zip(windows, shapes)], new_table)
@@ -143,7 +156,9 @@ class RingKVCache(SequenceCache):
             return None
         num_tokens, length = _num_tokens(array), self.layer_length(layer)
         cos, sin = self._rope(length, num_tokens)
-        return Transform(self._head_dim(layer), norm, eps, cos, sin, np.arange(num_tokens), self._interleaved, "k_norm", made_for=length)
+        return Transform(
+            self._head_dim(layer), norm, eps, cos, sin, np.arange(num_tokens), self._interleaved, "k_norm", made_for=length
+        )
 
     def _rotated(self, layer, q, options):
         if self._rope is None:

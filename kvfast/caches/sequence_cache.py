@@ -55,10 +55,22 @@ class SequenceCache(Splicing, StoredSequence):
         """
         self._buffer.append(layer, k, v, self._transform(layer, k, None, 0.0))
 
-    def write(self, layer: int, qkv: ArrayLike, *, num_q_heads: int | None = None, cos: ArrayLike | None = None,
-              sin: ArrayLike | None = None, positions: ArrayLike | None = None, q_norm: ArrayLike | None = None,
-              k_norm: ArrayLike | None = None, eps: float = 1e-6, interleaved: bool = False,
-              out: NDArray[Any] | None = None, num_threads: int | None = None) -> NDArray[Any]:
+    def write(
+        self,
+        layer: int,
+        qkv: ArrayLike,
+        *,
+        num_q_heads: int | None = None,
+        cos: ArrayLike | None = None,
+        sin: ArrayLike | None = None,
+        positions: ArrayLike | None = None,
+        q_norm: ArrayLike | None = None,
+        k_norm: ArrayLike | None = None,
+        eps: float = 1e-6,
+        interleaved: bool = False,
+        out: NDArray[Any] | None = None,
+        num_threads: int | None = None,
+    ) -> NDArray[Any]:
         """Split a fused projection, normalise and rotate its queries and keys, and store keys and values.
 
         The same as `kvfast.split_qkv_norm_rope` followed by `append`, without intermediate arrays.
@@ -99,11 +111,24 @@ class SequenceCache(Splicing, StoredSequence):
             raise ValueError('a cache with rope="cache" rotates queries and keys itself: leave out cos and sin')
         return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
 
-    def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
-               causal: bool = True, softcap: float | None = None, sliding_window: int | None = None,
-               num_sink_tokens: int | None = None, sinks: ArrayLike | None = None,
-               alibi_slopes: ArrayLike | None = None, return_lse: bool = False, num_splits: int = 0,
-               num_threads: int | None = None, attention_chunk_size: int | None = None) -> Any:
+    def attend(
+        self,
+        layer: int,
+        q: ArrayLike,
+        *,
+        out: NDArray[Any] | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        softcap: float | None = None,
+        sliding_window: int | None = None,
+        num_sink_tokens: int | None = None,
+        sinks: ArrayLike | None = None,
+        alibi_slopes: ArrayLike | None = None,
+        return_lse: bool = False,
+        num_splits: int = 0,
+        num_threads: int | None = None,
+        attention_chunk_size: int | None = None,
+    ) -> Any:
         """Attention of the last tokens to all tokens of a layer, computed on the stored bytes.
 
         Parameters
@@ -147,14 +172,36 @@ class SequenceCache(Splicing, StoredSequence):
         ------
         DimensionMismatchError, TypeError, IndexError, NonFiniteInputError, ValueError
         """
-        options = Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes, return_lse,
-                          num_splits, num_threads, attention_chunk_size)
+        options = Options(
+            out,
+            scale,
+            causal,
+            softcap,
+            sliding_window,
+            num_sink_tokens,
+            sinks,
+            alibi_slopes,
+            return_lse,
+            num_splits,
+            num_threads,
+            attention_chunk_size,
+        )
         return self._buffer.attend(layer, *self._rotated(layer, q, options), options)
 
-    def explain(self, q_shape: Any = 1, layer: int = 0, *, num_q_heads: int | None = None, dtype: Any = "float32",
-                causal: bool = True, sliding_window: int | None = None, num_sink_tokens: int | None = None,
-                num_splits: int = 0, num_threads: int | None = None,
-                attention_chunk_size: int | None = None) -> AttendPlan:
+    def explain(
+        self,
+        q_shape: Any = 1,
+        layer: int = 0,
+        *,
+        num_q_heads: int | None = None,
+        dtype: Any = "float32",
+        causal: bool = True,
+        sliding_window: int | None = None,
+        num_sink_tokens: int | None = None,
+        num_splits: int = 0,
+        num_threads: int | None = None,
+        attention_chunk_size: int | None = None,
+    ) -> AttendPlan:
         """Plan of the `attend` call without running it: kernels, tasks, threads, bytes to read, and slow paths.
 
         Parameters
@@ -188,8 +235,14 @@ class SequenceCache(Splicing, StoredSequence):
         >>> plan.kernels, plan.num_tasks, plan.bytes_read
         (('scores_int8', 'accumulate_int8'), 8, 8650752)
         """
-        options = Options(causal=causal, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
-                          num_splits=num_splits, num_threads=num_threads, attention_chunk_size=attention_chunk_size)
+        options = Options(
+            causal=causal,
+            sliding_window=sliding_window,
+            num_sink_tokens=num_sink_tokens,
+            num_splits=num_splits,
+            num_threads=num_threads,
+            attention_chunk_size=attention_chunk_size,
+        )
         return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:

@@ -48,8 +48,9 @@ class Snapshot(StorageProperties):
 
     __slots__ = ("_cache", "_metadata", "_salt", "_token_ids")
 
-    def __init__(self, cache: Any, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None,
-                 salt: bytes | None = b"") -> None:
+    def __init__(
+        self, cache: Any, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None, salt: bytes | None = b""
+    ) -> None:
         # A cache that nothing else refers to, so that it never changes.
         self._cache = cache
         self._token_ids = None
@@ -94,9 +95,18 @@ class Snapshot(StorageProperties):
         return keys, values
 
     @classmethod
-    def from_arrays(cls, keys: Sequence[ArrayLike], values: Sequence[ArrayLike], num_kv_heads: int, dtype: Any = "int4",
-                    k_dtype: Any = None, v_dtype: Any = None, *, token_ids: ArrayLike | None = None,
-                    metadata: Mapping[str, str] | None = None) -> Self:
+    def from_arrays(
+        cls,
+        keys: Sequence[ArrayLike],
+        values: Sequence[ArrayLike],
+        num_kv_heads: int,
+        dtype: Any = "int4",
+        k_dtype: Any = None,
+        v_dtype: Any = None,
+        *,
+        token_ids: ArrayLike | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Self:
         """Encode tokens to a snapshot that a `KVCache` or a `Sequence` can restore.
 
         Parameters
@@ -246,8 +256,10 @@ class Snapshot(StorageProperties):
         for layer in range(self.num_layers):
             rows = (self._cache.get_latent(layer),) if kind == "latent" else self._cache._decoded(layer)
             if len(rows[0]) < self.seq_len:
-                raise IncompatibleSnapshotError(f"a snapshot must hold all tokens to be converted, but layer {layer} has dropped "
-                                                f"{self.seq_len - len(rows[0])} of {self.seq_len}")  # fmt: skip
+                raise IncompatibleSnapshotError(
+                    f"a snapshot must hold all tokens to be converted, but layer {layer} has dropped "
+                    f"{self.seq_len - len(rows[0])} of {self.seq_len}"
+                )
             if self.seq_len:
                 other.append(layer, *rows)
         if self.seq_len:

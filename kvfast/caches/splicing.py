@@ -75,8 +75,10 @@ class Splicing:
         ropes = self._rotations(rope)
         snapshots = [self._checked_chunk(chunk) for chunk in chunks]
         if recomputed and (len(snapshots) != 1 or recomputed > len(snapshots[0])):
-            raise ValueError(f"recomputed needs one chunk of at least as many tokens, got {recomputed} with chunks of "
-                             f"{shown([len(one) for one in snapshots])} tokens")  # fmt: skip
+            raise ValueError(
+                f"recomputed needs one chunk of at least as many tokens, got {recomputed} with chunks of "
+                f"{shown([len(one) for one in snapshots])} tokens"
+            )
         snapshots = [one for one in snapshots if len(one)]
         buffers = [cache_of(one)._buffer for one in snapshots]
         check_splice(self._buffer, buffers, ropes, recomputed)
@@ -134,8 +136,10 @@ class Splicing:
         for one in ropes:
             if one is not None and not isinstance(one, Rope):
                 raise TypeError(f"rope must be a Rope or None, got {type(one).__name__}")
-        return tuple(None if one is None else (frequencies_of(one, self._head_dim(layer)), bool(one.interleaved))
-                     for layer, one in enumerate(ropes))  # fmt: skip
+        return tuple(
+            None if one is None else (frequencies_of(one, self._head_dim(layer)), bool(one.interleaved))
+            for layer, one in enumerate(ropes)
+        )
 
     def _checked_chunk(self, chunk):
         """A chunk as a Snapshot that fits this cache, apart from its number of tokens."""

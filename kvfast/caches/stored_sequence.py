@@ -105,8 +105,13 @@ class StoredSequence(StorageProperties):
         other._buffer = buffer
         return other
 
-    def snapshot(self, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None, *,
-                 uncounted: Literal["raise", "drop"] = "raise") -> Snapshot:
+    def snapshot(
+        self,
+        token_ids: ArrayLike | None = None,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        uncounted: Literal["raise", "drop"] = "raise",
+    ) -> Snapshot:
         """Snapshot of the current complete tokens.
 
         Copies the block table only. Blocks are shared, and copied when this cache writes to them.
@@ -161,8 +166,14 @@ class StoredSequence(StorageProperties):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
         return snapshot._fitted(self, convert)
 
-    def save(self, path: str | os.PathLike[str], token_ids: ArrayLike | None = None,
-             metadata: Mapping[str, str] | None = None, *, uncounted: Literal["raise", "drop"] = "raise") -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        token_ids: ArrayLike | None = None,
+        metadata: Mapping[str, str] | None = None,
+        *,
+        uncounted: Literal["raise", "drop"] = "raise",
+    ) -> None:
         """Write the stored bytes of the complete tokens to a file: safetensors, with checksums.
 
         If the process dies meanwhile, the file is either the old one or the new one; the next `save` to this path removes what it left.

@@ -35,7 +35,16 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m kvfast", description="A compressed KV cache for CPU inference.")
     commands = parser.add_subparsers(metavar="command")
     for add_command in (
-        _add_generate, _add_eval, _add_calibrate, _add_serve_sim, _add_store, _add_plan, _add_llama_cpp, _add_bench, _add_tune, _add_info
+        _add_generate,
+        _add_eval,
+        _add_calibrate,
+        _add_serve_sim,
+        _add_store,
+        _add_plan,
+        _add_llama_cpp,
+        _add_bench,
+        _add_tune,
+        _add_info,
     ):
         add_command(commands)
     args = parser.parse_args(argv)
@@ -102,21 +111,18 @@ def _add_generate(commands):
         help="guess tokens and check them together, for the same text: by earlier passages of the text (lookup), "
         "or by the model without some of its layers (default: lookup)",
     )
-    add(
-        "--draft-tokens",
-        type=int,
-        choices=range(1, 8),
-        default=7,
-        metavar="N",
-        help="most guesses, 1 to 7 (default: 7)",
-    )
+    add("--draft-tokens", type=int, choices=range(1, 8), default=7, metavar="N", help="most guesses, 1 to 7 (default: 7)")
     add("--draft-layers", type=_positive, metavar="N", help="layers that guess (default: two thirds of them)")
     add("--compare", action="store_true", help="generate without guesses as well; compare tokens and time")
     parser.set_defaults(run=_run_generate)
 
 
 def _add_prompt_cache(parser):
-    parser.add_argument("--prompt-cache", metavar="STORE", help="keep prompts in a folder, or in redis://, s3:// and others, and take from it what is there")
+    parser.add_argument(
+        "--prompt-cache",
+        metavar="STORE",
+        help="keep prompts in a folder, or in redis://, s3:// and others, and take from it what is there",
+    )
 
 
 def _add_eval(commands):
@@ -134,11 +140,7 @@ def _add_eval(commands):
         metavar="LIST",
         help="what the caches store, as for generate, with commas: int4,int8/int8; or all (default: all)",
     )
-    add(
-        "--llama-cpp",
-        metavar="TYPES",
-        help="measure llama.cpp's caches of these types too: q8_0,q8_0/q4_0 (K/V)",
-    )
+    add("--llama-cpp", metavar="TYPES", help="measure llama.cpp's caches of these types too: q8_0,q8_0/q4_0 (K/V)")
     add(
         "--compress",
         metavar="LIST",
@@ -152,8 +154,20 @@ def _add_eval(commands):
         default="predict",
         help="predict every token of the texts, or give back numbers that are hidden in the first of them (default: predict)",
     )
-    add("--lengths", type=_numbers, default=[1500, 4000, 7000], metavar="LIST", help="of retrieval: tokens of each task (default: 1500,4000,7000)")
-    add("--seeds", type=_positive, default=3, metavar="N", help="of retrieval: tasks of each length, of the seeds 0 to N - 1 (default: 3)")
+    add(
+        "--lengths",
+        type=_numbers,
+        default=[1500, 4000, 7000],
+        metavar="LIST",
+        help="of retrieval: tokens of each task (default: 1500,4000,7000)",
+    )
+    add(
+        "--seeds",
+        type=_positive,
+        default=3,
+        metavar="N",
+        help="of retrieval: tasks of each length, of the seeds 0 to N - 1 (default: 3)",
+    )
     add("--pairs", type=_positive, default=24, metavar="N", help="of retrieval: numbers that a task hides (default: 24)")
     add("--text", required=True, nargs="+", action="extend", metavar="FILE", help="UTF-8 text files, each by itself")
     add("--tokens", type=_positive, default=8000, help="use this many tokens of each text (default: 8000)")
@@ -229,7 +243,12 @@ def _add_plan(commands):
     add("--memory", type=_gigabytes, metavar="GB", help="memory for keys and values (default: what is available here)")
     add("--bandwidth", type=_gigabytes, metavar="GB/S", help="what the machine reads (default: measured)")
     add("--weights", type=_gigabytes, metavar="GB", help="weights that a token reads (default: those of a GGUF file)")
-    add("--engine", choices=["kvfast", "vllm"], default="kvfast", help="whose blocks: kvfast's own caches, or vLLM's with kvfast's formats")
+    add(
+        "--engine",
+        choices=["kvfast", "vllm"],
+        default="kvfast",
+        help="whose blocks: kvfast's own caches, or vLLM's with kvfast's formats",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run_plan)
 
@@ -273,7 +292,11 @@ def _add_llama_cpp(commands):
         description="Compile the backend of ggml that kvfast.llama_cpp.load() loads, and print its path.",
     )
     add = parser.add_argument
-    add("--source", metavar="DIR", help="sources of llama.cpp, of the version of the libraries (default: those of llama-cpp-python, by pip)")
+    add(
+        "--source",
+        metavar="DIR",
+        help="sources of llama.cpp, of the version of the libraries (default: those of llama-cpp-python, by pip)",
+    )
     add("--libraries", metavar="DIR", help="folder of libggml-base.so (default: that of llama-cpp-python)")
     add("--out", metavar="FILE", help="the file to write (default: one in the user's cache)")
     parser.set_defaults(run=_run_llama_cpp_build)
@@ -290,7 +313,13 @@ def _add_tune(commands):
     add("--threads", type=_numbers, metavar="LIST", help="(default: 1, and all CPUs)")
     add("--context", type=_positive, default=16384, metavar="N", help="tokens (default: 16384)")
     add("--rounds", type=_positive, default=7, metavar="N", help="(default: 7)")
-    add("--megabytes", type=_positive, default=512, metavar="N", help="what a call reads at least, several times the last-level cache (default: 512)")
+    add(
+        "--megabytes",
+        type=_positive,
+        default=512,
+        metavar="N",
+        help="what a call reads at least, several times the last-level cache (default: 512)",
+    )
     add("--no-keep", dest="keep", action="store_false", help="do not write the file")
     add("--forget", action="store_true", help="remove what was kept for this kind of processor, and measure nothing")
     parser.set_defaults(run=_run_tune)

@@ -134,8 +134,10 @@ def _report_prompts(prompts):
     prompts.close()
     did = prompts.stats
     fetched, written = (size_text(nbytes) for nbytes in (did.bytes_fetched, did.bytes_written))
-    print(f"prompts  {did.num_restored_tokens:,} of {did.num_tokens:,} tokens restored ({did.num_hits} of {did.num_prompts} prompts), "
-          f"{fetched} read in {did.seconds:.3f} s, {written} written: {prompts.store.url}")  # fmt: skip
+    print(
+        f"prompts  {did.num_restored_tokens:,} of {did.num_tokens:,} tokens restored ({did.num_hits} of {did.num_prompts} prompts), "
+        f"{fetched} read in {did.seconds:.3f} s, {written} written: {prompts.store.url}"
+    )
 
 
 class _Clock:
@@ -311,7 +313,9 @@ def _run_compress(args):
     if args.plot:
         plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
     if args.json:
-        by_text = [{"text": text, "prompt": prompt, "results": as_rows(scores)} for text, prompt, scores in zip(args.text, prompts, per_text)]
+        by_text = [
+            {"text": text, "prompt": prompt, "results": as_rows(scores)} for text, prompt, scores in zip(args.text, prompts, per_text)
+        ]
         print(json.dumps({"text": ", ".join(args.text), "chunk": args.chunk, "results": as_rows(means), "texts": by_text}, indent=2))
         return
     print(f"{', '.join(args.text)}: {title}; NLL and KL are means per token, in nats")

@@ -17,8 +17,16 @@ def run_plan(args):
     args : argparse.Namespace
     """
     dtype = None if args.dtype is None else [name.strip() for name in args.dtype.split(",")]
-    found = plan(args.model, context=args.context, batch=args.batch, dtype=dtype, memory=args.memory,
-                 bandwidth=args.bandwidth, weight_bytes=args.weights, engine=args.engine)  # fmt: skip
+    found = plan(
+        args.model,
+        context=args.context,
+        batch=args.batch,
+        dtype=dtype,
+        memory=args.memory,
+        bandwidth=args.bandwidth,
+        weight_bytes=args.weights,
+        engine=args.engine,
+    )
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
         return
@@ -73,7 +81,9 @@ def conditions(found):
     memory = "memory unknown" if found.memory is None else f"{size_text(found.memory)} of memory for keys and values"
     lines = [f"{memory}; {found.bandwidth / 1e9:.1f} GB/s read. Tokens per second, of all sequences, are what reading allows at most."]
     if found.model.weight_bytes is not None:
-        lines.append(f"Weights: {size_text(found.model.weight_bytes)}, of which a token reads {size_text(found.model.weight_bytes_read)}.")
+        lines.append(
+            f"Weights: {size_text(found.model.weight_bytes)}, of which a token reads {size_text(found.model.weight_bytes_read)}."
+        )
     prompts = [
         f"{one.dtype} {size_text(one.bytes_of_prompt)}" for one in found.dtypes if one.bytes_of_prompt > 1.1 * one.bytes_per_sequence
     ]

@@ -53,8 +53,10 @@ def memory_text(cache):
     if not tokens:
         return f"{cache.dtype}: no tokens"
     plain = tokens * float_bytes((cache.num_layers, cache.num_kv_heads, cache.head_dim), 4)
-    return (f"{cache.dtype}: {tokens:,} tokens take {nbytes:,} bytes, {nbytes / tokens:,.0f} each; "
-            f"as bare float32 they take {plain / nbytes:.2f}x as much, as float16 {plain / 2 / nbytes:.2f}x")  # fmt: skip
+    return (
+        f"{cache.dtype}: {tokens:,} tokens take {nbytes:,} bytes, {nbytes / tokens:,.0f} each; "
+        f"as bare float32 they take {plain / nbytes:.2f}x as much, as float16 {plain / 2 / nbytes:.2f}x"
+    )
 
 
 def score_table(scores, cache_shape):
@@ -126,7 +128,15 @@ def retrieval_table(scores):
     for runtime, group in groupby(scores, key=lambda score: score.runtime):
         group = list(group)
         first = group[0]
-        table.add_row(REFERENCES[runtime], f"{first.log_prob_float32:.4f}", "", "", f"{first.num_exact_float32} of {first.num_answers}", "", "32.00")
+        table.add_row(
+            REFERENCES[runtime],
+            f"{first.log_prob_float32:.4f}",
+            "",
+            "",
+            f"{first.num_exact_float32} of {first.num_answers}",
+            "",
+            "32.00",
+        )
         for score in group:
             table.add_row(
                 score.name,

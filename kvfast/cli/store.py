@@ -40,8 +40,14 @@ def run_store(args):
     counts = {name: sum(entry.key.startswith(kind) for entry in entries) for kind, name in KINDS.items()}
     total = sum(entry.nbytes for entry in entries)
     if args.json:
-        found = {"store": store.url, "nbytes": total, "prompts": counts[KINDS["e"]], "chunks": counts[KINDS["c"]], "removed": len(removed),
-                 "values": rows}  # fmt: skip
+        found = {
+            "store": store.url,
+            "nbytes": total,
+            "prompts": counts[KINDS["e"]],
+            "chunks": counts[KINDS["c"]],
+            "removed": len(removed),
+            "values": rows,
+        }
         print(json.dumps(found, indent=2))
         return
     print(f"{store.url}: {counts[KINDS['e']]:,} prompts, {counts[KINDS['c']]:,} chunks, {size_text(total)}")
@@ -51,7 +57,9 @@ def run_store(args):
     for row in rows:
         age = "?" if row["seconds_since_use"] is None else _age(row["seconds_since_use"])
         tokens = "?" if row["tokens"] is None else f"{row['tokens']:,}"
-        table.add_row(row["key"][:14], row["kind"], tokens, size_text(row["nbytes"]), age, "?" if row["hits"] < 0 else f"{row['hits']:,}")
+        table.add_row(
+            row["key"][:14], row["kind"], tokens, size_text(row["nbytes"]), age, "?" if row["hits"] < 0 else f"{row['hits']:,}"
+        )
     Console().print(table)
     if len(rows) < counts[KINDS["e"]] + counts[KINDS["c"]]:
         print(f"the {len(rows)} most used; --show N for more")
@@ -78,7 +86,14 @@ def _row(store, entry):
             if len(value) >= HEADER_BYTES:
                 tokens = num_tokens_of(bytes(value.read(0, HEADER_BYTES)))
     since = None if math.isnan(entry.last_used) else max(0.0, time.time() - entry.last_used)
-    return {"key": entry.key, "kind": KINDS[entry.key[0]], "tokens": tokens, "nbytes": entry.nbytes, "seconds_since_use": since, "hits": entry.hits}
+    return {
+        "key": entry.key,
+        "kind": KINDS[entry.key[0]],
+        "tokens": tokens,
+        "nbytes": entry.nbytes,
+        "seconds_since_use": since,
+        "hits": entry.hits,
+    }
 
 
 def _last_used(entry):

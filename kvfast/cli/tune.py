@@ -62,7 +62,9 @@ def run_tune(args):
         return
     base, source = tuning.from_table()
     threads = args.threads or default_threads()
-    print(f"{cpu_name()}, tier {active_isa()}; one token behind {args.context:,}, from memory, {' and '.join(map(str, threads))} threads")
+    print(
+        f"{cpu_name()}, tier {active_isa()}; one token behind {args.context:,}, from memory, {' and '.join(map(str, threads))} threads"
+    )
     print(f"compared with {base} (from {source}); ratios of times, below 1 is faster\n")
 
     def measured(trials, formats=FORMATS):

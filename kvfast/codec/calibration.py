@@ -64,8 +64,10 @@ class LayerCalibration:
             If the calibration is for another shape.
         """
         if (num_kv_heads, head_dim) != (self.num_kv_heads, self.head_dim):
-            raise DimensionMismatchError(f"the calibration is for {self.num_kv_heads} KV heads of {self.head_dim} elements, and the "
-                                         f"cache has {num_kv_heads} of {head_dim}")  # fmt: skip
+            raise DimensionMismatchError(
+                f"the calibration is for {self.num_kv_heads} KV heads of {self.head_dim} elements, and the "
+                f"cache has {num_kv_heads} of {head_dim}"
+            )
         if of_channels not in self._pairs:
             keys = self._given[int(of_channels)]
             queries = np.linalg.inv(keys.astype(np.float64)).swapaxes(1, 2).astype(np.float32)
@@ -180,13 +182,25 @@ class Calibration:
         try:
             with open(path, "rb") as file, np.load(file) as arrays:
                 if sorted(arrays) != sorted(_KINDS):
-                    raise CorruptFileError(f"{os.fspath(path)} must hold the arrays rows and channels, got {', '.join(arrays) or 'none'}")
+                    raise CorruptFileError(
+                        f"{os.fspath(path)} must hold the arrays rows and channels, got {', '.join(arrays) or 'none'}"
+                    )
                 for one in arrays.zip.infolist():
                     _check_member(arrays.zip, one, os.fstat(file.fileno()).st_size)
                 return cls(*(arrays[name] for name in _KINDS))
         except CorruptFileError:
             raise
-        except (BadZipFile, zlib_error, ValueError, EOFError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        except (
+            BadZipFile,
+            zlib_error,
+            ValueError,
+            EOFError,
+            TypeError,
+            AttributeError,
+            LookupError,
+            ArithmeticError,
+            RuntimeError,
+        ) as error:
             raise CorruptFileError(f"{os.fspath(path)} holds no calibration: {error}") from None
 
 
@@ -303,9 +317,17 @@ def _check_member(archive, member, nbytes):
             raise ValueError(f"an array must have NumPy's version (1, 0), got {version}")
         shape, is_transposed, dtype = np.lib.format.read_array_header_1_0(data)
         size = data.tell() + 4 * math.prod(shape)
-    if dtype != np.dtype("<f4") or is_transposed or member.compress_size != member.file_size or size != member.file_size or size > nbytes:
-        raise ValueError(f"an array must be float32, rows first and not compressed, and have the bytes of its shape {shape}, got {dtype} "
-                         f"of {member.file_size:,} bytes in a file of {nbytes:,}")  # fmt: skip
+    if (
+        dtype != np.dtype("<f4")
+        or is_transposed
+        or member.compress_size != member.file_size
+        or size != member.file_size
+        or size > nbytes
+    ):
+        raise ValueError(
+            f"an array must be float32, rows first and not compressed, and have the bytes of its shape {shape}, got {dtype} "
+            f"of {member.file_size:,} bytes in a file of {nbytes:,}"
+        )
 
 
 def _digest_of(data):
@@ -315,9 +337,18 @@ def _digest_of(data):
 
 
 def _check_layer(q, k, layer):
-    if q.ndim != 3 or k.ndim != 3 or len(q) != len(k) or q.shape[2] != k.shape[2] or 0 in q.shape[1:] + k.shape[1:] or q.shape[1] % k.shape[1]:
-        raise DimensionMismatchError(f"q[{layer}] and k[{layer}] must have shapes (num_tokens, num_q_heads, head_dim) and (num_tokens, "
-                                     f"num_kv_heads, head_dim), with a multiple of KV heads, got {q.shape} and {k.shape}")  # fmt: skip
+    if (
+        q.ndim != 3
+        or k.ndim != 3
+        or len(q) != len(k)
+        or q.shape[2] != k.shape[2]
+        or 0 in q.shape[1:] + k.shape[1:]
+        or q.shape[1] % k.shape[1]
+    ):
+        raise DimensionMismatchError(
+            f"q[{layer}] and k[{layer}] must have shapes (num_tokens, num_q_heads, head_dim) and (num_tokens, "
+            f"num_kv_heads, head_dim), with a multiple of KV heads, got {q.shape} and {k.shape}"
+        )
     if len(k) < 2 * BLOCK:
         raise ValueError(f"a calibration needs at least {2 * BLOCK} tokens, got {len(k)}")
     for name, array in (("q", q), ("k", k)):

@@ -122,8 +122,9 @@ class KVFormat:
         if self.codebook != "uniform" and not any(self.codebook in row.codebooks for row in by_token):
             raise ValueError(f"{_NEEDED[self.codebook]}, which neither side of this format has")
         if self.clip_search and not any("clip_search" in row.options for row in by_token):
-            raise ValueError(f"clip_search is for {names_with('clip_search')} with a scale per token, which neither side of this "
-                             f"format has")  # fmt: skip
+            raise ValueError(
+                f"clip_search is for {names_with('clip_search')} with a scale per token, which neither side of this format has"
+            )
         for name in ("num_float_tokens", "num_recent_tokens"):
             if getattr(self, name) and k in FLOATS and v in FLOATS:
                 raise ValueError(f"{name} is for integer formats; all tokens of {self.dtype} are floats")
@@ -133,8 +134,7 @@ class KVFormat:
             if side in self.rotation and dtype in FLOATS:
                 raise ValueError(f'rotation="{self.rotation}" needs integer storage; it does not help {dtype}')
         if self.per_channel and "k" in self.rotation:
-            raise ValueError("per_channel keys cannot be rotated: channel scales need channels that differ, and a rotation "
-                             "mixes them")  # fmt: skip
+            raise ValueError("per_channel keys cannot be rotated: channel scales need channels that differ, and a rotation mixes them")
 
     def _check_calibration(self):
         if self.calibration is None:
@@ -142,7 +142,9 @@ class KVFormat:
         if not isinstance(self.calibration, (Calibration, LayerCalibration)):
             object.__setattr__(self, "calibration", opened(self.calibration))
         if "k" not in self.rotation and not self.per_channel:
-            raise ValueError(f'calibration is for keys that are rotated or per_channel, got rotation="{self.rotation}" and no per_channel')
+            raise ValueError(
+                f'calibration is for keys that are rotated or per_channel, got rotation="{self.rotation}" and no per_channel'
+            )
 
     def _check_blocks(self):
         k, coded = dtype_row(self.k_dtype), dtype_row(self.k_dtype, self.codebook)
@@ -211,8 +213,10 @@ class KVFormat:
         try:
             name = canonical_dtype(value)
         except ValueError:
-            raise ValueError(f"unknown storage dtype {shown(value)}; choose one of {', '.join([*PRESETS, *FLOATS])}, two dtypes for keys "
-                             f'and values, as "int8/int4", or a KVFormat') from None
+            raise ValueError(
+                f"unknown storage dtype {shown(value)}; choose one of {', '.join([*PRESETS, *FLOATS])}, two dtypes for keys "
+                f'and values, as "int8/int4", or a KVFormat'
+            ) from None
         return PRESETS.get(name) or cls(name)
 
     def __str__(self) -> str:
@@ -231,7 +235,9 @@ PRESETS = {
     "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
     "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
     "int8-recent": KVFormat("int8", rotation="kv", num_float_tokens=4, num_recent_tokens=16),
-    "k8v4-recent": KVFormat("int8/int4", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=16, clip_search=True),
+    "k8v4-recent": KVFormat(
+        "int8/int4", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=16, clip_search=True
+    ),
     "int3": KVFormat("int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4, num_recent_tokens=96),
     "int2": KVFormat("int2", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=96),
     "int8-plain": KVFormat("int8"),
@@ -283,8 +289,9 @@ def block_size_of(formats, block_size, default):
         return default if block_size is None else block_size
     (block,) = blocks
     if block_size not in (None, block):
-        raise ValueError(f"block_size must be {block}, the tokens that share the statistics of their keys in this format, "
-                         f"got {block_size}")  # fmt: skip
+        raise ValueError(
+            f"block_size must be {block}, the tokens that share the statistics of their keys in this format, got {block_size}"
+        )
     return block
 
 

@@ -85,8 +85,10 @@ class CacheBridges:
         cache = _latents_of(cache, sequence)
         latent, rope = self.decompress_kv_3d(compressed)
         if latent.shape[::2] != (1, _width(cache)):
-            raise DimensionMismatchError(f"latents of {cache.latent_dim} with rotary parts of {cache.rope_dim} are compressed as one "
-                                         f"head of {_width(cache)}, got {latent.shape[0]} of {latent.shape[2]}")  # fmt: skip
+            raise DimensionMismatchError(
+                f"latents of {cache.latent_dim} with rotary parts of {cache.rope_dim} are compressed as one "
+                f"head of {_width(cache)}, got {latent.shape[0]} of {latent.shape[2]}"
+            )
         cache.append(layer, np.concatenate((latent[0, :, : cache.latent_dim], rope[0, :, : cache.rope_dim]), axis=1))
 
     def _compress_layer(self, cache, layer):

@@ -183,8 +183,9 @@ class CompressedKV:
             return pairs[0]
         return tuple(np.stack(one) for one in zip(*pairs))
 
-    def attend(self, q: ArrayLike, *, scale: float | None = None, causal: bool = True, return_lse: bool = False,
-               num_threads: int | None = None) -> Any:
+    def attend(
+        self, q: ArrayLike, *, scale: float | None = None, causal: bool = True, return_lse: bool = False, num_threads: int | None = None
+    ) -> Any:
         """Attention to the compressed tokens, without decompressing them.
 
         With low rank, queries are projected to the stored directions, and outputs are transformed back. With codebooks, the

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["KVCacheCompressor"]
 
 FIRST_TOKENS = 4
-FAR = 2.0        # times the distance of the median token from the mean of the head
-SMALL = 0.5      # times the norm of the median token's value
+FAR = 2.0  # times the distance of the median token from the mean of the head
+SMALL = 0.5  # times the norm of the median token's value
 MOST_EXACT = 64  # at most one token in this many is exact; for few tokens, the first ones come in addition
 
 
@@ -143,8 +143,10 @@ class KVCacheCompressor(CacheBridges):
             raise ValueError(f"rank must be at most head_dim, {head_dim}, got {rank}")
         if isinstance(self._method, VectorQuantization):
             if self._method.codebook_size > seq_len - _room(seq_len):
-                raise ValueError(f"codebook_size must be at most the number of tokens ({_room(seq_len)} of {seq_len} may be stored "
-                                 f"exactly), got {self._method.codebook_size}")  # fmt: skip
+                raise ValueError(
+                    f"codebook_size must be at most the number of tokens ({_room(seq_len)} of {seq_len} may be stored "
+                    f"exactly), got {self._method.codebook_size}"
+                )
             if (self._method.num_subvectors or 1) > head_dim:
                 raise ValueError(f"num_subvectors must be at most head_dim, {head_dim}, got {self._method.num_subvectors}")
         return k, v

@@ -4,20 +4,7 @@ from __future__ import annotations
 
 from kvfast.core.limits import MAX_CENTROIDS, MAX_HEAD_DIM, MAX_TOKENS
 from kvfast.errors import CorruptFileError
-from kvfast.files.fields import (
-    HEAD_DIM,
-    NULL,
-    NUMBER,
-    STRING,
-    TOKENS,
-    Kind,
-    check_fields,
-    exactly,
-    fields,
-    integer,
-    list_of,
-    text,
-)
+from kvfast.files.fields import HEAD_DIM, NULL, NUMBER, STRING, TOKENS, Kind, check_fields, exactly, fields, integer, list_of, text
 
 VERSION = 1
 
@@ -32,17 +19,21 @@ _METHODS = {
     "Quantize": {"bits": _BITS | STRING},
 }
 _STORES = {
-    "LowRank": _OF_RANKS, "Hybrid": _OF_RANKS, "Quantize": fields(),
+    "LowRank": _OF_RANKS,
+    "Hybrid": _OF_RANKS,
+    "Quantize": fields(),
     "VectorQuantization": fields(subvectors=integer(1, MAX_HEAD_DIM), count=integer(2, MAX_CENTROIDS)),
-}  # fmt: skip
+}
 COMPRESSED = {
     name: fields(
-        compressed=exactly(VERSION), method=fields(name=exactly(name), **of_method), error=list_of(NUMBER, 2, 2),
+        compressed=exactly(VERSION),
+        method=fields(name=exactly(name), **of_method),
+        error=list_of(NUMBER, 2, 2),
         layout=fields(num_heads=_SIZE, seq_len=_SIZE, head_dim=HEAD_DIM, batch=_SIZE | NULL),
         parts=list_of(fields(num_exact=TOKENS, store=_STORES[name]), 1, MAX_TOKENS),
     )
     for name, of_method in _METHODS.items()
-}  # fmt: skip
+}
 
 
 def check_header(header: dict) -> None:

@@ -13,7 +13,6 @@ from kvfast.core.text import shown
 __all__ = ["Hybrid", "LowRank", "Quantize", "VectorQuantization"]
 
 
-
 @dataclass(frozen=True)
 class LowRank:
     """The best basis of a few directions for the keys of each head, and for its values.

@@ -53,24 +53,27 @@ class PrefixKVCache:
     501
     """
 
-    def __init__(self, layers: Any, max_seq_len: int | None = None, dtype: Any = "int4", k_dtype: Any = None,
-                 v_dtype: Any = None) -> None:
+    def __init__(
+        self, layers: Any, max_seq_len: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None
+    ) -> None:
         layers = list(layers)
         if not layers or not all(isinstance(one, CompressedKV) for one in layers):
             raise TypeError("layers must be a list with a CompressedKV for each layer")
         layout = layers[0].layout
         for one in layers:
             if one.layout.is_batched or one.layout != layout:
-                raise DimensionMismatchError("the layers must have the same shape, without a batch, "
-                                             f"got {layout.shape} and {one.layout.shape}")  # fmt: skip
+                raise DimensionMismatchError(
+                    f"the layers must have the same shape, without a batch, got {layout.shape} and {one.layout.shape}"
+                )
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", layout.seq_len + 1, MAX_TOKENS) - layout.seq_len
         self._layers, self._layout = layers, layout
         self._live = KVCache(len(layers), layout.num_heads, layout.head_dim, max_seq_len, dtype, k_dtype, v_dtype)
 
     @classmethod
-    def compress(cls, cache: Any, compressor: Any, max_seq_len: int | None = None, dtype: Any = "int4",
-                 k_dtype: Any = None, v_dtype: Any = None) -> Self:
+    def compress(
+        cls, cache: Any, compressor: Any, max_seq_len: int | None = None, dtype: Any = "int4", k_dtype: Any = None, v_dtype: Any = None
+    ) -> Self:
         """A cache whose prefix is the complete tokens of a `KVCache` or `Sequence`; that cache stays as it is.
 
         Parameters
@@ -99,7 +102,9 @@ class PrefixKVCache:
         for layer in range(cache.num_layers):
             k, v = cache.k(layer)[:n], cache.v(layer)[:n]
             if len(k) != n:
-                raise ValueError("the cache must hold all of its tokens, got one that has dropped some: tokens after a prefix need their positions in it")
+                raise ValueError(
+                    "the cache must hold all of its tokens, got one that has dropped some: tokens after a prefix need their positions in it"
+                )
             layers.append(compressor.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1)))
         return cls(layers, max_seq_len, dtype, k_dtype, v_dtype)
 
@@ -107,16 +112,26 @@ class PrefixKVCache:
         """Store the keys and values of one or more tokens; see `KVCache.append`."""
         self._live.append(layer, k, v)
 
-    def write(self, layer: int, qkv: ArrayLike, *, positions: ArrayLike | None = None, cos: ArrayLike | None = None,
-              **options: Any) -> NDArray[Any]:
+    def write(
+        self, layer: int, qkv: ArrayLike, *, positions: ArrayLike | None = None, cos: ArrayLike | None = None, **options: Any
+    ) -> NDArray[Any]:
         """See `KVCache.write`; by default positions continue after the prefix."""
         if positions is None and cos is not None:
             start, shape = self.layer_length(layer), np.shape(qkv)
             positions = np.arange(start, start + (shape[0] if shape else 1))
         return self._live.write(layer, qkv, positions=positions, cos=cos, **options)
 
-    def attend(self, layer: int, q: ArrayLike, *, out: NDArray[Any] | None = None, scale: float | None = None,
-               causal: bool = True, return_lse: bool = False, num_threads: int | None = None) -> Any:
+    def attend(
+        self,
+        layer: int,
+        q: ArrayLike,
+        *,
+        out: NDArray[Any] | None = None,
+        scale: float | None = None,
+        causal: bool = True,
+        return_lse: bool = False,
+        num_threads: int | None = None,
+    ) -> Any:
         """Attention of the last tokens, which are live, to the prefix and the live tokens; see `KVCache.attend`."""
         if out is not None:
             check_out(out, np.shape(q))

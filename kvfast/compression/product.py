@@ -44,7 +44,10 @@ class ProductStore:
 
     @property
     def nbytes(self):
-        return sum(basis.nbytes + codes_of_side.centroids.nbytes + codes_of_side.bounds.nbytes + codes_of_side.codes.nbytes for basis, codes_of_side in self.sides)
+        return sum(
+            basis.nbytes + codes_of_side.centroids.nbytes + codes_of_side.bounds.nbytes + codes_of_side.codes.nbytes
+            for basis, codes_of_side in self.sides
+        )
 
     def attend(self, q, visible, scale, num_threads=None):
         """As `CacheStore.attend`, but `visible` may hold any counts."""
@@ -69,7 +72,11 @@ class ProductStore:
         parts = {}
         for side, (basis, codes_of_side) in zip("kv", self.sides):
             parts |= {f"{side}.{name}": array for name, array in basis.arrays().items()}
-            parts |= {f"{side}.centroids": codes_of_side.centroids, f"{side}.bounds": codes_of_side.bounds, f"{side}.codes": codes_of_side.codes}
+            parts |= {
+                f"{side}.centroids": codes_of_side.centroids,
+                f"{side}.bounds": codes_of_side.bounds,
+                f"{side}.codes": codes_of_side.codes,
+            }
         return parts
 
     @classmethod

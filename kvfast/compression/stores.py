@@ -19,10 +19,7 @@ from kvfast.core.text import shown
 from kvfast.errors import CorruptFileError
 
 # Formats of the coordinates of a Hybrid: the presets without float rows for the first tokens, which are exact anyway.
-HYBRID_FORMATS = {
-    8: KVFormat("int8", rotation="kv"),
-    4: KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True),
-}
+HYBRID_FORMATS = {8: KVFormat("int8", rotation="kv"), 4: KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True)}
 BLOCKS_OF_CHANNELS = (64, 32)
 
 
@@ -201,8 +198,10 @@ class RankStore:
         numbers = list(chain.from_iterable(heads))
         known = len(numbers) == layout.num_heads and sorted(numbers) == list(range(layout.num_heads))
         if not known or len(heads) != len(ranks):
-            raise CorruptFileError(f"{len(ranks)} ranks must be those of groups that hold each of {layout.num_heads} heads once, got "
-                                   f"{len(heads)} groups of {len(numbers)} heads")  # fmt: skip
+            raise CorruptFileError(
+                f"{len(ranks)} ranks must be those of groups that hold each of {layout.num_heads} heads once, got "
+                f"{len(heads)} groups of {len(numbers)} heads"
+            )
         groups, dtype = [], {"float16": np.float16, "float32": np.float32}[settings["basis"]]
         for i, (group, rank) in enumerate(zip(heads, ranks)):
             if rank > layout.head_dim:

@@ -140,15 +140,21 @@ def _from_capsule(array, name, reason):
     tensor = ctypes.cast(pointer, ctypes.POINTER(_DLTensor)).contents
     kind = _TYPES.get((tensor.code, tensor.bits))
     if kind is None or tensor.lanes != 1 or tensor.device_type not in _CPU or not 0 <= tensor.ndim <= 32:
-        raise TypeError(f"{name} must be float32, float16 or bfloat16 in the memory of the CPU, got a {type(array).__name__} of "
-                        f"DLPack type {tensor.code} with {tensor.bits} bits: {reason}")  # fmt: skip
+        raise TypeError(
+            f"{name} must be float32, float16 or bfloat16 in the memory of the CPU, got a {type(array).__name__} of "
+            f"DLPack type {tensor.code} with {tensor.bits} bits: {reason}"
+        )
     size = tensor.bits // 8
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     strides = tuple(size * tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
     if 0 in shape:
         return np.empty(shape, kind)
-    return np.asarray(_Held(capsule, {"version": 3, "typestr": kind, "shape": shape, "strides": strides,
-                                      "data": (tensor.data + tensor.byte_offset, False)}))  # fmt: skip
+    return np.asarray(
+        _Held(
+            capsule,
+            {"version": 3, "typestr": kind, "shape": shape, "strides": strides, "data": (tensor.data + tensor.byte_offset, False)},
+        )
+    )
 
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer

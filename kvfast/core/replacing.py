@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MOST_NAME = 120  # bytes of a file's name that those of its parts begin with; a system's names may have 143 bytes, or 255
-_KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
 def check_replaceable(path: str) -> None:
@@ -27,8 +33,11 @@ def check_replaceable(path: str) -> None:
     if not stat.S_ISREG(mode):
         kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "no file")
         error = IsADirectoryError if stat.S_ISDIR(mode) else OSError
-        raise error(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"{kind} cannot be replaced by a file; save to another name, or send "
-                    f"to_bytes() there", path)  # fmt: skip
+        raise error(
+            errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL,
+            f"{kind} cannot be replaced by a file; save to another name, or send to_bytes() there",
+            path,
+        )
 
 
 @contextlib.contextmanager

@@ -29,9 +29,7 @@ _NEEDS = {
     "neon": ("dotprod",),
     "scalar": ("sse2",),
 }
-_GATHERED = {
-    "k": "keys", "v": "values", "qkv": "a fused projection",
-}  # fmt: skip
+_GATHERED = {"k": "keys", "v": "values", "qkv": "a fused projection"}
 
 _logged: set[str] = set()
 _lock = threading.Lock()
@@ -61,14 +59,35 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, unc
     """
     found = [_tier(), *(_rotation(*side) for side in sides.items()), *map(_padding, sides), _threads(work, wanted_threads)]
     if packed:
-        found.append(("packed", ("keys or values of 2, 3, 5, 6 or 7 bits or a trellis are multiplied without the matrix unit: 512 queries "
-                                 "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4")))  # fmt: skip
+        found.append(
+            (
+                "packed",
+                (
+                    "keys or values of 2, 3, 5, 6 or 7 bits or a trellis are multiplied without the matrix unit: 512 queries "
+                    "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4"
+                ),
+            )
+        )
     if uncounted:
-        found.append(("uncounted", (f"{uncounted} tokens were never counted, so their blocks stay float16 and are not encoded: "
-                                    f"call advance after each step")))  # fmt: skip
+        found.append(
+            (
+                "uncounted",
+                (
+                    f"{uncounted} tokens were never counted, so their blocks stay float16 and are not encoded: "
+                    f"call advance after each step"
+                ),
+            )
+        )
     if num_tasks < num_threads:
-        found.append(("tasks", (f"{num_threads} threads share {num_tasks} task{'s' * (num_tasks > 1)}: "
-                                f"num_splits=0 or a larger num_splits makes more")))  # fmt: skip
+        found.append(
+            (
+                "tasks",
+                (
+                    f"{num_threads} threads share {num_tasks} task{'s' * (num_tasks > 1)}: "
+                    f"num_splits=0 or a larger num_splits makes more"
+                ),
+            )
+        )
     return [note for note in found if note]
 
 
@@ -88,17 +107,21 @@ def _rotation(head_dim, rotated):
     odd = head_dim // (head_dim & -head_dim)
     if not rotated or head_dim % 16 == 0 or odd == 1:
         return None
-    return "rotation", (f"head_dim {head_dim} is {head_dim // odd} x {odd}, so rotating a row takes a sum of {odd} for each "
-                        f"element: at head_dim 100 appending a prompt took 7 to 27 times as long per element as at 128, "
-                        f"decoding at 2,048 tokens 1.9 times; choose a multiple of 16, or a format without rotation")  # fmt: skip
+    return "rotation", (
+        f"head_dim {head_dim} is {head_dim // odd} x {odd}, so rotating a row takes a sum of {odd} for each "
+        f"element: at head_dim 100 appending a prompt took 7 to 27 times as long per element as at 128, "
+        f"decoding at 2,048 tokens 1.9 times; choose a multiple of 16, or a format without rotation"
+    )
 
 
 def _padding(head_dim):
     padded = -(-head_dim // 16) * 16
     if padded <= 1.1 * head_dim:
         return None
-    return "padding", (f"head_dim {head_dim} is stored as {padded}: {padded / head_dim - 1:.0%} more bytes are stored and read; "
-                       f"a multiple of 16 needs no padding")  # fmt: skip
+    return "padding", (
+        f"head_dim {head_dim} is stored as {padded}: {padded / head_dim - 1:.0%} more bytes are stored and read; "
+        f"a multiple of 16 needs no padding"
+    )
 
 
 def _threads(work, wanted):
@@ -106,16 +129,27 @@ def _threads(work, wanted):
     if lost <= 1:
         return None
     if has_openmp():
-        return "fork", (f"this process was forked from one that had used OpenMP, and its threads could not be ended before: 1 thread "
-                        f"instead of {lost}; fork before the first call, or start processes by spawn")  # fmt: skip
+        return "fork", (
+            f"this process was forked from one that had used OpenMP, and its threads could not be ended before: 1 thread "
+            f"instead of {lost}; fork before the first call, or start processes by spawn"
+        )
     return "openmp", f"this build has no OpenMP: 1 thread instead of {lost}"
 
 
 def log_gathered(name):
     """Log that rows had to be copied to become contiguous."""
     if name in _GATHERED:
-        log([(f"gathered {name}", (f"the rows of {_GATHERED[name]} are not contiguous in memory and are copied first: "
-                                   f"append took 1.3 to 3 times as long; make the last axis contiguous"))])  # fmt: skip
+        log(
+            [
+                (
+                    f"gathered {name}",
+                    (
+                        f"the rows of {_GATHERED[name]} are not contiguous in memory and are copied first: "
+                        f"append took 1.3 to 3 times as long; make the last axis contiguous"
+                    ),
+                )
+            ]
+        )
 
 
 def log(found):

@@ -23,9 +23,9 @@ from kvfast.core.workers import Workers
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import state
 
-ALIGNMENT = 4096     # of the tensors in a file, so that they can be mapped: a page, which is also whole cache lines
+ALIGNMENT = 4096  # of the tensors in a file, so that they can be mapped: a page, which is also whole cache lines
 BYTES_AT_ONCE = 1 << 20  # bytes that are read at a time, and then hashed while they are in the processor's cache
-FEW_BYTES = 1 << 20      # of a file: one thread has read and hashed them before others have begun
+FEW_BYTES = 1 << 20  # of a file: one thread has read and hashed them before others have begun
 
 
 def need_files():

@@ -19,7 +19,7 @@ from kvfast.core.limits import (
     MAX_LAYERS,
     MAX_Q_HEADS,
     MAX_RECENT_TOKENS,
-    MAX_TOKENS,  # fmt: skip
+    MAX_TOKENS,
 )
 from kvfast.errors import CorruptFileError
 
@@ -98,60 +98,109 @@ def text(pattern: str, words: str) -> Kind:
 
 
 def list_of(kind: Kind, least: int = 0, most: int = MAX_LAYERS) -> Kind:
-    return Kind(f"a list of {least} to {most}, each {kind.words}", lambda value: type(value) is list and least <= len(value) <= most,
-                lambda value: ((i, one, kind) for i, one in enumerate(value)))  # fmt: skip
+    return Kind(
+        f"a list of {least} to {most}, each {kind.words}",
+        lambda value: type(value) is list and least <= len(value) <= most,
+        lambda value: ((i, one, kind) for i, one in enumerate(value)),
+    )
 
 
 def fields(**kinds: Kind) -> Kind:
     """An object with these fields and no others; one whose name ends with an underscore may be absent."""
     table = {name.rstrip("_"): kind for name, kind in kinds.items()}
     needed = {name for name in kinds if not name.endswith("_")}
-    return Kind(f"an object with {', '.join(table)}", lambda value: type(value) is dict and needed <= value.keys() <= table.keys(),
-                lambda value: ((name, one, table[name]) for name, one in value.items()))  # fmt: skip
+    return Kind(
+        f"an object with {', '.join(table)}",
+        lambda value: type(value) is dict and needed <= value.keys() <= table.keys(),
+        lambda value: ((name, one, table[name]) for name, one in value.items()),
+    )
 
 
 def chosen(field: str, tables: dict[str, Kind]) -> Kind:
     """An object whose `field` says which table it follows."""
-    return Kind(f"an object whose {field} is one of {', '.join(tables)}",
-                lambda value: type(value) is dict and type(value.get(field)) is str and value[field] in tables,
-                lambda value: ((value[field], value, tables[value[field]]),))  # fmt: skip
+    return Kind(
+        f"an object whose {field} is one of {', '.join(tables)}",
+        lambda value: type(value) is dict and type(value.get(field)) is str and value[field] in tables,
+        lambda value: ((value[field], value, tables[value[field]]),),
+    )
 
 
 NULL, TRUE, FLAG = exactly(None, "null"), exactly(True, "true"), Kind("true or false", lambda value: type(value) is bool)
 NUMBER = Kind("a finite number with a point", lambda value: type(value) is float and math.isfinite(value))
 STRING = Kind("a string", lambda value: type(value) is str)
 TOKENS, HEADS, HEAD_DIM, LAYERS = integer(0, MAX_TOKENS), integer(1, MAX_KV_HEADS), integer(1, MAX_HEAD_DIM), integer(1, MAX_LAYERS)
-_STRINGS = Kind("an object of strings", lambda value: type(value) is dict, lambda value: ((f"[{i}]", one, STRING) for i, one in enumerate(value.values())))
-_PER_LAYER = {name: kind | list_of(kind, 1) for name, kind in (("num_kv_heads", HEADS), ("head_dim", HEAD_DIM), ("v_head_dim_", HEAD_DIM))}
+_STRINGS = Kind(
+    "an object of strings",
+    lambda value: type(value) is dict,
+    lambda value: ((f"[{i}]", one, STRING) for i, one in enumerate(value.values())),
+)
+_PER_LAYER = {
+    name: kind | list_of(kind, 1) for name, kind in (("num_kv_heads", HEADS), ("head_dim", HEAD_DIM), ("v_head_dim_", HEAD_DIM))
+}
 
 FORMAT = fields(
-    dtype=text(r"[a-z0-9]+(/[a-z0-9]+)?", "one dtype, or two with a slash"), rotation_=text("k|v|kv", "k, v or kv"),
-    codebook_=text("|".join(CODEBOOKS), " or ".join(CODEBOOKS)), centring_=TRUE, per_channel_=TRUE, clip_search_=TRUE,
+    dtype=text(r"[a-z0-9]+(/[a-z0-9]+)?", "one dtype, or two with a slash"),
+    rotation_=text("k|v|kv", "k, v or kv"),
+    codebook_=text("|".join(CODEBOOKS), " or ".join(CODEBOOKS)),
+    centring_=TRUE,
+    per_channel_=TRUE,
+    clip_search_=TRUE,
     block_=Kind("a block size", lambda value: type(value) is int and value in BLOCK_SIZES),
-    num_float_tokens_=integer(0, MAX_FLOAT_TOKENS), num_recent_tokens_=integer(0, MAX_RECENT_TOKENS),
+    num_float_tokens_=integer(0, MAX_FLOAT_TOKENS),
+    num_recent_tokens_=integer(0, MAX_RECENT_TOKENS),
     calibration_=text("[0-9a-f]{32}", "32 hexadecimal digits"),
-)  # fmt: skip
+)
 _DTYPE = {"num_layers": LAYERS, "dtype": list_of(FORMAT, 1)}
 _BITS = integer(2, 8)
-SETTINGS = chosen("kind", {
-    "full": fields(kind=exactly("full"), **_DTYPE, **_PER_LAYER),
-    "ring": fields(
-        kind=exactly("ring"), **_DTYPE, **_PER_LAYER, windows=list_of(integer(1, MAX_TOKENS) | NULL, 1), num_sink_tokens=TOKENS, rollback=TOKENS,
-        rope=NULL | fields(frequencies=list_of(NUMBER, 1, MAX_HEAD_DIM), interleaved=FLAG),
-    ),
-    "latent": fields(kind=exactly("latent"), **_DTYPE, latent_dim=HEAD_DIM, rope_dim=integer(0, MAX_HEAD_DIM)),
-    "heads": fields(kind=exactly("heads"), num_layers=exactly(1), num_heads=HEADS, config=fields(
-        head_dim=HEAD_DIM, bits=_BITS | list_of(_BITS, 2, 2), rotation=FLAG, codebook=text("|".join(CODEBOOKS), " or ".join(CODEBOOKS)),
-        num_q_heads=integer(1, MAX_Q_HEADS) | NULL, seed=integer(0, (1 << 64) - 1),
-    )),
-})  # fmt: skip
+SETTINGS = chosen(
+    "kind",
+    {
+        "full": fields(kind=exactly("full"), **_DTYPE, **_PER_LAYER),
+        "ring": fields(
+            kind=exactly("ring"),
+            **_DTYPE,
+            **_PER_LAYER,
+            windows=list_of(integer(1, MAX_TOKENS) | NULL, 1),
+            num_sink_tokens=TOKENS,
+            rollback=TOKENS,
+            rope=NULL | fields(frequencies=list_of(NUMBER, 1, MAX_HEAD_DIM), interleaved=FLAG),
+        ),
+        "latent": fields(kind=exactly("latent"), **_DTYPE, latent_dim=HEAD_DIM, rope_dim=integer(0, MAX_HEAD_DIM)),
+        "heads": fields(
+            kind=exactly("heads"),
+            num_layers=exactly(1),
+            num_heads=HEADS,
+            config=fields(
+                head_dim=HEAD_DIM,
+                bits=_BITS | list_of(_BITS, 2, 2),
+                rotation=FLAG,
+                codebook=text("|".join(CODEBOOKS), " or ".join(CODEBOOKS)),
+                num_q_heads=integer(1, MAX_Q_HEADS) | NULL,
+                seed=integer(0, (1 << 64) - 1),
+            ),
+        ),
+    },
+)
 
 # What is left of the tokens of a block table; see `TokenStates.resume_state`.
-TABLES = list_of(fields(
-    skipped_blocks=TOKENS, evicted_tokens_=TOKENS, coded_tokens_=TOKENS, kept_tokens_=TOKENS, patches_=list_of(list_of(TOKENS, 2, 2), 0, MAX_TOKENS),
-), 1)  # fmt: skip
+TABLES = list_of(
+    fields(
+        skipped_blocks=TOKENS,
+        evicted_tokens_=TOKENS,
+        coded_tokens_=TOKENS,
+        kept_tokens_=TOKENS,
+        patches_=list_of(list_of(TOKENS, 2, 2), 0, MAX_TOKENS),
+    ),
+    1,
+)
 
 HEADER = fields(
-    version=TOKENS, settings=SETTINGS, block_size=Kind("a block size", lambda value: type(value) is int and value in BLOCK_SIZES),
-    max_seq_len=integer(1, MAX_TOKENS) | NULL, seq_len=TOKENS, tables=TABLES, metadata=_STRINGS, salted_=TRUE,
-)  # fmt: skip
+    version=TOKENS,
+    settings=SETTINGS,
+    block_size=Kind("a block size", lambda value: type(value) is int and value in BLOCK_SIZES),
+    max_seq_len=integer(1, MAX_TOKENS) | NULL,
+    seq_len=TOKENS,
+    tables=TABLES,
+    metadata=_STRINGS,
+    salted_=TRUE,
+)

@@ -207,8 +207,10 @@ class Opening:
             starts = np.array([offsets[name] for name in islice(names, heads)], np.int64)
             strides = np.diff(starts) if heads > 1 else np.zeros(1, np.int64)
             if np.any(starts % 64) or np.any(strides != strides[0]):
-                raise CorruptFileError("the blocks are not where kvfast writes them and cannot be mapped (did something "
-                                       "else write the file?); load it without mmap")
+                raise CorruptFileError(
+                    "the blocks are not where kvfast writes them and cannot be mapped (did something "
+                    "else write the file?); load it without mmap"
+                )
             sides.append((int(starts[0]), int(strides[0])))
         reserve = 0 if self._reserve is None else self._reserve[-1]
         block_bytes.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
@@ -233,7 +235,9 @@ def _fields(text):
         raise CorruptFileError(f"the header describes no cache: {error}") from None
     most, kind = fields["max_seq_len"], fields["settings"]["kind"]
     if most is not None and (kind not in SIZED or fields["seq_len"] > most):
-        raise CorruptFileError(f"the header describes no cache: one of kind {kind} with {fields['seq_len']} tokens and a max_seq_len of {most}")
+        raise CorruptFileError(
+            f"the header describes no cache: one of kind {kind} with {fields['seq_len']} tokens and a max_seq_len of {most}"
+        )
     return fields
 
 

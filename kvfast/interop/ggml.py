@@ -71,8 +71,10 @@ def from_ggml(blocks, kind, num_kv_heads, head_dim):
     """
     blocks, size = np.asarray(blocks), row_bytes(kind, num_kv_heads * head_dim)
     if blocks.dtype != np.uint8 or blocks.ndim != 2 or blocks.shape[1] != size:
-        raise CorruptFileError(f"rows of {num_kv_heads} heads of {head_dim} in {kind} must be uint8 of shape (num_tokens, {size}), "
-                               f"got {blocks.dtype} of shape {blocks.shape}")  # fmt: skip
+        raise CorruptFileError(
+            f"rows of {num_kv_heads} heads of {head_dim} in {kind} must be uint8 of shape (num_tokens, {size}), "
+            f"got {blocks.dtype} of shape {blocks.shape}"
+        )
     kind, dtypes = _type(kind), {"F32": np.float32, "F16": np.float16}
     blocks = np.ascontiguousarray(blocks)
     if kind.name in dtypes:

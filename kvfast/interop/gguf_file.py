@@ -68,8 +68,10 @@ class _BoundedReader(gguf.GGUFReader):
 
     def _check_count(self, count, most, least_bytes, what, offset):
         if int(count) > most or int(count) * least_bytes > len(self.data) - int(offset):
-            raise ValueError(f"it says that it has {int(count):,} {what}, and its {len(self.data):,} bytes have no room for them, or no model "
-                             f"has so many")  # fmt: skip
+            raise ValueError(
+                f"it says that it has {int(count):,} {what}, and its {len(self.data):,} bytes have no room for them, or no model "
+                f"has so many"
+            )
 
     def _get(self, offset, dtype, count=1, override_order=None):
         end = int(offset) + int(count) * np.dtype(dtype).itemsize

@@ -80,8 +80,10 @@ class LlamaCppState:
             The cache stays empty.
         """
         if len(cache) or cache.num_layers != len(self.k):
-            raise IncompatibleSnapshotError(f"the state has {len(self.k)} layers and needs an empty cache of as many, got one of "
-                                            f"{cache.num_layers} with {len(cache)} tokens")  # fmt: skip
+            raise IncompatibleSnapshotError(
+                f"the state has {len(self.k)} layers and needs an empty cache of as many, got one of "
+                f"{cache.num_layers} with {len(cache)} tokens"
+            )
         heads, dim = _one_shape(cache)
         _check_rope(rope_dims, dim)
         for layer, (k_type, v_type) in enumerate(zip(self.k_types, self.v_types)):
@@ -91,8 +93,10 @@ class LlamaCppState:
                 raise IncompatibleSnapshotError(f"layer {layer} of the state: {error}") from None
             found = self.k[layer].shape[1], self.v[layer].shape[1]
             if wanted != found:
-                raise IncompatibleSnapshotError(f"layer {layer} of the state has rows of {found} bytes in {k_type} and {v_type}; "
-                                                f"{heads} heads of {dim} make {wanted}")  # fmt: skip
+                raise IncompatibleSnapshotError(
+                    f"layer {layer} of the state has rows of {found} bytes in {k_type} and {v_type}; "
+                    f"{heads} heads of {dim} make {wanted}"
+                )
         try:
             for layer, (k_type, v_type) in enumerate(zip(self.k_types, self.v_types)):
                 k = _rotated(from_ggml(self.k[layer], k_type, heads, dim), k_type, rotated, _largest_rotation(dim))
@@ -139,8 +143,9 @@ class _Reader:
 
     def take(self, size, what):
         if size > len(self.data) - self.at:
-            raise CorruptFileError(f"the state of llama.cpp ends at byte {len(self.data):,}, and {what} takes {size:,} bytes from "
-                                   f"{self.at:,} on")  # fmt: skip
+            raise CorruptFileError(
+                f"the state of llama.cpp ends at byte {len(self.data):,}, and {what} takes {size:,} bytes from {self.at:,} on"
+            )
         self.at += size
         return self.data[self.at - size : self.at]
 
@@ -168,8 +173,10 @@ class _Reader:
             if cells:
                 found = self._stream(cells)
         if self.at != len(self.data):
-            raise IncompatibleSnapshotError(f"{len(self.data) - self.at:,} bytes follow the KV cache: models with several caches, for "
-                                            "sliding windows or recurrent layers, are not known")  # fmt: skip
+            raise IncompatibleSnapshotError(
+                f"{len(self.data) - self.at:,} bytes follow the KV cache: models with several caches, for "
+                "sliding windows or recurrent layers, are not known"
+            )
         if found is None:
             raise CorruptFileError("the state of llama.cpp holds no tokens")
         num_tokens, types, rows, transposed = found
@@ -179,8 +186,10 @@ class _Reader:
         meta = np.frombuffer(self.take(12 * cells, "the cells"), "<i4").reshape(cells, 3)
         order = np.argsort(meta[:, 0], kind="stable")
         if (meta[:, 1] != 1).any() or not np.array_equal(meta[order, 0], np.arange(cells)):
-            raise IncompatibleSnapshotError("the cells of the state are not the positions 0, 1, ... of one sequence: context was "
-                                            "dropped or shifted, or the model has positions of several dimensions")  # fmt: skip
+            raise IncompatibleSnapshotError(
+                "the cells of the state are not the positions 0, 1, ... of one sequence: context was "
+                "dropped or shifted, or the model has positions of several dimensions"
+            )
         transposed, layers = self.numbers("II", "the layers")
         if transposed not in (0, 1) or not 1 <= layers <= len(self.data):
             raise CorruptFileError(f"the state has a transposition of {transposed} and {layers} layers")
@@ -256,7 +265,9 @@ def write_state(cache, k_type="f16", v_type=None, *, token_ids=None, rope_dims=0
     else:
         token_ids = np.asarray(token_ids)
         if token_ids.shape != (count,) or token_ids.dtype.kind not in "iu":
-            raise ValueError(f"token_ids must be {count} integers, one for each token, got {token_ids.dtype} of shape {token_ids.shape}")
+            raise ValueError(
+                f"token_ids must be {count} integers, one for each token, got {token_ids.dtype} of shape {token_ids.shape}"
+            )
         parts = [struct.pack("<III", FILE_MAGIC, FILE_VERSION, count), token_ids.astype("<i4").tobytes()]
     cells = np.zeros((count, 3), "<i4")
     cells[:, 0], cells[:, 1] = np.arange(count), 1
@@ -284,8 +295,10 @@ def _one_shape(cache):
     if tuple in (type(heads), type(dim)):
         raise ValueError(f"a state of llama.cpp needs layers of the same shape, got {each(heads)} heads of {each(dim)}")
     if cache.v_head_dim != dim:
-        raise ValueError(f"a state of llama.cpp needs keys and values of the same width, got keys of {dim} "
-                         f"and values of {each(cache.v_head_dim)} elements")  # fmt: skip
+        raise ValueError(
+            f"a state of llama.cpp needs keys and values of the same width, got keys of {dim} "
+            f"and values of {each(cache.v_head_dim)} elements"
+        )
     return heads, dim
 
 

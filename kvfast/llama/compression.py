@@ -12,9 +12,21 @@ from kvfast.llama.evaluation import CacheScore, compare
 
 # What `python -m kvfast eval --compress all` stands for.
 METHODS = (
-    "int8-plain", "int4-plain", "int8", "int4", "hybrid:8", "hybrid:4", "hybrid:56:4", "hybrid:48:4", "pq:256:32", "pq:256:16",
-    "pq:16:64", "pq:16:32", "lowrank:56", "lowrank:0.95",
-)  # fmt: skip
+    "int8-plain",
+    "int4-plain",
+    "int8",
+    "int4",
+    "hybrid:8",
+    "hybrid:4",
+    "hybrid:56:4",
+    "hybrid:48:4",
+    "pq:256:32",
+    "pq:256:16",
+    "pq:16:64",
+    "pq:16:32",
+    "lowrank:56",
+    "lowrank:0.95",
+)
 
 # Queries of the end of the prompt whose outputs are compared.
 _QUERIES = 64

@@ -56,8 +56,7 @@ class Sampler:
         return int(self._random.choice(candidates[:kept], p=probabilities))
 
 
-def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), drafter=None, stats=None,
-             history=(), keep=None):
+def generate(model, tokens, cache, *, max_tokens=128, sampler=None, end_ids=(), drafter=None, stats=None, history=(), keep=None):
     """Continue a context token by token.
 
     With a drafter, tokens are guessed and then checked together in one call of the model (speculative

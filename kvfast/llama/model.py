@@ -260,9 +260,15 @@ class LlamaModel:
             if layer.qkv_bias is not None:
                 qkv += layer.qkv_bias
             out = attention(
-                index, qkv, cos=rotation[0], sin=rotation[1], positions=rows,
-                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=config.norm_eps,
-            )  # fmt: skip
+                index,
+                qkv,
+                cos=rotation[0],
+                sin=rotation[1],
+                positions=rows,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                eps=config.norm_eps,
+            )
             x += self._linear(out.reshape(len(x), -1), layer.attn_output)
             x += self._feed_forward(rms_norm(x, layer.ffn_norm, config.norm_eps), layer)
         return rms_norm(x, self.weights.output_norm, config.norm_eps)

@@ -61,7 +61,5 @@ def chat_prompts(count):
     for i in range(count):
         again, which = divmod(i, len(QUESTIONS))
         question = QUESTIONS[which] if not again else f"{QUESTIONS[which]} (I ask for the {again + 1}. time.)"
-        prompts.append(
-            f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-        )
+        prompts.append(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
     return prompts

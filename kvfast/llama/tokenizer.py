@@ -192,9 +192,7 @@ def _sentencepiece_encoder(file, tokens, types, space_prefix):
     if len(scores) != len(tokens):
         raise ModelFileError(f"{file.path}: {len(tokens)} tokens but {len(scores)} scores")
     mergeable = {
-        token: score
-        for token, score, kind in zip(tokens, scores, types, strict=True)
-        if kind not in (CONTROL, USER_DEFINED, BYTE)
+        token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind not in (CONTROL, USER_DEFINED, BYTE)
     }
     merges = []
     for token in sorted(mergeable, key=mergeable.get, reverse=True):

@@ -12,7 +12,17 @@ from kvfast.llama_cpp.headers import check_headers, fetch_headers, find_headers
 from kvfast.llama_cpp.installed import KERNELS, SOURCES, SUFFIX, Ggml, installed
 
 # Those of setup.py, and rows that are wide enough for the keys of multi-head latent attention.
-FLAGS = ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-DKV_WIDEST_HEAD=576", "-DKV_LONGEST_TILE=128"]
+FLAGS = [
+    "-O3",
+    "-g0",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-DKV_WIDEST_HEAD=576",
+    "-DKV_LONGEST_TILE=128",
+]
 # Flags for kvfast's kernels, which are compiled with those for the blocks of ggml.
 WITH_ROWS = ["-include", "llama_cpp/backend/ggml_rows.h", '-DKV_MORE_KERNELS="llama_cpp/backend/ggml_rows.inc.h"']
 UNITS = {path: WITH_ROWS if path.is_relative_to(KERNELS) else [] for path in sorted([*KERNELS.rglob("*.c"), *SOURCES.glob("*.c")])}
@@ -58,7 +68,12 @@ def build(source=None, libraries=None, out=None):
         flags.append(f"-DKV_PREFETCH_LEVEL={in_use()[0].prefetch_level}")  # what this processor reads best with
         flags += [f"-I{folder}" for folder in (SOURCES.parents[1], headers / "include", headers / "src")]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda unit: _run([*compiler, *flags, *UNITS[unit], "-c", str(unit), "-o", str(Path(scratch, f"{unit.stem}.o"))]), UNITS))
+            list(
+                pool.map(
+                    lambda unit: _run([*compiler, *flags, *UNITS[unit], "-c", str(unit), "-o", str(Path(scratch, f"{unit.stem}.o"))]),
+                    UNITS,
+                )
+            )
         built = Path(scratch, f"built{SUFFIX}")
         objects = [str(Path(scratch, f"{unit.stem}.o")) for unit in UNITS]
         linked = [f"-L{ggml.folder}", "-lggml-base", f"-Wl,-rpath,{ggml.folder.resolve()}", "-lm"]

@@ -34,10 +34,14 @@ def fetch_headers(folder):
     """Download the source archive of the llama-cpp-python that is installed, and unpack its ggml."""
     version = importlib.metadata.version("llama-cpp-python")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python"]
-    done = subprocess.run([*command, "--dest", str(folder), f"llama-cpp-python=={version}"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--dest", str(folder), f"llama-cpp-python=={version}"], capture_output=True, text=True, check=False
+    )
     archives = list(Path(folder).glob("*.tar.gz"))
     if not archives:
-        raise RuntimeError(f"pip could not download the sources of llama-cpp-python {version}; pass source=: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(
+            f"pip could not download the sources of llama-cpp-python {version}; pass source=: {done.stderr.strip()[-500:]}"
+        )
     with tarfile.open(archives[0]) as archive:
         wanted = re.compile(r"[^/]+/vendor/llama\.cpp/ggml/(CMakeLists\.txt|(include|src)/[^/]+\.h)")
         members = [one for one in archive if one.isfile() and wanted.fullmatch(one.name)]

@@ -59,8 +59,7 @@ class Fidelity:
     kl: float
 
 
-def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | None = None,
-             causal: bool = True) -> list[Fidelity]:
+def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | None = None, causal: bool = True) -> list[Fidelity]:
     """Measure the error of storage formats on the queries, keys and values of one layer.
 
     For each format, keys and values go through a `KVCache` and its kernels. The output is compared with attention on
@@ -125,8 +124,17 @@ def fidelity(q: Any, k: Any, v: Any, formats: Any = FORMATS, *, scale: float | N
     return reports
 
 
-def choose_format(q: Any, k: Any, v: Any, max_error: float = 0.02, formats: Any = CANDIDATES,
-                  metric: str = "output_error", *, scale: float | None = None, causal: bool = True) -> Any:
+def choose_format(
+    q: Any,
+    k: Any,
+    v: Any,
+    max_error: float = 0.02,
+    formats: Any = CANDIDATES,
+    metric: str = "output_error",
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+) -> Any:
     """Choose the format with the fewest bits that is accurate enough for a layer, or for each of several layers.
 
     Parameters
@@ -210,8 +218,9 @@ class _Layer:
         arrays = [as_floats(array, name) for name, array in zip("qkv", (q, k, v))]
         for name, array in zip("qkv", arrays):
             if array.ndim != 3 or 0 in array.shape:
-                raise DimensionMismatchError(f"{name} must have shape (num_tokens, num_heads, head_dim) and hold at "
-                                             f"least one of each, got shape {array.shape}")
+                raise DimensionMismatchError(
+                    f"{name} must have shape (num_tokens, num_heads, head_dim) and hold at least one of each, got shape {array.shape}"
+                )
         num_tokens, *heads = arrays[1].shape
         v_dim = arrays[2].shape[2]
         self.caches = [(format, KVCache(1, *heads, num_tokens, dtype=format, v_head_dim=v_dim)) for format in formats]

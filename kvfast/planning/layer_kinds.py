@@ -24,12 +24,25 @@ _FAMILIES = {
     **dict.fromkeys(("beam", "diffusion_gemma_text", "gemma4_text", "gemma4_unified_text"), "|SSSSSF|F"),
     **dict.fromkeys(("cwm", "granite_swa", "granitemoe_swa"), "FSSS"),
     **dict.fromkeys(("llama4", "llama4_text"), "CCCF"),
-    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen3next", "qwen4_exp_text", "glm5_next_text"), "NNNF"),
+    **dict.fromkeys(
+        ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen3next", "qwen4_exp_text", "glm5_next_text"), "NNNF"
+    ),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "granitemoehybrid"), "N"),
-    "bamba": "N", "dots3_note_text": "F|SFSS|", "falcon_h1": "F", "flint": "F|SFSS|F", "kimi_linear": "N|FNNN|", "lara_mini": "NSNFS",
-    "lfm3": "N|SNFN|", "lfm3_vl_text": "NN|FN|", "mimo_v2_flash": "F|SSSSSF|", "minimax": "FN", "modernbert-decoder": "FSS",
-    "muse_glimmer_text": "SSSF", "muse_spark_text": "SFSS", "zaya": "F",
-}  # fmt: skip
+    "bamba": "N",
+    "dots3_note_text": "F|SFSS|",
+    "falcon_h1": "F",
+    "flint": "F|SFSS|F",
+    "kimi_linear": "N|FNNN|",
+    "lara_mini": "NSNFS",
+    "lfm3": "N|SNFN|",
+    "lfm3_vl_text": "NN|FN|",
+    "mimo_v2_flash": "F|SSSSSF|",
+    "minimax": "FN",
+    "modernbert-decoder": "FSS",
+    "muse_glimmer_text": "SSSF",
+    "muse_spark_text": "SFSS",
+    "zaya": "F",
+}
 # Keys of layers with a state in place of keys and values.
 _OF_STATES = ("mamba", "ssm_", "linear_attn", "linear_num", "lru_")
 
@@ -68,9 +81,13 @@ def _kinds(config, number, notes):
     if config.name in _FAMILIES:
         return _spread(_FAMILIES[config.name], number), None
     if any(str(key).startswith(_OF_STATES) for key in config.values):
-        notes.append(f"which layers of a {config.name} keep a state in place of keys and values is not said: all are taken to keep keys and values")
+        notes.append(
+            f"which layers of a {config.name} keep a state in place of keys and values is not said: all are taken to keep keys and values"
+        )
     if (window := _window(config)) is not None:
-        notes.append(f"which layers of a {config.name} have its window of {window} tokens is not said: all are taken to keep everything")
+        notes.append(
+            f"which layers of a {config.name} have its window of {window} tokens is not said: all are taken to keep everything"
+        )
     return FULL * number, None
 
 
@@ -78,8 +95,11 @@ def _without_own(config, number):
     """The layers that read keys and values of an earlier layer, or of what is no text."""
     shared = config.count("num_kv_shared_layers", 0, least=0)
     sources, images = config.get("kv_source_layers"), config.get("cross_attention_layers")
-    places = [*range(max(0, number - shared), number), *(images if isinstance(images, list) else ()),
-              *(i for i, source in enumerate(sources if isinstance(sources, list) else ()) if source != i)]  # fmt: skip
+    places = [
+        *range(max(0, number - shared), number),
+        *(images if isinstance(images, list) else ()),
+        *(i for i, source in enumerate(sources if isinstance(sources, list) else ()) if source != i),
+    ]
     return [place for place in places if place in range(number)]
 
 
@@ -92,11 +112,12 @@ def _value(config, field):
 
 def _spread(kinds, number):
     first, turn, last = kinds.split("|") if "|" in kinds else ("", kinds, "")
-    spread = (first + (turn * (number // len(turn) + 1))[len(first):])[:number]
+    spread = (first + (turn * (number // len(turn) + 1))[len(first) :])[:number]
     return spread[: max(0, number - len(last))] + last[-number:] if last else spread
 
 
 # --- the kinds of all layers by one field of a configuration ---
+
 
 def _named(config, field, number):
     kinds = config.get(field)

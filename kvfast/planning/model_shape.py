@@ -23,14 +23,21 @@ _DEFAULTS = {
 # Names of a key, those of decoders that have an encoder first; error texts use the key itself.
 _NAMES = {
     "num_hidden_layers": ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers"),
-    "num_attention_heads": ("decoder_attention_heads", "num_decoder_attention_heads", "num_attention_heads", "n_head", "num_heads", "n_heads",
-                            "attention_heads"),
+    "num_attention_heads": (
+        "decoder_attention_heads",
+        "num_decoder_attention_heads",
+        "num_attention_heads",
+        "n_head",
+        "num_heads",
+        "n_heads",
+        "attention_heads",
+    ),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "head_dim": ("head_dim", "attention_head_dim", "kv_channels", "d_kv"),
     "hidden_size": ("attention_hidden_size", "hidden_size", "n_embd", "d_model", "emb_dim", "embed_dim"),
     "sliding_window": ("sliding_window", "attention_window_size", "sliding_window_size"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
-}  # fmt: skip
+}
 # Where the configuration of a model of several parts has that of its text.
 _PARTS = ("text_config", "decoder", "thinker_config")
 _GGUF_NAMES = {
@@ -229,10 +236,14 @@ def _latents(config, windows, notes):
     latent, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim", least=0)
     if config.get("qk_nope_head_dim") is not None and config.get("v_head_dim") is not None:
         dims = config.count("qk_nope_head_dim") + rope, config.count("v_head_dim")
-        notes.append(f"the figures are of latent rows, as an MLAKVCache has them: who stores the keys and values that are made of "
-                     f"them, as KVFastCache does, has {config.count('num_attention_heads')} heads of {dims[0]} and {dims[1]} in a layer")
-    return [LayerShape(1, one.count("kv_lora_rank", latent), window, one.count("qk_rope_head_dim", rope, least=0))
-            for one, window in zip(_of_layers(config, len(windows)), windows)]  # fmt: skip
+        notes.append(
+            f"the figures are of latent rows, as an MLAKVCache has them: who stores the keys and values that are made of "
+            f"them, as KVFastCache does, has {config.count('num_attention_heads')} heads of {dims[0]} and {dims[1]} in a layer"
+        )
+    return [
+        LayerShape(1, one.count("kv_lora_rank", latent), window, one.count("qk_rope_head_dim", rope, least=0))
+        for one, window in zip(_of_layers(config, len(windows)), windows)
+    ]
 
 
 def _heads(config, windows, notes):
@@ -266,8 +277,9 @@ def _shapes(config, kv_heads, dim, windows):
         else:
             shape = heads, dim
         k_dim = one.count("head_dim", shape[1])
-        shapes.append((one.count("num_key_value_heads", shape[0], least=0) if shape[0] else 0, k_dim,
-                       one.count("v_head_dim", v_dim or k_dim)))  # fmt: skip
+        shapes.append(
+            (one.count("num_key_value_heads", shape[0], least=0) if shape[0] else 0, k_dim, one.count("v_head_dim", v_dim or k_dim))
+        )
     return shapes
 
 
@@ -277,7 +289,10 @@ def _of_layers(config, number):
     ours = {} if ours is None else ours
     if not isinstance(ours, Mapping) or not all(isinstance(one, Mapping) for one in ours.values()):
         raise ValueError(f"{config.source}: per_layer_config must map layers to their keys, got {ours!r:.80}")
-    return [_Config(ours.get(str(layer), ours.get(layer, {})), f"{config.source}: per_layer_config of layer {layer}") for layer in range(number)]
+    return [
+        _Config(ours.get(str(layer), ours.get(layer, {})), f"{config.source}: per_layer_config of layer {layer}")
+        for layer in range(number)
+    ]
 
 
 def _of_gguf(path):

@@ -206,8 +206,10 @@ def _names_of_vllm(dtype):
 
 
 def _notes_of_vllm(shape):
-    basis = (f"blocks of {VLLM_BLOCK_SIZE} tokens; auto is the model's dtype, taken as bfloat16; turboquant modes leave the first and "
-             f"last {KEEPS_FIRST_AND_LAST} layers in it")  # fmt: skip
+    basis = (
+        f"blocks of {VLLM_BLOCK_SIZE} tokens; auto is the model's dtype, taken as bfloat16; turboquant modes leave the first and "
+        f"last {KEEPS_FIRST_AND_LAST} layers in it"
+    )
     if len({(layer.window, layer.num_kv_heads, layer.head_dim) for layer in shape.layers}) == 1:
         return (basis,)
     return basis, "vLLM puts layers of one kind into groups of one size, and pads what does not fit, so it may hold less"

@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 BYTES_AT_ONCE = 8 << 20
 
 
-def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], deadline: float,
-                 write: Callable[[int, memoryview], None], meanwhile: Callable[[], object]) -> int:
+def fetch_chunks(
+    store: PatientStore,
+    prompt: Prompt,
+    indices: Sequence[int],
+    deadline: float,
+    write: Callable[[int, memoryview], None],
+    meanwhile: Callable[[], object],
+) -> int:
     """Fetch chunks, verify them, and write them.
 
     Parameters
@@ -70,7 +76,10 @@ def fetch_chunks(store: PatientStore, prompt: Prompt, indices: Sequence[int], de
     with Workers(get_num_threads()) as threads, Workers(1) as ahead:
         values, writing, other = ask(0), [], None
         for at in range(0, len(indices), batch):
-            jobs = [threads.submit(lambda one=one: take(*one)) for one in zip(indices[at : at + batch], digests[at : at + batch], values.result())]
+            jobs = [
+                threads.submit(lambda one=one: take(*one))
+                for one in zip(indices[at : at + batch], digests[at : at + batch], values.result())
+            ]
             # After the first chunks: a thread that has begun with those is not waited for.
             other = other or threads.submit(meanwhile)
             if at + batch < len(indices):

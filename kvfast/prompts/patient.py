@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvfast.prompts.stores.store import Store, Value
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds without calls after a failure, doubled by each failure that follows
-WEIGHT = 0.5       # of the newest measurement of the rate
-FORGETTING = 1.1   # by which the rate is raised when a fetch was not begun for it: a store that got faster is found out
+WEIGHT = 0.5  # of the newest measurement of the rate
+FORGETTING = 1.1  # by which the rate is raised when a fetch was not begun for it: a store that got faster is found out
 
 
 class PatientStore:

@@ -17,7 +17,7 @@ from kvfast.prompts.envelope import complete, new_value
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MAX_TAILS = 64     # in a list; the newest stay
+MAX_TAILS = 64  # in a list; the newest stay
 MAX_HEADER = 1 << 20  # bytes of the header of an end
 
 

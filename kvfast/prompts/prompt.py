@@ -40,8 +40,9 @@ class Prompt:
         Whether no layer evicts tokens. Otherwise a prefix can only be restored with the end of a prompt.
     """
 
-    def __init__(self, cache: Any, token_ids: NDArray[np.int64], model: str, salt: bytes | None, chunk_tokens: int,
-                 secret: bytes) -> None:
+    def __init__(
+        self, cache: Any, token_ids: NDArray[np.int64], model: str, salt: bytes | None, chunk_tokens: int, secret: bytes
+    ) -> None:
         if not isinstance(model, str):
             raise TypeError(f"model must be a str, got {shown(model)}")
         salt = salt_of(cache) if salt is None else checked_salt(salt)

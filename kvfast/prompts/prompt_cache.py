@@ -80,9 +80,17 @@ class PromptCache:
     2
     """
 
-    def __init__(self, store: str | os.PathLike[str] | Store, max_bytes: int | None = None, *,
-                 near: str | os.PathLike[str] | None = None, chunk_tokens: int = CHUNK_TOKENS, secret: bytes = b"",
-                 time_limit: float = 5.0, background: bool = False) -> None:
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | Store,
+        max_bytes: int | None = None,
+        *,
+        near: str | os.PathLike[str] | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+        secret: bytes = b"",
+        time_limit: float = 5.0,
+        background: bool = False,
+    ) -> None:
         self.chunk_tokens = check_size(chunk_tokens, "chunk_tokens", 16, 1 << 20)
         self.max_bytes = None if max_bytes is None else check_size(max_bytes, "max_bytes", 0)
         if not isinstance(secret, bytes) or len(secret) > 64:
@@ -95,8 +103,15 @@ class PromptCache:
         self._is_closed, self._secret, self._patient = False, secret, PatientStore(self.store, time_limit)
         self._writer, self._reader = Writer(self._patient), Reader(self._patient, secret, self.stats)
 
-    def save(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None,
-             uncounted: Literal["raise", "drop"] = "raise") -> bool:
+    def save(
+        self,
+        cache: Any,
+        token_ids: ArrayLike,
+        model: str = "",
+        *,
+        salt: bytes | None = None,
+        uncounted: Literal["raise", "drop"] = "raise",
+    ) -> bool:
         """Save the complete tokens of a cache. What the store has already is not written again.
 
         Parameters
@@ -118,8 +133,15 @@ class PromptCache:
         """
         return self._save(_checked_cache(cache).snapshot(token_ids, uncounted=uncounted), cache, model, salt, True)
 
-    def save_chunks(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None,
-                    uncounted: Literal["raise", "drop"] = "raise") -> bool:
+    def save_chunks(
+        self,
+        cache: Any,
+        token_ids: ArrayLike,
+        model: str = "",
+        *,
+        salt: bytes | None = None,
+        uncounted: Literal["raise", "drop"] = "raise",
+    ) -> bool:
         """`save`, without what the prompt has behind its last chunk, which few other prompts share.
 
         Parameters and result are those of `save`.
@@ -159,8 +181,9 @@ class PromptCache:
         done = self._writer.after(calls, lambda: self._patient.touch(used, is_hit=False))
         return self.background or done.result()
 
-    def restore(self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None,
-                tokens_per_second: float | None = None) -> int:
+    def restore(
+        self, cache: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None, tokens_per_second: float | None = None
+    ) -> int:
         """Fill an empty cache with the longest saved prefix of a prompt.
 
         Parameters
@@ -198,8 +221,9 @@ class PromptCache:
         self._count(len(token_ids), found, begin)
         return found
 
-    def extended(self, sequence: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None,
-                 tokens_per_second: float | None = None) -> Any:
+    def extended(
+        self, sequence: Any, token_ids: ArrayLike, model: str = "", *, salt: bytes | None = None, tokens_per_second: float | None = None
+    ) -> Any:
         """A sequence that goes on with what the store has of a prompt; see `PagedKVCache.use_prompt_cache`.
 
         Parameters

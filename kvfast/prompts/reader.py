@@ -96,15 +96,23 @@ class Reader:
         """Write chunks to the blocks of a sequence, from its block `start` on, and an end. Returns how many chunks came, one after
         another."""
         nbytes, begin = sum(map(prompt.form.nbytes, indices)), time.perf_counter()
-        good = fetch_chunks(self._store, prompt, indices, deadline, lambda i, payload: prompt.form.write(buffer, i, payload, start, end is None),
-                            (lambda: end.write(buffer)) if end else int)  # fmt: skip
+        good = fetch_chunks(
+            self._store,
+            prompt,
+            indices,
+            deadline,
+            lambda i, payload: prompt.form.write(buffer, i, payload, start, end is None),
+            (lambda: end.write(buffer)) if end else int,
+        )
         if good == len(indices) and nbytes:
             self._store.measured(nbytes, time.perf_counter() - begin)
         self._stats.bytes_fetched += sum(map(prompt.form.nbytes, indices[:good]))
         return good
 
     def is_slow(self, prompt, indices, num_tokens, tokens_per_second):
-        return tokens_per_second is not None and self._store.takes_longer(sum(map(prompt.form.nbytes, indices)), num_tokens / tokens_per_second)
+        return tokens_per_second is not None and self._store.takes_longer(
+            sum(map(prompt.form.nbytes, indices)), num_tokens / tokens_per_second
+        )
 
     def values(self, kind, digests, deadline, parse):
         """What `parse` makes of the payloads of some keys; None for one that is not there or not sound."""

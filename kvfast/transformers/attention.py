@@ -12,8 +12,15 @@ from kvfast.transformers.rows import EVERYTHING
 NAME = "kvfast"
 
 # What comes with a call and does not change it; whatever else there is, does.
-_HARMLESS = {"position_ids", "cache_position", "use_cache", "num_items_in_batch", "return_dict", "output_router_logits",
-             "output_hidden_states"}
+_HARMLESS = {
+    "position_ids",
+    "cache_position",
+    "use_cache",
+    "num_items_in_batch",
+    "return_dict",
+    "output_router_logits",
+    "output_hidden_states",
+}
 
 
 def register():
@@ -28,8 +35,7 @@ def as_numpy(tensor):
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, is_causal=None,
-              **others):
+def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, is_causal=None, **others):
     """Attention of a model's layer, as transformers calls it.
 
     Parameters
@@ -67,8 +73,14 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     batch, num_q_heads, n, head_dim = query.shape
     output = torch.empty((batch, n, num_q_heads, value.shape[3]), dtype=query.dtype)
     sinks = None if s_aux is None else s_aux.detach().float().numpy()
-    options = {"scale": head_dim**-0.5 if scaling is None else scaling, "softcap": softcap, "sliding_window": window, "sinks": sinks,
-               "num_threads": torch.get_num_threads(), "attention_chunk_size": chunk}
+    options = {
+        "scale": head_dim**-0.5 if scaling is None else scaling,
+        "softcap": softcap,
+        "sliding_window": window,
+        "sinks": sinks,
+        "num_threads": torch.get_num_threads(),
+        "attention_chunk_size": chunk,
+    }
     for row, part, q, out in zip(rows.rows, parts, as_numpy(query), as_numpy(output)):
         q = q.transpose(1, 0, 2)
         if isinstance(part, slice):
@@ -80,7 +92,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         last = -1 if part is None else part[-1]
         if part is not None:
             out[part] = row.attend(layer, q[part], out=np.empty((len(part), *out.shape[1:]), out.dtype), **options)
-        _attend_behind(row, layer, q[last + 1:], out[last + 1:], options)
+        _attend_behind(row, layer, q[last + 1 :], out[last + 1 :], options)
     return output, None
 
 
@@ -95,8 +107,11 @@ def _attend_behind(row, layer, q, out, options):
 
 def _place(module, key, value):
     """Rows and layer that keys and values were received for, and are still the newest of."""
-    if not (isinstance(key, Received) and isinstance(value, Received) and (key.rows, key.layer, key.end)
-            == (value.rows, value.layer, value.end)):
+    if not (
+        isinstance(key, Received)
+        and isinstance(value, Received)
+        and (key.rows, key.layer, key.end) == (value.rows, value.layer, value.end)
+    ):
         raise ValueError(f"{type(module).__name__} attends to keys and values that no KVFastCache returned together")
     if key.rows.seen[key.layer] != key.end:
         raise RuntimeError(f"{type(module).__name__} attends to keys of layer {key.rows.numbers[key.layer]} from a step before")
@@ -106,8 +121,10 @@ def _place(module, key, value):
 def _check_positions(positions, before):
     """Refuse tokens that begin at the first position again, behind others."""
     if before and positions is not None and positions.ndim == 2 and positions[0, 0] == 0 and positions[0, -1] >= before:
-        raise ValueError(f"tokens begin at position 0 again, and the cache holds {before}: generate gives it every token at each step "
-                         f"with use_cache=False, so leave that out; or reset() the cache")
+        raise ValueError(
+            f"tokens begin at position 0 again, and the cache holds {before}: generate gives it every token at each step "
+            f"with use_cache=False, so leave that out; or reset() the cache"
+        )
 
 
 def _check(module, query, mask, window, chunk, dropout, is_causal, others):
@@ -117,11 +134,15 @@ def _check(module, query, mask, window, chunk, dropout, is_causal, others):
     if query.requires_grad:
         raise RuntimeError("KVFastCache has no gradients: call the model under torch.no_grad(), as generate does")
     if mask is not None and not isinstance(mask, LazyMask):
-        raise ValueError(f"kvfast cannot apply a mask of its own making, got one of shape {tuple(mask.shape)}: give generate the 2D "
-                         f'attention_mask of padding, or use attn_implementation="sdpa"')
+        raise ValueError(
+            f"kvfast cannot apply a mask of its own making, got one of shape {tuple(mask.shape)}: give generate the 2D "
+            f'attention_mask of padding, or use attn_implementation="sdpa"'
+        )
     if mask is not None and not (mask.is_causal and (mask.window, mask.chunk) == (window, chunk)):
-        raise ValueError("kvfast knows causal masks with a sliding window or chunks and padding, and this model asks for more in "
-                         f'{type(module).__name__}: use attn_implementation="sdpa"')
+        raise ValueError(
+            "kvfast knows causal masks with a sliding window or chunks and padding, and this model asks for more in "
+            f'{type(module).__name__}: use attn_implementation="sdpa"'
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unknown = [name for name, given in others.items() if name not in _HARMLESS and given is not None and given is not False]
     if others.get("sliding_window") == (window or chunk):
@@ -135,8 +156,10 @@ def _without_cache(module, query, key, value, mask, scaling, dropout, softcap, s
     """Keys and values that are tensors, of another cache or of none: that is PyTorch's attention."""
     for name, given in (("softcap", softcap), ("attention sinks", s_aux)):
         if given is not None:
-            raise ValueError(f"without a KVFastCache, attn_implementation=\"{NAME}\" is PyTorch's attention, which has no {name}: "
-                             f"pass cache=KVFastCache(model.config), or use attn_implementation=\"eager\"")
+            raise ValueError(
+                f'without a KVFastCache, attn_implementation="{NAME}" is PyTorch\'s attention, which has no {name}: '
+                f'pass cache=KVFastCache(model.config), or use attn_implementation="eager"'
+            )
     if isinstance(mask, LazyMask):
         mask = mask.matrix()
     return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others)

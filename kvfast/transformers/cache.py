@@ -73,25 +73,35 @@ class KVFastCache(Cache):
             raise ValueError(f"KVFastCache is for models with a decoder only, and {config.model_type} has an encoder")
         config = config.get_text_config(decoder=True)
         if getattr(config, "use_cache", True) is False:
-            raise ValueError(f"the configuration of this {config.model_type} has use_cache=False, with which generate gives a cache every "
-                             f"token again at each step: set model.config.use_cache = model.generation_config.use_cache = True before")
+            raise ValueError(
+                f"the configuration of this {config.model_type} has use_cache=False, with which generate gives a cache every "
+                f"token again at each step: set model.config.use_cache = model.generation_config.use_cache = True before"
+            )
         if getattr(config, "cross_attention_layers", None):
-            raise ValueError(f"KVFastCache keeps the keys and values of a model's own tokens, and layer {config.cross_attention_layers[0]} of "
-                             f"{config.model_type} attends to others: use transformers' DynamicCache(config=model.config)")
+            raise ValueError(
+                f"KVFastCache keeps the keys and values of a model's own tokens, and layer {config.cross_attention_layers[0]} of "
+                f"{config.model_type} attends to others: use transformers' DynamicCache(config=model.config)"
+            )
         layer_types, options = get_layer_types_and_kwargs(config)
         for index, name in enumerate(layer_types):
             if name not in KINDS:
-                raise ValueError(f"KVFastCache does not know what layer {index} of {config.model_type} keeps, which is {name}: use "
-                                 f"transformers' DynamicCache(config=model.config)")
+                raise ValueError(
+                    f"KVFastCache does not know what layer {index} of {config.model_type} keeps, which is {name}: use "
+                    f"transformers' DynamicCache(config=model.config)"
+                )
         kinds = [KINDS[name] for name in layer_types]
         stored = [index for index, kind in enumerate(kinds) if kind.has_rows]
         if not stored:
-            raise ValueError(f"no layer of {config.model_type} has keys and values, which a KVFastCache needs: use transformers' "
-                             f"DynamicCache(config=model.config)")
+            raise ValueError(
+                f"no layer of {config.model_type} has keys and values, which a KVFastCache needs: use transformers' "
+                f"DynamicCache(config=model.config)"
+            )
         windows = [options[index].get("sliding_window") for index in stored]
         chunks = [window if layer_types[index] == "chunked_attention" else None for index, window in zip(stored, windows)]
         configs = config.per_layer_config
-        configured = [tuple(getattr(configs[index], name, None) for name in ("num_key_value_heads", "head_dim", "v_head_dim")) for index in stored]
+        configured = [
+            tuple(getattr(configs[index], name, None) for name in ("num_key_value_heads", "head_dim", "v_head_dim")) for index in stored
+        ]
         if max_seq_len is not None:
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
             if any(windows):
@@ -112,8 +122,10 @@ class KVFastCache(Cache):
     def update(self, key_states, value_states, layer_idx, *args, **options):
         """Store the keys and values of a layer; see transformers' ``Cache.update``."""
         if layer_idx >= len(self.layers):
-            raise ValueError(f"this cache was made for the {len(self.layers)} layers of a {self._config.model_type}, and the model has a "
-                             f"layer {layer_idx}: make it by KVFastCache(model.config)")
+            raise ValueError(
+                f"this cache was made for the {len(self.layers)} layers of a {self._config.model_type}, and the model has a "
+                f"layer {layer_idx}: make it by KVFastCache(model.config)"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **options)
 
     @property
@@ -164,8 +176,10 @@ class KVFastCache(Cache):
         shape = read_shape(self._config)
         if any(kind.has_state for kind, *_ in self._kinds) or any(layer.rope_dim for layer in shape.layers):
             raise ValueError(f"layers of {self._config.model_type} keep more than keys and values, which a PromptCache does not have")
-        row = self._rows.begin([(layer.num_kv_heads, layer.head_dim, layer.v_head_dim or layer.head_dim) for layer in shape.layers],
-                               self._config._attn_implementation == NAME)  # fmt: skip
+        row = self._rows.begin(
+            [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim or layer.head_dim) for layer in shape.layers],
+            self._config._attn_implementation == NAME,
+        )
         found = 0
         try:
             found = self.prompt_cache.restore(row, token_ids, model, tokens_per_second=tokens_per_second)
@@ -191,7 +205,9 @@ class KVFastCache(Cache):
         token_ids, model = self._prompt(input_ids, model)
         rows = self.rows
         if len(rows) != 1 or len(rows[0]) > len(token_ids):
-            raise ValueError(f"save_prompt needs the {len(rows[0]) if rows else 0} tokens of the one row of the cache, got {len(token_ids)} and {len(rows)} rows")
+            raise ValueError(
+                f"save_prompt needs the {len(rows[0]) if rows else 0} tokens of the one row of the cache, got {len(token_ids)} and {len(rows)} rows"
+            )
         return self.prompt_cache.save(rows[0], token_ids[: len(rows[0])], model)
 
     def _prompt(self, input_ids, model):
@@ -259,5 +275,7 @@ class KVFastCache(Cache):
     def __repr__(self):
         rows = self._rows
         name = self._dtype if isinstance(self._dtype, str) else rows.rows[0].dtype_name if rows.rows else "not yet used"
-        return (f"KVFastCache({name}, {len(self.layers)} layers, batch of {len(rows.rows)}, {rows.seen[0]} tokens, "
-                f"{size_text(self.nbytes)})")
+        return (
+            f"KVFastCache({name}, {len(self.layers)} layers, batch of {len(rows.rows)}, {rows.seen[0]} tokens, "
+            f"{size_text(self.nbytes)})"
+        )

@@ -122,8 +122,10 @@ def check_croppable(layers):
     """Raise ValueError where a state cannot go back."""
     for index, layer in enumerate(layers):
         if isinstance(layer, LinearAttentionLayer) and not (layer.is_croppable and layer.record_past):
-            raise ValueError(f"layer {index} keeps a state of all tokens that came, which cannot go back: a KVFastCache with such layers "
-                             f"can be cropped only where they are convolutions alone, after activate_past_recording()")
+            raise ValueError(
+                f"layer {index} keeps a state of all tokens that came, which cannot go back: a KVFastCache with such layers "
+                f"can be cropped only where they are convolutions alone, after activate_past_recording()"
+            )
 
 
 def select_states(layers, indices):

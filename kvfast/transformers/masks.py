@@ -73,8 +73,10 @@ class LazyMask:
 
 
 def _not_a_tensor(what):
-    return ValueError(f"this model works on its attention mask itself (it {what}), and under attn_implementation=\"kvfast\" there is "
-                      f'no matrix of it: use attn_implementation="sdpa" or "eager", which the same cache serves')
+    return ValueError(
+        f'this model works on its attention mask itself (it {what}), and under attn_implementation="kvfast" there is '
+        f'no matrix of it: use attn_implementation="sdpa" or "eager", which the same cache serves'
+    )
 
 
 def _pattern(mask_function, size, padding):
@@ -95,8 +97,19 @@ def _pattern(mask_function, size, padding):
     return None, None, False
 
 
-def lazy_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function,
-              attention_mask=None, **others):
+def lazy_mask(
+    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=causal_mask_function, attention_mask=None, **others
+):
     """What ``AttentionMaskInterface`` calls for ``attn_implementation="kvfast"``; the arguments are its own."""
-    return LazyMask({"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
-                     "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask} | others)
+    return LazyMask(
+        {
+            "batch_size": batch_size,
+            "q_length": q_length,
+            "kv_length": kv_length,
+            "q_offset": q_offset,
+            "kv_offset": kv_offset,
+            "mask_function": mask_function,
+            "attention_mask": attention_mask,
+        }
+        | others
+    )

@@ -6,8 +6,24 @@ _T = torch.Tensor
 # What a model may ask of them on the way to its attention,
 _HARMLESS = frozenset([_T.size, _T.dim, *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "ndim"))])
 # and what makes keys and values of latents, each token's of its own: the up-projection of all heads, and the rotary part to each.
-_OF_EACH_TOKEN = frozenset(["linear", "view", "reshape", "contiguous", "transpose", "split", "chunk", "expand", "unsqueeze", "cat",
-                            "new_empty", "copy_", "__getitem__", "__setitem__"])  # fmt: skip
+_OF_EACH_TOKEN = frozenset(
+    [
+        "linear",
+        "view",
+        "reshape",
+        "contiguous",
+        "transpose",
+        "split",
+        "chunk",
+        "expand",
+        "unsqueeze",
+        "cat",
+        "new_empty",
+        "copy_",
+        "__getitem__",
+        "__setitem__",
+    ]
+)
 
 
 class Received(torch.Tensor):
@@ -50,7 +66,7 @@ class Received(torch.Tensor):
             return one._like(made) if isinstance(made, torch.Tensor) else None if made is None else tuple(map(one._like, made))
         raise RuntimeError(
             f"layer {one.rows.numbers[one.layer]} does more with its keys and values than to hand them to its attention (it calls "
-            f"{name}), and under attn_implementation=\"kvfast\" they are in the cache alone: use "
+            f'{name}), and under attn_implementation="kvfast" they are in the cache alone: use '
             f'attn_implementation="sdpa" or "eager", with a new KVFastCache'
         )
 

@@ -37,7 +37,7 @@ class Rows:
         # Layers of one kind have the same shape, which the keys of the first of them show.
         self._configured, self._kinds = configured, list(zip(windows, chunks, configured))
         self._shapes, self._unseen = None, set(self._kinds)
-        self._stored = []       # what layers got while not all shapes are known, to be stored again
+        self._stored = []  # what layers got while not all shapes are known, to be stored again
         self.clear()
 
     def clear(self):
@@ -46,8 +46,8 @@ class Rows:
         if self._unseen:  # a first step broke off
             self._shapes, self._unseen, self._stored = None, set(self._kinds), []
         self.seen = [0] * len(self.windows)
-        self._padding = None    # (batch, tokens), False for tokens that are not stored; None where all are
-        self._open = set()      # layers with tokens that are not advanced yet
+        self._padding = None  # (batch, tokens), False for tokens that are not stored; None where all are
+        self._open = set()  # layers with tokens that are not advanced yet
         self._expected = set()  # layers whose tokens came, and were not stored yet
 
     # --- the tokens of a step ---
@@ -61,13 +61,16 @@ class Rows:
             )
         for name, tensor in (("keys", key), ("values", value)):
             if tensor.requires_grad:
-                raise RuntimeError("KVFastCache has no gradients: call the model under torch.no_grad(), as generate does, "
-                                   "and train without a cache")
+                raise RuntimeError(
+                    "KVFastCache has no gradients: call the model under torch.no_grad(), as generate does, and train without a cache"
+                )
             if tensor.device.type != "cpu":
                 raise ValueError(f"KVFastCache keeps keys and values in the CPU's memory, got {name} on {tensor.device}")
         if key.shape[:3] != value.shape[:3]:
-            raise ValueError(f"keys and values must have the same shape except for head_dim, got {tuple(key.shape)} and "
-                             f"{tuple(value.shape)} for layer {self.numbers[layer]}")
+            raise ValueError(
+                f"keys and values must have the same shape except for head_dim, got {tuple(key.shape)} and "
+                f"{tuple(value.shape)} for layer {self.numbers[layer]}"
+            )
         if self.rows and len(self.rows) != key.shape[0]:
             raise ValueError(f"this cache holds a batch of {len(self.rows)}, got keys of {key.shape[0]}: reset() it for another batch")
         if layer in self._open:
@@ -83,13 +86,17 @@ class Rows:
         sliding layers forget."""
         batch, shape = key.shape[0], (key.shape[1], key.shape[3], value.shape[3])
         if self._shapes is None:
-            self._shapes = [tuple(mine if one == first else one for one, first, mine in zip(other, self._configured[layer], shape))
-                            for other in self._configured]
+            self._shapes = [
+                tuple(mine if one == first else one for one, first, mine in zip(other, self._configured[layer], shape))
+                for other in self._configured
+            ]
         kind = self._kinds[layer]
         if self._shapes[layer] != shape:
             if kind not in self._unseen:
-                raise ValueError(f"layer {self.numbers[layer]} has {_text(shape)}, and layers of its kind before it have "
-                                 f"{_text(self._shapes[layer])}: use transformers' DynamicCache(config=model.config)")
+                raise ValueError(
+                    f"layer {self.numbers[layer]} has {_text(shape)}, and layers of its kind before it have "
+                    f"{_text(self._shapes[layer])}: use transformers' DynamicCache(config=model.config)"
+                )
             self._shapes = [shape if other == kind else one for one, other in zip(self._shapes, self._kinds)]
             self.rows, rings = [], rings and (not self.rows or isinstance(self.rows[0], RingKVCache))
         self._unseen.discard(kind)
@@ -131,8 +138,10 @@ class Rows:
         if mask is None:
             return self._new_parts(before, n, None)
         if mask.width not in (None, before + n):
-            raise ValueError(f"attention_mask is for {mask.width} tokens, but with this step the cache has got {before + n}: was it "
-                             f"filled before, or does generate give it every token again, as with use_cache=False?")
+            raise ValueError(
+                f"attention_mask is for {mask.width} tokens, but with this step the cache has got {before + n}: was it "
+                f"filled before, or does generate give it every token again, as with use_cache=False?"
+            )
         if (mask.q_offset, mask.q_length) != (before, n):
             raise RuntimeError(
                 f"layer {self.numbers[layer]} holds {before} tokens and got {n} more, and the mask is one for {mask.q_offset} and {mask.q_length}: "
@@ -154,13 +163,17 @@ class Rows:
             raise ValueError(f"attention_mask must have shape {shape}, the {before} tokens before included, got {padding.shape}")
         known = np.ones(shape, bool) if self._padding is None else self._padding
         if not np.array_equal(padding[:, :before], known[:, :before]):
-            raise ValueError("attention_mask differs from what it was when the tokens before came: what was stored stays visible, "
-                             "and padding was not stored")
+            raise ValueError(
+                "attention_mask differs from what it was when the tokens before came: what was stored stays visible, "
+                "and padding was not stored"
+            )
         if shape[1] > min(filter(None, self.windows), default=shape[1]):
             begun = np.logical_or.accumulate(padding, axis=1)
             if (begun & ~padding).any():
-                raise ValueError("attention_mask has padding behind the first token of a row, which kvfast cannot count in a "
-                                 "sliding window: pad on the left")
+                raise ValueError(
+                    "attention_mask has padding behind the first token of a row, which kvfast cannot count in a "
+                    "sliding window: pad on the left"
+                )
         self._padding = padding
         return [_part(row) for row in padding[:, before:]]
 
@@ -183,8 +196,10 @@ class Rows:
     def check_whole(self):
         """Raise ValueError where a row lacks tokens that another attention would look for."""
         if self._padding is not None or (self.rows and isinstance(self.rows[0], RingKVCache)):
-            raise ValueError('this cache was filled under attn_implementation="kvfast", without padding and without what has left '
-                             "the sliding windows: go on with that, or reset() it")
+            raise ValueError(
+                'this cache was filled under attn_implementation="kvfast", without padding and without what has left '
+                "the sliding windows: go on with that, or reset() it"
+            )
 
     def first_seen(self, layer, length):
         """The first token that the last one of `length` sees at most: what a layer of transformers' own would show."""

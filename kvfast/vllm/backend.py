@@ -11,11 +11,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionMetadataBuilder
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvfast import NonFiniteInputError, PagedKVCache
@@ -66,7 +62,7 @@ class KVFastMetadata:
     """What one step asks of all layers of a group."""
 
     num_actual_tokens: int
-    tables: list[np.ndarray]   # block_table, seq_lens and cu_seqlens_q
+    tables: list[np.ndarray]  # block_table, seq_lens and cu_seqlens_q
     slots: np.ndarray
     causal: bool | list[bool]  # of all requests, or of each
 
@@ -78,17 +74,25 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         fmt = format_of(kv_cache_spec)
         if fmt is None:
             self._memory = None
-            logger.warning_once("kvfast leaves %s with kv_cache_dtype=%s to vLLM's own backend", type(kv_cache_spec).__name__,
-                                vllm_config.cache_config.cache_dtype)
+            logger.warning_once(
+                "kvfast leaves %s with kv_cache_dtype=%s to vLLM's own backend",
+                type(kv_cache_spec).__name__,
+                vllm_config.cache_config.cache_dtype,
+            )
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             return
         if fmt.num_float_tokens and vllm_config.kv_transfer_config is not None:
-            raise ValueError(f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats beside vLLM's blocks, which "
-                             f"a KV connector would not send: choose turboquant_4bit_nc or int8_per_token_head")  # fmt: skip
+            raise ValueError(
+                f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats beside vLLM's blocks, which "
+                f"a KV connector would not send: choose turboquant_4bit_nc or int8_per_token_head"
+            )
         if fmt.num_float_tokens and vllm_config.cache_config.enable_prefix_caching:
-            logger.warning_once("kv_cache_dtype=%s reads a prompt as floats when it computes it, and as codes where the prefix cache has it: the "
-                                "same request may get other tokens then. --no-enable-prefix-caching, skip_reading_prefix_cache=True of a "
-                                "request, or int8_per_token_head give the same tokens", vllm_config.cache_config.cache_dtype)  # fmt: skip
+            logger.warning_once(
+                "kv_cache_dtype=%s reads a prompt as floats when it computes it, and as codes where the prefix cache has it: the "
+                "same request may get other tokens then. --no-enable-prefix-caching, skip_reading_prefix_cache=True of a "
+                "request, or int8_per_token_head give the same tokens",
+                vllm_config.cache_config.cache_dtype,
+            )
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         layers = [named[name] for name in layer_names]
@@ -97,12 +101,24 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
 
         def new_pool(buffer):
             num_blocks, num_kv_heads, block_size, _ = buffer[0].shape
-            return PagedKVCache(len(buffer), num_kv_heads, kv_cache_spec.head_size, num_blocks, block_size, fmt,
-                                v_head_dim=kv_cache_spec.head_size_v, buffer=buffer)
+            return PagedKVCache(
+                len(buffer),
+                num_kv_heads,
+                kv_cache_spec.head_size,
+                num_blocks,
+                block_size,
+                fmt,
+                v_head_dim=kv_cache_spec.head_size_v,
+                buffer=buffer,
+            )
 
         self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs)
-        logger.info_once("kvfast keeps the KV cache as %s, %d bytes per token and KV head (kv_cache_dtype=%s)", str(fmt),
-                         content_bytes(kv_cache_spec, fmt), vllm_config.cache_config.cache_dtype)
+        logger.info_once(
+            "kvfast keeps the KV cache as %s, %d bytes per token and KV head (kv_cache_dtype=%s)",
+            str(fmt),
+            content_bytes(kv_cache_spec, fmt),
+            vllm_config.cache_config.cache_dtype,
+        )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         if self._memory is None:
@@ -112,8 +128,9 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             causal = causal.bool().tolist()
             causal = causal[0] if len(set(causal)) == 1 else causal
         if causal is not True and isinstance(self.kv_cache_spec, SlidingWindowSpec):
-            raise NotImplementedError("kvfast has no windows with two sides, and this model did not ask for them when its layers were "
-                                      "made: set KVFAST_VLLM=0")  # fmt: skip
+            raise NotImplementedError(
+                "kvfast has no windows with two sides, and this model did not ask for them when its layers were made: set KVFAST_VLLM=0"
+            )
         self._memory.bind()
         return KVFastMetadata(common_attn_metadata.num_actual_tokens, *arrays_of(common_attn_metadata), causal)
 
@@ -144,7 +161,9 @@ class KVFastImpl(CPUAttentionBackendImpl):
         try:
             append(self.number, key, value, batch)
         except NonFiniteInputError as error:
-            logger.warning_once("kvfast stores zeros for keys and values that are not finite; the texts they belong to are wrong: %s", error)
+            logger.warning_once(
+                "kvfast stores zeros for keys and values that are not finite; the texts they belong to are wrong: %s", error
+            )
             append(self.number, key, value, batch, zero_nonfinite=True)
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):

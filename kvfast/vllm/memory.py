@@ -13,7 +13,9 @@ def as_numpy(tensor):
 
 def arrays_of(metadata):
     """What a step asks of all layers: [block_table, seq_lens, cu_seqlens_q] and the slots, of vLLM's CommonAttentionMetadata."""
-    return [one.numpy() for one in (metadata.block_table_tensor, metadata.seq_lens, metadata.query_start_loc)], metadata.slot_mapping.numpy()
+    return [
+        one.numpy() for one in (metadata.block_table_tensor, metadata.seq_lens, metadata.query_start_loc)
+    ], metadata.slot_mapping.numpy()
 
 
 class GroupMemory:

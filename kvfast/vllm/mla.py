@@ -29,8 +29,10 @@ def format_of(spec):
         fmt = FLOATS.get(spec.dtype) if spec.kv_quant_mode is KVQuantMode.NONE else FORMATS.get(spec.kv_quant_mode)
         if fmt is not None:
             return KVFormat.of(fmt)
-    raise ValueError(f"kvfast keeps latent rows as auto, float16, bfloat16, {' or '.join(NAMES)}, got {type(spec).__name__} with "
-                     f"kv_cache_dtype={spec.cache_dtype_str}; KVFAST_VLLM=0 leaves them to vLLM's own backend")
+    raise ValueError(
+        f"kvfast keeps latent rows as auto, float16, bfloat16, {' or '.join(NAMES)}, got {type(spec).__name__} with "
+        f"kv_cache_dtype={spec.cache_dtype_str}; KVFAST_VLLM=0 leaves them to vLLM's own backend"
+    )
 
 
 def block_sizes(spec):
@@ -101,18 +103,26 @@ class KVFastMLAMetadataBuilder(AttentionMetadataBuilder):
 
         def new_pool(buffer):
             num_blocks, block_size, _ = buffer[0].shape
-            return PagedMLAKVCache(len(buffer), layers[0].kv_lora_rank, layers[0].qk_rope_head_dim, num_blocks, block_size, fmt, buffer=buffer)
+            return PagedMLAKVCache(
+                len(buffer), layers[0].kv_lora_rank, layers[0].qk_rope_head_dim, num_blocks, block_size, fmt, buffer=buffer
+            )
 
         self._memory = GroupMemory(layers, new_pool, vllm_config.scheduler_config.max_num_seqs)
-        logger.info_once("kvfast keeps latent rows as %s, %d bytes per token (kv_cache_dtype=%s)", str(fmt), content_bytes(kv_cache_spec, fmt),
-                         vllm_config.cache_config.cache_dtype)
+        logger.info_once(
+            "kvfast keeps latent rows as %s, %d bytes per token (kv_cache_dtype=%s)",
+            str(fmt),
+            content_bytes(kv_cache_spec, fmt),
+            vllm_config.cache_config.cache_dtype,
+        )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         if common_attn_metadata.causal is not True:
             raise NotImplementedError("kvfast has causal attention only in latents: set KVFAST_VLLM=0")
         self._memory.bind()
         return KVFastMLAMetadata(
-            common_attn_metadata.num_actual_tokens, common_attn_metadata.num_reqs, common_attn_metadata.num_actual_tokens,
+            common_attn_metadata.num_actual_tokens,
+            common_attn_metadata.num_reqs,
+            common_attn_metadata.num_actual_tokens,
             *arrays_of(common_attn_metadata),
         )
 
@@ -126,8 +136,10 @@ class KVFastMLAImpl(CPUMLAImpl):
         super().__init__(*arguments, **options)
         parts = self.kv_lora_rank, self.qk_rope_head_dim
         if self.parts.setdefault(self.head_size, parts) != parts:
-            raise NotImplementedError(f"kvfast has one way to divide latent rows of {self.head_size} elements, got {parts} and "
-                                      f"{self.parts[self.head_size]} (latent_dim, rope_dim): set KVFAST_VLLM=0")
+            raise NotImplementedError(
+                f"kvfast has one way to divide latent rows of {self.head_size} elements, got {parts} and "
+                f"{self.parts[self.head_size]} (latent_dim, rope_dim): set KVFAST_VLLM=0"
+            )
 
     def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
         if self.memory is None:
@@ -139,5 +151,7 @@ class KVFastMLAImpl(CPUMLAImpl):
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
         q = torch.cat(q, -1) if isinstance(q, tuple) else q
         out = q.new_empty((*q.shape[:2], self.kv_lora_rank))
-        self.memory.pool.attend_batch(self.number, as_numpy(q), self.memory.batch_of(attn_metadata), out=as_numpy(out), scale=self.scale)
+        self.memory.pool.attend_batch(
+            self.number, as_numpy(q), self.memory.batch_of(attn_metadata), out=as_numpy(out), scale=self.scale
+        )
         return out, None

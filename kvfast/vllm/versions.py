@@ -24,7 +24,9 @@ def register():
     version = installed_version()
     if not is_tested(version):
         logging.getLogger("vllm.kvfast").warning(
-            "kvfast leaves attention to vLLM's own backend: it was tested with vLLM %s, and %s is installed", " and ".join(TESTED), version
+            "kvfast leaves attention to vLLM's own backend: it was tested with vLLM %s, and %s is installed",
+            " and ".join(TESTED),
+            version,
         )
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -10,9 +10,18 @@ import kvfast
 
 HALVES = ["float16", "bfloat16", "float16/bfloat16"]
 FORMATS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED, "int8/float16", *HALVES]
-FEW_ROWS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED,
-            *(kvfast.KVFormat("int4", per_channel=True, block_size=size) for size in (32, 128)), "int3", "int3-plain",
-            *(kvfast.KVFormat("int3", per_channel=True, block_size=size) for size in (32, 256))]
+FEW_ROWS = [
+    "int8",
+    "int8-plain",
+    "int4-plain",
+    "k8v4",
+    "int4",
+    CENTRED,
+    *(kvfast.KVFormat("int4", per_channel=True, block_size=size) for size in (32, 128)),
+    "int3",
+    "int3-plain",
+    *(kvfast.KVFormat("int3", per_channel=True, block_size=size) for size in (32, 256)),
+]
 WORD_TIERS = ("avx512_vbmi", "avx512_vnni")
 needs_amx = pytest.mark.skipif("amx" not in kvfast.available_isas(), reason="this CPU has no matrix unit")
 

@@ -139,8 +139,16 @@ def test_input_dtypes_and_layouts(rng):
     frozen.flags.writeable = False
     wide = np.zeros((9, 2, 48), np.float32)
     wide[:, :, ::2] = k
-    same = [frozen, np.asfortranarray(k), wide[:, :, ::2], k[::-1].copy()[::-1], k[:, :, ::-1].copy()[:, :, ::-1],
-            k.astype(ml_dtypes.bfloat16), k.astype(ml_dtypes.bfloat16).view(np.uint16), memoryview(k)]
+    same = [
+        frozen,
+        np.asfortranarray(k),
+        wide[:, :, ::2],
+        k[::-1].copy()[::-1],
+        k[:, :, ::-1].copy()[:, :, ::-1],
+        k.astype(ml_dtypes.bfloat16),
+        k.astype(ml_dtypes.bfloat16).view(np.uint16),
+        memoryview(k),
+    ]
     for array in same:
         cache = kvfast.KVCache(1, 2, 24, dtype="float32")
         cache.append(0, array, array)

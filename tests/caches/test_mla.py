@@ -234,8 +234,13 @@ def test_bad_projections(cache, rng):
     k, v = rows(rng, 2, 3, 24), rows(rng, 2, 3, 10)
     k[:, :, 8:] = k[:, :1, 8:]
     down_k, down_v = rows(rng, 3, 8, 32), rows(rng, 3, 10, 32)
-    for wrong in ((k, v[:1], down_k, down_v), (k, v, down_k[:, :7], down_v), (k, v, down_k, down_v[..., :31]),
-                  (k[:, :, :16], v, down_k, down_v), (k[0], v, down_k, down_v)):  # fmt: skip
+    for wrong in (
+        (k, v[:1], down_k, down_v),
+        (k, v, down_k[:, :7], down_v),
+        (k, v, down_k, down_v[..., :31]),
+        (k[:, :, :16], v, down_k, down_v),
+        (k[0], v, down_k, down_v),
+    ):
         with pytest.raises(kvfast.DimensionMismatchError):
             cache.append_kv(0, *wrong)
     other = k.copy()
@@ -252,7 +257,11 @@ def test_bad_settings():
     for arguments in ((0, 32, 16), (1, 513, 16), (1, 0, 16), (1, 32, 129), (1, 32, -1)):
         with pytest.raises(ValueError, match="between"):
             kvfast.MLAKVCache(*arguments)
-    for fmt in (kvfast.KVFormat("int8", centring=True), kvfast.KVFormat("int8", num_float_tokens=4), kvfast.KVFormat("int4", per_channel=True)):
+    for fmt in (
+        kvfast.KVFormat("int8", centring=True),
+        kvfast.KVFormat("int8", num_float_tokens=4),
+        kvfast.KVFormat("int4", per_channel=True),
+    ):
         with pytest.raises(ValueError, match="latent rows"):
             kvfast.MLAKVCache(1, 32, 16, dtype=fmt)
     with pytest.raises(ValueError, match="unknown"):

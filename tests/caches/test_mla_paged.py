@@ -92,8 +92,16 @@ def test_between_paged_and_contiguous(tmp_path, rng, dtype, rope_dim):
     assert prompts.save(sequence, ids)
     found = other.new_sequence()
     assert prompts.restore(found, np.r_[ids, 5]) == 150
-    for one in (sequence, fork, contiguous, found, other.restore(snapshot), kvfast.load(path), snapshot.to_cache(),
-                kvfast.MLAKVCache.from_state_dict(fork.state_dict())):  # fmt: skip
+    for one in (
+        sequence,
+        fork,
+        contiguous,
+        found,
+        other.restore(snapshot),
+        kvfast.load(path),
+        snapshot.to_cache(),
+        kvfast.MLAKVCache.from_state_dict(fork.state_dict()),
+    ):
         assert len(one) == 150
         for layer, (latent, out) in enumerate(expected):
             assert np.array_equal(one.get_latent(layer), latent) and np.array_equal(one.attend(layer, q), out)
@@ -199,8 +207,12 @@ def test_refused(rng):
     for use in (lambda: sequence.append(0, q[0, :1]), lambda: sequence.attend(0, q), lambda: sequence.get_latent(0), sequence.fork):
         with pytest.raises(ValueError, match="has been freed"):
             use()
-    for arguments, message in [((1, 513, 16, 4), "between"), ((1, 48, 129, 4), "between"), ((1, 48, 16, 0), "num_blocks"),
-                               ((1, 48, 16, 4, 24), "16, 32, 64, 128 or 256")]:  # fmt: skip
+    for arguments, message in [
+        ((1, 513, 16, 4), "between"),
+        ((1, 48, 129, 4), "between"),
+        ((1, 48, 16, 0), "num_blocks"),
+        ((1, 48, 16, 4, 24), "16, 32, 64, 128 or 256"),
+    ]:
         with pytest.raises(ValueError, match=message):
             kvfast.PagedMLAKVCache(*arguments)
     with pytest.raises(ValueError, match="latent rows"):

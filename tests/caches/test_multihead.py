@@ -87,9 +87,14 @@ class TestAgainstTheOracle:
 
     @settings(max_examples=60, deadline=None)
     @given(
-        seed=st.integers(0, 1 << 30), dim=st.integers(1, 256), n=st.integers(1, 140), bits=st.integers(2, 8),
-        rotation=st.booleans(), codebook=st.sampled_from(["gaussian", "uniform"]), exponent=st.integers(-40, 30),
-    )  # fmt: skip
+        seed=st.integers(0, 1 << 30),
+        dim=st.integers(1, 256),
+        n=st.integers(1, 140),
+        bits=st.integers(2, 8),
+        rotation=st.booleans(),
+        codebook=st.sampled_from(["gaussian", "uniform"]),
+        exponent=st.integers(-40, 30),
+    )
     def test_any_size_and_magnitude(self, seed, dim, n, bits, rotation, codebook, exponent):
         rng = np.random.default_rng(seed)
         cache, k, v = filled(rng, 2, 0, dim, bits, rotation=rotation, codebook=codebook, seed=seed)
@@ -282,9 +287,7 @@ class TestSizes:
 class Machine(RuleBasedStateMachine):
     """Against lists of what was decoded when it was pushed: nothing that is done later changes it."""
 
-    @initialize(
-        dim=st.sampled_from([1, 5, 16, 48]), bits=st.sampled_from(BITS), heads=st.integers(1, 3), seed=st.integers(0, 99)
-    )
+    @initialize(dim=st.sampled_from([1, 5, 16, 48]), bits=st.sampled_from(BITS), heads=st.integers(1, 3), seed=st.integers(0, 99))
     def open(self, dim, bits, heads, seed):
         self.rng = np.random.default_rng(seed)
         self.cache = MultiHeadKVCache(heads, MultiHeadConfig(dim, bits, seed=seed, num_q_heads=2 * heads))
@@ -422,9 +425,17 @@ class TestInput:
         ml_dtypes = pytest.importorskip("ml_dtypes")
         x = rng.integers(-3, 4, (3, 4)).astype(np.float32)
         same = [
-            x, x.astype(np.float16), x.astype(ml_dtypes.bfloat16), x.tolist(), list(x), tuple(x),
-            x.astype(ml_dtypes.bfloat16).view(np.uint16), x.astype(int).tolist(), np.asfortranarray(x), x[::-1][::-1],
-        ]  # fmt: skip
+            x,
+            x.astype(np.float16),
+            x.astype(ml_dtypes.bfloat16),
+            x.tolist(),
+            list(x),
+            tuple(x),
+            x.astype(ml_dtypes.bfloat16).view(np.uint16),
+            x.astype(int).tolist(),
+            np.asfortranarray(x),
+            x[::-1][::-1],
+        ]
         for one in same:
             cache.push_token(one, one)
         rows = np.concatenate([cache.decode_keys()[2:], cache.decode_values()[2:]])
@@ -540,8 +551,12 @@ class TestFiles:
     def test_what_does_not_fit(self, rng):
         cache, _, _ = filled(rng, 3, 20, 16)
         snapshot, kept = cache.snapshot(), cache.decode_keys()
-        for other in (MultiHeadKVCache(2, cache.config), MultiHeadKVCache(3, MultiHeadConfig(16, 8)), kvfast.KVCache(1, 3, 16),
-                      MultiHeadKVCache(3, MultiHeadConfig(16, seed=1))):  # fmt: skip
+        for other in (
+            MultiHeadKVCache(2, cache.config),
+            MultiHeadKVCache(3, MultiHeadConfig(16, 8)),
+            kvfast.KVCache(1, 3, 16),
+            MultiHeadKVCache(3, MultiHeadConfig(16, seed=1)),
+        ):
             with pytest.raises(kvfast.IncompatibleSnapshotError, match="the snapshot has"):
                 other.restore(snapshot)
             with pytest.raises(kvfast.IncompatibleSnapshotError):

@@ -43,8 +43,7 @@ def filled_with(pool, k, v):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size"),
-    [(dtype, size) for dtype in DTYPES for size in ([None] if seals(dtype) else [16, 32, 64, 128])],
+    ("dtype", "block_size"), [(dtype, size) for dtype in DTYPES for size in ([None] if seals(dtype) else [16, 32, 64, 128])]
 )
 def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, block_size):
     pool = new_pool(2048 // (block_size or 32), block_size=block_size, dtype=dtype)
@@ -278,7 +277,6 @@ class TestForeignTables:
         sequence.free()
         with pytest.raises(ValueError, match="belongs to no sequence"):
             pool.attend_batch(0, q, block_table=table, seq_lens=[40])
-
 
     @pytest.mark.parametrize(
         ("dtype", "name"),

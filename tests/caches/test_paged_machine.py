@@ -148,8 +148,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     def extend(self, models, new, named, batched=True):
         """Append and advance, or see the pool refuse it."""
-        parts = [[rows(model.ids + ids, len(model.ids), layer) for model, ids in zip(models, new)]
-                 for layer in range(LAYERS)]
+        parts = [[rows(model.ids + ids, len(model.ids), layer) for model, ids in zip(models, new)] for layer in range(LAYERS)]
         needed, free = self.needed(models, new), int(np.sum(self.owners == 0))
         if not batched:
             assert models[0].sequence.can_append(len(new[0])) == (needed <= free)
@@ -301,14 +300,24 @@ class PagedMachine(RuleBasedStateMachine):
         sequence.free()
         sequence.free()
         q, _ = self.queries(1, 1, None)
-        for use in (lambda: sequence.append(0, *self.given(rows([1], 0, 0))), lambda: sequence.attend(0, q),
-                    lambda: sequence.truncate(0), lambda: self.shown(sequence, 0), sequence.fork,
-                    lambda: self.pool.slot_mapping([sequence])):
+        for use in (
+            lambda: sequence.append(0, *self.given(rows([1], 0, 0))),
+            lambda: sequence.attend(0, q),
+            lambda: sequence.truncate(0),
+            lambda: self.shown(sequence, 0),
+            sequence.fork,
+            lambda: self.pool.slot_mapping([sequence]),
+        ):
             with pytest.raises(ValueError):
                 use()
 
-    @rule(which=st.lists(WHICH), layer=st.integers(0, LAYERS - 1), most=st.sampled_from([1, 8, 30]),
-          window=st.sampled_from([None, None, 30]), group=st.integers(1, 3))
+    @rule(
+        which=st.lists(WHICH),
+        layer=st.integers(0, LAYERS - 1),
+        most=st.sampled_from([1, 8, 30]),
+        window=st.sampled_from([None, None, 30]),
+        group=st.integers(1, 3),
+    )
     def attend_batch(self, which, layer, most, window, group):
         models = [model for model in self.some(which or range(6)) if model.ids] or self.live
         counts = [int(self.rng.integers(min(most, self.most_queries(model)) + 1)) for model in models]
@@ -380,7 +389,9 @@ class PagedWindowMachine(PagedMachine):
         return {"num_sink_tokens": self.num_sink_tokens, "rollback": self.rollback}
 
     def new_pool(self, num_blocks, block_size):
-        return kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks, block_size, sliding_window=self.window, **self.settings, **self.dtypes)
+        return kvfast.PagedKVCache(
+            LAYERS, HEADS, DIM, num_blocks, block_size, sliding_window=self.window, **self.settings, **self.dtypes
+        )
 
     def new_whole(self, block_size=None):
         return kvfast.RingKVCache(LAYERS, HEADS, DIM, self.window, block_size=block_size, **self.settings, **self.dtypes)

@@ -42,7 +42,9 @@ BLOCK_SIZES = [(name, None) for name in FORMATS]
 EVERY_SIZE = [(name, size) for name in UNSEALED for size in (16, 64, 256)]
 
 
-@parametrize(("name", "block_size"), BLOCK_SIZES + EVERY_SIZE, usual=BLOCK_SIZES + [EVERY_SIZE[3 * i + i % 3] for i in range(len(UNSEALED))])
+@parametrize(
+    ("name", "block_size"), BLOCK_SIZES + EVERY_SIZE, usual=BLOCK_SIZES + [EVERY_SIZE[3 * i + i % 3] for i in range(len(UNSEALED))]
+)
 def test_a_pool_serves_texts_far_longer_than_itself(name, block_size):
     """With the bits of a ring, in steps of any size, by calls of its own and in batches."""
     form, stream = FORMATS[name], Stream(3, 3000, layers=2)
@@ -119,13 +121,21 @@ def test_forks_and_going_back(name):
 
 
 SIZES = [(name, size, other) for name in UNSEALED for size, other in ((16, 256), (256, 16), (32, 64), (64, 32))]
-WINDOWS = [WINDOW, {"sliding_window": 30, "num_sink_tokens": 0, "rollback": 0}, {"sliding_window": 20, "num_sink_tokens": 20, "rollback": 70}]
+WINDOWS = [
+    WINDOW,
+    {"sliding_window": 30, "num_sink_tokens": 0, "rollback": 0},
+    {"sliding_window": 20, "num_sink_tokens": 20, "rollback": 70},
+]
 SIZED = [*((name, None, None) for name in FORMATS), *SIZES]
-USUAL_SIZED = [*SIZED[:len(FORMATS)], *(SIZES[4 * i + i % 4] for i in range(len(UNSEALED)))]
+USUAL_SIZED = [*SIZED[: len(FORMATS)], *(SIZES[4 * i + i % 4] for i in range(len(UNSEALED)))]
 
 
-@parametrize(("name", "size", "other", "window"), [(*sized, WINDOWS[(i + turn) % 3]) for turn in range(2) for i, sized in enumerate(SIZED)],
-             usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(SIZED) if sized in USUAL_SIZED], ids=str)  # fmt: skip
+@parametrize(
+    ("name", "size", "other", "window"),
+    [(*sized, WINDOWS[(i + turn) % 3]) for turn in range(2) for i, sized in enumerate(SIZED)],
+    usual=[(*sized, WINDOWS[i % 3]) for i, sized in enumerate(SIZED) if sized in USUAL_SIZED],
+    ids=str,
+)
 def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
     """There and back, to blocks of any size, at any time; and it goes on as if nothing had been."""
     stream, form = Stream(4, 700, layers=2), FORMATS[name]
@@ -141,8 +151,16 @@ def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
         assert loaded.snapshot() == snapshot == kvfast.Snapshot.from_bytes(snapshot.to_bytes())
         fresh = ring_of(form, **window)
         fresh.restore(snapshot)
-        restored = [loaded, fresh, snapshot.to_cache(), pool.restore(snapshot), pool.restore(ring.snapshot()), second.restore(snapshot),
-                    second.restore(fresh.snapshot()), kvfast.RingKVCache.from_state_dict(sequence.state_dict())]  # fmt: skip
+        restored = [
+            loaded,
+            fresh,
+            snapshot.to_cache(),
+            pool.restore(snapshot),
+            pool.restore(ring.snapshot()),
+            second.restore(snapshot),
+            second.restore(fresh.snapshot()),
+            kvfast.RingKVCache.from_state_dict(sequence.state_dict()),
+        ]
         restored.append(pool.restore(restored[5].snapshot()))
         for one in restored:
             assert same(one, ring)
@@ -191,8 +209,10 @@ def test_prefixes_are_found_behind_the_window(name, step):
                 if not pool.format.seals and not pool.format.num_float_tokens:
                     assert np.array_equal(sequence.k(layer)[ours], shown[layer][at])
                 assert relative_error(sequence.k(layer), stream.arrays[layer, 0, sequence.positions()]) < 0.5
-            for attend in (lambda: sequence.attend(0, Q[:22]),  # the first needs a key from before what was found
-                           lambda: pool.attend_batch(0, Q[:23], [sequence, first], cu_seqlens_q=[0, 22, 23])):  # fmt: skip
+            for attend in (
+                lambda: sequence.attend(0, Q[:22]),  # the first needs a key from before what was found
+                lambda: pool.attend_batch(0, Q[:23], [sequence, first], cu_seqlens_q=[0, 22, 23]),
+            ):
                 if evicted > 5:
                     with pytest.raises(ValueError, match="the ring has dropped"):
                         attend()
@@ -340,8 +360,15 @@ def test_secure_pools_wipe_what_a_window_has_left(name):
     sequence = pool.new_sequence()
 
     def held():
-        return np.concatenate([np.asarray(pool._buffer.pool.bytes_of_head(layer, 0, pool.num_blocks, head, values)).any(1)[:, None]
-                               for layer in range(2) for head in range(2) for values in (False, True)], 1).any(1)  # fmt: skip
+        return np.concatenate(
+            [
+                np.asarray(pool._buffer.pool.bytes_of_head(layer, 0, pool.num_blocks, head, values)).any(1)[:, None]
+                for layer in range(2)
+                for head in range(2)
+                for values in (False, True)
+            ],
+            1,
+        ).any(1)
 
     stream = Stream(11, 900, layers=2)
     stream.feed(sequence, 900, 90)
@@ -379,8 +406,11 @@ def test_bad_input():
     pool = pool_of()
     sequence = Stream(1, 300, layers=2).feed(pool.new_sequence(), 300, 50)
     for options, message in (({"sliding_window": 101}, "at most the 100 tokens"), ({"num_sink_tokens": 6}, "at most the 5 that")):
-        for attend in (lambda **some: sequence.attend(0, Q[:1], **some), lambda **some: pool.attend_batch(0, Q[:1], [sequence], **some),
-                       lambda **some: pool.explain_batch(1, [sequence], **some)):  # fmt: skip
+        for attend in (
+            lambda **some: sequence.attend(0, Q[:1], **some),
+            lambda **some: pool.attend_batch(0, Q[:1], [sequence], **some),
+            lambda **some: pool.explain_batch(1, [sequence], **some),
+        ):
             with pytest.raises(ValueError, match=message):
                 attend(**options)
     for queries in (22, 40):

@@ -61,7 +61,9 @@ def test_shared_blocks_are_read_once(rng):
     pool = fill(new_pool(), rng)
     tables, _ = step(rng, 40)
     batch = pool.prepare_batch(**tables)
-    together, apart = (pool.explain_batch(batch.num_tokens, batch, num_q_heads=HEADS, cascade=each).code_bytes for each in (True, False))
+    together, apart = (
+        pool.explain_batch(batch.num_tokens, batch, num_q_heads=HEADS, cascade=each).code_bytes for each in (True, False)
+    )
     assert together < 0.7 * apart
 
 
@@ -108,30 +110,34 @@ def test_a_pool_with_a_window(rng):
         pool.prepare_batch(np.where(table == 8, 40, table), [240], [0, 2])
 
 
-@pytest.mark.parametrize(("change", "error", "text"), [
-    ({"block_table": [[0, 40], [1, 2]]}, ValueError, "blocks between 0 and 39 for the tokens of seq_lens, got 0 to 40"),
-    ({"block_table": [[0, -1], [1, 2]]}, ValueError, "blocks between 0 and 39 for the tokens of seq_lens, got -1 to 2"),
-    ({"block_table": [[0, 3]]}, kvfast.DimensionMismatchError, r"shape \(2, max_blocks\), one row per sequence, got \(1, 2\)"),
-    ({"block_table": [0, 3]}, kvfast.DimensionMismatchError, "integers with 2 dimensions"),
-    ({"block_table": [[0.5, 3], [1, 2]]}, kvfast.DimensionMismatchError, "integers with 2 dimensions"),
-    ({"block_table": np.zeros((2, 0), int)}, kvfast.DimensionMismatchError, "max_blocks"),
-    ({"seq_lens": [40, 65]}, ValueError, "between 0 and the 64 tokens of block_table's 2 blocks, got 40 to 65"),
-    ({"seq_lens": [-1, 50]}, ValueError, "got -1 to 50"),
-    ({"seq_lens": []}, ValueError, "at least one sequence"),
-    ({"seq_lens": [40, 1]}, ValueError, "sequence 1 of the batch holds 1 tokens, and q 2 of them"),
-    ({"cu_seqlens_q": [0, 2, 1]}, kvfast.DimensionMismatchError, r"cu_seqlens_q must rise from 0 in 3 entries, got \[0 2 1\]"),
-    ({"cu_seqlens_q": [0, 1]}, kvfast.DimensionMismatchError, "in 3 entries"),
-    ({"cu_seqlens_q": [1, 2, 3]}, kvfast.DimensionMismatchError, "rise from 0"),
-    ({"slot_mapping": [0, -2, 5]}, ValueError, r"slot_mapping\[1\] must be -1 or between 0 and 1279, got -2"),
-    ({"slot_mapping": [0, 1, 1280]}, ValueError, r"slot_mapping\[2\] must be -1 or between 0 and 1279, got 1280"),
-    ({"slot_mapping": [7, 1, 7]}, ValueError, "a slot twice"),
-    ({"slot_mapping": [[1]]}, kvfast.DimensionMismatchError, "slot_mapping must be integers with 1 dimension"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"block_table": [[0, 40], [1, 2]]}, ValueError, "blocks between 0 and 39 for the tokens of seq_lens, got 0 to 40"),
+        ({"block_table": [[0, -1], [1, 2]]}, ValueError, "blocks between 0 and 39 for the tokens of seq_lens, got -1 to 2"),
+        ({"block_table": [[0, 3]]}, kvfast.DimensionMismatchError, r"shape \(2, max_blocks\), one row per sequence, got \(1, 2\)"),
+        ({"block_table": [0, 3]}, kvfast.DimensionMismatchError, "integers with 2 dimensions"),
+        ({"block_table": [[0.5, 3], [1, 2]]}, kvfast.DimensionMismatchError, "integers with 2 dimensions"),
+        ({"block_table": np.zeros((2, 0), int)}, kvfast.DimensionMismatchError, "max_blocks"),
+        ({"seq_lens": [40, 65]}, ValueError, "between 0 and the 64 tokens of block_table's 2 blocks, got 40 to 65"),
+        ({"seq_lens": [-1, 50]}, ValueError, "got -1 to 50"),
+        ({"seq_lens": []}, ValueError, "at least one sequence"),
+        ({"seq_lens": [40, 1]}, ValueError, "sequence 1 of the batch holds 1 tokens, and q 2 of them"),
+        ({"cu_seqlens_q": [0, 2, 1]}, kvfast.DimensionMismatchError, r"cu_seqlens_q must rise from 0 in 3 entries, got \[0 2 1\]"),
+        ({"cu_seqlens_q": [0, 1]}, kvfast.DimensionMismatchError, "in 3 entries"),
+        ({"cu_seqlens_q": [1, 2, 3]}, kvfast.DimensionMismatchError, "rise from 0"),
+        ({"slot_mapping": [0, -2, 5]}, ValueError, r"slot_mapping\[1\] must be -1 or between 0 and 1279, got -2"),
+        ({"slot_mapping": [0, 1, 1280]}, ValueError, r"slot_mapping\[2\] must be -1 or between 0 and 1279, got 1280"),
+        ({"slot_mapping": [7, 1, 7]}, ValueError, "a slot twice"),
+        ({"slot_mapping": [[1]]}, kvfast.DimensionMismatchError, "slot_mapping must be integers with 1 dimension"),
+    ],
+)
 def test_what_is_refused(rng, change, error, text):
     pool = fill(new_pool(), rng)
     with pytest.raises(error, match=text):
-        pool.prepare_batch(**{"block_table": [[0, 3], [1, 2]], "seq_lens": [40, 50], "cu_seqlens_q": [0, 1, 3],
-                              "slot_mapping": [-1, -1, 60]} | change)  # fmt: skip
+        pool.prepare_batch(
+            **{"block_table": [[0, 3], [1, 2]], "seq_lens": [40, 50], "cu_seqlens_q": [0, 1, 3], "slot_mapping": [-1, -1, 60]} | change
+        )
 
 
 def test_what_the_calls_refuse(rng):

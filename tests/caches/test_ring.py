@@ -41,9 +41,7 @@ def test_against_oracle(rng, dtype, num_sink_tokens):
     cache.advance(333)
     q = rng.standard_normal((7, 4, 64)).astype(np.float32)
     out = cache.attend(0, q, sliding_window=50, num_sink_tokens=num_sink_tokens, softcap=20.0)
-    expected, _ = attention(
-        q, cache.k(0), cache.v(0), sliding_window=50, num_sink_tokens=num_sink_tokens, softcap=20.0
-    )
+    expected, _ = attention(q, cache.k(0), cache.v(0), sliding_window=50, num_sink_tokens=num_sink_tokens, softcap=20.0)
     assert relative_error(out, expected) < bound(dtype)
 
 
@@ -145,9 +143,8 @@ def rotated(x, positions, pairs, interleaved):
 def test_rotation_by_the_place_in_the_cache(rng, rotary_dim, interleaved):
     """Every query sees its keys turned as StreamingLLM turns them: by their place among what is held."""
     ring = kvfast.RingKVCache(
-        1, 2, 64, window=50, num_sink_tokens=4, dtype="float32", rope="cache", rotary_dim=rotary_dim,
-        rope_interleaved=interleaved,
-    )  # fmt: skip
+        1, 2, 64, window=50, num_sink_tokens=4, dtype="float32", rope="cache", rotary_dim=rotary_dim, rope_interleaved=interleaved
+    )
     k, v = tokens(rng, 400)
     q = rng.standard_normal((400, 4, 64)).astype(np.float32)
     at = 0

@@ -27,9 +27,8 @@ class RingMachine(RuleBasedStateMachine):
         self.windows = [window, None] if mixed else [window, window]
         self.num_sink_tokens, self.rollback = min(num_sink_tokens, window), rollback
         self.ring = kvfast.RingKVCache(
-            LAYERS, HEADS, DIM, self.windows if mixed else window, self.num_sink_tokens,
-            rollback=rollback, **storage,
-        )  # fmt: skip
+            LAYERS, HEADS, DIM, self.windows if mixed else window, self.num_sink_tokens, rollback=rollback, **storage
+        )
         self.whole = kvfast.KVCache(LAYERS, HEADS, DIM, **storage)
         self.high = self.chunk = 0  # longest since the last clear, and largest chunk ever
 

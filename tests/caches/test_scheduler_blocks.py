@@ -122,7 +122,7 @@ def test_prefixes_are_shared(rng, name):
         out = scheduler.pool.attend_batch(layer, q, batch)
         one.cache.append(layer, *first[layer])
         other.cache.append(layer, *tail[layer])
-        assert np.array_equal(out[: -7], one.cache.attend(layer, q[:-7]))
+        assert np.array_equal(out[:-7], one.cache.attend(layer, q[:-7]))
         assert np.array_equal(out[-7:], other.cache.attend(layer, q[-7:]))
     one.cache.advance(first.shape[2])
     one.length = first.shape[2]
@@ -307,7 +307,10 @@ def test_what_a_scheduler_may_not_do(rng):
     refused(scheduler, "were written before it", gap, slots + 5)
     sealed = tables | {"seq_lens": np.array([64], np.int32)}
     refused(scheduler, "has been sealed", sealed, np.array([request.blocks[0] * 64 + 63]))
-    unwritten = {"block_table": np.array([[other_block := scheduler.free[0], scheduler.free[1]]], np.int32), "seq_lens": np.array([65], np.int32)}
+    unwritten = {
+        "block_table": np.array([[other_block := scheduler.free[0], scheduler.free[1]]], np.int32),
+        "seq_lens": np.array([65], np.int32),
+    }
     refused(scheduler, "of them were written", unwritten, np.array([scheduler.free[1] * 64]))
     assert other_block not in request.blocks
     middle = {"block_table": np.array([[request.blocks[1], scheduler.free[1]]], np.int32), "seq_lens": np.array([65], np.int32)}

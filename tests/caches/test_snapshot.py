@@ -210,7 +210,11 @@ def test_equality(rng, kind, dtype):
 
     def filled(changed=None, n=130, parts=(130,), **settings):
         window = (90, 5) if kind == "sequence with window" else ()
-        cache = ALONE.get(kind, kvfast.KVCache)(LAYERS, HEADS, DIM, *window, **({"dtype": dtype} | settings)) if settings else make(kind, dtype)
+        cache = (
+            ALONE.get(kind, kvfast.KVCache)(LAYERS, HEADS, DIM, *window, **({"dtype": dtype} | settings))
+            if settings
+            else make(kind, dtype)
+        )
         start = 0
         for part in parts:
             for layer, (k, v) in enumerate(rows):
@@ -246,7 +250,7 @@ def test_equal_whatever_lies_behind_the_tokens(rng, dtype):
     fill(other, np.random.default_rng(5), 300)
     other.clear()
     other.restore(one.snapshot())
-    fill(other, rng, 10 if seals(dtype) else 100)     # not so many that tokens of `one` lose their float rows
+    fill(other, rng, 10 if seals(dtype) else 100)  # not so many that tokens of `one` lose their float rows
     other.truncate(70 if not seals(dtype) else 100)
     one.truncate(70 if not seals(dtype) else 100)
     assert one.snapshot() == other.snapshot() and stored(one) == stored(other)
@@ -382,9 +386,14 @@ def test_what_does_not_fit_is_refused(rng, name):
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("windows", {"window": 91}), ("windows", {"window": [90, None]}), ("num_sink_tokens", {"num_sink_tokens": 4}),
-     ("rollback", {"rollback": 11}), ("rope", {"rope": "cache"})],
-)  # fmt: skip
+    [
+        ("windows", {"window": 91}),
+        ("windows", {"window": [90, None]}),
+        ("num_sink_tokens", {"num_sink_tokens": 4}),
+        ("rollback", {"rollback": 11}),
+        ("rope", {"rope": "cache"}),
+    ],
+)
 def test_rings_with_other_settings_are_refused(rng, name, settings):
     ring = fill(make("ring with sinks"), rng, 200)
     other = fill(kvfast.RingKVCache(LAYERS, HEADS, DIM, **(RINGS["ring with sinks"] | settings)), rng, 30)
@@ -438,11 +447,7 @@ def test_to_arrays_and_from_arrays(rng, dtype):
         assert np.array_equal(values[layer].reshape(130, HEADS, DIM), cache.v(layer))
     k_flat, v_flat = ([layer[i].reshape(130, -1) for layer in given] for i in (0, 1))
     snapshot = kvfast.Snapshot.from_arrays(k_flat, v_flat, HEADS, dtype, token_ids=range(130), metadata={"model": "m"})
-    assert (
-        snapshot == cache.snapshot()
-        and snapshot.token_ids.tolist() == list(range(130))
-        and snapshot.metadata == {"model": "m"}
-    )
+    assert snapshot == cache.snapshot() and snapshot.token_ids.tolist() == list(range(130)) and snapshot.metadata == {"model": "m"}
     assert same(snapshot.to_cache(), cache) and snapshot.to_cache().max_seq_len is None
     assert snapshot.to_cache(max_seq_len=140).max_seq_len == 140
     half = kvfast.Snapshot.from_arrays([k.astype(np.float16) for k in k_flat], v_flat, np.int64(HEADS), dtype)
@@ -462,20 +467,24 @@ def test_from_arrays_refuses():
     assert empty.seq_len == 0 and len(empty.to_cache()) == 0
     mismatch = kvfast.DimensionMismatchError
     for keys, values, heads, error in [
-        ([], [], HEADS, mismatch), ([x], [x, x], HEADS, mismatch), ([x], [x[:3]], HEADS, mismatch),
+        ([], [], HEADS, mismatch),
+        ([x], [x, x], HEADS, mismatch),
+        ([x], [x[:3]], HEADS, mismatch),
         ([x, x[:3]], [x, x], HEADS, mismatch),
-        ([x[0]], [x[0]], HEADS, mismatch), ([x], [x], 3, mismatch), ([x[:, :0]], [x[:, :0]], HEADS, mismatch),
-        ([x], [x], 0, ValueError), ([x], [x], -2, ValueError), ([x], [x], 2.0, TypeError), ([x], [x], "2", TypeError),
-        ([x * np.nan], [x], HEADS, kvfast.NonFiniteInputError), ([x.astype(int)], [x], HEADS, TypeError),
+        ([x[0]], [x[0]], HEADS, mismatch),
+        ([x], [x], 3, mismatch),
+        ([x[:, :0]], [x[:, :0]], HEADS, mismatch),
+        ([x], [x], 0, ValueError),
+        ([x], [x], -2, ValueError),
+        ([x], [x], 2.0, TypeError),
+        ([x], [x], "2", TypeError),
+        ([x * np.nan], [x], HEADS, kvfast.NonFiniteInputError),
+        ([x.astype(int)], [x], HEADS, TypeError),
         ([np.ones((4, 1200), np.float32)], [np.ones((4, 1200), np.float32)], HEADS, ValueError),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(error):
             make_from(keys, values, heads)
-    for options, error in [
-        ({"dtype": "int9"}, ValueError),
-        ({"token_ids": [1, 2]}, ValueError),
-        ({"metadata": {1: "a"}}, TypeError),
-    ]:
+    for options, error in [({"dtype": "int9"}, ValueError), ({"token_ids": [1, 2]}, ValueError), ({"metadata": {1: "a"}}, TypeError)]:
         with pytest.raises(error):
             make_from([x], [x], HEADS, **options)
 
@@ -511,10 +520,7 @@ def test_state_dict_keeps_ids_and_metadata(rng):
     arrays = snapshot.state_dict()
     again = kvfast.Snapshot.from_state_dict(arrays)
     assert again.token_ids.tolist() == snapshot.token_ids.tolist() and again.metadata == snapshot.metadata
-    assert (
-        kvfast.Snapshot.from_state_dict(arrays | {"token_ids": np.arange(20, dtype=np.uint16)}).token_ids.dtype
-        == np.int64
-    )
+    assert kvfast.Snapshot.from_state_dict(arrays | {"token_ids": np.arange(20, dtype=np.uint16)}).token_ids.dtype == np.int64
     for wrong in (np.arange(19), np.arange(20.0), np.arange(20).reshape(4, 5), np.array(["a"] * 20)):
         with pytest.raises(kvfast.CorruptFileError, match="token_ids"):
             kvfast.Snapshot.from_state_dict(arrays | {"token_ids": wrong})
@@ -534,20 +540,30 @@ def test_wrong_states_are_refused(rng, kind):
             load({key: array for key, array in arrays.items() if key != name})
     k = arrays["layers.0.k.0"]
     for wrong in (
-        arrays | {"layers.2.k.0": k}, arrays | {"extra": k},
+        arrays | {"layers.2.k.0": k},
+        arrays | {"extra": k},
         {("x" if name == "layers.1.v.1" else name): a for name, a in arrays.items()},
-        arrays | {"layers.0.k.0": k[:, :-1]}, arrays | {"layers.0.k.0": k[:0]},
+        arrays | {"layers.0.k.0": k[:, :-1]},
+        arrays | {"layers.0.k.0": k[:0]},
         arrays | {"layers.0.k.0": k.reshape(-1)},
-        arrays | {"layers.0.k.0": k.astype(np.int8)}, arrays | {"layers.0.k.0": k.astype(np.float32)},
-        arrays | {"layers.0.k.0": np.concatenate((k, k))}, arrays | {"header": arrays["header"][:-1]},
-        arrays | {"header": arrays["header"].astype(int)}, arrays | {"header": np.zeros(0, np.uint8)}, {},
+        arrays | {"layers.0.k.0": k.astype(np.int8)},
+        arrays | {"layers.0.k.0": k.astype(np.float32)},
+        arrays | {"layers.0.k.0": np.concatenate((k, k))},
+        arrays | {"header": arrays["header"][:-1]},
+        arrays | {"header": arrays["header"].astype(int)},
+        arrays | {"header": np.zeros(0, np.uint8)},
+        {},
         arrays | {"header": np.frombuffer(b"[" * 100000, np.uint8)},
         arrays | {"header": np.frombuffer(b"\xff\xfe", np.uint8)},
-        edited(arrays, seq_len=164), edited(arrays, seq_len=1 << 39), edited(arrays, seq_len=-1),
+        edited(arrays, seq_len=164),
+        edited(arrays, seq_len=1 << 39),
+        edited(arrays, seq_len=-1),
         edited(arrays, version="1"),
-        edited(arrays, block_size=16), edited(arrays, block_size=1 << 40), edited(arrays, tables=[]),
+        edited(arrays, block_size=16),
+        edited(arrays, block_size=1 << 40),
+        edited(arrays, tables=[]),
         edited(arrays, more=1),
-    ):  # fmt: skip
+    ):
         with pytest.raises(kvfast.CorruptFileError):
             load(wrong)
     for version in (0, 1, 2, 3, 4, 5, 7, 10**400):
@@ -807,9 +823,7 @@ def test_properties(rng):
     snapshot = cache.snapshot(range(10), given)
     given["model"] = "b"
     snapshot.metadata["model"] = "c"
-    assert (
-        snapshot.metadata == {"model": "a"} and cache.snapshot().metadata == {} and cache.snapshot().token_ids is None
-    )
+    assert snapshot.metadata == {"model": "a"} and cache.snapshot().metadata == {} and cache.snapshot().token_ids is None
     with pytest.raises(ValueError):
         snapshot.token_ids[0] = 1
     with pytest.raises(AttributeError):
@@ -924,7 +938,9 @@ def test_damaged_bytes(rng):
             kvfast.Snapshot.from_bytes(wrong)
 
 
-@pytest.mark.parametrize("source, target", [("float32", "int8"), ("int4", "float16"), ("int8", "int4"), ("k8v4", "int4"), ("int8", "int8")])
+@pytest.mark.parametrize(
+    "source, target", [("float32", "int8"), ("int4", "float16"), ("int8", "int4"), ("k8v4", "int4"), ("int8", "int8")]
+)
 @pytest.mark.parametrize("kind", ["growing", "bounded", "sequence", "ring and whole layer", "ring that rotates"])
 def test_a_snapshot_of_another_format_is_converted_if_asked(rng, kind, source, target):
     given, cache = fill(make(kind, source), rng, 30), fill(make(kind, target), rng, 7)

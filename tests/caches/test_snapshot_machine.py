@@ -32,10 +32,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     kind = None
 
-    @initialize(
-        storage=storage_settings(), size=st.sampled_from([64, 32, 16]), seed=WHICH,
-        first=st.sampled_from([100, 0, 64, 177]),
-    )  # fmt: skip
+    @initialize(storage=storage_settings(), size=st.sampled_from([64, 32, 16]), seed=WHICH, first=st.sampled_from([100, 0, 64, 177]))
     def start(self, storage, size, seed, first):
         self.shape, self.format = storage, format_of(storage)
         size = self.format.block_size or size
@@ -207,7 +204,9 @@ class SnapshotMachine(RuleBasedStateMachine):
         model = self.one(which)
         given = [rows[:, : model.length] for rows in model.given]
         again = kvfast.Snapshot.from_state_dict(model.cache.state_dict(uncounted="drop"))
-        assert again == model.cache.snapshot(uncounted="drop") and alike(again.to_cache(), model.cache.snapshot(uncounted="drop").to_cache())
+        assert again == model.cache.snapshot(uncounted="drop") and alike(
+            again.to_cache(), model.cache.snapshot(uncounted="drop").to_cache()
+        )
         self.taken.append(Model(again, given, model.length, lost_from=model.lost_from))
 
     def folder(self):
@@ -269,10 +268,14 @@ class RingMachine(SnapshotMachine):
     kind, most = "ring", None
 
     @initialize(
-        window=st.integers(1, 150), mixed=st.booleans(), num_sink_tokens=st.integers(0, 20),
-        rollback=st.integers(0, 80), storage=storage_settings(), seed=WHICH,
+        window=st.integers(1, 150),
+        mixed=st.booleans(),
+        num_sink_tokens=st.integers(0, 20),
+        rollback=st.integers(0, 80),
+        storage=storage_settings(),
+        seed=WHICH,
         first=st.sampled_from([250, 0, 64, 133]),
-    )  # fmt: skip
+    )
     def start(self, window, mixed, num_sink_tokens, rollback, storage, seed, first):
         self.rng, self.shape, self.format = np.random.default_rng(seed), storage, format_of(storage)
         self.num_tables = 1 + mixed
@@ -283,9 +286,7 @@ class RingMachine(SnapshotMachine):
             self.append_and_advance(0, first)
 
     def new_cache(self):
-        return kvfast.RingKVCache(
-            LAYERS, HEADS, DIM, self.windows, self.num_sink_tokens, rollback=self.rollback, **self.shape
-        )
+        return kvfast.RingKVCache(LAYERS, HEADS, DIM, self.windows, self.num_sink_tokens, rollback=self.rollback, **self.shape)
 
     def check_bytes(self, snapshot, given, length, lost_from):
         """A snapshot of a ring that came by another way may hold more of what is behind the window."""
@@ -296,8 +297,13 @@ class RingMachine(SnapshotMachine):
         assert fresh.snapshot() == snapshot
 
     def is_fresh(self, cache, length, lost_from):
-        return not self.format.seals or lost_from is None and all(
-            coded(cache, i) == max(0, length - 16) // self.format.block_size * self.format.block_size for i in range(self.num_tables)
+        return (
+            not self.format.seals
+            or lost_from is None
+            and all(
+                coded(cache, i) == max(0, length - 16) // self.format.block_size * self.format.block_size
+                for i in range(self.num_tables)
+            )
         )
 
     def check(self, ring, given, length, lost_from):

@@ -332,9 +332,14 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
 
 
 def test_a_rope_checks_its_numbers():
-    for settings, error in (({"theta": 0}, ValueError), ({"theta": "x"}, ValueError), ({"rotary_dim": 7}, ValueError),
-                            ({"frequencies": []}, ValueError), ({"frequencies": [np.inf]}, ValueError),
-                            ({"interleaved": 1}, TypeError)):  # fmt: skip
+    for settings, error in (
+        ({"theta": 0}, ValueError),
+        ({"theta": "x"}, ValueError),
+        ({"rotary_dim": 7}, ValueError),
+        ({"frequencies": []}, ValueError),
+        ({"frequencies": [np.inf]}, ValueError),
+        ({"interleaved": 1}, TypeError),
+    ):
         with pytest.raises(error):
             kvfast.Rope(**settings)
     assert kvfast.Rope(frequencies=np.array([1.0, 0.5])) == kvfast.Rope(frequencies=[1.0, 0.5])
@@ -414,8 +419,10 @@ def test_chunks_with_blocks_of_another_size(dtype, size, other_size):
     small.drop(10, 150).append(70).drop(90, 110)
     model.splice(small).append(5).check(3)
     snapshot = small.cache.snapshot()
-    for cache in (kvfast.KVCache(1, HEADS, DIM, dtype=dtype, block_size=other_size),
-                  kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=200, dtype=dtype, block_size=other_size).new_sequence()):  # fmt: skip
+    for cache in (
+        kvfast.KVCache(1, HEADS, DIM, dtype=dtype, block_size=other_size),
+        kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=200, dtype=dtype, block_size=other_size).new_sequence(),
+    ):
         for convert in (False, True):
             cache.restore(snapshot, convert)
             assert cache.snapshot() == snapshot and cache.is_spliced

@@ -85,15 +85,23 @@ def test_the_wheel_has_all_that_is_needed(installed):
     assert {"kvfast.h", "capi.pxd", "__init__.pxd", "core/kernels.pxd", "simd/kernels.h", "py.typed"} <= names
     compiled = {name.partition(".")[0] for name in names if name.endswith(".so")}
     if (sources := ROOT / "kvfast").is_dir():
-        found = {suffix: {path.relative_to(sources) for path in sources.rglob(f"*.{suffix}")} for suffix in ("pyx", "py", "pyi", "pxd", "h")}
+        found = {
+            suffix: {path.relative_to(sources) for path in sources.rglob(f"*.{suffix}")} for suffix in ("pyx", "py", "pyi", "pxd", "h")
+        }
         assert compiled == {"core/memoryviews", *(str(path.with_suffix("")) for path in found.pop("pyx"))}
         assert {str(path) for paths in found.values() for path in paths} <= names
     # The backend of ggml is compiled where it is used.
     needed = {str(path.relative_to(Path(building.__file__).parents[1])) for path in building.UNITS}
     assert {name for name in names if name.endswith((".pyx", ".c"))} == needed
     code = "import kvfast, os; print(os.path.samefile(os.path.dirname(kvfast.__file__), kvfast.get_include()))"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(installed)}, cwd=installed,
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        cwd=installed,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "True"
 
 
@@ -176,10 +184,42 @@ def test_misuse_is_an_error_code(runtimes):
     cache = kvfast.KVCache(2, 2, 16, max_seq_len=4, dtype="int8")
     codes = runtimes[0].misuse(cache)
     assert [code for code, _ in codes] == [
-        NO_LAYER, INVALID, SHAPE, SHAPE, SHAPE, NO_LAYER, NO_LAYER, INVALID, INVALID, INVALID, INVALID, INVALID, SHAPE, NOT_FINITE, FULL, OK,
-        INVALID, SHAPE, SHAPE, SHAPE, INVALID, INVALID, NOT_FINITE, INVALID, INVALID, NO_LAYER,
-        INVALID, INVALID, INVALID, NO_LAYER, INVALID, INVALID, INVALID, INVALID, 1,
-    ]  # fmt: skip
+        NO_LAYER,
+        INVALID,
+        SHAPE,
+        SHAPE,
+        SHAPE,
+        NO_LAYER,
+        NO_LAYER,
+        INVALID,
+        INVALID,
+        INVALID,
+        INVALID,
+        INVALID,
+        SHAPE,
+        NOT_FINITE,
+        FULL,
+        OK,
+        INVALID,
+        SHAPE,
+        SHAPE,
+        SHAPE,
+        INVALID,
+        INVALID,
+        NOT_FINITE,
+        INVALID,
+        INVALID,
+        NO_LAYER,
+        INVALID,
+        INVALID,
+        INVALID,
+        NO_LAYER,
+        INVALID,
+        INVALID,
+        INVALID,
+        INVALID,
+        1,
+    ]
     assert codes[0][1] == "layer must be between 0 and 1, got -1" and codes[1][1] == "layer 0 holds no tokens to attend to"
     assert "room for 4 of 4 tokens, got 5" in codes[14][1]
     assert codes[29][1] == "layer must be between 0 and 1, got 2"
@@ -187,8 +227,7 @@ def test_misuse_is_an_error_code(runtimes):
 
 
 def test_what_cannot_be_opened(runtimes):
-    for cache in (None, kvfast.PagedKVCache(1, 2, 64, num_blocks=4),
-                  kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=64))):  # fmt: skip
+    for cache in (None, kvfast.PagedKVCache(1, 2, 64, num_blocks=4), kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=64))):
         with pytest.raises(TypeError, match="must be a KVCache, RingKVCache, MLAKVCache or Sequence"):
             runtimes[1].Layer(cache, 0)
     with pytest.raises(ValueError, match='rope="cache"'):

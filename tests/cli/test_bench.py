@@ -69,8 +69,16 @@ def test_cases_are_known_by_their_names():
         assert Case.parse(str(case)) == case
     assert len(set(STANDARD)) == len(STANDARD)
     assert str(Case("prefill", LLAMA_3_8B, "int8", 4096, 512)) == "prefill Llama-3-8B int8 4096 512"
-    for name in ("", "decode", "decode Llama-3-8B int8", "sleep Llama-3-8B int8 64", "decode GPT int8 64",
-                 "decode Llama-3-8B int8 -1", "decode Llama-3-8B int8 64 1 1", 7):  # fmt: skip
+    for name in (
+        "",
+        "decode",
+        "decode Llama-3-8B int8",
+        "sleep Llama-3-8B int8 64",
+        "decode GPT int8 64",
+        "decode Llama-3-8B int8 -1",
+        "decode Llama-3-8B int8 64 1 1",
+        7,
+    ):
         with pytest.raises(ValueError, match="is not a case"):
             Case.parse(name)
 
@@ -109,8 +117,9 @@ def test_operations_are_counted_causally():
 
 
 def test_results():
-    cases = [Case(work, TINY, form, 128, n) for work, n in (("decode", 1), ("prefill", 16), ("append", 1))
-             for form in ("float16", "int4")]  # fmt: skip
+    cases = [
+        Case(work, TINY, form, 128, n) for work, n in (("decode", 1), ("prefill", 16), ("append", 1)) for form in ("float16", "int4")
+    ]
     told = []
     results = list(measure(cases, [1, 2], rounds=2, least_bytes=50_000, progress=lambda text, done: told.append((text, done))))
     assert [(one.case, one.num_threads) for one in results] == [
@@ -200,7 +209,18 @@ def test_the_baseline_of_the_checkout(monkeypatch):
     if not path.exists():
         pytest.skip("not a checkout")
     baseline = Baseline.load(path)
-    assert baseline.tiers and set(baseline.tiers) <= {"amx", "avx512_vbmi", "avx512_vnni", "avx512", "avx_vnni", "avx2", "sse2", "neon_dotprod", "neon", "scalar"}
+    assert baseline.tiers and set(baseline.tiers) <= {
+        "amx",
+        "avx512_vbmi",
+        "avx512_vnni",
+        "avx512",
+        "avx_vnni",
+        "avx2",
+        "sse2",
+        "neon_dotprod",
+        "neon",
+        "scalar",
+    }
     for tier in baseline.tiers:
         assert {case for case, _ in baseline.expected(tier)} <= set(STANDARD)
     monkeypatch.chdir(path.parent)
@@ -286,8 +306,12 @@ def test_tables_and_json(tmp_path):
     report = json.loads(path.read_text())
     assert (report["isa"], report["version"], report["megabytes"]) == (kvfast.active_isa(), kvfast.__version__, 1)
     places = [(row["work"], row["context"], row["format"], row["num_tokens"]) for row in report["results"]]
-    assert places == [(work, context, form, n) for work, n in (("decode", 1), ("prefill", 32)) for context in (64, 128)
-                      for form in ("float16", "int4")]  # fmt: skip
+    assert places == [
+        (work, context, form, n)
+        for work, n in (("decode", 1), ("prefill", 32))
+        for context in (64, 128)
+        for form in ("float16", "int4")
+    ]
     assert all(row["seconds"] > 0 and 0 < row["compute_fraction"] and row["model"] == "SmolLM2-135M" for row in report["results"])
 
 
@@ -316,8 +340,12 @@ def test_plot_shows_the_memory_wall(tmp_path, monkeypatch):
 
     from kvfast.cli.bench import report
 
-    cases = [Case(work, SMOLLM2_135M, form, context, n) for work, n in (("decode", 1), ("prefill", 32))
-             for context in (64, 128) for form in ("float16", "int4")]  # fmt: skip
+    cases = [
+        Case(work, SMOLLM2_135M, form, context, n)
+        for work, n in (("decode", 1), ("prefill", 32))
+        for context in (64, 128)
+        for form in ("float16", "int4")
+    ]
     results = list(measure(cases, [1, 2], rounds=1, least_bytes=10**6))
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
@@ -419,9 +447,7 @@ def test_wrong_usage(args):
     assert (code, out) == (2, "") and "usage:" in err
 
 
-@pytest.mark.parametrize(
-    ("package", "option", "extra"), [("rich", (), "bench"), ("matplotlib", ("--plot", "bench.svg"), "plot")]
-)
+@pytest.mark.parametrize(("package", "option", "extra"), [("rich", (), "bench"), ("matplotlib", ("--plot", "bench.svg"), "plot")])
 def test_missing_extra(package, option, extra):
     pytest.importorskip("rich")
     args = ["bench", *SIZE, *QUICK, *option]
@@ -455,8 +481,20 @@ def test_saved_runs_are_compared(tmp_path):
     saved = tmp_path / "saved"
 
     def run(*options):
-        command = [sys.executable, "-m", "pytest", "-c", CHECKOUT / "pyproject.toml", "--rootdir", tmp_path, "bench_tiny.py",
-                   f"--benchmark-storage={saved}", "-p", "no:cacheprovider", *options]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-c",
+            CHECKOUT / "pyproject.toml",
+            "--rootdir",
+            tmp_path,
+            "bench_tiny.py",
+            f"--benchmark-storage={saved}",
+            "-p",
+            "no:cacheprovider",
+            *options,
+        ]
         # Nothing is measured in a process of pytest-xdist, and this one is none.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -76,8 +76,7 @@ def test_missing_extra(package, model):
 
 
 @pytest.mark.parametrize(
-    ("package", "option", "extra"),
-    [("matplotlib", ("--plot", "kl.png"), "plot"), ("llama_cpp", ("--llama-cpp", "q8_0"), "llama-cpp")],
+    ("package", "option", "extra"), [("matplotlib", ("--plot", "kl.png"), "plot"), ("llama_cpp", ("--llama-cpp", "q8_0"), "llama-cpp")]
 )
 def test_missing_extra_of_eval(package, option, extra, model, text):
     args = ["eval", "--model", str(model), "--text", str(text), "--tokens", "9", *option]
@@ -103,7 +102,9 @@ def test_generate(model):
 def test_generate_tells_what_the_cache_took(model, dtype, max_tokens, tmp_path):
     """Blocks that are not full and float rows included: of a short text they are most of it."""
     session = tmp_path / "text"
-    code, out, _ = run_here("generate", "then the", "--model", model, "--max-tokens", max_tokens, "--dtype", dtype, "--session", session)
+    code, out, _ = run_here(
+        "generate", "then the", "--model", model, "--max-tokens", max_tokens, "--dtype", dtype, "--session", session
+    )
     cache, line = kvfast.load(session), re.search(r"^cache    .*", out, re.MULTILINE)[0]
     tokens, taken = (int(number.replace(",", "")) for number in re.search(r": ([\d,]+) tokens take ([\d,]+) bytes", line).groups())
     assert code == 0 and tokens == len(cache) and taken == cache.nbytes_used

@@ -168,17 +168,22 @@ class TestFormats:
         with pytest.raises(LookupError, match=f"digest {'0' * 32} is needed"):
             KVFormat("int8", rotation="kv", calibration="0" * 32)
 
-    @pytest.mark.parametrize("make_cache", [
-        lambda *shape, **options: kvfast.KVCache(*shape, **options),
-        lambda *shape, **options: kvfast.RingKVCache(*shape, 40, **options),
-        lambda *shape, **options: kvfast.PagedKVCache(*shape, 8, **options),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        "make_cache",
+        [
+            lambda *shape, **options: kvfast.KVCache(*shape, **options),
+            lambda *shape, **options: kvfast.RingKVCache(*shape, 40, **options),
+            lambda *shape, **options: kvfast.PagedKVCache(*shape, 8, **options),
+        ],
+    )
     def test_other_shapes_are_refused(self, calibration, make_cache):
         form = replace(KVFormat.of("int8"), calibration=calibration)
         with pytest.raises(kvfast.DimensionMismatchError, match="for 2 layers, and the cache has 3"):
             make_cache(3, HEADS, DIM, dtype=form)
         for heads, dim in ((HEADS + 1, DIM), (HEADS, DIM + 1)):
-            with pytest.raises(kvfast.DimensionMismatchError, match=f"for 2 KV heads of 20 elements, and the cache has {heads} of {dim}"):
+            with pytest.raises(
+                kvfast.DimensionMismatchError, match=f"for 2 KV heads of 20 elements, and the cache has {heads} of {dim}"
+            ):
                 make_cache(LAYERS, heads, dim, dtype=form)
 
     def test_latent_rows_and_compressors_refuse_it(self, calibration):
@@ -263,7 +268,9 @@ def test_sizes_are_checked_against_the_file(shape, compression, tmp_path):
         for name in ("rows", "channels"):
             head = io.BytesIO()
             np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
-            archive.writestr(f"{name}.npy", head.getvalue() + bytes(64 << 20 if shape[:1] == (1,) and shape[1] == 64 and compression else 100))
+            archive.writestr(
+                f"{name}.npy", head.getvalue() + bytes(64 << 20 if shape[:1] == (1,) and shape[1] == 64 and compression else 100)
+            )
     tracemalloc.start()
     try:
         with pytest.raises(kvfast.CorruptFileError):

@@ -35,7 +35,19 @@ def row(request):
 def test_numbers_stay():
     """C programs pass those of the floats, and a new row comes last."""
     assert [row.number for row in ROWS[:12]] == [
-        "FLOAT32", "FLOAT16", "BFLOAT16", "INT8", "INT4", "GAUSS4", "INT2", "INT3", "INT5", "INT6", "INT7", "TRELLIS4"]  # fmt: skip
+        "FLOAT32",
+        "FLOAT16",
+        "BFLOAT16",
+        "INT8",
+        "INT4",
+        "GAUSS4",
+        "INT2",
+        "INT3",
+        "INT5",
+        "INT6",
+        "INT7",
+        "TRELLIS4",
+    ]
 
 
 def test_a_token_takes_the_bytes_of_the_table(row):

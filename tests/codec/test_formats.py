@@ -233,7 +233,7 @@ def test_stored_error(isa, name):
         assert 0.85 * most <= relative_rms(got[16:512], given[16:512]) <= most
         first = FORMATS[name].num_float_tokens
         assert np.allclose(got[:first], given[:first], rtol=rounding, atol=2e-3)
-        if name in SEALING:    # the rest is still floats
+        if name in SEALING:  # the rest is still floats
             assert np.allclose(got[512:], given[512:], rtol=rounding, atol=2e-3)
 
 
@@ -253,7 +253,7 @@ def test_keys_have_more_bits_where_channels_vary_more(isa, rng, dim, mean, facto
     steps = np.linspace(-1, 1, 64, dtype=np.float32)  # so that a channel of 6 bits has all of its codes
     k = rng.permuted(np.tile(steps, (dim, 1)), axis=1).T[np.r_[:64, :16], None]
     share = np.repeat(rng.permutation([1, 0, 0, -1] * (dim // 16)), 4)  # of four adjacent channels
-    got, given = keys_in_blocks(k * factor**share.astype(np.float32) + 4, mean)
+    got, given = keys_in_blocks(k * factor ** share.astype(np.float32) + 4, mean)
     for channel in range(dim):
         levels = 2 ** (mean + more * share[channel])
         assert levels / 2 < len(np.unique(got[:, channel])) <= levels
@@ -279,8 +279,8 @@ def test_keys_have_more_bits_where_they_are_large_and_half_a_head_away(isa, rng,
 @pytest.mark.parametrize("mean", [3, 4])
 def test_in_a_basis_keys_have_more_bits_where_they_vary_more_alone(isa, rng, mean):
     k = rng.uniform(-1, 1, (80, 1, 64)).astype(np.float32)
-    k[..., :16] *= 2     # a quarter of the lines
-    k[..., 16:24] += 9   # which, with 48 to 55, would be another
+    k[..., :16] *= 2  # a quarter of the lines
+    k[..., 16:24] += 9  # which, with 48 to 55, would be another
     eye = np.eye(64, dtype=np.float32)[None, None]
     most = {}
     for name, calibration in (("as they are", None), ("in a basis", kvfast.Calibration(eye, eye))):

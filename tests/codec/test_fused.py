@@ -39,9 +39,14 @@ def test_against_float64_on_every_tier(isa, rng, dim, pairs, mode):
     rows = np.array([7, 0, 49, 3, 3])
     q_norm, k_norm = rng.standard_normal((2, dim)).astype(np.float32) if "norm" in mode else (None, None)
     options = {
-        "cos": cos, "sin": sin, "positions": rows if cos is not None else None, "q_norm": q_norm, "k_norm": k_norm,
-        "eps": 1e-5, "interleaved": mode == "interleaved",
-    }  # fmt: skip
+        "cos": cos,
+        "sin": sin,
+        "positions": rows if cos is not None else None,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "eps": 1e-5,
+        "interleaved": mode == "interleaved",
+    }
     got = kvfast.split_qkv_norm_rope(qkv, HEADS, KV_HEADS, dim, **options)
     for a, b in zip(got, expected(qkv, dim, cos, sin, rows, q_norm, k_norm, mode == "interleaved")):
         assert a.dtype == np.float32 and np.allclose(a, b, rtol=1e-5, atol=2e-6)

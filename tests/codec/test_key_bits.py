@@ -15,9 +15,11 @@ FLAGS = {
     "none": lambda rng, shape: np.zeros(shape, np.uint16),
     "all": lambda rng, shape: np.full(shape, FLAG, np.uint16),
     "all wide": lambda rng, shape: np.where(np.arange(shape[-1]) % 16 < 4, FLAG, 0).astype(np.uint16) + np.zeros(shape, np.uint16),
-    "all narrow": lambda rng, shape: np.where(np.arange(shape[-1]) % 16 // 4 == 1, FLAG, 0).astype(np.uint16) + np.zeros(shape, np.uint16),
+    "all narrow": lambda rng, shape: (
+        np.where(np.arange(shape[-1]) % 16 // 4 == 1, FLAG, 0).astype(np.uint16) + np.zeros(shape, np.uint16)
+    ),
     "random": lambda rng, shape: rng.integers(0, 2, shape).astype(np.uint16) * FLAG,
-}  # fmt: skip
+}
 
 
 def with_flags(snapshot, flags, rng):

@@ -141,6 +141,7 @@ def test_codes_are_nearest(size, rng, isa):
 
 def test_training_is_reproducible(kv):
     """The same bytes for any number of threads and every time; others for another seed."""
+
     def state(threads, seed=0):
         kvfast.set_num_threads(threads)
         try:
@@ -319,10 +320,18 @@ def test_a_copy_is_independent(rng, method):
     np.testing.assert_array_equal(other.attend(q), expected)
 
 
-@pytest.mark.parametrize("tokens, method, most", [
-    (512, Hybrid(quant_bits=4), 9.0), (64, Hybrid(quant_bits=4), 23.0), (320, Hybrid(quant_bits=4), 12.0),
-    (512, Hybrid(quant_bits=8), 13.0), (512, Hybrid(rank=64, quant_bits=4), 5.0), (130, Quantize(4), 7.6), (512, Quantize(4), 5.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tokens, method, most",
+    [
+        (512, Hybrid(quant_bits=4), 9.0),
+        (64, Hybrid(quant_bits=4), 23.0),
+        (320, Hybrid(quant_bits=4), 12.0),
+        (512, Hybrid(quant_bits=8), 13.0),
+        (512, Hybrid(rank=64, quant_bits=4), 5.0),
+        (130, Quantize(4), 7.6),
+        (512, Quantize(4), 5.0),
+    ],
+)
 def test_what_is_finished_has_no_tail_of_floats(rng, tokens, method, most):
     """Of 8 x 512 x 128 by Hybrid INT4 the bases alone take 4.0 bits, and the codes 4.4."""
     k, v = rng.standard_normal((2, 8, tokens, 128)).astype(np.float32)

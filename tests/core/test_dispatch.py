@@ -75,19 +75,23 @@ def environment(**more):
 def emulate(cpu, code, **more):
     """In a process on another processor. On ARM, ci/aarch64.sh has this one emulated, and its Python heeds QEMU_CPU."""
     python = [sys.executable] if ARM else ["qemu-x86_64", str(Path(sys.executable).resolve())]
-    return subprocess.run([*python, "-W", "ignore", "-c", code], env=environment(QEMU_CPU=cpu, **more),
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    return subprocess.run(
+        [*python, "-W", "ignore", "-c", code], env=environment(QEMU_CPU=cpu, **more), capture_output=True, text=True, check=False
+    )
 
 
-needs_qemu = pytest.mark.skipif("QEMU_CPU" not in os.environ if ARM else shutil.which("qemu-x86_64") is None,
-                                reason="no emulation by qemu-user")  # fmt: skip
+needs_qemu = pytest.mark.skipif(
+    "QEMU_CPU" not in os.environ if ARM else shutil.which("qemu-x86_64") is None, reason="no emulation by qemu-user"
+)
 
 
 @needs_qemu
 @pytest.mark.parametrize(("cpu", "tier"), OLDER.items())
 def test_older_cpus(cpu, tier):
     """The same binary on CPUs without the newer instructions: the tier they have, the same results."""
-    native = subprocess.run([sys.executable, "-c", SMOKE], env={**environment(), "KVFAST_ISA": tier}, capture_output=True, text=True, check=True)
+    native = subprocess.run(
+        [sys.executable, "-c", SMOKE], env={**environment(), "KVFAST_ISA": tier}, capture_output=True, text=True, check=True
+    )
     old = emulate(cpu, SMOKE)
     assert old.returncode == 0, old.stderr[-2000:]
     assert native.stdout == old.stdout

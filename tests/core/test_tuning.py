@@ -146,7 +146,10 @@ def test_the_variable_is_a_list(monkeypatch):
         ("lead=65", "lead must be a multiple of 64 from 0 to 16384, got 65"),
         ("narrow_lead=-64", "narrow_lead must be a multiple of 64 from 0 to 16384, got '-64'"),
         ("lead=999999999999999999999", "lead must be a multiple of 64 from 0 to 16384"),
-        ("leads=64", "the unknown name 'leads'; the names are prefetch_level, order, lead, int8_order, int8_lead, narrow_order, narrow_lead"),
+        (
+            "leads=64",
+            "the unknown name 'leads'; the names are prefetch_level, order, lead, int8_order, int8_lead, narrow_order, narrow_lead",
+        ),
         ("lead=64,", "must be a file or a list of name=value, got ''"),
         ("lead=", "must be a file or a list of name=value, got 'lead='"),
         ("no/such/file", "must be a file or a list of name=value, got 'no/such/file': No such file"),
@@ -162,7 +165,9 @@ def test_bad_values_of_the_variable(text, message, monkeypatch):
 def test_the_variable_at_import():
     def imported(text):
         code = "import kvfast; print(kvfast.config()['tuning']['lead']); kvfast.show_config()"
-        return subprocess.run([sys.executable, "-c", code], env={**os.environ, "KVFAST_TUNING": text}, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "KVFAST_TUNING": text}, capture_output=True, text=True, check=False
+        )
 
     good, bad = imported("lead=1024"), imported("lead=1")
     assert good.stdout.startswith("1024\n") and "lead=1024, int8_order=" in good.stdout and "(from KVFAST_TUNING)" in good.stdout

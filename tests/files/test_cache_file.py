@@ -20,23 +20,7 @@ import fuzz_cache_file
 import numpy as np
 import pytest
 import safetensors
-from cache_kinds import (
-    ALONE,
-    CENTRED,
-    DIM,
-    DTYPES,
-    HEADS,
-    KINDS,
-    LAYERS,
-    QUERIES,
-    contents,
-    fill,
-    make,
-    same,
-    seals,
-    stored,
-    tokens,
-)
+from cache_kinds import ALONE, CENTRED, DIM, DTYPES, HEADS, KINDS, LAYERS, QUERIES, contents, fill, make, same, seals, stored, tokens
 from file_parts import fields, joined, parts, with_fields, with_settings, with_tensors, with_text
 from selection import cases_of, exhaustive, pairwise, parametrize
 
@@ -269,7 +253,7 @@ def test_dropped_tokens_are_not_in_the_file(path, rng, kind, dtype):
             secret.append(layer, *tokens(rng, 70))
         secret.truncate(90)
     else:
-        fill(secret, rng, 5 if seals(dtype) else 170)     # after more, tokens before 90 have no float rows any more
+        fill(secret, rng, 5 if seals(dtype) else 170)  # after more, tokens before 90 have no float rows any more
         secret.append(0, *tokens(rng, 30))
         secret.truncate(90)
     assert parts(saved(secret, path)) == expected
@@ -307,10 +291,20 @@ def test_other_files(path, tmp_path, rng, mmap):
     from safetensors.numpy import save
 
     x = np.zeros((2, 3), np.uint8)
-    for data in (b"", b"\0", b"\0" * 8, b"\0" * 100000, b"\xff" * 5000, b"just a text\n" * 100, b"{}",
-    (2).to_bytes(8, "little") + b"{}",
-                 save({"a": x}), save({"layers.0.k": x}, {"kvfast": "{}"}), save({}),
-                 b"PK\3\4" + bytes(100)):  # fmt: skip
+    for data in (
+        b"",
+        b"\0",
+        b"\0" * 8,
+        b"\0" * 100000,
+        b"\xff" * 5000,
+        b"just a text\n" * 100,
+        b"{}",
+        (2).to_bytes(8, "little") + b"{}",
+        save({"a": x}),
+        save({"layers.0.k": x}, {"kvfast": "{}"}),
+        save({}),
+        b"PK\3\4" + bytes(100),
+    ):
         refused(data, path, mmap, kvfast.CorruptFileError)
     np.savez(tmp_path / "cache.npz", **fill(make("growing"), rng, 3).state_dict())
     refused((tmp_path / "cache.npz").read_bytes(), path, mmap, kvfast.CorruptFileError)
@@ -370,19 +364,9 @@ def test_flips_in_the_blocks(path, rng):
 def test_versions(path, mmap):
     _, data = tiny(path)
     for version in (1, 2, 3, 4, 5, 7, 0, 1 << 40, 10**400):
+        refused(with_fields(data, version=version), path, mmap, kvfast.IncompatibleSnapshotError, "this kvfast reads version 6")
         refused(
-            with_fields(data, version=version),
-            path,
-            mmap,
-            kvfast.IncompatibleSnapshotError,
-            "this kvfast reads version 6",
-        )
-        refused(
-            with_text(data, json.dumps({"version": version, "whatever": 1})),
-            path,
-            mmap,
-            kvfast.IncompatibleSnapshotError,
-            "version",
+            with_text(data, json.dumps({"version": version, "whatever": 1})), path, mmap, kvfast.IncompatibleSnapshotError, "version"
         )
     for version in (-1, True, 1.0, "1", None, [1]):
         refused(with_fields(data, version=version), path, mmap, kvfast.CorruptFileError, "not a kvfast header")
@@ -393,9 +377,7 @@ def test_digest_protects_the_header(path, mmap):
     header, body = parts(data)
     header["__metadata__"]["kvfast"] = json.dumps(fields(data) | {"metadata": {"a": "b"}})
     refused(joined(header, body), path, mmap, kvfast.CorruptFileError, "the header is damaged: its checksum is wrong")
-    path.write_bytes(
-        with_fields(data, metadata={"a": "b"})
-    )  # the digest is no secret, and these helpers do what they should
+    path.write_bytes(with_fields(data, metadata={"a": "b"}))  # the digest is no secret, and these helpers do what they should
     assert kvfast.Snapshot.load(path, mmap=mmap).metadata == {"a": "b"} and stored(kvfast.load(path)) == stored(cache)
     for name in ("kvfast", "checksums", "digest"):
         one = {"__metadata__": {key: text for key, text in header["__metadata__"].items() if key != name}}
@@ -474,12 +456,7 @@ def test_texts_that_are_no_header(path, mmap):
     ):
         refused(with_text(data, text), path, mmap, kvfast.CorruptFileError)
     refused(with_fields(data, metadata={"a": 1}), path, mmap, kvfast.CorruptFileError)
-    refused(
-        with_text(data, good.replace('"seq_len": 3', '"seq_len": 3, "seq_len": 99')),
-        path,
-        mmap,
-        kvfast.CorruptFileError,
-    )
+    refused(with_text(data, good.replace('"seq_len": 3', '"seq_len": 3, "seq_len": 99')), path, mmap, kvfast.CorruptFileError)
 
 
 def test_checksums_that_are_none(path, mmap):
@@ -519,7 +496,8 @@ def test_wrong_tensors(path, rng, mmap, dtype, rest):
     data = saved(cache, path, token_ids=range(100))
     k = np.zeros((HEADS, 2, 5), np.uint8)
     for change, match in [
-        (lambda t: t | {"extra": k}, "arrays"), (lambda t: {n: a for n, a in t.items() if n != "layers.1.v.0"}, "arrays"),
+        (lambda t: t | {"extra": k}, "arrays"),
+        (lambda t: {n: a for n, a in t.items() if n != "layers.1.v.0"}, "arrays"),
         (lambda t: {("layers.2.v" if n == "layers.1.v.0" else n): a for n, a in t.items()}, "layers.1.v.0 is missing"),
         (lambda t: t | {f"layers.0.k.{rest}": k}, "must have shape"),
         (lambda t: t | {"layers.0.k.0": t["layers.0.k.0"].reshape(-1)}, "must have shape"),
@@ -528,8 +506,9 @@ def test_wrong_tensors(path, rng, mmap, dtype, rest):
         (lambda t: t | {"layers.0.k.0": t["layers.0.k.0"].view(np.int8)}, "must have dtype U8"),
         (lambda t: t | {"token_ids": t["token_ids"][:-1]}, "token_ids must have shape"),
         (lambda t: t | {"token_ids": t["token_ids"].reshape(-1)}, "token_ids must have shape"),
-        (lambda t: t | {"token_ids": t["token_ids"].view("<i8")}, "must have dtype U8"), (lambda t: {}, "arrays"),
-    ]:  # fmt: skip
+        (lambda t: t | {"token_ids": t["token_ids"].view("<i8")}, "must have dtype U8"),
+        (lambda t: {}, "arrays"),
+    ]:
         refused(with_tensors(data, change), path, mmap, kvfast.CorruptFileError, match)
     path.write_bytes(with_tensors(data, lambda t: {n: a for n, a in t.items() if n != "token_ids"}))
     assert kvfast.Snapshot.load(path, mmap=mmap).token_ids is None
@@ -540,49 +519,35 @@ def test_offsets_written_by_hand(path, mmap):
     header, body = parts(data)
     size, names = len(body) // 2, [name for name in header if name != "__metadata__"]
     for first, second in [
-        ((0, size), (0, size)), ((0, size), (size - 64, 2 * size - 64)), ((0, size), (size, 3 * size)),
+        ((0, size), (0, size)),
+        ((0, size), (size - 64, 2 * size - 64)),
+        ((0, size), (size, 3 * size)),
         ((0, size), (2 * size, 3 * size)),
-        ((0, size), (1 << 40, (1 << 40) + size)), ((size, 0), (size, 2 * size)), ((0, size), (-size, 0)),
+        ((0, size), (1 << 40, (1 << 40) + size)),
+        ((size, 0), (size, 2 * size)),
+        ((0, size), (-size, 0)),
         ((0, size), (size, (1 << 64) - 1)),
-        ((0, size), ((1 << 64) - size, 1 << 64)), ((0, 0), (0, 0)), ((0.0, size), (size, 2 * size)),
+        ((0, size), ((1 << 64) - size, 1 << 64)),
+        ((0, 0), (0, 0)),
+        ((0.0, size), (size, 2 * size)),
         ((size, 2 * size), (2 * size, 3 * size)),
-    ]:  # fmt: skip
-        changed = {
-            names[0]: header[names[0]] | {"data_offsets": first},
-            names[1]: header[names[1]] | {"data_offsets": second},
-        }
+    ]:
+        changed = {names[0]: header[names[0]] | {"data_offsets": first}, names[1]: header[names[1]] | {"data_offsets": second}}
         refused(joined(header | changed, body), path, mmap, kvfast.CorruptFileError)
-    for shape in (
-        [1, 1, size + 1],
-        [1 << 40, 1 << 40, 1 << 40],
-        [0],
-        [],
-        [-1, -1, size],
-        [size],
-        [1, size, 1],
-        [1 << 64],
-    ):
-        refused(
-            joined(header | {names[0]: header[names[0]] | {"shape": shape}}, body), path, mmap, kvfast.CorruptFileError
-        )
+    for shape in ([1, 1, size + 1], [1 << 40, 1 << 40, 1 << 40], [0], [], [-1, -1, size], [size], [1, size, 1], [1 << 64]):
+        refused(joined(header | {names[0]: header[names[0]] | {"shape": shape}}, body), path, mmap, kvfast.CorruptFileError)
     text = json.dumps(header).encode()
-    for wrong in (text[:-1], text + b"}", b"[" * 5000, text.replace(b'"U8"', b'"U9"'),
-    text.replace(b'"U8"', b'"F32"'), b"\xff" + text,
-                  text.replace(names[1].encode(), names[0].encode())):  # fmt: skip
-        refused(joined(wrong, body), path, mmap, kvfast.CorruptFileError)
-    for length in (
-        0,
-        1,
-        7,
-        len(data),
-        len(data) - 8,
-        100_000_001,
-        1 << 32,
-        1 << 62,
-        1 << 63,
-        (1 << 64) - 1,
-        (1 << 64) - 8,
+    for wrong in (
+        text[:-1],
+        text + b"}",
+        b"[" * 5000,
+        text.replace(b'"U8"', b'"U9"'),
+        text.replace(b'"U8"', b'"F32"'),
+        b"\xff" + text,
+        text.replace(names[1].encode(), names[0].encode()),
     ):
+        refused(joined(wrong, body), path, mmap, kvfast.CorruptFileError)
+    for length in (0, 1, 7, len(data), len(data) - 8, 100_000_001, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1, (1 << 64) - 8):
         refused(struct.pack("<Q", length) + data[8:], path, mmap, kvfast.CorruptFileError)
 
 
@@ -640,15 +605,20 @@ def test_places_of_a_ring(path, rng, mmap, name, dtype, every):
             loaded = kvfast.load(path, mmap=mmap)
             assert same(loaded, ring)
     assert accepted
-    for place in ({}, {"skipped_blocks": 0}, good | {"more": 1}, good | {"evicted_tokens": 3.0},
-    good | {"skipped_blocks": True},
-                  good | {"skipped_blocks": -1}, good | {"evicted_tokens": -1}, good | {"evicted_tokens": None}, [],
-                  None):  # fmt: skip
+    for place in (
+        {},
+        {"skipped_blocks": 0},
+        good | {"more": 1},
+        good | {"evicted_tokens": 3.0},
+        good | {"skipped_blocks": True},
+        good | {"skipped_blocks": -1},
+        good | {"evicted_tokens": -1},
+        good | {"evicted_tokens": None},
+        [],
+        None,
+    ):
         refused(
-            with_fields(data, tables=[place if i == at else one for i, one in enumerate(tables)]),
-            path,
-            mmap,
-            kvfast.CorruptFileError,
+            with_fields(data, tables=[place if i == at else one for i, one in enumerate(tables)]), path, mmap, kvfast.CorruptFileError
         )
     for wrong in ([], tables * 2, tables[::-1] if len(tables) > 1 else [{}]):
         refused(with_fields(data, tables=wrong), path, mmap, kvfast.CorruptFileError)
@@ -656,25 +626,53 @@ def test_places_of_a_ring(path, rng, mmap, name, dtype, every):
 
 def test_place_of_a_cache_that_keeps_everything(path, mmap):
     _, data = tiny(path)
-    for place in ({}, {"skipped_blocks": 1}, {"skipped_blocks": 0.0}, {"skipped_blocks": -0.0},
-    {"skipped_blocks": False},
-                  {"skipped_blocks": 0, "evicted_tokens": 0}):  # fmt: skip
+    for place in (
+        {},
+        {"skipped_blocks": 1},
+        {"skipped_blocks": 0.0},
+        {"skipped_blocks": -0.0},
+        {"skipped_blocks": False},
+        {"skipped_blocks": 0, "evicted_tokens": 0},
+    ):
         refused(with_fields(data, tables=[place]), path, mmap, kvfast.CorruptFileError)
 
 
 def test_settings_of_rings(path, rng, mmap):
     data = saved(fill(make("ring with sinks"), rng, 100), path)
     for changes in (
-        {"windows": [90]}, {"windows": [90, 90, 90]}, {"windows": [0, 90]}, {"windows": [None, None]},
-        {"windows": 90.5}, {"windows": "ab"},
-        {"windows": [90, 1 << 62]}, {"windows": [90, -1]}, {"windows": []}, {"windows": None}, {"windows": {}},
+        {"windows": [90]},
+        {"windows": [90, 90, 90]},
+        {"windows": [0, 90]},
+        {"windows": [None, None]},
+        {"windows": 90.5},
+        {"windows": "ab"},
+        {"windows": [90, 1 << 62]},
+        {"windows": [90, -1]},
+        {"windows": []},
+        {"windows": None},
+        {"windows": {}},
         {"windows": [[90], 90]},
-        {"windows": [4, 4]}, {"num_sink_tokens": 91}, {"num_sink_tokens": -1}, {"num_sink_tokens": None},
-        {"rollback": -1}, {"rollback": 1.5},
-        {"rollback": 1 << 62}, {"rope": "cache"}, {"rope": 0}, {"rope": []}, {"rope": {}}, {"rope": True},
-        {"window": 90}, {"more": 1},
-        {"windows": [90, 40]}, {"kind": "full"}, {"kind": []}, {"kind": {}}, {"kind": None}, {"kind": "Ring"},
-    ):  # fmt: skip
+        {"windows": [4, 4]},
+        {"num_sink_tokens": 91},
+        {"num_sink_tokens": -1},
+        {"num_sink_tokens": None},
+        {"rollback": -1},
+        {"rollback": 1.5},
+        {"rollback": 1 << 62},
+        {"rope": "cache"},
+        {"rope": 0},
+        {"rope": []},
+        {"rope": {}},
+        {"rope": True},
+        {"window": 90},
+        {"more": 1},
+        {"windows": [90, 40]},
+        {"kind": "full"},
+        {"kind": []},
+        {"kind": {}},
+        {"kind": None},
+        {"kind": "Ring"},
+    ):
         refused(with_settings(data, **changes), path, mmap, kvfast.CorruptFileError)
     refused(with_fields(data, block_size=32), path, mmap, kvfast.CorruptFileError)
     refused(with_fields(data, max_seq_len=1000), path, mmap, kvfast.CorruptFileError)
@@ -699,15 +697,25 @@ def test_rope_of_rings(path, rng, mmap):
     ring = fill(make("ring that rotates"), rng, 100)
     data = saved(ring, path)
     assert same(kvfast.load(path, mmap=mmap), ring)
-    for frequencies in ([float("nan")] * 8, [float("inf")], [1.0] * 11, [1.0] * 100_000, [], ["a"], ["1.0"] * 8,
-    [[1.0] * 8], {"a": 1}, "abc", 3,
-                        [10**400], [1.0, None], [[]], [{}], True):  # fmt: skip
-        refused(
-            with_settings(data, rope={"frequencies": frequencies, "interleaved": True}),
-            path,
-            mmap,
-            kvfast.CorruptFileError,
-        )
+    for frequencies in (
+        [float("nan")] * 8,
+        [float("inf")],
+        [1.0] * 11,
+        [1.0] * 100_000,
+        [],
+        ["a"],
+        ["1.0"] * 8,
+        [[1.0] * 8],
+        {"a": 1},
+        "abc",
+        3,
+        [10**400],
+        [1.0, None],
+        [[]],
+        [{}],
+        True,
+    ):
+        refused(with_settings(data, rope={"frequencies": frequencies, "interleaved": True}), path, mmap, kvfast.CorruptFileError)
     for rope in ({"frequencies": [1.0] * 8}, {"interleaved": True}, [1.0] * 8, "frequencies", 3):
         refused(with_settings(data, rope=rope), path, mmap, kvfast.CorruptFileError)
 
@@ -715,9 +723,7 @@ def test_rope_of_rings(path, rng, mmap):
 def test_many_layers_in_a_header_alone(path, mmap):
     _, data = tiny(path)
     for count in (2, 1 << 16, 1 << 20):
-        refused(
-            with_settings(data, num_layers=count), path, mmap, kvfast.CorruptFileError, "describes no cache"
-        )
+        refused(with_settings(data, num_layers=count), path, mmap, kvfast.CorruptFileError, "describes no cache")
 
 
 def test_sparse_file_of_a_terabyte(path, mmap):
@@ -733,9 +739,7 @@ def test_sparse_file_of_a_terabyte(path, mmap):
 
 def test_replaced_while_others_load(path, rng):
     """A loader gets the old file or the new one, whole."""
-    caches = [
-        fill(make(kind), rng, n) for kind, n in (("growing", 30), ("growing", 200), ("ring and whole layer", 150))
-    ]
+    caches = [fill(make(kind), rng, n) for kind, n in (("growing", 30), ("growing", 200), ("ring and whole layer", 150))]
     snapshots = [cache.snapshot() for cache in caches]
     caches[0].save(path)
     stop, failures, loads = threading.Event(), [], [0, 0]

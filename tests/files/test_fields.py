@@ -50,8 +50,13 @@ def one_of_each():
     return cache
 
 
-CACHES = {**{kind: lambda kind=kind: fill(make(kind), np.random.default_rng(0), 150) for kind in KINDS},
-          "int8": lambda: fill(make("bounded", "int8"), np.random.default_rng(0), 70), "heads": heads, "latent": latent, "ones": one_of_each}  # fmt: skip
+CACHES = {
+    **{kind: lambda kind=kind: fill(make(kind), np.random.default_rng(0), 150) for kind in KINDS},
+    "int8": lambda: fill(make("bounded", "int8"), np.random.default_rng(0), 70),
+    "heads": heads,
+    "latent": latent,
+    "ones": one_of_each,
+}
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -97,7 +102,11 @@ def test_header_of_compressed_rows(method, batch, rng):
         for key in way[:-1]:
             inner = inner[key]
         for other in other_types(inner[way[-1]]):
-            if way == ("method", "bits") and other == "1" or (way[0], way[-1], type(other)) in (("method", "energy", float), ("error", way[-1], float)):
+            if (
+                way == ("method", "bits")
+                and other == "1"
+                or (way[0], way[-1], type(other)) in (("method", "energy", float), ("error", way[-1], float))
+            ):
                 continue
             inner[way[-1]] = other
             with pytest.raises(REFUSED):
@@ -122,8 +131,18 @@ def test_header_of_a_value():
     digest = bytes(range(32))
     value = complete(bytearray(HEADER_BYTES + 10), digest, b"", 77)
     assert len(payload_of(value, digest, b"")) == 10 and num_tokens_of(value[:HEADER_BYTES]) == 77
-    for at, form, wrong in [(0, "<Q", 1), (8, "<I", 2), (12, "<I", 1), (16, "<Q", 11), (16, "<Q", 1 << 63), (24, "<B", 9), (56, "<B", value[56] ^ 1),
-                            (72, "<Q", 1 << 63), (80, "<B", 1), (127, "<B", 1)]:  # fmt: skip
+    for at, form, wrong in [
+        (0, "<Q", 1),
+        (8, "<I", 2),
+        (12, "<I", 1),
+        (16, "<Q", 11),
+        (16, "<Q", 1 << 63),
+        (24, "<B", 9),
+        (56, "<B", value[56] ^ 1),
+        (72, "<Q", 1 << 63),
+        (80, "<B", 1),
+        (127, "<B", 1),
+    ]:
         other = bytearray(value)
         struct.pack_into(form, other, at, wrong)
         with pytest.raises(kvfast.CorruptFileError):

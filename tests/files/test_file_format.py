@@ -21,8 +21,16 @@ xxhash = pytest.importorskip("xxhash")
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "file-format.md").read_text("utf-8")
-METHODS = [kvfast.LowRank(8), kvfast.LowRank(energy=0.9, dtype="float32"), kvfast.Hybrid(quant_bits=4), kvfast.Hybrid(8),
-           kvfast.VectorQuantization(16), kvfast.VectorQuantization(32, 4), kvfast.Quantize("int4"), kvfast.Quantize(8)]  # fmt: skip
+METHODS = [
+    kvfast.LowRank(8),
+    kvfast.LowRank(energy=0.9, dtype="float32"),
+    kvfast.Hybrid(quant_bits=4),
+    kvfast.Hybrid(8),
+    kvfast.VectorQuantization(16),
+    kvfast.VectorQuantization(32, 4),
+    kvfast.Quantize("int4"),
+    kvfast.Quantize(8),
+]
 
 
 # --- files of every kind -----------------------------------------------------------------------
@@ -74,21 +82,32 @@ def two_widths(rng, n, dtype="int4", v_head_dim=(12, DIM, 40)):
     return cache
 
 
-ALL_OPTIONS = kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=9, num_recent_tokens=32, clip_search=True)
+ALL_OPTIONS = kvfast.KVFormat(
+    "int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=9, num_recent_tokens=32, clip_search=True
+)
 SPREAD = np.linspace(0.3, 3, DIM, dtype=np.float32)
 CALIBRATION = kvfast.calibrate(*(np.random.default_rng(98).standard_normal((2, LAYERS, 320, HEADS, DIM), np.float32) * SPREAD))
 CACHES = {
-    **{f"calibrated {name}": lambda rng, name=name: fill(make("growing", replace(kvfast.PRESETS[name], calibration=CALIBRATION)), rng, 333)
-       for name in ("int2", "int3", "int4", "k8v4")},
-    **{f"{kind} {dtype}": lambda rng, kind=kind, dtype=dtype: fill(make(kind, dtype), rng, 150)
-       for kind in KINDS for dtype in ("int4", "int8-plain")},
+    **{
+        f"calibrated {name}": lambda rng, name=name: fill(
+            make("growing", replace(kvfast.PRESETS[name], calibration=CALIBRATION)), rng, 333
+        )
+        for name in ("int2", "int3", "int4", "k8v4")
+    },
+    **{
+        f"{kind} {dtype}": lambda rng, kind=kind, dtype=dtype: fill(make(kind, dtype), rng, 150)
+        for kind in KINDS
+        for dtype in ("int4", "int8-plain")
+    },
     **{f"growing {dtype}": lambda rng, dtype=dtype: fill(make("growing", dtype), rng, 150) for dtype in DTYPES},
     "every option": lambda rng: fill(make("growing", ALL_OPTIONS), rng, 150),
     "int3": lambda rng: fill(make("growing", "int3"), rng, 333),
     "int3, a ring": lambda rng: fill(make("ring with sinks", "int3"), rng, 444),
     "int3, cut": lambda rng: cut(make("growing", kvfast.KVFormat("int3", per_channel=True)), rng, 150, loud=50),
     "recent": lambda rng: fill(make("growing", "k8v4-recent"), rng, 150),
-    "recent, a ring": lambda rng: fill(make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_tokens=48, block_size=32)), rng, 333),
+    "recent, a ring": lambda rng: fill(
+        make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_tokens=48, block_size=32)), rng, 333
+    ),
     "empty": lambda rng: make("growing"),
     "a long ring": lambda rng: fill(make("ring with sinks", "int4"), rng, 700),
     "cut": lambda rng: cut(make("growing"), rng, 0),
@@ -107,7 +126,7 @@ CACHES = {
     "latent without rope": lambda rng: latent(rng, 70, "float16", 0),
     "heads": lambda rng: heads(rng, 150, bits=(5, 3)),
     "heads, evicted": lambda rng: heads(rng, 300, 70, bits=4, codebook="trellis", seed=7, num_q_heads=6),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -246,8 +265,16 @@ def test_arrays_of_compressed(method):
             rows[:, exact] = nested(state, "0.exact.", side)
         if "count" in part["store"]:
             subvectors, count = part["store"]["subvectors"], part["store"]["count"]
-            mean, lift, bounds, centroids, codes = (state[f"0.store.{side}.{name}"] for name in ("mean", "lift", "bounds", "centroids", "codes"))
-            assert [array.dtype.name for array in (mean, lift, bounds, centroids, codes)] == ["float32", "float16", "int32", "float16", "uint8"]
+            mean, lift, bounds, centroids, codes = (
+                state[f"0.store.{side}.{name}"] for name in ("mean", "lift", "bounds", "centroids", "codes")
+            )
+            assert [array.dtype.name for array in (mean, lift, bounds, centroids, codes)] == [
+                "float32",
+                "float16",
+                "int32",
+                "float16",
+                "uint8",
+            ]
             if count <= 16:
                 codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(2, len(rest), -1)[..., :subvectors]
             for head in range(2):
@@ -303,7 +330,9 @@ def test_values_of_a_prompt_cache(tmp_path, secret):
             checksum = blake2b(one + payload, digest_size=16, key=secret, person=b"kvfast value").digest()
         else:
             checksum = xxhash.xxh3_128_digest(one + payload)
-        assert value[:128] == b"kvfastpc" + struct.pack("<IIQ", 1, 0, len(payload)) + one + checksum + struct.pack("<Q", count) + bytes(48)
+        assert value[:128] == b"kvfastpc" + struct.pack("<IIQ", 1, 0, len(payload)) + one + checksum + struct.pack("<Q", count) + bytes(
+            48
+        )
         payloads[key] = payload
     sides = [f"layers.{layer}.{side}" for layer in range(2) for side in "kv"]
     for i in range(2):

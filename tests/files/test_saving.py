@@ -53,7 +53,9 @@ def listening(path):
         one.bind(os.path.relpath(path))  # the path of a socket is short
 
 
-@pytest.mark.parametrize(("make_it", "words"), [(os.mkfifo, "a pipe"), (os.mkdir, "a folder"), (device, "a device"), (listening, "a socket")])
+@pytest.mark.parametrize(
+    ("make_it", "words"), [(os.mkfifo, "a pipe"), (os.mkdir, "a folder"), (device, "a device"), (listening, "a socket")]
+)
 @pytest.mark.parametrize("is_link", [False, True])
 def test_only_files_are_replaced(one, make_it, words, is_link, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -68,7 +68,11 @@ def forged(array, dtype, at, extra):
     return array
 
 
-@parametrize(("name", "kind"), [(name, kind) for name in FORMS for kind in ("growing", "ring with sinks")], [*((name, "growing") for name in USUAL), ("int4", "ring with sinks")])
+@parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in FORMS for kind in ("growing", "ring with sinks")],
+    [*((name, "growing") for name in USUAL), ("int4", "ring with sinks")],
+)
 def test_states_and_files(name, kind, rng, tmp_path):
     """NaN and infinity at every kind of place, first, last and in between."""
     form = kvfast.KVFormat.of(FORMS[name])

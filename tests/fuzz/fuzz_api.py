@@ -65,9 +65,22 @@ OFTEN = {
     "fork",
 }
 WRITING = OFTEN - {"attend", "attend_batch"} | {
-    "write_batch", "clear", "free", "splice", "drop", "append_kv", "push_token", "evict_outside_window", "decompress_to_cache",
-    "decompress_to_mla_cache", "decompress_to_paged_cache", "decompress_to_ring_cache", "copy", "match_prefix", "deepcopy",
-}  # fmt: skip
+    "write_batch",
+    "clear",
+    "free",
+    "splice",
+    "drop",
+    "append_kv",
+    "push_token",
+    "evict_outside_window",
+    "decompress_to_cache",
+    "decompress_to_mla_cache",
+    "decompress_to_paged_cache",
+    "decompress_to_ring_cache",
+    "copy",
+    "match_prefix",
+    "deepcopy",
+}
 
 
 class Broken(AssertionError):
@@ -95,9 +108,25 @@ class World:
             rng.choice([kvfast.Hybrid(), kvfast.Quantize(), kvfast.LowRank(4), kvfast.VectorQuantization(4)])
         )
         compressed = compressor.compress_kv_3d(k, v)
-        for one in (pool, pool.new_sequence(), ring_pool, ring_pool.new_sequence(), mla_pool, mla_pool.new_sequence(), mla, heads, heads.head(0), compressor, compressed,
-                    heads.config, kvfast.PrefixKVCache([compressed] * 2), self.objects[0].snapshot(), kvfast.KVFormat("int8"),
-                    kvfast.PromptCache(folder / "folder"), compressor.method):  # fmt: skip
+        for one in (
+            pool,
+            pool.new_sequence(),
+            ring_pool,
+            ring_pool.new_sequence(),
+            mla_pool,
+            mla_pool.new_sequence(),
+            mla,
+            heads,
+            heads.head(0),
+            compressor,
+            compressed,
+            heads.config,
+            kvfast.PrefixKVCache([compressed] * 2),
+            self.objects[0].snapshot(),
+            kvfast.KVFormat("int8"),
+            kvfast.PromptCache(folder / "folder"),
+            compressor.method,
+        ):
             self.add(one)
 
     def add(self, one):
@@ -143,8 +172,12 @@ def state(one):
         pool = one._buffer.pool
         if not one._buffer.is_external:
             return one.num_sequences, one.num_free_blocks, one.num_cached_blocks, one._buffer.owners().tolist()
-        return [pool.bytes_of_head(layer, 0, pool.num_blocks, head, side).tobytes() for layer in range(pool.num_layers)
-                for head in range(pool.num_kv_heads) for side in (False, True)]  # fmt: skip
+        return [
+            pool.bytes_of_head(layer, 0, pool.num_blocks, head, side).tobytes()
+            for layer in range(pool.num_layers)
+            for head in range(pool.num_kv_heads)
+            for side in (False, True)
+        ]
     if isinstance(one, kvfast.MultiHeadKVCache):
         return len(one), one.decode_keys().tobytes(), one.decode_values().tobytes()
     if isinstance(one, kvfast.PrefixKVCache):
@@ -208,8 +241,11 @@ def perform(world, name, function, owner, outcomes, log):
                 result = function(**given)
             elif "chunks" in given:
                 chunks = given["chunks"]
-                result = function(target, *(chunks if isinstance(chunks, list) else [chunks]),
-                                  **{one: value for one, value in given.items() if one != "chunks"})
+                result = function(
+                    target,
+                    *(chunks if isinstance(chunks, list) else [chunks]),
+                    **{one: value for one, value in given.items() if one != "chunks"},
+                )
             else:
                 result = function(target, **given)
     except Exception as error:
@@ -242,13 +278,7 @@ def perform(world, name, function, owner, outcomes, log):
 
 def state_of(one):
     return isinstance(
-        one,
-        StoredSequence
-        | PagedStorage
-        | kvfast.Snapshot
-        | kvfast.CompressedKV
-        | kvfast.MultiHeadKVCache
-        | kvfast.PrefixKVCache,
+        one, StoredSequence | PagedStorage | kvfast.Snapshot | kvfast.CompressedKV | kvfast.MultiHeadKVCache | kvfast.PrefixKVCache
     )
 
 
@@ -286,8 +316,7 @@ def episode(seed, number, calls=CALLS):
                     perform(world, name, function, owner, outcomes, log)
                 except Exception as error:
                     told = "\n".join(
-                        f"  {one}({', '.join(f'{key}={short(value)}' for key, value in given.items())})"
-                        for one, given in log
+                        f"  {one}({', '.join(f'{key}={short(value)}' for key, value in given.items())})" for one, given in log
                     )
                     raise Broken(f"episode {number} of seed {seed}:\n{told}\n{error}") from error
         finally:
@@ -333,12 +362,7 @@ def run_process(path, calls, seed, seconds):
 
 def run_processes(options, folder):
     """Whether all came to their end."""
-    start, share, outcomes, good = (
-        time.perf_counter(),
-        -(-options.calls // options.processes),
-        collections.Counter(),
-        True,
-    )
+    start, share, outcomes, good = (time.perf_counter(), -(-options.calls // options.processes), collections.Counter(), True)
     children = []
     for i in range(options.processes):
         path, seed = Path(folder, str(i)), options.seed + i
@@ -363,9 +387,7 @@ def run_processes(options, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=1_000_000)
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="end after so long, however many calls that is"
-    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long, however many calls that is")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the first process; the others have those behind it")
     parser.add_argument("--episode", type=int, help="run this one alone")

@@ -38,25 +38,99 @@ import kvfast
 REFUSED = kvfast.CorruptFileError, kvfast.IncompatibleSnapshotError
 SECONDS = 20  # for one file
 KINDS = [
-    ("growing", "int4", 150), ("growing", "int8", 70), ("bounded", "int4-plain", 20), ("sequence", "float16", 40),
-    ("ring with sinks", "int8-plain", 300), ("ring of two windows", "int4", 200), ("sequence", CENTRED, 50),
-    ("ring and whole layer", "bfloat16", 130), ("ring that rotates", "int8", 100), ("growing", "float32", 0),
-]  # fmt: skip
+    ("growing", "int4", 150),
+    ("growing", "int8", 70),
+    ("bounded", "int4-plain", 20),
+    ("sequence", "float16", 40),
+    ("ring with sinks", "int8-plain", 300),
+    ("ring of two windows", "int4", 200),
+    ("sequence", CENTRED, 50),
+    ("ring and whole layer", "bfloat16", 130),
+    ("ring that rotates", "int8", 100),
+    ("growing", "float32", 0),
+]
 VALUES = [
-    0, 1, -1, 2, 3, 16, 32, 63, 64, 65, 100, 127, 128, 255, 256, 512, 513, 1 << 16, (1 << 16) + 1, 1 << 31,
-    (1 << 31) - 1, 1 << 32,
-    1 << 33, 1 << 40, (1 << 40) + 1, 1 << 60, 1 << 62, 1 << 63, 1 << 64, 10**400, -(10**30), 0.0, -0.0, 0.5, 64.0,
-    1e308, float("nan"),
-    float("inf"), True, False, None, "", "64", "int8", "int4", "float32", "bf16", "k8v4", "int8/int4", "ring", "full", "cache", "\0",
-    "\ud800", [], {}, [0], [64],
-    ["int8", "int8"], ["int4", "float32"], [None, None], [64, 64], [[1.0]], [1.0] * 8, [float("nan")] * 8, ["a"] * 8,
-    [0.1] * 400, {"a": 1},
-    {"frequencies": [1.0] * 8, "interleaved": False}, {"frequencies": [1e308, -1e308], "interleaved": 3},
+    0,
+    1,
+    -1,
+    2,
+    3,
+    16,
+    32,
+    63,
+    64,
+    65,
+    100,
+    127,
+    128,
+    255,
+    256,
+    512,
+    513,
+    1 << 16,
+    (1 << 16) + 1,
+    1 << 31,
+    (1 << 31) - 1,
+    1 << 32,
+    1 << 33,
+    1 << 40,
+    (1 << 40) + 1,
+    1 << 60,
+    1 << 62,
+    1 << 63,
+    1 << 64,
+    10**400,
+    -(10**30),
+    0.0,
+    -0.0,
+    0.5,
+    64.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    True,
+    False,
+    None,
+    "",
+    "64",
+    "int8",
+    "int4",
+    "float32",
+    "bf16",
+    "k8v4",
+    "int8/int4",
+    "ring",
+    "full",
+    "cache",
+    "\0",
+    "\ud800",
+    [],
+    {},
+    [0],
+    [64],
+    ["int8", "int8"],
+    ["int4", "float32"],
+    [None, None],
+    [64, 64],
+    [[1.0]],
+    [1.0] * 8,
+    [float("nan")] * 8,
+    ["a"] * 8,
+    [0.1] * 400,
+    {"a": 1},
+    {"frequencies": [1.0] * 8, "interleaved": False},
+    {"frequencies": [1e308, -1e308], "interleaved": 3},
     {"frequencies": None},
-    {"dtype": "int4"}, [{"dtype": "int8"}] * 2, [{"dtype": "int4", "per_channel": True, "block": 32}] * 2,
-    {"dtype": "int4", "rotation": "kv", "centring": True, "block": 64}, [{"dtype": "int4", "num_float_tokens": 16}] * 2,
-    {"skipped_blocks": 0}, {"skipped_blocks": 0, "coded_tokens": 64, "kept_tokens": 3}, {"skipped_blocks": 1, "evicted_tokens": 128}, [{"skipped_blocks": 0}] * 2,
-]  # fmt: skip
+    {"dtype": "int4"},
+    [{"dtype": "int8"}] * 2,
+    [{"dtype": "int4", "per_channel": True, "block": 32}] * 2,
+    {"dtype": "int4", "rotation": "kv", "centring": True, "block": 64},
+    [{"dtype": "int4", "num_float_tokens": 16}] * 2,
+    {"skipped_blocks": 0},
+    {"skipped_blocks": 0, "coded_tokens": 64, "kept_tokens": 3},
+    {"skipped_blocks": 1, "evicted_tokens": 128},
+    [{"skipped_blocks": 0}] * 2,
+]
 
 
 class Good:
@@ -97,10 +171,29 @@ def exchanged(rng, value):
     elif choice == 1 and isinstance(inner, list):
         inner.append(copy.deepcopy(old))
     elif choice == 1:
-        inner[rng.choice(["more", "window", "dtype", "rotary_dim", "rope_theta", "max_seq_len", "frequencies", "coded_tokens", "kept_tokens", "rotation",
-                         "codebook", "centring", "per_channel", "block", "num_float_tokens", "num_recent_tokens", "clip_search"])] = (
-            rng.choice(VALUES)
-        )
+        inner[
+            rng.choice(
+                [
+                    "more",
+                    "window",
+                    "dtype",
+                    "rotary_dim",
+                    "rope_theta",
+                    "max_seq_len",
+                    "frequencies",
+                    "coded_tokens",
+                    "kept_tokens",
+                    "rotation",
+                    "codebook",
+                    "centring",
+                    "per_channel",
+                    "block",
+                    "num_float_tokens",
+                    "num_recent_tokens",
+                    "clip_search",
+                ]
+            )
+        ] = rng.choice(VALUES)
     elif choice in (2, 3, 4) and isinstance(old, int):
         inner[way[-1]] = old + rng.choice([-64, -2, -1, 1, 2, 64, 1 << 20, 1 << 33])
     elif choice == 5 and isinstance(old, int):
@@ -138,9 +231,7 @@ def damage(rng, good, goods):
             data[at:end] = other[at:end]
         else:
             length = int.from_bytes(data[:8], "little") + rng.choice([-4096, -8, -1, 1, 8, 4096, 1 << 32, 1 << 63])
-            data[:8] = rng.choice([length % (1 << 64), rng.randrange(1 << 27), rng.randrange(1 << 64)]).to_bytes(
-                8, "little"
-            )
+            data[:8] = rng.choice([length % (1 << 64), rng.randrange(1 << 27), rng.randrange(1 << 64)]).to_bytes(8, "little")
     return bytes(data)
 
 
@@ -298,10 +389,7 @@ def main():
     start = time.perf_counter()
     outcomes, slowest = fuzz(options.files, options.seed, report=True)
     seconds = time.perf_counter() - start
-    print(
-        f"{options.files:,} files, seed {options.seed}, {seconds:.0f} s, the slowest {1e3 * slowest:.0f} ms; "
-        f"none crashed"
-    )
+    print(f"{options.files:,} files, seed {options.seed}, {seconds:.0f} s, the slowest {1e3 * slowest:.0f} ms; none crashed")
     for mmap in (False, True):
         refused, equal, other = (outcomes[name, mmap] for name in ("refused", "equal", "other"))
         print(

@@ -48,8 +48,17 @@ from fuzz_worlds import LatentWorld, RingWorld, SingleWorld
 import kvfast
 
 # The shares of the kinds of caches.
-WORLDS = {SingleWorld: 30, RingWorld: 14, PoolWorld: 24, LatentWorld: 8, LatentPoolWorld: 7, SchedulerWorld: 5, HeadsWorld: 4, PlainWorld: 6,
-          CompressedWorld: 2}  # fmt: skip
+WORLDS = {
+    SingleWorld: 30,
+    RingWorld: 14,
+    PoolWorld: 24,
+    LatentWorld: 8,
+    LatentPoolWorld: 7,
+    SchedulerWorld: 5,
+    HeadsWorld: 4,
+    PlainWorld: 6,
+    CompressedWorld: 2,
+}
 # Those that came later have a share of all cases. The other cases stay what they were.
 LATER = {Twins: 8, PreparedWorld: 5, TenantsWorld: 6, SecretWorld: 1, SplicedWorld: 4, ForgedWorld: 10}
 SHARE = 0.4
@@ -109,7 +118,10 @@ def run_case(seed, number, loud=False):
     except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
         at = traceback.extract_tb(error.__traceback__)[-1]
         told = f"{type(error).__name__} in {Path(at.filename).name}, {at.name}: {error}"
-        return case, (f"{type(error).__name__} in {at.name}, line {at.lineno} | {case.log[0][1]}", f"{case.tier}, {case.log[1:2]}: {told}")
+        return case, (
+            f"{type(error).__name__} in {at.name}, line {at.lineno} | {case.log[0][1]}",
+            f"{case.tier}, {case.log[1:2]}: {told}",
+        )
     return case, None
 
 
@@ -139,13 +151,19 @@ class Report:
             self.find(signature, number, told, seconds + later, count)
 
     def told(self, seed, seconds):
-        lines = [f"{signature}\n    {told}\n    {count} times, first after {at:.0f} s: "
-                 f"python tests/fuzz/fuzz_caches.py --seed {seed} --case {number}"
-                 for signature, (number, told, count, at) in sorted(self.findings.items())]  # fmt: skip
+        lines = [
+            f"{signature}\n    {told}\n    {count} times, first after {at:.0f} s: "
+            f"python tests/fuzz/fuzz_caches.py --seed {seed} --case {number}"
+            for signature, (number, told, count, at) in sorted(self.findings.items())
+        ]
         tiers = ", ".join(f"{name} {count:,}" for name, count in self.tiers.most_common())
         worlds = ", ".join(f"{name.removesuffix('World')} {count:,}" for name, count in self.worlds.most_common())
-        lines += [f"{self.cases:,} cases, {self.calls:,} calls in {seconds:.0f} s ({self.cases / seconds:.0f} cases a second), seed {seed}",
-                  f"tiers: {tiers}", f"caches: {worlds}", f"{len(self.findings)} findings"]  # fmt: skip
+        lines += [
+            f"{self.cases:,} cases, {self.calls:,} calls in {seconds:.0f} s ({self.cases / seconds:.0f} cases a second), seed {seed}",
+            f"tiers: {tiers}",
+            f"caches: {worlds}",
+            f"{len(self.findings)} findings",
+        ]
         return "\n".join(lines)
 
 
@@ -186,12 +204,20 @@ def run(options):
 
         def begin(i, first):
             path = Path(folder, f"{i}.{first}")
-            arguments = {"seed": options.seed, "cases": options.cases, "processes": options.processes, "first": first, "child": path,
-                         "seconds": max(options.seconds - (time.perf_counter() - start), 0)}  # fmt: skip
+            arguments = {
+                "seed": options.seed,
+                "cases": options.cases,
+                "processes": options.processes,
+                "first": first,
+                "child": path,
+                "seconds": max(options.seconds - (time.perf_counter() - start), 0),
+            }
             command = [sys.executable, sys.argv[0], *(f"--{name}={value}" for name, value in arguments.items())]
             # A process that hangs inside of a call is ended by its own timer; the text says where.
             errors = open(f"{path}.errors", "w+")  # noqa: SIM115
-            waiting.append((i, first, path, errors, time.perf_counter() - start, subprocess.Popen(command, stderr=errors, env=environment)))
+            waiting.append(
+                (i, first, path, errors, time.perf_counter() - start, subprocess.Popen(command, stderr=errors, env=environment))
+            )
 
         for i in range(options.processes):
             begin(i, i)
@@ -214,8 +240,12 @@ def run(options):
             number = int(now.read_text() or first) if now.exists() else first
             end = "never came to its end" if "Timeout" in text or code == -signal.SIGPROF else f"ended with {code}"
             frames = re.findall(r'File "[^"]*?([^/"]+)", line (\d+) in (\w+)', text) + [("", 0, "")]
-            report.find(f"{end} | {' '.join(map(str, frames[0]))}", number, text.strip().partition("\n\n")[0][-400:],
-                        time.perf_counter() - start)  # fmt: skip
+            report.find(
+                f"{end} | {' '.join(map(str, frames[0]))}",
+                number,
+                text.strip().partition("\n\n")[0][-400:],
+                time.perf_counter() - start,
+            )
             begin(i, number + options.processes)
     print(report.told(options.seed, time.perf_counter() - start))
     return not report.findings

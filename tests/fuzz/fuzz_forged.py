@@ -23,7 +23,22 @@ REFUSED = kvfast.CorruptFileError, kvfast.IncompatibleSnapshotError
 FLOATS = [np.nan, np.inf, -np.inf, 65504.0, -65504.0, 1e30, -1e30, 6e-8, 1e-45, 0.0, -0.0]
 NOT_FINITE = [0x7FC0, 0x7F80, 0xFF80, 0xFFFF]  # as bfloat16, as the upper half of a float32, and as a float16
 INFINITE = [0x7C00, 0xFC00]  # as float16
-INTEGERS = [0, 1, -1, 127, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, (1 << 62) + 10, -(1 << 62) - 10, (1 << 63) - 1, -(1 << 63)]
+INTEGERS = [
+    0,
+    1,
+    -1,
+    127,
+    255,
+    1 << 15,
+    (1 << 31) - 1,
+    1 << 31,
+    1 << 32,
+    1 << 62,
+    (1 << 62) + 10,
+    -(1 << 62) - 10,
+    (1 << 63) - 1,
+    -(1 << 63),
+]
 SELDOM = "floats", "positions", "bounds", "header"  # few arrays of a state are these, and much depends on them
 MOST_ELEMENTS = 1 << 20  # of a forged cache that is used; larger ones are hours of work
 
@@ -101,7 +116,11 @@ class ForgedWorld:
 
     def saved_cache(self):
         rng = self.rng
-        form = FORMATS[one_of(rng, list(FORMATS))] if often(rng, 0.5) else one_of(rng, ["int4", "int4", "k4v3", "int8", "k8v4", "float16", "float32"])
+        form = (
+            FORMATS[one_of(rng, list(FORMATS))]
+            if often(rng, 0.5)
+            else one_of(rng, ["int4", "int4", "k4v3", "int8", "k8v4", "float16", "float32"])
+        )
         layers, heads, dim = (int(one_of(rng, some)) for some in ([1, 2], [1, 2], [16, 20, 64]))
         kind = str(one_of(rng, ["full", "full", "ring", "latent"]))
         if kind == "latent":
@@ -194,7 +213,9 @@ class ForgedWorld:
     def compressed(self):
         rng = self.rng
         heads, dim, n = int(one_of(rng, [1, 2])), int(one_of(rng, DIMS[6:])), int(one_of(rng, [20, 65, 282]))
-        method = one_of(rng, [kvfast.Quantize(), kvfast.Hybrid(), kvfast.LowRank(max(dim // 2, 1)), kvfast.VectorQuantization(16, seed=1)])
+        method = one_of(
+            rng, [kvfast.Quantize(), kvfast.Hybrid(), kvfast.LowRank(max(dim // 2, 1)), kvfast.VectorQuantization(16, seed=1)]
+        )
         good = kvfast.KVCacheCompressor(method).compress_kv_3d(*rng.standard_normal((2, heads, n, dim), np.float32))
         self.case.note("compressed", method, heads, dim, n)
         if often(rng, 0.7):
@@ -207,7 +228,11 @@ class ForgedWorld:
                 with open(file.name, "wb") as bad:
                     bad.write(data)
                 found = self.read(kvfast.CompressedKV.load, file.name)
-        if found is None or found.layout.num_heads * found.layout.seq_len * found.layout.head_dim > MOST_ELEMENTS or found.layout.is_batched:
+        if (
+            found is None
+            or found.layout.num_heads * found.layout.seq_len * found.layout.head_dim > MOST_ELEMENTS
+            or found.layout.is_batched
+        ):
             return
         heads, dim, n = found.layout.num_heads, found.layout.head_dim, found.layout.seq_len
         for _ in range(5):

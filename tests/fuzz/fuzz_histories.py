@@ -119,8 +119,10 @@ class Track:
                 has_moved &= ~was_float
             if has_moved.any():
                 at = int(np.argmax(has_moved))
-                raise Finding(f"kept tokens changed | {'values' if values else 'keys'} of {where}",
-                              f"token {at_positions[at]} by {moved[at].max():.3g}")  # fmt: skip
+                raise Finding(
+                    f"kept tokens changed | {'values' if values else 'keys'} of {where}",
+                    f"token {at_positions[at]} by {moved[at].max():.3g}",
+                )
         # The blocks of a found prefix may have their floats yet, of the sequence that they come from.
         stays = positions < (min(self.coded, self.coded_at(self.longest)) if self.formats[layer].seals else length)
         new = stays & ~known
@@ -247,7 +249,9 @@ class World:
             self.explain_refusal(held, layer, exact_q, options, out_dtype)
             return
         except ValueError as error:
-            if window and "dropped" in str(error) and n + track.longest - track.length > self.rollback:  # earlier queries need what is gone
+            if (
+                window and "dropped" in str(error) and n + track.longest - track.length > self.rollback
+            ):  # earlier queries need what is gone
                 return
             raise
         self.verify(held, layer, exact_q, got, options, out_dtype)

@@ -11,7 +11,21 @@ from kvfast import KVFormat
 
 DIMS = [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 20, 24, 31, 32, 33, 40, 48, 63, 64, 64, 64, 65, 80]
 LARGE_DIMS = [96, 100, 112, 128, 128, 128, 192, 255, 256, 320, 511, 512]
-NAMES = ["int4", "k8v4", "int8", "int8-plain", "int4-plain", "float32", "float16", "bfloat16", "int2-plain", "int3-plain", "int5", "int6", "int7"]
+NAMES = [
+    "int4",
+    "k8v4",
+    "int8",
+    "int8-plain",
+    "int4-plain",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int2-plain",
+    "int3-plain",
+    "int5",
+    "int6",
+    "int7",
+]
 OFTEN = ["int4", "int4", "k8v4", "int8", "float32"]
 FLAVOURS = ["plain", "plain", "loud", "loud", "peaked", "constant", "zeros", "denormal", "tiny", "large"]
 
@@ -41,8 +55,11 @@ def random_format(rng, latent=False):
     for _ in range(1000):
         k, v = one_of(rng, NAMES[4:]), one_of(rng, NAMES[4:])
         k, v = ("int8" if often(rng, 0.3) else one.removesuffix("-plain") for one in (k, v))
-        parts = {"rotation": one_of(rng, ["", "k", "v", "kv"]), "codebook": one_of(rng, ["uniform", "uniform", "gaussian", "trellis"]),
-                 "clip_search": often(rng, 0.2)}  # fmt: skip
+        parts = {
+            "rotation": one_of(rng, ["", "k", "v", "kv"]),
+            "codebook": one_of(rng, ["uniform", "uniform", "gaussian", "trellis"]),
+            "clip_search": often(rng, 0.2),
+        }
         if not latent:
             finishing = int(rng.integers(4))
             parts |= {"centring": finishing == 1, "per_channel": finishing == 2}
@@ -80,7 +97,9 @@ class Rows:
         # Processors take long with denormals, which a long row is not needed for.
         self.flavour = str(one_of(rng, [one for one in FLAVOURS if one != "denormal" or k_dim <= 64]))
         half = any(one.seals or one.num_float_tokens or "float16" in one.dtype for one in formats)
-        self.size = {"tiny": 1e-18, "large": 3e3 if half else 1e12, "denormal": 1e-41}.get(self.flavour, float(one_of(rng, [1, 1, 1, 0.1, 8])))
+        self.size = {"tiny": 1e-18, "large": 3e3 if half else 1e12, "denormal": 1e-41}.get(
+            self.flavour, float(one_of(rng, [1, 1, 1, 0.1, 8]))
+        )
         self.loud = float(one_of(rng, [1.5, 3, 5, 10, 20, 40]))
         self.channel = int(rng.integers(k_dim))
         self.constant = float(rng.integers(1, 2000))

@@ -15,8 +15,14 @@ HALF = 2.0**-11  # float16 rounds by so much of a number, bfloat16 by so much:
 BRAIN = 2.0**-8
 # Of packed and Gaussian codes, half of the widest gap between levels, relative to the largest element. Their scale is the one
 # of least squared error among several of which one clips nothing, so this bounds the root mean square of a row.
-GAPS = {("int4", "uniform"): 0.5 / 7, ("int4", "gaussian"): 15.5 / 127, ("int4", "trellis"): 0.25, ("int2", "gaussian"): 42 / 120,
-        ("int3", "gaussian"): 23 / 122, ("int5", "gaussian"): 10.5 / 119}  # fmt: skip
+GAPS = {
+    ("int4", "uniform"): 0.5 / 7,
+    ("int4", "gaussian"): 15.5 / 127,
+    ("int4", "trellis"): 0.25,
+    ("int2", "gaussian"): 42 / 120,
+    ("int3", "gaussian"): 23 / 122,
+    ("int5", "gaussian"): 10.5 / 119,
+}
 
 
 def open_tokens(form):
@@ -89,7 +95,7 @@ class Side:
         if self.is_float or rows.shape[-1] == 0:
             return np.zeros_like(rows)
         slack = 2e-6 * norms(rows, True) + 1e-36
-        if self.seals:     # float16 before they are coded, and again where a block that was cut is written to
+        if self.seals:  # float16 before they are coded, and again where a block that was cut is written to
             slack = slack + 2 * HALF * np.abs(rows).max(-1, keepdims=True) + 2.0**-22
         if self.per_channel:
             # Up to 1.25 steps outside of the codes, of the 7 steps that a channel of INT4 has at least, or the 3 of INT3; float16
@@ -128,7 +134,9 @@ class Side:
         bad = floats & (excess > 0).any((1, 2))
         if bad.any():
             at = int(np.argmax(bad))
-            raise Finding(f"floats are not what was given | {where}", f"token {positions[at]}: {_worst(got[at], given[at], excess[at])}")
+            raise Finding(
+                f"floats are not what was given | {where}", f"token {positions[at]}: {_worst(got[at], given[at], excess[at])}"
+            )
         bounds = self.code_bounds(rows, spans)
         if not (self.by_element or self.per_channel):
             error, bounds = norms(error, True), norms(bounds, True)
@@ -137,8 +145,10 @@ class Side:
         if bad.any():
             at = int(np.argmax(bad))
             place = np.unravel_index(np.argmax(excess[at]), excess[at].shape)
-            raise Finding(f"code is not within its step | {where}",
-                          f"token {positions[at]}, head {int(place[0])}: error {error[at][place]:.4g}, bound {bounds[at][place]:.4g}")  # fmt: skip
+            raise Finding(
+                f"code is not within its step | {where}",
+                f"token {positions[at]}, head {int(place[0])}: error {error[at][place]:.4g}, bound {bounds[at][place]:.4g}",
+            )
 
 
 def _worst(got, given, error):
@@ -157,8 +167,22 @@ class Exact(NamedTuple):
     reach: Any  # the largest that it could be of a query and keys of these norms
 
 
-def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=None, sliding_window=None,
-                    num_sink_tokens=0, sinks=None, alibi_slopes=None, attention_chunk_size=None):  # fmt: skip
+def exact_attention(
+    q,
+    k,
+    v,
+    positions,
+    at,
+    *,
+    scale=None,
+    causal=True,
+    softcap=None,
+    sliding_window=None,
+    num_sink_tokens=0,
+    sinks=None,
+    alibi_slopes=None,
+    attention_chunk_size=None,
+):
     """Attention of queries at the positions `at` to keys at `positions`; otherwise as `reference.attention`."""
     q, k, v = (one.astype(np.float64) for one in (q, k, v))
     n, num_q_heads, dim = q.shape
@@ -208,8 +232,13 @@ def exact_attention(q, k, v, positions, at, *, scale=None, causal=True, softcap=
     apart = norms(weighted)
     norm = np.where(norm < 0.5 * apart, weighted.sum(-1), np.maximum(norm, apart))
     norm = np.maximum(norm, 1e-4 * sizes.max(-1)[..., None])
-    back = (out.transpose(2, 0, 1, 3).reshape(n, num_q_heads, -1),
-            *(one.transpose(2, 0, 1).reshape(n, num_q_heads) for one in (lse, norm, np.sqrt(np.maximum(spread, 0)), largest, np.maximum(reach, largest))))  # fmt: skip
+    back = (
+        out.transpose(2, 0, 1, 3).reshape(n, num_q_heads, -1),
+        *(
+            one.transpose(2, 0, 1).reshape(n, num_q_heads)
+            for one in (lse, norm, np.sqrt(np.maximum(spread, 0)), largest, np.maximum(reach, largest))
+        ),
+    )
     return Exact(*back)
 
 
@@ -226,8 +255,10 @@ def allowed(exact, limit, out_dtype="float32"):
     relative = limit * np.maximum(1, exact.reach / 16)
     rounding = {"float32": 1e-7, "float16": HALF, "bfloat16": BRAIN}[out_dtype]
     least = 2.0**-24 * np.sqrt(exact.out.shape[-1]) if out_dtype == "float16" else 0
-    return (relative * exact.norm + rounding * norms(exact.out) + NOTHING * np.sqrt(exact.out.shape[-1]) + least,
-            limit * np.maximum(1, exact.reach / 16) + 1e-6 * np.abs(exact.lse))  # fmt: skip
+    return (
+        relative * exact.norm + rounding * norms(exact.out) + NOTHING * np.sqrt(exact.out.shape[-1]) + least,
+        limit * np.maximum(1, exact.reach / 16) + 1e-6 * np.abs(exact.lse),
+    )
 
 
 def check_output(out, lse, exact, limit, where, more=0.0, out_dtype="float32"):
@@ -239,9 +270,12 @@ def check_output(out, lse, exact, limit, where, more=0.0, out_dtype="float32"):
     error = norms(out - exact.out)
     if (error > tolerance + more).any():
         at = np.unravel_index(np.argmax(error / (tolerance + more)), error.shape)
-        raise Finding(where, f"query {int(at[0])}, head {int(at[1])}: relative error {error[at] / exact.norm[at]:.2e} where "
-                             f"{(tolerance + more)[at] / exact.norm[at]:.1e} is allowed; "
-                             f"largest score {exact.largest[at]:.3g}, got {out[at][:3]} for {exact.out[at][:3]}")  # fmt: skip
+        raise Finding(
+            where,
+            f"query {int(at[0])}, head {int(at[1])}: relative error {error[at] / exact.norm[at]:.2e} where "
+            f"{(tolerance + more)[at] / exact.norm[at]:.1e} is allowed; "
+            f"largest score {exact.largest[at]:.3g}, got {out[at][:3]} for {exact.out[at][:3]}",
+        )
     if lse is not None:
         error = np.abs(lse - exact.lse)
         if (error > of_lse).any():

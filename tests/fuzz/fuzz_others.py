@@ -21,7 +21,9 @@ class HeadsWorld(World):
         codebook = str(one_of(rng, ["gaussian", "uniform", "trellis"]))
         if codebook == "trellis" and 4 not in np.atleast_1d(bits):
             codebook = "gaussian"
-        config = kvfast.MultiHeadConfig(dim, bits, often(rng, 0.7), codebook, heads * int(one_of(rng, [1, 2, 4])), int(rng.integers(1 << 30)))
+        config = kvfast.MultiHeadConfig(
+            dim, bits, often(rng, 0.7), codebook, heads * int(one_of(rng, [1, 2, 4])), int(rng.integers(1 << 30))
+        )
         form = config.format
         self.case.note(self.name, heads, config)
         cache, source = kvfast.MultiHeadKVCache(heads, config), Rows(rng, [form], 1, heads, dim, dim)
@@ -99,8 +101,14 @@ class PlainWorld(World):
             options.pop(name, None)
         exact = exact_attention(exact_q, kept_k, kept_v, np.arange(length), np.arange(length - n, length), **options)
         limit = 1e-5 if k.dtype == v.dtype == np.float32 else 1e-3
-        check_output(out, lse, exact, limit, f"attention | {k.dtype}/{v.dtype}{', softcap' if options.get('softcap', 0) >= 300 else ''}",
-                     out_dtype=out_dtype)  # fmt: skip
+        check_output(
+            out,
+            lse,
+            exact,
+            limit,
+            f"attention | {k.dtype}/{v.dtype}{', softcap' if options.get('softcap', 0) >= 300 else ''}",
+            out_dtype=out_dtype,
+        )
 
 
 class CompressedWorld(World):
@@ -112,8 +120,14 @@ class CompressedWorld(World):
         rng = self.rng
         heads, dim, n = int(rng.integers(1, 3)), int(one_of(rng, DIMS[4:])), int(one_of(rng, [20, 40, 65, 130]))
         bits = int(one_of(rng, [4, 8]))
-        method = [kvfast.Quantize(), kvfast.Hybrid(), kvfast.Hybrid(rank=max(dim // 2, 1)), kvfast.LowRank(max(dim // 2, 1)),
-                  kvfast.LowRank(energy=0.9), kvfast.VectorQuantization(4, seed=1)][int(rng.integers(6))]  # fmt: skip
+        method = [
+            kvfast.Quantize(),
+            kvfast.Hybrid(),
+            kvfast.Hybrid(rank=max(dim // 2, 1)),
+            kvfast.LowRank(max(dim // 2, 1)),
+            kvfast.LowRank(energy=0.9),
+            kvfast.VectorQuantization(4, seed=1),
+        ][int(rng.integers(6))]
         form = random_format(rng)
         source = Rows(rng, [form], 2, heads, dim, dim)
         while source.flavour in ("denormal", "large", "tiny"):
@@ -137,7 +151,9 @@ class CompressedWorld(World):
             exact = exact_attention(q, *decoded, np.arange(n), np.arange(n - queries, n), causal=causal)
             self.case.calls += 3
             more = self.of_mean(method, decoded[1], q)
-            check_output(*one.attend(q, causal=causal, return_lse=True), exact, 1e-3, f"attend is not attention over decode() | {where}", more)
+            check_output(
+                *one.attend(q, causal=causal, return_lse=True), exact, 1e-3, f"attend is not attention over decode() | {where}", more
+            )
         self.prefix(layers, source, form, heads, dim, n, method)
 
     def of_mean(self, method, v, q):
@@ -163,7 +179,9 @@ class CompressedWorld(World):
             # As in `World.reads_what_is_shown`: queries that look back from tokens that are not complete.
             if not form.seals or length - n < form.block_size or before == 0:
                 more = self.of_mean(method, v[:n], q)
-                check_output(*cache.attend(layer, q, return_lse=True), exact, 1e-3, f"attend is not attention over k() and v() | {where}", more)
+                check_output(
+                    *cache.attend(layer, q, return_lse=True), exact, 1e-3, f"attend is not attention over k() and v() | {where}", more
+                )
             cache.advance(count)
             if often(rng, 0.3):
                 cache.truncate(n + int(rng.integers(len(cache) - n + 1)))

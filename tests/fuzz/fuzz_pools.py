@@ -34,7 +34,9 @@ class PoolWorld(SingleWorld):
         return RingWorld.positions(self, held, layer) if self.windows else super().positions(held, layer)
 
     def make_pool(self):
-        return self.pool_class(len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings)
+        return self.pool_class(
+            len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings
+        )
 
     def make(self):
         self.pool = self.make_pool()
@@ -262,8 +264,12 @@ class SchedulerWorld(PoolWorld):
                 table = self.tables[id(held)]
                 while len(table) * size < held.track.length + n and self.free:
                     table.append(self.free.pop())
-                slots.append([table[at // size] * size + at % size if at // size < len(table) else -1
-                              for at in range(held.track.length, held.track.length + n)])  # fmt: skip
+                slots.append(
+                    [
+                        table[at // size] * size + at % size if at // size < len(table) else -1
+                        for at in range(held.track.length, held.track.length + n)
+                    ]
+                )
             if any(-1 in one for one in slots):
                 return
             padding = int(rng.integers(3))
@@ -272,10 +278,16 @@ class SchedulerWorld(PoolWorld):
             self.case.note("append_batch", counts)
             other = filling(self.case.newest) if padding else 0
             for layer in range(len(self.formats)):
-                k, v = (np.concatenate([rows[layer][side] for rows in new] + [np.full((padding, self.heads, self.dims[side]), other, np.float32)])
-                        for side in (0, 1))  # fmt: skip
+                k, v = (
+                    np.concatenate(
+                        [rows[layer][side] for rows in new] + [np.full((padding, self.heads, self.dims[side]), other, np.float32)]
+                    )
+                    for side in (0, 1)
+                )
                 if often(self.case.newest, 0.1):
-                    refuse_numbers(self, functools.partial(self.pool.append_batch, layer, k, v), {"slot_mapping": slots}, self.case.newest)
+                    refuse_numbers(
+                        self, functools.partial(self.pool.append_batch, layer, k, v), {"slot_mapping": slots}, self.case.newest
+                    )
                 with left_out(other):
                     k, v = self.append_batch(layer, k, v, slots)
                 for held, last, n in zip(some, np.cumsum(counts), counts):

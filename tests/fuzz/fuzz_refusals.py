@@ -67,7 +67,10 @@ def refuse(world, held, rng):
         name = "append of what is not finite"
         call = functools.partial(put, layer, k, v, way == 2)
     elif way == 3:
-        name, call = "append of other shapes", functools.partial(put, layer, *one_of(rng, [(k[:, :, :-1], v), (k[:, :0], v), (k[0], v[0])]))
+        name, call = (
+            "append of other shapes",
+            functools.partial(put, layer, *one_of(rng, [(k[:, :, :-1], v), (k[:, :0], v), (k[0], v[0])])),
+        )
     elif way == 4:
         name, call = "append to no layer", functools.partial(put, one_of(rng, [cache.num_layers, 1 << 32, 0.5, "0", None]), k, v)
     elif way == 5:
@@ -101,7 +104,9 @@ def beyond(rng, array, at):
     """The numbers with one at `at` that no table can hold, as any array of integers: mostly one that is the same in fewer bits."""
     numbers = np.array(array, object)
     way, number = rng.random(), int(numbers[at])
-    numbers[at] = number + (int(one_of(rng, [-3, -1, 1, 1, 5])) << int(one_of(rng, [32, 32, 40]))) if way < 0.6 else int(one_of(rng, BEYOND))
+    numbers[at] = (
+        number + (int(one_of(rng, [-3, -1, 1, 1, 5])) << int(one_of(rng, [32, 32, 40]))) if way < 0.6 else int(one_of(rng, BEYOND))
+    )
     if way > 0.8 or number < 0:  # as an unsigned number
         numbers[at] = number % (1 << 64) if number < 0 else (1 << 64) - int(rng.integers(1, 3))
         numbers = np.where(numbers < 0, 0, numbers) if numbers.min() < 0 else numbers

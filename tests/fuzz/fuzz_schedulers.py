@@ -54,8 +54,13 @@ class PreparedWorld(PoolWorld):
         return self.pool
 
     def begin(self, table=(), track=None):
-        twin = None if table else kvfast.KVCache(len(self.formats), self.heads, self.dims[0], dtype=self.formats,
-                                                 v_head_dim=self.dims[1], block_size=self.block_size)  # fmt: skip
+        twin = (
+            None
+            if table
+            else kvfast.KVCache(
+                len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], block_size=self.block_size
+            )
+        )
         for block in table:
             self.owners[block] += 1
         self.held.append(Scheduled(self, table, track, twin))

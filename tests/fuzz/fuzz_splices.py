@@ -98,7 +98,9 @@ class SplicedWorld(SingleWorld):
             held.track.length += one.track.length - again
 
     def shown(self, cache):
-        return [bits(side) for layer in range(cache.num_layers) if cache.layer_length(layer) for side in (cache.k(layer), cache.v(layer))]
+        return [
+            bits(side) for layer in range(cache.num_layers) if cache.layer_length(layer) for side in (cache.k(layer), cache.v(layer))
+        ]
 
     def attend_all(self, held):
         """Several queries have the bits of one, and are attention over what is shown."""
@@ -144,7 +146,9 @@ class SplicedWorld(SingleWorld):
         size = int(one_of(self.rng, [16, 32, 64, 128]))
         if any(one.seals for one in self.formats) or not len(held.cache):
             return
-        other = kvfast.KVCache(len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], block_size=size)
+        other = kvfast.KVCache(
+            len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], block_size=size
+        )
         self.case.note("convert", size)
         with contextlib.suppress(kvfast.NonFiniteInputError):
             other.restore(held.cache.snapshot(), convert=True)

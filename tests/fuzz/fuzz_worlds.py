@@ -145,7 +145,9 @@ class RingWorld(SingleWorld):
         self.settings |= {"window": windows, "num_sink_tokens": self.num_sink_tokens, "rollback": self.rollback}
 
     def make(self):
-        return kvfast.RingKVCache(len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings)
+        return kvfast.RingKVCache(
+            len(self.formats), self.heads, self.dims[0], dtype=self.formats, v_head_dim=self.dims[1], **self.settings
+        )
 
     def positions(self, held, layer):
         length, window = held.track.layer_length(layer), self.windows[layer]

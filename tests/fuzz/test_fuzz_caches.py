@@ -59,9 +59,13 @@ def test_a_case_is_always_the_same():
 
 def test_exact_attention_is_that_of_the_reference(rng):
     q, k, v = (rng.standard_normal((n, heads, 5)) for n, heads in ((4, 6), (9, 2), (9, 2)))
-    for options in ({}, {"softcap": 2.0, "scale": 0.7}, {"sliding_window": 3, "num_sink_tokens": 2, "causal": False},
-                    {"attention_chunk_size": 4, "num_sink_tokens": 1},
-                    {"sinks": rng.standard_normal(6), "alibi_slopes": rng.random(6)}):  # fmt: skip
+    for options in (
+        {},
+        {"softcap": 2.0, "scale": 0.7},
+        {"sliding_window": 3, "num_sink_tokens": 2, "causal": False},
+        {"attention_chunk_size": 4, "num_sink_tokens": 1},
+        {"sinks": rng.standard_normal(6), "alibi_slopes": rng.random(6)},
+    ):
         out, lse = reference.attention(q, k, v, **options)
         exact = exact_attention(q, k, v, np.arange(9), np.arange(5, 9), **options)
         assert np.allclose(exact.out, out, rtol=1e-12) and np.allclose(exact.lse, lse, rtol=1e-12)
@@ -74,10 +78,12 @@ def test_what_no_cache_may_do_is_found(monkeypatch, broken):
     replaced = {
         "attend": {"attend": lambda self, layer, q, **options: _times(attend(self, layer, q, **options), 1.02)},
         "k": {"k": lambda self, layer: np.roll(k(self, layer), 1, axis=0)},
-        "both": {"v": lambda self, layer: 2 * v(self, layer),
-                 "attend": lambda self, layer, q, **options: _times(attend(self, layer, q, **options), 2)},
+        "both": {
+            "v": lambda self, layer: 2 * v(self, layer),
+            "attend": lambda self, layer, q, **options: _times(attend(self, layer, q, **options), 2),
+        },
         "truncate": {"truncate": lambda self, n: truncate(self, max(n - 1, 0))},
-    }[broken]  # fmt: skip
+    }[broken]
     for name, function in replaced.items():
         monkeypatch.setattr(kvfast.KVCache, name, function)
     monkeypatch.setattr(fuzz_caches, "WORLDS", {fuzz_worlds.SingleWorld: 1})
@@ -94,10 +100,20 @@ def test_what_nothing_beside_a_cache_may_do_is_found(monkeypatch, broken):
     world, owner, replaced, told = {
         "salt": (TenantsWorld, pool, {"match_prefix": lambda self, ids, salt: match_prefix(self, ids)}, "tenant"),
         "fork": (Twins, cache, {"fork": lambda self: self}, "a fork is not what it was"),
-        "scheduler": (PreparedWorld, pool, {"attend_batch": lambda *given, **options: _times(attend_batch(*given, **options), 1.02)}, "other bits"),
+        "scheduler": (
+            PreparedWorld,
+            pool,
+            {"attend_batch": lambda *given, **options: _times(attend_batch(*given, **options), 1.02)},
+            "other bits",
+        ),
         "forged": (ForgedWorld, cache, {"k": lambda self, layer: np.full(3, np.nan)}, "k is not finite"),
-        "splice": (SplicedWorld, cache, {"attend": lambda *given, **options: _times(attend(*given, **options), 1.02)}, "is not attention"),
-    }[broken]  # fmt: skip
+        "splice": (
+            SplicedWorld,
+            cache,
+            {"attend": lambda *given, **options: _times(attend(*given, **options), 1.02)},
+            "is not attention",
+        ),
+    }[broken]
     for name, function in replaced.items():
         monkeypatch.setattr(owner, name, function)
     monkeypatch.setattr(fuzz_caches, "WORLDS", {world: 1})

@@ -89,7 +89,7 @@ KINDS = {
     "sliding": (sliding, False),
     "swapped": (swapped, False),
     "empty": (lambda a, axis: a.take([], axis), True),
-}  # fmt: skip
+}
 
 
 def kinds_of(array):
@@ -148,22 +148,31 @@ def calls():
         "attention": (kvfast.attention, {"q": q, "k": k, "v": v, **per_head}),
         "merge_states": (kvfast.merge_states, {"out_a": q, "lse_a": q[..., 0], "out_b": q + 1, "lse_b": q[..., 1]}),
         "split_qkv_norm_rope": (
-            lambda qkv, **rotary: kvfast.split_qkv_norm_rope(qkv, HEADS * GROUP, HEADS, DIM, **rotary), {"qkv": qkv, **rotary}),
+            lambda qkv, **rotary: kvfast.split_qkv_norm_rope(qkv, HEADS * GROUP, HEADS, DIM, **rotary),
+            {"qkv": qkv, **rotary},
+        ),
         "quantize": (lambda x: [*kvfast.quantize(x, 8), *kvfast.quantize(x, 4)], {"x": k}),
         "dequantize": (kvfast.dequantize, dict(zip(("codes", "scales"), kvfast.quantize(k, 4)))),
-        "calibrate": (lambda q, k: kvfast.calibrate([q], [k]).digest, {"q": floats(140, HEADS * GROUP, DIM), "k": floats(140, HEADS, DIM)}),
+        "calibrate": (
+            lambda q, k: kvfast.calibrate([q], [k]).digest,
+            {"q": floats(140, HEADS * GROUP, DIM), "k": floats(140, HEADS, DIM)},
+        ),
         "fidelity": (lambda q, k, v: repr(kvfast.fidelity(q, k, v, ["int8", "int4"])), {"q": q, "k": k, "v": v}),
         "choose_format": (lambda q, k, v: kvfast.choose_format(q, k, v, 0.5), {"q": q, "k": k, "v": v}),
         "ggml.to_ggml": (lambda rows: ggml.to_ggml(rows, "q8_0"), {"rows": k}),
         "ggml.from_ggml": (lambda blocks: ggml.from_ggml(blocks, "q8_0", HEADS, DIM), {"blocks": ggml.to_ggml(k, "q8_0")}),
         "RingKVCache": (
-            lambda rope_frequencies: seen(filled(kvfast.RingKVCache(1, HEADS, DIM, 90, rope="cache", rope_frequencies=rope_frequencies))),
-            {"rope_frequencies": np.linspace(1, 0.01, DIM // 2)}),
-    }  # fmt: skip
+            lambda rope_frequencies: seen(
+                filled(kvfast.RingKVCache(1, HEADS, DIM, 90, rope="cache", rope_frequencies=rope_frequencies))
+            ),
+            {"rope_frequencies": np.linspace(1, 0.01, DIM // 2)},
+        ),
+    }
     for make in (heads_calls, compression_calls, paged_calls, latent_calls, prompt_calls):
         found |= make()
 
     for name, more, new in caches():
+
         def append(k, v, new=new):
             cache = new()
             cache.append(0, k, v)
@@ -177,10 +186,13 @@ def calls():
         found |= {
             f"{name}.append{more}": (append, {"k": k, "v": v}),
             f"{name}.write{more}": (write, {"qkv": qkv, **turns}),
-            f"{name}.attend{more}": (lambda q, new=new, **more: filled(new()).attend(0, q, return_lse=True, **more), {"q": q, **per_head}),
+            f"{name}.attend{more}": (
+                lambda q, new=new, **more: filled(new()).attend(0, q, return_lse=True, **more),
+                {"q": q, **per_head},
+            ),
             f"{name}.explain{more}": (lambda q_shape, new=new: repr(filled(new()).explain(q_shape)), {"q_shape": q}),
             **whole_cache_calls(name, lambda new=new: filled(new())),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -213,8 +225,10 @@ def heads_calls():
         "MultiHeadKVCache.attention_scores": (lambda queries: push(*zip(*kv())).attention_scores(queries), {"queries": queries}),
         "HeadView.attend": (lambda queries: push(*zip(*kv())).head(1).attend(queries), {"queries": queries[:GROUP]}),
         "HeadView.attention_scores": (
-            lambda queries: push(*zip(*kv())).head(1).attention_scores(queries), {"queries": queries[:GROUP]}),
-    }  # fmt: skip
+            lambda queries: push(*zip(*kv())).head(1).attention_scores(queries),
+            {"queries": queries[:GROUP]},
+        ),
+    }
 
 
 def compression_calls():
@@ -248,22 +262,28 @@ def compression_calls():
         "KVCacheCompressor.compress_kv": (lambda k, v: compressor.compress_kv(k, v).decode(), {"k": k[None], "v": v[None]}),
         "KVCacheCompressor.compress_kv_3d": (lambda k, v: compressor.compress_kv_3d(k, v).decode(), {"k": k, "v": v}),
         "CompressedKV.attend": (lambda q: compressor.compress_kv_3d(k, v).attend(q, return_lse=True), {"q": q}),
-        "CompressedKV.from_state_dict": (
-            opened, compressor.compress_kv_3d(k, v).state_dict()),
+        "CompressedKV.from_state_dict": (opened, compressor.compress_kv_3d(k, v).state_dict()),
         "PrefixKVCache.append": (append, dict(zip("kv", kv()))),
         "PrefixKVCache.attend": (attend, {"q": q}),
         "PrefixKVCache.write": (write, {"qkv": qkv, **tables}),
         "PrefixKVCache.write with positions": (
-            lambda positions: write(qkv, positions=positions, **tables), {"positions": np.array([5, 3, 9])}),
-    }  # fmt: skip
+            lambda positions: write(qkv, positions=positions, **tables),
+            {"positions": np.array([5, 3, 9])},
+        ),
+    }
 
 
 def paged_calls():
     """A batch of two sequences, and another scheduler's tables."""
     q, (k, v), counts = floats(5, HEADS * GROUP, DIM), kv(), [30, 40]
     qkv = floats(TOKENS, (HEADS * GROUP + 2 * HEADS) * DIM)
-    rotary = {"cos": floats(TOKENS, DIM // 2), "sin": floats(TOKENS, DIM // 2, seed=1), "positions": np.arange(TOKENS)[::-1].copy(),
-              "q_norm": floats(DIM), "k_norm": floats(DIM, seed=1)}  # fmt: skip
+    rotary = {
+        "cos": floats(TOKENS, DIM // 2),
+        "sin": floats(TOKENS, DIM // 2, seed=1),
+        "positions": np.arange(TOKENS)[::-1].copy(),
+        "q_norm": floats(DIM),
+        "k_norm": floats(DIM, seed=1),
+    }
     latent, latent_q = floats(TOKENS, RANK + ROPE), floats(5, HEADS, RANK + ROPE)
     plain = {"block_table": np.array([[4, 1], [2, 3]], np.int32), "seq_lens": np.array([30, 20]), "cu_seqlens_q": np.array([0, 2, 5])}
     slots = np.concatenate([4 * 64 + np.arange(30), 2 * 64 + np.arange(40)])
@@ -318,12 +338,14 @@ def paged_calls():
         found |= {
             f"{name}.append_batch": (append, rows),
             f"{name}.append_batch with slots": (
-                lambda slot_mapping, append=append, rows=rows: append(slot_mapping=slot_mapping, **rows), {"slot_mapping": slots}),
+                lambda slot_mapping, append=append, rows=rows: append(slot_mapping=slot_mapping, **rows),
+                {"slot_mapping": slots},
+            ),
             f"{name}.attend_batch": (attend, {"q": queries, **plain}),
             f"{name}.prepare_batch": (prepare, {**plain, "slot_mapping": slots[:40]}),
             f"{name}.explain_batch": (explain, {"q_shape": queries, **plain}),
             f"{name}.match_prefix": (match, {"token_ids": ids}),
-        }  # fmt: skip
+        }
 
     def write(qkv, slot_mapping, **rotary):
         one = pool(False)
@@ -332,7 +354,8 @@ def paged_calls():
     found["PagedKVCache.write_batch"] = write, {"qkv": qkv, "slot_mapping": slots, **rotary}
     found["PagedKVCache.attend_batch with sinks"] = (
         lambda **per_head: held(pool(False), False).attend_batch(0, q, **plain, **per_head),
-        {"sinks": floats(HEADS * GROUP), "alibi_slopes": abs(floats(HEADS * GROUP))})  # fmt: skip
+        {"sinks": floats(HEADS * GROUP), "alibi_slopes": abs(floats(HEADS * GROUP))},
+    )
     return found
 
 
@@ -342,6 +365,7 @@ def latent_calls():
     latent, q = floats(TOKENS, RANK + ROPE), floats(3, HEADS, RANK + ROPE)
     found = {}
     for name, new in latent_caches():
+
         def filled(new=new):
             cache = new()
             cache.append(0, latent)
@@ -361,12 +385,14 @@ def latent_calls():
         found |= {
             f"{name}.append": (append, {"latent": latent}),
             f"{name}.append_kv": (append_kv, pairs),
-            f"{name}.get_kv": (lambda up_k, up_v, filled=filled: filled().get_kv(0, up_k, up_v),
-                               {"up_k": floats(RANK, HEADS, 9), "up_v": floats(RANK, HEADS, 5)}),
+            f"{name}.get_kv": (
+                lambda up_k, up_v, filled=filled: filled().get_kv(0, up_k, up_v),
+                {"up_k": floats(RANK, HEADS, 9), "up_v": floats(RANK, HEADS, 5)},
+            ),
             f"{name}.attend": (lambda q, filled=filled, **options: filled().attend(0, q, return_lse=True, **options), {"q": q}),
             f"{name}.explain": (lambda q_shape, filled=filled: repr(filled().explain(q_shape)), {"q_shape": q}),
             **whole_cache_calls(name, filled),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -389,10 +415,7 @@ def whole_cache_calls(name, filled):
         return len(cache)
 
     kind = type(filled())
-    found = {
-        f"{name}.snapshot": (snapshot, {"token_ids": ids}),
-        f"{name}.save": (save, {"token_ids": ids}),
-    }
+    found = {f"{name}.snapshot": (snapshot, {"token_ids": ids}), f"{name}.save": (save, {"token_ids": ids})}
     if "Sequence" in name:
         return found | {f"{name}.advance": (advance, {"token_ids": ids})}
     return found | {f"{name}.from_state_dict": (lambda **arrays: seen(kind.from_state_dict(arrays)), filled().state_dict())}
@@ -448,15 +471,72 @@ OUTS = {
     "PagedKVCache.write_batch": (TOKENS, HEADS * GROUP, DIM),
     **{f"{name}.attend": (3, HEADS, RANK) for name in ("MLAKVCache", "MLASequence")},
     "PagedMLAKVCache.attend_batch": (5, HEADS, RANK),
-}  # fmt: skip
+}
 # Parameters that are arrays, and public names that are tried by another's: what a class has inherited, what refuses always.
-ARRAYS = {"q", "k", "v", "x", "qkv", "latent", "keys", "values", "queries", "down_k", "down_v", "up_k", "up_v", "codes", "scales", "out",
-          "out_a", "out_b", "lse_a", "lse_b", "cos", "sin", "positions", "q_norm", "k_norm", "sinks", "alibi_slopes", "q_shape",
-          "block_table", "seq_lens", "cu_seqlens_q", "slot_mapping", "token_ids", "arrays", "rope_frequencies"}  # fmt: skip
+ARRAYS = {
+    "q",
+    "k",
+    "v",
+    "x",
+    "qkv",
+    "latent",
+    "keys",
+    "values",
+    "queries",
+    "down_k",
+    "down_v",
+    "up_k",
+    "up_v",
+    "codes",
+    "scales",
+    "out",
+    "out_a",
+    "out_b",
+    "lse_a",
+    "lse_b",
+    "cos",
+    "sin",
+    "positions",
+    "q_norm",
+    "k_norm",
+    "sinks",
+    "alibi_slopes",
+    "q_shape",
+    "block_table",
+    "seq_lens",
+    "cu_seqlens_q",
+    "slot_mapping",
+    "token_ids",
+    "arrays",
+    "rope_frequencies",
+}
 UNTRIED = {"Sequence.from_state_dict", "MLASequence.from_state_dict"}
 # Arrays that may be bfloat16: rows of tokens, and what models keep beside them.
-ROWS = {"q", "k", "v", "x", "qkv", "rows", "keys", "values", "queries", "latent", "down_k", "down_v", "up_k", "up_v", "out_a", "out_b",
-        "q_shape", "q_norm", "k_norm", "cos", "sin", "sinks", "alibi_slopes"}  # fmt: skip
+ROWS = {
+    "q",
+    "k",
+    "v",
+    "x",
+    "qkv",
+    "rows",
+    "keys",
+    "values",
+    "queries",
+    "latent",
+    "down_k",
+    "down_v",
+    "up_k",
+    "up_v",
+    "out_a",
+    "out_b",
+    "q_shape",
+    "q_norm",
+    "k_norm",
+    "cos",
+    "sin",
+    "sinks",
+    "alibi_slopes",
+}
 
 
 # The program. ------------------------------------------------------------------------------------------------------------
@@ -476,8 +556,16 @@ def flat(result):
     return [flat(one) for one in result] if isinstance(result, (list, tuple)) else repr(result)
 
 
-ERRORS = {"DimensionMismatchError", "NonFiniteInputError", "ValueError", "TypeError", "CacheFullError", "CorruptFileError",
-          "IncompatibleSnapshotError", "IndexError"}  # fmt: skip
+ERRORS = {
+    "DimensionMismatchError",
+    "NonFiniteInputError",
+    "ValueError",
+    "TypeError",
+    "CacheFullError",
+    "CorruptFileError",
+    "IncompatibleSnapshotError",
+    "IndexError",
+}
 
 
 def findings(name):
@@ -526,7 +614,9 @@ def bfloat16_findings(function, arrays, key):
 def out_findings(function, arrays, shape, expected):
     """What is wrong with where the result is written."""
     good = np.zeros(shape, np.float32)
-    outs = {kind: one for kind, one, _ in kinds_of(good)} | {"itself": as_strided(np.zeros(good.size + 9, np.float32), shape, (4, 4, 4))}
+    outs = {kind: one for kind, one, _ in kinds_of(good)} | {
+        "itself": as_strided(np.zeros(good.size + 9, np.float32), shape, (4, 4, 4))
+    }
     must_refuse = {"unaligned 0", "read-only 0", "swapped 0", "empty 0", "reversed 2", "stepped 2", "repeated 0", "sliding 0", "itself"}
     for key, array in arrays.items():
         if array.nbytes >= 256 or key in ("sinks", "alibi_slopes"):
@@ -569,8 +659,13 @@ def found(request):
     """{name: findings} of all calls, each made in a child; what ends a child counts for the call that it was at."""
     results, left = {}, list(CALLS)
     while left:
-        child = subprocess.run([sys.executable, __file__, *left], capture_output=True, text=True, check=False,
-                               env=os.environ | CHILD | {"KVFAST_ISA": request.param})  # fmt: skip
+        child = subprocess.run(
+            [sys.executable, __file__, *left],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | CHILD | {"KVFAST_ISA": request.param},
+        )
         lines = [json.loads(line) for line in child.stdout.splitlines()]
         results |= {line["ends"]: line["findings"] for line in lines if "ends" in line}
         if child.returncode:
@@ -586,8 +681,12 @@ def test_every_public_array_is_tried():
     tried |= {(call.split(" with ")[0], "out") for call in OUTS} | {(call, "arrays") for call in CALLS}
     assert OUTS.keys() <= CALLS.keys()
     public = {name: function for name, (function, _) in fuzz_recipes.public_names().items() if function}
-    arrays = {(name, key) for name in public.keys() - UNTRIED - fuzz_recipes.RECORDS
-              for key in fuzz_recipes.parameters(public[name]) if key in ARRAYS}  # fmt: skip
+    arrays = {
+        (name, key)
+        for name in public.keys() - UNTRIED - fuzz_recipes.RECORDS
+        for key in fuzz_recipes.parameters(public[name])
+        if key in ARRAYS
+    }
     assert arrays - tried == set()
 
 

@@ -84,8 +84,16 @@ def test_attend(cache):
         cache.attend(0, q.astype(np.float64))
     with pytest.raises(IndexError):
         cache.attend(2, q)
-    for name, value in [("scale", np.nan), ("scale", np.inf), ("softcap", -1.0), ("sliding_window", 0),
-                        ("sliding_window", -3), ("num_splits", -1), ("num_threads", 0), ("num_threads", 10**9)]:
+    for name, value in [
+        ("scale", np.nan),
+        ("scale", np.inf),
+        ("softcap", -1.0),
+        ("sliding_window", 0),
+        ("sliding_window", -3),
+        ("num_splits", -1),
+        ("num_threads", 0),
+        ("num_threads", 10**9),
+    ]:
         with pytest.raises(ValueError, match=name):
             cache.attend(0, q, **{name: value})
     for name, value in [("scale", "x"), ("sliding_window", 1.5), ("num_splits", 1.5), ("num_threads", "2")]:
@@ -102,8 +110,14 @@ def test_out(cache):
     q = ones(1, 4, 16)
     frozen = ones(1, 4, 16)
     frozen.flags.writeable = False
-    for out, error in [(ones(1, 4, 17), ValueError), (ones(1, 4, 16, dtype=np.float64), TypeError), (frozen, ValueError),
-                       ([[[0.0]]], TypeError), (ones(1, 4, 32)[:, :, ::2], ValueError), (q, ValueError)]:
+    for out, error in [
+        (ones(1, 4, 17), ValueError),
+        (ones(1, 4, 16, dtype=np.float64), TypeError),
+        (frozen, ValueError),
+        ([[[0.0]]], TypeError),
+        (ones(1, 4, 32)[:, :, ::2], ValueError),
+        (q, ValueError),
+    ]:
         with pytest.raises(error):
             cache.attend(0, q, out=out)
     assert np.array_equal(q, ones(1, 4, 16)) and np.array_equal(frozen, q)

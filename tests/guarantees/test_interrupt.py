@@ -53,8 +53,11 @@ def long_rows(rng, tokens, heads=HEADS):
     return np.broadcast_to(rng.standard_normal((1, heads, DIM), np.float32), (tokens, heads, DIM))
 
 
-@parametrize(("dtype", "num_threads"), list(itertools.product(["float16", "int8", "int4"], [1, 2])),
-             usual=[("float16", 1), ("int8", 2), ("int4", 1), ("int4", 2)])  # fmt: skip
+@parametrize(
+    ("dtype", "num_threads"),
+    list(itertools.product(["float16", "int8", "int4"], [1, 2])),
+    usual=[("float16", 1), ("int8", 2), ("int4", 1), ("int4", 2)],
+)
 def test_prefill(rng, dtype, num_threads):
     cache = kvfast.KVCache(1, HEADS, DIM, dtype=dtype)
     cache.append(0, *rng.standard_normal((2, 4096, HEADS, DIM), np.float32))
@@ -82,8 +85,11 @@ def test_batch(rng):
     assert pool.attend_batch(0, q[:1], [sequence]).shape == q[:1].shape
 
 
-@parametrize(("dtype", "kind"), list(itertools.product(["int8", "int5", "int4"], ["contiguous", "paged"])),
-             usual=[("int8", "contiguous"), ("int5", "paged"), ("int4", "contiguous"), ("int4", "paged")])  # fmt: skip
+@parametrize(
+    ("dtype", "kind"),
+    list(itertools.product(["int8", "int5", "int4"], ["contiguous", "paged"])),
+    usual=[("int8", "contiguous"), ("int5", "paged"), ("int4", "contiguous"), ("int4", "paged")],
+)
 def test_append(rng, kind, dtype):
     """Nothing of it has happened; and then it does."""
     caches = []

@@ -20,8 +20,14 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 def failing(mode, *names, **environment):
     """Number of allocations that failed, by operation."""
-    done = subprocess.run([sys.executable, SUPPORT / "failing_allocations.py", mode, *names], env={**os.environ, **environment},
-                          capture_output=True, text=True, check=False, timeout=900)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, SUPPORT / "failing_allocations.py", mode, *names],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-3000:]
     return {name: int(count) for name, _, count in (line.rpartition(": ") for line in done.stdout.splitlines())}
 
@@ -46,11 +52,33 @@ def test_every_object(which):
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         pytest.skip("without a GIL, CPython 3.13 damages its heap where (lambda *a: a)(1, *array) finds no memory")
     kinds = ["growing", "sequence", "ring with sinks", "ring of two windows"]
-    operations = ["append", "append_one", "advance", "attend", "prefill", "copy", "truncate", "snapshot", "restore", "restore_foreign",
-                  "keys", "state"]  # fmt: skip
+    operations = [
+        "append",
+        "append_one",
+        "advance",
+        "attend",
+        "prefill",
+        "copy",
+        "truncate",
+        "snapshot",
+        "restore",
+        "restore_foreign",
+        "keys",
+        "state",
+    ]
     names = [f"{operation}, {kind}, int4" for kind in kinds for operation in operations]
     names += [f"{operation}, ring that rotates, int4" for operation in ("append_one", "attend")]
-    operations = ["new_sequence", "fork", "match", "restore_into_pool", "append_shared", "slots", "append_batch", "attend_batch", "truncate_known"]
+    operations = [
+        "new_sequence",
+        "fork",
+        "match",
+        "restore_into_pool",
+        "append_shared",
+        "slots",
+        "append_batch",
+        "attend_batch",
+        "truncate_known",
+    ]
     names += [f"{operation}, pool, int4" for operation in operations]
     operations = ["splice", "drop", "attend_spliced", "drop_spliced", "truncate_spliced", "copy_spliced", "restore_spliced"]
     names += [f"{operation}, {kind}, int4" for kind in ("growing", "sequence") for operation in operations]
@@ -290,9 +318,8 @@ def test_an_array_of_another_process_memory_limit():
     )
     if sys.platform != "linux" or resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY:
         pytest.skip("needs Linux without a limit")
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "KVFAST_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "KVFAST_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 2
-
-

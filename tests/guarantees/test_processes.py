@@ -19,6 +19,7 @@ pytestmark = [
 ]
 SECONDS = 60  # for a child, that takes one
 
+
 def num_threads_of(cache):
     """Threads of OpenMP that exist beside Python's, once a call has had two."""
     cache.attend(0, queries(), num_threads=2)
@@ -162,6 +163,7 @@ def test_preexec_function():
     """`subprocess` forks, too, where it has Python to run in the child."""
     cache, q = filled(0), queries()
     expected = cache.attend(0, q, num_threads=2)
-    done = subprocess.run([sys.executable, "-c", ""], preexec_fn=lambda: cache.attend(0, q, num_threads=2), check=False,
-                          timeout=SECONDS)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", ""], preexec_fn=lambda: cache.attend(0, q, num_threads=2), check=False, timeout=SECONDS
+    )
     assert done.returncode == 0 and np.array_equal(cache.attend(0, q, num_threads=2), expected)

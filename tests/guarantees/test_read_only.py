@@ -32,7 +32,9 @@ def given_out(thing):
         member = getattr(thing, name)
         if callable(member):
             parameters = inspect.signature(member).parameters.values()
-            needed = [one.name for one in parameters if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+            needed = [
+                one.name for one in parameters if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+            ]
             if needed not in ([], ["layer"]):
                 continue
             member = member(*[0] * len(needed))

@@ -10,9 +10,13 @@ pytest.importorskip("safetensors")
 IDS, MORE = np.arange(200), np.arange(330)
 ALICE, BOB = b"alice", b"bob"
 POOLS = {
-    "int8": {}, "k8v4": {"block_size": 16}, "float32": {"block_size": 128}, "int4": {},
-    "a window": {"dtype": "int8", "sliding_window": 64}, "a long window": {"dtype": "int8", "sliding_window": 512, "block_size": 64},
-}  # fmt: skip
+    "int8": {},
+    "k8v4": {"block_size": 16},
+    "float32": {"block_size": 128},
+    "int4": {},
+    "a window": {"dtype": "int8", "sliding_window": 64},
+    "a long window": {"dtype": "int8", "sliding_window": 512, "block_size": 64},
+}
 
 
 def pool_of(name="int8", prompts=None, num_blocks=64):
@@ -139,11 +143,16 @@ def test_a_sequence_with_a_salt_keeps_it():
 @pytest.mark.parametrize("way", ["file", "bytes", "state"])
 def test_what_comes_from_a_file(way, tmp_path):
     """A file does not tell the salt, so that its tokens are found by nobody before somebody tells it."""
+
     def again(snapshot):
         if way == "file":
             snapshot.save(tmp_path / "cache")
             return kvfast.Snapshot.load(tmp_path / "cache")
-        return kvfast.Snapshot.from_bytes(snapshot.to_bytes()) if way == "bytes" else kvfast.Snapshot.from_state_dict(snapshot.state_dict())
+        return (
+            kvfast.Snapshot.from_bytes(snapshot.to_bytes())
+            if way == "bytes"
+            else kvfast.Snapshot.from_state_dict(snapshot.state_dict())
+        )
 
     snapshot = again(compute(pool_of().match_prefix(IDS, ALICE), IDS).snapshot())
     assert ALICE not in snapshot.to_bytes() and np.array_equal(snapshot.token_ids, IDS)
@@ -166,7 +175,11 @@ def test_what_comes_from_a_file(way, tmp_path):
 
 def test_no_message_shows_a_salt():
     pool, prompts = pool_of(), kvfast.PromptCache("memory://messages")
-    for call in (pool.match_prefix, lambda ids, salt: pool.new_sequence(salt=salt), lambda ids, salt: prompts.restore(pool.new_sequence(), ids, salt=salt)):
+    for call in (
+        pool.match_prefix,
+        lambda ids, salt: pool.new_sequence(salt=salt),
+        lambda ids, salt: prompts.restore(pool.new_sequence(), ids, salt=salt),
+    ):
         for wrong in ("secret" * 3, b"secret" * 11):
             with pytest.raises(TypeError, match="salt must be at most 64 bytes") as raised:
                 call(IDS, wrong)

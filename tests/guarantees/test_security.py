@@ -49,20 +49,7 @@ def test_prefix_hashes_are_keyed_by_pool():
 def test_prompts_that_other_hashes_confuse_are_apart():
     """Numbers that Python hashes alike, that are alike in fewer bits, or whose bytes are those of other prompts."""
     base = [1 << 40] * 16
-    alike = [
-        -1,
-        -2,
-        0,
-        1,
-        (1 << 61) - 1,
-        (1 << 61),
-        (1 << 32) + 1,
-        1 << 32,
-        (1 << 63) - 1,
-        -(1 << 63),
-        256,
-        1 << 8 << 8,
-    ]
+    alike = [-1, -2, 0, 1, (1 << 61) - 1, (1 << 61), (1 << 32) + 1, 1 << 32, (1 << 63) - 1, -(1 << 63), 256, 1 << 8 << 8]
     pool = None
     for token in alike:
         pool, _ = stored_prefix([token, *base, 5], pool=pool)
@@ -162,9 +149,13 @@ def test_what_is_written_meanwhile_is_private(tmp_path, monkeypatch):
 def raw(cache):
     """All bytes of a cache's blocks, as (num_blocks, bytes)."""
     pool = cache._buffer.pool if hasattr(cache._buffer, "pool") else cache._buffer.tables[0].pool
-    sides = [pool.bytes_of_head(layer, first, min(8, pool.num_blocks - first), head, values).copy()
-             for first in range(0, pool.num_blocks, 8) for layer in range(pool.num_layers)
-             for head in range(pool.num_kv_heads) for values in (False, True)]  # fmt: skip
+    sides = [
+        pool.bytes_of_head(layer, first, min(8, pool.num_blocks - first), head, values).copy()
+        for first in range(0, pool.num_blocks, 8)
+        for layer in range(pool.num_layers)
+        for head in range(pool.num_kv_heads)
+        for values in (False, True)
+    ]
     per = pool.num_layers * pool.num_kv_heads * 2
     rows = [np.concatenate(sides[i : i + per], axis=1) for i in range(0, len(sides), per)]
     return np.concatenate(rows)
@@ -269,8 +260,18 @@ def test_secure_stays_with_copies_and_snapshots(rng):
     sequence = fill(pool.new_sequence(), rng, 30)
     latent = kvfast.PagedMLAKVCache(1, 16, 8, 4, secure=True)
     ring = kvfast.RingKVCache(2, 2, 20, window=[16, None], secure=True)
-    for one in (pool, sequence, sequence.fork(), sequence.snapshot(), sequence.snapshot().to_cache(), latent, latent.new_sequence(),
-                ring, ring.copy(), kvfast.MLAKVCache(1, 16, 8, secure=True)):  # fmt: skip
+    for one in (
+        pool,
+        sequence,
+        sequence.fork(),
+        sequence.snapshot(),
+        sequence.snapshot().to_cache(),
+        latent,
+        latent.new_sequence(),
+        ring,
+        ring.copy(),
+        kvfast.MLAKVCache(1, 16, 8, secure=True),
+    ):
         assert one.secure is True
     assert kvfast.KVCache(1, 1, 16).secure is False
 
@@ -307,9 +308,7 @@ def test_every_call_that_forgets_tokens_overwrites_them():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/mem")
-@pytest.mark.parametrize(
-    "kind, dtype", [("sequence", "float32"), ("growing", "open"), ("ring", "float16"), ("latent", "float32")]
-)
+@pytest.mark.parametrize("kind, dtype", [("sequence", "float32"), ("growing", "open"), ("ring", "float16"), ("latent", "float32")])
 def test_nothing_stays_in_the_memory_of_the_process(kind, dtype):
     """Neither in blocks nor where calls work, the stacks of threads included; without secure it does."""
     found = {}

@@ -63,8 +63,9 @@ def quantize_and_back(rng):
 REGIONS = {f"append_and_read {dtype}": append_and_read(dtype) for dtype in ("float32", "int8", "k8v4", "int4")}
 
 
-@pytest.mark.parametrize("region", [*REGIONS.values(), split_and_rotate, quantize_and_back],
-                         ids=[*REGIONS, "split_and_rotate", "quantize_and_back"])  # fmt: skip
+@pytest.mark.parametrize(
+    "region", [*REGIONS.values(), split_and_rotate, quantize_and_back], ids=[*REGIONS, "split_and_rotate", "quantize_and_back"]
+)
 def test_parallel_regions_besides_attention_have_the_same_bits(region):
     outcomes = []
     for num_threads in (1, 2, 4):
@@ -219,9 +220,16 @@ def test_threads_read_together(rng):
         heads.push_token(k, v)
     finished = kvfast.KVCacheCompressor(kvfast.Quantize(8)).compress_kv_3d(*kv(rng, 300).transpose(0, 2, 1, 3))
     q = rng.standard_normal((40, 4, 32), np.float32)
-    calls = [lambda: cache.attend(0, q), lambda: cache.attend(1, q[:1]), lambda: cache.k(0), lambda: cache.copy().v(1),
-             *(lambda sequence=sequence: sequence.attend(0, q) for sequence in sequences),
-             lambda: pool.attend_batch(0, q[:3], sequences), lambda: finished.attend(q), lambda: heads.attend(q[0, :2])]
+    calls = [
+        lambda: cache.attend(0, q),
+        lambda: cache.attend(1, q[:1]),
+        lambda: cache.k(0),
+        lambda: cache.copy().v(1),
+        *(lambda sequence=sequence: sequence.attend(0, q) for sequence in sequences),
+        lambda: pool.attend_batch(0, q[:3], sequences),
+        lambda: finished.attend(q),
+        lambda: heads.attend(q[0, :2]),
+    ]
     expected = [call() for call in calls]
     wrong = []
 
@@ -337,6 +345,7 @@ def test_ids_that_an_interrupted_call_left_behind_are_not_believed(rng, monkeypa
     elif left == "truncate":
         sequence._buffer.truncate(32)
     else:
+
         def interrupted(*_):
             raise KeyboardInterrupt
 
@@ -396,6 +405,7 @@ def insistently(call, *arguments):
 
 def test_many_threads_on_distinct_caches():
     """Each does all that one does alone, and has the same bytes in the end."""
+
     def work(seed):
         rng = np.random.default_rng(seed)
         cache = one_sequence(("contiguous", "ring", "paged")[seed % 3])
@@ -495,7 +505,9 @@ def test_a_cache_can_be_looked_at_while_it_is_used(rng, kind):
         while True:
             blocks = cache.block_indices(1)
             assert blocks.size == 0 or blocks.min() >= 0
-            seen.append((cache.nbytes_used, cache.nbytes, cache.bytes_per_token, repr(cache), cache.context_lens.sum(), cache.capacity()))
+            seen.append(
+                (cache.nbytes_used, cache.nbytes, cache.bytes_per_token, repr(cache), cache.context_lens.sum(), cache.capacity())
+            )
             if kind == "paged":
                 pool = cache.pool
                 seen.append((pool.num_free_blocks, pool.num_sequences, repr(pool), cache.can_append(10), pool._buffer.owners().max()))
@@ -549,7 +561,7 @@ def test_threads_serve_requests_from_one_pool():
         for turn in range(25):
             sequence = insistently(pool.match_prefix, ids)
             if len(sequence) < 96:
-                insistently(sequence.append, 0, *prompt[:, len(sequence):])
+                insistently(sequence.append, 0, *prompt[:, len(sequence) :])
                 insistently(sequence.advance, 96 - len(sequence), ids[len(sequence) : 96])
             branch = insistently(sequence.fork)
             insistently(branch.append, 0, *own)
@@ -582,16 +594,21 @@ def test_arrays_that_were_checked_are_not_read_again(rng):
     k, v = kv(rng, 96)
     pool.append_batch(0, k, v, np.arange(96))
     q = rng.standard_normal((2, 4, 32), np.float32)
-    arguments = {"block_table": np.array([[0, 1, 2]], np.int32), "seq_lens": np.array([96], np.int32),
-                 "cu_seqlens_q": np.array([0, 2], np.int32)}  # fmt: skip
+    arguments = {
+        "block_table": np.array([[0, 1, 2]], np.int32),
+        "seq_lens": np.array([96], np.int32),
+        "cu_seqlens_q": np.array([0, 2], np.int32),
+    }
     expected = pool.attend_batch(0, q, **arguments)
     for name, array in arguments.items():
         mine = arguments | {name: array.copy()}
         assert np.array_equal(pool.attend_batch(0, q, **mine, num_threads=Writing(mine[name], 2**30)), expected), name
     angles, positions = rng.standard_normal((2, 8, 16), np.float32), np.array([3, 4])
     rows = rng.standard_normal((2, 8 * 32), np.float32)
-    parts = [kvfast.split_qkv_norm_rope(rows, 4, 2, 32, cos=angles[0], sin=angles[1], positions=one, num_threads=threads)
-             for one, threads in ((positions.copy(), 1), (positions, Writing(positions, 2**40)))]  # fmt: skip
+    parts = [
+        kvfast.split_qkv_norm_rope(rows, 4, 2, 32, cos=angles[0], sin=angles[1], positions=one, num_threads=threads)
+        for one, threads in ((positions.copy(), 1), (positions, Writing(positions, 2**40)))
+    ]
     assert all(np.array_equal(one, other) for one, other in zip(*parts, strict=True)) and positions[0] == 2**40
 
 
@@ -702,8 +719,13 @@ def gnu_openmp():
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_second_openmp_runtime(tmp_path, when, gnu_openmp):
     """Another runtime in the process, loaded before kvfast or while it is in use: the same bits."""
-    got = subprocess.run([sys.executable, "-c", SECOND_RUNTIME, when, str(tmp_path)], env={**os.environ, "GOMP_PATH": min(gnu_openmp)},
-                         capture_output=True, text=True, check=False)  # fmt: skip
+    got = subprocess.run(
+        [sys.executable, "-c", SECOND_RUNTIME, when, str(tmp_path)],
+        env={**os.environ, "GOMP_PATH": min(gnu_openmp)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert got.returncode == 0, got.stderr
     assert any(path.endswith("libgomp-another.so.1") for path in got.stdout.split())
 

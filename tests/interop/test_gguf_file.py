@@ -74,10 +74,14 @@ def test_long_arrays_cost_no_more_than_their_bytes(value, tmp_path):
     """They may be those of a model."""
     path = tmp_path / "model.gguf"
     path.write_bytes(head(0, 2) + key(b"general.architecture", TEXT, text(b"llama")) + key(b"a", ARRAY, value))
-    code = f"import resource; from kvfast.interop.gguf_file import GGUFFile; file = GGUFFile({str(path)!r}); len(file.get('a'))\n" \
-           "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"  # fmt: skip
-    used = [int(subprocess.run([sys.executable, "-c", one], check=True, capture_output=True, text=True, timeout=20).stdout)
-            for one in (code.replace("len(file.get('a'))", ""), code, "import resource, kvfast.interop.gguf_file\n" + code.splitlines()[-1])]  # fmt: skip
+    code = (
+        f"import resource; from kvfast.interop.gguf_file import GGUFFile; file = GGUFFile({str(path)!r}); len(file.get('a'))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    used = [
+        int(subprocess.run([sys.executable, "-c", one], check=True, capture_output=True, text=True, timeout=20).stdout)
+        for one in (code.replace("len(file.get('a'))", ""), code, "import resource, kvfast.interop.gguf_file\n" + code.splitlines()[-1])
+    ]
     per_kib = 1 if sys.platform == "linux" else 1024
     assert (used[0] - used[2]) / per_kib < 60_000 and (used[1] - used[2]) / per_kib < 120_000
 

@@ -39,7 +39,8 @@ def test_there_and_back(rng, kind, dim, rope_dims, token_ids):
             assert (abs(got - given) <= step * (abs(given).max() if kind[0] == "q" else abs(given)) + (kind == "f16") * 1e-7).all()
     if kind == "f16":  # nothing is lost twice
         assert write_state(other, kind, token_ids=token_ids, rope_dims=rope_dims) == write_state(
-            cache, kind, token_ids=token_ids, rope_dims=rope_dims)  # fmt: skip
+            cache, kind, token_ids=token_ids, rope_dims=rope_dims
+        )
 
 
 def test_where_each_byte_lies(rng):
@@ -124,7 +125,11 @@ def test_damaged_states(rng, transposed, tmp_path):
             read_state(path)
     with pytest.raises(IncompatibleSnapshotError, match="several caches"):
         read_state(data + b"\0")
-    expected = {0: (CorruptFileError, "must begin with"), 4: (IncompatibleSnapshotError, "got version"), 8: (CorruptFileError, "ends at")}
+    expected = {
+        0: (CorruptFileError, "must begin with"),
+        4: (IncompatibleSnapshotError, "got version"),
+        8: (CorruptFileError, "ends at"),
+    }
     for at, (error, told) in expected.items():
         with pytest.raises(error, match=told):
             read_state(data[:at] + struct.pack("<I", 0xFFFFFFFF) + data[at + 4 :])

@@ -65,8 +65,7 @@ def oracle_logits(tensors, arch, tokens):
         w = {name.removeprefix(f"blk.{layer}."): array for name, array in t.items()}
         normed = norm(x, w["attn_norm.weight"])
         q, k, v = (
-            (normed @ w[f"attn_{name}.weight"].T + w.get(f"attn_{name}.bias", 0)).reshape(len(x), -1, head_dim)
-            for name in "qkv"
+            (normed @ w[f"attn_{name}.weight"].T + w.get(f"attn_{name}.bias", 0)).reshape(len(x), -1, head_dim) for name in "qkv"
         )
         if arch == "qwen3":
             q, k = norm(q, w["attn_q_norm.weight"]), norm(k, w["attn_k_norm.weight"])
@@ -84,13 +83,7 @@ def oracle_logits(tensors, arch, tokens):
 
 
 @pytest.mark.parametrize(
-    ("arch", "options"),
-    [
-        ("llama", {}),
-        ("llama", {"tied": False, "rope_factors": True}),
-        ("qwen2", {}),
-        ("qwen3", {"tied": False}),
-    ],
+    ("arch", "options"), [("llama", {}), ("llama", {"tied": False, "rope_factors": True}), ("qwen2", {}), ("qwen3", {"tied": False})]
 )
 def test_logits_equal_float64_oracle(tmp_path, arch, options):
     tensors = tiny["write_model"](tmp_path / "m.gguf", arch, **options)
@@ -480,9 +473,7 @@ def test_seed_repeats_the_draws():
     assert len(set(draws[0])) > 1
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("temperature", -1), ("temperature", np.nan), ("top_k", -1), ("top_p", 0), ("top_p", 2)]
-)
+@pytest.mark.parametrize(("option", "value"), [("temperature", -1), ("temperature", np.nan), ("top_k", -1), ("top_p", 0), ("top_p", 2)])
 def test_bad_sampling_options_are_refused(option, value):
     with pytest.raises(ValueError, match=option):
         llama.Sampler(**{option: value})

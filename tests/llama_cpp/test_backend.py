@@ -104,7 +104,9 @@ def test_rows_that_see_nothing_are_zero(cpu, backend, queries, sinks):
 @pytest.mark.parametrize("queries", [1, 64])
 def test_sinks(cpu, backend, queries):
     rng = np.random.default_rng(8)
-    problem = Problem(cpu, *tensors(rng, queries=queries, tokens=1500), "f16", mask=causal(queries, 1500), sinks=np.array([-3.0, 0.0, 5.0, 60.0]))
+    problem = Problem(
+        cpu, *tensors(rng, queries=queries, tokens=1500), "f16", mask=causal(queries, 1500), sinks=np.array([-3.0, 0.0, 5.0, 60.0])
+    )
     check(problem, backend)
     problem.free()
 

@@ -105,7 +105,13 @@ def test_windows_are_those_of_a_ring(dtype):
 def test_latent_rows_are_those_of_their_cache():
     config = CONFIGS["DeepSeek-V2-Lite"] | {"num_hidden_layers": 2}
     planned = kvfast.plan(config, context=300, **QUIET)
-    assert {one.dtype for one in planned.dtypes} == set(DTYPES) - {"k4v3", "int3", "int2", "int8-recent", "k8v4-recent"}  # no floats beside them
+    assert {one.dtype for one in planned.dtypes} == set(DTYPES) - {
+        "k4v3",
+        "int3",
+        "int2",
+        "int8-recent",
+        "k8v4-recent",
+    }  # no floats beside them
     for one in planned.dtypes:
         cache = kvfast.MLAKVCache(2, 512, 64, 300, dtype=one.dtype)
         assert (one.cache, one.bytes_per_token, one.bytes_per_sequence) == ("MLAKVCache", cache.bytes_per_token, cache.nbytes)
@@ -118,8 +124,9 @@ def test_latent_rows_are_those_of_their_cache():
 def test_layers_of_several_shapes_and_formats():
     uneven = of_heads() | {"num_hidden_layers": 4, "num_key_value_heads": [2, 4, 0, 2]}
     planned = kvfast.plan(uneven, context=200, dtype=[["int8", "int4-plain", "float16"], "int8"], **QUIET)
-    two, four = (kvfast.KVCache(len(dtypes), heads, 64, 200, dtype=dtypes) for heads, dtypes in
-                 ((2, ["int8", "float16"]), (4, ["int4-plain"])))
+    two, four = (
+        kvfast.KVCache(len(dtypes), heads, 64, 200, dtype=dtypes) for heads, dtypes in ((2, ["int8", "float16"]), (4, ["int4-plain"]))
+    )
     assert planned["mixed"].bytes_per_sequence == two.nbytes + four.nbytes
     assert planned["int8"].bytes_per_token == (2 * 2 + 4) * 2 * (64 + 4)
     assert "1 of 4 layers" in planned.notes[0]
@@ -152,6 +159,7 @@ def test_what_a_token_reads_in_a_window(dtype):
 def test_what_fits_fits_and_no_more(name):
     memory, batch = 3 << 30, 7
     for one in kvfast.plan(CONFIGS[name], context=5000, batch=batch, memory=memory, bandwidth=1e10).dtypes:
+
         def at(context=5000, sequences=batch, dtype=one.dtype):
             return kvfast.plan(CONFIGS[name], context=context, batch=sequences, dtype=dtype, memory=memory, bandwidth=1e10).dtypes[0]
 
@@ -165,10 +173,17 @@ def test_published_models():
     shapes = {name: read_shape(config) for name, config in CONFIGS.items()}
     kv = {name: (len(shape.layers), shape.layers[-1].num_kv_heads, shape.layers[-1].head_dim) for name, shape in shapes.items()}
     assert kv == {
-        "Llama-3.2-1B": (16, 8, 64), "Qwen3-30B-A3B": (48, 4, 128), "Mistral-7B-v0.1": (32, 8, 128), "Falcon-7B": (32, 1, 64),
-        "Gemma-2-2B": (26, 4, 256), "Gemma-3-1B": (26, 1, 256), "Gemma-3-4B": (34, 4, 256),
-        "DeepSeek-V2-Lite": (27, 1, 512), "DeepSeek-V3": (61, 1, 512), "gpt-oss-20b": (24, 8, 64),
-    }  # fmt: skip
+        "Llama-3.2-1B": (16, 8, 64),
+        "Qwen3-30B-A3B": (48, 4, 128),
+        "Mistral-7B-v0.1": (32, 8, 128),
+        "Falcon-7B": (32, 1, 64),
+        "Gemma-2-2B": (26, 4, 256),
+        "Gemma-3-1B": (26, 1, 256),
+        "Gemma-3-4B": (34, 4, 256),
+        "DeepSeek-V2-Lite": (27, 1, 512),
+        "DeepSeek-V3": (61, 1, 512),
+        "gpt-oss-20b": (24, 8, 64),
+    }
     windows = {name: [layer.window for layer in shape.layers] for name, shape in shapes.items()}
     assert windows["Mistral-7B-v0.1"] == [4096] * 32
     assert windows["Gemma-2-2B"] == [4096, None] * 13
@@ -222,7 +237,9 @@ def test_fields_that_name_layers():
     assert windows(layer_types=["hybrid_sliding", "hybrid"] * 3, sliding_window=8) == [8, None] * 3
     far = 2**31 - 1  # a hostile file costs nothing
     assert windows(sliding_window_pattern=far, sliding_window=8) == windows(global_attn_every_n_layers=far, sliding_window=8) == [8] * 6
-    assert windows(attn_layer_period=far, attn_layer_offset=2) == [None] and windows(max_window_layers=far, sliding_window=8) == [None] * 6
+    assert (
+        windows(attn_layer_period=far, attn_layer_offset=2) == [None] and windows(max_window_layers=far, sliding_window=8) == [None] * 6
+    )
     assert "state in place of keys" in read_shape(of_heads(model_type="new", mamba_d_state=16)).notes[0]
     with pytest.raises(ValueError, match="no layer of this mamba2 keeps"):
         read_shape({"model_type": "mamba2", "num_hidden_layers": 4, "num_heads": 8, "head_dim": 64})
@@ -290,10 +307,18 @@ def test_files_that_are_none(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, error",
-    [({"context": 0}, ValueError), ({"batch": 0}, ValueError), ({"context": 1.5}, TypeError), ({"dtype": "int9"}, ValueError),
-     ({"dtype": [["int8"] * 3]}, ValueError), ({"bandwidth": 0}, ValueError), ({"bandwidth": "fast"}, ValueError),
-     ({"memory": -1}, ValueError), ({"weight_bytes": 0}, ValueError)],
-)  # fmt: skip
+    [
+        ({"context": 0}, ValueError),
+        ({"batch": 0}, ValueError),
+        ({"context": 1.5}, TypeError),
+        ({"dtype": "int9"}, ValueError),
+        ({"dtype": [["int8"] * 3]}, ValueError),
+        ({"bandwidth": 0}, ValueError),
+        ({"bandwidth": "fast"}, ValueError),
+        ({"memory": -1}, ValueError),
+        ({"weight_bytes": 0}, ValueError),
+    ],
+)
 def test_arguments_that_cannot_be(arguments, error):
     with pytest.raises(error, match=next(iter(arguments))):
         kvfast.plan(of_heads(), **(QUIET | arguments))
@@ -362,12 +387,27 @@ def write_gguf(path, arch, tensors=(), **values):
 def test_gguf_files_of_other_architectures(tmp_path):
     pytest.importorskip("gguf")
     heads = {"block_count": 6, "attention__head_count": 8, "embedding_length": 512}
-    gemma = write_gguf(tmp_path / "gemma.gguf", "gemma3", **heads, attention__head_count_kv=2, attention__key_length=128,
-                       attention__value_length=128, attention__sliding_window=64, context_length=4096)
+    gemma = write_gguf(
+        tmp_path / "gemma.gguf",
+        "gemma3",
+        **heads,
+        attention__head_count_kv=2,
+        attention__key_length=128,
+        attention__value_length=128,
+        attention__sliding_window=64,
+        context_length=4096,
+    )
     assert read_shape(gemma).layers == (LayerShape(2, 128, 64),) * 5 + (LayerShape(2, 128),)
-    deepseek = write_gguf(tmp_path / "deepseek.gguf", "deepseek2", **heads, attention__head_count_kv=1,
-                          attention__key_length=576, attention__value_length=512, attention__kv_lora_rank=512,
-                          rope__dimension_count=64)
+    deepseek = write_gguf(
+        tmp_path / "deepseek.gguf",
+        "deepseek2",
+        **heads,
+        attention__head_count_kv=1,
+        attention__key_length=576,
+        attention__value_length=512,
+        attention__kv_lora_rank=512,
+        rope__dimension_count=64,
+    )
     assert read_shape(deepseek).layers == (LayerShape(1, 512, None, 64),) * 6
     uneven = write_gguf(tmp_path / "uneven.gguf", "openelm", **heads, attention__head_count_kv=[1, 1, 2, 2, 4, 4])
     assert [layer.num_kv_heads for layer in read_shape(uneven).layers] == [1, 1, 2, 2, 4, 4]
@@ -375,8 +415,14 @@ def test_gguf_files_of_other_architectures(tmp_path):
     assert read_shape(wide).layers == (LayerShape(8, 64, v_head_dim=128),) * 6
     with pytest.raises(ValueError, match=r"lacks new\.block_count"):
         read_shape(write_gguf(tmp_path / "lacks.gguf", "new", embedding_length=512))
-    experts = write_gguf(tmp_path / "experts.gguf", "new", **heads, expert_count=8, expert_used_count=2, tensors=[
-        ("token_embd.weight", (32, 8)), ("output.weight", (32, 8)), ("blk.0.ffn_up_exps.weight", (8, 4, 8))])  # fmt: skip
+    experts = write_gguf(
+        tmp_path / "experts.gguf",
+        "new",
+        **heads,
+        expert_count=8,
+        expert_used_count=2,
+        tensors=[("token_embd.weight", (32, 8)), ("output.weight", (32, 8)), ("blk.0.ffn_up_exps.weight", (8, 4, 8))],
+    )
     shape = read_shape(experts)
     assert (shape.weight_bytes, shape.weight_bytes_read) == (4 * (256 + 256 + 256), 4 * (256 + 64))
 
@@ -402,8 +448,13 @@ def fake_system(root, available, cgroup="", **files):
 
 def test_memory_within_cgroups(tmp_path):
     assert available_memory(fake_system(tmp_path / "none", 500)) == 500 * 1024
-    limits = {"a__b__memoryDOTmax": "max\n", "a__b__memoryDOTcurrent": 7, "a__memoryDOTmax": "100000\n",
-              "a__memoryDOTcurrent": "60000\n", "a__memoryDOTstat": "anon 3\ninactive_file 5000\n"}  # fmt: skip
+    limits = {
+        "a__b__memoryDOTmax": "max\n",
+        "a__b__memoryDOTcurrent": 7,
+        "a__memoryDOTmax": "100000\n",
+        "a__memoryDOTcurrent": "60000\n",
+        "a__memoryDOTstat": "anon 3\ninactive_file 5000\n",
+    }
     assert available_memory(fake_system(tmp_path / "v2", 500, "0::/a/b\n", **limits)) == 45000
     assert available_memory(fake_system(tmp_path / "roomy", 5, "0::/a/b\n", **limits)) == 5 * 1024
     old = {"memory__memoryDOTlimit_in_bytes": 1000, "memory__memoryDOTusage_in_bytes": 1200}
@@ -424,8 +475,9 @@ def test_the_command(tmp_path):
     for text in ("12 layers x 8 KV heads of 64, window 128", "8 sequences of 32,768 tokens", "k8v4", "26,112", "20.0 GB/s"):
         assert text in done.stdout
     done = run(tmp_path, *options, "--json", "--dtype", "int8, int4")
-    planned = kvfast.plan(path, context=32768, batch=8, memory=4 * 10**9, bandwidth=20e9, weight_bytes=2 * 10**9,
-                          dtype=["int8", "int4"])
+    planned = kvfast.plan(
+        path, context=32768, batch=8, memory=4 * 10**9, bandwidth=20e9, weight_bytes=2 * 10**9, dtype=["int8", "int4"]
+    )
     assert json.loads(done.stdout) == json.loads(json.dumps(planned.to_dict()))
     path.write_text("{}")
     done = run(path)
@@ -484,10 +536,13 @@ def test_windows_of_vllm():
     assert long.bytes_per_sequence == longer.bytes_per_sequence == long.bytes_per_token * 64 * (-(-(4095 + 2048) // 64) + 1)
 
 
-@pytest.mark.parametrize(("options", "text"), [
-    ({"engine": "sglang"}, "engine must be kvfast or vllm, got 'sglang'"),
-    ({"engine": "vllm", "dtype": "int8"}, "dtype must be auto, .* or turboquant_3bit_nc for engine='vllm', got 'int8'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"engine": "sglang"}, "engine must be kvfast or vllm, got 'sglang'"),
+        ({"engine": "vllm", "dtype": "int8"}, "dtype must be auto, .* or turboquant_3bit_nc for engine='vllm', got 'int8'"),
+    ],
+)
 def test_engines_that_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         kvfast.plan(of_heads(), **options, **QUIET)

@@ -64,10 +64,14 @@ def test_every_kind_comes_back(kind, dtype):
     assert np.array_equal(cache.attend(1, q), whole.attend(1, q))
 
 
-@pytest.mark.parametrize("make_cache", [
-    lambda: kvfast.MLAKVCache(2, 64, 16), lambda: kvfast.MLAKVCache(2, 64, 16, dtype="float16", block_size=16),
-    lambda: kvfast.PagedMLAKVCache(2, 64, 16, num_blocks=20, block_size=32).new_sequence(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make_cache",
+    [
+        lambda: kvfast.MLAKVCache(2, 64, 16),
+        lambda: kvfast.MLAKVCache(2, 64, 16, dtype="float16", block_size=16),
+        lambda: kvfast.PagedMLAKVCache(2, 64, 16, num_blocks=20, block_size=32).new_sequence(),
+    ],
+)
 def test_latent_rows_come_back(make_cache):
     prompts, rng, whole = prompts_of(), np.random.default_rng(3), make_cache()
     rows = rng.standard_normal((2, 300, 80)).astype(np.float32)
@@ -202,14 +206,16 @@ def test_lies_are_never_attended_to(wrong, dtype):
     other.save(Stream(12, 300, layers=2).feed(make("growing", dtype), 300), TOKENS, model="")
     rng, store = np.random.default_rng(5), prompts.store
     lies = {
-        "flipped": lambda key, value: bytes(b ^ (1 << int(rng.integers(8))) if i == at else b for at in [int(rng.integers(len(value)))] for i, b in enumerate(value)),
+        "flipped": lambda key, value: bytes(
+            b ^ (1 << int(rng.integers(8))) if i == at else b for at in [int(rng.integers(len(value)))] for i, b in enumerate(value)
+        ),
         "cut": lambda key, value: value[: int(rng.integers(len(value)))],
         "longer": lambda key, value: value + b"\0",
         "empty": lambda key, value: b"",
         "swapped": lambda key, value: store.values[[*store.values][int(rng.integers(len(store.values)))]],
         "another": lambda key, value: value[:64] + value[64:][::-1],
         "random": lambda key, value: rng.bytes(len(value)),
-    }  # fmt: skip
+    }
     for seed in range(6):
         rng, chosen = np.random.default_rng(seed), [*store.values][seed % len(store.values)]
         values = dict(store.values)
@@ -308,7 +314,9 @@ def test_saving_in_the_background():
         assert other.snapshot() == STREAM.feed(make("growing", "int8"), 299).snapshot()
 
 
-@pytest.mark.parametrize(("dtype", "block_size", "window"), [("int4", None, None), ("int8", 64, None), ("int8", 32, None), ("int8", 16, 100)])
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "window"), [("int4", None, None), ("int8", 64, None), ("int8", 32, None), ("int8", 16, 100)]
+)
 def test_a_pool_goes_on_to_the_store(dtype, block_size, window):
     store = DictStore()
 
@@ -355,9 +363,13 @@ def test_a_pool_goes_on_to_the_store(dtype, block_size, window):
 
 def test_bad_input(tmp_path):
     for options, error, text in [
-        ({"chunk_tokens": 0}, ValueError, "chunk_tokens"), ({"secret": "x"}, TypeError, "secret"), ({"secret": b"x" * 65}, TypeError, "secret"),
-        ({"time_limit": 0}, ValueError, "time_limit"), ({"max_bytes": -1}, ValueError, "max_bytes"), ({"near": tmp_path}, ValueError, "near"),
-    ]:  # fmt: skip
+        ({"chunk_tokens": 0}, ValueError, "chunk_tokens"),
+        ({"secret": "x"}, TypeError, "secret"),
+        ({"secret": b"x" * 65}, TypeError, "secret"),
+        ({"time_limit": 0}, ValueError, "time_limit"),
+        ({"max_bytes": -1}, ValueError, "max_bytes"),
+        ({"near": tmp_path}, ValueError, "near"),
+    ]:
         with pytest.raises(error, match=text):
             kvfast.PromptCache(tmp_path, **options)
     with pytest.raises(ValueError, match="ftp://"):

@@ -94,7 +94,10 @@ def test_a_server_that_is_full(tmp_path):
 
 
 def test_a_server_that_removes_what_it_likes(tmp_path):
-    with redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "allkeys-random") as server, prompts_at(server.port) as prompts:
+    with (
+        redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "allkeys-random") as server,
+        prompts_at(server.port) as prompts,
+    ):
         found = []
         for i in range(40):
             prompts.save(WHOLE, [*TOKENS[:200], *(1000 * (i + 1) + token for token in TOKENS[200:])])

@@ -32,14 +32,17 @@ def servers_of(kind, folder, monkeypatch):
             if kind == "tiered":
                 url, more = f"redis://127.0.0.1:{server.port}/0", {"near": folder / "near"}
             else:
-                url, more = {
-                    "folder": lambda: folder / "values",
-                    "redis": lambda: f"redis://127.0.0.1:{server.port}/0",
-                    "redis with ttl": lambda: f"redis://127.0.0.1:{server.port}/2?ttl=60",
-                    "unix": lambda: f"unix://{folder}/socket",
-                    "memory": lambda: f"memory://{folder.name}",
-                    "s3": lambda: "s3://prompts/some/folder",
-                }[kind](), {}
+                url, more = (
+                    {
+                        "folder": lambda: folder / "values",
+                        "redis": lambda: f"redis://127.0.0.1:{server.port}/0",
+                        "redis with ttl": lambda: f"redis://127.0.0.1:{server.port}/2?ttl=60",
+                        "unix": lambda: f"unix://{folder}/socket",
+                        "memory": lambda: f"memory://{folder.name}",
+                        "s3": lambda: "s3://prompts/some/folder",
+                    }[kind](),
+                    {},
+                )
             opened.append(open_store(url, **more))
             return opened[-1]
 
@@ -105,15 +108,37 @@ def test_lists_values_with_their_uses(make):
     assert list(store.entries()) == []
 
 
-@pytest.mark.parametrize("hostile", [
-    "../../etc/passwd", "/etc/passwd", "", "c-", f"c-{1:064X}A", f"c-{1:063x}", f"c-{1:065x}", f"c-{1:064x}/..", f"c-{1:064x}\n",
-    f"../c-{1:064x}", f"C-{1:064x}", f"c\0-{1:064x}", "c-" + "\u0664" * 64, 5, b"c-" + b"0" * 64, None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "",
+        "c-",
+        f"c-{1:064X}A",
+        f"c-{1:063x}",
+        f"c-{1:065x}",
+        f"c-{1:064x}/..",
+        f"c-{1:064x}\n",
+        f"../c-{1:064x}",
+        f"C-{1:064x}",
+        f"c\0-{1:064x}",
+        "c-" + "\u0664" * 64,
+        5,
+        b"c-" + b"0" * 64,
+        None,
+    ],
+)
 @pytest.mark.parametrize("make", ["folder", "redis", "memory"], indirect=True)
 def test_hostile_keys_are_refused(make, hostile):
     store = make()
-    for call in (lambda: store.get_many([key(1), hostile]), lambda: store.put(hostile, b"1"), lambda: store.contains_many([hostile]),
-                 lambda: store.touch([hostile]), lambda: store.delete([hostile])):  # fmt: skip
+    for call in (
+        lambda: store.get_many([key(1), hostile]),
+        lambda: store.put(hostile, b"1"),
+        lambda: store.contains_many([hostile]),
+        lambda: store.touch([hostile]),
+        lambda: store.delete([hostile]),
+    ):
         with pytest.raises(ValueError, match="a key must be like"):
             call()
     assert list(store.entries()) == []
@@ -159,21 +184,24 @@ def test_a_forked_process_uses_the_store_of_its_parent(make):
     assert read(store.get_many([key(2)])) == [b"2"]
 
 
-@pytest.mark.parametrize("url, message", [
-    ("ftp://server/x", "must be a folder or begin with one of file://, redis://"),
-    ("redis://:hunter2@[::1", "must be like redis://user:password@host"),
-    ("redis://:hun/ter2@h:5", "must be like redis://user:password@host"),
-    ("redis://h:hunter2", "must be like redis://user:password@host"),
-    ("redis://:hunter2@h/0?bogus=hunter2", r"redis://h/0 may have the options ttl, db.*got bogus"),
-    ("redis://h/0?password=hunter2", "got password"),
-    ("redis://h/0?ttl=hunter2", "must be like redis://"),
-    ("redis://:hunter2@h/0?ttl=-5", "ttl must be a number of seconds from 1, got -5"),
-    ("redis://:hunter2@h/hunter2", "must be like redis://"),
-    ("s3://access:hunter2@bucket", "without credentials or options, which come from the environment"),
-    ("s3://bucket/x?secret=hunter2", "without credentials or options"),
-    ("https://hunter2@server/x", "without credentials or options"),
-    ("az://container", "cannot open az://container"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "url, message",
+    [
+        ("ftp://server/x", "must be a folder or begin with one of file://, redis://"),
+        ("redis://:hunter2@[::1", "must be like redis://user:password@host"),
+        ("redis://:hun/ter2@h:5", "must be like redis://user:password@host"),
+        ("redis://h:hunter2", "must be like redis://user:password@host"),
+        ("redis://:hunter2@h/0?bogus=hunter2", r"redis://h/0 may have the options ttl, db.*got bogus"),
+        ("redis://h/0?password=hunter2", "got password"),
+        ("redis://h/0?ttl=hunter2", "must be like redis://"),
+        ("redis://:hunter2@h/0?ttl=-5", "ttl must be a number of seconds from 1, got -5"),
+        ("redis://:hunter2@h/hunter2", "must be like redis://"),
+        ("s3://access:hunter2@bucket", "without credentials or options, which come from the environment"),
+        ("s3://bucket/x?secret=hunter2", "without credentials or options"),
+        ("https://hunter2@server/x", "without credentials or options"),
+        ("az://container", "cannot open az://container"),
+    ],
+)
 def test_bad_urls(url, message):
     pytest.importorskip("redis")
     pytest.importorskip("obstore")
@@ -214,7 +242,9 @@ def test_file_urls(name, tmp_path, monkeypatch):
     assert near.folder == folder and sorted(os.listdir(tmp_path)) == sorted([name, "raw ä"])
 
 
-@pytest.mark.parametrize("url", ["file://server/x", "file://prompts", "file://", "file://../x", "file:///x?a=b", "file:///x#a", "file://user@localhost/x"])
+@pytest.mark.parametrize(
+    "url", ["file://server/x", "file://prompts", "file://", "file://../x", "file:///x?a=b", "file:///x#a", "file://user@localhost/x"]
+)
 def test_file_urls_that_name_no_folder_here(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="must be file:/// and a whole path"):

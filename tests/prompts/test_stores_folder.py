@@ -162,9 +162,14 @@ def test_a_damaged_index_is_made_again(tmp_path, damage):
         path.unlink()
     elif damage in ("another", "no total", "total text", "version"):
         index = sqlite3.connect(path)
-        index.executescript({"another": "DROP TABLE stored; CREATE TABLE mine (a INTEGER PRIMARY KEY AUTOINCREMENT); PRAGMA user_version = 7",
-                             "no total": "DELETE FROM total", "total text": "UPDATE total SET nbytes = 'many'",
-                             "version": "PRAGMA user_version = 99"}[damage])  # fmt: skip
+        index.executescript(
+            {
+                "another": "DROP TABLE stored; CREATE TABLE mine (a INTEGER PRIMARY KEY AUTOINCREMENT); PRAGMA user_version = 7",
+                "no total": "DELETE FROM total",
+                "total text": "UPDATE total SET nbytes = 'many'",
+                "version": "PRAGMA user_version = 99",
+            }[damage]
+        )
         index.close()
     elif damage == "middle":
         with sqlite3.connect(path) as index:

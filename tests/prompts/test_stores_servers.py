@@ -43,9 +43,13 @@ def store_at(port, timeout=TIMEOUT, ends=()):
 
 def calls_of(store):
     return [
-        lambda: store.get_many([key(1)]), lambda: store.put(key(1), DATA), lambda: store.contains_many([key(1), key(2)]),
-        lambda: store.touch([key(1)]), lambda: store.delete([key(1)]), lambda: list(store.entries()),
-    ]  # fmt: skip
+        lambda: store.get_many([key(1)]),
+        lambda: store.put(key(1), DATA),
+        lambda: store.contains_many([key(1), key(2)]),
+        lambda: store.touch([key(1)]),
+        lambda: store.delete([key(1)]),
+        lambda: list(store.entries()),
+    ]
 
 
 def test_refused():
@@ -220,8 +224,20 @@ def test_other_values_of_the_server_are_left_alone(server):
     assert set(client.keys()) == {b"kvfast:c-mine", f"kvfast:{key(1)}".encode(), b"mine"}
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"+OK\r\n$99999999999999999999\r\n", b"$-5\r\n", b"*1000000000\r\n",
-                                    b"\x00" * 1000, b"+OK\r\n+OK\r\n:5\r\n$3\r\nabc\r\n", b"%5\r\n", b"*1\r\n" * 5000, b""])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"+OK\r\n$99999999999999999999\r\n",
+        b"$-5\r\n",
+        b"*1000000000\r\n",
+        b"\x00" * 1000,
+        b"+OK\r\n+OK\r\n:5\r\n$3\r\nabc\r\n",
+        b"%5\r\n",
+        b"*1\r\n" * 5000,
+        b"",
+    ],
+)
 def test_what_is_no_redis_server(answer):
     with socket.create_server((HOST, 0)) as listener:
 
@@ -244,8 +260,19 @@ def test_what_is_no_redis_server(answer):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("lie", [b":5\r\n", b"*2\r\n:1\r\n:2\r\n", b"%1\r\n:1\r\n:2\r\n", b"#t\r\n", b",1.5\r\n", b"*0\r\n",
-                                 b"*2\r\n:0\r\n*1\r\n:7\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n:7\r\n"])  # fmt: skip
+@pytest.mark.parametrize(
+    "lie",
+    [
+        b":5\r\n",
+        b"*2\r\n:1\r\n:2\r\n",
+        b"%1\r\n:1\r\n:2\r\n",
+        b"#t\r\n",
+        b",1.5\r\n",
+        b"*0\r\n",
+        b"*2\r\n:0\r\n*1\r\n:7\r\n",
+        b"*2\r\n$1\r\n0\r\n*1\r\n:7\r\n",
+    ],
+)
 def test_a_server_that_lies(server, lie):
     with Proxy(server.port) as proxy:
         store = store_at(proxy.port)
@@ -259,8 +286,19 @@ def test_a_server_that_lies(server, lie):
                 call()
 
 
-@pytest.mark.parametrize("lie", [b"$5\r\nabcdefgh\r\n", b"$-7\r\nabc\r\n", b"$536870913\r\nabc\r\n", b"$" + b"1" * 3000 + b"\r\n", b"$1" * 9000,
-                                 b"\r\n", b"$\r\n", b"$3"])  # fmt: skip
+@pytest.mark.parametrize(
+    "lie",
+    [
+        b"$5\r\nabcdefgh\r\n",
+        b"$-7\r\nabc\r\n",
+        b"$536870913\r\nabc\r\n",
+        b"$" + b"1" * 3000 + b"\r\n",
+        b"$1" * 9000,
+        b"\r\n",
+        b"$\r\n",
+        b"$3",
+    ],
+)
 def test_values_that_are_none(server, lie):
     """The connection is not used again: what came too much is not the answer to the next command."""
     with Proxy(server.port) as proxy:
@@ -287,11 +325,38 @@ def test_tls(tmp_path):
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl")
     certificate, secret, port = tmp_path / "certificate.pem", tmp_path / "key.pem", free_port()
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
-               f"subjectAltName=IP:{HOST}", "-out", certificate, "-keyout", secret]  # fmt: skip
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        f"subjectAltName=IP:{HOST}",
+        "-out",
+        certificate,
+        "-keyout",
+        secret,
+    ]
     subprocess.run(command, check=True, capture_output=True)
-    with redis_server(tmp_path, "--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(secret),
-                      "--tls-auth-clients", "no", "--tls-ca-cert-file", str(certificate)):  # fmt: skip
+    with redis_server(
+        tmp_path,
+        "--tls-port",
+        str(port),
+        "--tls-cert-file",
+        str(certificate),
+        "--tls-key-file",
+        str(secret),
+        "--tls-auth-clients",
+        "no",
+        "--tls-ca-cert-file",
+        str(certificate),
+    ):
         store = RedisStore(f"rediss://{HOST}:{port}/0?ssl_ca_certs={certificate}", 5)
         assert store.url == f"rediss://{HOST}:{port}/0"
         assert store.put(key(1), DATA) and read(store.get_many([key(1), key(2)])) == [DATA, None]
@@ -309,7 +374,11 @@ def test_tls(tmp_path):
 
 @pytest.mark.parametrize("password, message", [("hunter2", "WRONGPASS|invalid"), ("", "NOAUTH|[Aa]uthenticat")])
 def test_passwords_are_never_shown(tmp_path, password, message, caplog, capfd):
-    with redis_server(tmp_path, "--requirepass", "sesame4") as server, caplog.at_level(logging.DEBUG), warnings.catch_warnings(record=True) as caught:
+    with (
+        redis_server(tmp_path, "--requirepass", "sesame4") as server,
+        caplog.at_level(logging.DEBUG),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         wrong = RedisStore(f"redis://:{password}@{HOST}:{server.port}/0" if password else f"redis://{HOST}:{server.port}/0", 5)
         right = RedisStore(f"redis://default:sesame4@{HOST}:{server.port}/0", 5)

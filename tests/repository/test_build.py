@@ -23,7 +23,9 @@ import kvfast
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("setuptools")
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
-needs_audit = pytest.mark.skipif(shutil.which("objdump") is None or platform.machine() not in ("x86_64", "aarch64"), reason="no objdump")
+needs_audit = pytest.mark.skipif(
+    shutil.which("objdump") is None or platform.machine() not in ("x86_64", "aarch64"), reason="no objdump"
+)
 ARM_COMPILER = shutil.which("cc" if platform.machine() == "aarch64" else "aarch64-linux-gnu-gcc")
 
 SETUP = """
@@ -99,7 +101,11 @@ def test_modules_with_parallel_regions_are_listed():
     sources = sorted((ROOT / "kvfast").rglob("*.pyx"))
     if not sources:
         pytest.skip("the sources are not here")
-    uses = {".".join(path.relative_to(ROOT / "kvfast").with_suffix("").parts) for path in sources if "prange" in (text := path.read_text()) or "parallel(" in text or "omp.h" in text}
+    uses = {
+        ".".join(path.relative_to(ROOT / "kvfast").with_suffix("").parts)
+        for path in sources
+        if "prange" in (text := path.read_text()) or "parallel(" in text or "omp.h" in text
+    }
     assert uses == decide(KVFAST_OPENMP="0")[1]
 
 
@@ -217,7 +223,6 @@ def test_needs_of_an_instruction(audit, code, name, need):
         ("cnt\tv0.8b, v0.8b", None),
         ("ldaxr\tw0, [x1]", None),
         ("stlr\tw0, [x1]", None),
-
         ("fcvtl\tv0.4s, v0.4h", None),
         ("fcvt\th0, s0", None),
         ("sqrdmulh\tv0.8h, v1.8h, v2.8h", None),

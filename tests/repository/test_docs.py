@@ -39,8 +39,12 @@ def test_site_builds_without_warnings(tmp_path):
 
 
 def test_reference_names_what_is_public():
-    told = [line.split("::")[1].strip() for path in (DOCS / "reference").glob("*.md")
-            for line in path.read_text("utf-8").splitlines() if line.startswith((".. auto", ".. data::"))]
+    told = [
+        line.split("::")[1].strip()
+        for path in (DOCS / "reference").glob("*.md")
+        for line in path.read_text("utf-8").splitlines()
+        if line.startswith((".. auto", ".. data::"))
+    ]
     assert sorted(told) == sorted([*kvfast.__all__, *(f"kvfast.prompts.stores.{name}" for name in stores.__all__)])
 
 
@@ -121,7 +125,9 @@ def check_command(words):
     if program == "pip":
         check_pip(args)
     elif program == "make":
-        assert {arg for arg in args if arg != "-k"} <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+        assert {arg for arg in args if arg != "-k"} <= set(
+            re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+        )
     elif program == "pytest":
         assert all((ROOT / arg).exists() for arg in args if "/" in arg)
     elif (program, *args[:2]) == ("python", "-m", "kvfast"):
@@ -143,14 +149,34 @@ def check_command(words):
 @pytest.mark.parametrize("path", PAGES, ids=NAMES)
 def test_commands_are_good(path, monkeypatch, capsys):
     if "python -m kvfast" in (text := path.read_text("utf-8")):
-        for name in ("_run_generate", "_run_eval", "_run_calibrate", "_run_serve_sim", "_run_store", "_run_plan", "_run_llama_cpp_build", "_run_bench", "_run_tune"):
+        for name in (
+            "_run_generate",
+            "_run_eval",
+            "_run_calibrate",
+            "_run_serve_sim",
+            "_run_store",
+            "_run_plan",
+            "_run_llama_cpp_build",
+            "_run_bench",
+            "_run_tune",
+        ):
             monkeypatch.setattr(cli, name, lambda args: None)
     for command in commands(text):
         check_command(shlex.split(command, comments=True))
 
 
-@pytest.mark.parametrize("command", ["python -m kvfast eval --nonsense", "python bench/peers.py --nonsense", "pip install .[nonsense]",
-                                     "pip install dist/nonsense.whl", "pytest bench/nonsense.py", "make nonsense", "nonsense"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m kvfast eval --nonsense",
+        "python bench/peers.py --nonsense",
+        "pip install .[nonsense]",
+        "pip install dist/nonsense.whl",
+        "pytest bench/nonsense.py",
+        "make nonsense",
+        "nonsense",
+    ],
+)
 def test_bad_commands_are_found(command, capsys):
     with pytest.raises((AssertionError, SystemExit)):
         check_command(shlex.split(command))
@@ -182,7 +208,9 @@ def test_files_that_are_named_exist(path):
     file = r"`((?:kvfast|tests|bench|docs|\.?ci)/[\w./*-]+)"
     named = [(name, []) for name in re.findall(file, prose)]
     named += [(name, [test]) for name, test in re.findall(rf"{file}::(\w+)`", prose)]
-    named += [(name, re.findall(r"`(\w+)", words)) for words, name in re.findall(rf"((?:`\w+(?:\(\))?`,? (?:and )?)+)of {file}`", prose)]
+    named += [
+        (name, re.findall(r"`(\w+)", words)) for words, name in re.findall(rf"((?:`\w+(?:\(\))?`,? (?:and )?)+)of {file}`", prose)
+    ]
     for name, words in named:
         if (ROOT / name.partition("/")[0]).is_dir():
             found = list(ROOT.glob(name.rstrip("/")))

@@ -51,8 +51,14 @@ def collected(folder, *every):
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = exhaustive\naddopts = --strict-markers\n")
     (folder / "test_suite.py").write_text(SUITE)
     path = os.pathsep.join([str(Path(selection.__file__).parent), *sys.path])
-    done = subprocess.run([sys.executable, "-c", COLLECT, json.dumps(every)], text=True, cwd=folder,
-                          env=os.environ | {"PYTHONPATH": path}, capture_output=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, json.dumps(every)],
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        check=True,
+    )
     _, *outputs = done.stdout.split("collected\n")
     assert len(outputs) == len(every), done.stdout
     for output in outputs:

@@ -24,8 +24,14 @@ needs_mypy = pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason
 def run(*parts):
     """Output of a module of Python; the kvfast that is found is the one under test."""
     path = os.pathsep.join([str(Path(kvfast.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, *map(str, parts)], capture_output=True, text=True, check=False,
-                          cwd=HERE, env=os.environ | {"PYTHONPATH": path, "MYPYPATH": ""})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *map(str, parts)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=HERE,
+        env=os.environ | {"PYTHONPATH": path, "MYPYPATH": ""},
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -39,8 +45,13 @@ def test_a_strict_client(tmp_path):
 def test_a_strict_client_is_told_of_mistakes(tmp_path):
     wrong = tmp_path / "wrong.py"
     wrong.write_text("import kvfast\ncache = kvfast.KVCache('1', 2, 64)\ncache.atend(0)\nx: str = cache.nbytes\n")
-    done = subprocess.run([sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(wrong)], text=True,
-                          env=os.environ | {"PYTHONPATH": str(HERE.parents[1])}, capture_output=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(wrong)],
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+        capture_output=True,
+        check=False,
+    )
     assert all(f"[{name}]" in done.stdout for name in ("arg-type", "attr-defined", "assignment")), done.stdout
 
 
@@ -53,8 +64,20 @@ def test_public_names_of_compiled_modules_have_stubs():
 def test_stubs_are_true(tmp_path):
     private = tmp_path / "private.txt"
     private.write_text("\n".join(map(re.escape, PRIVATE)))
-    run("-m", "mypy.stubtest", "kvfast", "--mypy-config-file", HERE.parents[1] / "pyproject.toml", "--concise", "--ignore-disjoint-bases",
-        "--allowlist", HERE / "stubtest_allowlist.txt", "--allowlist", private, "--ignore-unused-allowlist")  # fmt: skip
+    run(
+        "-m",
+        "mypy.stubtest",
+        "kvfast",
+        "--mypy-config-file",
+        HERE.parents[1] / "pyproject.toml",
+        "--concise",
+        "--ignore-disjoint-bases",
+        "--allowlist",
+        HERE / "stubtest_allowlist.txt",
+        "--allowlist",
+        private,
+        "--ignore-unused-allowlist",
+    )
 
 
 def test_import_loads_no_more_than_it_needs():
@@ -62,8 +85,29 @@ def test_import_loads_no_more_than_it_needs():
     places = [str(Path(module.__file__).parents[1]) for module in (kvfast, numpy)]
     code = f"import sys; sys.path[:0] = {places}; import numpy; before = set(sys.modules); import kvfast; print(*sorted(set(sys.modules) - before))"
     loaded = {name.partition(".")[0] for name in run("-S", "-c", code).split()}
-    heavy = {"asyncio", "concurrent", "ctypes", "gguf", "hashlib", "logging", "matplotlib", "mmap", "multiprocessing", "pathlib", "queue",
-             "rich", "safetensors", "shutil", "tokenizers", "torch", "transformers", "typing_extensions", "urllib", "uuid", "xxhash"}  # fmt: skip
+    heavy = {
+        "asyncio",
+        "concurrent",
+        "ctypes",
+        "gguf",
+        "hashlib",
+        "logging",
+        "matplotlib",
+        "mmap",
+        "multiprocessing",
+        "pathlib",
+        "queue",
+        "rich",
+        "safetensors",
+        "shutil",
+        "tokenizers",
+        "torch",
+        "transformers",
+        "typing_extensions",
+        "urllib",
+        "uuid",
+        "xxhash",
+    }
     assert sorted(loaded & heavy) == []
     assert "kvfast.llama" not in run("-c", code) and "kvfast.cli.bench" not in run("-c", code)
 

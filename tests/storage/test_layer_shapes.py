@@ -133,9 +133,19 @@ def test_layers_are_compressed():
         compressor.decompress_to_cache(compressor.compress_cache(cache, 0), other, 1)
 
 
-@pytest.mark.parametrize("name, wrong", [("num_kv_heads", [4, 2, 4, 2]), ("num_kv_heads", [4, 2, 4, 2, 1 << 40]), ("head_dim", [32] * 5),
-                                         ("num_kv_heads", [4, 2, 4, 2, "1"]), ("head_dim", [32, 64, 32, 64, [20]]), ("head_dim", 0),
-                                         ("num_kv_heads", [[4, 2, 4, 2, 1]]), ("head_dim", [32, 64, 32, 64, 0])])
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("num_kv_heads", [4, 2, 4, 2]),
+        ("num_kv_heads", [4, 2, 4, 2, 1 << 40]),
+        ("head_dim", [32] * 5),
+        ("num_kv_heads", [4, 2, 4, 2, "1"]),
+        ("head_dim", [32, 64, 32, 64, [20]]),
+        ("head_dim", 0),
+        ("num_kv_heads", [[4, 2, 4, 2, 1]]),
+        ("head_dim", [32, 64, 32, 64, 0]),
+    ],
+)
 def test_headers_that_are_wrong(name, wrong):
     state = fill(full(), 70).snapshot().state_dict()
     header = json.loads(state["header"].tobytes())
@@ -172,8 +182,9 @@ def test_plan_is_what_the_caches_take():
     for dtype in DTYPES:
         told = {"context": 640, "dtype": dtype, "memory": 1 << 30, "bandwidth": 1e9}
         one = kvfast.plan(kvfast.ModelShape("five", layers), **told)[dtype]
-        alone = [kvfast.plan(kvfast.ModelShape("one", tuple(group)), **told)[dtype]
-                 for group in (layers[:3:2], layers[1:4:2], layers[4:])]
+        alone = [
+            kvfast.plan(kvfast.ModelShape("one", tuple(group)), **told)[dtype] for group in (layers[:3:2], layers[1:4:2], layers[4:])
+        ]
         assert one.cache == "KVCache" and one.bytes_per_token == full(dtype).bytes_per_token
         assert one.nbytes == sum(each.nbytes for each in alone) and one.bytes_read == sum(each.bytes_read for each in alone)
         one = kvfast.plan(kvfast.ModelShape("five", windows), **told)[dtype]
@@ -182,8 +193,15 @@ def test_plan_is_what_the_caches_take():
 
 def test_shapes_that_configurations_tell():
     def shapes(**keys):
-        sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "hidden_size": 128,
-                 "sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        sizes = {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "hidden_size": 128,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        }
         return [(one.num_kv_heads, one.head_dim) for one in kvfast.plan(sizes | keys, memory=1 << 30, bandwidth=1e9).model.layers]
 
     assert shapes() == [(4, 16)] * 3
@@ -194,11 +212,21 @@ def test_shapes_that_configurations_tell():
     assert shapes(swa_num_key_value_heads=8, swa_head_dim=32) == [(8, 32), (8, 32), (4, 16)]
     assert shapes(model_type="mimo_v2_flash", v_head_dim=8) == [(8, 16), (8, 16), (4, 16)]
     mimo = {"model_type": "mimo_v2_flash", "v_head_dim": 8, "per_layer_config": {"1": {"v_head_dim": 20}, "2": {"v_head_dim": 16}}}
-    plan = kvfast.plan({"num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 16, "hidden_size": 128} | mimo,
-                       memory=1 << 30, bandwidth=1e9)  # fmt: skip
+    plan = kvfast.plan(
+        {"num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": 16, "hidden_size": 128} | mimo, memory=1 << 30, bandwidth=1e9
+    )
     assert [(one.head_dim, one.v_head_dim) for one in plan.model.layers] == [(16, 8), (16, 20), (16, None)]
     with pytest.raises(ValueError, match="per_layer_config must map layers"):
         shapes(per_layer_config=[1, 2, 3])
-    chunks = kvfast.plan({"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 16, "layer_types": ["chunked_attention"],
-                          "attention_chunk_size": 64}, memory=1 << 30, bandwidth=1e9)
+    chunks = kvfast.plan(
+        {
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "hidden_size": 16,
+            "layer_types": ["chunked_attention"],
+            "attention_chunk_size": 64,
+        },
+        memory=1 << 30,
+        bandwidth=1e9,
+    )
     assert chunks.model.layers[0].window == 64 and not chunks.notes

@@ -73,7 +73,13 @@ def test_sequences_in_a_buffer_are_saved_and_restored(tmp_path, rng):
         sequence.advance(70, range(70))
     expected = alone.attend(1, q)
     inside.save(tmp_path / "sequence.kv")
-    for same in (inside, inside.fork(), kvfast.load(tmp_path / "sequence.kv"), own.restore(inside.snapshot()), pool.restore(alone.snapshot())):
+    for same in (
+        inside,
+        inside.fork(),
+        kvfast.load(tmp_path / "sequence.kv"),
+        own.restore(inside.snapshot()),
+        pool.restore(alone.snapshot()),
+    ):
         assert np.array_equal(same.attend(1, q), expected)
 
 

@@ -79,7 +79,9 @@ def test_no_byte_beyond_the_last_block_is_read(isa, dtype):
         for n in (47, 48):
             pool.append_batch(0, k[:n], v[:n], np.arange(n))
             for queries in (1, 40):
-                out = pool.attend_batch(0, np.repeat(k[:queries], 4, 1), block_table=[[0, 1, 2]], seq_lens=[n], cu_seqlens_q=[0, queries])
+                out = pool.attend_batch(
+                    0, np.repeat(k[:queries], 4, 1), block_table=[[0, 1, 2]], seq_lens=[n], cu_seqlens_q=[0, queries]
+                )
                 assert np.isfinite(out).all()
 
 
@@ -100,16 +102,27 @@ def test_sequences_in_a_buffer_are_saved_copied_and_found_again(tmp_path, rng):
         q = rng.standard_normal((2, 2 * HEADS, 64), np.float32)
         expected = outside_.attend(1, q)
         inside.save(tmp_path / "sequence.kv")
-        for same in (inside.copy(), inside.fork(), kvfast.load(tmp_path / "sequence.kv"), own.restore(inside.snapshot()),
-                     pool.restore(outside_.snapshot())):
+        for same in (
+            inside.copy(),
+            inside.fork(),
+            kvfast.load(tmp_path / "sequence.kv"),
+            own.restore(inside.snapshot()),
+            pool.restore(outside_.snapshot()),
+        ):
             assert np.array_equal(same.attend(1, q), expected)
         with pool.match_prefix([*range(64), 5]) as found:
             assert len(found) == 64 and np.array_equal(found.k(0), inside.k(0)[:64])
 
 
 @settings(deadline=None, max_examples=30)
-@given(heads=st.integers(1, 4), dim=st.integers(1, 130), v_dim=st.integers(1, 130), blocks=st.integers(1, 5),
-       size=st.sampled_from([16, 32, 64, 128, 256]), dtype=st.sampled_from(FORMATS))
+@given(
+    heads=st.integers(1, 4),
+    dim=st.integers(1, 130),
+    v_dim=st.integers(1, 130),
+    blocks=st.integers(1, 5),
+    size=st.sampled_from([16, 32, 64, 128, 256]),
+    dtype=st.sampled_from(FORMATS),
+)
 def test_a_layout_is_what_the_pool_takes(heads, dim, v_dim, blocks, size, dtype):
     layout = kvfast.buffer_layout(2, heads, dim, blocks, size, dtype, v_head_dim=v_dim)
     own = kvfast.PagedKVCache(2, heads, dim, blocks, size, dtype, v_head_dim=v_dim)

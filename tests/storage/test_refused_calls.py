@@ -27,8 +27,15 @@ def new_pool(fmt, **options):
 
 def state_of(pool, *sequences):
     index, size = pool._buffer.index, pool.block_size
-    state = [pool.num_free_blocks, pool.num_cached_blocks, pool.num_sequences, pool._buffer.pool.nbytes_used, pool._buffer.owners().tolist(),
-             index.find(index.digests(IDS, size)), index.find(index.digests(IDS[100:], size))]  # fmt: skip
+    state = [
+        pool.num_free_blocks,
+        pool.num_cached_blocks,
+        pool.num_sequences,
+        pool._buffer.pool.nbytes_used,
+        pool._buffer.owners().tolist(),
+        index.find(index.digests(IDS, size)),
+        index.find(index.digests(IDS[100:], size)),
+    ]
     return state + [tokens_of(one) for one in sequences]
 
 
@@ -113,7 +120,7 @@ def test_write(fmt, rng):
         for given, options, error in (
             (bad, {}, kvfast.NonFiniteInputError),
             (bad, {"cos": cos, "sin": sin}, kvfast.NonFiniteInputError),
-            (qkv, {"cos": cos[:n - 1], "sin": sin[:n - 1]}, kvfast.DimensionMismatchError),
+            (qkv, {"cos": cos[: n - 1], "sin": sin[: n - 1]}, kvfast.DimensionMismatchError),
             (qkv, {"cos": cos * 1e38, "sin": sin * 1e38}, kvfast.NonFiniteInputError),
             (qkv[:, 1:], {}, kvfast.DimensionMismatchError),
             (np.tile(qkv, (20, 1)), {}, kvfast.CacheFullError),
@@ -158,8 +165,13 @@ def test_batches_of_sequences(fmt, rng):
         with pytest.raises(error):
             pool.append_batch(0, *arguments)
         with pytest.raises(error):
-            pool.write_batch(0, np.concatenate([k.reshape(75, -1), *[x.reshape(len(x), -1) for x in (k, arguments[1])]], axis=1)
-                             if len(arguments[1]) == 75 else np.zeros((75, 5), np.float32), arguments[2])  # fmt: skip
+            pool.write_batch(
+                0,
+                np.concatenate([k.reshape(75, -1), *[x.reshape(len(x), -1) for x in (k, arguments[1])]], axis=1)
+                if len(arguments[1]) == 75
+                else np.zeros((75, 5), np.float32),
+                arguments[2],
+            )
         assert state_of(pool, a, b) == before
     with pytest.raises(kvfast.CacheFullError):
         pool.slot_mapping([a, b], [5, 2000])
@@ -245,8 +257,13 @@ def test_rows_that_are_left_out(fmt, given):
             one.write_batch(1, fused(k, v), at)
         sequence.advance(n)
         q, table = given[0][0][:1], np.arange(-(-n // pool.block_size))[None]
-        got.append([one for layer in range(LAYERS) for one in
-                    (pool.attend_batch(layer, q, block_table=table, seq_lens=[n]), sequence.attend(layer, q))])  # fmt: skip
+        got.append(
+            [
+                one
+                for layer in range(LAYERS)
+                for one in (pool.attend_batch(layer, q, block_table=table, seq_lens=[n]), sequence.attend(layer, q))
+            ]
+        )
     assert np.array_equal(*got)
     (k, v), (bad, _) = given
     with pytest.raises(kvfast.NonFiniteInputError, match=r"k must be finite, got nan at \[4, "):

@@ -118,7 +118,19 @@ def shape(cache):
     return cache.num_layers, cache.num_kv_heads, cache.head_dim
 
 
-ROUTES = [one_by_one, odd_chunks, a_little_back, far_back, forgotten, cleared, copied, restored, from_state, from_file, saved_after_a_cut]
+ROUTES = [
+    one_by_one,
+    odd_chunks,
+    a_little_back,
+    far_back,
+    forgotten,
+    cleared,
+    copied,
+    restored,
+    from_state,
+    from_file,
+    saved_after_a_cut,
+]
 
 
 KINDS_OF_SETS = list(itertools.product(LONG_KINDS, SETS))
@@ -382,9 +394,7 @@ def test_batches_store_what_sequences_store(name):
         slots = pool.slot_mapping(sequences, counts)
         order = np.argsort(np.concatenate([np.arange(n) for n in counts]), kind="stable")
         for layer in range(3):
-            parts = [
-                stream.arrays[layer, :, len(one) : len(one) + n] for stream, one, n in zip(streams, sequences, counts)
-            ]
+            parts = [stream.arrays[layer, :, len(one) : len(one) + n] for stream, one, n in zip(streams, sequences, counts)]
             k, v = np.concatenate(parts, 1)[:, order]
             if step % 2:
                 pool.append_batch(layer, k, v, slots[order])
@@ -684,8 +694,25 @@ def test_forged_patches_are_refused_or_read(rng):
     (place,) = header["tables"]
     assert place["patches"] == [[1, 36]]
     refused = 0
-    for patches in ([], [[0, 5]], [[1, 37]], [[1, 64]], [[1, 0]], [[4, 1]], [[10**9, 1]], [[1, 36], [1, 36]], [[3, 60], [2, 1]], [[-1, 3]],
-                    [[1]], [36], "36", {"1": 36}, [[1, 36, 2]], [[1.5, 3]], [[0, 3], [1, 36], [2, 17]]):  # fmt: skip
+    for patches in (
+        [],
+        [[0, 5]],
+        [[1, 37]],
+        [[1, 64]],
+        [[1, 0]],
+        [[4, 1]],
+        [[10**9, 1]],
+        [[1, 36], [1, 36]],
+        [[3, 60], [2, 1]],
+        [[-1, 3]],
+        [[1]],
+        [36],
+        "36",
+        {"1": 36},
+        [[1, 36, 2]],
+        [[1.5, 3]],
+        [[0, 3], [1, 36], [2, 17]],
+    ):
         place["patches"] = patches
         forged = state | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
         try:

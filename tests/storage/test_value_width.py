@@ -83,8 +83,9 @@ def test_a_side_is_as_in_a_cache_of_its_width(rng, kind, name, widths):
             assert np.array_equal((cache.k, cache.v)[i](layer), (alone.k, alone.v)[i](layer))
 
 
-@pairwise(("isa", "widths", "name"), TIERS, WIDTHS,
-          ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8/float32", "float16/int8"])  # fmt: skip
+@pairwise(
+    ("isa", "widths", "name"), TIERS, WIDTHS, ["float32", "float16", "bfloat16", "int8", "k8v4", "int4", "int8/float32", "float16/int8"]
+)
 def test_long_prompts(isa, rng, widths, name):
     """Many queries at once, which a matrix unit takes."""
     dim, v_dim = widths
@@ -110,8 +111,12 @@ def test_what_a_cache_becomes(tmp_path, rng, kind, name):
     fill(rng, cache)
     before = outputs(cache)
     snapshot = cache.snapshot()
-    others = [cache.copy(), snapshot.to_cache(), kvfast.Snapshot.from_state_dict(cache.state_dict()).to_cache(),
-              kvfast.Snapshot.from_bytes(snapshot.to_bytes()).to_cache()]  # fmt: skip
+    others = [
+        cache.copy(),
+        snapshot.to_cache(),
+        kvfast.Snapshot.from_state_dict(cache.state_dict()).to_cache(),
+        kvfast.Snapshot.from_bytes(snapshot.to_bytes()).to_cache(),
+    ]
     cache.save(tmp_path / "cache")
     others += [kvfast.load(tmp_path / "cache"), kvfast.load(tmp_path / "cache", mmap=True)]
     for other in others:
@@ -146,7 +151,14 @@ def test_sizes():
     assert plan.operations == 2 * 4096 * 8 * (192 + 128)
     shape = kvfast.ModelShape("one", (kvfast.LayerShape(8, 192, v_head_dim=128),))
     assert kvfast.plan(shape, context=640, memory=1 << 30, bandwidth=1e9)["int8"].bytes_per_token == cache.bytes_per_token
-    told = {"num_hidden_layers": 2, "num_attention_heads": 8, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+    told = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "head_dim": 64,
+    }
     assert kvfast.plan(told, memory=1 << 30, bandwidth=1e9).model.layers == shape.layers * 2
     latent = kvfast.plan(told | {"kv_lora_rank": 512}, memory=1 << 30, bandwidth=1e9)
     assert latent.model.layers == (kvfast.LayerShape(1, 512, None, 64),) * 2 and "8 heads of 192 and 128" in latent.notes[0]

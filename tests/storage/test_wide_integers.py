@@ -79,8 +79,11 @@ def test_numbers(rng, value):
             refused(lambda cache=cache: cache.drop(0, value, rope=None))
             refused(lambda cache=cache: cache.splice(caches[0].snapshot(), rope=None, recomputed=value))
         positions = np.array([value]) if not isinstance(value, int) or -(2**63) <= value < 2**63 else [value]
-        refused(lambda cache=cache, positions=positions: cache.write(
-            0, np.zeros((1, 6 * 64), np.float32), cos=k[:, 0, :32], sin=k[:, 0, :32], positions=positions))  # fmt: skip
+        refused(
+            lambda cache=cache, positions=positions: cache.write(
+                0, np.zeros((1, 6 * 64), np.float32), cos=k[:, 0, :32], sin=k[:, 0, :32], positions=positions
+            )
+        )
     with pytest.raises((ValueError, kvfast.CacheFullError)):
         pool.slot_mapping([pool.new_sequence()], value)
     for name in ("num_layers", "num_kv_heads", "head_dim", "num_blocks", "block_size"):

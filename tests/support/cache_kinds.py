@@ -28,7 +28,9 @@ SEALING = {
     "channels, trellis": kvfast.KVFormat("int4", rotation="v", per_channel=True, codebook="trellis", num_float_tokens=4),
     "means, float values": kvfast.KVFormat("int4/float32", centring=True, num_float_tokens=4),
     "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_tokens=16, block_size=32),
-    "recent, k8v4": kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True, num_recent_tokens=64, num_float_tokens=4),
+    "recent, k8v4": kvfast.KVFormat(
+        "int8/int4", rotation="kv", codebook="gaussian", clip_search=True, num_recent_tokens=64, num_float_tokens=4
+    ),
     "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_tokens=144, block_size=128),
     "recent, trellis": kvfast.KVFormat("float16/int4", codebook="trellis", rotation="v", num_recent_tokens=16),
     "channels, int3": kvfast.KVFormat.of("int3"),
@@ -61,13 +63,7 @@ RINGS = {
     "ring without rollback": {"window": 64, "num_sink_tokens": 64, "rollback": 0},
     "ring of two windows": {"window": [30, 100], "num_sink_tokens": 3},
     "ring and whole layer": {"window": [50, None], "num_sink_tokens": 2},
-    "ring that rotates": {
-        "window": 64,
-        "num_sink_tokens": 4,
-        "rope": "cache",
-        "rotary_dim": 16,
-        "rope_interleaved": True,
-    },
+    "ring that rotates": {"window": 64, "num_sink_tokens": 4, "rope": "cache", "rotary_dim": 16, "rope_interleaved": True},
 }
 KINDS = ["growing", "bounded", "sequence", "sequence with window", *RINGS]
 ALONE = {"sequence": kvfast.KVCache, "sequence with window": kvfast.RingKVCache}  # what has the same tokens to itself
@@ -172,9 +168,7 @@ def contents(cache):
     for layer in range(cache.num_layers):
         shown += [np.array(cache.k(layer)), np.array(cache.v(layer))]
         if cache.layer_length(layer):
-            shown.append(
-                cache.attend(layer, QUERIES[: min(1 + (2 if rollback is None else rollback), 3, cache.layer_length(layer))])
-            )
+            shown.append(cache.attend(layer, QUERIES[: min(1 + (2 if rollback is None else rollback), 3, cache.layer_length(layer))]))
     return shown
 
 

@@ -19,9 +19,7 @@ def run(*args, **options):
     """Run `python -m kvfast` to its end: (exit code, stdout, stderr)."""
     places = os.pathsep.join([str(Path(kvfast.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONIOENCODING": "utf-8", "PYTHONPATH": places}
-    result = subprocess.run(
-        command(*args), capture_output=True, encoding="utf-8", env=environment, timeout=300, check=False, **options
-    )
+    result = subprocess.run(command(*args), capture_output=True, encoding="utf-8", env=environment, timeout=300, check=False, **options)
     return result.returncode, result.stdout, result.stderr
 
 

@@ -21,7 +21,7 @@ METHODS = [
 def correlated(rng, *shape):
     """Vectors of falling variances in a basis of each head's own, behind a mean, with two tokens far out."""
     *heads, tokens, dim = shape
-    spread = 1.5 ** -np.arange(dim) ** 0.7
+    spread = 1.5 ** -(np.arange(dim) ** 0.7)
     turn = np.linalg.qr(rng.standard_normal((*heads, dim, dim)))[0]
     x = rng.standard_normal(shape) * spread @ turn + 0.3 * rng.standard_normal((*heads, 1, dim))
     x[..., [tokens // 2, tokens - 3], :] *= 5

@@ -42,8 +42,13 @@ class Memory:
 
 
 # What NumPy's ufuncs and CPython's locks make of a failed allocation, instead of a MemoryError.
-MISNAMED = ("error return without exception set", "without setting an exception", "NULL object passed", "can't allocate lock",
-            "can't start new thread")  # fmt: skip
+MISNAMED = (
+    "error return without exception set",
+    "without setting an exception",
+    "NULL object passed",
+    "can't allocate lock",
+    "can't start new thread",
+)
 
 
 class Objects:
@@ -341,7 +346,9 @@ def push(self):
 
 
 def scores(self):
-    return self.cache.attention_scores(np.ones((6, DIM), np.float32), softmax=True), self.cache.head(1).attend(np.ones((2, DIM), np.float32))
+    return self.cache.attention_scores(np.ones((6, DIM), np.float32), softmax=True), self.cache.head(1).attend(
+        np.ones((2, DIM), np.float32)
+    )
 
 
 def evict(self):
@@ -377,24 +384,61 @@ def make_cache(self):
 OPERATIONS = {}
 for _kind in ("growing", "bounded", "sequence", "ring with sinks", "ring of two windows", "ring that rotates"):
     for _format in FORMATS:
-        for _before, _operation in ((None, append), (None, append_one), (both_layers, advance), (None, attend), (None, prefill),
-                                    (None, copy), (None, truncate), (None, snapshot), (append, restore), (append, restore_foreign),
-                                    (None, keys), (None, state)):  # fmt: skip
+        for _before, _operation in (
+            (None, append),
+            (None, append_one),
+            (both_layers, advance),
+            (None, attend),
+            (None, prefill),
+            (None, copy),
+            (None, truncate),
+            (None, snapshot),
+            (append, restore),
+            (append, restore_foreign),
+            (None, keys),
+            (None, state),
+        ):
             OPERATIONS[f"{_operation.__name__}, {_kind}, {_format}"] = lambda k=_kind, f=_format: Cache(k, f), _before, _operation
 for _kind in ("growing", "sequence"):
     for _format in FORMATS:
-        for _before, _operation in ((None, splice), (None, drop), (splice, attend_spliced), (splice, drop_spliced),
-                                    (splice, truncate_spliced), (splice, copy_spliced), (another_spliced, restore_spliced)):  # fmt: skip
+        for _before, _operation in (
+            (None, splice),
+            (None, drop),
+            (splice, attend_spliced),
+            (splice, drop_spliced),
+            (splice, truncate_spliced),
+            (splice, copy_spliced),
+            (another_spliced, restore_spliced),
+        ):
             OPERATIONS[f"{_operation.__name__}, {_kind}, {_format}"] = lambda k=_kind, f=_format: Cache(k, f), _before, _operation
 for _before, _operation in ((None, write), (None, explain), (None, clear), (state, from_state), (with_file, save), (with_file, load)):
     OPERATIONS[_operation.__name__] = lambda: Cache("growing", "int4"), _before, _operation
 for _format in FORMATS:
-    for _before, _operation in ((None, new_sequence), (None, fork), (None, match), (None, restore_into_pool), (None, free),
-                                (None, append_shared), (None, slots), (slots, append_batch), (None, attend_batch),
-                                (more_for_known, advance_known), (None, truncate_known)):  # fmt: skip
+    for _before, _operation in (
+        (None, new_sequence),
+        (None, fork),
+        (None, match),
+        (None, restore_into_pool),
+        (None, free),
+        (None, append_shared),
+        (None, slots),
+        (slots, append_batch),
+        (None, attend_batch),
+        (more_for_known, advance_known),
+        (None, truncate_known),
+    ):
         OPERATIONS[f"{_operation.__name__}, pool, {_format}"] = lambda f=_format: Pool(f), _before, _operation
-for _subject, _operation in ((Latent, append_latent), (Latent, attend_latent), (ManyHeads, push), (ManyHeads, scores),
-                             (ManyHeads, evict), (Plain, codecs), (Plain, attention), (Plain, compress), (Plain, make_cache)):  # fmt: skip
+for _subject, _operation in (
+    (Latent, append_latent),
+    (Latent, attend_latent),
+    (ManyHeads, push),
+    (ManyHeads, scores),
+    (ManyHeads, evict),
+    (Plain, codecs),
+    (Plain, attention),
+    (Plain, compress),
+    (Plain, make_cache),
+):
     OPERATIONS[_operation.__name__] = _subject, None, _operation
 
 

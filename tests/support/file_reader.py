@@ -18,7 +18,9 @@ class Reader:
         self.calibrations = {}
         for pair in zip(rows, channels):
             shape = 2, *pair[0].shape
-            self.calibrations[sha256(str(shape).encode() + b"".join(one.astype("<f4").tobytes() for one in pair)).hexdigest()[:32]] = pair
+            self.calibrations[sha256(str(shape).encode() + b"".join(one.astype("<f4").tobytes() for one in pair)).hexdigest()[:32]] = (
+                pair
+            )
         self.tensors, self.header, self.settings = tensors, header, header["settings"]
         self.num_layers, self.block_size, self.unread = self.settings["num_layers"], header["block_size"], set(tensors)
         kind, n = self.settings["kind"], self.num_layers
@@ -43,7 +45,12 @@ class Reader:
 
     def rows(self, layer, side, positions):
         """float64 of shape (positions, heads, elements)."""
-        form, table, size, length = self.formats[layer], self.header["tables"][self.group[layer]], self.block_size, self.header["seq_len"]
+        form, table, size, length = (
+            self.formats[layer],
+            self.header["tables"][self.group[layer]],
+            self.block_size,
+            self.header["seq_len"],
+        )
         names = form["dtype"].split("/")
         dtype, dim = names[0] if side == "k" else names[-1], self.dims[layer][side == "v"]
         together = [one for one, group in zip(self.formats, self.group) if group == self.group[layer]]

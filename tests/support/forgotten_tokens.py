@@ -17,7 +17,12 @@ import kvfast
 
 DIM, BLOCK = 64, 32
 OPEN = kvfast.KVFormat("int4", per_channel=True, num_float_tokens=16, block_size=32)
-DTYPES = {"float32": "float32", "float16": "float16", "int4": OPEN, "recent": kvfast.KVFormat("int8", num_recent_tokens=16, block_size=32)}
+DTYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "int4": OPEN,
+    "recent": kvfast.KVFormat("int8", num_recent_tokens=16, block_size=32),
+}
 ROPE = kvfast.Rope()
 
 
@@ -152,9 +157,25 @@ def freed_beside_a_fork(case):
     return fork
 
 
-PLAIN = [truncated, truncated_beside_a_snapshot, truncated_beside_a_fork, truncated_then_continued, never_counted, left_out_of_a_snapshot, cleared,
-         restored]  # fmt: skip
-SPLICED = [dropped, dropped_twice, dropped_at_the_start, dropped_in_an_open_block, dropped_beside_a_snapshot, dropped_then_truncated, computed_again]
+PLAIN = [
+    truncated,
+    truncated_beside_a_snapshot,
+    truncated_beside_a_fork,
+    truncated_then_continued,
+    never_counted,
+    left_out_of_a_snapshot,
+    cleared,
+    restored,
+]
+SPLICED = [
+    dropped,
+    dropped_twice,
+    dropped_at_the_start,
+    dropped_in_an_open_block,
+    dropped_beside_a_snapshot,
+    dropped_then_truncated,
+    computed_again,
+]
 
 
 def sequence(dtype, secure, **options):
@@ -165,10 +186,16 @@ KINDS = {
     "growing": (lambda dtype, secure: kvfast.KVCache(1, 2, DIM, dtype=dtype, block_size=BLOCK, secure=secure), PLAIN + SPLICED),
     "bounded": (lambda dtype, secure: kvfast.KVCache(1, 2, DIM, 300, dtype=dtype, block_size=BLOCK, secure=secure), PLAIN + SPLICED),
     "sequence": (sequence, [*PLAIN, *SPLICED, freed, freed_beside_a_fork]),
-    "ring": (lambda dtype, secure: kvfast.RingKVCache(1, 2, DIM, 100, dtype=dtype, block_size=BLOCK, secure=secure), [*PLAIN, gone_with_a_window]),
+    "ring": (
+        lambda dtype, secure: kvfast.RingKVCache(1, 2, DIM, 100, dtype=dtype, block_size=BLOCK, secure=secure),
+        [*PLAIN, gone_with_a_window],
+    ),
     "sequence with window": (lambda dtype, secure: sequence(dtype, secure, sliding_window=100), [*PLAIN, gone_with_a_window, freed]),
     "latent": (lambda dtype, secure: kvfast.MLAKVCache(1, DIM, DIM, dtype=dtype, block_size=BLOCK, secure=secure), PLAIN),
-    "sequence of latents": (lambda dtype, secure: kvfast.PagedMLAKVCache(1, DIM, DIM, 24, BLOCK, dtype, secure).new_sequence(), [*PLAIN, freed]),
+    "sequence of latents": (
+        lambda dtype, secure: kvfast.PagedMLAKVCache(1, DIM, DIM, 24, BLOCK, dtype, secure).new_sequence(),
+        [*PLAIN, freed],
+    ),
 }
 
 

@@ -115,7 +115,11 @@ class Problem:
         return self.ggml.ggml_new_tensor_4d(self.memory, TYPES[storage], *(*reversed(shape), 1, 1, 1)[:4])
 
     def _array(self, tensor, shape, dtype=np.float32):
-        return np.ctypeslib.as_array(cast(self.ggml.ggml_get_data(tensor), POINTER(c_uint8)), (self.ggml.ggml_nbytes(tensor),)).view(dtype).reshape(shape)
+        return (
+            np.ctypeslib.as_array(cast(self.ggml.ggml_get_data(tensor), POINTER(c_uint8)), (self.ggml.ggml_nbytes(tensor),))
+            .view(dtype)
+            .reshape(shape)
+        )
 
     def _filled(self, x, storage="f32"):
         tensor = self._new(storage, x.shape)

@@ -57,9 +57,7 @@ def regions():
     with open("/proc/self/maps") as maps:
         for line in maps:
             place, rights, *rest = line.split()
-            if rights.startswith("rw") and (
-                len(rest) < 4 or rest[3].startswith("[heap") or rest[3].startswith("[stack")
-            ):
+            if rights.startswith("rw") and (len(rest) < 4 or rest[3].startswith("[heap") or rest[3].startswith("[stack")):
                 first, last = (int(one, 16) for one in place.split("-"))
                 yield first, last
 

@@ -6,7 +6,17 @@ import kvfast
 
 
 def attention(
-    q, k, v, *, scale=None, causal=True, softcap=None, sliding_window=None, num_sink_tokens=0, sinks=None, alibi_slopes=None,
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    causal=True,
+    softcap=None,
+    sliding_window=None,
+    num_sink_tokens=0,
+    sinks=None,
+    alibi_slopes=None,
     attention_chunk_size=None,
 ):
     """Attention of the last tokens: q (n, Hq, D), k (L, Hkv, D), v (L, Hkv, E) -> out (n, Hq, E), lse (n, Hq)."""

@@ -82,7 +82,10 @@ class Model:
         assert relative_error(k.reshape(len(k), -1), self.k.reshape(len(k), -1)) < tolerance
         assert relative_error(v.reshape(len(v), -1), self.v.reshape(len(v), -1)) < tolerance
         q = self.queries(n)
-        (out, lse), (expected, expected_lse) = cache.attend(layer, q, return_lse=True, num_splits=num_splits, **options), attention(q, k, v, **options)
+        (out, lse), (expected, expected_lse) = (
+            cache.attend(layer, q, return_lse=True, num_splits=num_splits, **options),
+            attention(q, k, v, **options),
+        )
         assert relative_error(out, expected) < bound(form.k_dtype, form.v_dtype)
         assert abs(lse - expected_lse).max() < 1e-3
         return out

@@ -69,9 +69,7 @@ def cases_of(every, *axes):
 def covering(*sizes):
     """Cases of ``itertools.product(*map(range, sizes))`` that hold every pair of values of two axes: few, not fewest."""
     axes = range(len(sizes))
-    left = dict.fromkeys(
-        ((i, a), (j, b)) for i, j in itertools.combinations(axes, 2) for a in range(sizes[i]) for b in range(sizes[j])
-    )
+    left = dict.fromkeys(((i, a), (j, b)) for i, j in itertools.combinations(axes, 2) for a in range(sizes[i]) for b in range(sizes[j]))
     while left:
         row = dict(next(iter(left)))
         for axis in sorted(set(axes) - row.keys()):

@@ -50,7 +50,9 @@ def redis_server(folder, *options):
     if program is None:
         pytest.skip("needs redis-server")
     always = ("--bind", HOST, "--save", "", "--appendonly", "no", "--dir", str(folder))
-    server = Server(lambda port: [program, "--port", str(port), *always, *options], lambda port: socket.create_connection((HOST, port)).close())
+    server = Server(
+        lambda port: [program, "--port", str(port), *always, *options], lambda port: socket.create_connection((HOST, port)).close()
+    )
     try:
         yield server
     finally:
@@ -76,8 +78,13 @@ def s3_server(monkeypatch):
 
 
 def use_s3(monkeypatch, port):
-    for name, value in {"ACCESS_KEY_ID": "access", "SECRET_ACCESS_KEY": "hunter2", "REGION": "us-east-1", "ALLOW_HTTP": "true",
-                        "ENDPOINT_URL": f"http://{HOST}:{port}"}.items():  # fmt: skip
+    for name, value in {
+        "ACCESS_KEY_ID": "access",
+        "SECRET_ACCESS_KEY": "hunter2",
+        "REGION": "us-east-1",
+        "ALLOW_HTTP": "true",
+        "ENDPOINT_URL": f"http://{HOST}:{port}",
+    }.items():
         monkeypatch.setenv(f"AWS_{name}", value)
 
 

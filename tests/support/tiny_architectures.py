@@ -26,13 +26,50 @@ LIMIT = 1e-3  # of the logits' difference, relative
 SIZES = {
     **dict.fromkeys(("vocab_size", "n_vocab", "vocab_size_per_layer_input"), 97),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "n_embed", "emb_dim", "dim_model", "embedding_size"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim", "dff",
-                     "dim_ff", "intermediate_size_mlp", "dense_intermediate_size", "num_centroids"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "router_hidden_size",
-                     "moe_shared_expert_intermediate_size", "shared_intermediate_size", "shared_experts_intermediate_size"), 32),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "n_inner",
+            "ffn_hidden_size",
+            "d_ff",
+            "decoder_ffn_dim",
+            "encoder_ffn_dim",
+            "dff",
+            "dim_ff",
+            "intermediate_size_mlp",
+            "dense_intermediate_size",
+            "num_centroids",
+        ),
+        96,
+    ),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "expert_ffn_hidden_size",
+            "router_hidden_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_intermediate_size",
+            "shared_experts_intermediate_size",
+        ),
+        32,
+    ),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
-                     "swa_num_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "decoder_attention_heads",
+            "encoder_attention_heads",
+            "swa_num_attention_heads",
+            "num_decoder_attention_heads",
+            "num_encoder_attention_heads",
+        ),
+        4,
+    ),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
     "swa_num_key_value_heads": 4,
     **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head"), 16),
@@ -44,8 +81,18 @@ SIZES = {
     **dict.fromkeys(("first_k_dense_replace", "n_group", "topk_group"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "index_head_dim"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "index_topk", "mamba_d_state", "state_size", "ssm_state_size", "mamba_n_groups",
-                     "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(
+        (
+            "qk_rope_head_dim",
+            "index_topk",
+            "mamba_d_state",
+            "state_size",
+            "ssm_state_size",
+            "mamba_n_groups",
+            "hidden_size_per_layer_input",
+        ),
+        8,
+    ),
     "index_n_heads": 2,
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
@@ -58,29 +105,60 @@ LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 HALF = ["linear_attention", "full_attention"] * 2
 GATED = {"head_dim": 16, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 OTHERS = {
-    "axk1": LATENT, "axk2": LATENT, "deepseek_v3": LATENT, "deepseek_v32": LATENT, "glm4_moe_lite": LATENT, "glm_moe_dsa": LATENT,
-    "longcat_flash": LATENT, "minicpm3": LATENT, "youtu": LATENT, "deepseek_v2": LATENT | {"num_experts_per_tok": 2},
-    "bailing_hybrid": LATENT | {"layer_group_size": 2, "head_dim": 16}, "kimi_linear": LATENT | {"layer_types": HALF},
-    "dots3_note_text": LATENT, "hy_v4": LATENT,
+    "axk1": LATENT,
+    "axk2": LATENT,
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT,
+    "longcat_flash": LATENT,
+    "minicpm3": LATENT,
+    "youtu": LATENT,
+    "deepseek_v2": LATENT | {"num_experts_per_tok": 2},
+    "bailing_hybrid": LATENT | {"layer_group_size": 2, "head_dim": 16},
+    "kimi_linear": LATENT | {"layer_types": HALF},
+    "dots3_note_text": LATENT,
+    "hy_v4": LATENT,
     "bamba": {"attn_layer_indices": [1, 3], "mamba_d_head": 32, "mamba_n_heads": 4, "mamba_n_groups": 1},
-    "codegen": {"rotary_dim": 8}, "gptj": {"rotary_dim": 8},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_heads": 4, "mamba_n_groups": 1},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
-                     "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8, "intermediate_size": 96},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "laurel_rank": 8,
+        "intermediate_size": 96,
+    },
     "gemma4_text": {"num_kv_shared_layers": 2, "global_head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": HALF, "num_key_value_heads": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1},
-    "hunyuan_v1_dense": GATED, "hunyuan_v1_moe": GATED, "ministral": GATED, "nemotron": GATED,
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1}, "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "hunyuan_v1_dense": GATED,
+    "hunyuan_v1_moe": GATED,
+    "ministral": GATED,
+    "nemotron": GATED,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1}, "mimo_v2_flash": {"head_dim": 24},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "mimo_v2_flash": {"head_dim": 24},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "attention"], "n_groups": 1, "mamba_num_heads": 8},
-    "olmo_hybrid": {"layer_types": HALF}, "xmod": {"default_language": "en_XX"},
-    "qwen4_exp_text": GATED | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
-                               "indexer_compress_ratio": 2, "ple_embed_dim": 64, "ngram_vocab_size_base": 97},
-    "reformer": {"is_decoder": True}, "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "olmo_hybrid": {"layer_types": HALF},
+    "xmod": {"default_language": "en_XX"},
+    "qwen4_exp_text": GATED
+    | {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "ple_embed_dim": 64,
+        "ngram_vocab_size_base": 97,
+    },
+    "reformer": {"is_decoder": True},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1, "cca_time0": 2},
 }
 
@@ -128,14 +206,24 @@ def _text(error):
 def _generate(model, implementation, cache, ids, mask, **options):
     model.set_attn_implementation(implementation)
     with torch.no_grad():
-        found = model.generate(ids, attention_mask=mask, cache=cache, use_cache=True, max_new_tokens=NEW_TOKENS, do_sample=False,
-                               return_dict_in_generate=True, output_logits=True, **options)
-    return found.sequences[:, ids.shape[1]:], torch.stack(found.logits)
+        found = model.generate(
+            ids,
+            attention_mask=mask,
+            cache=cache,
+            use_cache=True,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
+        )
+    return found.sequences[:, ids.shape[1] :], torch.stack(found.logits)
 
 
 def _runs(model):
     """What is generated: a prompt in one piece, and two with padding in chunks, or again in one where transformers cannot;
     with the tokens and logits of transformers itself."""
+
     def run(ids, mask, **options):
         return (ids, mask, options), _generate(model, "eager", transformers.DynamicCache(config=model.config), ids, mask, **options)
 
@@ -212,7 +300,9 @@ def kept_layers(model):
         else:
             model(ids, attention_mask=mask, use_cache=True, cache=cache)
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None and layer.keys.numel()]
-    return [(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], getattr(layer, "sliding_window", None)) for layer in layers]
+    return [
+        (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], getattr(layer, "sliding_window", None)) for layer in layers
+    ]
 
 
 def main():

@@ -16,12 +16,22 @@ with warnings.catch_warnings():  # of the two about each other
 
 transformers.logging.set_verbosity_error()
 # Neither of the two is ours to mend.
-QUIET = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning:torch",
-                                                                     "UserWarning:transformers")]
+QUIET = [
+    pytest.mark.filterwarnings(f"ignore::{kind}")
+    for kind in ("DeprecationWarning", "FutureWarning", "UserWarning:torch", "UserWarning:transformers")
+]
 
 SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
     # random weights say little: larger ones keep the best token apart from the second best
     "initializer_range": 0.2,
 }
@@ -35,8 +45,10 @@ MODELS = {
     "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 16}),
     "gemma2": ("Gemma2", {"sliding_window": WINDOW, "head_dim": 16, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 20}),
     "gemma3": ("Gemma3", {"sliding_window": WINDOW, "head_dim": 16, "query_pre_attn_scalar": 20}),
-    "gpt-oss": ("GptOss", {"sliding_window": WINDOW, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 2,
-                           "initializer_range": 0.1}),
+    "gpt-oss": (
+        "GptOss",
+        {"sliding_window": WINDOW, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 2, "initializer_range": 0.1},
+    ),
 }
 SLIDING = ("mistral", "gemma2", "gemma3", "gpt-oss")
 

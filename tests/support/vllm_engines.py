@@ -24,23 +24,52 @@ import kvfast.vllm
 from kvfast.vllm import versions
 
 SMALL = {
-    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "initializer_range": 0.2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
 MODELS = {
     "llama": ("Llama", {}),
     "deep": ("Llama", {"num_hidden_layers": 6}),
     "mistral": ("Mistral", {"sliding_window": 70}),
-    "gemma2": ("Gemma2", {"sliding_window": 70, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": 70, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    ),
     "gemma3": ("Gemma3", {"sliding_window": 70, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gpt_oss": ("GptOss", {"sliding_window": 70, "num_local_experts": 2, "num_experts_per_tok": 1}),
-    "deepseek": ("DeepseekV2", {
-        "num_key_value_heads": 4, "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
-        "head_dim": 64, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64,
-        "first_k_dense_replace": 3, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0,
-        "num_hidden_layers": 3,
-    }),
+    "deepseek": (
+        "DeepseekV2",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+            "head_dim": 64,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+            "num_hidden_layers": 3,
+        },
+    ),
     "bloom": ("Bloom", {"n_head": 4, "n_layer": 4, "tie_word_embeddings": True}),
 }
 
@@ -55,7 +84,6 @@ def save_model(name, folder):
         if parameter.ndim == 1 and not parameter.any():
             torch.nn.init.normal_(parameter)
     model.save_pretrained(folder)
-
 
 
 def save_tokenizer(folder):
@@ -76,8 +104,14 @@ def in_engine(folder, use, **options):
         AttentionBackendEnum[name].clear_override()
     selector._cached_get_attn_backend.cache_clear()
     kvfast.vllm.register()
-    options = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8, "enforce_eager": True,
-               "skip_tokenizer_init": True, "num_gpu_blocks_override": 200} | options
+    options = {
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "num_gpu_blocks_override": 200,
+    } | options
     gc.collect()
     with mock.patch.multiple(gc, collect=mock.DEFAULT, freeze=mock.DEFAULT, unfreeze=mock.DEFAULT):
         llm = LLM(str(folder), seed=0, **options)

@@ -32,7 +32,9 @@ def test_architecture(name):
     if transformers.__version__ == FOUND["transformers"]:
         assert found == kept, "python tests/support/tiny_architectures.py --write"
     elif kept is not None:  # of another version, what went must go on
-        assert {way for way, text in kept.items() if text.startswith("same")} <= {way for way, text in found.items() if text.startswith("same")}
+        assert {way for way, text in kept.items() if text.startswith("same")} <= {
+            way for way, text in found.items() if text.startswith("same")
+        }
 
 
 def test_all_are_kept():
@@ -52,8 +54,10 @@ FEWER = ("bart", "mllama", "pp_formulanet", "rwkv", "xlstm")
 def planned(config):
     """What `plan` says that each layer keeps, as `kept_layers`. Of latents transformers keeps their rotary part as the values."""
     layers = read_shape(config).layers
-    return [(one.num_kv_heads, one.head_dim, one.v_head_dim or one.head_dim if one.rope_dim is None else one.rope_dim, one.window)
-            for one in layers]  # fmt: skip
+    return [
+        (one.num_kv_heads, one.head_dim, one.v_head_dim or one.head_dim if one.rope_dim is None else one.rope_dim, one.window)
+        for one in layers
+    ]
 
 
 def test_plan_counts_what_the_cache_keeps(name):

@@ -6,19 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from tiny_transformers import (
-    MODELS,
-    QUIET,
-    SLIDING,
-    KVFastCache,
-    logits,
-    ours,
-    prompt,
-    random_model,
-    stock,
-    torch,
-    transformers,
-)
+from tiny_transformers import MODELS, QUIET, SLIDING, KVFastCache, logits, ours, prompt, random_model, stock, torch, transformers
 
 import kvfast
 from kvfast.transformers.attention import as_numpy, attention
@@ -90,7 +78,7 @@ def test_rows_are_chosen_and_repeated(model):
     for i, one in enumerate(single):
         logits(model, ids[i : i + 1], "kvfast", one, mask[i : i + 1])
     before = cache.nbytes
-    cache.batch_repeat_interleave(2)                          # 0 0 1 1 2 2
+    cache.batch_repeat_interleave(2)  # 0 0 1 1 2 2
     assert cache.batch_size == 6 and cache.nbytes == before  # shared until they are written
     cache.reorder_cache(torch.tensor([5, 5, 0, 0, 2, 3]))
     cache.batch_select_indices(torch.tensor([4, 0, 1, 3]))
@@ -237,8 +225,14 @@ def test_other_masks_are_refused(llama):
             attention(llama.model.layers[0].self_attn, torch.zeros(1, 4, 6, 16), key, value, mask)
 
 
-@pytest.mark.parametrize("options, what", [({"is_causal": False}, "bidirectional attention"), ({"dropout": 0.1}, "dropout of 0.1"),
-                                           ({"position_bias": torch.zeros(1)}, "position_bias")])
+@pytest.mark.parametrize(
+    "options, what",
+    [
+        ({"is_causal": False}, "bidirectional attention"),
+        ({"dropout": 0.1}, "dropout of 0.1"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+    ],
+)
 def test_other_attentions_are_refused(llama, options, what):
     llama.set_attn_implementation("kvfast")
     key, value = KVFastCache(llama.config).update(torch.zeros(1, 2, 6, 16), torch.zeros(1, 2, 6, 16), 0)
@@ -327,5 +321,7 @@ def test_another_models_configuration_is_refused(llama):
     config = copy.deepcopy(llama.config)
     config.num_hidden_layers -= 1
     cache = KVFastCache(config)
-    with pytest.raises(ValueError, match=r"made for the \d+ layers? of a llama, and the model has a layer \d+: make it by KVFastCache\(model.config\)"):
+    with pytest.raises(
+        ValueError, match=r"made for the \d+ layers? of a llama, and the model has a layer \d+: make it by KVFastCache\(model.config\)"
+    ):
         logits(llama, prompt(1, 5)[0], "kvfast", cache)

@@ -116,7 +116,9 @@ def test_latents_are_stored_as_what_their_layer_makes_of_them():
         row = cache.rows[0]
         assert (row.num_kv_heads, row.head_dim, row.v_head_dim) == shape and len(row) == 30
         assert row.bytes_per_token == 4 * shape[0] * 2 * sum(-(-dim // 16) * 16 for dim in shape[1:])  # in multiples of 16
-    with pytest.raises(ValueError, match="layer 0 has 4 KV heads of 24 and 16, and layers of its kind before it have 1 KV heads of 32 and 8"):
+    with pytest.raises(
+        ValueError, match="layer 0 has 4 KV heads of 24 and 16, and layers of its kind before it have 1 KV heads of 32 and 8"
+    ):
         logits(model, prompt(2, 1)[0], "kvfast", cache)
 
 
@@ -127,8 +129,13 @@ def test_latents_of_several_tokens_are_not_mixed():
     latent, rope = cache.update(torch.ones(1, 1, 3, 32), torch.ones(1, 1, 3, 8), 0)
     heads = torch.nn.functional.linear(latent, torch.ones(4 * 32, 32)).view(1, 3, 4, 32).transpose(1, 2)
     assert isinstance(heads, Received) and all(isinstance(one, Received) for one in torch.split(heads, [16, 16], dim=-1))
-    for name, wrong in (("softmax", lambda: torch.softmax(heads, -1)), ("mean", lambda: heads.mean(2)), ("cumsum", lambda: latent.cumsum(2)),
-                        ("matmul", lambda: heads @ heads.transpose(2, 3)), ("roll", lambda: rope.roll(1, 2))):
+    for name, wrong in (
+        ("softmax", lambda: torch.softmax(heads, -1)),
+        ("mean", lambda: heads.mean(2)),
+        ("cumsum", lambda: latent.cumsum(2)),
+        ("matmul", lambda: heads @ heads.transpose(2, 3)),
+        ("roll", lambda: rope.roll(1, 2)),
+    ):
         with pytest.raises(RuntimeError, match=rf"layer 0 does more with its keys and values.*calls {name}\)"):
             wrong()
 
@@ -179,8 +186,16 @@ def received(llama, n=3, layer=0):
 def test_changed_keys_are_refused(llama):
     _, key, value = received(llama)
     assert isinstance(key, Received) and key.shape == value.shape == (1, 2, 3, 16) and key.dtype == torch.float32
-    for change in (lambda one: one + 1, lambda one: one.repeat(1, 2, 1, 1), lambda one: torch.cat([one, one]), lambda one: one[:, :1],
-                   torch.Tensor.numpy, lambda one: one.chunk(2, 1), lambda one: one.T, lambda one: torch.ones(16) @ one.mT):
+    for change in (
+        lambda one: one + 1,
+        lambda one: one.repeat(1, 2, 1, 1),
+        lambda one: torch.cat([one, one]),
+        lambda one: one[:, :1],
+        torch.Tensor.numpy,
+        lambda one: one.chunk(2, 1),
+        lambda one: one.T,
+        lambda one: torch.ones(16) @ one.mT,
+    ):
         with pytest.raises(RuntimeError, match="layer 0 does more with its keys and values than to hand them to its attention"):
             change(key)
     module, query = llama.model.layers[0].self_attn, torch.randn(1, 4, 3, 16)
@@ -216,8 +231,15 @@ def test_a_second_attention_stores_nothing(llama):
         attention(module, query, key, value, None)
 
 
-@pytest.mark.parametrize("options, what", [({"alibi": torch.ones(4)}, "alibi"), ({"head_mask": torch.ones(4)}, "head_mask"),
-                                           ({"sliding_window": 7}, "sliding_window"), ({"anything": 1, "new": "x"}, "anything, new")])
+@pytest.mark.parametrize(
+    "options, what",
+    [
+        ({"alibi": torch.ones(4)}, "alibi"),
+        ({"head_mask": torch.ones(4)}, "head_mask"),
+        ({"sliding_window": 7}, "sliding_window"),
+        ({"anything": 1, "new": "x"}, "anything, new"),
+    ],
+)
 def test_arguments_that_are_not_known_are_refused(llama, options, what):
     _, key, value = received(llama)
     with pytest.raises(ValueError, match=f"asks for {what}, which kvfast does not compute"):

@@ -67,10 +67,16 @@ def test_float_caches_give_the_tokens_of_vllm(folder_of, monkeypatch, name):
     in_engine(folder_of(name), with_kvfast, max_num_batched_tokens=128)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [
-    ("int8_per_token_head", "int8"), ("turboquant_k8v4", "k8v4"), ("turboquant_4bit_nc", "int4"),
-    ("turboquant_k3v4_nc", "int3/int4"), ("turboquant_3bit_nc", "int3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("int8_per_token_head", "int8"),
+        ("turboquant_k8v4", "k8v4"),
+        ("turboquant_4bit_nc", "int4"),
+        ("turboquant_k3v4_nc", "int3/int4"),
+        ("turboquant_3bit_nc", "int3"),
+    ],
+)
 def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_of, monkeypatch, name, dtype):
     """In a cache of ten blocks, four texts begin with one each and grow to three: some are preempted and computed again. Of
     turboquant's modes vLLM leaves the first and last two layers in the model's dtype, whose blocks have another size."""
@@ -86,6 +92,7 @@ def test_integer_caches_take_less_memory_and_do_not_depend_on_the_batch(folder_o
         pools = {pool.dtype: pool for pool in pools_of(llm)}
         assert any(one.startswith(dtype) for one in pools)
         assert min(pool.bytes_per_token / pool.num_layers for pool in pools.values()) < 0.4 * 2 * 2 * 32 * 4
+
     preempted = []
     original = Scheduler._preempt_request
 
@@ -118,10 +125,19 @@ def test_the_default_keeps_float_rows_beside_the_blocks(folder_of, monkeypatch):
         assert [generate(llm, [one])[0] for one in prompts()] == alone
         assert {pool.dtype for pool in pools_of(llm)} == {"int4"}
         [memory] = {id(layer.impl.memory): layer.impl.memory for layer in layers_of(llm).values()}.values()
-        assert 0 < memory.pool.nbytes - sum(tensor.nbytes for tensor in memory._tensors) < sum(tensor.nbytes for tensor in memory._tensors)
+        assert (
+            0 < memory.pool.nbytes - sum(tensor.nbytes for tensor in memory._tensors) < sum(tensor.nbytes for tensor in memory._tensors)
+        )
 
-    in_engine(folder_of("deep"), use, kv_cache_dtype="int4_per_token_head", num_gpu_blocks_override=10, block_size=64, max_model_len=448,
-              enable_prefix_caching=False)  # fmt: skip
+    in_engine(
+        folder_of("deep"),
+        use,
+        kv_cache_dtype="int4_per_token_head",
+        num_gpu_blocks_override=10,
+        block_size=64,
+        max_model_len=448,
+        enable_prefix_caching=False,
+    )
 
 
 @pytest.mark.parametrize("name", ["int8_per_token_head", "turboquant_4bit_nc", "int4_per_token_head"])
@@ -199,6 +215,7 @@ def test_fp8_is_left_to_vllm(folder_of, monkeypatch):
 
 def test_blocks_of_a_size_that_kvfast_does_not_take(folder_of):
     """vLLM cuts blocks of 96 tokens into three, and refuses others before it starts."""
+
     def use(llm):
         tokens = generate(llm, prompts((200,)))
         assert {pool.block_size for pool in pools_of(llm)} == {32}
@@ -245,6 +262,7 @@ def test_requests_that_see_later_tokens(folder_of, monkeypatch):
     """In one batch with others, as models of diffusion ask for it: the tokens of vLLM's own backend. Windows, which have two sides
     there, are left to it; and a model that did not say so when it was loaded is refused."""
     for kind in (backend.CPUAttentionMetadataBuilder, backend.KVFastMetadataBuilder):
+
         def build(self, common_prefix_len, common, fast_build=False, original=kind.build):
             if isinstance(common.causal, bool):
                 common = copy.copy(common)

@@ -31,12 +31,40 @@ def port(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "tiny",
-               "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
-               "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--num-gpu-blocks-override", "60",
-               "--kv-cache-dtype", "int8_per_token_head", "--block-size", "32"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(folder),
+        "--served-model-name",
+        "tiny",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "16",
+        "--max-num-batched-tokens",
+        "256",
+        "--num-gpu-blocks-override",
+        "60",
+        "--kv-cache-dtype",
+        "int8_per_token_head",
+        "--block-size",
+        "32",
+    ]
     with open(folder / "log", "w+") as log:
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment = os.environ | {
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             wait_for(server, port, log)
@@ -65,8 +93,16 @@ def wait_for(server, port, log):
 def stream(port, prompt, leave_after=None):
     """The words that follow a prompt, or the first if the client goes away, and by how much each was likelier than the next best."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "stream": True,
-            "skip_special_tokens": False, "logprobs": 2}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "skip_special_tokens": False,
+        "logprobs": 2,
+    }
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     answer, words, leads = connection.getresponse(), [], []
     assert answer.status == 200, answer.read()

@@ -46,7 +46,9 @@ def check_texts(model, prompts, form, found, error):
     texts have none. Their log-probabilities are as near as `error`, in int8 all but 1 in 100."""
     prefix = kvfast.PagedKVCache(*model.cache_shape, num_blocks=16 * len(prompts), dtype=form).new_sequence()
     steps = [prompts, *([tokens[i : i + 1] for tokens, _ in found] for i in range(TOKENS - 1))]
-    if form != VLLM_FORMATS["int4_per_token_head"]:  # which reads tokens of one step as floats; the others need not come in the same steps
+    if (
+        form != VLLM_FORMATS["int4_per_token_head"]
+    ):  # which reads tokens of one step as floats; the others need not come in the same steps
         shared = len(os.path.commonprefix(prompts))
         model.forward(prompts[0][:shared], prefix)
         steps = [[[*ids[shared:], *tokens[:-1]] for ids, (tokens, _) in zip(prompts, found, strict=True)]]
@@ -109,7 +111,9 @@ def test_the_texts_of_kvfast(smollm2, name):
         config = llm.llm_engine.vllm_config.cache_config
         return texts(llm, prompts), config.num_gpu_blocks * config.block_size
 
-    found, capacity = in_engine(folder, use, kv_cache_dtype=name, block_size=64, enable_prefix_caching=False, num_gpu_blocks_override=None)
+    found, capacity = in_engine(
+        folder, use, kv_cache_dtype=name, block_size=64, enable_prefix_caching=False, num_gpu_blocks_override=None
+    )
     check_texts(model, prompts, form, found, ROUNDED)
     planned = kvfast.plan(folder, engine="vllm", memory=1 << 30, bandwidth=1e10, context=64)
     assert capacity == planned[name if name in VLLM_FORMATS else "auto"].longest_context  # of VLLM_CPU_KVCACHE_SPACE=1

@@ -298,10 +298,9 @@ def _codec(case, least_bytes):
         assert np.all(np.abs(out - x) <= 0.50001 * scales[:, None])
 
     return Work(
-        call={
-            "quantize": lambda: kvfast.quantize(x, bits=bits),
-            "dequantize": lambda: kvfast.dequantize(codes, scales, out),
-        }[case.work],
+        call={"quantize": lambda: kvfast.quantize(x, bits=bits), "dequantize": lambda: kvfast.dequantize(codes, scales, out)}[
+            case.work
+        ],
         count=case.context,
         nbytes=x.nbytes + codes.nbytes + scales.nbytes,
         operations=0,

@@ -108,7 +108,9 @@ def _obstore():
         import obstore
         import obstore.exceptions
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f'object stores need the package {error.name}: pip install "kvfast[cloud]"', name=error.name) from None
+        raise ModuleNotFoundError(
+            f'object stores need the package {error.name}: pip install "kvfast[cloud]"', name=error.name
+        ) from None
     return obstore
 
 
@@ -119,11 +121,17 @@ def _checked(url):
     except ValueError:
         parts = None
     # Before the @ of Azure's abfs:// is the name of a container.
-    if parts is None or parts.password is not None or parts.query or parts.fragment or (
-        parts.username is not None and parts.scheme not in ("abfs", "abfss")
+    if (
+        parts is None
+        or parts.password is not None
+        or parts.query
+        or parts.fragment
+        or (parts.username is not None and parts.scheme not in ("abfs", "abfss"))
     ):
-        raise ValueError("the URL of an object store must be like s3://bucket/folder, without credentials or options, which come from "
-                         "the environment")  # fmt: skip
+        raise ValueError(
+            "the URL of an object store must be like s3://bucket/folder, without credentials or options, which come from "
+            "the environment"
+        )
     return url
 
 

@@ -20,7 +20,7 @@ from kvfast.prompts.stores.store import Entry, Store, Value, check_key, is_key
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-STALE = 10                # seconds after which an unfinished file that no process has locked is one of a killed process
+STALE = 10  # seconds after which an unfinished file that no process has locked is one of a killed process
 STALE_WITHOUT_LOCKS = 3600
 # Bytes of a value that are read at once; larger ones stay in the page cache until they are asked for, in so many open files of a call.
 SMALL, MOST_OPEN = 32 << 10, 256

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 VERSION = 1
 WAIT = 5.0  # seconds for other processes, whose transactions take milliseconds
 LISTED = 10_000  # lines that are read at once
-EVICTED = 200    # values that are removed at once
+EVICTED = 200  # values that are removed at once
 LATEST = 1 << 62  # nanoseconds since 1970, in the year 2116: numbers end at twice as many
 _TABLES = (
     "CREATE TABLE stored (key TEXT PRIMARY KEY, nbytes INTEGER NOT NULL, used INTEGER NOT NULL, hits INTEGER NOT NULL) WITHOUT ROWID",
@@ -117,8 +117,10 @@ class FolderIndex:
     def add(self, key: str, nbytes: int, max_bytes: int | None, unlink: Callable[[str], None]) -> None:
         """Add a value, after removing the least recently used others until it fits."""
         with self._transaction():
-            self._database.execute("INSERT INTO stored VALUES (?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET nbytes = excluded.nbytes, "
-                                   "used = excluded.used", (key, nbytes, self._now()))  # fmt: skip
+            self._database.execute(
+                "INSERT INTO stored VALUES (?, ?, ?, 0) ON CONFLICT (key) DO UPDATE SET nbytes = excluded.nbytes, used = excluded.used",
+                (key, nbytes, self._now()),
+            )
             while max_bytes is not None and self._evict(max_bytes, key, unlink):
                 pass
 

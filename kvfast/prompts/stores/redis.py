@@ -112,7 +112,11 @@ class RedisStore(Store):
     def _listed(self, keys):
         # A value that has gone, or is none of kvfast's, has no length. A server that removes by frequency knows no time of use.
         answers = self._call(
-            [command for key in keys for command in ((b"STRLEN", PREFIX + key), (b"OBJECT", b"IDLETIME", PREFIX + key), (b"GET", HITS + key))],
+            [
+                command
+                for key in keys
+                for command in ((b"STRLEN", PREFIX + key), (b"OBJECT", b"IDLETIME", PREFIX + key), (b"GET", HITS + key))
+            ],
             lambda error: True,
         )
         for key, nbytes, idle, hits in zip(keys, answers[::3], answers[1::3], answers[2::3]):
@@ -124,8 +128,13 @@ class RedisStore(Store):
         if not is_right:
             raise StoreError(f"{self.url}: an answer to {command} is not one of a Redis server")
 
-    def _call(self, commands: Sequence[tuple[Any, ...]], may_fail: Callable[[Exception], bool] = lambda error: False,
-              ahead: int = MOST_AHEAD, read: str = "read_response") -> list[Any]:
+    def _call(
+        self,
+        commands: Sequence[tuple[Any, ...]],
+        may_fail: Callable[[Exception], bool] = lambda error: False,
+        ahead: int = MOST_AHEAD,
+        read: str = "read_response",
+    ) -> list[Any]:
         """The answers to commands, of which `ahead` are sent at first, by a method of the connection. An error that `may_fail` accepts
         is an answer."""
         if not commands:
@@ -199,7 +208,9 @@ def _redis():
     try:
         import redis
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f'Redis servers need the package {error.name}: pip install "kvfast[redis]"', name=error.name) from None
+        raise ModuleNotFoundError(
+            f'Redis servers need the package {error.name}: pip install "kvfast[redis]"', name=error.name
+        ) from None
     return redis
 
 
@@ -227,8 +238,10 @@ def _parsed(url):
     if options is not None and parts.scheme != "unix" and parts.path.strip("/") and not parts.path.strip("/").isdecimal():
         options = None  # redis-py would take database 0
     if options is None:
-        raise ValueError("the URL of a Redis server must be like redis://user:password@host:6379/0?ttl=3600, with special letters of the "
-                         "password as %40")  # fmt: skip
+        raise ValueError(
+            "the URL of a Redis server must be like redis://user:password@host:6379/0?ttl=3600, with special letters of the "
+            "password as %40"
+        )
     if ttl < 0:
         raise ValueError(f"ttl must be a number of seconds from 1, got {ttl}")
     if unknown := sorted(set(given) - set(_OPTIONS)):

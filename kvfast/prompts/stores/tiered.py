@@ -14,7 +14,7 @@ from kvfast.prompts.stores.store import Entry, Store, Value
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-PAUSE = 30.0              # seconds without calls of the far store after it failed
+PAUSE = 30.0  # seconds without calls of the far store after it failed
 MOST_PENDING = 256 << 20  # bytes that wait to be kept in the near store; more are not kept
 
 

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 REDIS, CLOUD = ("redis", "rediss", "unix"), ("s3", "s3a", "gs", "az", "abfs", "http", "https", "memory")
 
 
-def open_store(store: str | os.PathLike[str], max_bytes: int | None = None, near: str | os.PathLike[str] | None = None,
-               timeout: float = 5.0) -> Store:
+def open_store(
+    store: str | os.PathLike[str], max_bytes: int | None = None, near: str | os.PathLike[str] | None = None, timeout: float = 5.0
+) -> Store:
     """A store by its path or URL.
 
     Parameters
@@ -57,8 +58,10 @@ def open_store(store: str | os.PathLike[str], max_bytes: int | None = None, near
 
         far = CloudStore(text, timeout)
     else:
-        raise ValueError(f"a store must be a folder or begin with one of {', '.join(f'{one}://' for one in ('file', *REDIS, *CLOUD))}, "
-                         f"got {scheme}://")  # fmt: skip
+        raise ValueError(
+            f"a store must be a folder or begin with one of {', '.join(f'{one}://' for one in ('file', *REDIS, *CLOUD))}, "
+            f"got {scheme}://"
+        )
     if near is not None:
         return TieredStore(FolderStore(_folder_of(os.fsdecode(near)), max_bytes), far)
     if max_bytes is not None:
@@ -81,7 +84,9 @@ def _folder_of(text):
         host, slash, path = rest[2:].partition("/")
         rest = slash + path
     if host.lower() not in ("", "localhost") or not rest or "?" in rest or "#" in rest:
-        raise ValueError("a file URL must be file:/// and a whole path on this machine, in which ? is %3F and # is %23; a path needs no URL")
+        raise ValueError(
+            "a file URL must be file:/// and a whole path on this machine, in which ? is %3F and # is %23; a path needs no URL"
+        )
     if os.name == "nt":
         from urllib.request import url2pathname
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# ruff on Python, whose formatter sets every line, cython-lint on Cython, clang-format on the C that it understands (see .clang-format), and on all of them
-# what these do not tell of: tabs, blanks at the end of a line, and in C lines of more than 136 columns.
+# ruff on Python, with its formatter, cython-lint on Cython, clang-format on the C that it understands (see .clang-format), and on all
+# of them what these do not tell of: tabs, blanks at the end of a line, and in C lines of more than 136 columns.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ruff check .

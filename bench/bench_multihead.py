@@ -13,7 +13,7 @@ import kvfast
 from kvfast.cli.bench.measure import using_threads
 
 DIM = 128
-CASES = [(bits, "gaussian") for bits in (2, 3, 4, (5, 4), 5, 6, 7, 8)] + [(4, "trellis")]
+CASES = [(bits, "gaussian") for bits in (2, 3, 4, (5, 4), 5, 6, 7, 8)]
 each_case = pytest.mark.parametrize("bits, codebook", CASES, ids=[f"{bits} {codebook}" for bits, codebook in CASES])
 
 

@@ -10,7 +10,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
-from cache_kinds import CENTRED, PACKED, TRELLIS
+from cache_kinds import CENTRED, PACKED
 from selection import TIERS, pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
 
 import kvfast
@@ -32,7 +32,7 @@ def pytest_collection_finish():
 
 
 def pytest_make_parametrize_id(config, val, argname):
-    return {CENTRED: "centred", PACKED: "packed", TRELLIS: "trellis"}.get(val) if isinstance(val, kvfast.KVFormat) else None
+    return {CENTRED: "centred", PACKED: "packed"}.get(val) if isinstance(val, kvfast.KVFormat) else None
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ cdef class AttendCall:
     cdef int set_rope(self, object rope_q) except -1
     cdef void close(self, kv_item *item, Py_ssize_t end) noexcept nogil
     cdef Py_ssize_t _count_parts(self) noexcept nogil
-    cdef bint _has_pairs(self) noexcept nogil
     cdef bint prepare(self, Workspace scratch, int threads) noexcept nogil
     cdef object run(self)
     cdef object explain(self, str storage)

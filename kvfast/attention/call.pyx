@@ -24,8 +24,8 @@ from kvfast.core.arrays cimport Rows, check_apart, check_finite, open_output, op
 from kvfast.core.checks cimport check_count, check_number, check_per_head
 from kvfast.core.flags cimport kv_drop
 from kvfast.core.interrupt cimport check_stopped
-from kvfast.core.kernels cimport (KV_BFLOAT16, KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED_CODES, KV_PAIRS, active,
-                                  has_bfloat16, kv_rope_scratch, kv_wide_scratch)
+from kvfast.core.kernels cimport (KV_BFLOAT16, KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED_CODES, active,
+                                  kv_rope_scratch, kv_wide_scratch)
 from kvfast.core.limits cimport (KV_FEW_QUERIES, KV_MATRIX_PANELS, KV_MAX_FLOAT32, KV_MAX_Q_HEADS, KV_MAX_TOKENS, KV_PANELS, KV_ROWS,
                                  KV_TILE)
 from kvfast.core.threads cimport gather, kv_team, most_threads, threads_for
@@ -297,9 +297,9 @@ cdef class AttendCall:
         # A single token of latent rows has enough query heads, and every single token then goes this way.
         if not (store.latent and self.call.group > KV_ROWS) and (
                 item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
-                or (self.call.kernels.open_matrix == NULL and item.num_queries * self.call.group < least)):
+                or (not self.call.kernels.has_matrix and item.num_queries * self.call.group < least)):
             return
-        if self.call.kernels.open_matrix != NULL and KV_PACKED_CODES in (store.k.family, store.v.family):
+        if self.call.kernels.has_matrix and KV_PACKED_CODES in (store.k.family, store.v.family):
             self.packed = True
             return
         item.row_blocks = self._choose_row_blocks(panels, item.splits)
@@ -313,7 +313,7 @@ cdef class AttendCall:
         The panels of a block share the operands of its tiles, and the blocks of all heads and splits are spread over the threads. No
         bit of a row depends on the other rows of its block.
         """
-        cdef Py_ssize_t most = KV_PANELS if self.call.kernels.open_matrix == NULL else KV_MATRIX_PANELS
+        cdef Py_ssize_t most = KV_PANELS if not self.call.kernels.has_matrix else KV_MATRIX_PANELS
         cdef Py_ssize_t operands = LATENT_OPERANDS if self.call.store.latent else OPERANDS
         cdef Py_ssize_t tasks = self.call.store.num_kv_heads * splits, threads = max(1, self.threads)
         cdef Py_ssize_t blocks = (panels + most - 1) // most, best = blocks, least_time = 0, size, rounds, time
@@ -357,8 +357,6 @@ cdef class AttendCall:
             for i in range(parts * self.call.q.heads):  # a query may see no key of a split of a segment that others see
                 self.call.partials[i * width], self.call.partials[i * width + 1] = -INFINITY, 0.0
         if self.wide:
-            if self.call.wide_kind == KV_HALVES and self._has_pairs():
-                self.call.wide_kind = KV_PAIRS
             self.call.wide = <kv_wide_scratch *>scratch.reserve(WIDE, threads * sizeof(kv_wide_scratch))
         if self.call.rope_q.data != NULL:
             self.call.rope = <kv_rope_scratch *>self.workspace.reserve(ROPE, threads * sizeof(kv_rope_scratch))
@@ -369,19 +367,6 @@ cdef class AttendCall:
         return (self.call.scratch != NULL and (parts == 0 or self.call.partials != NULL) and (not self.wide or self.call.wide != NULL)
                 and (self.call.rope_q.data == NULL or self.call.rope != NULL)
                 and (self.call.store.decode == NULL or self.call.decoded != NULL))
-
-    cdef bint _has_pairs(self) noexcept nogil:
-        """Whether all keys and queries that panels read are bfloat16, and the processor multiplies these."""
-        cdef const kv_store *store = self.call.store
-        cdef Py_ssize_t i
-        for i in range(self.call.num_items):
-            if self.call.items[i].rotation.cos != NULL:
-                return False
-        return (self.call.kernels.attend_panels[KV_PAIRS] != NULL and has_bfloat16() and store.k.dtype == KV_BFLOAT16
-                and not store.k.rotated and store.bases == NULL and self.call.q.dtype == KV_BFLOAT16
-                and (self.call.sink_q.data == NULL or self.call.sink_q.dtype == KV_BFLOAT16)
-                and (self.call.rope_q.data == NULL
-                     or (store.v.dtype == KV_BFLOAT16 and self.call.rope_q.dtype == KV_BFLOAT16)))
 
     cdef object run(self):  # no-cython-lint: an imported function has the same name
         cdef kv_team team

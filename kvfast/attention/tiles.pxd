@@ -74,7 +74,7 @@ ctypedef struct kv_call:
     kv_rope_scratch *rope      # (threads,), or NULL without a rotary part
     uint16_t *decoded          # (threads, decoded_size) a tile of each thread, or NULL where rows are read where they lie
     Py_ssize_t decoded_size    # elements of a tile
-    int wide_kind              # KV_INTEGERS, KV_HALVES or KV_PAIRS: what panels are multiplied with
+    int wide_kind              # KV_INTEGERS or KV_HALVES: what panels are multiplied with
     int *bad                   # set when a row of the output is not finite
     kv_traffic *traffic        # where `measure` counts, else NULL
     kv_watch *watch            # or NULL

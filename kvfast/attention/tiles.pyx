@@ -10,9 +10,8 @@ from libc.string cimport memcpy, memset
 from kvfast.attention.tile_size cimport token_bytes
 from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of)
 from kvfast.core.interrupt cimport is_stopped
-from kvfast.core.kernels cimport (KV_FLOAT32_SIDES, KV_FLOAT_ROWS, KV_INT3, KV_INT8_SIDES, KV_NARROW_KEYS, KV_OTHER_SIDES,
-                                  KV_TILED_CODES, kv_ahead, kv_bends, kv_dtypes, kv_kernels, kv_panel, kv_prefetch, kv_reading,
-                                  kv_scratch, kv_side, kv_softmax, kv_tile, reading_of)
+from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT8, int8_by_side, kv_ahead, kv_bends, kv_kernels, kv_panel, kv_prefetch,
+                                  kv_scratch, kv_side, kv_softmax, kv_tile)
 from kvfast.core.limits cimport KV_LANES, KV_MATRIX_TILE, KV_PIECE, KV_ROWS, KV_TILE, KV_WORD_GROUP
 
 cdef extern from *:
@@ -21,26 +20,10 @@ cdef extern from *:
     """
     void kv_touch(const void *address) noexcept nogil
 
-cdef enum:
-    # Tokens from which the matrix unit reads codes faster than vectors do. Measured on a Xeon: with 512 tokens INT8 takes 1.02 of the
-    # time from memory, and nothing is gained with two threads.
-    MATRIX_TOKENS = 1024
-
-
 cdef int step_of(const kv_task *task) noexcept nogil:
     """A task may begin to read codes at multiples of this: panels where their tiles begin, as these sum tokens in groups that lie at
     the same positions for all rows; a few rows at a block, too."""
     return KV_MATRIX_TILE if task.wide != NULL else min(task.call.tile, task.call.store.k.block_size)
-
-
-cdef inline int _kind_of(const kv_side *k, const kv_side *v) noexcept nogil:
-    """The kind of format by which `reading_of` tells how the passes prefetch."""
-    cdef int k_bits = kv_dtypes[k.dtype].bits, v_bits = kv_dtypes[v.dtype].bits
-    if k_bits < 8:
-        return KV_NARROW_KEYS
-    if k_bits != v_bits:
-        return KV_OTHER_SIDES
-    return KV_INT8_SIDES if k_bits == 8 else KV_FLOAT32_SIDES if k_bits == 32 else KV_OTHER_SIDES
 
 
 cdef inline void _locate(const kv_task *task, const kv_store *store, Py_ssize_t position, int tile, kv_tile *k,
@@ -117,7 +100,7 @@ cdef void _attend_panels(kv_task *task, const kv_range *range_, const Py_ssize_t
     cdef Py_ssize_t t = range_.begin, next_t, all_from = 0, all_to = range_.end
     cdef int now = 0, panels_used = num_panels(task), r, count, all_seen = 0   # tokens of a tile that all rows see
     cdef bint seen = False
-    if task.call.kernels.open_matrix == NULL:  # words are summed in groups that lie at the same positions for all rows
+    if not task.call.kernels.has_matrix:  # words are summed in groups that lie at the same positions for all rows
         t = t // KV_WORD_GROUP * KV_WORD_GROUP
     for r in range(task.rows):
         all_from, all_to = max(all_from, starts[r]), min(all_to, stops[r])
@@ -164,7 +147,6 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef const kv_side *v = &store.v
     cdef kv_scratch *scratch = &task.scratch
     cdef kv_softmax *state = &scratch.softmax
-    cdef const kv_reading *reading = reading_of(_kind_of(k, v))
     cdef kv_ahead ahead
     cdef kv_tile keys[2]
     cdef kv_tile values[2]
@@ -174,14 +156,10 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
     cdef Py_ssize_t t = range_.begin, end = range_.end, next_t, next_count
     cdef Py_ssize_t k_bytes = token_bytes(k) * tile, v_bytes = token_bytes(v) * tile, lead = max(k_bytes, v_bytes)
     # A pass can only prefetch the other side where whole panels of one fit a piece of the other. Latent rows may have no other side.
-    cdef bint own_side = reading.own_side or v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0
+    cdef bint own_side = (int8_by_side() and k.dtype == KV_INT8 and v.dtype == KV_INT8) or (
+        v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
-    cdef bint matrix = end - t >= MATRIX_TOKENS and kernels.open_matrix != NULL and (
-        k.family == KV_TILED_CODES or v.family == KV_TILED_CODES or v.dtype == KV_INT3 or (k.dtype == KV_INT3 and k.channels))
-    if matrix:
-        kernels.open_matrix(task.rows)
-    lead += reading.lead
     kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
     if not store.latent and not kv_bends(&task.options):
         scratch.queries.most = state.m
@@ -235,8 +213,6 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
             kernels.accumulate[v.dtype](v, state, task.rows, &values[now], &ahead, scratch.acc)
         now = 1 - now
         t = next_t
-    if matrix:
-        kernels.close_matrix()
 
 
 cdef void _attend_latent(kv_task *task, const kv_store *store, const kv_tile *latents, const kv_tile *rope, const int *first,

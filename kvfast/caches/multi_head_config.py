@@ -31,10 +31,9 @@ class MultiHeadConfig:
     rotation : bool
         Rotate vectors by a randomised Hadamard transform before encoding, so that their elements are close to Gaussian and
         have no outliers (QuaRot, arXiv 2404.00456; TurboQuant, arXiv 2504.19874).
-    codebook : {"gaussian", "uniform", "trellis"}
+    codebook : {"gaussian", "uniform"}
         Levels for 2 to 5 bits: those with the least squared error for a Gaussian (Lloyd-Max), or evenly spaced. With 6 bits
-        or more, both are evenly spaced over the vector's own range, which is as good. 4 bits can also use a trellis, whose
-        levels depend on the codes before them: it is more exact at the same size, and takes longer to write and to read.
+        or more, both are evenly spaced over the vector's own range, which is as good.
     num_q_heads : int, optional
         A multiple of the cache's heads; by default the same number. Query head i reads head
         ``i // (num_q_heads // num_heads)``.
@@ -64,9 +63,7 @@ class MultiHeadConfig:
         if not isinstance(self.rotation, bool):
             raise TypeError(f"rotation must be a bool, got {shown(self.rotation)}")
         if self.codebook not in CODEBOOKS:
-            raise ValueError(f'codebook must be "gaussian", "uniform" or "trellis", got {shown(self.codebook)}')
-        if self.codebook == "trellis" and 4 not in np.atleast_1d(self.bits):
-            raise ValueError(f'codebook="trellis" needs 4 bits, got {shown(self.bits)}')
+            raise ValueError(f'codebook must be "gaussian" or "uniform", got {shown(self.codebook)}')
         if self.num_q_heads is not None:
             check_size(self.num_q_heads, "num_q_heads", 1, MAX_Q_HEADS)
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)) or not 0 <= self.seed < 1 << 64:

@@ -11,13 +11,10 @@ from kvfast.cli.bench.measure import cpu_name, default_threads, interleaved, usi
 from kvfast.core import tuning
 from kvfast.core.kernels import active_isa
 
-FORMATS = {"float32": "float32_", "float16": "", "k8v4": "", "int8": "int8_", "int4": "narrow_"}  # and their kinds, of tuning.KINDS
+FORMATS = ("float32", "float16", "k8v4", "int8", "int4")
 CONTEXT = 16384
 ROUNDS = 7
-LEADS = (0, 1024, 2048, 4096)
-CHOICES = {"prefetch_level": tuning.LEVELS}
-for _kind in tuning.KINDS[::-1]:
-    CHOICES |= {f"{_kind}order": tuning.orders_of(_kind), f"{_kind}lead": LEADS}
+CHOICES = {"prefetch_level": tuning.LEVELS, "int8_order": tuning.ORDERS}
 
 LEAST_GAIN = 0.02  # of the time, over all formats, for another choice
 MOST_LOSS = 0.03  # of the time of one format
@@ -117,8 +114,7 @@ def measure(base, trials, formats, threads, context, rounds, least_bytes):
     try:
         for form in formats:
             work = Case("decode", LLAMA_3_8B, form, context).prepare(least_bytes)
-            own = ("all", "prefetch_level", f"{FORMATS[form]}order", f"{FORMATS[form]}lead")
-            here = [trial for trial in found if trial.name in own]
+            here = [trial for trial in found if form == "int8" or trial.name != "int8_order"]
             readings = [base, *(trial.value if trial.name == "all" else replace(base, **{trial.name: trial.value}) for trial in here)]
             for n in threads:
                 with using_threads(n):

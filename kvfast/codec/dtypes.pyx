@@ -8,7 +8,7 @@ from kvfast.core.text import shown
 
 # A row of the table. `also`, `codebooks` and `options` are tuples of names.
 Dtype = namedtuple("Dtype", "number name family bits scale_bytes levels limit also codebooks options")
-CODEBOOKS = ("uniform", "gaussian", "trellis")
+CODEBOOKS = ("uniform", "gaussian")
 _FAMILIES = ("float", "tiled", "packed")
 
 

@@ -16,10 +16,6 @@ from kvfast.errors import DimensionMismatchError
 __all__ = ["PRESETS", "KVFormat"]
 
 _SEALED_SIZES = BLOCK_SIZES[1:]  # fewer tokens do not share statistics
-_NEEDED = {
-    "gaussian": "a Gaussian codebook is for int4 with a scale per token and for packed integers",
-    "trellis": "a trellis is for int4 with a scale per token",
-}
 
 
 @dataclass(frozen=True)
@@ -37,12 +33,10 @@ class KVFormat:
         The sides (keys, values) that are rotated by a Hadamard transform of their head_dim elements before encoding, so
         that there are no outliers (QuaRot, arXiv 2404.00456). Queries are rotated like keys, and outputs are rotated
         back, so the result of attention stays the same.
-    codebook : {"uniform", "gaussian", "trellis"}
+    codebook : {"uniform", "gaussian"}
         Levels of INT4, INT2, INT3 and INT5: evenly spaced, or those with the least squared error for a Gaussian
         (Lloyd-Max). Rotated rows are close to Gaussian. Keys with `per_channel` always have evenly spaced levels, and so
-        have INT6 and above, where a row's own range is as good. "trellis" is for INT4, and equals "gaussian" at other
-        widths. Its levels depend on the codes before them (trellis-coded quantisation, Marcellin and Fischer 1990). That
-        leaves 0.6 to two thirds of the squared error in the same number of bits, and takes longer to write and to read.
+        have INT6 and above, where a row's own range is as good.
     centring : bool
         Subtract the mean of every channel from the keys of each full block before encoding.
     per_channel : bool
@@ -108,7 +102,7 @@ class KVFormat:
         if self.rotation not in ("", "k", "v", "kv"):
             raise ValueError(f'rotation must be "", "k", "v" or "kv", got {shown(self.rotation)}')
         if self.codebook not in CODEBOOKS:
-            raise ValueError(f'codebook must be "uniform", "gaussian" or "trellis", got {shown(self.codebook)}')
+            raise ValueError(f'codebook must be "uniform" or "gaussian", got {shown(self.codebook)}')
         for name in ("centring", "per_channel", "clip_search"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {shown(getattr(self, name))}")
@@ -120,7 +114,9 @@ class KVFormat:
         self._check_calibration()
         by_token = [dtype_row(name, self.codebook) for name in [k] * (not self.per_channel) + [v]]
         if self.codebook != "uniform" and not any(self.codebook in row.codebooks for row in by_token):
-            raise ValueError(f"{_NEEDED[self.codebook]}, which neither side of this format has")
+            raise ValueError(
+                "a Gaussian codebook is for int4 with a scale per token and for packed integers, which neither side of this format has"
+            )
         if self.clip_search and not any("clip_search" in row.options for row in by_token):
             raise ValueError(
                 f"clip_search is for {names_with('clip_search')} with a scale per token, which neither side of this format has"
@@ -147,13 +143,11 @@ class KVFormat:
             )
 
     def _check_blocks(self):
-        k, coded = dtype_row(self.k_dtype), dtype_row(self.k_dtype, self.codebook)
+        k = dtype_row(self.k_dtype)
         if self.per_channel and "per_channel" not in k.options:
             raise ValueError(f"per_channel is for {names_with('per_channel')} keys, got {self.k_dtype}")
         if self.per_channel and self.centring:
             raise ValueError("per_channel keys have an offset per channel already; leave out centring")
-        if self.centring and "centring" in k.options and "centring" not in coded.options:
-            raise ValueError(f"centring is for int8 keys and int4 keys without a {self.codebook}")
         if self.centring and "centring" not in k.options:
             raise ValueError(f"centring is for {names_with('centring')} keys, got {self.k_dtype}")
         if self.seals:

@@ -18,6 +18,7 @@ cdef extern from "simd/dtypes.h" nogil:
         KV_FLOAT32             # what arrays of the API are; of other dtypes, only simd/ knows the numbers
         KV_FLOAT16
         KV_BFLOAT16
+        KV_INT8
         KV_INT2
         KV_INT3
         KV_NUM_DTYPES
@@ -44,7 +45,6 @@ cdef extern from "simd/kernels.h" nogil:
     enum:
         KV_INTEGERS
         KV_HALVES
-        KV_PAIRS
         KV_NUM_WIDE_KINDS
 
     ctypedef struct kv_side:
@@ -196,8 +196,7 @@ cdef extern from "simd/kernels.h" nogil:
                         int64_t position, const kv_score_options *options) noexcept nogil
         void (*accumulate[KV_NUM_DTYPES])(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                               const kv_ahead *ahead, float *acc) noexcept nogil
-        void (*open_matrix)(int rows) noexcept nogil
-        void (*close_matrix)() noexcept nogil
+        bint has_matrix
         void (*accumulate_latent)(const kv_side *side, kv_softmax *state, int num_rows, const kv_tile *tile,
                                   const kv_ahead *ahead, float *acc) noexcept nogil
         unsigned (*rows_to_refine)(const float *acc, Py_ssize_t row_stride, Py_ssize_t stride, Py_ssize_t n, const double *noise,
@@ -217,16 +216,6 @@ cdef extern from "simd/kernels.h" nogil:
 
 
 cdef const kv_kernels *active() noexcept nogil
-cdef bint has_bfloat16() noexcept nogil
-
-# How the passes over the sides of a tile prefetch; kvfast/core/tuning.py sets it, by kind of format. No bit of a result depends on it.
-cdef enum:
-    KV_INT8_SIDES   # keys and values of 8 bits
-    KV_NARROW_KEYS  # keys of less than 8 bits
-    KV_FLOAT32_SIDES
-    KV_OTHER_SIDES
-    KV_READINGS
-ctypedef struct kv_reading:
-    bint own_side     # a pass prefetches its own side of the next tile, instead of the side that is read next
-    Py_ssize_t lead   # else bytes of the pass after the next that a pass prefetches
-cdef const kv_reading *reading_of(int kind) noexcept nogil
+# Whether a pass over INT8 prefetches its own side of the next tile, instead of the side that is read next. kvfast/core/tuning.py sets
+# it; no bit of a result depends on it.
+cdef bint int8_by_side() noexcept nogil

@@ -21,10 +21,8 @@ cdef extern from "simd/kernels.h" nogil:
         int model
 
     kv_cpu_identity kv_identify_cpu()
-    int kv_has_bfloat16()
 
     int kv_prefetch_level
-    int kv_float_runs
 
 
 cdef const kv_kernels *_active = NULL
@@ -34,16 +32,11 @@ cdef const kv_kernels *active() noexcept nogil:
     return _active
 
 
-cdef bint has_bfloat16() noexcept nogil:
-    """``kv_has_bfloat16`` of ``simd/kernels.h``."""
-    return kv_has_bfloat16()
+cdef bint _int8_by_side = False
 
 
-cdef kv_reading[KV_READINGS] _readings
-
-
-cdef const kv_reading *reading_of(int kind) noexcept nogil:
-    return &_readings[kind]
+cdef bint int8_by_side() noexcept nogil:
+    return _int8_by_side
 
 
 cdef const kv_kernels *_find(str name) except NULL:
@@ -105,14 +98,10 @@ def get_prefetch_level():
     return kv_prefetch_level
 
 
-def set_prefetching(int level, bint float_runs, sides):
-    """Set ``kv_prefetch_level`` and ``kv_float_runs``, and for each kind of format ``(own_side, lead)``; `kvfast.core.tuning` checks
-    them."""
-    global kv_prefetch_level, kv_float_runs
-    cdef int kind
-    kv_prefetch_level, kv_float_runs = level, float_runs
-    for kind, (own_side, lead) in enumerate(sides):
-        _readings[kind] = kv_reading(own_side, lead)
+def set_prefetching(int level, bint by_side):
+    """Set ``kv_prefetch_level`` and `int8_by_side`; `kvfast.core.tuning` checks them."""
+    global kv_prefetch_level, _int8_by_side
+    kv_prefetch_level, _int8_by_side = level, by_side
 
 
 class use_isa:

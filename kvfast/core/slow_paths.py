@@ -63,7 +63,7 @@ def notes(sides, work, num_threads, num_tasks, wanted_threads, packed=False, unc
             (
                 "packed",
                 (
-                    "keys or values of 2, 3, 5, 6 or 7 bits or a trellis are multiplied without the matrix unit: 512 queries "
+                    "keys or values of 2, 3, 5, 6 or 7 bits are multiplied without the matrix unit: 512 queries "
                     "to 4,096 tokens took 2.6 times as long as with int8; choose int8 or int4"
                 ),
             )

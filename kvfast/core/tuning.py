@@ -17,18 +17,9 @@ from kvfast.core.text import shown
 
 VARIABLE = "KVFAST_TUNING"
 ORDERS = ("memory", "side")
-FLOAT32_ORDERS = (*ORDERS, "rows")
 LEVELS = (1, 2)
-MOST_LEAD = 16384
-LINE = 64
 VERSION = 1
-KINDS = ("int8_", "narrow_", "float32_", "")  # of formats, as in core/kernels.pxd: what the names of their settings begin with
 KERNELS_LEVEL = get_prefetch_level()  # that the kernels are compiled with
-
-
-def orders_of(kind):
-    """The orders of a member of KINDS."""
-    return FLOAT32_ORDERS if kind == "float32_" else ORDERS
 
 
 def _check(name, value, good, expected):
@@ -44,39 +35,18 @@ class Reading:
     ----------
     prefetch_level : int
         The level of the processor's caches that prefetches fill, 1 or 2. The matrix unit's kernels fill level 2 whatever this is.
-    order : str
-        ``"memory"``: the pass over keys fetches the values of its tile, and the pass over values the next keys. ``"side"``: each
-        fetches its own side of the next tile.
-    lead : int
-        With ``"memory"``, bytes of the pass after the next that a pass fetches: a multiple of 64, at most 16384.
-    int8_order, int8_lead
-        The same of formats whose keys and values have 8 bits.
-    narrow_order, narrow_lead
-        The same of formats whose keys have less than 8 bits.
-    float32_order, float32_lead
-        The same of float32. Its order may also be ``"rows"``: as ``"side"``, and tiers with AVX-512 load rows of 128 elements in the
-        order of memory, for up to four query rows of a KV head. They fetch to level 2 whatever `prefetch_level` is.
+    int8_order : str
+        Of formats whose keys and values are INT8. ``"memory"``: the pass over keys fetches the values of its tile, and the pass over
+        values the next keys, as they lie in memory. ``"side"``: each fetches its own side of the next tile.
     """
 
     prefetch_level: int = KERNELS_LEVEL
-    order: str = "memory"
-    lead: int = 0
     int8_order: str = "memory"
-    int8_lead: int = 0
-    narrow_order: str = "memory"
-    narrow_lead: int = 0
-    float32_order: str = "memory"
-    float32_lead: int = 0
 
     def __post_init__(self):
         level = self.prefetch_level
         _check("prefetch_level", level, type(level) is int and level in LEVELS, "1 or 2")
-        for kind in KINDS:
-            order, lead = getattr(self, f"{kind}order"), getattr(self, f"{kind}lead")
-            orders = orders_of(kind)
-            _check(f"{kind}order", order, order in orders, " or ".join(orders))
-            fits = type(lead) is int and 0 <= lead <= MOST_LEAD and lead % LINE == 0
-            _check(f"{kind}lead", lead, fits, f"a multiple of {LINE} from 0 to {MOST_LEAD}")
+        _check("int8_order", self.int8_order, self.int8_order in ORDERS, " or ".join(ORDERS))
 
     def __str__(self):
         return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
@@ -84,8 +54,7 @@ class Reading:
 
 NAMES = tuple(field.name for field in fields(Reading))
 
-# What nothing is known about goes by: on x86 level 2, as every x86 that was measured reads so at least as fast as with another
-# level; elsewhere level 1, which nobody measured.
+# Of processors that are not in the table. On x86 prefetches fill level 2; `python -m kvfast tune` tells whether level 1 is better.
 DEFAULT = Reading()
 
 
@@ -101,8 +70,6 @@ class Row:
     tier : str
         The best of the machine, as a hypervisor may hide some; empty for any.
     reading : Reading
-    measured : str
-        What was measured: ratios of times to those with this row, one token from memory, shape 32/8/128.
     """
 
     name: str
@@ -111,58 +78,19 @@ class Row:
     models: frozenset[int]
     tier: str
     reading: Reading
-    measured: str
 
 
-_SAPPHIRE_RAPIDS = frozenset([0x8F, 0xCF])
-
+# Processors that read faster with other settings than the default, by `python -m kvfast tune`.
 TABLE = (
-    Row(
-        "Xeon Sapphire Rapids and Emerald Rapids with AMX",
-        "GenuineIntel",
-        6,
-        _SAPPHIRE_RAPIDS,
-        "amx",
-        Reading(2, narrow_lead=2048),
-        "16,384 tokens, 2 threads: level 1: int8 1.04, int4 1.00, float32 1.05; 32,768 tokens: narrow_lead 0: int4 1.01 to 1.04, "
-        "lead and int8_lead 2048: 1.03 to 1.17 (the same with other kernels: all orders side 1.16)",
-    ),
     Row(
         "Xeon Sapphire Rapids and Emerald Rapids, AMX hidden",
         "GenuineIntel",
         6,
-        _SAPPHIRE_RAPIDS,
+        frozenset([0x8F, 0xCF]),
         "avx512_vbmi",
         Reading(2, int8_order="side"),
-        "Emerald Rapids, 16,384 tokens, 1 / 2 threads: level 1: float32 1.02 / 1.01, float16 1.01 / 0.96, int8 1.04 / 1.05, int4 1.02 / "
-        "1.02; order side: float32 1.03 / 1.01, float16 1.04 / 0.99; lead 2048: float32 1.07 / 1.06, float16 0.99 / "
-        "1.01; int8_order memory: 1.06 / 1.06; all with tiles of 128 tokens, half of today's; narrow formats then read best with a "
-        "lead of 2048",
     ),
-    Row(
-        "EPYC and Ryzen Zen 4",
-        "AuthenticAMD",
-        25,
-        frozenset([*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0)]),
-        "",
-        Reading(2, float32_order="rows"),
-        "16,384 tokens, 1 / 2 threads: level 1: float16 1.34 / 1.21, int8 1.41 / 1.10, int4 1.04 / 1.05; "
-        "order side: float16 1.04 / 0.97; lead 2048: float16 1.03 / 1.00, k8v4 1.20 / 1.13; int8_order side: 1.04 / "
-        "0.94; int8_lead 2048: 1.22 / 0.94; narrow_order side: 1.03 / 1.04; narrow_lead 1024: 1.24 / 1.23, 2048: 1.14 / 1.15, 4096: 1.00 / "
-        "1.03; float32_order side: 4,096 tokens 1.38 / 1.05, 16,384 tokens 1.21 / 1.10, 32,768 tokens 1.34 / 1.06; memory: 1.45 / 1.14, "
-        "1.35 / 1.11, 1.39 / 1.07",
-    ),
-    Row(
-        "EPYC Zen 5",
-        "AuthenticAMD",
-        26,
-        frozenset(range(0x20)),
-        "",
-        Reading(1),
-        "16,384 tokens, float32 / float16 / int8 / k8v4 / int4, 1 thread: level 2: 1.11 / 1.03 / 1.10 / 1.05 / 1.01; orders side: 1.06 / "
-        "1.03 / 1.05 / 1.04 / 1.05; leads 2048: 1.05 / 1.05 / 1.04 / 1.04 / 1.03, 8192: 1.11 / 1.05 / 1.09 / 1.08 / 1.01; float32 / int8, 2 "
-        "threads: level 2: 1.03 / 1.09; orders side: 1.09 / 1.06; leads 2048: 1.01 / 1.07",
-    ),
+    Row("EPYC Zen 5", "AuthenticAMD", 26, frozenset(range(0x20)), "", Reading(1)),
 )
 
 
@@ -345,8 +273,7 @@ _in_use = DEFAULT, ""
 def use(reading, source):
     """Set how attention asks for memory from now on, in this process."""
     global _in_use
-    sides = [(getattr(reading, f"{kind}order") != "memory", getattr(reading, f"{kind}lead")) for kind in KINDS]
-    set_prefetching(reading.prefetch_level, reading.float32_order == "rows", sides)
+    set_prefetching(reading.prefetch_level, reading.int8_order == "side")
     _in_use = reading, source
 
 

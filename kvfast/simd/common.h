@@ -98,7 +98,6 @@ static inline float kv_bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4)
 
 #include "packed.h"
 #include "keys.h"
-#include "trellis.h"
 
 /* for (i = 0; i < n; i++) body, n <= 4 constant, unrolled in the source: compilers keep arrays that are
    indexed by constants in registers, but not reliably those of loops they unroll themselves. */

@@ -16,7 +16,6 @@
 #endif
 
 int kv_prefetch_level = KV_PREFETCH_LEVEL;
-int kv_float_runs = 0;
 
 #define KV_ADDRESS(tier) &kv_kernels_##tier,
 const kv_kernels *const kv_all_kernels[] = {KV_TIERS(KV_ADDRESS) NULL};
@@ -95,15 +94,6 @@ int kv_supported(const kv_kernels *kernels)
 #endif
     (void)kernels;
     return 1;
-}
-
-int kv_has_bfloat16(void)
-{
-#if KV_X86
-    return __builtin_cpu_supports("avx512bf16") != 0;
-#else
-    return 0;
-#endif
 }
 
 kv_cpu_identity kv_identify_cpu(void)

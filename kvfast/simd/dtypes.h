@@ -8,7 +8,7 @@
      scale      bytes of a token's scale: 4 in float32, 2 in bfloat16
      levels     number of values that an element can have under one scale; 0: a float
      limit      largest magnitude that can be stored. Scale times level must not overflow: a scale is rounded, and a level
-                can stand for an element that is smaller, of a trellis one that is half of it
+                can stand for an element that is smaller
      prepare_, scores_, accumulate_   its kernels in the kernel table
      also       other names
      codebooks, options   those of KVFormat that the dtype allows */
@@ -41,9 +41,7 @@
     ROW(INT6,     "int6",     PACKED_CODES,  6,  2,   64, 3.3e38f,         int8,     packed,                          \
         "i6 q6",                  "uniform gaussian", "")                                                             \
     ROW(INT7,     "int7",     PACKED_CODES,  7,  2,  128, 3.3e38f,         int8,     packed,                          \
-        "i7 q7",                  "uniform gaussian", "")                                                             \
-    ROW(TRELLIS4, "int4",     PACKED_CODES,  4,  2,  128, 1.6e38f,         int8,     packed,                          \
-        "",                       "trellis",          "clip_search")
+        "i7 q7",                  "uniform gaussian", "")
 
 #define KV_NUMBER(number, ...) KV_##number,
 enum { KV_DTYPES(KV_NUMBER) KV_NUM_DTYPES };

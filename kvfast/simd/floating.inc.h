@@ -155,17 +155,6 @@ static inline __attribute__((always_inline)) void KV(accumulate_floating)(
     }
 }
 
-#if W == 16
-#include "float_rows.inc.h"
-#define KV_READ_RUNS(side, dtype, read, ...)                                                               \
-    if (dtype == KV_FLOAT32 && kv_float_runs && KV(fits_runs)(side, num_rows)) {                           \
-        KV(read)(side, __VA_ARGS__);                                                                       \
-        return;                                                                                            \
-    }
-#else
-#define KV_READ_RUNS(...)
-#endif
-
 /* Adds the sums of a tile's values to those of the tiles before, times `rescale`. Thousands of equal tokens are rounded alike, so that
    errors add up: what an addition leaves out is in `rest`, and goes into the next one (Kahan 1965, with the error of Knuth's 2Sum). */
 static void KV(add_sums)(const float *sums, const float *rescale, int num_rows, ptrdiff_t n, float *acc, float *rest)
@@ -186,7 +175,6 @@ static void KV(add_sums)(const float *sums, const float *rescale, int num_rows, 
         const kv_side *side, const kv_queries *queries, int num_rows, const char *keys, int count,         \
         int start, const kv_ahead *ahead, float *scores)                                                   \
     {                                                                                                      \
-        KV_READ_RUNS(side, dtype, score_runs, queries, num_rows, keys, count, start, ahead, scores)        \
         KV(scores_floating)(side, queries, num_rows, keys, count, start, ahead, scores, dtype);            \
     }                                                                                                      \
     static void KV(scores_##name)(const kv_side *side, const kv_queries *queries, int num_rows,            \
@@ -201,7 +189,6 @@ static void KV(add_sums)(const float *sums, const float *rescale, int num_rows, 
         const kv_side *side, const float *weights, int num_rows, const char *values, int count,            \
         int start, const kv_ahead *ahead, const float *rescale, float *acc)                                \
     {                                                                                                      \
-        KV_READ_RUNS(side, dtype, accumulate_runs, weights, num_rows, values, count, start, ahead, rescale, acc) \
         KV(accumulate_floating)(side, weights, num_rows, values, count, start, ahead, rescale, acc, dtype);  \
     }                                                                                                      \
     static void KV(accumulate_##name)(const kv_side *side, kv_softmax *state, int num_rows,                \
@@ -222,7 +209,6 @@ KV_FLOATING_KERNELS(float16, KV_FLOAT16)
 KV_FLOATING_KERNELS(bfloat16, KV_BFLOAT16)
 
 #undef KV_FLOATING_KERNELS
-#undef KV_READ_RUNS
 #undef KV_PANEL_SCORES
 #undef KV_PANEL_VALUES
 #undef KV_EACH_ROWS

@@ -29,7 +29,7 @@
    Gaussian (Lloyd, Least squares quantization in PCM, 1982; Max 1960). Rotated rows are close to one.
 
    INT2, INT3, INT5, INT6 and INT7 have the same lines, but their codes are cut into planes of bits: see packed.h.
-   Their scales are bfloat16, their levels even or the best for a Gaussian. TRELLIS4 is packed, too: see trellis.h.
+   Their scales are bfloat16, their levels even or the best for a Gaussian.
 
    Latent rows (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434) are keys and values at once. They are stored
    on the K side, and read from there as values, too. The rotary part, which only the scores use, is on the V side in
@@ -46,7 +46,7 @@
 #include "dtypes.h"
 #include "limits.h"
 
-enum { KV_INTEGERS, KV_HALVES, KV_PAIRS, KV_NUM_WIDE_KINDS }; /* what panels are multiplied with */
+enum { KV_INTEGERS, KV_HALVES, KV_NUM_WIDE_KINDS }; /* what panels are multiplied with */
 
 /* Vectors that do not straddle cache lines. */
 #define KV_ALIGNED __attribute__((aligned(64)))
@@ -227,7 +227,6 @@ typedef struct {
 #endif
 /* How attention asks for memory. kvfast/core/tuning.py sets it; no bit of a result depends on it. */
 KV_HIDDEN extern int kv_prefetch_level; /* of the caches that prefetches fill, 1 or 2 */
-KV_HIDDEN extern int kv_float_runs;     /* whether float32 rows are read in the order of memory; see float_rows.inc.h */
 
 /* What a kernel prefetches while it reads its side of a tile: the sides that will be read next, from
    `lead` bytes into the first of them. */
@@ -312,13 +311,9 @@ typedef struct {
        row are `stride` floats from the next 16. */
     unsigned (*rows_to_refine)(const float *acc, ptrdiff_t row_stride, ptrdiff_t stride, ptrdiff_t n, const double *noise,
                                int num_rows);
-    /* Between these two calls prepare, scores and accumulate of a thread use the matrix unit for so many rows of TILED_CODES,
-       with the same bits; NULL without one. The thread must not call attend_panels between them. */
-    void (*open_matrix)(int rows);
-    void (*close_matrix)(void);
+    int has_matrix; /* whether panels are multiplied by a matrix unit */
     /* Attention of many query rows on one tile; NULL where vectors take a few at a time. KV_INTEGERS: of codes, and float rows beside
-       them; a matrix unit takes no packed codes. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts.
-       KV_PAIRS: of keys and queries in bfloat16, where kv_has_bfloat16. */
+       them; a matrix unit takes no packed codes. KV_HALVES: of float rows, with a matrix unit in bfloat16 of two parts. */
     void (*prepare_panel[KV_NUM_WIDE_KINDS])(const kv_side *side, const float *rows, const kv_side *rope, const float *rope_rows,
                              float scale, int exact, kv_panel *panel); /* rope NULL: no latent rows; exact: no key is rounded */
     void (*attend_panels[KV_NUM_WIDE_KINDS])(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,
@@ -344,8 +339,6 @@ typedef struct {
    operating system can run one. */
 extern const kv_kernels *const kv_all_kernels[];
 int kv_supported(const kv_kernels *kernels);
-
-int kv_has_bfloat16(void); /* whether it multiplies pairs of bfloat16 */
 
 typedef struct { char vendor[13]; int family, model; } kv_cpu_identity;
 /* What an x86 processor calls itself; others have no vendor. */

@@ -1,4 +1,4 @@
-/* Codes of 2, 3, 5, 6 and 7 bits, and of a trellis: their levels, and where their bits are.
+/* Codes of 2, 3, 5, 6 and 7 bits: their levels, and where their bits are.
 
    The levels are int8, so that INT8's kernels multiply them. With even levels, a code is the top bits of a biased byte,
    and its level the middle of the bytes with these top bits. From 6 bits on the Gaussian codebook is even, too: int8 is

@@ -1,4 +1,4 @@
-/* Encodes rows as codes of 2, 3, 5, 6 or 7 bits or of a trellis, and decodes them; see packed.h. */
+/* Encodes rows as codes of 2, 3, 5, 6 or 7 bits, and decodes them; see packed.h. */
 
 /* Index of the level above 0 that is nearest to each t >= 0, and the level. With even levels t is in steps, below `half`. */
 static inline __attribute__((always_inline)) vi KV(nearest_packed)(vf t, const float *magnitudes, int half, float step,
@@ -81,18 +81,16 @@ static float KV(code_packed_row)(const kv_side *side, const float *row, uint8_t 
 }
 
 /* Codes of a row, and its scale in the block. */
-static void KV(code_packed)(const kv_side *side, char *block, int slot, const float *row, uint8_t *codes, int values)
+static void KV(code_packed)(const kv_side *side, char *block, int slot, const float *row, uint8_t *codes)
 {
-    const float scale = side->dtype == KV_TRELLIS4 ? KV(code_trellis_row)(side, row, codes, values)
-                                                   : KV(code_packed_row)(side, row, codes);
-    ((uint16_t *)(block + side->scales))[slot] = kv_to_bfloat16(scale);
+    ((uint16_t *)(block + side->scales))[slot] = kv_to_bfloat16(KV(code_packed_row)(side, row, codes));
 }
 
 static void KV(encode_packed)(const kv_side *side, char *block, int slot, const float *row, int values)
 {
     uint8_t codes[KV_MAX_HEAD_DIM];
     const int bits = kv_dtypes[side->dtype].bits;
-    KV(code_packed)(side, block, slot, row, codes, values);
+    KV(code_packed)(side, block, slot, row, codes);
     for (int d = 0; d < side->padded_dim; d++)
         if (values) kv_put_packed((uint8_t *)block, bits, side->block_size, d, slot, codes[d]);
         else kv_put_packed((uint8_t *)block, bits, side->padded_dim, slot, d, codes[d]);
@@ -124,7 +122,7 @@ static void KV(encode_threes)(const kv_side *side, char *block, int slot, const 
 {
     enum { STRIDE = KV_MAX_HEAD_DIM + KV_LANES };
     uint8_t codes[KV_UNIT * STRIDE], lines[4 * 64];
-    for (int t = 0; t < KV_UNIT; t++) KV(code_packed)(side, block, slot + t, rows + t * stride, codes + t * STRIDE, 1);
+    for (int t = 0; t < KV_UNIT; t++) KV(code_packed)(side, block, slot + t, rows + t * stride, codes + t * STRIDE);
     for (int d = 0; d < side->padded_dim; d += KV_LANES) {
         for (int line = 0; line < 4; line++) kv_transpose_bytes(codes + 4 * line * STRIDE + d, STRIDE, lines + line * 64);
         KV(put_threes)(lines, lines + 64, lines + 128, lines + 192,
@@ -161,9 +159,7 @@ static void KV(decode_packed)(const kv_side *side, const char *block, int slot, 
     for (int d = 0; d < side->padded_dim; d++)
         codes[d] = (uint8_t)(values ? kv_get_packed(stored, bits, side->block_size, d, slot)
                                     : kv_get_packed(stored, bits, side->padded_dim, slot, d));
-    if (side->dtype == KV_TRELLIS4) KV(decode_trellis_row)(side, codes, values, levels);
-    else
-        for (int d = 0; d < side->head_dim; d++) levels[d] = (int8_t)(kv_packed_level(table, bits, codes[d]) ^ 0x80);
+    for (int d = 0; d < side->head_dim; d++) levels[d] = (int8_t)(kv_packed_level(table, bits, codes[d]) ^ 0x80);
     KV(dequantize)(levels, side->head_dim, kv_from_bfloat16(((const uint16_t *)(block + side->scales))[slot]), row);
 }
 

@@ -17,11 +17,6 @@
 #else
 #define KV_SSE2 0
 #endif
-#if KV_X86 && (__GNUC__ >= 10 || __clang_major__ >= 9)
-#define KV_HAVE_BFLOAT16 1
-#else
-#define KV_HAVE_BFLOAT16 0
-#endif
 #ifndef KV_HAVE_AMX
 #define KV_HAVE_AMX 0
 #endif

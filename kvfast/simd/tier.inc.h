@@ -4,7 +4,6 @@
 #include "rows.inc.h"
 #include "rotate.inc.h"
 #include "coding.inc.h"
-#include "trellis.inc.h"
 #include "packed.inc.h"
 #include "layout.inc.h"
 #include "seal.inc.h"
@@ -24,19 +23,9 @@
 #include "words/scores.inc.h"
 #include "words/weights.inc.h"
 #include "words/panels.inc.h"
-/* A region of its own, not one in a region: clang takes the outer one. */
-#ifdef KV_BFLOAT16_TARGET
-KV_TARGET_END
-KV_TARGET_BEGIN(KV_BFLOAT16_TARGET)
-#include "words/pairs.inc.h"
-#define KV_PAIR_KERNEL(kernel) KV(kernel)
-#else
-#define KV_PAIR_KERNEL(kernel) NULL
-#endif
-#undef KV_ATTEND
 #define KV_WORDS                                                                                                       \
-    .prepare_panel = {KV_OF_CODES(KV(prepare_words)), KV(prepare_words), KV_PAIR_KERNEL(prepare_pairs)},               \
-    .attend_panels = {KV_OF_CODES(KV(attend_word_codes)), KV(attend_words), KV_PAIR_KERNEL(attend_pairs)},
+    .prepare_panel = {KV_OF_CODES(KV(prepare_words)), KV(prepare_words)},                                              \
+    .attend_panels = {KV_OF_CODES(KV(attend_word_codes)), KV(attend_words)},
 #else
 #define KV_WORDS
 #endif
@@ -100,26 +89,11 @@ KV_TARGET_BEGIN(KV_MATRIX)
 #include "amx/products_int8.inc.h"
 #include "amx/products_bfloat16.inc.h"
 #include "amx/matrix.inc.h"
-#include "amx/few_rows.inc.h"
-/* Codes are multiplied by the matrix unit for few rows, too. */
-#define KV_FLOAT_ROWS_KERNEL(step, name) KV(step##_##name),
-#define KV_PACKED_CODES_KERNEL(step, name) KV_OF_CODES(KV(step##_matrix_##name)),
-#define KV_TILED_CODES_KERNEL(step, name) KV_OF_CODES(KV(step##_matrix_##name)),
-#define KV_FLOAT_ROWS_PREPARE(name) KV(prepare_##name),
-#define KV_PACKED_CODES_PREPARE(name) KV_OF_CODES(KV(prepare_##name)),
-#define KV_TILED_CODES_PREPARE(name) KV_OF_CODES(KV(prepare_matrix_##name)),
-#define KV_PREPARE_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
-    KV_##family##_PREPARE(prepared_by)
-#define KV_SCORES_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
-    KV_##family##_KERNEL(scores, kernels)
-#define KV_ACCUMULATE_MATRIX(number, name, family, bits, scale, levels, limit, prepared_by, kernels, ...) \
-    KV_##family##_KERNEL(accumulate, kernels)
 const kv_kernels kv_kernels_amx = {
     .isa = "amx", KV_TABLE
-    .prepare = {KV_DTYPES(KV_PREPARE_MATRIX)}, .scores = {KV_DTYPES(KV_SCORES_MATRIX)},
-    .accumulate = {KV_DTYPES(KV_ACCUMULATE_MATRIX)},
-    .open_matrix = KV(open_matrix), .close_matrix = KV(close_matrix),
+    .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},
     KV_OWN_CACHES(.multiply = {KV(multiply_tiles), KV(multiply_float32)},)
+    .has_matrix = 1,
     .prepare_panel = {KV_OF_CODES(KV(prepare_panel)), KV(prepare_halves)},
     .attend_panels = {KV_OF_CODES(KV(attend_integers)), KV(attend_halves)}};
 #endif

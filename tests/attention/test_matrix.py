@@ -1,4 +1,4 @@
-"""Attention of many query rows, of which a task takes up to 256 of a KV head at a time: by a matrix unit, as words, or in bfloat16."""
+"""Attention of many query rows, of which a task takes up to 256 of a KV head at a time: by a matrix unit or as words."""
 
 import ml_dtypes
 import numpy as np
@@ -10,18 +10,6 @@ import kvfast
 
 HALVES = ["float16", "bfloat16", "float16/bfloat16"]
 FORMATS = ["int8", "int8-plain", "int4-plain", "k8v4", "int4", CENTRED, "int8/float16", *HALVES]
-FEW_ROWS = [
-    "int8",
-    "int8-plain",
-    "int4-plain",
-    "k8v4",
-    "int4",
-    CENTRED,
-    *(kvfast.KVFormat("int4", per_channel=True, block_size=size) for size in (32, 128)),
-    "int3",
-    "int3-plain",
-    *(kvfast.KVFormat("int3", per_channel=True, block_size=size) for size in (32, 256)),
-]
 WORD_TIERS = ("avx512_vbmi", "avx512_vnni")
 needs_amx = pytest.mark.skipif("amx" not in kvfast.available_isas(), reason="this CPU has no matrix unit")
 
@@ -95,7 +83,6 @@ def test_a_row_does_not_depend_on_its_neighbours(rng, dtype, options):
 @pytest.mark.parametrize("head_dim", [8, 33, 64, 80, 128, 512])
 @pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16/float16"])
 def test_queries_in_bfloat16(rng, dtype, head_dim):
-    """Where the processor multiplies bfloat16, nothing of the scores is rounded, however loud some channels are."""
     outliers = np.where(np.arange(head_dim) % 13 == 5, 10, 1).astype(np.float32)
     cache = kvfast.KVCache(1, 2, head_dim, dtype=dtype)
     k, v = rng.standard_normal((2, 1500, 2, head_dim), np.float32)
@@ -105,8 +92,7 @@ def test_queries_in_bfloat16(rng, dtype, head_dim):
         out, lse = cache.attend(0, q, return_lse=True, **options)
         expected, expected_lse = attention(q.astype(np.float32), cache.k(0), cache.v(0), **options)
         assert relative_error(out, expected) < bound(dtype)
-        exact = kvfast.active_isa() == "avx512_vbmi" and kvfast.cpu_features()["avx512bf16"]
-        assert np.abs(lse - expected_lse).max() < (2e-5 if exact else 1e-3)
+        assert np.abs(lse - expected_lse).max() < 1e-3
         for n, num_threads in ((32, 1), (40, 2), (49, 5)):
             whole = cache.attend(0, q, num_splits=1, **options)
             assert np.array_equal(cache.attend(0, q[-n:], num_splits=1, num_threads=num_threads, **options), whole[-n:])
@@ -232,28 +218,3 @@ def test_loud_keys_are_multiplied_as_floats(rng, isa):
     with kvfast.use_isa(isa):
         out = cache.attend(0, q)
     assert relative_error(out, attention(q, cache.k(0), cache.v(0))[0]) < 5e-4
-
-
-@needs_amx
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 320])
-@pytest.mark.parametrize("dtype", FEW_ROWS, ids=str)
-def test_few_rows_are_those_of_vectors(rng, dtype, head_dim):
-    """Behind enough tokens the matrix unit multiplies codes for few rows, too: the same integers. Where tiles are as long, the output has
-    the same bits; else weights are rounded otherwise."""
-    form = kvfast.KVFormat.of(dtype)
-    same_tiles = "v" not in form.rotation and "int8" not in form.dtype
-    spread = np.where(np.arange(head_dim) % 13 == 5, 30, 1).astype(np.float32)  # scores that need the rounding of queries
-    cache = kvfast.KVCache(1, 1, head_dim, dtype=dtype)
-    k, v = rng.standard_normal((2, 2500, 1, head_dim), np.float32)
-    v[700] *= 3000  # and sums of values that need the rounding of weights
-    cache.append(0, k * spread, v)
-    cache.advance(2500)
-    for num_queries, num_heads in ((1, 1), (1, 4), (1, 7), (3, 3), (4, 4)):
-        q = rng.standard_normal((num_queries, num_heads, head_dim), np.float32)
-        outs = []
-        for isa in ("amx", "avx512_vbmi"):
-            with kvfast.use_isa(isa):
-                outs.append(cache.attend(0, q, return_lse=True, num_splits=1))
-        if same_tiles:
-            assert np.array_equal(outs[0][0], outs[1][0]) and np.array_equal(outs[0][1], outs[1][1])
-        assert relative_error(outs[0][0], outs[1][0]) < 3e-4 and np.allclose(outs[0][1], outs[1][1], rtol=0, atol=3e-4)

@@ -166,83 +166,6 @@ class TestPrecision:
             assert np.array_equal(call(q, num_threads=1), call(q, num_threads=4))
 
 
-class TestTrellis:
-    """4 bits whose levels depend on the codes before them: what attention reads is what `decode` tells, on every tier."""
-
-    @pytest.mark.parametrize("dim", DIMS)
-    def test_every_dim(self, isa, rng, dim):
-        for bits in (4, (4, 3), (8, 4)):
-            for rotation in (True, False):
-                cache, _, _ = filled(rng, 2, 35, dim, bits, codebook="trellis", rotation=rotation, num_q_heads=6)
-                agree(cache, rng.standard_normal((6, dim)).astype(np.float32))
-
-    @pytest.mark.parametrize("n", [1, 15, 16, 17, 63, 64, 65, 128, 129, 300])
-    def test_lengths(self, isa, rng, n):
-        cache, _, _ = filled(rng, 3, n, 100, codebook="trellis")
-        agree(cache, rng.standard_normal((3, 100)).astype(np.float32))
-
-    @pytest.mark.parametrize("dim", [3, 16, 20, 100, 128, 512])
-    def test_all_tiers_choose_the_same_codes(self, rng, dim):
-        """Rows that are not rotated, as the transform rounds in another way on each tier: Gaussian, with an outlier, of
-        few distinct elements, and of all magnitudes."""
-        rows = rng.standard_normal((4, 60, dim)).astype(np.float32)
-        rows[1, :, dim // 2] *= 40
-        rows[2] = rng.integers(-2, 3, (60, dim))
-        rows[3] *= np.ldexp(1.0, rng.integers(-120, 100, (60, 1))).astype(np.float32)
-        got = []
-        for isa in kvfast.available_isas():
-            with kvfast.use_isa(isa):
-                cache = MultiHeadKVCache(4, MultiHeadConfig(dim, codebook="trellis", rotation=False))
-                for token in range(60):
-                    cache.push_token(rows[:, token], rows[:, -1 - token])
-                got.append((cache.decode_keys(), cache.decode_values()))
-        for keys, values in got[1:]:
-            assert np.array_equal(keys, got[0][0]) and np.array_equal(values, got[0][1])
-
-    def test_outliers_are_not_clipped(self, isa, rng):
-        """Without rotation, an element that stands out costs the scale of the others, and not itself."""
-        k = rng.standard_normal((50, 2, 128)).astype(np.float32)
-        k[:, :, 9] = 100
-        cache = MultiHeadKVCache(2, MultiHeadConfig(128, codebook="trellis", rotation=False))
-        for token in k:
-            cache.push_token(token, token)
-        for got in (cache.decode_keys(), cache.decode_values()):
-            assert np.abs(got[:, :, 9] - 100).max() < 5
-
-    @pytest.mark.parametrize("dim", [16, 64, 128, 256])
-    def test_errors_and_bytes(self, isa, rng, dim):
-        cache, k, v = filled(rng, 4, 200, dim, codebook="trellis")
-        for got, was in ((cache.decode_keys(), k), (cache.decode_values(), v)):
-            assert 0.0045 < np.sum((got - was) ** 2) / np.sum(was**2) < 0.0049
-        assert cache.bytes_per_token == 4 * 2 * (dim // 2 + 2)
-
-    def test_outputs_reach_the_goal(self):
-        """32 heads, 512 tokens of 128, in 66 bytes a vector: a mean cosine similarity of outputs of at least 0.995."""
-        cosines = []
-        for seed in range(4):
-            q = np.random.default_rng(seed).standard_normal((32, 128)).astype(np.float32)
-            cache, k, v = filled(np.random.default_rng(100 + seed), 32, 512, 128, codebook="trellis")
-            exact, out = attention(q[None], k, v)[0][0], cache.attend(q)
-            cosines.append((out * exact).sum(1) / np.linalg.norm(out, axis=1) / np.linalg.norm(exact, axis=1))
-            assert cache.bytes_per_token == 32 * 2 * 66
-        assert np.mean(cosines) >= 0.995
-
-    def test_copies_and_eviction(self, rng):
-        cache, k, _ = filled(rng, 2, 150, 48, codebook="trellis")
-        other, kept = cache.copy(), cache.decode_keys()
-        cache.clear()
-        for token in k[:70]:
-            other.push_token(token, token)
-        assert other.evict_outside_window(100) == 120
-        assert np.array_equal(other.decode_keys()[:30], kept[120:])
-        agree(other, rng.standard_normal((2, 48)).astype(np.float32))
-
-    @pytest.mark.parametrize("bits", [2, 5, 8, (3, 8)])
-    def test_other_widths_are_refused(self, bits):
-        with pytest.raises(ValueError, match='codebook="trellis" needs 4 bits'):
-            MultiHeadConfig(64, bits, codebook="trellis")
-
-
 class TestSizes:
     @pytest.mark.parametrize("bits", range(2, 9))
     def test_ratio_counts_the_bytes_there_are(self, rng, bits):
@@ -510,7 +433,7 @@ class TestInput:
             ({"bits": (4, 9)}, ValueError, "bits must be between 2 and 8, got 9"),
             ({"bits": (4, 4, 4)}, ValueError, "bits must be one number, or two"),
             ({"rotation": 1}, TypeError, "rotation must be a bool, got 1"),
-            ({"codebook": "nf4"}, ValueError, 'codebook must be "gaussian", "uniform" or "trellis"'),
+            ({"codebook": "nf4"}, ValueError, 'codebook must be "gaussian" or "uniform"'),
             ({"num_q_heads": 0}, ValueError, "num_q_heads must be between 1"),
             ({"seed": -1}, ValueError, "seed must be an integer between 0"),
             ({"seed": 1 << 64}, ValueError, "seed must be an integer between 0"),

@@ -41,7 +41,6 @@ def formats(calibration):
     return {name: replace(KVFormat.of(name), calibration=calibration) for name in NAMES} | {
         "k8v4, centred": KVFormat("int8/int4", rotation="kv", centring=True, block_size=32, calibration=calibration),
         "channels, 128": KVFormat("int4/float16", per_channel=True, block_size=128, num_float_tokens=2, calibration=calibration),
-        "trellis": KVFormat("int4", rotation="k", codebook="trellis", calibration=calibration),
     }
 
 

@@ -26,10 +26,6 @@ class TestKVFormat:
             ({"dtype": "int8/float32", "rotation": "kv"}, "rotation=.* needs integer storage; it does not help float32"),
             ({"dtype": "int8", "codebook": "gaussian"}, "Gaussian codebook is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "codebook": "gaussian", "per_channel": True}, "Gaussian codebook is for int4"),
-            ({"dtype": "int8", "codebook": "trellis"}, "trellis is for int4 with a scale per token"),
-            ({"dtype": "int5/int3", "codebook": "trellis"}, "trellis is for int4 with a scale per token"),
-            ({"dtype": "int4/int8", "codebook": "trellis", "per_channel": True}, "trellis is for int4"),
-            ({"dtype": "int4", "codebook": "trellis", "centring": True}, "centring is for .* int4 keys without a trellis"),
             ({"dtype": "int2", "per_channel": True}, "per_channel is for int4 and int3 keys, got int2"),
             ({"dtype": "int5/int8", "centring": True}, "centring is for int8 and int4 keys, got int5"),
             ({"dtype": "int8", "clip_search": True}, "clip_search is for int4 with a scale per token"),
@@ -183,7 +179,6 @@ def check(cache, rng, group, n, options):
 # known of it with the best scale for all rows (Max 1960); a scale for each row does better.
 INT8, UNIFORM, CLIPPED, GAUSSIAN, FLOAT16, BFLOAT16 = 0.007, 0.123, 0.112, 0.0975, 2.2e-4, 1.8e-3
 INT2, INT3, INT5, INT6, INT7 = 0.343, 0.186, 0.0465, 0.0265, 0.0133  # of 2 to 5 bits Gaussian
-TRELLIS, SEARCHED_TRELLIS = 0.0725, 0.0705
 INT3_EVEN = 0.195
 ERRORS = {
     "int8": (INT8, INT8),
@@ -205,13 +200,9 @@ ERRORS = {
     "int5/int2": (INT5, INT2),
     "int7/int6": (INT7, INT6),
     "channels, packed values": (0.098, INT3),
-    "trellis": (SEARCHED_TRELLIS, SEARCHED_TRELLIS),
-    "trellis/int5": (TRELLIS, INT5),
-    "channels, trellis": (0.114, TRELLIS),
     "recent, int8": (INT8, INT8),
     "recent, k8v4": (INT8, GAUSSIAN),
     "recent, packed": (INT3_EVEN, BFLOAT16),
-    "recent, trellis": (FLOAT16, TRELLIS),
     "recent, channels": (0.114, UNIFORM),
     "channels, int3": (0.26, INT3),
     "channels, int3, 32": (0.24, INT8),
@@ -313,7 +304,7 @@ def test_rotation_hides_an_outlier(isa, rng):
 
 
 @pytest.mark.parametrize("shape", ["gaussian", "heavy tails", "outlier"])
-@pytest.mark.parametrize("codebook", ["uniform", "gaussian", "trellis"])
+@pytest.mark.parametrize("codebook", ["uniform", "gaussian"])
 def test_clip_search_never_costs_precision(isa, rng, codebook, shape):
     k, v = tokens(rng, 200, 96)
     if shape == "heavy tails":
@@ -353,20 +344,6 @@ def test_keys_with_outlier_channels():
         cosines[form] = (np.sum(out * exact, -1) / np.linalg.norm(out, axis=-1) / np.linalg.norm(exact, axis=-1)).mean()
     assert cosines["int4"] >= 0.99 and cosines["k8v4"] >= 0.9
     assert cosines["int4-plain"] < 0.9
-
-
-@pytest.mark.parametrize("dim", [1, 3, 16, 128, 512])
-def test_trellis_of_the_largest_elements(isa, rng, dim):
-    """A level may be larger than the element it stands for; what is decoded is finite all the same."""
-    signs = rng.choice([-1.0, 1.0], (100, HEADS, dim))
-    for shares in (1, rng.random(signs.shape), rng.random(signs.shape) < 0.1, np.where(np.arange(dim) % 4, 0.001, 1)):
-        rows = (signs * shares * 1.6e38).astype(np.float32)
-        cache = kvfast.KVCache(1, HEADS, dim, dtype=KVFormat("int4", codebook="trellis", clip_search=True))
-        cache.append(0, rows, rows)
-        for got in (cache.k(0), cache.v(0)):
-            assert np.isfinite(got).all() and np.abs(got).max() < 1.5 * 1.6e38
-    with pytest.raises(kvfast.NonFiniteInputError, match="beyond the range of int4"):
-        cache.append(0, np.full((1, HEADS, dim), 2e38, np.float32), np.ones((1, HEADS, dim), np.float32))
 
 
 def test_size():

@@ -146,7 +146,7 @@ def test_kernels(dtype):
     assert plan.isa == kvfast.active_isa()
     form = kvfast.KVFormat.of(dtype)
     assert plan.storage == str(form)
-    codes = {"uniform": "int4", "gaussian": "gauss4", "trellis": "trellis4"}[form.codebook]
+    codes = {"uniform": "int4", "gaussian": "gauss4"}[form.codebook]
     k, v = (codes if dtype == "int4" else dtype for dtype in (form.k_dtype, form.v_dtype))
     assert plan.kernels == (f"scores_{form.k_dtype if form.per_channel else k}", f"accumulate_{v}")
     assert bool(plan.float_kernels) == bool(plan.float_tile) == (form.seals or form.num_float_tokens > 0)

@@ -21,10 +21,7 @@ from kvfast.core import tuning
 from kvfast.core.tuning import DEFAULT, LEVELS, ORDERS, Reading
 
 FLOATS = ["float32", "float16", "bfloat16"]
-READINGS = [
-    Reading(level, **{f"{kind}{name}": value for kind in tuning.KINDS for name, value in {"order": order, "lead": lead}.items()})
-    for level, order, lead in itertools.product(LEVELS, ORDERS, (0, 64, 2048, 16384))
-] + [Reading(level, float32_order="rows") for level in LEVELS]
+READINGS = [Reading(level, order) for level, order in itertools.product(LEVELS, ORDERS)]
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +53,7 @@ def calls(form):
     yield functools.partial(ring.attend, 0, rng.standard_normal((1, 4, 32), np.float32))
 
 
-@parametrize("form", [*FORMATS, *FLOATS], ["int8", "k8v4", "int4", "int4-plain", "channels, int3", "trellis", *FLOATS])
+@parametrize("form", [*FORMATS, *FLOATS], ["int8", "k8v4", "int4", "int4-plain", "channels, int3", *FLOATS])
 def test_the_same_bits_whatever_is_chosen(isa, form):
     attends = list(calls(FORMATS.get(form, form)))
     tuning.use(DEFAULT, "a test")
@@ -105,7 +102,7 @@ def test_every_row_of_the_table():
         for model in row.models:
             found = tuning.from_table((row.vendor, row.family, model), row.tier or "avx2")
             assert found == (row.reading, f"the table, {row.name}")
-        assert row.measured
+        assert row.reading != DEFAULT
     assert tuning.from_table(("GenuineIntel", 6, 1))[0] == tuning.from_table(("", 0, 0))[0] == DEFAULT
     keys = [(row.vendor, row.family, model, row.tier) for row in tuning.TABLE for model in row.models]
     assert len(keys) == len(set(keys))
@@ -126,10 +123,10 @@ def test_this_processor():
 
 def test_the_variable_is_a_list(monkeypatch):
     base = tuning.from_table()[0]
-    monkeypatch.setenv(tuning.VARIABLE, " prefetch_level = 1, lead=4096 ")
-    assert tuning.choose() == (dataclasses.replace(base, prefetch_level=1, lead=4096), "KVFAST_TUNING")
-    monkeypatch.setenv(tuning.VARIABLE, "narrow_order=side")
-    assert tuning.choose()[0] == dataclasses.replace(base, narrow_order="side")
+    monkeypatch.setenv(tuning.VARIABLE, " prefetch_level = 1, int8_order=side ")
+    assert tuning.choose() == (Reading(1, "side"), "KVFAST_TUNING")
+    monkeypatch.setenv(tuning.VARIABLE, "int8_order=side")
+    assert tuning.choose()[0] == dataclasses.replace(base, int8_order="side")
     monkeypatch.setenv(tuning.VARIABLE, "")
     assert tuning.choose() == tuning.from_table()
 
@@ -141,17 +138,10 @@ def test_the_variable_is_a_list(monkeypatch):
         ("prefetch_level=3", "prefetch_level must be 1 or 2, got 3"),
         ("prefetch_level=near", "prefetch_level must be 1 or 2, got 'near'"),
         ("int8_order=2", "int8_order must be memory or side, got 2"),
-        ("order=rows", "order must be memory or side, got 'rows'"),
-        ("float32_order=2", "float32_order must be memory or side or rows, got 2"),
-        ("lead=65", "lead must be a multiple of 64 from 0 to 16384, got 65"),
-        ("narrow_lead=-64", "narrow_lead must be a multiple of 64 from 0 to 16384, got '-64'"),
-        ("lead=999999999999999999999", "lead must be a multiple of 64 from 0 to 16384"),
-        (
-            "leads=64",
-            "the unknown name 'leads'; the names are prefetch_level, order, lead, int8_order, int8_lead, narrow_order, narrow_lead",
-        ),
-        ("lead=64,", "must be a file or a list of name=value, got ''"),
-        ("lead=", "must be a file or a list of name=value, got 'lead='"),
+        ("int8_order=rows", "int8_order must be memory or side, got 'rows'"),
+        ("orders=side", "the unknown name 'orders'; the names are prefetch_level, int8_order"),
+        ("prefetch_level=1,", "must be a file or a list of name=value, got ''"),
+        ("prefetch_level=", "must be a file or a list of name=value, got 'prefetch_level='"),
         ("no/such/file", "must be a file or a list of name=value, got 'no/such/file': No such file"),
     ],
 )
@@ -164,21 +154,21 @@ def test_bad_values_of_the_variable(text, message, monkeypatch):
 
 def test_the_variable_at_import():
     def imported(text):
-        code = "import kvfast; print(kvfast.config()['tuning']['lead']); kvfast.show_config()"
+        code = "import kvfast; print(kvfast.config()['tuning']['int8_order']); kvfast.show_config()"
         return subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "KVFAST_TUNING": text}, capture_output=True, text=True, check=False
         )
 
-    good, bad = imported("lead=1024"), imported("lead=1")
-    assert good.stdout.startswith("1024\n") and "lead=1024, int8_order=" in good.stdout and "(from KVFAST_TUNING)" in good.stdout
-    assert bad.returncode == 1 and "KVFAST_TUNING: lead must be a multiple of 64 from 0 to 16384, got 1" in bad.stderr
+    good, bad = imported("int8_order=side"), imported("int8_order=1")
+    assert good.stdout.startswith("side\n") and "int8_order=side" in good.stdout and "(from KVFAST_TUNING)" in good.stdout
+    assert bad.returncode == 1 and "KVFAST_TUNING: int8_order must be memory or side, got 1" in bad.stderr
 
 
 def test_the_variable_is_a_file(tmp_path, monkeypatch):
     path = tmp_path / "other=.json"
     monkeypatch.setenv(tuning.VARIABLE, str(path))
-    os.replace(tuning.keep(Reading(1, "side", 128, "memory", 64)), path)
-    assert tuning.choose() == (Reading(1, "side", 128, "memory", 64), f"KVFAST_TUNING, {path}")
+    os.replace(tuning.keep(Reading(1, "side")), path)
+    assert tuning.choose() == (Reading(1, "side"), f"KVFAST_TUNING, {path}")
     path.write_text('{"version": 1, "processors": {"Other-1-2": {}}}')
     with pytest.raises(ValueError, match=f"has nothing for {tuning.processor()}; it has Other-1-2"):
         tuning.choose()
@@ -192,7 +182,7 @@ def test_the_variable_is_a_file(tmp_path, monkeypatch):
 
 def test_what_is_kept_is_found():
     assert tuning.choose() == tuning.from_table() and not tuning.forget()
-    other, mine = Reading(1, "side", 64), Reading(1, int8_lead=2048)
+    other, mine = Reading(1, "side"), Reading(2, "side")
     path = Path(tuning.keep(other))
     content = json.loads(path.read_text())
     content["processors"]["Other-1-2"] = content["processors"].pop(tuning.processor())
@@ -215,9 +205,8 @@ def test_what_is_kept_is_found():
         ("[]", 'must have "version": 1 and "processors"'),
         ('{"version": 2, "processors": {}}', 'must have "version": 1'),
         ('{"version": 1, "processors": {"%s": 5}}', "must have the names prefetch_level, "),
-        ('{"version": 1, "processors": {"%s": {"lead": 64.0}}}', "lead must be a multiple of 64 from 0 to 16384, got 64.0"),
         ('{"version": 1, "processors": {"%s": {"prefetch_level": true}}}', "prefetch_level must be 1 or 2, got True"),
-        ('{"version": 1, "processors": {"%s": {"order": ["side"]}}}', "order must be memory or side"),
+        ('{"version": 1, "processors": {"%s": {"int8_order": ["side"]}}}', "int8_order must be memory or side"),
         ('{"version": 1, "processors": {"%s": {"size": 1}}}', "the unknown name 'size'"),
     ],
 )
@@ -246,8 +235,9 @@ def test_tune_measures_and_keeps():
     before = tuning.in_use()
     code, out, err = run_here("tune", "--rounds", 1, "--context", 128, "--megabytes", 1, "--threads", "1")
     assert (code, err) == (0, "")
-    other = 3 - tuning.from_table()[0].prefetch_level
-    for name in (f"prefetch_level={other}", "\norder=side", "int8_lead=1024", "narrow_lead=0", "float32 1", "int4 1"):
+    base = tuning.from_table()[0]
+    (order,) = {*ORDERS} - {base.int8_order}
+    for name in (f"prefetch_level={3 - base.prefetch_level}", f"\nint8_order={order}", "float32 1", "int4 1"):
         assert name in out
     kept = tuning.choose()
     assert kept[1] == tuning.file() in out and str(kept[0]) in out
@@ -269,6 +259,6 @@ def test_what_is_better():
         return Trial(name, value, dict(enumerate(ratios)))
 
     base = Reading(2)
-    assert best_of(base, [trial("lead", 64, 0.99, 0.99), trial("prefetch_level", 1, 1.0, 1.1)]) == base
-    assert best_of(base, [trial("lead", 64, 0.9, 1.04), trial("prefetch_level", 1, 0.5)]) == Reading(1)
-    assert best_of(base, [trial("lead", 64, 0.9), trial("lead", 128, 0.8), trial("lead", 192, 0.95)]) == Reading(2, lead=128)
+    assert best_of(base, [trial("int8_order", "side", 0.99, 0.99), trial("prefetch_level", 1, 1.0, 1.1)]) == base
+    assert best_of(base, [trial("int8_order", "side", 0.9, 1.04), trial("prefetch_level", 1, 0.5)]) == Reading(1)
+    assert best_of(base, [trial("int8_order", "side", 0.9), trial("prefetch_level", 1, 0.8)]) == Reading(1, "side")

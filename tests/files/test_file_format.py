@@ -125,7 +125,7 @@ CACHES = {
     "latent int4": lambda rng: latent(rng, 150, kvfast.KVFormat("int4", rotation="kv", codebook="gaussian")),
     "latent without rope": lambda rng: latent(rng, 70, "float16", 0),
     "heads": lambda rng: heads(rng, 150, bits=(5, 3)),
-    "heads, evicted": lambda rng: heads(rng, 300, 70, bits=4, codebook="trellis", seed=7, num_q_heads=6),
+    "heads, evicted": lambda rng: heads(rng, 300, 70, bits=4, seed=7, num_q_heads=6),
 }
 
 
@@ -401,5 +401,5 @@ def test_every_storage_dtype_and_codebook_is_among_them(written):
     settings = [json.loads(written(name)[1]["kvfast"])["settings"] for name in CACHES]
     formats = [form for one in settings for form in one.get("dtype") or [Reader.format_of_heads(one["config"])]]
     assert {dtype for one in formats for dtype in one["dtype"].split("/")} == {*FLOATS, *(f"int{bits}" for bits in range(2, 9))}
-    assert {one.get("codebook", "uniform") for one in formats} == {"uniform", "gaussian", "trellis"}
+    assert {one.get("codebook", "uniform") for one in formats} == {"uniform", "gaussian"}
     assert {one.get("rotation", "") for one in formats} >= {"", "v", "kv"}

@@ -21,7 +21,7 @@ BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
 FLOATS = {"float32": np.uint32, "float16": np.uint16, "bfloat16": np.uint16}
 FORMS = {**FORMATS, "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 
-USUAL = ["int4", "int8", "means, int4", "int5/int2", "trellis", "channels, int3", "float16", "float32"]
+USUAL = ["int4", "int8", "means, int4", "int5/int2", "channels, int3", "float16", "float32"]
 
 
 def lines(nbytes):

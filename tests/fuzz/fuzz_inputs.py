@@ -57,7 +57,7 @@ def random_format(rng, latent=False):
         k, v = ("int8" if often(rng, 0.3) else one.removesuffix("-plain") for one in (k, v))
         parts = {
             "rotation": one_of(rng, ["", "k", "v", "kv"]),
-            "codebook": one_of(rng, ["uniform", "uniform", "gaussian", "trellis"]),
+            "codebook": one_of(rng, ["uniform", "gaussian"]),
             "clip_search": often(rng, 0.2),
         }
         if not latent:

@@ -18,7 +18,6 @@ BRAIN = 2.0**-8
 GAPS = {
     ("int4", "uniform"): 0.5 / 7,
     ("int4", "gaussian"): 15.5 / 127,
-    ("int4", "trellis"): 0.25,
     ("int2", "gaussian"): 42 / 120,
     ("int3", "gaussian"): 23 / 122,
     ("int5", "gaussian"): 10.5 / 119,
@@ -76,8 +75,6 @@ class Side:
         self.per_channel, self.centred = form.per_channel and not values, form.centring and not values
         self.seals, self.num_float_tokens = form.seals, form.num_float_tokens
         codebook = form.codebook if self.dtype in ("int2", "int3", "int4", "int5") else "uniform"
-        if codebook == "trellis" and self.dtype != "int4":
-            codebook = "gaussian"
         self.codebook = codebook
         # Whether a row's scale clips nothing, so that each of its elements is within half a step.
         self.by_element = self.dtype == "int8" or self.dtype == "int4" and codebook == "uniform" and not form.clip_search

@@ -18,9 +18,7 @@ class HeadsWorld(World):
         rng = self.rng
         dim, heads = random_dim(rng), int(rng.integers(1, 5))
         bits = int(rng.integers(2, 9)) if often(rng, 0.5) else tuple(map(int, rng.integers(2, 9, 2)))
-        codebook = str(one_of(rng, ["gaussian", "uniform", "trellis"]))
-        if codebook == "trellis" and 4 not in np.atleast_1d(bits):
-            codebook = "gaussian"
+        codebook = str(one_of(rng, ["gaussian", "uniform"]))
         config = kvfast.MultiHeadConfig(
             dim, bits, often(rng, 0.7), codebook, heads * int(one_of(rng, [1, 2, 4])), int(rng.integers(1 << 30))
         )

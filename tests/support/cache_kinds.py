@@ -11,8 +11,7 @@ import kvfast
 PLAIN = ["float32", "float16", "bfloat16", "int8-plain", "int4-plain"]
 CENTRED = kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block_size=32)
 PACKED = kvfast.KVFormat("int5/int3", rotation="kv", codebook="gaussian")
-TRELLIS = kvfast.KVFormat("int4", rotation="kv", codebook="trellis")
-DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED, TRELLIS]
+DTYPES = [*PLAIN, "int8", "k8v4", "int4", CENTRED, PACKED]
 # Of those, the ones whose blocks may have any size, as no block is encoded as a whole.
 ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).seals]
 # Those that seal blocks, with every block, codebook and kind of value; and those that do not.
@@ -25,14 +24,12 @@ SEALING = {
     "means, k8v4": kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, block_size=32, num_float_tokens=5),
     "means, int4": kvfast.KVFormat("int4", rotation="k", codebook="gaussian", centring=True, block_size=128, clip_search=True),
     "channels, packed values": kvfast.KVFormat("int4/int3", per_channel=True, codebook="gaussian", block_size=32, num_float_tokens=2),
-    "channels, trellis": kvfast.KVFormat("int4", rotation="v", per_channel=True, codebook="trellis", num_float_tokens=4),
     "means, float values": kvfast.KVFormat("int4/float32", centring=True, num_float_tokens=4),
     "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_tokens=16, block_size=32),
     "recent, k8v4": kvfast.KVFormat(
         "int8/int4", rotation="kv", codebook="gaussian", clip_search=True, num_recent_tokens=64, num_float_tokens=4
     ),
     "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_tokens=144, block_size=128),
-    "recent, trellis": kvfast.KVFormat("float16/int4", codebook="trellis", rotation="v", num_recent_tokens=16),
     "channels, int3": kvfast.KVFormat.of("int3"),
     "channels, int3, 32": kvfast.KVFormat("int3/int8", per_channel=True, block_size=32, num_float_tokens=2),
     "channels, int3, 256": kvfast.KVFormat("int3/int4", per_channel=True, block_size=256, codebook="gaussian"),
@@ -49,8 +46,6 @@ UNSEALED = {
     "int3": kvfast.KVFormat("int3", rotation="kv", codebook="gaussian"),
     "int5/int2": kvfast.KVFormat("int5/int2", rotation="v", codebook="gaussian", num_float_tokens=3),
     "int7/int6": kvfast.KVFormat("int7/int6"),
-    "trellis": kvfast.KVFormat("int4", rotation="kv", codebook="trellis", clip_search=True),
-    "trellis/int5": kvfast.KVFormat("int4/int5", rotation="v", codebook="trellis", num_float_tokens=3),
 }
 FORMATS = SEALING | UNSEALED
 MIXED = ["float16", "int8", "int4"]  # of layers in one pool

@@ -128,7 +128,7 @@ class Reader:
         codes = unpacked(tiles, bits, depths)
         codes = codes if as_keys else codes.swapaxes(1, 2)
         if not by_channel:
-            levels = levels_of(codes, bits, codebook, 4 if as_keys else 16)
+            levels = levels_of(codes, bits, codebook)
             scale = "float32" if bits == 8 or bits == 4 and codebook == "uniform" else "bfloat16"
             levels *= floats_of(blocks[:, at : at + size * FLOATS[scale]], scale)[..., None]
             at += size * FLOATS[scale]
@@ -221,22 +221,14 @@ def table_of(file, name):
     return np.array([int(number) for number in re.findall(r"-?\d+", text)])
 
 
-def levels_of(codes, bits, codebook, step):
+def levels_of(codes, bits, codebook):
     """Levels of codes (blocks, tokens, elements)."""
     if bits == 8:
         return codes - 128.0
     if bits == 4 and codebook == "uniform":
         return codes - 8.0
-    if bits == 4 and codebook == "gaussian":
-        return table_of("common.h", "kv_gauss_levels")[codes] - 128.0
     if bits == 4:
-        contexts, table = table_of("trellis.h", "kv_trellis_contexts"), table_of("trellis.h", "kv_trellis_table")
-        levels, state = np.empty(codes.shape), np.zeros(codes.shape[:2], np.int64)
-        for depth in (depth for first in range(step) for depth in range(first, codes.shape[2], step)):
-            code = codes[..., depth].astype(np.int64)
-            levels[..., depth] = table[contexts[state] * 16 + code] - 128
-            state = (state << 1 | code & 1) & 127
-        return levels
+        return table_of("common.h", "kv_gauss_levels")[codes] - 128.0
     if bits in (2, 3, 5) and codebook != "uniform":
         return table_of("packed.h", f"kv_gauss_levels{bits}")[codes] - 128.0
     return (codes.astype(np.int64) << 8 - bits | 1 << 7 - bits) - 128.0

@@ -2,9 +2,6 @@
 
 #if KV_X86
 #define KV_TARGET "popcnt,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c"
-#if KV_HAVE_BFLOAT16 && !defined(KV_MORE_KERNELS) /* whose functions would be in this region */
-#define KV_BFLOAT16_TARGET KV_TARGET ",avx512bf16"
-#endif
 KV_TARGET_BEGIN(KV_TARGET)
 #define KV(name) name##_avx512_vbmi
 #define KV_ISA "avx512_vbmi"

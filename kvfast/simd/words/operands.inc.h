@@ -214,29 +214,6 @@ static inline __attribute__((always_inline)) void KV(load_key_rows)(KV(word_keys
     }
 }
 
-/* Writes 16 rows of n bfloat16 as (n / 2, 16 rows, 2). */
-static void KV(put_pair_lane)(const char *const *rows, int n, int8_t *out)
-{
-    KV_ALIGNED int8_t lines[1024], half[1024];
-    for (int i = 0; i < n; i += 2 * W, out += 1024) {
-        const __mmask16 pairs = n - i < 2 * W ? 0x00FF : 0xFFFF;
-        for (int r = 0; r < KV_LANES; r++) _mm512_store_si512(lines + 64 * r, _mm512_maskz_loadu_epi32(pairs, rows[r] + 2 * i));
-        KV(transpose_lines)(lines, pairs == 0xFFFF ? out : half);
-        if (pairs != 0xFFFF) memcpy(out, half, 512);
-    }
-}
-
-/* Loads rows of keys in bfloat16 as they are. */
-static void KV(load_key_pairs)(const kv_side *side, const kv_tile *tile, KV(word_keys) *keys)
-{
-    const int count = KV(find_rows)(side, tile, KV_LANES, keys->rows);
-    keys->has_means = keys->has_channels = 0, keys->exact = 1;
-    for (int t = 0; t < count; t += KV_LANES) {
-        KV(put_pair_lane)(keys->rows + t, keys->dim, keys->words + t * keys->dim * 2);
-        vf_store(keys->units + t, vf_set1(1.0f));
-    }
-}
-
 /* Loads float rows of keys, if `less_mean` is 1 less their mean. */
 static void KV(load_key_words)(const kv_side *side, const kv_tile *tile, int less_mean, kv_operands *operands, KV(word_keys) *keys)
 {

@@ -170,12 +170,8 @@ typedef struct {
 } KV(word_room);
 
 /* How the rows of panels are multiplied with keys. */
-typedef enum { KV(WORDS), KV(CODES), KV(PAIRS) } KV(word_kind);
-typedef void KV(tile_scores)(const KV(word_tile) *tile, const kv_panel *panels, int count, int begin, int end,
-                             KV(word_scores) *const *scores);
-
-/* Scores of one panel or two. `tiles` are the keys for rows that see some of the tile, and for those that see all. */
-static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panels, int count, KV(tile_scores) *score,
+typedef enum { KV(WORDS), KV(CODES) } KV(word_kind);
+static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panels, int count,
                              KV(word_pass) *passes)
 {
     int mixed = 0, alike = 1;
@@ -190,17 +186,17 @@ static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panel
         KV(word_scores) *const scores[2] = {&passes[0].w.scores, &passes[1].w.scores};
         const int begin = passes[0].begin < passes[1].begin ? passes[0].begin : passes[1].begin;
         const int end = passes[0].end > passes[1].end ? passes[0].end : passes[1].end;
-        score(tiles + (passes[0].all != 0), panels, 2, begin, end, scores);
+        KV(score_tile)(tiles + (passes[0].all != 0), panels, 2, begin, end, scores);
         return;
     }
     for (int i = 0; i < count; i++) {
         const KV(word_pass) *pass = passes + i;
         KV(word_scores) *scores = &passes[i].w.scores;
         if (pass->begin == pass->end) continue;
-        score(tiles + (pass->all != 0), panels + i, 1, pass->begin, pass->end, &scores);
+        KV(score_tile)(tiles + (pass->all != 0), panels + i, 1, pass->begin, pass->end, &scores);
         if (pass->all && pass->some && mixed) {
             KV(word_scores) *const others = &KV_IN(tiles->room->pass, KV(word_room))->others;
-            score(tiles, panels + i, 1, pass->begin, pass->end, &others);
+            KV(score_tile)(tiles, panels + i, 1, pass->begin, pass->end, &others);
             for (int t = pass->begin * KV_ROWS; t < pass->end * KV_ROWS; t += KV_ROWS)
                 vf_store(scores->weights + t,
                          _mm512_mask_mov_ps(vf_load(scores->weights + t), pass->some, vf_load(others->weights + t)));
@@ -219,8 +215,7 @@ static inline __attribute__((always_inline)) void KV(load_sides)(
         if (!wanted[i]) continue;
         now->family = side->family, now->dim = side->padded_dim, now->dtype = side->dtype;
         now->words = words + i * words_bytes, now->means = means + i * KV_MAX_HEAD_DIM;
-        if (kind == KV(PAIRS)) KV(load_key_pairs)(side, tile, now);
-        else if (kind == KV(CODES) && side->family != KV_FLOAT_ROWS) KV(load_key_codes)(side, tile, operands, now);
+        if (kind == KV(CODES) && side->family != KV_FLOAT_ROWS) KV(load_key_codes)(side, tile, operands, now);
         else {
             KV(load_key_words)(side, tile, i, operands, now);
             continue;
@@ -232,8 +227,7 @@ static inline __attribute__((always_inline)) void KV(load_sides)(
 
 static inline __attribute__((always_inline)) void KV(attend_word_tile)(
     const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values, const kv_tile *next_keys,
-    const kv_tile *next_values, int64_t position, kv_operands *operands, kv_panel *panels, int num_panels, const KV(word_kind) kind,
-    KV(tile_scores) *score)
+    const kv_tile *next_values, int64_t position, kv_operands *operands, kv_panel *panels, int num_panels, const KV(word_kind) kind)
 {
     const int has_rope = v->as_keys && v->padded_dim;
     const kv_side *from = v->as_keys ? k : v;
@@ -260,7 +254,7 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
     for (int i = 0, count; i < num_panels; i += count) {
         count = num_panels - i < 2 ? 1 : 2;
         for (int j = 0; j < count; j++) KV(prefetch_part)(&next);
-        KV(score_panels)(tiles, panels + i, count, score, room->passes);
+        KV(score_panels)(tiles, panels + i, count, room->passes);
         for (int j = 0; j < count; j++) {
             KV(word_pass) *pass = room->passes + j;
             KV(prefetch_part)(&next);
@@ -275,12 +269,12 @@ static inline __attribute__((always_inline)) void KV(attend_word_tile)(
     }
 }
 
-#define KV_ATTEND(name, kind, score)                                                                                          \
+#define KV_ATTEND(name, kind)                                                                                          \
     static void KV(name)(const kv_side *k, const kv_side *v, const kv_tile *keys, const kv_tile *values,                      \
                          const kv_tile *next_keys, const kv_tile *next_values, int64_t position, kv_operands *operands,         \
                          kv_panel *panels, int num_panels)                                                                    \
     {                                                                                                                         \
-        KV(attend_word_tile)(k, v, keys, values, next_keys, next_values, position, operands, panels, num_panels, kind, score); \
+        KV(attend_word_tile)(k, v, keys, values, next_keys, next_values, position, operands, panels, num_panels, kind); \
     }
-KV_ATTEND(attend_words, KV(WORDS), KV(score_tile))
-KV_ATTEND(attend_word_codes, KV(CODES), KV(score_tile))
+KV_ATTEND(attend_words, KV(WORDS))
+KV_ATTEND(attend_word_codes, KV(CODES))

@@ -23,26 +23,10 @@ static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_s
                               panel->rope_square);
 }
 
-/* What keys are: words that were rounded, summed up in sets; exact words, in one set; or pairs, as the queries; see pairs.inc.h. */
-enum { ROUNDED_KEYS, EXACT_KEYS, PAIR_KEYS };
-
-/* Adds the products of two words of a lane, or of a pair. clang 16 crashes where _mm512_dpbf16_ps meets a broadcast. */
-static inline __attribute__((always_inline)) vacc KV(add_product)(vacc sum, vi a, vi b, const int what)
-{
-    if (what != PAIR_KEYS) return (vacc)_mm512_dpwssd_epi32((__m512i)sum, a, b);
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-    return sum;
-}
-
-static inline __attribute__((always_inline)) vf KV(sum_to_float)(vi sum, const int what)
-{
-    return what == PAIR_KEYS ? (vf)sum : vi_to_float(sum);
-}
-
 /* Products of 8 keys with the rows of one panel or two, over `lines` pairs of elements from element d on. The sums stay in registers.
    Two panels load a key once: 0.96 of the time of a prompt on an EPYC Zen 5, where two loads go with two products. */
 static inline __attribute__((always_inline)) void KV(multiply_keys)(const KV(word_queries) *queries, const int panels, int d,
-                                                                    const int8_t *keys, int lines, vi sums[2][8], const int what)
+                                                                    const int8_t *keys, int lines, vi sums[2][8])
 {
     vacc sum[2][8];
     const int8_t *a = queries[0].words + d * 32, *b = queries[panels - 1].words + d * 32;
@@ -53,8 +37,8 @@ static inline __attribute__((always_inline)) void KV(multiply_keys)(const KV(wor
 #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
             const vi key = vi_set1(kv_load32(keys + 4 * i));
-            sum[0][i] = KV(add_product)(sum[0][i], one, key, what);
-            if (panels == 2) sum[1][i] = KV(add_product)(sum[1][i], other, key, what);
+            sum[0][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[0][i], one, key);
+            if (panels == 2) sum[1][i] = (vacc)_mm512_dpwssd_epi32((__m512i)sum[1][i], other, key);
         }
     }
     KV_NOTHING_SOONER;
@@ -62,12 +46,13 @@ static inline __attribute__((always_inline)) void KV(multiply_keys)(const KV(wor
     for (int i = 0; i < 8; i++) sums[0][i] = (vi)sum[0][i], sums[1][i] = (vi)sum[1][i];
 }
 
-/* Scores of one panel or two and the tokens begin to end. With `adds`, added to those that are there. */
+/* Scores of one panel or two and the tokens begin to end. Keys that were rounded are summed up in sets, exact keys in one. With `adds`,
+   added to those that are there. */
 static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_queries) *queries, const int panels,
                                                                   const KV(word_keys) *keys, int begin, int end,
-                                                                  KV(word_scores) *const *scores, int adds, const int what)
+                                                                  KV(word_scores) *const *scores, int adds, const int exact)
 {
-    const int n = keys->dim, set = what == ROUNDED_KEYS ? KV_WORD_SET : n;
+    const int n = keys->dim, set = exact ? n : KV_WORD_SET;
     KV_ALIGNED float parts[2 * 8 * KV_ROWS];
     vf shift[2] = {vf_set1(0.0f), vf_set1(0.0f)};
     int block = -1;
@@ -84,7 +69,7 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
         }
         int d = 0;
         for (; d + set < n; d += set) {
-            KV(multiply_keys)(queries, panels, d, words + d * 32, set / 2, sums, what);
+            KV(multiply_keys)(queries, panels, d, words + d * 32, set / 2, sums);
 #pragma GCC unroll 2
             for (int panel = 0; panel < panels; panel++)
 #pragma GCC unroll 8
@@ -94,15 +79,15 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
                     vf_store(part, d ? vf_add(vf_load(part), sum) : sum);
                 }
         }
-        KV(multiply_keys)(queries, panels, d, words + d * 32, (n - d) / 2, sums, what);
+        KV(multiply_keys)(queries, panels, d, words + d * 32, (n - d) / 2, sums);
 #pragma GCC unroll 2
         for (int panel = 0; panel < panels; panel++) {
             vf most = vf_set1(-INFINITY);
             float *at = scores[panel]->weights + t * KV_ROWS;
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
-                vf sum = KV(sum_to_float)(sums[panel][i], what);
-                if (what == ROUNDED_KEYS && d) sum = vf_add(sum, vf_load(parts + (panel * 8 + i) * KV_ROWS));
+                vf sum = vi_to_float(sums[panel][i]);
+                if (!exact && d) sum = vf_add(sum, vf_load(parts + (panel * 8 + i) * KV_ROWS));
                 const vf before = adds ? vf_add(shift[panel], vf_load(at + i * KV_ROWS)) : shift[panel];
                 const vf score = vf_fma(sum, vf_mul(queries[panel].unit, vf_set1(keys->units[t + i])), before);
                 most = vf_max(most, score);
@@ -116,10 +101,10 @@ static inline __attribute__((always_inline)) void KV(score_words)(const KV(word_
 static void KV(score_keys)(const KV(word_queries) *queries, int panels, const KV(word_keys) *keys, int begin, int end,
                            KV(word_scores) *const *scores, int adds)
 {
-    if (keys->exact && panels == 2) KV(score_words)(queries, 2, keys, begin, end, scores, adds, EXACT_KEYS);
-    else if (keys->exact) KV(score_words)(queries, 1, keys, begin, end, scores, adds, EXACT_KEYS);
-    else if (panels == 2) KV(score_words)(queries, 2, keys, begin, end, scores, adds, ROUNDED_KEYS);
-    else KV(score_words)(queries, 1, keys, begin, end, scores, adds, ROUNDED_KEYS);
+    if (keys->exact && panels == 2) KV(score_words)(queries, 2, keys, begin, end, scores, adds, 1);
+    else if (keys->exact) KV(score_words)(queries, 1, keys, begin, end, scores, adds, 1);
+    else if (panels == 2) KV(score_words)(queries, 2, keys, begin, end, scores, adds, 0);
+    else KV(score_words)(queries, 1, keys, begin, end, scores, adds, 0);
 }
 
 /* The keys of a tile, and of latent rows their rotary part, or NULL. */

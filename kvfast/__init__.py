@@ -24,7 +24,7 @@ from typing import Any
 
 import kvfast.core.spin as _spin  # noqa: F401  (before what loads OpenMP)
 from kvfast.attention.dense import attention, merge_states
-from kvfast.attention.plan import AttendItem, AttendPlan
+from kvfast.attention.explained import AttendItem, AttendPlan
 from kvfast.caches.buffer_layout import BufferLayout, buffer_layout
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.loading import load

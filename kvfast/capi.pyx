@@ -8,21 +8,23 @@ import numpy as np
 
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
-from libc.math cimport isfinite, pow, sqrt
+from libc.math cimport pow, sqrt
 from libc.stdint cimport int64_t, intptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
-from kvfast.attention.call cimport LOGS, AttendCall
 from kvfast.attention.options cimport Options
-from kvfast.attention.tasks cimport run
+from kvfast.attention.plan cimport Plan
+from kvfast.attention.request cimport FITS, has_finite_queries, kv_request, misfit
+from kvfast.attention.run cimport LOGS
+from kvfast.attention.tasks cimport run_tasks
 from kvfast.attention.workspace cimport Workspace
-from kvfast.codec.blocks cimport kv_context, kv_store, values_of
+from kvfast.codec.blocks cimport kv_context, kv_store
 from kvfast.codec.encode cimport WRITTEN, encode_rows, work_of
-from kvfast.core.arrays cimport Rows, find_unstorable, kv_rows, overlap
+from kvfast.core.arrays cimport Rows, kv_rows
 from kvfast.core.flags cimport kv_drop, kv_take
 from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, active
-from kvfast.core.limits cimport KV_MAX_FLOAT32, KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
+from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport gather_unwatched, kv_team, most_threads
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.sequence cimport SequenceBuffer
@@ -67,7 +69,7 @@ cdef class Handle:
     """The object that a kvfast_cache points to."""
     cdef object cache
     cdef SequenceBuffer buffer
-    cdef AttendCall call       # used by one thread at a time, in `quick_attend`
+    cdef Plan plan             # used by one thread at a time, in `quick_attend`
     cdef int busy              # whether a thread is in `quick_attend`
     cdef void **tables         # (num_layers,) BlockTable of each layer, owned by the buffer
     cdef Py_ssize_t *layers    # (num_layers,) number of the layer in its table
@@ -90,9 +92,9 @@ cdef class Handle:
             raise MemoryError("cannot allocate the layers of a cache")
         for i, (table, layer) in enumerate(self.buffer.layer_tables):
             self.tables[i], self.layers[i] = <void *>table, layer
-        self.call = AttendCall.__new__(AttendCall)
-        self.call.options, self.call.workspace = Options(), Workspace()
-        self.call.workspace.secure = self.buffer.secure
+        self.plan = Plan.__new__(Plan)
+        self.plan.workspace = Workspace()
+        self.plan.workspace.secure = self.buffer.secure
         self.latent = (<BlockTable>self.tables[0]).pool.stores.latent
 
     def __dealloc__(self):
@@ -168,47 +170,25 @@ cdef class Handle:
                            const kvfast_options *options, const kv_rows *out) noexcept nogil:
         cdef const kv_store *store = table.pool.stores + layer
         cdef kv_context context
-        cdef float row[KV_MAX_HEAD_DIM]
-        cdef Py_ssize_t i
+        cdef kv_request request
         cdef kv_team team
         table.context(layer, &context)
-        if (LOGS or q.tokens > context.length or q.dim != store.k.head_dim or q.heads % store.num_kv_heads
-                or out.tokens != q.tokens or out.heads != q.heads or out.dim != values_of(store).head_dim or overlap(out, q)
-                or options.sliding_window < 0 or options.num_splits < 0 or not 0 <= options.num_threads <= 1024
-                or not isfinite(options.scale) or not 0 <= options.softcap <= KV_MAX_FLOAT32
-                or find_unstorable(q, KV_MAX_FLOAT32, row, &i, NULL) >= 0):
+        if LOGS or q.tokens > context.length or not _request_of(options, q, rope_q, out, &request):
             return False
-        if rope_q.dim and (overlap(out, rope_q) or find_unstorable(rope_q, KV_MAX_FLOAT32, row, &i, NULL) >= 0):
+        if misfit(&request, store) != FITS or not has_finite_queries(&request):
             return False
-        for i in range(q.heads):
-            if (options.sinks != NULL and not isfinite(options.sinks[i])
-                    or options.alibi_slopes != NULL and not isfinite(options.alibi_slopes[i])):
-                return False
-        memset(&self.call.call, 0, sizeof(self.call.call))
-        self.call.work = self.call.context = 0
-        self.call.wide = self.call.packed = False
-        self.call.window, self.call.num_splits = options.sliding_window, options.num_splits
-        self.call.threads = most_threads(options.num_threads)
-        self.call.options.num_sink_tokens = -1 if options.num_sink_tokens == 0 else max(options.num_sink_tokens, 0)
-        self.call.options.causal = not options.not_causal
-        self.call.call.q, self.call.call.out, self.call.call.lse = q[0], out[0], options.lse
-        if rope_q.dim:
-            self.call.call.rope_q = rope_q[0]
-        self.call.call.scale = _scale(options, q, rope_q)
-        self.call.call.softcap = options.softcap
-        self.call.call.sinks, self.call.call.slopes = options.sinks, options.alibi_slopes
-        if not table.limit(&self.call.window, &self.call.options.num_sink_tokens) or not self.call.begin(store, 1):
+        if not table.limit(&request.window, &request.num_sink_tokens) or not self.plan.begin(&request, store, 1):
             return False
-        self.call.ask(&context, 0, q.tokens)
-        if not table.holds(self.call.call.queries[0].start):
+        self.plan.ask(&context, 0, q.tokens)
+        if not table.holds(self.plan.call.queries[0].start):
             return False
-        self.call.add(&context, 0, q.tokens, 0, 0)
-        if self.call.wide and not store.latent:  # the workspace does not keep the matrix unit's memory
+        self.plan.add(&context, 0, q.tokens, 0, 0)
+        if self.plan.wide and not store.latent:  # the workspace does not keep the matrix unit's memory
             return False
-        gather_unwatched(&team, options.num_threads, <double>self.call.work)
-        if not self.call.prepare(self.call.workspace, team.threads):
+        gather_unwatched(&team, options.num_threads, <double>self.plan.work)
+        if not self.plan.prepare(self.plan.workspace, team.threads):
             return False
-        return run(&self.call.call, &team) and not self.call.bad
+        return run_tasks(&self.plan.call, &team) and not self.plan.bad
 
     cdef bint quick_advance(self, Py_ssize_t n) noexcept nogil:
         cdef Py_ssize_t i, length = (<BlockTable>self.tables[0]).length
@@ -344,6 +324,21 @@ cdef float _scale(const kvfast_options *options, const kv_rows *q, const kv_rows
     if rope_q.data != NULL:
         return <float>pow(<double>(q.dim + rope_q.dim), -0.5)
     return <float>(1.0 / sqrt(<double>q.dim))
+
+
+cdef bint _request_of(const kvfast_options *options, const kv_rows *q, const kv_rows *rope_q, const kv_rows *out,
+                      kv_request *request) noexcept nogil:
+    """Convert the arguments of a call; False if the number of threads is invalid."""
+    memset(request, 0, sizeof(kv_request))
+    request.q, request.out, request.lse = q[0], out[0], options.lse
+    if rope_q.dim:
+        request.rope_q = rope_q[0]
+    request.scale, request.softcap = _scale(options, q, rope_q), options.softcap
+    request.sinks, request.slopes = options.sinks, options.alibi_slopes
+    request.window, request.num_splits, request.causal = options.sliding_window, options.num_splits, not options.not_causal
+    request.num_sink_tokens = -1 if options.num_sink_tokens == 0 else max(options.num_sink_tokens, 0)
+    request.threads = most_threads(options.num_threads)
+    return 0 <= options.num_threads <= 1024
 
 
 cdef kvfast_cache *open(object cache) except NULL:

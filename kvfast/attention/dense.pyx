@@ -5,8 +5,10 @@ import numpy as np
 from libc.stdint cimport intptr_t
 from libc.string cimport memset
 
-from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
+from kvfast.attention.plan cimport Plan, open_plan
+from kvfast.attention.request cimport Request, open_request
+from kvfast.attention.run cimport run_plan
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport init_rows, kv_chunk, kv_context, kv_store
 from kvfast.core.arrays cimport Rows, check_apart, check_finite, kv_rows, open_rows, width_of
@@ -60,7 +62,8 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     cdef Rows keys = open_rows(k, "k"), values = open_rows(v, "v")
     cdef kv_store store
     cdef kv_context context
-    cdef AttendCall call
+    cdef Plan plan
+    cdef Request request
     cdef kv_chunk chunk
     cdef Rows given_keys = keys, given_values = values
     cdef Py_ssize_t head_dim = keys.rows.dim, v_head_dim = values.rows.dim
@@ -82,16 +85,16 @@ def attention(q, k, v, *, out=None, scale=None, causal=True, softcap=None, slidi
     chunk.k_head_stride, chunk.v_head_stride = keys.rows.head_stride, values.rows.head_stride
     store.base = keys.rows.data
     context.length = keys.rows.tokens
-    call = open_call(&store, Workspace(), q,
-                     Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
-                             return_lse, num_splits, num_threads, attention_chunk_size), 1)
-    check_apart(&call.call.out, &given_keys.rows, "k")
-    check_apart(&call.call.out, &given_values.rows, "v")
-    if call.call.q.tokens > context.length:
-        raise ValueError(f"q must hold at most the {context.length} tokens of k and v, got {call.call.q.tokens}")
-    call.ask(&context, 0, call.call.q.tokens)
-    call.add(&context, 0, call.call.q.tokens, 0, 0)
-    return call.run()
+    request = open_request(&store, q, Options(out, scale, causal, softcap, sliding_window, num_sink_tokens, sinks, alibi_slopes,
+                                              return_lse, num_splits, num_threads, attention_chunk_size))
+    check_apart(&request.c.out, &given_keys.rows, "k")
+    check_apart(&request.c.out, &given_values.rows, "v")
+    if request.c.q.tokens > context.length:
+        raise ValueError(f"q must hold at most the {context.length} tokens of k and v, got {request.c.q.tokens}")
+    plan = open_plan(request, &store, Workspace(), 1)
+    plan.ask(&context, 0, request.c.q.tokens)
+    plan.add(&context, 0, request.c.q.tokens, 0, 0)
+    return run_plan(request, plan)
 
 
 def merge_states(out_a, lse_a, out_b, lse_b):

@@ -22,14 +22,14 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
     if task.wide == NULL:
         _load_rows(task, q, &store.k, 0, task.rows, task.scratch.rows)
         if rope != NULL:
-            _load_rows(task, &task.call.rope_q, rope, 0, task.rows, task.rope.rows)
+            _load_rows(task, &task.call.request.rope_q, rope, 0, task.rows, task.rope.rows)
         return
     for i in range(num_panels(task)):
         _load_rows(task, q, &store.k, i * KV_ROWS, KV_ROWS, task.wide.rows)
         if rope != NULL:
-            _load_rows(task, &task.call.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
+            _load_rows(task, &task.call.request.rope_q, rope, i * KV_ROWS, KV_ROWS, task.wide.rope_rows)
         task.call.kernels.prepare_panel[task.call.wide_kind](&store.k, task.wide.rows, rope, task.wide.rope_rows,
-                                                             task.call.scale, exact, task.wide.panels + i)
+                                                             task.call.request.scale, exact, task.wide.panels + i)
 
 
 cdef bint _is_exact(const kv_side *k) noexcept nogil:

@@ -59,8 +59,8 @@ cdef inline void _open_item(kv_task *task, const kv_item *item, Py_ssize_t row0,
         task.tokens[r] = token
         task.q_heads[r] = task.head * call.group + (row0 + r) % call.group
         task.query_at[r] = query.position
-        if call.slopes != NULL:
-            task.slopes[r] = call.slopes[task.q_heads[r]]
+        if call.request.slopes != NULL:
+            task.slopes[r] = call.request.slopes[task.q_heads[r]]
         seen.starts[r], seen.stops[r], seen.sink_stops[r] = query.start, query.stop, query.sink_stop
         seen.begin = min(seen.begin, query.start)
         seen.end = max(seen.end, query.stop)
@@ -86,11 +86,11 @@ cdef inline void _read_item(kv_task *task) noexcept nogil:
     cdef kv_range rest
     if seen.sinks_end > 0:
         memset(task.zeros, 0, task.rows * sizeof(Py_ssize_t))
-        load(task, &call.q if call.sink_q.data == NULL else &call.sink_q)
+        load(task, &call.request.q if call.request.sink_q.data == NULL else &call.request.sink_q)
         rest = kv_range(call.store, call.tile, seen.begin, seen.end)
         attend_span(task, 0, seen.sinks_end, task.zeros, seen.sink_stops, &rest)
-    if seen.sinks_end == 0 or call.sink_q.data != NULL:
-        load(task, &call.q)
+    if seen.sinks_end == 0 or call.request.sink_q.data != NULL:
+        load(task, &call.request.q)
     if seen.begin < seen.end:
         attend_span(task, seen.begin, seen.end, seen.starts, seen.stops, NULL)
 
@@ -164,8 +164,8 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
         task.wide.operands.room = &task.room
     if task.rope != NULL:
         task.rope.queries.room = &task.room
-    task.options.softcap = call.softcap
-    task.options.slopes = task.slopes if call.slopes != NULL else NULL
+    task.options.softcap = call.request.softcap
+    task.options.slopes = task.slopes if call.request.slopes != NULL else NULL
     task.options.query_at = task.query_at
     task.options.bias = NULL
     if call.traffic == NULL:
@@ -202,27 +202,27 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
 
 cdef inline float *_partials_of(const kv_call *call, const kv_query *query, Py_ssize_t q_head) noexcept nogil:
     """(parts, padded_dim of values + 2): running maximum, sum of weights, sum of weighted values."""
-    return call.partials + (query.partial * call.q.heads + q_head * query.parts) * (values_of(call.store).padded_dim + 2)
+    return call.partials + (query.partial * call.request.q.heads + q_head * query.parts) * (values_of(call.store).padded_dim + 2)
 
 
 cdef void _write_output(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head, float *acc, float m, float l) noexcept nogil:
     """Write the output row, and its log-sum-exp."""
     cdef float scale, top = m
     cdef const kv_side *v = values_of(call.store)
-    cdef char *target = call.out.data + token * call.out.token_stride + q_head * call.out.head_stride
-    if call.sinks != NULL:
-        top = max(m, call.sinks[q_head])
-        l = l * expf(m - top) + expf(call.sinks[q_head] - top)
+    cdef char *target = call.request.out.data + token * call.request.out.token_stride + q_head * call.request.out.head_stride
+    if call.request.sinks != NULL:
+        top = max(m, call.request.sinks[q_head])
+        l = l * expf(m - top) + expf(call.request.sinks[q_head] - top)
     scale = expf(m - top) / l if l > 0 else 0.0
-    call.kernels.scale_add(acc, scale, acc, 0.0, call.out.dim)
+    call.kernels.scale_add(acc, scale, acc, 0.0, call.request.out.dim)
     if v.rotated:
         call.kernels.rotate(acc, v.head_dim, 1, v.head_dim, acc, v.head_dim)
     # Every query sees at least its own token, so l is 0 or NaN only if scores were beyond float32; see exp in simd/rows.inc.h.
-    if not l > 0 or call.kernels.find_unstorable(acc, call.out.dim, dtype_limit(call.out.dtype)) >= 0:
+    if not l > 0 or call.kernels.find_unstorable(acc, call.request.out.dim, dtype_limit(call.request.out.dtype)) >= 0:
         call.bad[0] = 1
-    call.kernels.from_float[call.out.dtype](acc, call.out.dim, target)
-    if call.lse != NULL:
-        call.lse[token * call.q.heads + q_head] = top + logf(l)
+    call.kernels.from_float[call.request.out.dtype](acc, call.request.out.dim, target)
+    if call.request.lse != NULL:
+        call.request.lse[token * call.request.q.heads + q_head] = top + logf(l)
 
 
 cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noexcept nogil:
@@ -237,7 +237,7 @@ cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noe
     cdef int i
     if query.parts == 1:
         return 0
-    for q_head in range(call.q.heads):
+    for q_head in range(call.request.q.heads):
         partial = _partials_of(call, query, q_head)
         m, l = -INFINITY, 0.0
         for i in range(query.parts):
@@ -255,27 +255,27 @@ cdef int _merge(void *shared, Py_ssize_t token, int thread, kv_watch *watch) noe
     return 0
 
 
-cdef bint run(kv_call *call, kv_team *team) noexcept nogil:
+cdef bint run_tasks(kv_call *call, kv_team *team) noexcept nogil:
     cdef Py_ssize_t i, parts = 0
     cdef kv_team merging
     if not take_scratch(call.scratch, team.threads):
         return False
     call.watch = team.watch
-    for i in range(call.q.tokens):
+    for i in range(call.request.q.tokens):
         if call.queries[i].parts > 1:
-            parts += call.queries[i].parts * call.q.heads
+            parts += call.queries[i].parts * call.request.q.heads
     run_each(team, _attend_task, call, call.num_tasks, DYNAMIC)
     give_scratch(call.scratch, team.threads)
     if parts:
         merging = team[0]
-        if parts < SERIAL_MERGE or call.q.tokens == 1:
+        if parts < SERIAL_MERGE or call.request.q.tokens == 1:
             merging.threads = 1
-        run_each(&merging, _merge, call, call.q.tokens, STATIC)
+        run_each(&merging, _merge, call, call.request.q.tokens, STATIC)
     return True
 
 
-cdef bint measure(kv_call *call, kv_traffic *traffic) noexcept nogil:
-    """Count what `run` would read, task by task. Reads no queries and writes no output."""
+cdef bint measure_tasks(kv_call *call, kv_traffic *traffic) noexcept nogil:
+    """Count what `run_tasks` would read, task by task. Reads no queries and writes no output."""
     cdef Py_ssize_t i
     cdef void *scratch
     if not take_scratch(&scratch, 1):

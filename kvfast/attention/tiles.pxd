@@ -1,8 +1,8 @@
 """The structs of a call of attention, and how one of its tasks reads keys and values."""
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
+from kvfast.attention.request cimport kv_request
 from kvfast.codec.blocks cimport kv_context, kv_store
-from kvfast.core.arrays cimport kv_rows
 from kvfast.core.interrupt cimport kv_watch
 from kvfast.core.kernels cimport (kv_kernels, kv_panel, kv_room, kv_rope_scratch, kv_score_options, kv_scratch, kv_softmax,
                                   kv_transform, kv_wide_scratch)
@@ -51,18 +51,10 @@ ctypedef struct kv_traffic:
 ctypedef struct kv_call:
     const kv_kernels *kernels
     const kv_store *store
-    kv_rows q
-    kv_rows sink_q             # queries for the sink tokens, or data NULL: q
-    kv_rows rope_q             # rotary part of the queries to latent rows; data NULL if there is none
-    kv_rows out
-    float *lse                 # (tokens, num_q_heads) or NULL
+    kv_request request
     int group                  # query heads per KV head
     int tile                   # tokens between two softmax corrections
     int float_tile             # the same for float rows
-    float scale
-    float softcap
-    const float *sinks         # (num_q_heads,) or NULL
-    const float *slopes        # (num_q_heads,) or NULL
     kv_item *items
     Py_ssize_t num_items
     kv_query *queries          # (num_queries,) the first of each token, then the others
@@ -76,7 +68,7 @@ ctypedef struct kv_call:
     Py_ssize_t decoded_size    # elements of a tile
     int wide_kind              # KV_INTEGERS or KV_HALVES: what panels are multiplied with
     int *bad                   # set when a row of the output is not finite
-    kv_traffic *traffic        # where `measure` counts, else NULL
+    kv_traffic *traffic        # where `measure_tasks` counts, else NULL
     kv_watch *watch            # or NULL
 
 

@@ -160,11 +160,11 @@ cdef void _attend_tiles(kv_task *task, const kv_range *range_, const Py_ssize_t 
         v_bytes > 0 and lead % min(k_bytes, v_bytes) != 0)
     cdef kv_tile *next_keys
     cdef kv_tile *next_values
-    kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.scale, &scratch.queries)
+    kernels.prepare[k.dtype](k, scratch.rows, task.rows, task.call.request.scale, &scratch.queries)
     if not store.latent and not kv_bends(&task.options):
         scratch.queries.most = state.m
     if task.rope != NULL:
-        kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.scale, &task.rope.queries)
+        kernels.prepare[v.dtype](v, task.rope.rows, task.rows, task.call.request.scale, &task.rope.queries)
     _locate(task, store, t, tile, &keys[0], &values[0])
     while t < end:
         if is_stopped(task.call.watch):

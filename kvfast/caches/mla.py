@@ -21,7 +21,7 @@ from kvfast.storage.sequence import SequenceBuffer
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from kvfast.attention.plan import AttendPlan
+    from kvfast.attention.explained import AttendPlan
 
 __all__ = ["MLAKVCache"]
 

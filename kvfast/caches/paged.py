@@ -18,7 +18,7 @@ from kvfast.core.text import shown
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from kvfast.attention.plan import AttendPlan
+    from kvfast.attention.explained import AttendPlan
 
 __all__ = ["PagedKVCache"]
 

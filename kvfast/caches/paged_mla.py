@@ -13,7 +13,7 @@ from kvfast.caches.paged_storage import BLOCK_SIZE, PagedStorage
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    from kvfast.attention.plan import AttendPlan
+    from kvfast.attention.explained import AttendPlan
 
 __all__ = ["MLASequence", "PagedMLAKVCache"]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
 
-    from kvfast.attention.plan import AttendPlan
+    from kvfast.attention.explained import AttendPlan
 
 
 class SequenceCache(Splicing, StoredSequence):

@@ -5,8 +5,10 @@ import numpy as np
 from libc.stdint cimport uint8_t, uint16_t
 from libc.string cimport memset
 
-from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
+from kvfast.attention.plan cimport Plan, open_plan
+from kvfast.attention.request cimport Request, open_request
+from kvfast.attention.run cimport run_plan
 from kvfast.attention.workspace cimport Workspace
 from kvfast.codec.blocks cimport init_rows, kv_chunk, kv_context, kv_store
 from kvfast.core.kernels cimport KV_FLOAT16, active, kv_codes, kv_kernels, kv_prefetch, kv_side
@@ -104,7 +106,8 @@ def attend(q, const Py_ssize_t[::1] visible, PQCodes keys, PQCodes values, doubl
     cdef kv_store store
     cdef kv_chunk chunk
     cdef kv_context context
-    cdef AttendCall call
+    cdef Plan plan
+    cdef Request request
     cdef Py_ssize_t i
     memset(&context, 0, sizeof(context))
     init_rows(&store, &chunk, keys._codes.shape[0], KV_FLOAT16, keys.dim, KV_FLOAT16, values.dim)
@@ -113,9 +116,10 @@ def attend(q, const Py_ssize_t[::1] visible, PQCodes keys, PQCodes values, doubl
     store.base = <char *>keys.c.codes.data
     chunk.k_head_stride = chunk.v_head_stride = keys.c.head_bytes
     context.length = keys._codes.shape[1]
-    call = open_call(&store, Workspace(), q, Options(scale=scale, causal=False, return_lse=True, num_threads=num_threads), 1)
-    call.ask(&context, 0, visible.shape[0])
+    request = open_request(&store, q, Options(scale=scale, causal=False, return_lse=True, num_threads=num_threads))
+    plan = open_plan(request, &store, Workspace(), 1)
+    plan.ask(&context, 0, visible.shape[0])
     for i in range(visible.shape[0]):
-        call.call.queries[i].stop = visible[i]
-    call.add(&context, 0, visible.shape[0], 0, 0)
-    return call.run()
+        plan.call.queries[i].stop = visible[i]
+    plan.add(&context, 0, visible.shape[0], 0, 0)
+    return run_plan(request, plan)

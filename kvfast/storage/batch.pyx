@@ -5,8 +5,10 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memset
 
-from kvfast.attention.call cimport AttendCall, imagined_rows, open_call
 from kvfast.attention.options cimport Options
+from kvfast.attention.plan cimport Plan, open_plan
+from kvfast.attention.request cimport Request, imagined_rows, open_request
+from kvfast.attention.run cimport explain_plan, run_plan
 from kvfast.attention.spans cimport floats_from
 from kvfast.attention.workspace cimport MEMBERS
 from kvfast.codec.blocks cimport kv_store
@@ -176,9 +178,12 @@ cdef class PagedBuffer(PagedSequences):
                      rope_q=None):
         """Attention of a ragged batch: over the buffers of sequences, or over the block tables of another scheduler."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
+        cdef Request request
         self.pool.enter_reading()
         try:
-            return self._open_call(number, q, rope_q, buffers, block_table, seq_lens, cu_seqlens_q, options, cascade).run()
+            self._check_batch(buffers, block_table, seq_lens)
+            request = open_request(&self.pool.stores[number], q, options, None, rope_q)
+            return run_plan(request, self._plan(number, request, buffers, block_table, seq_lens, cu_seqlens_q, cascade))
         finally:
             self.pool.leave_reading()
 
@@ -187,17 +192,32 @@ cdef class PagedBuffer(PagedSequences):
         """The AttendPlan of `attend_batch` for an array, a shape, or a number of tokens."""
         cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.stores[number])
+        cdef Request request
         self.pool.enter_reading()
         try:
-            return self._open_call(number, rows, None, buffers, block_table, seq_lens, cu_seqlens_q, options,
-                                   cascade).explain(str(self.pool.formats[number]))
+            self._check_batch(buffers, block_table, seq_lens)
+            request = open_request(&self.pool.stores[number], rows, options)
+            return explain_plan(request, self._plan(number, request, buffers, block_table, seq_lens, cu_seqlens_q, cascade),
+                                str(self.pool.formats[number]))
         finally:
             self.pool.leave_reading()
 
-    cdef AttendCall _open_call(self, Py_ssize_t number, object q, object rope_q, list buffers, object block_table, object seq_lens,
-                               object cu_seqlens_q, Options options, bint cascade):
+    cdef int _check_batch(self, list buffers, object block_table, object seq_lens) except -1:
+        """Check that there are sequences, and that they are open."""
+        if buffers is not None:
+            check_all_open([(<SequenceBuffer>buffer).tables[0] for buffer in buffers])
+        elif type(block_table) is PreparedBatch:
+            (<PreparedBatch>block_table).check(self.pool)
+            return 0
+        if not len(seq_lens if buffers is None else buffers):
+            raise ValueError("a batch must hold at least one sequence")
+        return 0
+
+    cdef Plan _plan(self, Py_ssize_t number, Request request, list buffers, object block_table, object seq_lens, object cu_seqlens_q,
+                    bint cascade):
+        """What a request reads of a layer, for all sequences of a batch."""
         cdef Py_ssize_t i, count, first, size = self.pool.block_size
-        cdef AttendCall call
+        cdef Plan plan
         cdef kv_member *members
         cdef kv_member *member
         cdef BlockTable table
@@ -207,29 +227,23 @@ cdef class PagedBuffer(PagedSequences):
         cdef SequenceBuffer buffer
         if buffers is not None:
             tables = [(<SequenceBuffer>buffer).tables[0] for buffer in buffers]
-            check_all_open(tables)
             count = len(tables)
         elif type(block_table) is PreparedBatch:
             batch = block_table
-            batch.check(self.pool)
             count = batch.num_sequences
         else:
             count = len(seq_lens)
-        if count == 0:
-            raise ValueError("a batch must hold at least one sequence")
-        call = open_call(&self.pool.stores[number], self.pool.workspace, q, options, count)
-        fit_window(self.kind, call)
-        if rope_q is not None:
-            call.set_rope(rope_q)
+        fit_window(self.kind, &request.c)
+        plan = open_plan(request, &self.pool.stores[number], self.pool.workspace, count)
         if batch is None:
-            starts = checked_starts(cu_seqlens_q, count, call.call.q.tokens)
-        elif batch.num_tokens != call.call.q.tokens:
-            raise DimensionMismatchError(f"q must have the {batch.num_tokens} tokens of the batch, got {call.call.q.tokens}")
+            starts = checked_starts(cu_seqlens_q, count, request.c.q.tokens)
+        elif batch.num_tokens != request.c.q.tokens:
+            raise DimensionMismatchError(f"q must have the {batch.num_tokens} tokens of the batch, got {request.c.q.tokens}")
         if tables is None:
             if batch is None:
                 self._check_external()
-                batch = prepare(self.pool, block_table, seq_lens, starts, call.window if isinstance(self.kind, RingTable) else 0,
-                                call.options.num_sink_tokens)
+                batch = prepare(self.pool, block_table, seq_lens, starts, request.c.window if isinstance(self.kind, RingTable) else 0,
+                                request.c.num_sink_tokens)
             elif self.scheduler is not None:
                 self.scheduler.check(batch)
             self._check_owned(batch)
@@ -243,8 +257,8 @@ cdef class PagedBuffer(PagedSequences):
                                      f"{starts[i + 1] - starts[i]} of them")
                 spliced.append(buffer.reader(number, table, number, starts[i], starts[i + 1] - starts[i]))
         if spliced:
-            plan_spliced(call, spliced)
-        members = <kv_member *>call.workspace.reserve(MEMBERS, count * sizeof(kv_member))
+            plan_spliced(plan, spliced)
+        members = <kv_member *>plan.workspace.reserve(MEMBERS, count * sizeof(kv_member))
         if members == NULL:
             raise MemoryError("cannot allocate the working memory of a batch")
         if batch is not None:
@@ -255,7 +269,7 @@ cdef class PagedBuffer(PagedSequences):
                 table = tables[i]
                 memset(member, 0, sizeof(kv_member))
                 table.context(number, &member.context)
-                call.uncounted += table.lengths[number] - table.length
+                plan.uncounted += table.lengths[number] - table.length
                 member.first_query, member.num_queries = starts[i], starts[i + 1] - starts[i]
                 if (<SequenceBuffer>buffers[i]).segments is not None:
                     member.num_queries = 0  # see `ask_spliced`
@@ -265,23 +279,23 @@ cdef class PagedBuffer(PagedSequences):
                                      f"{member.num_queries} of them")
                 if member.num_queries <= MAX_SHARED_QUERIES:
                     first = member.context.length - member.num_queries
-                    member.shareable = min(first, floats_from(call.call.store, &member.context, first)) // size
-            call.ask(&member.context, member.first_query, member.num_queries)
+                    member.shareable = min(first, floats_from(plan.call.store, &member.context, first)) // size
+            plan.ask(&member.context, member.first_query, member.num_queries)
             if tables is not None and member.num_queries:
-                check_held(table, call, member.first_query)
+                check_held(table, plan, member.first_query)
 
-        if call.call.store.latent and call.call.group % KV_ROWS == 0:
+        if plan.call.store.latent and plan.call.group % KV_ROWS == 0:
             cascade = False  # each query has whole passes of its own: to read together would save only bytes, and there are few
-        if cascade and call.window == 0 and call.options.attention_chunk_size == 0 and count > 1:
+        if cascade and request.c.window == 0 and request.c.chunk == 0 and count > 1:
             if prefixes is None:
                 prefixes = shared_prefixes(members, count, size)
-            read_together(call, prefixes, members)
+            read_together(plan, prefixes, members)
         for i in range(count):
             member = members + i
-            call.add(&member.context, member.first_query, member.num_queries, member.begin, member.parts)
-        ask_spliced(call, spliced)
-        call.keepalive = batch, prefixes, call.keepalive
-        return call
+            plan.add(&member.context, member.first_query, member.num_queries, member.begin, member.parts)
+        ask_spliced(plan, spliced)
+        plan.keepalive = batch, prefixes, plan.keepalive
+        return plan
 
     cdef int _check_owned(self, PreparedBatch batch) except -1:
         """Refuse tables of blocks that nobody has written to, unless another scheduler gives them out, who alone knows."""

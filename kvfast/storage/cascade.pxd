@@ -1,7 +1,7 @@
 """Prefixes that sequences of a batch share."""
 from libc.stdint cimport int32_t
 
-from kvfast.attention.call cimport AttendCall
+from kvfast.attention.plan cimport Plan
 from kvfast.codec.blocks cimport kv_context
 
 cdef enum:
@@ -24,4 +24,4 @@ cdef class SharedPrefix:
 
 
 cdef list shared_prefixes(const kv_member *members, Py_ssize_t count, Py_ssize_t size)
-cdef void read_together(AttendCall call, list prefixes, kv_member *members)
+cdef void read_together(Plan plan, list prefixes, kv_member *members)

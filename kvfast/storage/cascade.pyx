@@ -4,7 +4,7 @@ import numpy as np
 
 from libc.string cimport memset
 
-from kvfast.attention.call cimport AttendCall
+from kvfast.attention.plan cimport Plan
 from kvfast.attention.tiles cimport kv_item
 from kvfast.core.limits cimport KV_TILE
 
@@ -59,7 +59,7 @@ cdef int _find(const kv_member *members, list numbers, Py_ssize_t depth, Py_ssiz
     return 0
 
 
-cdef void read_together(AttendCall call, list prefixes, kv_member *members):
+cdef void read_together(Plan plan, list prefixes, kv_member *members):
     """Add items for prefixes that members of the batch share. Sets for each member where its own item begins, and the number of
     partial results before it."""
     cdef SharedPrefix prefix
@@ -68,11 +68,11 @@ cdef void read_together(AttendCall call, list prefixes, kv_member *members):
     cdef Py_ssize_t i
     for prefix in prefixes:
         first = members + prefix.members[0]
-        item = call.call.items + call.call.num_items
+        item = plan.call.items + plan.call.num_items
         memset(item, 0, sizeof(kv_item))
         item.context, item.members, item.num_queries = first.context, &prefix.queries[0], prefix.queries.shape[0]
         item.begin, item.part = prefix.begin, first.parts
-        call.close(item, prefix.end)
+        plan.close(item, prefix.end)
         for i in range(prefix.members.shape[0]):
             members[prefix.members[i]].begin = prefix.end
             members[prefix.members[i]].parts = item.part + <int>item.splits

@@ -9,8 +9,10 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from kvfast.attention.call cimport AttendCall, open_call
 from kvfast.attention.options cimport Options
+from kvfast.attention.plan cimport Plan, open_plan
+from kvfast.attention.request cimport Request, open_request
+from kvfast.attention.run cimport run_plan
 from kvfast.attention.tiles cimport kv_task
 from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, change_key_basis, k_offset_of, kv_chunk, kv_context, kv_store
 from kvfast.codec.decode cimport decode_tokens
@@ -259,7 +261,8 @@ cdef class HeadsBuffer(SequenceBuffer):
         """`attend` for one query token and `count` KV heads from `head` on."""
         cdef HeadsTable table = self.tables[0]
         cdef Heads part
-        cdef AttendCall call
+        cdef Plan plan
+        cdef Request request
         cdef kv_context context
         self.enter_reading()
         try:
@@ -267,11 +270,12 @@ cdef class HeadsBuffer(SequenceBuffer):
             if context.length == table.evicted:
                 raise ValueError("the cache holds no tokens to attend to")
             part = heads_of(table.pool, head, count)
-            call = open_call(&part.store, table.pool.workspace, q, options, 1)
-            call.window = context.length - table.evicted
-            call.ask(&context, 0, 1)
-            call.add(&context, 0, 1, 0, 0)
-            return call.run()
+            request = open_request(&part.store, q, options)
+            request.c.window = context.length - table.evicted
+            plan = open_plan(request, &part.store, table.pool.workspace, 1)
+            plan.ask(&context, 0, 1)
+            plan.add(&context, 0, 1, 0, 0)
+            return run_plan(request, plan)
         finally:
             self.leave_reading()
 

@@ -1,5 +1,5 @@
 """Segments of a spliced sequence."""
-from kvfast.attention.call cimport AttendCall
+from kvfast.attention.plan cimport Plan
 from kvfast.storage.block_table cimport BlockTable
 
 
@@ -37,5 +37,5 @@ cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) ex
 cdef list copied(list segments, list live)
 cdef list rotations_of(object ropes, Py_ssize_t shift)
 cdef object rotated_keys(object k, object rotation)
-cdef int plan_spliced(AttendCall call, list readers) except -1
-cdef int ask_spliced(AttendCall call, list readers) except -1
+cdef int plan_spliced(Plan plan, list readers) except -1
+cdef int ask_spliced(Plan plan, list readers) except -1

@@ -9,7 +9,7 @@ import numpy as np
 
 from libc.string cimport memset
 
-from kvfast.attention.call cimport AttendCall
+from kvfast.attention.plan cimport Plan
 from kvfast.attention.tiles cimport kv_query
 from kvfast.codec.blocks cimport kv_context
 from kvfast.codec.projection import rotated
@@ -155,12 +155,12 @@ cdef object rotated_keys(object k, object rotation):
     return rotated(k, cos, -sin, interleaved)
 
 
-cdef list _views(AttendCall call, SplicedReader reader):
+cdef list _views(Plan plan, SplicedReader reader):
     """The segments that some query sees, twice if it sees parts of them as sink tokens."""
     cdef kv_query oldest, newest
     cdef Segment segment
-    call.sees(&oldest, reader.length - reader.num_queries, reader.length)
-    call.sees(&newest, reader.length - 1, reader.length)
+    plan.sees(&oldest, reader.length - reader.num_queries, reader.length)
+    plan.sees(&newest, reader.length - 1, reader.length)
     views = []
     for segment in reader.segments if reader.num_queries else ():
         if segment.start < newest.sink_stop:
@@ -175,20 +175,20 @@ cdef inline bint _is_plain(SplicedReader reader, Segment segment, bint sinks):
     return not sinks and segment.frozen is None and segment.shift == 0 and segment is reader.segments[-1]
 
 
-cdef int plan_spliced(AttendCall call, list readers) except -1:
+cdef int plan_spliced(Plan plan, list readers) except -1:
     """Make room in a call for the queries of some spliced sequences, before any `ask`."""
     cdef SplicedReader reader
     cdef Segment segment
-    cdef Py_ssize_t rows = call.call.q.tokens, contexts = 1
+    cdef Py_ssize_t rows = plan.call.request.q.tokens, contexts = 1
     for reader in readers:
-        reader.views = _views(call, reader)
+        reader.views = _views(plan, reader)
         contexts += len(reader.views) + 1
         for segment, sinks in reader.views:
             if not _is_plain(reader, segment, sinks):
                 rows += reader.num_queries
-    if not call.reserve_queries(rows, contexts + call.call.q.tokens):
+    if not plan.reserve_queries(rows, contexts + plan.call.request.q.tokens):
         raise MemoryError("cannot allocate the working memory of a call of attend")
-    call.keepalive = call.keepalive, readers  # with the tables of their rotations
+    plan.keepalive = plan.keepalive, readers  # with the tables of their rotations
     return 0
 
 
@@ -201,22 +201,22 @@ cdef int _rotate_back(object rotation, kv_transform *transform) except -1:
     return 0
 
 
-cdef int ask_spliced(AttendCall call, list readers) except -1:
+cdef int ask_spliced(Plan plan, list readers) except -1:
     """`ask` and `add` for the sequences of `plan_spliced`."""
     cdef SplicedReader reader
     cdef Segment segment
-    cdef Py_ssize_t row, extra = call.call.q.tokens, i, seen, first, base, begin, end, items, first_item
+    cdef Py_ssize_t row, extra = plan.call.request.q.tokens, i, seen, first, base, begin, end, items, first_item
     cdef int part
     cdef bint sinks
     cdef kv_query *query
     cdef kv_context context
     cdef BlockTable table
     for reader in readers:
-        part, first_item = 0, call.call.num_items
-        call.context += reader.length
+        part, first_item = 0, plan.call.num_items
+        plan.context += reader.length
         for i in range(reader.first_query, reader.first_query + reader.num_queries):
-            memset(call.call.queries + i, 0, sizeof(kv_query))
-            call.call.queries[i].token = i
+            memset(plan.call.queries + i, 0, sizeof(kv_query))
+            plan.call.queries[i].token = i
         for segment, sinks in reader.views:
             row = reader.first_query
             if not _is_plain(reader, segment, sinks):
@@ -224,8 +224,8 @@ cdef int ask_spliced(AttendCall call, list readers) except -1:
             base = segment.start - segment.first
             first, seen = 0, 0
             for i in range(reader.num_queries):
-                query = call.call.queries + row + i
-                call.sees(query, reader.length - reader.num_queries + i, reader.length)
+                query = plan.call.queries + row + i
+                plan.sees(query, reader.length - reader.num_queries + i, reader.length)
                 begin = 0 if sinks else query.start
                 end = query.sink_stop if sinks else query.stop
                 begin = min(max(begin, segment.start), segment.end())
@@ -237,12 +237,12 @@ cdef int ask_spliced(AttendCall call, list readers) except -1:
                     seen += 1
             table = reader.live if segment.frozen is None else segment.frozen.tables[reader.which]
             table.context(reader.layer, &context)
-            items = call.call.num_items
-            call.add(&context, row + first, seen, 0, part)
-            if call.call.num_items == items + 1:
-                call.join(first_item)
-            for i in range(items, call.call.num_items):
+            items = plan.call.num_items
+            plan.add(&context, row + first, seen, 0, part)
+            if plan.call.num_items == items + 1:
+                plan.join(first_item)
+            for i in range(items, plan.call.num_items):
                 if segment.rotations is not None:
-                    _rotate_back(segment.rotations[reader.index], &call.call.items[i].rotation)
-                part = max(part, call.call.items[i].part + <int>call.call.items[i].splits)
+                    _rotate_back(segment.rotations[reader.index], &plan.call.items[i].rotation)
+                part = max(part, plan.call.items[i].part + <int>plan.call.items[i].splits)
     return 0

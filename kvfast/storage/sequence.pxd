@@ -1,12 +1,13 @@
 """All layers of one sequence."""
-from kvfast.attention.call cimport AttendCall
 from kvfast.attention.options cimport Options
+from kvfast.attention.plan cimport Plan
+from kvfast.attention.request cimport Request, kv_request
 from kvfast.storage.block_table cimport BlockTable
 from kvfast.storage.sequence_tables cimport SequenceTables
 
 
-cdef int fit_window(BlockTable table, AttendCall call) except -1
-cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) except -1
+cdef int fit_window(BlockTable table, kv_request *request) except -1
+cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except -1
 
 
 cdef class SequenceBuffer(SequenceTables):
@@ -18,5 +19,5 @@ cdef class SequenceBuffer(SequenceTables):
     cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1
     cdef int _copy_spliced(self, SequenceBuffer other, list pieces, begin) except -1
     cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1
-    cdef AttendCall _open_call(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
-                               Options options)
+    cdef int _check_unchanged(self, object index, Py_ssize_t held, Options options) except -1
+    cdef Plan _plan(self, object index, BlockTable table, Py_ssize_t layer, Request request)

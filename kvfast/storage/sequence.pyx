@@ -2,11 +2,13 @@
 """The storage of one sequence: append, attend, truncate. The caches are thin layers over it."""
 import numpy as np
 
-from kvfast.attention.call cimport AttendCall, imagined_rows, open_call
 from kvfast.attention.options cimport Options
+from kvfast.attention.plan cimport Plan, open_plan
+from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request
+from kvfast.attention.run cimport explain_plan, run_plan
 from kvfast.codec.blocks cimport kv_context, kv_store, view_of
 from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
-from kvfast.core.arrays cimport Rows, open_pair, open_rows
+from kvfast.core.arrays cimport Rows, open_pair
 from kvfast.core.checks cimport check_count, check_layer
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side
 from kvfast.storage.block_table cimport BlockTable
@@ -20,24 +22,24 @@ from kvfast.core.text import shown
 from kvfast.errors import CacheFullError
 
 
-cdef int fit_window(BlockTable table, AttendCall call) except -1:
-    """Fill in the window and sink tokens of a ring's call. A call may ask for less than the ring keeps, not for more."""
+cdef int fit_window(BlockTable table, kv_request *request) except -1:
+    """Fill in the window and sink tokens of a ring's request. It may ask for less than the ring keeps, not for more."""
     cdef RingTable ring
-    if table.limit(&call.window, &call.options.num_sink_tokens):
+    if table.limit(&request.window, &request.num_sink_tokens):
         return 0
     ring = table
-    if call.window > ring.window:
+    if request.window > ring.window:
         raise ValueError(f"sliding_window must be at most the {ring.window} tokens that the ring keeps, "
-                         f"got {call.window}")
+                         f"got {request.window}")
     raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
-                     f"got {call.options.num_sink_tokens}")
+                     f"got {request.num_sink_tokens}")
 
 
-cdef int check_held(BlockTable table, AttendCall call, Py_ssize_t first_query) except -1:
+cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except -1:
     """Check, after `ask`, that the keys of the first query are there."""
-    if not table.holds(call.call.queries[first_query].start):
-        raise ValueError(f"the first query, at position {call.call.queries[first_query].position}, needs the keys from "
-                         f"position {call.call.queries[first_query].start} on, and the ring has dropped some of them")
+    if not table.holds(plan.call.queries[first_query].start):
+        raise ValueError(f"the first query, at position {plan.call.queries[first_query].position}, needs the keys from "
+                         f"position {plan.call.queries[first_query].start} on, and the ring has dropped some of them")
     return 0
 
 
@@ -97,9 +99,12 @@ cdef class SequenceBuffer(SequenceTables):
     def attend(self, index, q, sink_q, Options options, rope_q=None):
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
+        cdef Request request
         self.enter_reading()
         try:
-            return self._open_call(index, table, layer, q, sink_q, rope_q, options).run()
+            self._check_unchanged(index, table.lengths[layer] + self.base, options)
+            request = open_request(&table.pool.stores[layer], q, options, sink_q, rope_q)
+            return run_plan(request, self._plan(index, table, layer, request))
         finally:
             self.leave_reading()
 
@@ -108,43 +113,43 @@ cdef class SequenceBuffer(SequenceTables):
         cdef Py_ssize_t layer
         cdef BlockTable table = self._table(index, &layer)
         cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.stores[layer])
+        cdef Request request
         self.enter_reading()
         try:
-            return self._open_call(index, table, layer, rows, None, None, options).explain(str(table.pool.formats[layer]))
+            self._check_unchanged(index, table.lengths[layer] + self.base, options)
+            request = open_request(&table.pool.stores[layer], rows, options)
+            return explain_plan(request, self._plan(index, table, layer, request), str(table.pool.formats[layer]))
         finally:
             self.leave_reading()
 
-    cdef AttendCall _open_call(self, object index, BlockTable table, Py_ssize_t layer, object q, object sink_q, object rope_q,
-                               Options options):
-        cdef AttendCall call
+    cdef int _check_unchanged(self, object index, Py_ssize_t held, Options options) except -1:
+        """Check that a layer holds tokens, and the number that queries were rotated for."""
+        if options.made_for >= 0 and options.made_for != held:
+            raise RuntimeError(f"another thread has changed layer {index}: it held {options.made_for} tokens, and holds {held} now")
+        if held == 0:
+            raise ValueError(f"layer {index} holds no tokens to attend to")
+        return 0
+
+    cdef Plan _plan(self, object index, BlockTable table, Py_ssize_t layer, Request request):
+        """What a request reads of a layer."""
+        cdef Plan plan
         cdef kv_context context
         cdef SplicedReader reader
         table.context(layer, &context)
-        context.length += self.base
-        if options.made_for >= 0 and options.made_for != context.length:
-            raise RuntimeError(f"another thread has changed layer {index}: it held {options.made_for} tokens, and holds "
-                               f"{context.length} now")
-        if context.length == 0:
-            raise ValueError(f"layer {index} holds no tokens to attend to")
-        call = open_call(&table.pool.stores[layer], table.pool.workspace, q, options, 1)
-        call.uncounted = table.lengths[layer] - table.length
-        if call.call.q.tokens > context.length:
-            raise ValueError(f"q must hold at most the {context.length} tokens of layer {index}, got {call.call.q.tokens}")
-        if sink_q is not None:
-            call.sink_q = open_rows(sink_q, "q")
-            call.call.sink_q = call.sink_q.rows
-        if rope_q is not None:
-            call.set_rope(rope_q)
-        fit_window(table, call)
+        if request.c.q.tokens > context.length + self.base:
+            raise ValueError(f"q must hold at most the {context.length + self.base} tokens of layer {index}, got {request.c.q.tokens}")
+        fit_window(table, &request.c)
+        plan = open_plan(request, &table.pool.stores[layer], table.pool.workspace, 1)
+        plan.uncounted = table.lengths[layer] - table.length
         if self.segments is not None:
-            reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, call.call.q.tokens)
-            plan_spliced(call, [reader])
-            ask_spliced(call, [reader])
-            return call
-        call.ask(&context, 0, call.call.q.tokens)
-        check_held(table, call, 0)
-        call.add(&context, 0, call.call.q.tokens, 0, 0)
-        return call
+            reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, request.c.q.tokens)
+            plan_spliced(plan, [reader])
+            ask_spliced(plan, [reader])
+            return plan
+        plan.ask(&context, 0, request.c.q.tokens)
+        check_held(table, plan, 0)
+        plan.add(&context, 0, request.c.q.tokens, 0, 0)
+        return plan
 
     # `begin` is a callback for the owner's own bookkeeping (token ids). It runs while the pool is entered, after the last step
     # that can fail.

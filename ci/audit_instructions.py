@@ -29,8 +29,7 @@ TIERS = {
     "avx512": {"popcnt", "vex", "evex"},
     "avx512_vnni": {"popcnt", "vex", "evex", "vnni"},
     "avx512_vbmi": {"popcnt", "vex", "evex", "vnni", "vbmi"},
-    "avx512_bf16": {"popcnt", "vex", "evex", "vnni", "vbmi", "bfloat16"},
-    "amx": {"popcnt", "vex", "evex", "vnni", "vbmi", "amx", "bfloat16"},
+    "amx": {"popcnt", "vex", "evex", "vnni", "vbmi", "amx"},
     "neon": set(),
     "neon_dotprod": {"dotprod"},
 }
@@ -118,7 +117,7 @@ def package():
 
 
 # Regions of simd/tier.inc.h whose functions may use more than those of their tier, and the name for what they may use.
-REGIONS = {"KV_MATRIX": "amx", "KV_BFLOAT16_TARGET": "avx512_bf16"}
+REGIONS = {"KV_MATRIX": "amx"}
 
 
 def functions_of_regions():
@@ -134,7 +133,6 @@ def functions_of_regions():
             names.update(
                 re.findall(r"^static\b.*?\bKV\((\w+)\)\s*\(", source, re.MULTILINE),
                 re.findall(r"\bstatic void KV\((\w+)##\w+\)", source),
-                re.findall(r"^KV_ATTEND\((\w+)", source, re.MULTILINE),
             )
         if not names:
             raise SystemExit(f"no function found in the region of {region} in simd/tier.inc.h")

@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from kvfast.attention.families import families
 from kvfast.codec.dtypes import ROWS
 
 import kvfast
@@ -28,8 +29,13 @@ def load(name):
 
 
 def fill(text):
-    """A page with its tables as they are now."""
-    return _MARKED.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]().rstrip()}\n\n{found[3]}", text)
+    """A page with its tables as they are now. A table that this build cannot tell stays as it is."""
+
+    def filled(found):
+        table = TABLES[found[2]]()
+        return found[0] if table is None else f"{found[1]}\n{table.rstrip()}\n\n{found[3]}"
+
+    return _MARKED.sub(filled, text)
 
 
 def pages():
@@ -82,6 +88,16 @@ def dtypes():
         levels, scale = (f"{row.levels}", f"{row.scale_bytes} bytes") if row.levels else ("-", "-")
         rows.append([f"`{row.name}`", codebooks, f"{row.bits}", levels, scale, f"{row.limit:g}", families[row.family]])
     return _table(["dtype", "codebook", "bits", "levels", "scale of a token", "largest magnitude", "codes"], rows)
+
+
+def kernels():
+    """The family of kernels that takes many query rows, by tier and dtype."""
+    found = families()
+    if "amx" not in found:  # not a build for x86-64, or by an old compiler
+        return None
+    columns = {"`float32`": "float32", "`float16`, `bfloat16`": "float16", "`int8`, `int4`": "int8", "other integers": "int5"}
+    rows = [[f"`{tier}`", *(kinds[name] for name in columns.values())] for tier, kinds in found.items()]
+    return _table(["tier", *columns], rows)
 
 
 def accuracy():
@@ -298,6 +314,7 @@ TABLES = {
     for function in (
         memory,
         dtypes,
+        kernels,
         accuracy,
         texts,
         bits,

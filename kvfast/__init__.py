@@ -70,7 +70,7 @@ from kvfast.planning.model_shape import LayerShape, ModelShape
 from kvfast.planning.plan import DtypePlan, MemoryPlan, plan
 from kvfast.prompts.prompt_cache import PromptCache
 from kvfast.prompts.stats import PromptCacheStats
-from kvfast.storage.prepared_batch import PreparedBatch
+from kvfast.storage.batches.prepared_batch import PreparedBatch
 
 __version__ = "0.1.0"
 

@@ -26,8 +26,8 @@ from kvfast.core.flags cimport kv_drop, kv_take
 from kvfast.core.kernels cimport KV_BFLOAT16, KV_FLOAT32, active
 from kvfast.core.limits cimport KV_MAX_HEAD_DIM, KV_MAX_Q_HEADS, KV_MAX_TOKENS
 from kvfast.core.threads cimport gather_unwatched, kv_team, most_threads
-from kvfast.storage.block_table cimport BlockTable
-from kvfast.storage.sequence cimport SequenceBuffer
+from kvfast.storage.sequences.sequence cimport SequenceBuffer
+from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.errors import CacheFullError, DimensionMismatchError, NonFiniteInputError
 

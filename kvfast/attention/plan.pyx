@@ -10,14 +10,14 @@ from libc.math cimport INFINITY
 from libc.stdint cimport uint16_t
 from libc.string cimport memset
 
+from kvfast.attention.families cimport NO_PACKED_PANELS, NO_PANELS, panels_of
 from kvfast.attention.request cimport Request, kv_request
 from kvfast.attention.tile_size cimport bytes_of, choose_tile
 from kvfast.attention.tiles cimport kv_call, kv_item, kv_query
 from kvfast.attention.workspace cimport DECODED, ITEMS, PARTIALS, QUERIES, ROPE, SCRATCH, WIDE, Workspace
 from kvfast.codec.blocks cimport kv_context, kv_store, values_of
 from kvfast.core.flags cimport kv_drop
-from kvfast.core.kernels cimport (KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED_CODES, active, kv_rope_scratch,
-                                  kv_wide_scratch)
+from kvfast.core.kernels cimport KV_HALVES, active, kv_rope_scratch, kv_wide_scratch
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_MATRIX_PANELS, KV_PANELS, KV_ROWS, KV_TILE
 
 # What splits and panels cost; `python -m kvfast bench` measures it.
@@ -193,19 +193,17 @@ cdef class Plan:
         """Set the number of query rows of each task of an item."""
         cdef const kv_store *store = self.call.store
         cdef Py_ssize_t panels = (item.num_queries * self.call.group + KV_ROWS - 1) // KV_ROWS
-        cdef int kind = KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS else KV_INTEGERS
+        cdef int kind = panels_of(self.call.kernels, store)
         cdef Py_ssize_t least = LEAST_WORD_ROWS if kind == KV_HALVES else (panels + OPERANDS) * HALF_ROWS_OF_PANEL // 2
         item.block_rows, item.row_blocks = KV_ROWS, panels
-        # Panels multiply 16-bit numbers, which lose bits of float32; and they read rows where they lie.
-        if (self.call.kernels.attend_panels[kind] == NULL or store.k.dtype == KV_FLOAT32
-                or store.v.dtype == KV_FLOAT32 or store.decode != NULL or panels == 1):
+        if kind == NO_PANELS or panels == 1:
             return
         # A single token of latent rows has enough query heads, and every single token then goes this way.
         if not (store.latent and self.call.group > KV_ROWS) and (
                 item.context.length < LEAST_WIDE_CONTEXT or (item.num_queries <= KV_FEW_QUERIES and item.members == NULL)
                 or (not self.call.kernels.has_matrix and item.num_queries * self.call.group < least)):
             return
-        if self.call.kernels.has_matrix and KV_PACKED_CODES in (store.k.family, store.v.family):
+        if kind == NO_PACKED_PANELS:
             self.packed = True
             return
         item.row_blocks = self._choose_row_blocks(panels, item.splits)

@@ -14,7 +14,7 @@ cdef void load(kv_task *task, const kv_rows *q) noexcept nogil:
     """Load the queries of the task's rows, in the basis of the keys."""
     cdef const kv_store *store = task.call.store
     cdef const kv_side *rope = &store.v if task.rope != NULL else NULL
-    # Whether the words of all keys are codes; see simd/words/codes.inc.h.
+    # Whether the words of all keys are codes; see simd/panels_vnni/codes.inc.h.
     cdef bint exact = store.floats == NULL and _is_exact(&store.k) and (rope == NULL or _is_exact(rope))
     cdef int i
     if task.call.traffic != NULL:

@@ -217,7 +217,7 @@ cdef void _write_output(const kv_call *call, Py_ssize_t token, Py_ssize_t q_head
     call.kernels.scale_add(acc, scale, acc, 0.0, call.request.out.dim)
     if v.rotated:
         call.kernels.rotate(acc, v.head_dim, 1, v.head_dim, acc, v.head_dim)
-    # Every query sees at least its own token, so l is 0 or NaN only if scores were beyond float32; see exp in simd/rows.inc.h.
+    # Every query sees at least its own token, so l is 0 or NaN only if scores were beyond float32; see exp in simd/vectors/rows.inc.h.
     if not l > 0 or call.kernels.find_unstorable(acc, call.request.out.dim, dtype_limit(call.request.out.dtype)) >= 0:
         call.bad[0] = 1
     call.kernels.from_float[call.request.out.dtype](acc, call.request.out.dim, target)

@@ -11,8 +11,8 @@ from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 from kvfast.core.text import size_text
-from kvfast.storage.block_table import BlockTable
-from kvfast.storage.pool import BlockPool
+from kvfast.storage.tables.block_table import BlockTable
+from kvfast.storage.memory.pool import BlockPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

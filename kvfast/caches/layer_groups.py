@@ -1,7 +1,7 @@
 """Layers with the same shape and format share a pool and a block table; the layers of a cache may differ."""
 
 from kvfast.errors import DimensionMismatchError
-from kvfast.storage.sequence import SequenceBuffer
+from kvfast.storage.sequences.sequence import SequenceBuffer
 
 
 def per_layer(value, name, num_layers):

@@ -14,9 +14,9 @@ from kvfast.core.interchange import as_float32, as_floats
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-from kvfast.storage.block_table import BlockTable
-from kvfast.storage.pool import BlockPool
-from kvfast.storage.sequence import SequenceBuffer
+from kvfast.storage.tables.block_table import BlockTable
+from kvfast.storage.memory.pool import BlockPool
+from kvfast.storage.sequences.sequence import SequenceBuffer
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

@@ -15,8 +15,8 @@ from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_KV_HEADS
 from kvfast.core.text import shown, size_text
 from kvfast.errors import DimensionMismatchError
-from kvfast.storage.heads import HeadsBuffer, HeadsTable
-from kvfast.storage.pool import BlockPool
+from kvfast.storage.sequences.heads import HeadsBuffer, HeadsTable
+from kvfast.storage.memory.pool import BlockPool
 
 if TYPE_CHECKING:
     import os

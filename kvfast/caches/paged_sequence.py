@@ -10,7 +10,7 @@ from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.checks import check_size, checked_token_ids
-from kvfast.storage.sequence import SequenceBuffer
+from kvfast.storage.sequences.sequence import SequenceBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

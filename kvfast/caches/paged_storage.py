@@ -11,8 +11,8 @@ from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_size, checked_lengths, checked_salt, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
-from kvfast.storage.batch import PagedBuffer
-from kvfast.storage.prepared_batch import PreparedBatch
+from kvfast.storage.batches.batch import PagedBuffer
+from kvfast.storage.batches.prepared_batch import PreparedBatch
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

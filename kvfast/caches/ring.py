@@ -15,9 +15,9 @@ from kvfast.codec.rope import RotaryTables
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_LAYERS, MAX_TOKENS
 from kvfast.core.text import same_or_tuple, shown, size_text
-from kvfast.storage.block_table import BlockTable
-from kvfast.storage.pool import BlockPool
-from kvfast.storage.ring_table import RingTable
+from kvfast.storage.tables.block_table import BlockTable
+from kvfast.storage.memory.pool import BlockPool
+from kvfast.storage.tables.ring_table import RingTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from kvfast.codec.rope import Rope, frequencies_of
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown
-from kvfast.storage.splicing import check_splice, drop, splice
+from kvfast.storage.sequences.splicing import check_splice, drop, splice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -216,6 +216,7 @@ cdef extern from "simd/kernels.h" nogil:
 
 
 cdef const kv_kernels *active() noexcept nogil
+cdef const kv_kernels *compiled(int tier) noexcept nogil   # the tiers of this build, best first; NULL after the last
 # Whether a pass over INT8 prefetches its own side of the next tile, instead of the side that is read next. kvfast/core/tuning.py sets
 # it; no bit of a result depends on it.
 cdef bint int8_by_side() noexcept nogil

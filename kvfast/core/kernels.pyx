@@ -32,6 +32,10 @@ cdef const kv_kernels *active() noexcept nogil:
     return _active
 
 
+cdef const kv_kernels *compiled(int tier) noexcept nogil:
+    return kv_all_kernels[tier]
+
+
 cdef bint _int8_by_side = False
 
 

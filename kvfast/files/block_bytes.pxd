@@ -1,5 +1,5 @@
 """The blocks of a table, as files have them."""
-from kvfast.storage.block_table cimport BlockTable
+from kvfast.storage.tables.block_table cimport BlockTable
 
 
 cdef bint keeps_all(BlockTable table) noexcept

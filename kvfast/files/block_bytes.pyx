@@ -9,12 +9,12 @@ from kvfast.codec.blocks cimport kv_store
 from kvfast.codec.stored_floats cimport StoredFloats, are_storable
 from kvfast.core.kernels cimport kv_side
 from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
-from kvfast.storage.block_table cimport BlockTable
-from kvfast.storage.copying cimport clone_table, copy_slots
-from kvfast.storage.float_rows cimport FloatRows
-from kvfast.storage.pool cimport BlockPool
-from kvfast.storage.ring_table cimport RingTable
-from kvfast.storage.sequence cimport SequenceBuffer
+from kvfast.storage.memory.float_rows cimport FloatRows
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.sequences.sequence cimport SequenceBuffer
+from kvfast.storage.tables.block_table cimport BlockTable
+from kvfast.storage.tables.copying cimport clone_table, copy_slots
+from kvfast.storage.tables.ring_table cimport RingTable
 
 
 cdef bint keeps_all(BlockTable table) noexcept:

@@ -13,8 +13,8 @@ from kvfast.codec.blocks cimport k_block_at, kv_store, v_block_at
 from kvfast.codec.stored_floats cimport are_storable
 from kvfast.core.limits cimport KV_PIECE
 from kvfast.files.block_bytes cimport keeps_all, num_full_blocks
-from kvfast.storage.block_table cimport BlockTable
-from kvfast.storage.sequence cimport SequenceBuffer
+from kvfast.storage.sequences.sequence cimport SequenceBuffer
+from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.errors import CorruptFileError
 

@@ -17,7 +17,7 @@ from kvfast.core.text import one_of, shown
 from kvfast.planning.engine import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
-from kvfast.storage.pool import BlockPool
+from kvfast.storage.memory.pool import BlockPool
 
 __all__ = ["DtypePlan", "MemoryPlan", "plan"]
 

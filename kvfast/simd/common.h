@@ -96,8 +96,8 @@ static inline int64_t kv_load64(const void *p) { int64_t x; memcpy(&x, p, 8); re
 static inline uint32_t kv_float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 static inline float kv_bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 
-#include "packed.h"
-#include "keys.h"
+#include "coding/packed.h"
+#include "coding/keys.h"
 
 /* for (i = 0; i < n; i++) body, n <= 4 constant, unrolled in the source: compilers keep arrays that are
    indexed by constants in registers, but not reliably those of loops they unroll themselves. */

@@ -1,28 +1,28 @@
 /* All kernels of one tier, and their table. A file of tiers/ includes it, inside a target region, with KV(name) and KV_ISA set
    and one vec_*.h included before. All functions are static, so that no code of a newer instruction set can leak into code
    that every processor runs. */
-#include "rows.inc.h"
-#include "rotate.inc.h"
-#include "coding.inc.h"
-#include "packed.inc.h"
-#include "layout.inc.h"
-#include "seal.inc.h"
-#include "activations.inc.h"
-#include "keys.inc.h"
-#include "few_bits.inc.h"
-#include "integer.inc.h"
-#include "expand.inc.h"
-#include "floating.inc.h"
-#include "latent.inc.h"
-#include "pq.inc.h"
-#include "measure.inc.h"
+#include "vectors/rows.inc.h"
+#include "coding/rotate.inc.h"
+#include "coding/coding.inc.h"
+#include "coding/packed.inc.h"
+#include "coding/layout.inc.h"
+#include "coding/seal.inc.h"
+#include "vectors/activations.inc.h"
+#include "vectors/keys.inc.h"
+#include "vectors/few_bits.inc.h"
+#include "vectors/integer.inc.h"
+#include "vectors/expand.inc.h"
+#include "vectors/floating.inc.h"
+#include "vectors/latent.inc.h"
+#include "vectors/pq.inc.h"
+#include "vectors/measure.inc.h"
 #if W == 16 && defined(KV_VNNI)
-#include "words/operands.inc.h"
-#include "words/codes.inc.h"
-#include "words/exact.inc.h"
-#include "words/scores.inc.h"
-#include "words/weights.inc.h"
-#include "words/panels.inc.h"
+#include "panels_vnni/operands.inc.h"
+#include "panels_vnni/codes.inc.h"
+#include "panels_vnni/exact.inc.h"
+#include "panels_vnni/scores.inc.h"
+#include "panels_vnni/weights.inc.h"
+#include "panels_vnni/panels.inc.h"
 #define KV_WORDS                                                                                                       \
     .prepare_panel = {KV_OF_CODES(KV(prepare_words)), KV(prepare_words)},                                              \
     .attend_panels = {KV_OF_CODES(KV(attend_word_codes)), KV(attend_words)},
@@ -84,11 +84,11 @@ const kv_kernels KV(kv_kernels) = {
 #ifdef KV_MATRIX /* another region */
 KV_TARGET_END
 KV_TARGET_BEGIN(KV_MATRIX)
-#include "amx/operands.inc.h"
-#include "amx/weights.inc.h"
-#include "amx/products_int8.inc.h"
-#include "amx/products_bfloat16.inc.h"
-#include "amx/matrix.inc.h"
+#include "panels_amx/operands.inc.h"
+#include "panels_amx/weights.inc.h"
+#include "panels_amx/products_int8.inc.h"
+#include "panels_amx/products_bfloat16.inc.h"
+#include "panels_amx/matrix.inc.h"
 const kv_kernels kv_kernels_amx = {
     .isa = "amx", KV_TABLE
     .prepare = {KV_DTYPES(KV_PREPARE)}, .scores = {KV_DTYPES(KV_SCORES)}, .accumulate = {KV_DTYPES(KV_ACCUMULATE)},

@@ -31,7 +31,7 @@ def test_every_package_has_a_floor(rooms):
     "wrong",
     [
         ("core/kernels.pyx", "from kvfast.codec.blocks cimport kv_store", "core imports codec"),
-        ("core/kernels.pyx", "    from kvfast.storage import pool", "core imports storage"),
+        ("core/kernels.pyx", "    from kvfast.storage.memory import pool", "core imports storage"),
         ("codec/blocks.pxd", "from kvfast cimport capi", "codec imports capi"),
         ("caches/ring.py", "import kvfast", "caches imports __init__"),
         ("caches/ring.py", "import kvfast.cli.bench", "caches imports cli"),

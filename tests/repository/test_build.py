@@ -252,13 +252,13 @@ def test_needs_of_an_arm_instruction(audit, text, need):
 
 def test_tiers_of_symbols(audit):
     of = audit["tier_of"]
-    regions = {"tile": "amx", "pairs_": "avx512_bf16"}
+    regions = {"tile": "amx", "tiles_": "amx"}
     assert of("scores_int8_neon", {}) == "neon"
     assert of("scores_int8_neon_dotprod.part.0", {}) == "neon_dotprod"
     assert of("encode_k_avx2", regions) == "avx2"
     assert of("encode_k_avx512_vnni.constprop.0.cold", regions) == "avx512_vnni"
     assert of("tile_avx512_vbmi.part.0", regions) == "amx"
-    assert of("pairs_of_int8_avx512_vbmi", regions) == "avx512_bf16"
+    assert of("tiles_of_int8_avx512_vbmi", regions) == "amx"
     assert of("encode_avx512_vbmi", regions) == "avx512_vbmi"
     assert of("__pyx_pw_6kvfast_avx2_5quant", {}) is None
 

@@ -300,7 +300,7 @@ static void walk(const task *t)
     }
 }
 
-/* Blocks of rows in which the rounding of weights counts (simd/activations.inc.h), a bit for each. */
+/* Blocks of rows in which the rounding of weights counts (simd/vectors/activations.inc.h), a bit for each. */
 static unsigned blocks_to_refine(const task *t)
 {
     const kv_kernels *kernels = t->call->tier.attention;

@@ -1,0 +1,52 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Which family of kernels attends.
+
+Every tier has *vectors* (``simd/vectors``), which take up to 16 query rows of a KV head at a time. Tiers with AVX-512 VNNI also have
+*words* (``simd/panels_vnni``): panels of many rows, multiplied as integers of 16 bits. The tier with a matrix unit has panels of its own
+(``simd/panels_amx``). `plan` tells from which number of rows and tokens panels pay.
+"""
+from libc.string cimport memset
+
+from kvfast.codec.blocks cimport init_side, kv_store
+from kvfast.core.kernels cimport KV_FLOAT32, KV_FLOAT_ROWS, KV_HALVES, KV_INTEGERS, KV_PACKED_CODES, compiled, kv_kernels
+from kvfast.core.limits cimport KV_LANES
+
+from kvfast.codec.dtypes import ROWS
+
+
+cdef int panels_of(const kv_kernels *kernels, const kv_store *store) noexcept nogil:
+    """What panels of a store are multiplied with: KV_INTEGERS, KV_HALVES, NO_PANELS or NO_PACKED_PANELS."""
+    cdef int kind = KV_HALVES if store.k.family == KV_FLOAT_ROWS and store.v.family == KV_FLOAT_ROWS else KV_INTEGERS
+    # Panels multiply 16-bit numbers, which lose bits of float32; and they read rows where they lie.
+    if (kernels.attend_panels[kind] == NULL or store.decode != NULL or store.k.dtype == KV_FLOAT32
+            or store.v.dtype == KV_FLOAT32):
+        return NO_PANELS
+    if kernels.has_matrix and (store.k.family == KV_PACKED_CODES or store.v.family == KV_PACKED_CODES):
+        return NO_PACKED_PANELS
+    return kind
+
+
+def families():
+    """The family that takes many query rows, by the tiers of this build, best first, and the storage dtypes.
+
+    Returns
+    -------
+    dict of str to dict of str to str
+        ``families()["amx"]["int8"]`` is ``"matrix"``; others are ``"words"`` and ``"vectors"``.
+    """
+    cdef const kv_kernels *kernels
+    cdef kv_store store
+    cdef int number
+    found, tier = {}, 0
+    while True:
+        kernels = compiled(tier)
+        if kernels == NULL:
+            return found
+        tier += 1
+        names = found[kernels.isa.decode()] = {}
+        for number, row in enumerate(ROWS):
+            memset(&store, 0, sizeof(store))
+            init_side(&store.k, number, KV_LANES, KV_LANES)
+            store.v = store.k
+            panels = "matrix" if kernels.has_matrix else "words"
+            names[row.number.lower()] = panels if panels_of(kernels, &store) >= 0 else "vectors"

@@ -1,0 +1,1 @@
+"""Batches: sequences of one pool together, and the blocks of another scheduler."""

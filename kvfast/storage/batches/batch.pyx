@@ -1,0 +1,314 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Batches over the sequences of a pool (PagedAttention, arXiv 2309.06180)."""
+import numpy as np
+
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
+
+from kvfast.attention.options cimport Options
+from kvfast.attention.plan cimport Plan, open_plan
+from kvfast.attention.request cimport Request, imagined_rows, open_request
+from kvfast.attention.run cimport explain_plan, run_plan
+from kvfast.attention.spans cimport floats_from
+from kvfast.attention.workspace cimport MEMBERS
+from kvfast.codec.blocks cimport kv_store
+from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, storable, write_rows
+from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
+from kvfast.core.arrays cimport Rows, open_pair
+from kvfast.core.checks cimport check_integers, check_layer
+from kvfast.core.limits cimport KV_ROWS
+from kvfast.storage.batches.cascade cimport MAX_SHARED_QUERIES, kv_member, read_together, shared_prefixes
+from kvfast.storage.batches.paged_sequences cimport PagedSequences, check_all_open
+from kvfast.storage.batches.prepared_batch cimport PreparedBatch, checked_starts, prepare
+from kvfast.storage.memory.buffer_layers cimport clean_slots
+from kvfast.storage.sequences.segments cimport ask_spliced, plan_spliced
+from kvfast.storage.sequences.sequence cimport SequenceBuffer, check_held, fit_window
+from kvfast.storage.tables.block_table cimport BlockTable
+from kvfast.storage.tables.ring_table cimport RingTable
+
+from kvfast.errors import DimensionMismatchError
+from kvfast.storage.batches.prepared_batch import check_distinct
+
+
+cdef class PagedBuffer(PagedSequences):
+    def prepare(self, block_table, seq_lens, cu_seqlens_q, slot_mapping, Py_ssize_t max_num_seqs):
+        """A PreparedBatch for the tables and slots of another scheduler."""
+        cdef PreparedBatch batch
+        cdef Py_ssize_t count = len(seq_lens), window = 0, num_sink_tokens = -1
+        if count == 0:
+            raise ValueError("a batch must hold at least one sequence")
+        if self.scheduler is None:
+            self.pool.enter_reading()
+        else:
+            self.pool.enter()
+        try:
+            self.kind.limit(&window, &num_sink_tokens)
+            if window and self.scheduler is not None:
+                self._check_external()
+            batch = prepare(self.pool, block_table, seq_lens, checked_starts(cu_seqlens_q, count, -1), window, num_sink_tokens)
+            if slot_mapping is not None:
+                batch.set_slots(slot_mapping)
+            if self.scheduler is not None:
+                self._check_no_sequences(batch.table[0, 0] * self.pool.block_size)
+                self.scheduler.prepare(batch, max_num_seqs)
+                self._become_external()
+            batch.find_prefixes()
+            return batch
+        finally:
+            if self.scheduler is None:
+                self.pool.leave_reading()
+            else:
+                self.pool.leave()
+
+    cdef int _check_no_sequences(self, slot) except -1:
+        """Refuse the slots of another scheduler in a pool with sequences, which would take them, too."""
+        if self.num_owned or self.pool.num_sequences:  # also one without blocks, which would take those of the scheduler later
+            raise ValueError(f"slot_mapping holds {slot}, a slot that no sequence has; while a pool has sequences, slots must come "
+                             f"from slot_mapping()")
+        return 0
+
+    cdef int _become_external(self) except -1:
+        """Leave all blocks to another scheduler."""
+        if not self.is_external:
+            self.evict_all()
+            self.is_external = True
+        return 0
+
+    cdef object _check_slots(self, Py_ssize_t layer, object slot_mapping, Py_ssize_t n):
+        """Check slots, which must be the next ones of their sequences. Returns them as int64, the number of tokens for each table,
+        and whether they are slots of another scheduler."""
+        cdef int64_t[::1] slots
+        cdef Py_ssize_t i = 0, end, size = self.pool.block_size, expected
+        cdef int64_t total = self.pool.num_blocks * size, slot
+        cdef int32_t block
+        cdef BlockTable table
+        cdef PreparedBatch batch = None
+        if type(slot_mapping) is PreparedBatch:
+            batch = slot_mapping
+            batch.check(self.pool)
+            if batch.slots is None:
+                raise ValueError("the batch was prepared without slot_mapping")
+            if self.scheduler is not None:
+                self.scheduler.check(batch)
+            array = batch.slots
+        else:
+            array = check_integers(slot_mapping, "slot_mapping", np.int64, 1)
+        slots = array
+        if slots.shape[0] != n:
+            raise DimensionMismatchError(f"slot_mapping must have shape ({n},), one slot per token, got {array.shape}")
+        if batch is not None and self.is_external:  # no block has an owner
+            return array, {}, True
+        gains, foreign = {}, []
+        while i < n:
+            slot = slots[i]
+            if slot == -1:
+                i += 1
+                continue
+            if not 0 <= slot < total:
+                raise ValueError(f"slot_mapping[{i}] must be -1 or between 0 and {total - 1}, got {slot}")
+            block, end = <int32_t>(slot // size), i + 1
+            while end < n and slots[end] == slots[end - 1] + 1 and slots[end] % size:
+                end += 1
+            if self.pool.owners[block] == 0:
+                foreign.append(array[i:end])
+            else:
+                table, index = self.given[block], self.given_at[block]
+                if table is None or not table.has(index, block) or self.pool.is_frozen(block):
+                    raise ValueError(f"slot_mapping[{i}] is slot {slot}, in a block of a sequence that slot_mapping() "
+                                     f"did not give out for writing, or that is shared since: ask it for slots again")
+                expected = table.lengths[layer] + gains.get(table, 0)
+                if <Py_ssize_t>index * size + slot % size != expected:
+                    raise ValueError(f"slot_mapping[{i}] is slot {slot}, position {index * size + slot % size} of its "
+                                     f"sequence in layer {layer}, and {expected} is the next to be written")
+                gains[table] = gains.get(table, 0) + end - i
+            i = end
+        if foreign:
+            self._check_external()
+            self._check_no_sequences(foreign[0][0])
+            check_distinct(np.concatenate(foreign))
+        return array, gains, bool(foreign)
+
+    def append_batch(self, layer, k, v, slot_mapping, bint zero_nonfinite=False):
+        cdef Rows keys, values
+        keys, values = open_pair(k, v, self.pool.rope_dim is not None)
+        self._write(check_layer(layer, self.pool.num_layers), keys, values, slot_mapping, None, zero_nonfinite)
+
+    def write_batch(self, layer, qkv, slot_mapping, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
+        cdef Projection parts = open_projection(qkv, num_q_heads, self.pool.num_kv_heads, self.pool.head_dim,
+                                                self.pool.v_head_dim)
+        of_q.fit(parts.heads.rows.tokens, 0)
+        of_k.fit(parts.heads.rows.tokens, 0)
+        number = check_layer(layer, self.pool.num_layers)
+        if type(slot_mapping) is not PreparedBatch:  # which has a copy: the queries may be written over an array
+            slot_mapping = check_integers(slot_mapping, "slot_mapping", np.int64, 1)
+        q = write_queries(parts, of_q, out, num_threads)
+        self._write(number, parts.k, parts.v, slot_mapping, of_k, False)
+        return q
+
+    def _write(self, Py_ssize_t layer, Rows keys, Rows values, slot_mapping, Transform transform, bint zero_nonfinite):
+        cdef kv_store *store = self.pool.stores + layer
+        cdef const kv_rotary *rotary
+        cdef int64_t[::1] slots, counts
+        cdef list tables
+        cdef BlockTable table
+        cdef Py_ssize_t i
+        self.pool.enter()
+        try:
+            check_rows(store, keys, values)
+            if zero_nonfinite:
+                keys, values = storable(store, keys, values)
+            slots, gains, foreign = self._check_slots(layer, slot_mapping, keys.rows.tokens)
+            tables, counts = list(gains), np.array(list(gains.values()), np.int64)  # before the write, after which nothing must fail
+            rotary = NULL if transform is None else &transform.c
+            if foreign:
+                # No length hides what a refused call has written to the slots of another scheduler.
+                check_storable(store, keys, values, rotary, &slots[0])
+                if self.pool.layers is not None:
+                    clean_slots(store, &slots[0], slots.shape[0])
+            write_rows(store, keys, values, rotary, &slots[0], False, not foreign)
+            if foreign:
+                self._become_external()
+            for i in range(counts.shape[0]):
+                table = tables[i]
+                table.lengths[layer] += counts[i]
+        finally:
+            self.pool.leave()
+
+    def attend_batch(self, layer, q, list buffers, block_table, seq_lens, cu_seqlens_q, Options options, bint cascade,
+                     rope_q=None):
+        """Attention of a ragged batch: over the buffers of sequences, or over the block tables of another scheduler."""
+        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
+        cdef Request request
+        self.pool.enter_reading()
+        try:
+            self._check_batch(buffers, block_table, seq_lens)
+            request = open_request(&self.pool.stores[number], q, options, None, rope_q)
+            return run_plan(request, self._plan(number, request, buffers, block_table, seq_lens, cu_seqlens_q, cascade))
+        finally:
+            self.pool.leave_reading()
+
+    def explain_batch(self, layer, q, num_q_heads, dtype, list buffers, block_table, seq_lens, cu_seqlens_q, Options options,
+                      bint cascade):
+        """The AttendPlan of `attend_batch` for an array, a shape, or a number of tokens."""
+        cdef Py_ssize_t number = check_layer(layer, self.pool.num_layers)
+        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &self.pool.stores[number])
+        cdef Request request
+        self.pool.enter_reading()
+        try:
+            self._check_batch(buffers, block_table, seq_lens)
+            request = open_request(&self.pool.stores[number], rows, options)
+            return explain_plan(request, self._plan(number, request, buffers, block_table, seq_lens, cu_seqlens_q, cascade),
+                                str(self.pool.formats[number]))
+        finally:
+            self.pool.leave_reading()
+
+    cdef int _check_batch(self, list buffers, object block_table, object seq_lens) except -1:
+        """Check that there are sequences, and that they are open."""
+        if buffers is not None:
+            check_all_open([(<SequenceBuffer>buffer).tables[0] for buffer in buffers])
+        elif type(block_table) is PreparedBatch:
+            (<PreparedBatch>block_table).check(self.pool)
+            return 0
+        if not len(seq_lens if buffers is None else buffers):
+            raise ValueError("a batch must hold at least one sequence")
+        return 0
+
+    cdef Plan _plan(self, Py_ssize_t number, Request request, list buffers, object block_table, object seq_lens, object cu_seqlens_q,
+                    bint cascade):
+        """What a request reads of a layer, for all sequences of a batch."""
+        cdef Py_ssize_t i, count, first, size = self.pool.block_size
+        cdef Plan plan
+        cdef kv_member *members
+        cdef kv_member *member
+        cdef BlockTable table
+        cdef PreparedBatch batch = None
+        cdef const int32_t[::1] starts
+        cdef list prefixes = None, tables = None, spliced = []
+        cdef SequenceBuffer buffer
+        if buffers is not None:
+            tables = [(<SequenceBuffer>buffer).tables[0] for buffer in buffers]
+            count = len(tables)
+        elif type(block_table) is PreparedBatch:
+            batch = block_table
+            count = batch.num_sequences
+        else:
+            count = len(seq_lens)
+        fit_window(self.kind, &request.c)
+        plan = open_plan(request, &self.pool.stores[number], self.pool.workspace, count)
+        if batch is None:
+            starts = checked_starts(cu_seqlens_q, count, request.c.q.tokens)
+        elif batch.num_tokens != request.c.q.tokens:
+            raise DimensionMismatchError(f"q must have the {batch.num_tokens} tokens of the batch, got {request.c.q.tokens}")
+        if tables is None:
+            if batch is None:
+                self._check_external()
+                batch = prepare(self.pool, block_table, seq_lens, starts, request.c.window if isinstance(self.kind, RingTable) else 0,
+                                request.c.num_sink_tokens)
+            elif self.scheduler is not None:
+                self.scheduler.check(batch)
+            self._check_owned(batch)
+            prefixes = batch.prefixes
+        for i in range(count if tables is not None else 0):
+            buffer = buffers[i]
+            if buffer.segments is not None:
+                table = buffer.tables[0]
+                if starts[i + 1] - starts[i] > table.lengths[number] + buffer.base:
+                    raise ValueError(f"sequence {i} of the batch holds {table.lengths[number] + buffer.base} tokens, and q "
+                                     f"{starts[i + 1] - starts[i]} of them")
+                spliced.append(buffer.reader(number, table, number, starts[i], starts[i + 1] - starts[i]))
+        if spliced:
+            plan_spliced(plan, spliced)
+        members = <kv_member *>plan.workspace.reserve(MEMBERS, count * sizeof(kv_member))
+        if members == NULL:
+            raise MemoryError("cannot allocate the working memory of a batch")
+        if batch is not None:
+            batch.fill(members)
+        for i in range(count):
+            member = members + i
+            if tables is not None:
+                table = tables[i]
+                memset(member, 0, sizeof(kv_member))
+                table.context(number, &member.context)
+                plan.uncounted += table.lengths[number] - table.length
+                member.first_query, member.num_queries = starts[i], starts[i + 1] - starts[i]
+                if (<SequenceBuffer>buffers[i]).segments is not None:
+                    member.num_queries = 0  # see `ask_spliced`
+                    continue
+                if member.num_queries > member.context.length:
+                    raise ValueError(f"sequence {i} of the batch holds {member.context.length} tokens, and q "
+                                     f"{member.num_queries} of them")
+                if member.num_queries <= MAX_SHARED_QUERIES:
+                    first = member.context.length - member.num_queries
+                    member.shareable = min(first, floats_from(plan.call.store, &member.context, first)) // size
+            plan.ask(&member.context, member.first_query, member.num_queries)
+            if tables is not None and member.num_queries:
+                check_held(table, plan, member.first_query)
+
+        if plan.call.store.latent and plan.call.group % KV_ROWS == 0:
+            cascade = False  # each query has whole passes of its own: to read together would save only bytes, and there are few
+        if cascade and request.c.window == 0 and request.c.chunk == 0 and count > 1:
+            if prefixes is None:
+                prefixes = shared_prefixes(members, count, size)
+            read_together(plan, prefixes, members)
+        for i in range(count):
+            member = members + i
+            plan.add(&member.context, member.first_query, member.num_queries, member.begin, member.parts)
+        ask_spliced(plan, spliced)
+        plan.keepalive = batch, prefixes, plan.keepalive
+        return plan
+
+    cdef int _check_owned(self, PreparedBatch batch) except -1:
+        """Refuse tables of blocks that nobody has written to, unless another scheduler gives them out, who alone knows."""
+        cdef Py_ssize_t i
+        for i in range(0 if self.is_external else batch.used.shape[0]):
+            if self.pool.owners[batch.used[i]] == 0:
+                raise ValueError(f"block_table holds block {batch.used[i]}, which belongs to no sequence (a stale table?)")
+        return 0
+
+    cdef int _check_external(self) except -1:
+        """Refuse the slots and tables of another scheduler for formats that store more of a sequence than its blocks."""
+        if self.pool.floats is not None:
+            names = ", ".join(sorted({str(one) for one in self.pool.formats}))
+            raise ValueError(f"this pool needs sequences, or batches from prepare_batch without a window, as it keeps the first or "
+                             f"newest tokens of a sequence as floats ({names}); a scheduler's own slots and block tables need a "
+                             f"format without num_float_tokens, num_recent_tokens, centring and per_channel")

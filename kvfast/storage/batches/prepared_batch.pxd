@@ -1,0 +1,27 @@
+"""A scheduler's tables for one step, checked once for all layers."""
+from libc.stdint cimport int32_t
+
+from kvfast.storage.batches.cascade cimport kv_member
+from kvfast.storage.memory.pool cimport BlockPool
+
+
+cdef class PreparedBatch:
+    cdef BlockPool pool
+    cdef readonly Py_ssize_t num_sequences, num_tokens
+    cdef const int32_t[:, ::1] table     # (num_sequences, blocks of the longest sequence)
+    cdef const int32_t[::1] lens, starts  # seq_lens and cu_seqlens_q
+    cdef const int32_t[::1] used         # blocks that are read
+    cdef object slots                    # int64 array, without repeats, or None
+    cdef list prefixes                   # that sequences share, or None if they were not looked for
+    cdef int32_t[::1] floats_begin, codes_end  # as in kv_context, if the pool seals blocks
+    cdef Py_ssize_t step                 # of a pool that keeps float rows
+
+    cdef int check(self, BlockPool pool) except -1
+    cdef void fill(self, kv_member *members) noexcept nogil
+    cdef int find_prefixes(self) except -1
+    cdef int set_slots(self, object slot_mapping) except -1
+
+
+cdef const int32_t[::1] checked_starts(object cu_seqlens_q, Py_ssize_t count, Py_ssize_t num_tokens)
+cdef PreparedBatch prepare(BlockPool pool, object block_table, object seq_lens, const int32_t[::1] starts, Py_ssize_t window,
+                           Py_ssize_t num_sink_tokens)

@@ -1,0 +1,30 @@
+"""The blocks of a pool with float rows that another scheduler gives out."""
+from libc.stdint cimport int16_t, int32_t, uint8_t
+
+from kvfast.storage.batches.prepared_batch cimport PreparedBatch
+from kvfast.storage.memory.pool cimport BlockPool
+
+
+cdef class SchedulerBlocks:
+    cdef BlockPool pool
+    cdef int16_t *written      # (num_blocks,) number of first tokens of a block that have been written
+    cdef uint8_t *state        # (num_blocks,) CODES, OPEN or SEALED
+    cdef uint8_t *begins       # (num_blocks,) whether a block was written as the first of a sequence
+    cdef int32_t *holders      # (num_blocks,) number of sequences that hold the float rows of a block
+    # The blocks that each sequence holds, by its last block and the place of that in its table; the sequence that was seen last
+    # comes last.
+    cdef dict held
+    cdef Py_ssize_t step       # number of the newest batch
+
+    cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1
+    cdef int check(self, PreparedBatch batch) except -1
+    cdef int forget(self) except -1
+    cdef list _writes_of(self, PreparedBatch batch)
+    cdef int _check_read(self, PreparedBatch batch, dict ends) except -1
+    cdef int _seal_full(self, PreparedBatch batch, dict ends) except -1
+    cdef int _seal(self, list chosen) except -1
+    cdef list _going_on(self, PreparedBatch batch)
+    cdef int _forget_behind(self, set anew) except -1
+    cdef int _hold(self, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1
+    cdef int _let_go(self, list blocks, anew) except -1
+    cdef int _set_states(self, PreparedBatch batch, list going_on) except -1

@@ -1,0 +1,289 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The blocks of a pool with float rows that another scheduler gives out.
+
+A scheduler's tables say which blocks a sequence has, and not which tokens of them have codes or float rows. That is known of each
+block: a block begins anew when its first token is written, it is sealed once all of its tokens belong to a sequence that goes on
+behind them, and it loses its float rows when no sequence reads them any more. So blocks may be freed, given to other sequences, shared
+by prefix, and written again from any token on while they are open.
+
+Nobody says which sequence a row of a table is, nor that one has ended. A sequence is known by the last block that a step has shown of
+it: the row that has this block at the same place goes on with it. Until then it holds the float rows that its next queries read,
+however long it rests and whoever shares its blocks and runs ahead. One that has ended holds them until its blocks begin anew. Whoever
+cannot spare that memory bounds the number of sequences: those that were not seen for longest are closed, so that their tokens keep
+codes alone. A sequence that goes on in such a block gets float rows of these codes.
+"""
+import numpy as np
+
+from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
+from libc.stdlib cimport abs, calloc, free
+from libc.string cimport memset
+
+from kvfast.codec.seal cimport seal_blocks
+from kvfast.storage.batches.prepared_batch cimport PreparedBatch
+from kvfast.storage.memory.pool cimport BlockPool
+
+cdef enum:
+    CODES                      # its tokens have codes alone, but for the first tokens of a sequence and those of a patch
+    OPEN                       # they have float rows
+    SEALED                     # they have both
+
+
+cdef inline Py_ssize_t _tokens_before(PreparedBatch batch, Py_ssize_t i) noexcept:
+    """Tokens of a sequence that were written before the step."""
+    return batch.lens[i] - (batch.starts[i + 1] - batch.starts[i])
+
+
+cdef list _row(PreparedBatch batch, Py_ssize_t i, Py_ssize_t begin, Py_ssize_t end):
+    """Blocks of a sequence."""
+    cdef Py_ssize_t index
+    return [batch.table[i, index] for index in range(begin, end)]
+
+
+cdef class SchedulerBlocks:
+    """The life of the tokens of blocks that another scheduler gives out; see `TokenStates` for sequences of the pool's own."""
+
+    def __cinit__(self, BlockPool pool):
+        self.pool = pool
+        self.written = <int16_t *>calloc(pool.num_blocks, sizeof(int16_t))
+        self.state = <uint8_t *>calloc(pool.num_blocks, sizeof(uint8_t))
+        self.begins = <uint8_t *>calloc(pool.num_blocks, sizeof(uint8_t))
+        self.holders = <int32_t *>calloc(pool.num_blocks, sizeof(int32_t))
+        self.held = {}
+        if self.written == NULL or self.state == NULL or self.begins == NULL or self.holders == NULL:
+            raise MemoryError("cannot allocate the state of a scheduler's blocks")
+
+    def __dealloc__(self):
+        free(self.written)
+        free(self.state)
+        free(self.begins)
+        free(self.holders)
+
+    cdef int prepare(self, PreparedBatch batch, Py_ssize_t max_num_seqs) except -1:
+        """Make ready for the tokens of a step, which the layers are about to write: seal the blocks that have become full, give float
+        rows to the new tokens, and release those that no query reads any more. Nothing changes if the batch is refused."""
+        cdef Py_ssize_t index, first, end, needed = 0
+        cdef int32_t block
+        cdef list writes = self._writes_of(batch), going_on
+        cdef dict ends = {block: (end, first == 0, index) for block, index, first, end in writes}
+        self._check_read(batch, ends)
+        for block, index, first, end in writes:
+            needed += self.pool.floats.needed(-1 if first == 0 else block, -1, index, 0 if self.state[block] == CODES else first, end)
+        if needed:  # those that stay lie in a chunk apart from those of prompts, which are soon released
+            self.pool.floats.pieces.ensure(min(needed, batch.num_sequences * (2 * self.pool.floats.per_block + 2)))
+            self.pool.floats.pieces.ensure(needed)
+        self._seal_full(batch, ends)
+        going_on = self._going_on(batch)
+        self._forget_behind({block for block, _, first, _ in writes if first == 0 and self.holders[block]})
+        for block, index, first, end in writes:
+            if first == 0:
+                self.pool.floats.release(block, 0)
+                self.pool.floats.set_kept_codes(block, 0)
+            elif self.state[block] == CODES and self.pool.seals:
+                self.pool.floats.restore(block, index, first)
+            self.pool.floats.open(block, index, first, end)
+            self.written[block], self.begins[block], self.state[block] = <int16_t>end, index == 0, OPEN
+        if self.pool.seals:
+            self._set_states(batch, going_on)
+            self._hold(batch, [blocks for _, blocks in going_on], max_num_seqs)
+        self.step += 1
+        batch.step = self.step
+        return 0
+
+    cdef int check(self, PreparedBatch batch) except -1:
+        """Refuse a batch that is not the newest: float rows that it reads may be gone."""
+        if batch.step != self.step:
+            raise ValueError("the batch is of an earlier step: this pool keeps float rows, and prepares one batch after another")
+        return 0
+
+    cdef int forget(self) except -1:
+        """Release all float rows, and take no block for written."""
+        cdef Py_ssize_t block
+        for block in range(self.pool.num_blocks):
+            self.pool.floats.release(<int32_t>block, 0)
+            self.pool.floats.set_kept_codes(<int32_t>block, 0)
+        self.pool.floats.pieces.trim()
+        memset(self.written, 0, self.pool.num_blocks * sizeof(int16_t))
+        memset(self.state, CODES, self.pool.num_blocks * sizeof(uint8_t))
+        memset(self.holders, 0, self.pool.num_blocks * sizeof(int32_t))
+        self.held.clear()
+        self.step += 1
+        return 0
+
+    cdef list _writes_of(self, PreparedBatch batch):
+        """What the step writes: (block, its index in its sequence, first offset, end), after checks."""
+        cdef const int64_t[::1] slots
+        cdef Py_ssize_t size = self.pool.block_size, i, at = 0, position, end, offset
+        cdef int32_t block
+        if batch.slots is None:
+            raise ValueError("this pool keeps float rows of tokens: prepare_batch needs slot_mapping")
+        slots = batch.slots
+        if slots.shape[0] < batch.num_tokens or (batch.slots[batch.num_tokens:] != -1).any():
+            raise ValueError(f"slot_mapping must have the slots of the {batch.num_tokens} queries, and -1 behind them, got "
+                             f"{slots.shape[0]} slots")
+        writes = []
+        for i in range(batch.num_sequences):
+            position = _tokens_before(batch, i)
+            while position < batch.lens[i]:
+                block, offset = batch.table[i, position // size], position % size
+                end = min(size, offset + batch.lens[i] - position)
+                for j in range(offset, end):
+                    if slots[at] != <int64_t>block * size + j:
+                        raise ValueError(f"slot_mapping[{at}] must be slot {<int64_t>block * size + j}, where block_table has position "
+                                         f"{position + j - offset} of sequence {i}, got {slots[at]}")
+                    at += 1
+                if offset > self.written[block]:
+                    raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block}, and only "
+                                     f"{self.written[block]} were written before it")
+                if offset and (self.state[block] == SEALED or self.state[block] == CODES and self.written[block] == size):
+                    raise ValueError(f"sequence {i} of the batch writes token {offset} of block {block} again, and the block has been "
+                                     f"sealed: go back to its first token")
+                writes.append((block, position // size, offset, end))
+                position += end - offset
+        return writes
+
+    cdef int _check_read(self, PreparedBatch batch, dict ends) except -1:
+        """Refuse tables of tokens that nobody has written."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index, needed, done
+        cdef int32_t block
+        for i in range(batch.num_sequences):
+            done = _tokens_before(batch, i)
+            for index in range((done + size - 1) // size):
+                block, needed = batch.table[i, index], min(size, done - index * size)
+                end, is_new, at = ends.get(block, (0, False, 0))
+                if max(end, 0 if is_new else self.written[block]) < needed:
+                    raise ValueError(f"block_table has block {block} for {needed} tokens of sequence {i}, and {self.written[block]} of "
+                                     f"them were written")
+                if index or not self.pool.has_sinks:
+                    continue
+                if not (self.pool.seals or at == 0 if is_new else self.pool.floats.num_pieces(block)):
+                    raise ValueError(f"block_table begins sequence {i} with block {block}, which was not written as the first of a "
+                                     f"sequence")
+        return 0
+
+    cdef int _seal_full(self, PreparedBatch batch, dict ends) except -1:
+        """Seal the blocks that sequences go on behind."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index
+        cdef int32_t block
+        full = {}
+        for i in range(batch.num_sequences if self.pool.seals else 0):
+            for index in range((_tokens_before(batch, i)) // size):
+                block = batch.table[i, index]
+                if self.state[block] == OPEN and block not in ends:
+                    full[block] = None
+        return self._seal(list(full))
+
+    cdef int _seal(self, list chosen) except -1:
+        """Encode the tokens of some open blocks that have been written, from their float rows."""
+        cdef int32_t[::1] blocks
+        cdef uint8_t[::1] unfit
+        cdef int32_t block
+        cdef Py_ssize_t i
+        # Only the first of the blocks of one call can begin a sequence.
+        parts = [[block] for block in chosen if self.begins[block]] + [[block for block in chosen if not self.begins[block]]]
+        for part in parts if parts[-1] else parts[:-1]:
+            blocks, unfit = np.array(part, np.int32), np.zeros(len(part), np.uint8)
+            seal_blocks(self.pool.stores, self.pool.num_layers, &blocks[0], blocks.shape[0], self.begins[blocks[0]],
+                        self.pool.floats.kept_codes, &unfit[0], self.written)
+            for i in range(blocks.shape[0]):
+                if unfit[i]:
+                    self.pool.floats.set_kept_codes(blocks[i], -abs(self.pool.floats.kept_codes[blocks[i]]))
+                self.state[blocks[i]] = SEALED
+        return 0
+
+    cdef list _going_on(self, PreparedBatch batch):
+        """The sequences of the rows of a batch, which leave `held`: from which block on each reads float rows, as far as it still
+        needs them, and the blocks that it holds. A row that goes on with none is a fork of one that holds its newest known block, or
+        reads codes. Where two rows could go on with one sequence, the first does."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index, done
+        cdef list blocks, first = [], forks
+        cdef dict places = {}
+        for i in range(batch.num_sequences):
+            done = _tokens_before(batch, i)
+            # Drafts may have been taken back since, so its last block may lie behind its tokens of now. But a sequence that holds
+            # none of these has ended, and its block was given to this row.
+            for index in range((batch.lens[i] + size - 1) // size - 1, max(0, done - 1) // size - 1, -1):
+                place = batch.table[i, index], index
+                blocks = self.held.get(place)
+                if (blocks is not None and place not in places and (index + 1 - len(blocks)) * size < done
+                        and blocks == _row(batch, i, index + 1 - len(blocks), index + 1)):
+                    places[place] = i
+                    first.append(index + 1 - len(blocks))
+                    break
+            else:
+                known = batch.table[i, done // size - 1] if done >= size else None
+                forks = [end + 1 - len(blocks) for (_, end), blocks in self.held.items() if known in blocks]
+                first.append(min(forks, default=done // size))
+        going_on = [[begin, []] for begin in first]
+        for place, i in places.items():
+            going_on[i][1] = self.held.pop(place)
+        return going_on
+
+    cdef int _forget_behind(self, set anew) except -1:
+        """Let no sequence hold blocks that begin anew, and those behind them, whose tokens it has lost."""
+        cdef list blocks
+        for place in [place for place, blocks in self.held.items() if not anew.isdisjoint(blocks)] if anew else ():
+            blocks = self.held.pop(place)
+            for count in range(len(blocks)):
+                if blocks[count] in anew:
+                    break
+            place = blocks[count - 1], place[1] - len(blocks) + count
+            if count and place not in self.held:
+                self.held[place], blocks = blocks[:count], blocks[count:]
+            self._let_go(blocks, anew)
+        return 0
+
+    cdef int _hold(self, PreparedBatch batch, list before, Py_ssize_t max_num_seqs) except -1:
+        """Let the sequences of the batch hold the float rows that their queries read, and release those that nobody holds."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index, end
+        cdef int32_t block
+        cdef list blocks
+        cdef int some = False
+        for i in range(batch.num_sequences):
+            end = (batch.lens[i] + size - 1) // size
+            blocks = _row(batch, i, batch.floats_begin[i] // size, end)
+            if blocks:
+                for block in blocks:
+                    self.holders[block] += 1
+                before.append(self.held.pop((blocks[-1], end - 1), []))  # of a row with the same tokens
+                self.held[blocks[-1], end - 1] = blocks
+        while len(self.held) > max(max_num_seqs, batch.num_sequences):
+            before.append(self.held.pop(next(iter(self.held))))
+        for blocks in before:
+            some |= self._let_go(blocks, ())
+        if some:  # what is left may lie behind all that was released
+            for i in range(batch.num_sequences):
+                for index in range((batch.lens[i] + size - 1) // size):
+                    if index == 0 or self.state[batch.table[i, index]] != CODES:
+                        self.pool.floats.move_down(batch.table[i, index])
+            self.pool.floats.pieces.trim()
+        return 0
+
+    cdef int _let_go(self, list blocks, anew) except -1:
+        """Hold some blocks for one sequence less. Those that none holds keep codes alone, but for those that begin anew. Returns
+        whether float rows were released."""
+        cdef int32_t block
+        cdef list idle = []
+        for block in blocks:
+            self.holders[block] -= 1
+            if self.holders[block] == 0 and self.state[block] != CODES and block not in anew:
+                idle.append(block)
+        self._seal([block for block in idle if self.state[block] == OPEN])
+        for block in idle:
+            self.pool.floats.release_sealed(block, 1 if self.begins[block] and self.pool.has_sinks else 0)
+            self.state[block] = CODES
+        return len(idle) > 0
+
+    cdef int _set_states(self, PreparedBatch batch, list going_on) except -1:
+        """Which positions of each sequence have codes, and from which on all have float rows."""
+        cdef Py_ssize_t size = self.pool.block_size, i, index, begin, codes
+        for i in range(batch.num_sequences):
+            begin, codes = (_tokens_before(batch, i) - self.pool.open_tokens) // size, batch.lens[i] // size
+            begin = max(begin, <Py_ssize_t>going_on[i][0])
+            for index in range((batch.lens[i] + size - 1) // size - 1, -1, -1):
+                if self.state[batch.table[i, index]] == OPEN:
+                    begin, codes = min(begin, index), min(codes, index)
+                elif self.state[batch.table[i, index]] == CODES:
+                    begin = max(begin, index + 1)
+                    break
+            batch.floats_begin[i], batch.codes_end[i] = <int32_t>(begin * size), <int32_t>(codes * size)
+        return 0

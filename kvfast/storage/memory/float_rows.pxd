@@ -1,0 +1,39 @@
+"""Float rows of tokens, beside the blocks with their codes."""
+from libc.stdint cimport int16_t, int32_t
+
+from kvfast.codec.blocks cimport kv_store
+from kvfast.storage.memory.block_memory cimport BlockMemory
+
+
+cdef class FloatRows:
+    cdef BlockMemory pieces            # blocks of KV_PIECE tokens
+    cdef int per_block                 # pieces of a block
+    cdef bint seals                    # whether some layers seal blocks
+    cdef Py_ssize_t num_layers
+    cdef kv_store *stores              # (num_layers,) of the blocks; their memory owns these rows
+    cdef int32_t *float_of             # as in kv_store
+    # (num_blocks,) number of first tokens of a block with float rows whose codes are valid, too. Below 0 for a patched block:
+    # so many of its codes are read, then its float rows.
+    cdef int16_t *kept_codes
+    cdef Py_ssize_t num_patched        # patched blocks
+
+    cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1
+    cdef bint is_open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil
+    cdef Py_ssize_t needed(self, int32_t block, int32_t source, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept
+    cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1
+    cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept
+    cdef int release(self, int32_t block, int first) except -1
+    cdef int release_sealed(self, int32_t block, int first) except -1
+    cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef int move_down(self, int32_t block) except -1
+    cdef int copy(self, int32_t source, int32_t target) except -1
+    cdef list pieces_of(self, int32_t block)
+    cdef int keep_pieces(self, int32_t block, list pieces) except -1
+    cdef void give(self, int32_t source, int32_t target) noexcept
+    cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept
+    cdef Py_ssize_t num_pieces(self, int32_t block) noexcept
+
+
+cdef FloatRows float_rows_of(BlockMemory blocks)

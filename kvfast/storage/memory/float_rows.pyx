@@ -1,0 +1,204 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Float rows of tokens: which pieces belong to which block."""
+from libc.stdint cimport int16_t, int32_t
+from libc.stdlib cimport abs, free
+
+from kvfast.codec.decode cimport restore_floats
+from kvfast.core.limits cimport KV_CHUNK_BLOCKS, KV_PIECE
+from kvfast.storage.memory.block_memory cimport BlockMemory, grown
+
+from kvfast.codec.formats import floats_of
+
+
+cdef inline void _wanted(FloatRows rows, Py_ssize_t index, Py_ssize_t *first, Py_ssize_t *last) noexcept nogil:
+    """The offsets first to last of a sequence's block `index` that need float rows before the given offsets, which may lie
+    outside of the block, are written."""
+    if rows.seals:
+        first[0], last[0] = max(first[0], <Py_ssize_t>0), min(last[0], <Py_ssize_t>rows.per_block * KV_PIECE)
+    else:
+        first[0], last[0] = 0, KV_PIECE if index == 0 else 0
+
+
+cdef class FloatRows:
+    """The pieces of float rows of a pool's blocks. Pieces are blocks of a BlockMemory of their own.
+
+    If blocks are sealed, all new tokens get float rows and lose them when no query reads them any more. Otherwise only the first
+    tokens of a sequence get float rows, and keep them.
+    """
+
+    def __dealloc__(self):
+        free(self.float_of)
+        free(self.kept_codes)
+
+    cdef int grow(self, Py_ssize_t num_blocks, Py_ssize_t total) except -1:
+        """Make room for `total` blocks instead of `num_blocks`. The new ones have no pieces."""
+        cdef Py_ssize_t i
+        self.float_of = <int32_t *>grown(self.float_of, total * self.per_block * sizeof(int32_t))
+        for i in range(self.num_layers):
+            self.stores[i].float_of = self.float_of
+        self.kept_codes = <int16_t *>grown(self.kept_codes, total * sizeof(int16_t))
+        for i in range(self.num_layers if self.seals else 0):
+            if self.stores[i].seals:
+                self.stores[i].kept_codes, self.stores[i].num_patched = self.kept_codes, &self.num_patched
+        for i in range(num_blocks, total):
+            self.kept_codes[i] = 0
+        for i in range(num_blocks * self.per_block, total * self.per_block):
+            self.float_of[i] = -1
+        return 0
+
+    cdef bint is_open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
+        """Whether `open` has nothing to do."""
+        cdef Py_ssize_t i
+        _wanted(self, index, &first, &last)
+        if self.seals and (self.kept_codes[block] < 0 or self.kept_codes[block] > first):
+            return False
+        for i in range(first // KV_PIECE, (last + KV_PIECE - 1) // KV_PIECE):
+            if self.float_of[block * self.per_block + i] < 0:
+                return False
+        return True
+
+    cdef Py_ssize_t needed(self, int32_t block, int32_t source, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) noexcept:
+        """Number of pieces to take for a block (-1: not taken yet): those that `open` takes, and those that `source` has, if
+        it is not -1."""
+        cdef Py_ssize_t count = 0, i
+        _wanted(self, index, &first, &last)
+        for i in range(self.per_block):
+            if (first // KV_PIECE <= i < (last + KV_PIECE - 1) // KV_PIECE
+                    or source >= 0 and self.float_of[source * self.per_block + i] >= 0):
+                count += block < 0 or self.float_of[block * self.per_block + i] < 0
+        return count
+
+    cdef int open(self, int32_t block, Py_ssize_t index, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Give a sequence's block `index` the float rows that it needs before the offsets first to last are written."""
+        _wanted(self, index, &first, &last)
+        self.add(block, first, last)
+        if self.seals:
+            self.set_kept_codes(block, min(abs(self.kept_codes[block]), first))
+        return 0
+
+    cdef int restore(self, int32_t block, Py_ssize_t index, Py_ssize_t num_tokens) except -1:
+        """Give the first `num_tokens` tokens of a sequence's sealed block `index` float rows again, decoded from its codes.
+
+        The codes stay: filled with the same tokens, the block will be the same again. In a patched block some tokens still have
+        float rows.
+        """
+        cdef Py_ssize_t with_codes = min(num_tokens, -self.kept_codes[block] if self.kept_codes[block] < 0 else num_tokens)
+        self.add(block, 0, num_tokens)
+        restore_floats(self.stores, self.num_layers, block, index == 0, with_codes)
+        self.set_kept_codes(block, with_codes)
+        return 0
+
+    cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept:
+        """Set the number of tokens of a block that have valid codes; see `kept_codes`."""
+        self.num_patched += (kept_codes < 0) - (self.kept_codes[block] < 0)
+        self.kept_codes[block] = <int16_t>kept_codes
+
+    cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Give the offsets first to last of a block float rows, where they have none. A MemoryError changes nothing."""
+        cdef Py_ssize_t i, begin = block * self.per_block + first // KV_PIECE, missing = 0
+        cdef Py_ssize_t end = block * self.per_block + (last + KV_PIECE - 1) // KV_PIECE
+        for i in range(begin, end):
+            missing += self.float_of[i] < 0
+        self.pieces.ensure(missing)
+        for i in range(begin, end):
+            if self.float_of[i] < 0:
+                self.float_of[i] = self.pieces.take(self.float_of[i - 1] if i > begin else -1)
+        return 0
+
+    cdef int release(self, int32_t block, int first) except -1:
+        """Release the pieces of a block from its piece `first` on."""
+        return self._release_range(block, first, self.per_block)
+
+    cdef int release_sealed(self, int32_t block, int first) except -1:
+        """Release the pieces of a sealed block from its piece `first` on, as far as all of their tokens have codes."""
+        return self._release_range(block, first, self.per_block if self.kept_codes[block] >= 0 else -self.kept_codes[block] // KV_PIECE)
+
+    cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
+        cdef Py_ssize_t i
+        for i in range(block * self.per_block + first, block * self.per_block + last):
+            if self.float_of[i] >= 0:
+                self.pieces.release(self.float_of[i])
+                self.float_of[i] = -1
+        return 0
+
+    cdef int move_down(self, int32_t block) except -1:
+        """Move the float rows of a block to an earlier chunk that has room, so that the last chunk can be trimmed."""
+        cdef Py_ssize_t i
+        cdef int32_t piece
+        for i in range(block * self.per_block, (block + 1) * self.per_block):
+            if self.float_of[i] >= 0 and self.pieces.has_room_below(self.float_of[i]):
+                piece = self.pieces.take(-1)
+                self.pieces.copy(self.float_of[i], piece)
+                self.pieces.release(self.float_of[i])
+                self.float_of[i] = piece
+        return 0
+
+    cdef int copy(self, int32_t source, int32_t target) except -1:
+        """Copy all float rows of a block to another block."""
+        cdef Py_ssize_t i
+        for i in range(self.per_block):
+            if self.float_of[source * self.per_block + i] >= 0:
+                self.add(target, i * KV_PIECE, (i + 1) * KV_PIECE)
+                self.pieces.copy(self.float_of[source * self.per_block + i], self.float_of[target * self.per_block + i])
+        self.set_kept_codes(target, self.kept_codes[source])
+        return 0
+
+    cdef void give(self, int32_t source, int32_t target) noexcept:
+        """Let all float rows of a block become those of another block, which has none."""
+        cdef Py_ssize_t i
+        for i in range(self.per_block):
+            self.float_of[target * self.per_block + i] = self.float_of[source * self.per_block + i]
+            self.float_of[source * self.per_block + i] = -1
+        self.set_kept_codes(target, self.kept_codes[source])
+
+    cdef void wipe_tokens(self, int32_t block, Py_ssize_t layer, Py_ssize_t first, Py_ssize_t last) noexcept:
+        """Overwrite the float rows of a layer's tokens at the offsets first to last of a block."""
+        cdef Py_ssize_t i
+        if self.stores[layer].floats == NULL:
+            return
+        for i in range(first // KV_PIECE, (last + KV_PIECE - 1) // KV_PIECE):
+            if self.float_of[block * self.per_block + i] >= 0:
+                self.pieces.wipe_tokens(self.float_of[block * self.per_block + i], layer, max(first - i * KV_PIECE, <Py_ssize_t>0),
+                                        min(last - i * KV_PIECE, <Py_ssize_t>KV_PIECE))
+
+    cdef list pieces_of(self, int32_t block):
+        """The pieces of a block, -1 where it has none."""
+        return [self.float_of[i] for i in range(block * self.per_block, (block + 1) * self.per_block)]
+
+    cdef int keep_pieces(self, int32_t block, list pieces) except -1:
+        """Release the pieces that a block has got since `pieces_of`."""
+        cdef Py_ssize_t i
+        for i in range(self.per_block):
+            if pieces[i] < 0:
+                self._release_range(block, i, i + 1)
+        return 0
+
+    cdef Py_ssize_t num_pieces(self, int32_t block) noexcept:
+        """Number of pieces of a block."""
+        cdef Py_ssize_t i, count = 0
+        for i in range(block * self.per_block, (block + 1) * self.per_block):
+            count += self.float_of[i] >= 0
+        return count
+
+
+cdef FloatRows float_rows_of(BlockMemory blocks):
+    """The FloatRows of a new BlockMemory, or None if no layer needs float rows."""
+    cdef FloatRows self
+    cdef Py_ssize_t i
+    formats = [None if one is None else floats_of(one) for one in blocks.formats]
+    if formats.count(None) == len(formats):
+        return None
+    self = FloatRows.__new__(FloatRows)
+    self.per_block = blocks.block_size // KV_PIECE
+    # The pieces of one sequence between prompts: a block, the open tokens after it, and the start of the sequence.
+    open_pieces = max([(one.open_tokens + KV_PIECE - 1) // KV_PIECE for one in blocks.formats if one is not None])
+    most = self.per_block + open_pieces + 1 if open_pieces else 1
+    self.pieces = BlockMemory(blocks.num_layers, blocks.num_kv_heads, blocks.head_dim, KV_PIECE, formats,
+                              (most + KV_CHUNK_BLOCKS - 1) // KV_CHUNK_BLOCKS * KV_CHUNK_BLOCKS, True, secure=blocks.secure,
+                              v_head_dim=blocks.v_head_dim)
+    self.stores, self.num_layers = blocks.stores, blocks.num_layers
+    for i in range(self.num_layers):
+        self.seals |= self.stores[i].seals
+        if formats[i] is not None:
+            self.stores[i].floats = self.pieces.stores + i
+    return self

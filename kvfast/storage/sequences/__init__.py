@@ -1,0 +1,1 @@
+"""Sequences: all layers of one text, of its heads, or of its spliced segments."""

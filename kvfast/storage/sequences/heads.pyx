@@ -1,0 +1,297 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The storage of one layer, accessed head by head: scores, attention and rows of some of its heads."""
+import math
+
+import numpy as np
+
+from libc.math cimport expf
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from kvfast.attention.options cimport Options
+from kvfast.attention.plan cimport Plan, open_plan
+from kvfast.attention.request cimport Request, open_request
+from kvfast.attention.run cimport run_plan
+from kvfast.attention.tiles cimport kv_task
+from kvfast.codec.blocks cimport KV_NUM_BASES, KV_TO_QUERIES, block_of, change_key_basis, k_offset_of, kv_chunk, kv_context, kv_store
+from kvfast.codec.decode cimport decode_tokens
+from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
+from kvfast.core.checks cimport check_count
+from kvfast.core.interrupt cimport is_stopped, kv_watch
+from kvfast.core.kernels cimport active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
+from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_ROWS, KV_TILE, KV_UNLIMITED
+from kvfast.core.scratch cimport give_scratch, take_scratch
+from kvfast.core.threads cimport DYNAMIC, STATIC, for_each, gather, kv_team
+from kvfast.core.wipe cimport kv_wipe_pages
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.sequences.sequence cimport SequenceBuffer
+from kvfast.storage.tables.block_table cimport BlockTable
+from kvfast.storage.tables.ring_table cimport RingTable
+
+from kvfast.errors import NonFiniteInputError
+
+cdef Py_ssize_t NO_WINDOW = KV_UNLIMITED
+
+
+cdef class HeadsTable(RingTable):
+    """A ring without a fixed window: each `evict` gets the window to keep."""
+
+    def __cinit__(self, BlockPool pool, *args):
+        self.window, self.rollback = NO_WINDOW, 0
+
+    cdef int evict(self, Py_ssize_t window) except -1:
+        if window == 0:
+            return self.truncate(0)
+        self.evicted = max(self.evicted, self.length - window)
+        return RingTable.release_evicted(self)
+
+    cdef Py_ssize_t num_held(self) noexcept nogil:
+        return self.length - self.evicted
+
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
+        return min(self.evicted, length)
+
+    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
+        # The state says what was evicted, as there is no window from which it would follow.
+        self.evicted = check_count(state.get("evicted_tokens"), "evicted_tokens", 0, length)
+        return RingTable.check_resume_state(self, length, state)
+
+    cdef BlockTable empty(self, BlockPool pool):
+        return HeadsTable(pool, NO_WINDOW, 0, 0)
+
+
+cdef class Heads:
+    def __dealloc__(self):
+        free(self.chunks)
+
+
+cdef Heads heads_of(BlockPool pool, Py_ssize_t first, Py_ssize_t count):
+    """`count` KV heads, from `first` on, of a pool's only layer."""
+    cdef Heads self = Heads.__new__(Heads)
+    cdef Py_ssize_t i, chunks = pool.num_chunks
+    cdef kv_chunk *chunk
+    self.store = pool.stores[0]
+    self.store.num_kv_heads = <int>count
+    self.chunks = <kv_chunk *>malloc(max(chunks, 1) * sizeof(kv_chunk))
+    if self.chunks == NULL:
+        raise MemoryError("cannot allocate the view of some heads")
+    for i in range(chunks):
+        chunk = self.chunks + i
+        chunk[0] = self.store.chunks[i]
+        chunk.k += first * chunk.k_head_stride
+        chunk.v += first * chunk.v_head_stride
+    self.store.chunks = self.chunks
+    if self.store.bases != NULL:
+        self.store.bases += first * KV_NUM_BASES * self.store.k.head_dim * self.store.k.padded_dim
+    return self
+
+
+ctypedef struct kv_score_call:
+    const kv_kernels *kernels
+    const kv_store *store
+    kv_context context
+    const kv_rows *q
+    Py_ssize_t group           # query heads per KV head
+    float scale
+    Py_ssize_t begin           # the first position
+    Py_ssize_t tokens          # number of tokens from there on
+    float *out                 # (query heads, tokens)
+
+
+cdef enum:
+    NOT_FINITE = 1
+    NO_MEMORY = 2
+
+
+cdef int _score_head(void *shared, Py_ssize_t head, int thread, kv_watch *watch) noexcept nogil:
+    """Scores of the query heads of one KV head; flags of what failed."""
+    cdef const kv_score_call *call = <const kv_score_call *>shared
+    cdef void *memory
+    cdef bint good
+    if not take_scratch(&memory, 1):
+        return NO_MEMORY
+    good = _score_rows(call, head, <kv_task *>memory, watch)
+    if call.store.secure:
+        kv_wipe_pages(<char *>memory, sizeof(kv_task))
+    give_scratch(&memory, 1)
+    return 0 if good else NOT_FINITE
+
+
+cdef bint _score_rows(const kv_score_call *call, Py_ssize_t head, kv_task *task, kv_watch *watch) noexcept nogil:
+    """False if a score is not finite."""
+    cdef const kv_kernels *kernels = call.kernels
+    cdef const kv_store *store = call.store
+    cdef const kv_context *context = &call.context
+    cdef const kv_rows *q = call.q
+    cdef Py_ssize_t group = call.group, tokens = call.tokens
+    cdef float *out = call.out + head * group * tokens
+    cdef bint good = True
+    cdef kv_scratch *scratch = &task.scratch
+    cdef kv_tile tile
+    cdef kv_ahead ahead
+    cdef const kv_side *k = &store.k
+    cdef Py_ssize_t row0 = 0, t, first
+    cdef Py_ssize_t at[2]
+    cdef int rows, r, skip
+    cdef float *row
+    memset(&ahead, 0, sizeof(ahead))
+    scratch.queries.room = &task.room
+    while row0 < group:
+        rows = <int>min(<Py_ssize_t>KV_ROWS, group - row0)
+        for r in range(rows):
+            row = scratch.rows + r * k.padded_dim
+            kernels.to_float[q.dtype](q.data + (head * group + row0 + r) * q.head_stride, k.head_dim, row)
+            memset(row + k.head_dim, 0, (k.padded_dim - k.head_dim) * sizeof(float))
+        change_key_basis(kernels, store, head, KV_TO_QUERIES, scratch.rows, k.padded_dim, rows, scratch.rows, k.padded_dim)
+        kernels.prepare[k.dtype](k, scratch.rows, rows, call.scale, &scratch.queries)
+        t = call.begin
+        while t < context.length:
+            if is_stopped(watch):
+                return True
+            first = t % k.block_size // KV_LANES * KV_LANES
+            skip = <int>(t % KV_LANES)
+            at[0] = at[1] = k_offset_of(store, block_of(context, t >> store.block_shift), head)
+            tile.base, tile.at[0], tile.first = store.base, at[0], <int>first
+            tile.count = <int>min(min(<Py_ssize_t>KV_TILE, k.block_size - first), context.length - t + skip)
+            if t - skip + tile.count < context.length:  # the rest of this block, or the next one
+                at[1] = k_offset_of(store, block_of(context, (t - skip + tile.count) >> store.block_shift), head)
+            # Prefetch the codes of as many tokens again. Codes of 16 tokens at a time are contiguous.
+            ahead.next.base, ahead.next.at = store.base, &at[1]
+            ahead.next.piece = ahead.next.bytes = k.scales
+            ahead.next.scales, ahead.next.scale_bytes = k.scales, k.scale_bytes * k.block_size
+            ahead.after = ahead.next
+            kernels.scores[k.dtype](k, &scratch.queries, rows, &tile, &ahead, scratch.softmax.weights)
+            for r in range(rows):
+                row = scratch.softmax.weights + r * KV_TILE + skip
+                good &= kernels.find_unstorable(row, tile.count - skip, KV_MAX_FLOAT32) < 0
+                memcpy(out + (row0 + r) * tokens + t - call.begin, row, (tile.count - skip) * sizeof(float))
+            t += tile.count - skip
+        row0 += KV_ROWS
+    return good
+
+
+cdef int _to_weights(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    """Softmax over the scores of one query head, in place."""
+    cdef const kv_score_call *call = <const kv_score_call *>shared
+    cdef Py_ssize_t i, n = call.tokens
+    cdef float *scores = call.out + index * n
+    cdef float top = scores[0], total
+    cdef double sum_ = 0
+    for i in range(n):
+        top = max(top, scores[i])
+    for i in range(n):
+        scores[i] = expf(scores[i] - top)
+        sum_ += scores[i]
+    total = <float>(1.0 / sum_)
+    for i in range(n):
+        scores[i] *= total
+    return 0
+
+
+cdef class HeadsBuffer(SequenceBuffer):
+    """The buffer of one layer whose table evicts on request."""
+
+    @property
+    def num_held(self):
+        return max(<Py_ssize_t>0, (<HeadsTable>self.tables[0]).num_held())
+
+    def evict(self, Py_ssize_t window):
+        """Keep the last `window` tokens; returns the number of evicted tokens."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Py_ssize_t before
+        self._enter()
+        try:
+            before = table.num_held()
+            table.evict(window)
+            return before - table.num_held()
+        finally:
+            self._leave()
+
+    def push(self, k, v):
+        """Append tokens, and count them as complete."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Rows keys, values
+        keys, values = open_pair(k, v, False)
+        self._enter()
+        try:
+            table.append(0, keys, values, NULL)
+            table.advance(keys.rows.tokens)
+        finally:
+            self._leave()
+
+    def _like(self, tables):
+        table = tables[self.tables[0]]
+        return HeadsBuffer([table], [(table, 0)])
+
+    def scores(self, q, Py_ssize_t head, Py_ssize_t count, bint softmax, num_threads):
+        """Scores of q, (1, query heads, head_dim), over the tokens of `count` KV heads from `head` on."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Rows queries = open_rows(q, "q")
+        cdef Heads part
+        cdef kv_score_call call
+        cdef kv_team team
+        cdef float[:, ::1] out
+        cdef int failed
+        call.kernels, call.q, call.group = active(), &queries.rows, queries.rows.heads // count
+        call.scale = 1.0 / math.sqrt(queries.rows.dim)
+        self.enter_reading()
+        try:
+            table.context(0, &call.context)
+            call.begin, call.tokens = table.evicted, call.context.length - table.evicted
+            array = np.empty((queries.rows.heads, call.tokens), np.float32)
+            if call.tokens == 0:
+                return array
+            out = array
+            part = heads_of(table.pool, head, count)
+            call.store, call.out = &part.store, &out[0, 0]
+            gather(&team, num_threads, <double>call.tokens * queries.rows.heads * part.store.k.padded_dim)
+            failed = for_each(&team, _score_head, &call, count, DYNAMIC)
+            if softmax:
+                for_each(&team, _to_weights, &call, queries.rows.heads, STATIC)
+        finally:
+            self.leave_reading()
+        if failed & NO_MEMORY:
+            raise MemoryError("cannot allocate the working memory of scores")
+        if failed:
+            raise NonFiniteInputError("queries and keys are too large together: a score is beyond float32")
+        return array
+
+    def attend_heads(self, q, Py_ssize_t head, Py_ssize_t count, Options options):
+        """`attend` for one query token and `count` KV heads from `head` on."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Heads part
+        cdef Plan plan
+        cdef Request request
+        cdef kv_context context
+        self.enter_reading()
+        try:
+            table.context(0, &context)
+            if context.length == table.evicted:
+                raise ValueError("the cache holds no tokens to attend to")
+            part = heads_of(table.pool, head, count)
+            request = open_request(&part.store, q, options)
+            request.c.window = context.length - table.evicted
+            plan = open_plan(request, &part.store, table.pool.workspace, 1)
+            plan.ask(&context, 0, 1)
+            plan.add(&context, 0, 1, 0, 0)
+            return run_plan(request, plan)
+        finally:
+            self.leave_reading()
+
+    def rows_of(self, Py_ssize_t head, Py_ssize_t count, bint values):
+        """Keys or values of `count` KV heads from `head` on, decoded."""
+        cdef HeadsTable table = self.tables[0]
+        cdef Heads part
+        cdef Py_ssize_t i, n
+        cdef int64_t[::1] positions, slots
+        self.enter_reading()
+        try:
+            n = table.length - table.evicted
+            positions, slots = np.arange(table.evicted, table.length), np.empty(n, np.int64)
+            for i in range(n):
+                slots[i] = table.slot(positions[i])
+            part = heads_of(table.pool, head, count)
+            return decode_tokens(&part.store, positions, slots, table.length, values)
+        finally:
+            self.leave_reading()

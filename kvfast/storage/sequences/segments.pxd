@@ -1,0 +1,41 @@
+"""Segments of a spliced sequence."""
+from kvfast.attention.plan cimport Plan
+from kvfast.storage.tables.block_table cimport BlockTable
+
+
+cdef class FrozenTables:
+    cdef list tables           # of BlockTable: one for each group of layers
+    cdef Py_ssize_t wiped      # position before which a secure pool has overwritten all tokens
+
+
+cdef class Segment:
+    cdef FrozenTables frozen   # where its tokens are, or None: in the tables of the sequence itself
+    cdef Py_ssize_t start      # its first position
+    cdef Py_ssize_t first      # the same token's position in the tables
+    cdef Py_ssize_t last       # where it ends there
+    cdef Py_ssize_t shift      # distance from the positions that its keys were rotated for
+    cdef list rotations            # of each layer: None, or cos and sin of -shift, float32 of shape (2, 1, pairs), and if interleaved
+
+    cdef Py_ssize_t end(self) noexcept
+    cdef Segment part(self, Py_ssize_t begin, Py_ssize_t end)
+
+
+# A sequence in a call of attention, and what its queries see of each segment.
+cdef class SplicedReader:
+    cdef list segments
+    cdef BlockTable live
+    cdef Py_ssize_t which, layer, index, length, first_query, num_queries
+    cdef list views            # (segment, whether as sink tokens)
+
+
+cdef FrozenTables share_tables(list tables)
+cdef FrozenTables copy_tables(list tables, list live)
+cdef list cut(list segments, Py_ssize_t begin, Py_ssize_t end)
+cdef Segment narrowed(Segment segment)
+cdef list frozen_of(list segments)
+cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) except -1
+cdef list copied(list segments, list live)
+cdef list rotations_of(object ropes, Py_ssize_t shift)
+cdef object rotated_keys(object k, object rotation)
+cdef int plan_spliced(Plan plan, list readers) except -1
+cdef int ask_spliced(Plan plan, list readers) except -1

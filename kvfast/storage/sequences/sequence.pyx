@@ -1,0 +1,380 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The storage of one sequence: append, attend, truncate. The caches are thin layers over it."""
+import numpy as np
+
+from kvfast.attention.options cimport Options
+from kvfast.attention.plan cimport Plan, open_plan
+from kvfast.attention.request cimport Request, imagined_rows, kv_request, open_request
+from kvfast.attention.run cimport explain_plan, run_plan
+from kvfast.codec.blocks cimport kv_context, kv_store, view_of
+from kvfast.codec.projection cimport Projection, Transform, open_projection, write_queries
+from kvfast.core.arrays cimport Rows, open_pair
+from kvfast.core.checks cimport check_count, check_layer
+from kvfast.core.kernels cimport KV_FLOAT32, kv_side
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.sequences.segments cimport Segment, SplicedReader, ask_spliced, blocks_of_copies, copied, plan_spliced
+from kvfast.storage.sequences.sequence_tables cimport SequenceTables
+from kvfast.storage.tables.block_table cimport BlockTable
+from kvfast.storage.tables.copying cimport clone_table, copy_table
+from kvfast.storage.tables.ring_table cimport RingTable
+
+from kvfast.core.text import shown
+from kvfast.errors import CacheFullError
+
+
+cdef int fit_window(BlockTable table, kv_request *request) except -1:
+    """Fill in the window and sink tokens of a ring's request. It may ask for less than the ring keeps, not for more."""
+    cdef RingTable ring
+    if table.limit(&request.window, &request.num_sink_tokens):
+        return 0
+    ring = table
+    if request.window > ring.window:
+        raise ValueError(f"sliding_window must be at most the {ring.window} tokens that the ring keeps, "
+                         f"got {request.window}")
+    raise ValueError(f"num_sink_tokens must be at most the {ring.num_sink_tokens} that the ring keeps, "
+                     f"got {request.num_sink_tokens}")
+
+
+cdef int check_held(BlockTable table, Plan plan, Py_ssize_t first_query) except -1:
+    """Check, after `ask`, that the keys of the first query are there."""
+    if not table.holds(plan.call.queries[first_query].start):
+        raise ValueError(f"the first query, at position {plan.call.queries[first_query].position}, needs the keys from "
+                         f"position {plan.call.queries[first_query].start} on, and the ring has dropped some of them")
+    return 0
+
+
+cdef class SequenceBuffer(SequenceTables):
+    def __init__(self, list tables, list layer_tables, max_seq_len=None):
+        self.tables, self.layer_tables, self.max_seq_len = tables, layer_tables, max_seq_len
+        self.num_layers = len(layer_tables)
+
+    @property
+    def max_seq_len(self):
+        """Most tokens, or None."""
+        return None if self.most < 0 else self.most
+
+    @max_seq_len.setter
+    def max_seq_len(self, value):
+        self.most = -1 if value is None else value
+
+    cdef int _check_room(self, object index, Py_ssize_t held, Py_ssize_t n) except -1:
+        if self.most >= 0 and held + n > self.most:
+            room = self.most - held
+            raise CacheFullError(f"layer {index} has room for {room} of {self.most} tokens, got {n}: make the cache with a larger "
+                                 f"max_seq_len, or without one to let it grow; a RingKVCache keeps a window of any text", n, room)
+        return 0
+
+    def append(self, index, k, v, Transform transform=None):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Rows keys, values
+        keys, values = open_pair(k, v, table.pool.rope_dim is not None)
+        self._enter()
+        try:
+            self._check_room(index, table.lengths[layer] + self.base, keys.rows.tokens)
+            if transform is not None:
+                transform.fit(keys.rows.tokens, table.lengths[layer] + self.base)
+            table.append(layer, keys, values, NULL if transform is None else &transform.c)
+        finally:
+            self._leave()
+
+    def write(self, index, qkv, num_q_heads, Transform of_q, Transform of_k, out, num_threads):
+        """Append the keys and values of a fused projection; returns its queries."""
+        cdef Py_ssize_t layer, first
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Projection parts = open_projection(qkv, num_q_heads, table.pool.num_kv_heads, table.pool.head_dim,
+                                                table.pool.v_head_dim)
+        self._enter()
+        try:
+            first = table.lengths[layer] + self.base
+            self._check_room(index, first, parts.heads.rows.tokens)
+            of_q.fit(parts.heads.rows.tokens, first)
+            of_k.fit(parts.heads.rows.tokens, first)
+            q = write_queries(parts, of_q, out, num_threads)
+            table.append(layer, parts.k, parts.v, &of_k.c)
+            return q
+        finally:
+            self._leave()
+
+    def attend(self, index, q, sink_q, Options options, rope_q=None):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Request request
+        self.enter_reading()
+        try:
+            self._check_unchanged(index, table.lengths[layer] + self.base, options)
+            request = open_request(&table.pool.stores[layer], q, options, sink_q, rope_q)
+            return run_plan(request, self._plan(index, table, layer, request))
+        finally:
+            self.leave_reading()
+
+    def explain(self, index, q, num_q_heads, dtype, Options options):
+        """The AttendPlan of `attend` for an array, a shape, or a number of tokens."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef Rows rows = imagined_rows(q, num_q_heads, dtype, &table.pool.stores[layer])
+        cdef Request request
+        self.enter_reading()
+        try:
+            self._check_unchanged(index, table.lengths[layer] + self.base, options)
+            request = open_request(&table.pool.stores[layer], rows, options)
+            return explain_plan(request, self._plan(index, table, layer, request), str(table.pool.formats[layer]))
+        finally:
+            self.leave_reading()
+
+    cdef int _check_unchanged(self, object index, Py_ssize_t held, Options options) except -1:
+        """Check that a layer holds tokens, and the number that queries were rotated for."""
+        if options.made_for >= 0 and options.made_for != held:
+            raise RuntimeError(f"another thread has changed layer {index}: it held {options.made_for} tokens, and holds {held} now")
+        if held == 0:
+            raise ValueError(f"layer {index} holds no tokens to attend to")
+        return 0
+
+    cdef Plan _plan(self, object index, BlockTable table, Py_ssize_t layer, Request request):
+        """What a request reads of a layer."""
+        cdef Plan plan
+        cdef kv_context context
+        cdef SplicedReader reader
+        table.context(layer, &context)
+        if request.c.q.tokens > context.length + self.base:
+            raise ValueError(f"q must hold at most the {context.length + self.base} tokens of layer {index}, got {request.c.q.tokens}")
+        fit_window(table, &request.c)
+        plan = open_plan(request, &table.pool.stores[layer], table.pool.workspace, 1)
+        plan.uncounted = table.lengths[layer] - table.length
+        if self.segments is not None:
+            reader = self.reader(check_layer(index, self.num_layers), table, layer, 0, request.c.q.tokens)
+            plan_spliced(plan, [reader])
+            ask_spliced(plan, [reader])
+            return plan
+        plan.ask(&context, 0, request.c.q.tokens)
+        check_held(table, plan, 0)
+        plan.add(&context, 0, request.c.q.tokens, 0, 0)
+        return plan
+
+    # `begin` is a callback for the owner's own bookkeeping (token ids). It runs while the pool is entered, after the last step
+    # that can fail.
+
+    def advance(self, n, begin=None):
+        """Count `n` tokens as complete in all layers. `begin` is called with the length before."""
+        cdef Py_ssize_t i, count = check_count(n, "n", 1), length
+        cdef Py_ssize_t layer
+        cdef BlockTable table
+        self._enter()
+        try:
+            wrong, length = [], self.length
+            for i in range(self.num_layers):
+                table = self._table(i, &layer)
+                if table.lengths[layer] + self.base != length + count:
+                    wrong.append(f"layer {i} has {table.lengths[layer] + self.base}")
+            if wrong:
+                raise ValueError(f"advance({n}) needs {length + count} tokens in every layer, but "
+                                 + ", ".join(wrong[:8]) + (", ..." if len(wrong) > 8 else ""))
+            for table in self.tables:
+                table.prepare(count)
+            if begin is not None:
+                begin(length)
+            for table in self.tables:
+                table.advance(count)
+        finally:
+            self._leave()
+
+    def truncate(self, n, begin=None):
+        """Keep the first `n` tokens. `begin` is called with the new length."""
+        cdef BlockTable table
+        cdef Py_ssize_t count
+        cdef list _old = self.segments  # which are released behind the end of the call
+        try:
+            number = n.__index__()
+        except AttributeError:
+            raise TypeError(f"n must be an integer, got {shown(n)}") from None
+        self._enter()
+        try:
+            if not 0 <= number <= self.length:
+                raise ValueError(f"n must be between 0 and the {self.length} tokens of the cache, "
+                                 f"got {shown(number)}{self._text_of_uncounted()}")
+            count = number
+            for table in self.tables:
+                table.check_truncate(count)
+            if begin is not None:
+                begin(number)
+            self.keep(count)
+            self._trim_surplus()
+        finally:
+            self._leave()
+
+    def _text_of_uncounted(self):
+        return f": {self.num_uncounted} more were never counted, call advance({self.num_uncounted}) first" if self.num_uncounted else ""
+
+    def positions(self, index):
+        """Absolute positions that a layer shows."""
+        cdef Py_ssize_t layer, oldest, length
+        cdef BlockTable table = self._table(index, &layer)
+        length = table.lengths[layer] + self.base
+        oldest = table.oldest(length)
+        window = np.arange(oldest, length)
+        if oldest == 0:
+            return window
+        return np.concatenate((np.arange(min(oldest, (<RingTable>table).num_sink_tokens)), window))
+
+    def rows(self, index, bint values):
+        """Keys or values of a layer as float32, and their positions. A view if they are stored so in one piece, else decoded."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        cdef BlockPool pool = table.pool
+        cdef kv_store *store = pool.stores + layer
+        cdef kv_side *side = &store.v if values else &store.k
+        self.enter_reading()
+        try:
+            if self.segments is not None:
+                return self.spliced_rows(check_layer(index, self.num_layers), table, layer, values), self.positions(index)
+            if (side.dtype == KV_FLOAT32 and not store.latent and not store.seals and not pool.grows and not pool.is_shared
+                    and table.is_in_one_piece()):
+                return np.ndarray((table.lengths[layer], pool.num_kv_heads, side.head_dim), np.float32,
+                                  buffer=view_of(pool.arenas[0]),
+                                  offset=store.chunks.v if values else store.chunks.k,
+                                  strides=(side.row_stride, store.chunks.v_head_stride if values
+                                           else store.chunks.k_head_stride, 4)), np.arange(table.lengths[layer])
+            positions = self.positions(index)
+            return table.rows(layer, positions, values), positions
+        finally:
+            self.leave_reading()
+
+    def copy(self):
+        """An independent deep copy with pools of its own."""
+        cdef BlockTable table
+        copies = {}
+        self.enter_reading()
+        try:
+            for table in self.tables:
+                copies[table] = clone_table(table, table.pool.clone())
+            return self.give_segments(self._like(copies), True)
+        finally:
+            self.leave_reading()
+
+    def share(self):
+        """Another buffer with the same tokens, in the same blocks."""
+        self._enter()
+        try:
+            return self._shared(False)
+        finally:
+            self._leave()
+
+    def share_counted(self, uncounted, then=None):
+        """`share` without tokens that were not counted; see `check_counted`. `then` is called before another thread can come in."""
+        self._enter()
+        try:
+            self.check_counted(uncounted)
+            shared = self._shared(True)
+            if then is not None:
+                then()
+            return shared
+        finally:
+            self._leave()
+
+    cdef SequenceTables _shared(self, bint counted):
+        cdef BlockTable table, other
+        shared = {}
+        for table in self.tables:
+            shared[table] = other = table.empty(table.pool)
+            other.share(table)
+            if counted:
+                other.cut(other.length)
+        return self.give_segments(self._like(shared), False)
+
+    def _like(self, tables):
+        """A buffer with these tables instead of its own."""
+        return SequenceBuffer([tables[table] for table in self.tables],
+                              [(tables[table], layer) for table, layer in self.layer_tables], self.max_seq_len)
+
+    def restore(self, SequenceBuffer other, begin=None, then=None):
+        """Become equal to a buffer with the same settings: share its blocks, or copy those of another pool. `begin` is called
+        when only a signal can still prevent the change, `then` after the change."""
+        cdef list _old = self.segments  # as in `truncate`
+        self._enter()
+        try:
+            if other._pool() is self._pool():
+                self._share_blocks(other, begin)
+            else:
+                other.enter_reading()
+                try:
+                    self._copy_blocks(other, begin)
+                finally:
+                    other.leave_reading()
+            self._trim_surplus()
+            if then is not None:
+                then()
+        finally:
+            self._leave()
+
+    # Both first do the steps that can fail, for all tables.
+
+    cdef int _share_blocks(self, SequenceBuffer other, begin) except -1:
+        cdef Py_ssize_t i
+        for i in range(len(self.tables)):
+            (<BlockTable>self.tables[i]).reserve_list((<BlockTable>other.tables[i]).count)
+        if begin is not None:
+            begin()
+        for i in range(len(self.tables)):
+            (<BlockTable>self.tables[i]).share(other.tables[i])
+        self.take_segments(other)
+        return 0
+
+    cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1:
+        cdef Py_ssize_t i
+        cdef BlockTable table
+        cdef list pieces = [(<BlockTable>mine).pieces_of(<BlockTable>table) for mine, table in zip(self.tables, other.tables)]
+        for i in range(len(self.tables)):
+            table = self.tables[i]
+            table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
+        if other.segments is not None:
+            return self._copy_spliced(other, pieces, begin)
+        if begin is not None:
+            begin()
+        for i in range(len(self.tables)):
+            copy_table(other.tables[i], self.tables[i], pieces[i], False)
+        self.forget_segments()
+        return 0
+
+    cdef int _copy_spliced(self, SequenceBuffer other, list pieces, begin) except -1:
+        """`_copy_blocks` of a spliced sequence."""
+        cdef BlockTable table
+        cdef Py_ssize_t i, copies
+        table = self.tables[0]
+        if table.pool.is_shared:
+            frozen = [segment for segment in other.segments if (<Segment>segment).frozen is not None]
+            copies = blocks_of_copies(frozen, other.tables, table)
+            table.reserve(copies + table.blocks_of(other.tables[0]), 0)
+            table.pool.ensure(copies)
+        segments = copied(other.segments, self.tables)
+        for i in range(len(self.tables)):  # again, as the copies took blocks
+            table = self.tables[i]
+            table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
+        if begin is not None:
+            begin()
+        for i in range(len(self.tables)):
+            copy_table(other.tables[i], self.tables[i], pieces[i], False)
+        self.set_segments(segments, other.base, other.ropes)
+        return 0
+
+    cdef int _trim_surplus(self) except -1:
+        cdef BlockTable table
+        for table in self.tables:
+            table.pool.trim_surplus()
+            if isinstance(table, RingTable) and table.num_positions() == 0:
+                table.pool.trim()  # what a prompt took
+        return 0
+
+    def resume_states(self):
+        """For `block_bytes.reopen`."""
+        self.check_plain()
+        self._enter()
+        try:
+            return [(<BlockTable>table).resume_state() for table in self.tables]
+        finally:
+            self._leave()
+
+    def __del__(self):
+        cdef BlockTable table
+        if self.tables is not None and not self.closed:
+            for table in self.tables:
+                self._pool().release_later(table)

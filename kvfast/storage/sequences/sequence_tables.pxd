@@ -1,0 +1,32 @@
+"""The tables of a sequence, and its segments."""
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.sequences.segments cimport Segment, SplicedReader
+from kvfast.storage.tables.block_table cimport BlockTable
+
+
+cdef class SequenceTables:
+    cdef readonly list tables          # of BlockTable: one for each group of layers with the same window and shape
+    cdef list layer_tables             # (table, layer in it) for each layer
+    cdef readonly Py_ssize_t num_layers
+    cdef list segments                 # of a spliced sequence, without the tokens since; else None
+    cdef Py_ssize_t base               # position of a token, less its position in `tables`; 0 unless the sequence is spliced
+    cdef object ropes                  # of a spliced sequence, as in `splicing.splice`
+
+    cdef BlockTable _table(self, object index, Py_ssize_t *layer)
+    cdef BlockPool _pool(self)
+    cdef int _check_open(self) except -1
+    cdef int _enter(self) except -1
+    cdef int _leave(self) except -1
+    cdef int enter_reading(self) except -1
+    cdef int leave_reading(self) except -1
+
+    cdef list all_segments(self, Py_ssize_t end)
+    cdef SplicedReader reader(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query,
+                              Py_ssize_t num_queries)
+    cdef int set_segments(self, list segments, Py_ssize_t base, object ropes) except -1
+    cdef list known_segments(self)
+    cdef SequenceTables give_segments(self, SequenceTables buffer, bint copies)
+    cdef object spliced_rows(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, bint values)
+    cdef object blocks_of(self, Py_ssize_t which)
+    cdef int keep(self, Py_ssize_t n) except -1
+    cdef int _keep_plain(self, Segment segment) except -1

@@ -1,0 +1,263 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The tables of a sequence: which layer is in which, who may enter their pools, their shapes and sizes; and its segments, if it
+is spliced. See `segments` for what that is, and `splicing` for how it comes about."""
+cimport cython
+import numpy as np
+
+from kvfast.core.checks cimport check_layer
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.sequences.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, rotated_keys
+from kvfast.storage.tables.block_table cimport BlockTable
+
+
+cdef tuple _shape_of(BlockTable table):
+    return table.pool.num_kv_heads, table.pool.head_dim, table.pool.v_head_dim
+
+
+cdef class SequenceTables:
+    """Block tables, and the segments before their tokens. Tokens are appended to the tables alone."""
+
+    cdef BlockTable _table(self, object index, Py_ssize_t *layer):
+        self._check_open()
+        table, layer[0] = self.layer_tables[check_layer(index, self.num_layers)]
+        return table
+
+    @property
+    def closed(self):
+        """Whether the sequence was freed."""
+        return bool((<BlockTable>self.tables[0]).closed)
+
+    cdef int _check_open(self) except -1:
+        return (<BlockTable>self.tables[0]).check_open()
+
+    cdef int _enter(self) except -1:
+        self._pool().enter()
+        try:
+            self._check_open()  # not before: another thread may be about to close it
+        except BaseException:
+            self._pool().leave()
+            raise
+        return 0
+
+    cdef int _leave(self) except -1:
+        self._pool().leave()
+        return 0
+
+    cdef int enter_reading(self) except -1:
+        self._pool().enter_reading()
+        try:
+            self._check_open()
+        except BaseException:
+            self._pool().leave_reading()
+            raise
+        return 0
+
+    cdef int leave_reading(self) except -1:
+        self._pool().leave_reading()
+        return 0
+
+    def alone(self, then):
+        """Call `then` while no other thread is in the pool."""
+        self._enter()
+        try:
+            then()
+        finally:
+            self._leave()
+
+    @property
+    def length(self):
+        return (<BlockTable>self.tables[0]).length + self.base
+
+    @property
+    def num_uncounted(self):
+        """Most tokens of a layer that `advance` has not counted."""
+        return max([(<BlockTable>table).num_uncounted() for table in self.tables])
+
+    def check_counted(self, str uncounted):
+        """Refuse what leaves out tokens that were not counted, unless `uncounted` is "drop"."""
+        if uncounted not in ("raise", "drop"):
+            raise ValueError(f'uncounted must be "raise" or "drop", got {uncounted!r}')
+        count = self.num_uncounted if uncounted == "raise" else 0
+        if count:
+            raise ValueError(f"layers hold {count} tokens that were never counted and would be left out: call advance({count}) when "
+                             f'all layers have them, or leave them out with uncounted="drop"')
+
+    def layer_length(self, index):
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        return table.lengths[layer] + self.base
+
+    cdef BlockPool _pool(self):
+        return (<BlockTable>self.tables[0]).pool
+
+    cdef list all_segments(self, Py_ssize_t end):
+        """All segments up to position `end` of the tables, with the tokens behind those of `segments` as the last one."""
+        cdef Segment newest = Segment.__new__(Segment)
+        cdef list known = self.known_segments()
+        newest.start = (<Segment>known[-1]).end() if known else 0
+        newest.first, newest.last = newest.start - self.base, end
+        return known + [newest] if newest.first < newest.last else known
+
+    cdef SplicedReader reader(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, Py_ssize_t first_query,
+                              Py_ssize_t num_queries):
+        cdef SplicedReader reader = SplicedReader.__new__(SplicedReader)
+        reader.segments, reader.live, reader.which = self.all_segments(table.lengths[layer]), table, self.tables.index(table)
+        reader.layer, reader.index, reader.length = layer, index, table.lengths[layer] + self.base
+        reader.first_query, reader.num_queries = first_query, num_queries
+        return reader
+
+    cdef SequenceTables give_segments(self, SequenceTables buffer, bint copies):
+        """A buffer with tables like those of this one, and with its segments."""
+        if self.segments is not None:
+            buffer.set_segments(copied(self.segments, buffer.tables) if copies else self.segments, self.base, self.ropes)
+        return buffer
+
+    cdef int set_segments(self, list segments, Py_ssize_t base, object ropes) except -1:
+        with cython.critical_section(self):
+            self.segments, self.base, self.ropes = segments, base, ropes
+        return 0
+
+    cdef list known_segments(self):
+        """The segments, for queries that do not enter the pool."""
+        with cython.critical_section(self):
+            return self.segments or []
+
+    def take_segments(self, SequenceTables other):
+        """Take over the segments of a sequence of the same pool, whose tables were shared."""
+        self.set_segments(other.segments, other.base, other.ropes)
+
+    def forget_segments(self):
+        self.set_segments(None, 0, None)
+
+    @property
+    def is_spliced(self):
+        return self.segments is not None
+
+    def segment_list(self):
+        """Of each segment: its start, its first and last position in its tables, and its shift."""
+        return [(<Segment>segment).describe() for segment in self.all_segments((<BlockTable>self.tables[0]).length)]
+
+    def check_plain(self):
+        if self.segments is not None:
+            raise ValueError("a spliced cache cannot be written, nor given to another scheduler: save the caches that it was spliced "
+                             "from, or convert it: Snapshot.from_arrays(*cache.snapshot().to_arrays(), num_kv_heads)")
+
+    cdef object spliced_rows(self, Py_ssize_t index, BlockTable table, Py_ssize_t layer, bint values):
+        cdef Segment segment
+        cdef BlockTable source
+        cdef list parts = [np.empty((0, table.pool.num_kv_heads, table.pool.v_head_dim if values else table.pool.head_dim), np.float32)]
+        which = self.tables.index(table)
+        for segment in self.all_segments(table.lengths[layer]):
+            source = table if segment.frozen is None else segment.frozen.tables[which]
+            rows = source.rows(layer, np.arange(segment.first, segment.last), values)
+            parts.append(rows if values or segment.rotations is None else rotated_keys(rows, segment.rotations[index]))
+        return np.concatenate(parts)
+
+    cdef int keep(self, Py_ssize_t n) except -1:
+        """Keep the first n positions."""
+        cdef BlockTable table
+        cdef Segment last
+        cdef Py_ssize_t kept = n - self.base
+        if self.segments is not None and n <= (<Segment>self.segments[-1]).end():
+            kept, segments = 0, cut(self.segments, 0, n)
+            if segments:
+                segments[-1] = last = narrowed(segments[-1])
+                if len(segments) == 1 and last.frozen is not None and last.first == 0 and last.shift == 0:
+                    return self._keep_plain(last)
+                kept = last.last if last.frozen is None else 0
+                self.set_segments(segments, n - kept, self.ropes)
+            else:
+                self.forget_segments()
+        for table in self.tables:
+            table.cut(kept)
+        return 0
+
+    cdef int _keep_plain(self, Segment segment) except -1:
+        """Become the ordinary sequence that only this segment is left of."""
+        cdef Py_ssize_t i
+        for i in range(len(self.tables)):  # first what can fail
+            (<BlockTable>self.tables[i]).reserve_list((<BlockTable>segment.frozen.tables[i]).count)
+        for i in range(len(self.tables)):
+            (<BlockTable>self.tables[i]).share(segment.frozen.tables[i])
+            (<BlockTable>self.tables[i]).truncate(segment.last)
+        self.forget_segments()
+        return 0
+
+    cdef object blocks_of(self, Py_ssize_t which):
+        """Blocks of one of the tables, and of those of the same layers in all segments."""
+        cdef FrozenTables frozen
+        return np.concatenate([table.block_ids() for table in [*[frozen.tables[which] for frozen in frozen_of(self.known_segments())],
+                                                               self.tables[which]]])
+
+    @property
+    def nbytes_alone(self):
+        """Bytes that only this buffer keeps."""
+        cdef BlockTable table
+        total = 0
+        for table in self.tables:
+            total += table.nbytes_alone
+        return total + sum([frozen.nbytes_alone for frozen in frozen_of(self.known_segments())])
+
+    @property
+    def formats(self):
+        """KVFormat of each layer."""
+        return [(<BlockTable>table).pool.formats[layer] for table, layer in self.layer_tables]
+
+    def block_ids(self, index):
+        """Blocks of a layer in the order of their tokens, int32."""
+        cdef Py_ssize_t layer
+        cdef BlockTable table = self._table(index, &layer)
+        return self.blocks_of(self.tables.index(table))
+
+    def capacity(self, index):
+        """Number of tokens that fit the blocks of a layer's pool."""
+        cdef Py_ssize_t layer
+        cdef BlockPool pool = self._table(index, &layer).pool
+        return (pool.num_blocks - pool.num_gaps) * pool.block_size
+
+    def shape(self, index):
+        """KV heads, head_dim and v_head_dim of a layer."""
+        cdef Py_ssize_t layer
+        return _shape_of(self._table(index, &layer))
+
+    def _of_layers(self, Py_ssize_t which):
+        """A part of `shape`: a number, or a tuple with one per layer if layers differ."""
+        values = {_shape_of(table)[which] for table in self.tables}
+        return values.pop() if len(values) == 1 else tuple([self.shape(i)[which] for i in range(self.num_layers)])
+
+    @property
+    def num_kv_heads(self):
+        return self._of_layers(0)
+
+    @property
+    def head_dim(self):
+        return self._of_layers(1)
+
+    @property
+    def v_head_dim(self):
+        return self._of_layers(2)
+
+    @property
+    def rope_dim(self):
+        return (<BlockTable>self.tables[0]).pool.rope_dim
+
+    @property
+    def secure(self):
+        return bool((<BlockTable>self.tables[0]).pool.secure)
+
+    @property
+    def block_size(self):
+        return (<BlockTable>self.tables[0]).pool.block_size
+
+    @property
+    def nbytes(self):
+        return sum(table.pool.nbytes for table in self.tables)
+
+    @property
+    def nbytes_used(self):
+        """Bytes of the blocks and float rows that hold the tokens."""
+        return sum([(<BlockTable>table).pool.bytes_of_blocks(np.unique(self.blocks_of(i))) for i, table in enumerate(self.tables)])
+
+    @property
+    def bytes_per_token(self):
+        return sum(table.pool.block_bytes for table in self.tables) // self.block_size

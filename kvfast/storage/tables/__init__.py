@@ -1,0 +1,1 @@
+"""Tables: where the tokens of a sequence lie, and what they are stored as."""

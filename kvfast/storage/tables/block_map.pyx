@@ -1,0 +1,123 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The map from positions to blocks: position p is at offset p % block_size of the block with index p // block_size."""
+cimport cython
+import numpy as np
+
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport free, realloc
+
+from kvfast.storage.memory.pool cimport BlockPool
+
+
+cdef class BlockMap:
+    """The blocks of one sequence, in the order of their tokens."""
+
+    def __cinit__(self, BlockPool pool, *args):
+        self.pool = pool
+
+    def __dealloc__(self):
+        free(self.blocks)
+        free(self.spare)
+
+    cdef int64_t slot(self, Py_ssize_t position) noexcept nogil:
+        cdef Py_ssize_t size = self.pool.block_size
+        return <int64_t>self.blocks[entry_of(self, position // size)] * size + position % size
+
+    cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Number of blocks to take before the positions first to last can be written."""
+        cdef Py_ssize_t end = self.count + self.skipped, i
+        cdef Py_ssize_t needed = max(<Py_ssize_t>0, (last + self.pool.block_size - 1) // self.pool.block_size - end)
+        for i in range(first // self.pool.block_size, min(end, (last + self.pool.block_size - 1) // self.pool.block_size)):
+            if self.pool.is_frozen(self.blocks[entry_of(self, i)]):
+                needed += 1
+        return needed
+
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
+        """Make sure that `num_blocks` blocks can be taken for new tokens."""
+        return self.pool.ensure(num_blocks)
+
+    cdef int reserve_blocks(self, Py_ssize_t last) except -1:
+        """Make sure that the list has room for the blocks up to position `last`."""
+        cdef Py_ssize_t count = (last + self.pool.block_size - 1) // self.pool.block_size - self.skipped
+        cdef void *grown
+        if count > self.capacity:
+            with cython.critical_section(self.pool):
+                grown = realloc(self.blocks, max(2 * self.capacity, count) * sizeof(int32_t))
+                if grown == NULL:
+                    raise MemoryError("cannot allocate the block table of a sequence")
+                self.blocks = <int32_t *>grown
+                self.capacity = max(2 * self.capacity, count)
+        return 0
+
+    cdef void release_from(self, Py_ssize_t count) noexcept:
+        """Release the blocks from index `count` on, the last one first, so that the first of them is taken next."""
+        while self.count > count:
+            self.count -= 1
+            self.pool.release(self.blocks[self.count])
+
+    cdef int reserve_list(self, Py_ssize_t num_blocks) except -1:
+        """Make sure that there is memory for another list, of `num_blocks` blocks."""
+        cdef void *grown = realloc(self.spare, max(num_blocks, 1) * sizeof(int32_t))
+        if grown == NULL:
+            raise MemoryError("cannot allocate the block table of a sequence")
+        self.spare = <int32_t *>grown
+        return 0
+
+    cdef void _use_list(self, Py_ssize_t num_blocks) noexcept:
+        """Replace the list of an empty map by the one that was reserved."""
+        with cython.critical_section(self.pool):
+            free(self.blocks)
+            self.blocks, self.capacity, self.spare = self.spare, max(num_blocks, 1), NULL
+
+    cdef int adopt(self, list blocks) except -1:
+        """Give known blocks to an empty map."""
+        cdef Py_ssize_t i, count = len(blocks)
+        self.reserve_list(count)
+        self._use_list(count)
+        for i in range(count):
+            self.blocks[i] = blocks[i]
+            self.pool.retain(self.blocks[i])
+            self.count += 1
+        return 0
+
+    cdef bint keeps(self, Py_ssize_t index) noexcept nogil:
+        """Whether the block with this index is not skipped."""
+        return index < self.sink_blocks or index >= self.sink_blocks + self.skipped
+
+    cdef bint has(self, Py_ssize_t index, int32_t block) noexcept:
+        return self.keeps(index) and entry_of(self, index) < self.count and self.blocks[entry_of(self, index)] == block
+
+    cdef bint is_in_one_piece(self) noexcept:
+        """Whether entry i is block i of the pool's first chunk, so that the tokens lie one after the other."""
+        cdef Py_ssize_t i
+        if self.count > self.pool.first_blocks:
+            return False
+        for i in range(self.count):
+            if self.blocks[i] != i:
+                return False
+        return True
+
+    cdef int take_blocks(self, Py_ssize_t num_blocks) except -1:
+        """Take `num_blocks` blocks for an empty map, after `reserve_list`."""
+        cdef Py_ssize_t i
+        self._use_list(num_blocks)
+        for i in range(num_blocks):
+            self.blocks[i] = self.pool.take(self.blocks[i - 1] if i else -1)
+            self.count += 1
+        return 0
+
+    def block_ids(self):
+        """The blocks in the order of their tokens."""
+        with cython.critical_section(self.pool):
+            return np.array([self.blocks[i] for i in range(self.count)], np.int32)
+
+    def block_row(self):
+        """The blocks by their indices, -1 for a skipped one."""
+        if self.count + self.skipped > 0x7FFFFFFF // self.pool.block_size:  # as a forged file may have it
+            raise ValueError(f"a block table must be for at most {0x7FFFFFFF} tokens, got {self.count + self.skipped} "
+                             f"blocks of {self.pool.block_size}")
+        with cython.critical_section(self.pool):
+            row = np.full(self.count + self.skipped, -1, np.int32)
+            for i in range(self.count):
+                row[i if i < self.sink_blocks else i + self.skipped] = self.blocks[i]
+            return row

@@ -1,0 +1,48 @@
+"""The tokens of a sequence."""
+from libc.stdint cimport int32_t
+
+from kvfast.codec.blocks cimport kv_context
+from kvfast.codec.encode cimport kv_rotary
+from kvfast.core.arrays cimport Rows
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.tables.token_states cimport TokenStates
+
+
+cdef class BlockTable(TokenStates):
+    cdef bint closed                   # `close` was called
+    cdef bint is_counted               # as a sequence of its pool
+
+    cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
+    cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
+    cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept
+    cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1
+    cdef int _take(self, Py_ssize_t first, Py_ssize_t last, list changes) except -1
+    cdef list _open(self, Py_ssize_t first, Py_ssize_t last)
+    cdef int _keep(self, list changes) except -1
+    cdef int _undo(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1
+    cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1
+    cdef int truncate(self, Py_ssize_t n) except -1
+    cdef int cut(self, Py_ssize_t n) except -1
+    cdef int drop_front(self, Py_ssize_t first) except -1
+    cdef int wipe_before(self, Py_ssize_t first) except -1
+    cdef int own(self, Py_ssize_t position) except -1
+    cdef int32_t _copy_frozen(self, Py_ssize_t at) except -1
+    cdef int _wipe_behind(self, Py_ssize_t index) except -1
+    cdef int check_truncate(self, Py_ssize_t n) except -1
+    cdef BlockTable empty(self, BlockPool pool)
+    cdef int copy_resume_state(self, BlockTable other) except -1
+    cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept
+    cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
+    cdef list pieces_of(self, BlockTable other)
+    cdef int start(self, digests) except -1
+    cdef int begin_with(self, list blocks, Py_ssize_t skipped) except -1
+    cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1
+    cdef int _exchange(self, Py_ssize_t count) except -1
+    cdef int open(self, Py_ssize_t count) except -1
+    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil
+    cdef int share(self, BlockTable other) except -1
+    cdef int release(self) except -1
+    cdef int close(self) except -1
+    cdef int check_open(self) except -1
+    cdef object rows(self, Py_ssize_t layer, object positions, bint values)

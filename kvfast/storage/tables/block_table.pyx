@@ -1,0 +1,379 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Block tables: the tokens of a sequence in its blocks, written, taken back, copied and shared."""
+cimport cython
+import numpy as np
+
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy, memmove
+
+from kvfast.codec.blocks cimport kv_context, kv_store
+from kvfast.codec.decode cimport decode_tokens
+from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, write_rows
+from kvfast.core.arrays cimport Rows
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.tables.block_map cimport entry_of
+from kvfast.storage.tables.token_states cimport TokenStates
+
+from kvfast.core.interchange import aligned
+
+
+cdef class BlockTable(TokenStates):
+    """The tokens of one sequence. It evicts none; see `RingTable` for a table that does."""
+
+    cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil:
+        context.table = self.blocks
+        context.length = self.lengths[layer]
+        context.sink_blocks = self.sink_blocks
+        context.skipped = self.skipped
+        context.floats_begin, context.codes_end = self.floats_begin, self.codes_end()
+
+    cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
+        """Whether `make_writable` has nothing to do."""
+        cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
+        cdef int32_t block
+        # Only Python can look up which blocks a pool knows by their tokens.
+        if end > self.count + self.skipped or self.pool.index is not None or self.pool.seals and self.floats_begin % size:
+            return False
+        for index in range(first // size, end):
+            block = self.blocks[entry_of(self, index)]
+            if self.pool.owners[block] > 1:
+                return False
+            if self.pool.floats is not None and not self.pool.floats.is_open(block, index, first - index * size, last - index * size):
+                return False
+        return True
+
+    cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept:
+        """Number of pieces of float rows that `make_writable` takes."""
+        cdef Py_ssize_t needed = 0, size = self.pool.block_size, index, at, begin
+        cdef int32_t block, source
+        if self.pool.floats is None:
+            return 0
+        for index in range(first // size, (last + size - 1) // size):
+            at = entry_of(self, index)
+            block = self.blocks[at] if at < self.count else -1
+            source = -1
+            if block >= 0 and self.pool.is_frozen(block):
+                block, source = -1, block
+            begin = first - index * size
+            if self.floats_begin % size and index == self.floats_begin // size:
+                begin = 0  # see `_reopen_block`
+            needed += self.pool.floats.needed(block, source, index, begin, last - index * size)
+        return needed
+
+    cdef int make_writable(self, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Take blocks for the positions first to last, and copy those that other tables share."""
+        self._take(first, last, None)
+        return 0
+
+    cdef list _open(self, Py_ssize_t first, Py_ssize_t last):
+        """`make_writable` so that `_undo` can go back. Returns the changes to blocks that the table had, for `_keep` or `_undo`: the
+        entry of a block that was copied, and the block; or a block, its pieces of float rows and its kept codes."""
+        cdef Py_ssize_t count = self.count, floats_begin = self.floats_begin
+        cdef list changes = []
+        try:
+            self._take(first, last, changes)
+        except BaseException:  # also where an object of `changes` could not be made
+            self._undo(changes, count, floats_begin)
+            raise
+        return changes
+
+    cdef int _take(self, Py_ssize_t first, Py_ssize_t last, list changes) except -1:
+        """`make_writable`. Notes in `changes`, if it is not None, what `_undo` needs; else makes no object, and releases what it copies
+        at once."""
+        cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
+        cdef int32_t block
+        # Do first what can fail. Take all blocks and float rows at once, because large pieces of memory lie in huge pages.
+        self.reserve_blocks(last)
+        self.ensure(self.blocks_needed(first, last))
+        needed = self.floats_needed(first, last)
+        if needed:
+            self.pool.floats.pieces.ensure_apart(needed)
+        for index in range(first // self.pool.block_size, end):
+            at = entry_of(self, index)
+            if at >= self.count:
+                self.blocks[at] = self.pool.take(self.blocks[at - 1] if at else -1)
+                self.count += 1
+            elif self.pool.is_frozen(self.blocks[at]):
+                if changes is None:
+                    self.pool.release(self._copy_frozen(at))
+                else:
+                    changes.append((at, self.blocks[at]))
+                    self._copy_frozen(at)
+                if self.pool.secure:
+                    self._wipe_behind(index)
+            elif changes is not None and self.pool.floats is not None and (
+                    self.pool.seals and self.floats_begin % size and index == self.floats_begin // size
+                    or not self.pool.floats.is_open(self.blocks[at], index, first - index * size, last - index * size)):
+                block = self.blocks[at]
+                changes.append((block, self.pool.floats.pieces_of(block), self.pool.floats.kept_codes[block]))
+            if self.pool.seals and self.floats_begin % size and index == self.floats_begin // size:
+                self._reopen_block()
+            if self.pool.floats is not None:
+                self.pool.floats.open(self.blocks[at], index, first - index * size, last - index * size)
+        return 0
+
+    cdef int _keep(self, list changes) except -1:
+        """Release the blocks that were copied."""
+        for change in changes:
+            if len(change) == 2:
+                self.pool.release(change[1])
+        return 0
+
+    cdef int _undo(self, list changes, Py_ssize_t count, Py_ssize_t floats_begin) except -1:
+        """Go back to before `_open`, when there were `count` blocks."""
+        cdef Py_ssize_t at
+        cdef int32_t block
+        for change in changes:
+            if len(change) == 2:
+                at, block = change
+                if self.blocks[at] != block:
+                    self.pool.release(self.blocks[at])
+                    self.blocks[at] = block
+            else:
+                self.pool.floats.keep_pieces(change[0], change[1])
+                self.pool.floats.set_kept_codes(change[0], change[2])
+        self.floats_begin = floats_begin
+        self.release_from(count)
+        self.pool.trim_surplus()
+        return 0
+
+    cdef int32_t _copy_frozen(self, Py_ssize_t at) except -1:
+        """Have a copy of a block that others own, too. Returns that block, which the caller releases."""
+        cdef int32_t block = self.pool.take(self.blocks[at - 1] if at else -1), before = self.blocks[at]
+        self.pool.copy_block(before, block)
+        self.blocks[at] = block
+        return before
+
+    cdef int own(self, Py_ssize_t position) except -1:
+        """Before a table of a secure pool is cut inside of a block: have this block alone, so that what is cut off can be overwritten.
+        CacheFullError changes nothing."""
+        cdef Py_ssize_t at = entry_of(self, position // self.pool.block_size)
+        if (not self.pool.secure or position % self.pool.block_size == 0 or not 0 <= position < self.num_positions()
+                or not self.pool.is_frozen(self.blocks[at])):
+            return 0
+        self.pool.ensure(1)
+        if self.pool.floats is not None:
+            self.pool.floats.pieces.ensure(self.pool.floats.num_pieces(self.blocks[at]))
+        return self.pool.release(self._copy_frozen(at))
+
+    cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
+        """Write tokens behind those of a layer. If a value cannot be stored, the table and its pool stay as they were."""
+        cdef kv_store *store = self.pool.stores + layer
+        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, floats_begin = self.floats_begin, count = self.count
+        cdef Py_ssize_t num_chunks = max(<Py_ssize_t>1, self.pool.num_chunks)
+        cdef int64_t[::1] view
+        cdef int64_t slot
+        cdef list changes
+        check_rows(store, k, v)
+        if n > 1:
+            view = np.empty(n, np.int64)
+        if self.pool.index is not None and self.blocks_needed(first, first + n) > self.pool.num_free:
+            self.ensure(self.blocks_needed(first, first + n))
+            check_storable(store, k, v, rotary, NULL)  # now, as a known block that is evicted does not come back
+        changes = self._open(first, first + n)
+        try:
+            if n == 1:
+                slot = self.slot(first)
+                write_rows(store, k, v, rotary, &slot, True, True)
+            else:
+                for i in range(n):
+                    view[i] = self.slot(first + i)
+                write_rows(store, k, v, rotary, &view[0], True, True)
+        except BaseException:
+            self._undo(changes, count, floats_begin)
+            if self.pool.num_chunks > num_chunks:
+                self.pool.trim()
+            if self.pool.secure:
+                for i in range(first // self.pool.block_size, self.count + self.skipped):
+                    self._wipe_behind(i)
+            raise
+        self._keep(changes)
+        self.lengths[layer] += n
+        return 0
+
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
+        """First position outside the sinks that a sequence of `length` tokens holds; see `RingTable`."""
+        return 0
+
+    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
+        """Limit a window (0: none) and a number of sinks (-1: any) to what the table keeps; False if they need more."""
+        return True
+
+    cdef int check_truncate(self, Py_ssize_t n) except -1:
+        """Raise if the table cannot go back to its first n tokens."""
+        return 0
+
+    cdef int truncate(self, Py_ssize_t n) except -1:
+        """Keep the first n tokens, after `check_truncate`."""
+        cdef Py_ssize_t count = (n + self.pool.block_size - 1) // self.pool.block_size, i
+        if count <= self.sink_blocks:
+            count += self.skipped
+        count -= self.skipped
+        self.release_from(count)
+        if count <= self.sink_blocks:
+            self.skipped = 0
+        self.length = n
+        self.floats_begin = min(self.floats_begin, n)
+        for i in range(self.pool.num_layers):
+            self.lengths[i] = min(self.lengths[i], n)
+        if self.pool.seals:
+            self._undo_reopening()
+        if self.pool.secure and n % self.pool.block_size:
+            self._wipe_behind(n // self.pool.block_size)
+        return 0
+
+    cdef int cut(self, Py_ssize_t n) except -1:
+        """`truncate`; a secure pool with room overwrites what is cut off even if others own its block, too."""
+        if not self.pool.is_shared or self.pool.available():
+            self.own(n)
+        return self.truncate(n)
+
+    cdef int drop_front(self, Py_ssize_t first) except -1:
+        """Release the blocks all of whose positions lie before `first`, which is at most `length`. All layers have as many tokens."""
+        cdef Py_ssize_t gone = first // self.pool.block_size - self.skipped, i
+        if gone <= 0:
+            return 0
+        for i in range(gone):
+            self.pool.release(self.blocks[i])
+        memmove(self.blocks, self.blocks + gone, (self.count - gone) * sizeof(self.blocks[0]))
+        self.count -= gone
+        self.skipped += gone
+        self.floats_begin = max(self.floats_begin, self.skipped * self.pool.block_size if self.pool.seals else 0)
+        return 0
+
+    cdef int wipe_before(self, Py_ssize_t first) except -1:
+        """In a secure pool, overwrite the tokens before `first` in its block, unless other tables read them. After `drop_front`."""
+        cdef Py_ssize_t size = self.pool.block_size, at = entry_of(self, first // size), i
+        if self.pool.secure and first % size and at < self.count and not self.pool.is_frozen(self.blocks[at]):
+            for i in range(self.pool.num_layers):
+                self.pool.wipe_tokens(self.blocks[at], i, 0, first % size)
+        return 0
+
+    cdef int _wipe_behind(self, Py_ssize_t index) except -1:
+        """In a secure pool, overwrite a block behind the tokens of each layer, unless other tables read it."""
+        cdef Py_ssize_t at = entry_of(self, index), i, size = self.pool.block_size
+        if at >= self.count or self.pool.is_frozen(self.blocks[at]):
+            return 0
+        for i in range(self.pool.num_layers):
+            self.pool.wipe_tokens(self.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)), size)
+        return 0
+
+    cdef BlockTable empty(self, BlockPool pool):
+        """A table of the same kind for another pool."""
+        return BlockTable(pool)
+
+    cdef int copy_resume_state(self, BlockTable other) except -1:
+        """Copy the lengths of a table of the same kind, and which of its tokens are left."""
+        self.skipped, self.length, self.floats_begin = self.skipped_of(other), other.length, other.floats_begin
+        memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
+        return 0
+
+    cdef int share(self, BlockTable other) except -1:
+        """Become a copy of another table of this pool that shares its blocks."""
+        cdef Py_ssize_t i
+        self.reserve_list(other.count)
+        for i in range(other.count):
+            self.spare[i] = other.blocks[i]
+            self.pool.retain(other.blocks[i])
+        self.release()
+        self._use_list(other.count)
+        self.count = other.count
+        self.copy_resume_state(other)
+        return 0
+
+    cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1:
+        """Make sure that this table can exchange its blocks for `count` others with so many pieces of float rows. Otherwise
+        raise CacheFullError or MemoryError, and change nothing."""
+        cdef Py_ssize_t i, own = 0, own_pieces = 0
+        for i in range(self.count):
+            if self.pool.owners[self.blocks[i]] == 1:
+                own += 1
+                if pieces:
+                    own_pieces += self.pool.floats.num_pieces(self.blocks[i])
+        if self.pool.available() + own < count:
+            self.pool.ensure(count - own)
+        if pieces > own_pieces:
+            self.pool.floats.pieces.ensure(pieces - own_pieces)
+        self.reserve_list(count)
+        return 0
+
+    cdef int start(self, digests) except -1:
+        """Let an empty table begin with the blocks that its pool knows by the first of these digests."""
+        self.begin_with(self.pool.index.find(digests), 0)
+        return 0
+
+    cdef int begin_with(self, list blocks, Py_ssize_t skipped) except -1:
+        """Let an empty table take full blocks whose contents are known; `skipped` blocks are left out."""
+        cdef Py_ssize_t i
+        self.adopt(blocks)
+        self.skipped = skipped
+        self.length = self.floats_begin = (self.count + skipped) * self.pool.block_size
+        for i in range(self.pool.num_layers):
+            self.lengths[i] = self.length
+        return 0
+
+    cdef int open(self, Py_ssize_t count) except -1:
+        """Exchange all blocks for `count` new ones."""
+        self.reserve(count, 0)
+        self._exchange(count)
+        return 0
+
+    cdef int _exchange(self, Py_ssize_t count) except -1:
+        """`open`, after `reserve`."""
+        self.release()
+        self.take_blocks(count)
+        return 0
+
+    cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
+        """Number of blocks that this table, perhaps with another block size, skips once it is a copy of another; see `RingTable`."""
+        return other.skipped * other.pool.block_size // self.pool.block_size
+
+    cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept:
+        """Number of blocks of this pool that a copy of another table needs."""
+        return (other.num_positions() + self.pool.block_size - 1) // self.pool.block_size - self.skipped_of(other)
+
+    cdef list pieces_of(self, BlockTable other):
+        """`pieces` of this table once it is a copy of another."""
+        if self.pool.block_size == other.pool.block_size:
+            return other.pieces(other.num_positions())
+        # Only the start of the sequence has float rows: tables that seal blocks have the same block size.
+        return [0] if self.pool.has_sinks and other.num_positions() and (self.sink_blocks or self.skipped_of(other) == 0) else []
+
+    @property
+    def nbytes_alone(self):
+        """Bytes that this table keeps from being freed: its own, and blocks without another owner."""
+        cdef Py_ssize_t i
+        with cython.critical_section(self.pool):
+            alone = [self.blocks[i] for i in range(self.count) if self.pool.owners[self.blocks[i]] == 1]
+        return self.pool.bytes_of_blocks(alone) + self.capacity * sizeof(int32_t) + self.pool.num_layers * sizeof(Py_ssize_t)
+
+    cdef int release(self) except -1:
+        """Release all blocks."""
+        self.truncate(0)
+        return 0
+
+    cdef object rows(self, Py_ssize_t layer, object positions, bint values):
+        """Keys or values at some positions, decoded to float32."""
+        cdef const int64_t[::1] at = aligned(positions, np.int64)
+        cdef int64_t[::1] slots = np.empty(at.shape[0], np.int64)
+        cdef Py_ssize_t i
+        for i in range(at.shape[0]):
+            slots[i] = self.slot(at[i])
+        return decode_tokens(self.pool.stores + layer, at, slots, self.floats_begin, values)
+
+    cdef int close(self) except -1:
+        """Release all blocks, and refuse calls from now on."""
+        self.release()
+        self.pool.num_sequences -= self.is_counted
+        self.is_counted, self.closed = False, True
+        return 0
+
+    cdef int check_open(self) except -1:
+        if self.closed:
+            raise ValueError("this sequence has been freed")
+        return 0
+
+    def free_entered(self):
+        """Close, for a pool that has been entered."""
+        self.close()
+        self.pool.trim_surplus()

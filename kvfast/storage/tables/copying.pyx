@@ -1,0 +1,178 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""Copies the stored tokens of a sequence. Codes and scales do not change, even if the block size does."""
+from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcpy, memset
+
+from kvfast.codec.blocks cimport k_block_at, kv_store, v_block_at
+from kvfast.core.interrupt cimport is_stopped, kv_watch
+from kvfast.core.kernels cimport active, kv_kernels, kv_side
+from kvfast.core.limits cimport KV_PIECE
+from kvfast.core.threads cimport DYNAMIC, for_each, gather, kv_team
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.tables.block_table cimport BlockTable
+
+
+ctypedef struct kv_copy:
+    const kv_kernels *kernels
+    const kv_store *source
+    const int32_t *from_blocks
+    const kv_store *target
+    const int32_t *to_blocks
+    Py_ssize_t num_slots
+    Py_ssize_t codes_end
+
+
+cdef BlockTable clone_table(BlockTable table, BlockPool pool):
+    """A deep copy in another pool of the same layers. A signal handler that raises ends it early, as no one uses the copy
+    yet."""
+    cdef BlockTable other = table.empty(pool)
+    cdef list pieces = other.pieces_of(table)
+    other.reserve(other.blocks_of(table), len(pieces))
+    copy_table(table, other, pieces, True)
+    return other
+
+
+cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_stop) except -1:
+    """Make `target` equal to `source`, a table of another pool, with a copy of its tokens. Call `reserve` before; `pieces` are
+    the target's `pieces_of` the source."""
+    target._exchange(target.blocks_of(source))
+    target.copy_resume_state(source)
+    if source.pool.block_size != target.pool.block_size and (source.skipped or target.skipped):
+        _copy_held(source, target)
+    else:
+        copy_slots(source.pool.stores, source.blocks, target.pool.stores, target.blocks, target.pool.num_layers,
+                   source.num_slots(), source.slots_with_codes(), may_stop)
+    target.set_kept_codes(source._kept_codes())
+    target.set_patches(source.patches(source.num_positions()))
+    if target.pool.floats is not None:
+        _copy_floats(source, target, pieces)
+    return 0
+
+
+cdef int _copy_floats(BlockTable source, BlockTable target, list pieces) except -1:
+    """Copy the float rows of the pieces at these positions."""
+    cdef Py_ssize_t position, longest = source.num_positions(), size = target.pool.block_size
+    cdef const kv_store *stores
+    cdef int32_t piece
+    cdef int64_t slot
+    for position in pieces:
+        slot = target.slot(position)
+        target.pool.floats.add(<int32_t>(slot // size), slot % size, slot % size + KV_PIECE)
+        stores, piece = target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // KV_PIECE]
+        if source.keeps(position // source.pool.block_size):
+            _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // KV_PIECE],
+                        stores, piece, target.pool.num_layers, min(longest - position, KV_PIECE))
+        else:
+            _copy_piece(stores, piece, stores, piece, target.pool.num_layers, 0)  # zeros, which are never read
+    return 0
+
+
+cdef int _copy_held(BlockTable source, BlockTable target) except -1:
+    """Copy the codes of the positions that both tables have blocks for, and zero all others.
+
+    Used for rings with different block sizes: one may have skipped tokens that the other still has, but which no query can see.
+    They hold no more than a window, and no layer seals blocks.
+    """
+    cdef const kv_kernels *kernels = active()
+    cdef Py_ssize_t task
+    with nogil:
+        for task in range(target.pool.num_layers * target.pool.num_kv_heads * 2):
+            _copy_held_side(kernels, source, target, task)
+    return 0
+
+
+cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTable target, Py_ssize_t task) noexcept nogil:
+    """Copy one side of one head of one layer."""
+    cdef bint values = task % 2
+    cdef Py_ssize_t head = task // 2 % source.pool.num_kv_heads, layer = task // 2 // source.pool.num_kv_heads
+    cdef Py_ssize_t size = source.pool.block_size, target_size = target.pool.block_size, entry, position, first
+    cdef const kv_store *store = source.pool.stores + layer
+    cdef const kv_store *into = target.pool.stores + layer
+    cdef const kv_side *side = &store.v if values else &store.k
+    cdef const kv_side *target_side = &into.v if values else &into.k
+    for entry in range(target.count):
+        memset(_block(into, target.blocks[entry], head, values), 0, target_side.bytes)
+    for entry in range(source.count):
+        first = (entry if entry < source.sink_blocks else entry + source.skipped) * size
+        for position in range(first, min(first + size, source.lengths[layer])):
+            if target.keeps(position // target_size):
+                kernels.copy_token(side, _block(store, source.blocks[entry], head, values), <int>(position - first), target_side,
+                                   _block(into, <int32_t>(target.slot(position) // target_size), head, values),
+                                   <int>(position % target_size), values)
+
+
+cdef int copy_slots(const kv_store *source, const int32_t *from_blocks, const kv_store *target, const int32_t *to_blocks,
+                    Py_ssize_t num_layers, Py_ssize_t num_slots, Py_ssize_t codes_end, bint may_stop) except -1:
+    """Copy the first `num_slots` slots of a list of blocks to another list, and zero the rest of the last block.
+
+    Both have the same layers, heads, head_dim and formats. In layers that seal blocks only `codes_end` slots have codes. With
+    `may_stop`, a signal handler that raises ends the copy.
+    """
+    cdef Py_ssize_t layer, nbytes = 0
+    cdef kv_team team
+    cdef kv_copy call
+    for layer in range(num_layers):
+        nbytes += (source[layer].k.bytes + source[layer].v.bytes) * source.num_kv_heads
+    call.kernels, call.source, call.from_blocks, call.target, call.to_blocks = active(), source, from_blocks, target, to_blocks
+    call.num_slots, call.codes_end = num_slots, codes_end
+    gather(&team, None, <double>(nbytes / source.k.block_size) * num_slots)
+    if not may_stop:
+        team.watch = NULL
+    for_each(&team, _copy_side, &call, num_layers * source.num_kv_heads * 2, DYNAMIC)
+    return 0
+
+
+cdef int _copy_side(void *shared, Py_ssize_t index, int thread, kv_watch *watch) noexcept nogil:
+    """Copy one side of one head of one layer."""
+    cdef const kv_copy *call = <const kv_copy *>shared
+    cdef const int32_t *from_blocks = call.from_blocks
+    cdef const int32_t *to_blocks = call.to_blocks
+    cdef bint values = index % 2
+    cdef Py_ssize_t heads = call.source.num_kv_heads, head = index // 2 % heads, slot, whole = 0, num_slots = call.num_slots
+    cdef const kv_store *source = call.source + index // 2 // heads
+    cdef const kv_store *target = call.target + index // 2 // heads
+    cdef const kv_side *side = &source.v if values else &source.k
+    cdef const kv_side *into = &target.v if values else &target.k
+    if source.seals:
+        for slot in range(call.codes_end // side.block_size, (num_slots + side.block_size - 1) // side.block_size):
+            memset(_block(target, to_blocks[slot], head, values), 0, side.bytes)
+        num_slots = min(num_slots, call.codes_end)
+    if side.block_size == into.block_size:
+        whole = num_slots // side.block_size
+        for slot in range(whole):
+            if is_stopped(watch):
+                return 0
+            memcpy(_block(target, to_blocks[slot], head, values), _block(source, from_blocks[slot], head, values), side.bytes)
+    if num_slots % into.block_size:
+        memset(_block(target, to_blocks[num_slots // into.block_size], head, values), 0, into.bytes)
+        if side.means:
+            memcpy(_block(target, to_blocks[whole], head, values) + side.means,
+                   _block(source, from_blocks[whole], head, values) + side.means, side.bytes - side.means)
+    for slot in range(whole * side.block_size, num_slots):
+        if is_stopped(watch):
+            return 0
+        call.kernels.copy_token(side, _block(source, from_blocks[slot // side.block_size], head, values),
+                                <int>(slot % side.block_size), into,
+                                _block(target, to_blocks[slot // into.block_size], head, values),
+                                <int>(slot % into.block_size), values)
+    return 0
+
+
+cdef int _copy_piece(const kv_store *source, int32_t from_piece, const kv_store *target, int32_t to_piece,
+                     Py_ssize_t num_layers, Py_ssize_t count) except -1:
+    """Copy the first `count` tokens of a piece of float rows to another piece, and zero the others."""
+    cdef Py_ssize_t layer, head, used
+    cdef const kv_side *side
+    cdef bint values
+    for layer in range(num_layers):
+        for values in range(2):
+            side = &source[layer].v if values else &source[layer].k
+            used = count * side.row_stride
+            for head in range(source.num_kv_heads):
+                memcpy(_block(target + layer, to_piece, head, values), _block(source + layer, from_piece, head, values), used)
+                memset(_block(target + layer, to_piece, head, values) + used, 0, side.bytes - used)
+    return 0
+
+
+cdef inline char *_block(const kv_store *store, int32_t block, Py_ssize_t head, bint values) noexcept nogil:
+    return v_block_at(store, block, head) if values else k_block_at(store, block, head)

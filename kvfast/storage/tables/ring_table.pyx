@@ -1,0 +1,144 @@
+# cython: language_level=3, boundscheck=False, cdivision=True
+"""The ring: holds the last `window` tokens, the first `num_sink_tokens` (StreamingLLM, arXiv 2309.17453), and `rollback`
+tokens behind the window, so that going back that far is exact."""
+from libc.stdint cimport int32_t
+from libc.string cimport memmove
+
+from kvfast.core.checks cimport check_count
+from kvfast.core.limits cimport KV_MAX_TOKENS
+from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.tables.block_table cimport BlockTable
+
+from kvfast.core.text import shown
+
+
+cdef class RingTable(BlockTable):
+    def __cinit__(self, BlockPool pool, Py_ssize_t window, Py_ssize_t num_sink_tokens, Py_ssize_t rollback):
+        self.window, self.num_sink_tokens, self.rollback = window, num_sink_tokens, rollback
+        self.sink_blocks = (num_sink_tokens + pool.block_size - 1) // pool.block_size
+
+    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
+        return max(<Py_ssize_t>0, length - self.window)
+
+    cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
+        if window[0] > self.window or num_sink_tokens[0] > self.num_sink_tokens:
+            return False
+        if window[0] == 0:
+            window[0] = self.window
+        if num_sink_tokens[0] < 0:
+            num_sink_tokens[0] = self.num_sink_tokens
+        return True
+
+    cdef Py_ssize_t _evicted_at(self, Py_ssize_t length) noexcept nogil:
+        return max(self.evicted, length - self.window - self.rollback)
+
+    cdef Py_ssize_t _gone(self, Py_ssize_t evicted) noexcept nogil:
+        """Number of blocks to skip in addition, all of whose tokens are evicted."""
+        return evicted // self.pool.block_size - self.sink_blocks - self.skipped
+
+    cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
+        return BlockTable.just_counts(self, n) and self._gone(self._evicted_at(self.length + n)) <= 0
+
+    cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
+        self.length += n
+        self.evicted = self._evicted_at(self.length)
+
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
+        return self.pool.ensure_apart(num_blocks)
+
+    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
+        return self.skipped + max(<Py_ssize_t>0, self._gone(self._evicted_at(length)))
+
+    cdef int release_evicted(self) except -1:
+        cdef Py_ssize_t i, gone
+        cdef int32_t block
+        self.evicted = self._evicted_at(self.length)
+        gone = self._gone(self.evicted)
+        if gone <= 0:
+            return 0
+        for i in range(gone):
+            block = self.blocks[self.sink_blocks + i]
+            if self.pool.floats is not None and self.sink_blocks + self.skipped + i and self.pool.owners[block] == 1:
+                self.pool.floats.release(block, 0)  # a known block keeps only the float rows of a sequence's start
+            self.pool.release(block)
+        memmove(self.blocks + self.sink_blocks, self.blocks + self.sink_blocks + gone,
+                (self.count - self.sink_blocks - gone) * sizeof(self.blocks[0]))
+        self.count -= gone
+        self.skipped += gone
+        if self.pool.has_surplus():  # of a prompt, at whose end the newest tokens are
+            for i in range(self.count):
+                self.blocks[i] = self.pool.move_down(self.blocks[i])
+        self.pool.trim()
+        return 0
+
+    cdef int start(self, digests) except -1:
+        """Begin with the longest known prefix: all blocks that a sequence of its length holds must be known."""
+        cdef Py_ssize_t size = self.pool.block_size, count, skipped, known = 0, found = 0
+        cdef list blocks = self.pool.index.look_up(digests)
+        for count in range(1, len(blocks) + 1):
+            known = 0 if blocks[count - 1] is None else known + 1
+            if known == 0 and count <= self.sink_blocks:
+                break
+            skipped = self.skipped_at(count * size)
+            if known >= count - (self.sink_blocks + skipped if skipped else 0):
+                found = count
+        skipped = self.skipped_at(found * size)
+        if skipped:
+            blocks = blocks[:self.sink_blocks] + blocks[self.sink_blocks + skipped:found]
+        self.begin_with(blocks[:found - skipped], skipped)
+        self.evicted = self._evicted_at(self.length)
+        return 0
+
+    cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
+        """Number of blocks to skip for the tokens that `other`, perhaps with another block size, has evicted."""
+        cdef Py_ssize_t evicted = (<RingTable>other).evicted
+        if self.pool.block_size == other.pool.block_size:
+            return other.skipped
+        return max(<Py_ssize_t>0, evicted // self.pool.block_size - self.sink_blocks)
+
+    cdef BlockTable empty(self, BlockPool pool):
+        return RingTable(pool, self.window, self.num_sink_tokens, self.rollback)
+
+    cdef int copy_resume_state(self, BlockTable other) except -1:
+        BlockTable.copy_resume_state(self, other)
+        self.evicted = (<RingTable>other).evicted
+        return 0
+
+    cdef dict resume_state(self):
+        return BlockTable.resume_state(self) | {"evicted_tokens": self.evicted}
+
+    cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
+        self.evicted = state["evicted_tokens"]
+        return BlockTable.set_resume_state(self, length, state)
+
+    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
+        """Skipped blocks must lie behind the sink tokens and hold only evicted tokens."""
+        cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
+        if set(self._check_codes(length, state)) != {"skipped_blocks", "evicted_tokens"}:
+            raise ValueError(f"the state of a ring must have other entries, got {shown(state)}")
+        skipped = check_count(state["skipped_blocks"], "skipped_blocks", 0, KV_MAX_TOKENS)
+        evicted = check_count(state["evicted_tokens"], "evicted_tokens", 0, KV_MAX_TOKENS)
+        if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
+            raise ValueError(f"the state of a ring must fit its window of {self.window}, {self.num_sink_tokens} sink tokens and "
+                             f"{length} tokens, got {shown(state)}")
+        if self.pool.seals and skipped and (
+                state["coded_tokens"] < (self.sink_blocks + skipped) * size
+                or any([self.sink_blocks <= index < self.sink_blocks + skipped for index, _ in state.get("patches", [])])):
+            raise ValueError(f"the state of a ring must fit the {skipped} blocks that it has dropped, got {shown(state)}")
+        return (length + size - 1) // size - skipped
+
+    cdef bint holds(self, Py_ssize_t position) noexcept nogil:
+        return position >= self.evicted or self.evicted <= self.num_sink_tokens
+
+    cdef int check_truncate(self, Py_ssize_t n) except -1:
+        """Going back is exact as long as the window of n tokens is still held."""
+        if n > 0 and not self.holds(self.oldest(n)):
+            raise ValueError(f"cannot go back to {n} tokens: of {self.length}, a window of {self.window} with a "
+                             f"rollback of {self.rollback} can be restored down to {self.evicted + self.window}")
+        return 0
+
+    cdef int truncate(self, Py_ssize_t n) except -1:
+        if n == 0:
+            self.evicted = 0
+        BlockTable.truncate(self, n)
+        return 0

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from kvfast.attention.options import Options
-from kvfast.caches.multi_head_config import MultiHeadConfig, signs_of, tokens, vectors
+from kvfast.caches.head_vectors import tokens, vectors
 from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
+from kvfast.codec.multi_head import MultiHeadConfig, signs_of
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_KV_HEADS
 from kvfast.core.text import shown, size_text

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from kvfast.caches.latent_rows import latent_format
 from kvfast.caches.ring import ROLLBACK, ring_blocks
 from kvfast.caches.stored_sequence import BLOCK_SIZE
 from kvfast.codec.dtypes import FLOATS, NAMES, dtype_row
-from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of
+from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of, latent_format
 from kvfast.core.checks import check_size
 from kvfast.core.hardware import read_bandwidth
 from kvfast.core.limits import CHUNK_BLOCKS, MAX_TOKENS, PIECE

@@ -1,19 +1,8 @@
-"""Latent rows, each a latent followed by a rotary part: checks and properties that all their caches share."""
+"""Latent rows, each a latent followed by a rotary part: properties that all their caches share."""
 
 from kvfast.caches.storage_properties import StorageProperties
-from kvfast.codec.formats import formats_of, latent_format
-from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_array
-from kvfast.core.limits import MAX_HEAD_DIM, MAX_LAYERS, MAX_ROPE_DIM
 from kvfast.errors import DimensionMismatchError
-
-
-def checked_sizes(num_layers, latent_dim, rope_dim, dtype):
-    """The checked sizes, and the KVFormat of each layer; ValueError for a format that latent rows cannot have."""
-    num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
-    latent_dim = check_size(latent_dim, "latent_dim", 1, MAX_HEAD_DIM)
-    rope_dim = check_size(rope_dim, "rope_dim", 0, MAX_ROPE_DIM)
-    return num_layers, latent_dim, rope_dim, [latent_format(one) for one in formats_of(dtype, None, None, num_layers)]
 
 
 class LatentRows(StorageProperties):

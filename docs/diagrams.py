@@ -14,6 +14,7 @@ WORDS = {
     "storage.tables": "positions to blocks, the states of tokens, rings",
     "storage.sequences": "all layers of a text, its segments, its heads",
     "storage.batches": "sequences together, the blocks of another scheduler",
+    "storage": "settings, and the storage of each kind of cache",
     "files": "bytes of blocks, header, safetensors",
     "caches": "KVCache, RingKVCache, PagedKVCache, MLAKVCache, Snapshot, ...",
     "compression": "low rank, product quantisation, hybrid",

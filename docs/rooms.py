@@ -3,7 +3,7 @@
     python docs/rooms.py
 
 prints the floors, and what breaks the rules: a package imports only from floors below its own, and takes no private
-names of another. `docs/pictures.py` draws them.
+names of another; and no files import each other, not even inside a function. `docs/pictures.py` draws the floors.
 """
 
 import re
@@ -20,6 +20,7 @@ FLOORS = (
     ("storage.tables",),
     ("storage.sequences",),
     ("storage.batches",),
+    ("storage",),  # which builds these from settings
     ("files",),
     ("caches",),
     ("capi", "compression", "interop", "prompts"),
@@ -56,7 +57,7 @@ def rooms():
     found = {}
     for path in sorted(PACKAGE.rglob("*.p*")):
         room = _room([part.partition(".")[0] for part in path.relative_to(PACKAGE).parts])
-        if path.suffix in (".py", ".pyx", ".pxd") and room != "storage":  # whose __init__ has a docstring alone
+        if path.suffix in (".py", ".pyx", ".pxd"):
             found.setdefault(room, []).append(path)
     return found
 
@@ -99,6 +100,30 @@ def private_names(paths):
     return found
 
 
+def imports_of_files():
+    """The modules of kvfast that each module imports, at its top or anywhere else: a dict of sets. A .pxd belongs to its .pyx."""
+    paths = [path for one in rooms().values() for path in one]
+    name_of = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in paths}
+    found = {name: set() for name in name_of.values()}
+    for path, name in name_of.items():
+        text = path.read_text()
+        for match in _IMPORT.finditer(text):
+            inside = {f"{match[1]}.{one}" for one in re.findall(r"\w+", match[2])} & found.keys()
+            found[name] |= inside or {match[1]}
+        found[name] |= set(_WHOLE.findall(text))
+    return {name: others & found.keys() - {name} for name, others in found.items()}
+
+
+def circles():
+    """Modules that import each other, directly or through others, as sorted lists."""
+    below = imports_of_files()
+    changed = True
+    while changed:
+        reached = {name: others.union(*(below[other] for other in others)) for name, others in below.items()}
+        changed, below = reached != below, reached
+    return sorted({tuple(sorted(other for other in below[name] if name in below[other])) for name in below if name in below[name]})
+
+
 def violations():
     """What breaks the rules, as texts."""
     wrong = []
@@ -122,4 +147,4 @@ def violations():
 if __name__ == "__main__":
     for room, others in sorted(arrows().items(), key=lambda item: FLOOR_OF[item[0]]):
         print(f"{room:12} {', '.join(others)}")
-    print("\n".join(violations()))
+    print("\n".join([*violations(), *(f"{' and '.join(circle)} import each other" for circle in circles())]))

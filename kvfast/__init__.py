@@ -30,7 +30,6 @@ from kvfast.caches.contiguous import KVCache
 from kvfast.caches.loading import load
 from kvfast.caches.mla import MLAKVCache
 from kvfast.caches.multi_head import MultiHeadKVCache
-from kvfast.caches.multi_head_config import MultiHeadConfig
 from kvfast.caches.paged import PagedKVCache
 from kvfast.caches.paged_mla import MLASequence, PagedMLAKVCache
 from kvfast.caches.paged_sequence import Sequence
@@ -38,6 +37,7 @@ from kvfast.caches.ring import RingKVCache
 from kvfast.caches.snapshot import Snapshot
 from kvfast.codec.calibration import Calibration, calibrate
 from kvfast.codec.formats import PRESETS, KVFormat
+from kvfast.codec.multi_head import MultiHeadConfig
 from kvfast.codec.projection import split_qkv_norm_rope
 from kvfast.codec.quantize import dequantize, quantize
 from kvfast.codec.rope import Rope

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvfast.caches.latent_rows import checked_sizes
-from kvfast.caches.paged_storage import BLOCK_SIZE
 from kvfast.codec.blocks import BLOCK_ALIGNMENT, block_nbytes
 from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 from kvfast.core.text import shown
+from kvfast.storage.kinds import POOL_BLOCK_SIZE
+from kvfast.storage.settings import latent
 
 __all__ = ["BufferLayout", "buffer_layout"]
 
@@ -94,8 +94,8 @@ def buffer_layout(
                 f"num_kv_heads={shown(num_kv_heads)}, k_dtype={shown(k_dtype)}, v_dtype={shown(v_dtype)}, "
                 f"v_head_dim={shown(v_head_dim)}"
             )
-        _, head_dim, rope_dim, formats = checked_sizes(num_layers, head_dim, rope_dim, dtype)
-    block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
+        formats = latent(num_layers, head_dim, rope_dim, dtype)["dtype"]
+    block_size = check_block_size(block_size_of(formats, block_size, POOL_BLOCK_SIZE))
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     sizes = tuple(block_nbytes(one, num_kv_heads, head_dim, v_head_dim, block_size, rope_dim) for one in formats)
     return BufferLayout(num_blocks, block_size, sizes, BLOCK_ALIGNMENT)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.caches.layer_groups import buffer_of, shapes_of
 from kvfast.caches.sequence_cache import SequenceCache
-from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
-from kvfast.codec.formats import block_size_of, formats_of
-from kvfast.core.checks import check_block_size, check_size
-from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 from kvfast.core.text import size_text
-from kvfast.storage.tables.block_table import BlockTable
-from kvfast.storage.memory.pool import BlockPool
+from kvfast.storage.kinds import storage_of
+from kvfast.storage.settings import full
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,37 +91,8 @@ class KVCache(SequenceCache):
         secure: bool = False,
         v_head_dim: int | None | Sequence[int | None] = None,
     ) -> None:
-        num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
-        formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
-        block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
-        num_blocks = GROW_BLOCKS
-        if max_seq_len is not None:
-            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
-            num_blocks = -(-max_seq_len // block_size)
-
-        def new_table(shape, layers):
-            *shape, v_dim = shape
-            return BlockTable(
-                BlockPool(
-                    len(layers),
-                    *shape,
-                    block_size,
-                    [formats[i] for i in layers],
-                    num_blocks,
-                    max_seq_len is None,
-                    secure=secure,
-                    v_head_dim=v_dim,
-                )
-            )
-
-        self._buffer = buffer_of(shapes_of(num_kv_heads, head_dim, v_head_dim, num_layers), new_table, max_seq_len)
-
-    def _settings(self):
-        return self._shape_settings("full")
-
-    @classmethod
-    def _from_settings(cls, settings, block_size, max_seq_len):
-        return cls(**settings, block_size=block_size, max_seq_len=max_seq_len)
+        settings = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
+        self._open(settings, storage_of(settings, block_size, max_seq_len, secure))
 
     def __repr__(self) -> str:
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"

@@ -1,36 +1,8 @@
-"""Latent rows, each a latent followed by a rotary part: checks and properties that all their caches share."""
+"""Latent rows, each a latent followed by a rotary part: properties that all their caches share."""
 
 from kvfast.caches.storage_properties import StorageProperties
-from kvfast.codec.formats import PRESETS, KVFormat, formats_of
-from kvfast.core.checks import check_size
 from kvfast.core.interchange import as_array
-from kvfast.core.limits import MAX_HEAD_DIM, MAX_LAYERS, MAX_ROPE_DIM
 from kvfast.errors import DimensionMismatchError
-
-# Presets of keys and values that need another format for latent rows: a row that is also read as values can have neither
-# channel scales nor float rows beside its codes.
-_PRESETS = {PRESETS["int4"]: KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True)}
-
-
-def checked_sizes(num_layers, latent_dim, rope_dim, dtype):
-    """The checked sizes, and the KVFormat of each layer; ValueError for a format that latent rows cannot have."""
-    num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
-    latent_dim = check_size(latent_dim, "latent_dim", 1, MAX_HEAD_DIM)
-    rope_dim = check_size(rope_dim, "rope_dim", 0, MAX_ROPE_DIM)
-    return num_layers, latent_dim, rope_dim, [latent_format(one) for one in formats_of(dtype, None, None, num_layers)]
-
-
-def latent_format(fmt):
-    """The format of latent rows for a format of keys and values; ValueError if there is none."""
-    fmt = _PRESETS.get(fmt, fmt)
-    if fmt.calibration is not None:
-        raise ValueError("a calibration is for keys, and latent rows are keys and values at once")
-    if fmt.seals or fmt.num_float_tokens:
-        raise ValueError(
-            f"latent rows are keys and values at once and need a format with a scale per token and without tokens "
-            f"that stay floats, got {fmt}"
-        )
-    return fmt
 
 
 class LatentRows(StorageProperties):

@@ -1,4 +1,4 @@
-"""Reading caches from files, and the class for each kind that a header can name."""
+"""Caches from files and snapshots: the only place that knows the class of each kind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kvfast.caches.contiguous import KVCache
 from kvfast.caches.mla import MLAKVCache
 from kvfast.caches.multi_head import MultiHeadKVCache
 from kvfast.caches.ring import RingKVCache
+from kvfast.caches.snapshot import Snapshot
 from kvfast.files import cache_file
 
 if TYPE_CHECKING:
@@ -18,18 +19,19 @@ __all__ = ["load"]
 CLASSES = {"full": KVCache, "ring": RingKVCache, "latent": MLAKVCache, "heads": MultiHeadKVCache}
 
 
-def load(path: str | os.PathLike[str], mmap: bool = False, max_seq_len: int | None = None) -> Any:
-    """Read a cache from a file that `KVCache.save` or `Snapshot.save` wrote.
+def load(source: str | os.PathLike[str] | Snapshot, mmap: bool = False, max_seq_len: int | None = None) -> Any:
+    """Make a cache from a file that `KVCache.save` or `Snapshot.save` wrote, or from a snapshot.
 
     Parameters
     ----------
-    path : path-like
+    source : path-like or Snapshot
+        The tokens of a snapshot are copied.
     mmap : bool
-        Map the blocks instead of reading them: the system reads the file when attention needs a block, and
+        Map the blocks of a file instead of reading them: the system reads the file when attention needs a block, and
         changes stay in this process. The checksums of full blocks are then not verified. The file must not be
         shortened while the cache exists; `save` may replace it.
     max_seq_len : int, optional
-        Reserve room for this many tokens, instead of the saved `max_seq_len`.
+        Reserve room for this many tokens, instead of the saved `max_seq_len`. A cache of a snapshot has none by default.
 
     Returns
     -------
@@ -42,15 +44,16 @@ def load(path: str | os.PathLike[str], mmap: bool = False, max_seq_len: int | No
     CorruptFileError
         If the file is truncated or damaged, or kvfast did not write it.
     IncompatibleSnapshotError
-        If this kvfast cannot read the version of the file.
+        If this kvfast cannot read the version of the file, or if the tokens of a snapshot do not fit `max_seq_len`.
+    ValueError
+        If the tokens of a file do not fit `max_seq_len`, for a kind of cache without one, and for a snapshot with `mmap`.
     ModuleNotFoundError
         Without the packages of ``kvfast[files]``.
     """
-    return cache_file.read(path, new_cache, mmap, max_seq_len)[0]
-
-
-def new_cache(settings, block_size, max_seq_len):
-    """An empty cache with the settings of a header, its buffer, and the settings that it would write itself."""
-    others = dict(settings)
-    cache = CLASSES[others.pop("kind")]._from_settings(others, block_size, max_seq_len)
-    return cache, cache._buffer, cache._settings()
+    if isinstance(source, Snapshot):
+        if mmap:
+            raise ValueError("mmap must be False for a Snapshot, which is no file")
+        settings, buffer = source._settings, source._copied(max_seq_len)
+    else:
+        settings, buffer, *_ = cache_file.read(source, mmap, max_seq_len)
+    return CLASSES[settings["kind"]]._over(settings, buffer)

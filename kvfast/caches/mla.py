@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvfast.attention.options import Options
-from kvfast.caches.latent_rows import LatentRows, checked_sizes
-from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS, StoredSequence
-from kvfast.core.checks import check_block_size, check_size
+from kvfast.caches.latent_rows import LatentRows
+from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.core.interchange import as_float32, as_floats
-from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
 from kvfast.errors import DimensionMismatchError, NonFiniteInputError
-from kvfast.storage.tables.block_table import BlockTable
-from kvfast.storage.memory.pool import BlockPool
-from kvfast.storage.sequences.sequence import SequenceBuffer
+from kvfast.storage.kinds import storage_of
+from kvfast.storage.settings import latent as latent_settings
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -209,18 +206,6 @@ class LatentSequence(LatentRows, StoredSequence):
         options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
         return self._buffer.explain(layer, shape, None, dtype, options)
 
-    def _decoded(self, layer):
-        return self._buffer.rows(layer, False)[0], self._buffer.rows(layer, True)[0]
-
-    def _settings(self):
-        return {
-            "kind": "latent",
-            "num_layers": self.num_layers,
-            "latent_dim": self.latent_dim,
-            "rope_dim": self.rope_dim,
-            "dtype": self._buffer.formats,
-        }
-
 
 def _floats(array, name):
     """An array of three dimensions as float32."""
@@ -290,21 +275,8 @@ class MLAKVCache(LatentSequence):
         block_size: int | None = None,
         secure: bool = False,
     ) -> None:
-        num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
-        block_size = check_block_size(BLOCK_SIZE if block_size is None else block_size)
-        num_blocks = GROW_BLOCKS
-        if max_seq_len is not None:
-            max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
-            num_blocks = -(-max_seq_len // block_size)
-        pool = BlockPool(
-            num_layers, 1, latent_dim, block_size, formats, num_blocks, max_seq_len is None, rope_dim=rope_dim, secure=secure
-        )
-        table = BlockTable(pool)
-        self._buffer = SequenceBuffer([table], [(table, layer) for layer in range(num_layers)], max_seq_len)
-
-    @classmethod
-    def _from_settings(cls, settings, block_size, max_seq_len):
-        return cls(**settings, block_size=block_size, max_seq_len=max_seq_len)
+        settings = latent_settings(num_layers, latent_dim, rope_dim, dtype)
+        self._open(settings, storage_of(settings, block_size, max_seq_len, secure))
 
     def __repr__(self) -> str:
         most = "" if self.max_seq_len is None else f"/{self.max_seq_len}"

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from kvfast.attention.options import Options
-from kvfast.caches.multi_head_config import MultiHeadConfig, signs_of, tokens, vectors
+from kvfast.caches.head_vectors import tokens, vectors
 from kvfast.caches.snapshot import Snapshot
-from kvfast.caches.stored_sequence import BLOCK_SIZE, GROW_BLOCKS
+from kvfast.codec.multi_head import MultiHeadConfig, signs_of
 from kvfast.core.checks import check_size
-from kvfast.core.limits import MAX_KV_HEADS
 from kvfast.core.text import shown, size_text
 from kvfast.errors import DimensionMismatchError
-from kvfast.storage.sequences.heads import HeadsBuffer, HeadsTable
-from kvfast.storage.memory.pool import BlockPool
+from kvfast.storage.kinds import decoded, storage_of
+from kvfast.storage.settings import heads
 
 if TYPE_CHECKING:
     import os
@@ -172,20 +171,25 @@ class MultiHeadKVCache(_Heads):
     7.76
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_signs", "config", "num_heads", "num_q_heads")
+    __slots__ = ("__weakref__", "_buffer", "_settings", "_signs", "config", "num_heads", "num_q_heads")
 
     def __init__(self, num_heads: int, config: MultiHeadConfig) -> None:
         if not isinstance(config, MultiHeadConfig):
             raise TypeError(f"config must be a MultiHeadConfig, got {type(config).__name__}")
-        self.num_heads = check_size(num_heads, "num_heads", 1, MAX_KV_HEADS)
-        self.config = config
-        self.num_q_heads = num_heads if config.num_q_heads is None else config.num_q_heads
-        if self.num_q_heads % num_heads:
-            raise DimensionMismatchError(f"num_q_heads must be a multiple of the {num_heads} heads, got {self.num_q_heads}")
-        self._signs = None
-        pool = BlockPool(1, num_heads, config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, True)
-        table = HeadsTable(pool, 1, 0, 0)
-        self._buffer = HeadsBuffer([table], [(table, 0)])
+        settings = heads(num_heads, asdict(config))
+        self._open(settings, storage_of(settings))
+
+    @classmethod
+    def _over(cls, settings, buffer):
+        """A cache over a storage with these settings."""
+        cache = cls.__new__(cls)
+        cache._open(settings, buffer)
+        return cache
+
+    def _open(self, settings, buffer):
+        self._settings, self._buffer, self._signs = settings, buffer, None
+        self.config, self.num_heads = MultiHeadConfig(**settings["config"]), settings["num_heads"]
+        self.num_q_heads = self.config.num_q_heads or self.num_heads
 
     @property
     def _cache(self):
@@ -246,9 +250,7 @@ class MultiHeadKVCache(_Heads):
             If the cache holds fewer.
         TypeError
         """
-        if check_size(n, "n", 0) > len(self):
-            raise ValueError(f"n must be between 0 and the {len(self)} tokens of the cache, got {n}")
-        self._buffer.truncate(self._buffer.length - len(self) + n if n else 0)
+        self._buffer.truncate(n)
 
     def snapshot(self, metadata: Mapping[str, str] | None = None) -> Snapshot:
         """Snapshot of the current tokens, in shared memory; see `KVCache.snapshot`.
@@ -262,7 +264,7 @@ class MultiHeadKVCache(_Heads):
         -------
         Snapshot
         """
-        return Snapshot(self.fork(), None, metadata)
+        return Snapshot(self._settings, self._buffer.share(), None, metadata)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Return to the state of a snapshot of this cache, or of another with as many heads and the same configuration.
@@ -275,7 +277,7 @@ class MultiHeadKVCache(_Heads):
         """
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
-        self._buffer.restore(snapshot._fitted(self, False)._cache._buffer)
+        self._buffer.restore(snapshot._fitted(self, False))
 
     def save(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         """Write the stored bytes of the tokens to a file for `kvfast.load`; see `KVCache.save`.
@@ -322,20 +324,13 @@ class MultiHeadKVCache(_Heads):
 
     def copy(self) -> Self:
         """An independent deep copy."""
-        return self._with_buffer(self._buffer.copy())
+        return self._over(self._settings, self._buffer.copy())
 
     def fork(self) -> Self:
         """Another cache with the same tokens, in the same blocks; see `KVCache.fork`."""
-        return self._with_buffer(self._buffer.share())
+        return self._over(self._settings, self._buffer.share())
 
-    def _with_buffer(self, buffer):
-        other = object.__new__(type(self))
-        for name in ("_signs", "config", "num_heads", "num_q_heads"):
-            setattr(other, name, getattr(self, name))
-        other._buffer = buffer
-        return other
-
-    # Members that `Snapshot` and `state` need from every cache.
+    # Members that `Snapshot` needs from every cache.
 
     max_seq_len = None
 
@@ -350,14 +345,7 @@ class MultiHeadKVCache(_Heads):
         return self._buffer.block_size
 
     def _decoded(self, layer):
-        return self.decode_keys(), self.decode_values()
-
-    def _settings(self):
-        return {"kind": "heads", "num_layers": 1, "num_heads": self.num_heads, "config": asdict(self.config)}
-
-    @classmethod
-    def _from_settings(cls, settings, block_size, max_seq_len):
-        return cls(settings["num_heads"], MultiHeadConfig(**settings["config"]))
+        return decoded(self._settings, self._buffer, layer)
 
     __copy__ = copy
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.attention.options import Options
-from kvfast.caches.contiguous import KVCache
 from kvfast.caches.paged_sequence import Sequence
-from kvfast.caches.paged_storage import BLOCK_SIZE, PagedStorage
-from kvfast.caches.ring import ROLLBACK, RingKVCache
-from kvfast.codec.formats import block_size_of, formats_of
+from kvfast.caches.paged_storage import PagedStorage
 from kvfast.codec.projection import Transform
-from kvfast.core.checks import check_block_size, check_size
-from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
+from kvfast.core.checks import check_size
+from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown
+from kvfast.storage.kinds import ROLLBACK
+from kvfast.storage.settings import full, ring
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -125,59 +124,38 @@ class PagedKVCache(PagedStorage):
                     f"{name} must be one number for all layers of a pool, got {shown(value)}: for layers that differ make "
                     f"a PagedKVCache for each kind, and a sequence in each of them"
                 )
-        num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
-        formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
-        block_size = block_size_of(formats, block_size, BLOCK_SIZE)
-        check_block_size(block_size)
-        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
-        rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
-        # An empty cache with the settings of one sequence: the template of its snapshots and files.
+        layers = {
+            "num_layers": num_layers,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "dtype": dtype,
+            "k_dtype": k_dtype,
+            "v_dtype": v_dtype,
+            "v_head_dim": v_head_dim,
+        }
         if sliding_window is None:
-            if num_sink_tokens:
+            check_size(rollback, "rollback", 0, MAX_TOKENS)
+            if check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS):
                 raise ValueError(f"num_sink_tokens needs a sliding_window, as all tokens are kept without one, got {num_sink_tokens}")
-            ring = None
-            self._alone = KVCache(num_layers, num_kv_heads, head_dim, dtype=formats, block_size=block_size, v_head_dim=v_head_dim)
+            settings = full(**layers)
         else:
-            window = check_size(sliding_window, "sliding_window", 1, MAX_TOKENS)
-            self._alone = RingKVCache(
-                num_layers,
-                num_kv_heads,
-                head_dim,
-                window,
-                num_sink_tokens,
-                formats,
-                rollback=rollback,
-                block_size=block_size,
-                v_head_dim=v_head_dim,
-            )
-            ring = window, num_sink_tokens, rollback
-        super().__init__(
-            num_layers,
-            num_kv_heads,
-            head_dim,
-            num_blocks,
-            block_size,
-            formats,
-            secure=secure,
-            v_head_dim=v_head_dim,
-            ring=ring,
-            buffer=buffer,
-        )
+            settings = ring(check_size(sliding_window, "sliding_window", 1, MAX_TOKENS), num_sink_tokens, rollback, **layers)
+        super().__init__(settings, num_blocks, block_size, secure, buffer)
 
     @property
     def sliding_window(self) -> int | None:
         """Tokens that a query sees, or None for all."""
-        return getattr(self._alone, "window", None)
+        return self._settings.get("windows", [None])[0]
 
     @property
     def num_sink_tokens(self) -> int:
         """Number of first tokens that sequences with a window always keep."""
-        return getattr(self._alone, "num_sink_tokens", 0)
+        return self._settings.get("num_sink_tokens", 0)
 
     @property
     def rollback(self) -> int | None:
         """Number of tokens that `Sequence.truncate` can go back from the longest a sequence has been; None for any number."""
-        return getattr(self._alone, "rollback", None)
+        return self._settings.get("rollback")
 
     def append_batch(self, layer: int, k: ArrayLike, v: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store tokens of several sequences.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfast.attention.options import Options
-from kvfast.caches.latent_rows import LatentRows, checked_sizes
-from kvfast.caches.mla import LatentSequence, MLAKVCache
+from kvfast.caches.latent_rows import LatentRows
+from kvfast.caches.mla import LatentSequence
 from kvfast.caches.paged_sequence import PagedSequence
-from kvfast.caches.paged_storage import BLOCK_SIZE, PagedStorage
+from kvfast.caches.paged_storage import PagedStorage
+from kvfast.storage.settings import latent as latent_settings
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -35,11 +36,6 @@ class MLASequence(PagedSequence, LatentSequence):
     """
 
     __slots__ = ()
-
-    def _with_buffer(self, buffer):
-        cache = object.__new__(MLAKVCache)
-        cache._buffer = buffer
-        return cache
 
 
 class PagedMLAKVCache(LatentRows, PagedStorage):
@@ -95,18 +91,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         secure: bool = False,
         buffer: Any = None,
     ) -> None:
-        num_layers, latent_dim, rope_dim, formats = checked_sizes(num_layers, latent_dim, rope_dim, dtype)
-        super().__init__(
-            num_layers,
-            1,
-            latent_dim,
-            num_blocks,
-            BLOCK_SIZE if block_size is None else block_size,
-            formats,
-            rope_dim,
-            secure,
-            buffer=buffer,
-        )
+        super().__init__(latent_settings(num_layers, latent_dim, rope_dim, dtype), num_blocks, block_size, secure, buffer)
 
     def append_batch(self, layer: int, latent: ArrayLike, slot_mapping: ArrayLike, *, zero_nonfinite: bool = False) -> None:
         """Store rows of several sequences.

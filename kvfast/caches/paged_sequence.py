@@ -33,7 +33,7 @@ class PagedSequence(StoredSequence):
         # Only a pool makes sequences of its class; any other argument is refused here.
         if getattr(type(pool), "_sequence", None) is not type(self):
             raise TypeError(f"a {type(self).__name__} is made by its pool: see new_sequence(), match_prefix() and fork()")
-        self._pool, self._table = pool, pool._buffer.new_table()
+        self._pool, self._settings, self._table = pool, pool._settings, pool._buffer.new_table()
         # If a later step fails, this buffer releases the blocks that the table holds by then.
         self._buffer = SequenceBuffer([self._table], [(self._table, layer) for layer in range(pool.num_layers)])
         pool._buffer.start(self._table, digests)
@@ -146,13 +146,14 @@ class PagedSequence(StoredSequence):
             if token_ids is None and self._token_ids is not None and len(self._token_ids) == len(self):
                 known[0] = np.array(self._token_ids, np.int64)
 
-        return Snapshot(self._with_buffer(self._buffer.share_counted(uncounted, take_ids)), known[0], metadata, known[1])
+        buffer = self._buffer.share_counted(uncounted, take_ids)
+        return Snapshot(self._settings, buffer, known[0], metadata, known[1])
 
     snapshot.__doc__ = StoredSequence.snapshot.__doc__
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
-        snapshot = self._fitting(snapshot, convert)
-        self._buffer.restore(snapshot._cache._buffer, self._forget_ids, lambda: self._set_ids(snapshot.token_ids, snapshot._salt))
+        buffer = self._fitting(snapshot, convert)
+        self._buffer.restore(buffer, self._forget_ids, lambda: self._set_ids(snapshot.token_ids, snapshot._salt))
 
     restore.__doc__ = StoredSequence.restore.__doc__
 
@@ -178,10 +179,6 @@ class PagedSequence(StoredSequence):
                 self._make_known()
         except MemoryError:
             self._token_ids = None
-
-    def _with_buffer(self, buffer):
-        """A cache outside the pool around a buffer with the same tokens."""
-        raise NotImplementedError
 
     def can_append(self, n: int) -> bool:
         """Whether the pool has enough blocks for `n` more tokens, all of them appended before the next `advance`.
@@ -259,9 +256,3 @@ class Sequence(PagedSequence, SequenceCache):
     def rollback(self) -> int | None:
         """Number of tokens that `truncate` can go back from the longest the sequence has been; None for any number."""
         return self._pool.rollback
-
-    def _with_buffer(self, buffer):
-        return self._pool._alone._with_buffer(buffer)
-
-    def _settings(self):
-        return self._pool._alone._settings()

@@ -11,16 +11,13 @@ from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import check_size, checked_lengths, checked_salt, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import shown, size_text
-from kvfast.storage.batches.batch import PagedBuffer
 from kvfast.storage.batches.prepared_batch import PreparedBatch
+from kvfast.storage.kinds import pool_of
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from kvfast.caches.snapshot import Snapshot
-
-# With small blocks, sequences share more of a prompt.
-BLOCK_SIZE = 32
 
 
 class PagedStorage(StorageProperties):
@@ -30,25 +27,11 @@ class PagedStorage(StorageProperties):
 
     _sequence = PagedSequence  # class of its sequences
 
-    def __init__(
-        self,
-        num_layers,
-        num_kv_heads,
-        head_dim,
-        num_blocks,
-        block_size,
-        formats,
-        rope_dim=None,
-        secure=False,
-        v_head_dim=None,
-        ring=None,
-        buffer=None,
-    ):
+    def __init__(self, settings, num_blocks, block_size, secure, buffer):
         if buffer is not None and secure:
             raise ValueError("secure is for memory of kvfast's own; whoever owns a buffer overwrites it")
-        self._buffer = PagedBuffer(
-            num_layers, num_kv_heads, head_dim, num_blocks, block_size, formats, rope_dim, secure, v_head_dim, ring, buffer
-        )
+        self._settings = settings  # of each of its sequences
+        self._buffer = pool_of(settings, num_blocks, block_size, secure, buffer)
         self._prompts = None, "", False, None  # see `use_prompt_cache`
 
     def new_sequence(self, *, salt: bytes = b"") -> Any:

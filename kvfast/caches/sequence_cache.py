@@ -8,6 +8,7 @@ from kvfast.attention.options import Options
 from kvfast.caches.splicing import Splicing
 from kvfast.caches.stored_sequence import StoredSequence
 from kvfast.codec.projection import Transform
+from kvfast.storage.kinds import keys_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,10 +30,6 @@ class SequenceCache(Splicing, StoredSequence):
     def _rotated(self, layer, q, options):
         """Queries for the window, and queries for the sinks, or None if they are the same."""
         return q, None
-
-    def _unrotated(self, k, positions):
-        """Keys as they were given, without the rotation of the cache."""
-        return k
 
     def append(self, layer: int, k: ArrayLike, v: ArrayLike) -> None:
         """Append the keys and values of one or more tokens to a layer.
@@ -257,7 +254,7 @@ class SequenceCache(Splicing, StoredSequence):
             A read-only view for float32 storage with `max_seq_len`; otherwise a decoded copy. A view shows the current
             contents: truncating and appending again changes it.
         """
-        return self._unrotated(*self._buffer.rows(layer, False))
+        return keys_of(self._settings, self._buffer, layer)
 
     def v(self, layer: int) -> NDArray[np.float32]:
         """Values of a layer, of shape (layer_length(layer), num_kv_heads, v_head_dim); see `k`."""
@@ -265,19 +262,3 @@ class SequenceCache(Splicing, StoredSequence):
 
     def _head_dim(self, layer):
         return self._buffer.shape(layer)[1]
-
-    def _decoded(self, layer):
-        return self.k(layer), self.v(layer)
-
-    def _shape_settings(self, kind):
-        """Settings that two caches must share for the bytes of one to be valid in the other; see `state.json_of` for files."""
-        head_dim, v_head_dim = self._buffer.head_dim, self._buffer.v_head_dim
-        settings = {
-            "kind": kind,
-            "num_layers": self.num_layers,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": head_dim,
-            "dtype": self._buffer.formats,
-        }
-        # With one head_dim, files stay as they were before v_head_dim existed.
-        return settings if v_head_dim == head_dim else settings | {"v_head_dim": v_head_dim}

@@ -14,6 +14,8 @@ from kvfast.core.text import same_or_tuple, shown, size_text
 from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
 from kvfast.files.state import arrays_of, from_arrays, to_arrays
+from kvfast.storage.kinds import append_decoded, decoded, storage_of
+from kvfast.storage.settings import full
 
 if TYPE_CHECKING:
     import os
@@ -30,7 +32,8 @@ class Snapshot(StorageProperties):
 
     Shares the blocks of its cache: only the block table is copied, and a block is copied when the cache writes to it. The
     snapshot stays valid after the cache is gone. It can be restored any number of times, into its own cache or into
-    another with the same settings, which copies it. For threads, a snapshot and its cache count as one: see `KVCache`.
+    another with the same settings, which copies it. `kvfast.load` makes a new cache of it. For threads, a snapshot and its
+    cache count as one: see `KVCache`.
 
     Examples
     --------
@@ -46,16 +49,21 @@ class Snapshot(StorageProperties):
     3
     """
 
-    __slots__ = ("_cache", "_metadata", "_salt", "_token_ids")
+    __slots__ = ("_buffer", "_metadata", "_salt", "_settings", "_token_ids")
 
     def __init__(
-        self, cache: Any, token_ids: ArrayLike | None = None, metadata: Mapping[str, str] | None = None, salt: bytes | None = b""
+        self,
+        settings: dict[str, Any],
+        buffer: Any,
+        token_ids: ArrayLike | None = None,
+        metadata: Mapping[str, str] | None = None,
+        salt: bytes | None = b"",
     ) -> None:
-        # A cache that nothing else refers to, so that it never changes.
-        self._cache = cache
+        self._settings = settings  # see `kvfast.storage.settings`
+        self._buffer = buffer  # a SequenceBuffer that nothing else refers to, so that it never changes
         self._token_ids = None
         if token_ids is not None:
-            ids = checked_token_ids(token_ids, len(cache))
+            ids = checked_token_ids(token_ids, self.seq_len)
             self._token_ids = np.ndarray(ids.shape, ids.dtype, ids.tobytes())  # bytes cannot be made writable
         self._metadata = _checked_metadata(metadata)
         self._salt = salt  # of the sequence it is of, for a pool that it is restored to; None: of a file, which does not tell it
@@ -63,7 +71,7 @@ class Snapshot(StorageProperties):
     @property
     def seq_len(self) -> int:
         """Number of tokens."""
-        return len(self._cache)
+        return self._buffer.num_held
 
     @property
     def token_ids(self) -> NDArray[np.int64] | None:
@@ -78,7 +86,7 @@ class Snapshot(StorageProperties):
     @property
     def nbytes(self) -> int:
         """Bytes that only this snapshot needs: its table, and blocks that its cache has overwritten or dropped since."""
-        return self._cache._buffer.nbytes_alone
+        return self._buffer.nbytes_alone
 
     def to_arrays(self) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
         """Decode all tokens.
@@ -90,7 +98,7 @@ class Snapshot(StorageProperties):
             For a ring: the visible tokens, see `RingKVCache.positions`. For an `MLAKVCache`: the latents, and their
             rotary parts.
         """
-        pairs = [self._cache._decoded(layer) for layer in range(self.num_layers)]
+        pairs = [decoded(self._settings, self._buffer, layer) for layer in range(self.num_layers)]
         keys, values = ([np.array(one).reshape(len(one), one.shape[1] * one.shape[2]) for one in side] for side in zip(*pairs))
         return keys, values
 
@@ -143,30 +151,14 @@ class Snapshot(StorageProperties):
         seq_len = len(keys[0])
         if len(values[0]) != seq_len:
             raise DimensionMismatchError(f"keys and values must hold the same number of tokens, got {seq_len} and {len(values[0])}")
-        from kvfast.caches.contiguous import KVCache  # which imports this module
-
-        cache = KVCache(len(keys), num_kv_heads, dims[0], max(1, seq_len), dtype, k_dtype, v_dtype, v_head_dim=dims[1])
+        settings = full(len(keys), num_kv_heads, dims[0], dtype, k_dtype, v_dtype, dims[1])
+        buffer = storage_of(settings, None, max(1, seq_len))
         if seq_len:
             for layer, pair in enumerate(zip(keys, values)):
-                cache.append(layer, *(one.reshape(seq_len, num_kv_heads, dim) for one, dim in zip(pair, dims)))
-            cache.advance(seq_len)
-        cache._buffer.max_seq_len = None
-        return cls(cache, token_ids, metadata)
-
-    def to_cache(self, max_seq_len: int | None = None) -> Any:
-        """A new cache with these tokens.
-
-        Returns
-        -------
-        KVCache or RingKVCache
-        """
-        cache = self._empty_cache(max_seq_len)
-        cache.restore(self)
-        return cache
-
-    def _empty_cache(self, max_seq_len):
-        settings = self._cache._settings() | {"secure": self.secure}
-        return new_cache(settings, self.block_size, max_seq_len)[0]
+                buffer.append(layer, *(one.reshape(seq_len, num_kv_heads, dim) for one, dim in zip(pair, dims)))
+            buffer.advance(seq_len)
+        buffer.max_seq_len = None
+        return cls(settings, buffer, token_ids, metadata)
 
     def truncated(self, n: int) -> Snapshot:
         """A snapshot of the first `n` tokens.
@@ -176,9 +168,9 @@ class Snapshot(StorageProperties):
         ValueError
             If a ring has dropped some of them; see `RingKVCache.truncate`.
         """
-        cache = self._cache.fork()
-        cache.truncate(n)
-        return Snapshot(cache, None if self._token_ids is None else self._token_ids[:n], self._metadata, self._salt)
+        buffer = self._buffer.share()
+        buffer.truncate(n)
+        return Snapshot(self._settings, buffer, None if self._token_ids is None else self._token_ids[:n], self._metadata, self._salt)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
         """The stored bytes as plain arrays.
@@ -197,7 +189,7 @@ class Snapshot(StorageProperties):
               a piece), piece after piece and head after head. Only present if there are any.
             - ``"token_ids"``: int64 of shape (seq_len,), if they are known.
         """
-        return to_arrays(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata, self._is_salted)
+        return to_arrays(self._settings, self._buffer, self._token_ids, self._metadata, self._is_salted)
 
     @classmethod
     def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
@@ -208,16 +200,16 @@ class Snapshot(StorageProperties):
         CorruptFileError, IncompatibleSnapshotError
             If the arrays are damaged, or of a version that this kvfast cannot read.
         """
-        return cls(*from_arrays(arrays, new_cache))
+        return cls(*from_arrays(arrays))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file; see `KVCache.save`."""
-        cache_file.write(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata, self._is_salted, path)
+        cache_file.write(self._settings, self._buffer, self._token_ids, self._metadata, self._is_salted, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> Self:
         """Read from a file; see `kvfast.load`."""
-        return cls(*cache_file.read(path, new_cache, mmap, None))
+        return cls(*cache_file.read(path, mmap, None))
 
     def to_bytes(self) -> bytes:
         """The bytes that `save` would write to a file, for a database or a socket.
@@ -227,7 +219,7 @@ class Snapshot(StorageProperties):
         ModuleNotFoundError
             Without the packages of ``kvfast[files]``.
         """
-        return cache_file.to_bytes(self._cache._settings(), self._cache._buffer, self._token_ids, self._metadata, self._is_salted)
+        return cache_file.to_bytes(self._settings, self._buffer, self._token_ids, self._metadata, self._is_salted)
 
     @classmethod
     def from_bytes(cls, data: Any) -> Self:
@@ -243,28 +235,33 @@ class Snapshot(StorageProperties):
             As `kvfast.load`.
         TypeError, ModuleNotFoundError
         """
-        return cls(*cache_file.from_bytes(data, new_cache))
+        return cls(*cache_file.from_bytes(data))
 
     def _fitted(self, cache, convert):
-        """A snapshot that `cache` can restore: this one, or with `convert` its tokens in the formats of `cache`."""
+        """The storage for `cache` to restore: this one, or with `convert` its tokens in the formats of `cache`."""
         self._check_fits(cache, {"dtype"} if convert else set())
-        settings = cache._settings() | {"secure": cache.secure}
-        if not convert or self._cache._settings()["dtype"] == settings["dtype"]:
-            return self
-        kind = settings["kind"]
-        other = new_cache(settings, cache.block_size, None)[0]
+        if self._settings == cache._settings:
+            return self._buffer
+        buffer = storage_of(cache._settings, cache.block_size, secure=cache.secure)
         for layer in range(self.num_layers):
-            rows = (self._cache.get_latent(layer),) if kind == "latent" else self._cache._decoded(layer)
-            if len(rows[0]) < self.seq_len:
+            k, v = decoded(self._settings, self._buffer, layer)
+            if len(k) < self.seq_len:
                 raise IncompatibleSnapshotError(
                     f"a snapshot must hold all tokens to be converted, but layer {layer} has dropped "
-                    f"{self.seq_len - len(rows[0])} of {self.seq_len}"
+                    f"{self.seq_len - len(k)} of {self.seq_len}"
                 )
             if self.seq_len:
-                other.append(layer, *rows)
+                append_decoded(cache._settings, buffer, layer, k, v)
         if self.seq_len:
-            other.advance(self.seq_len)
-        return Snapshot(other, self._token_ids, self._metadata, self._salt)
+            buffer.advance(self.seq_len)
+        return buffer
+
+    def _copied(self, max_seq_len, block_size=None):
+        """A storage of its own with the same tokens."""
+        buffer = storage_of(self._settings, block_size or self.block_size, max_seq_len, self.secure)
+        self._check_room(max_seq_len)
+        buffer.restore(self._buffer)
+        return buffer
 
     @property
     def _is_salted(self):
@@ -274,12 +271,15 @@ class Snapshot(StorageProperties):
     def _check_fits(self, cache, but):
         """Raise unless `cache` can restore this snapshot; the settings in `but` may differ."""
         self._check_settings(cache, but)
-        if cache.max_seq_len is not None and self.seq_len > cache.max_seq_len:
-            raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {cache.max_seq_len}")
+        self._check_room(cache.max_seq_len)
+
+    def _check_room(self, max_seq_len):
+        if max_seq_len is not None and self.seq_len > max_seq_len:
+            raise IncompatibleSnapshotError(f"the snapshot holds {self.seq_len} tokens, the cache has room for {max_seq_len}")
 
     def _check_settings(self, cache, but=()):
         """Raise unless `cache` has the settings of this snapshot, but for those in `but`."""
-        mine, other = self._cache._settings(), cache._settings()
+        mine, other = self._settings, cache._settings
         for name in mine | other:  # the kind first, and the number of layers before their settings
             if name not in but and mine.get(name) != other.get(name):
                 wrong = [_shown(name, settings.get(name)) for settings in (mine, other)]
@@ -289,20 +289,19 @@ class Snapshot(StorageProperties):
         """Whether both hold the same bytes for the same tokens; their block sizes may differ."""
         if not isinstance(other, Snapshot):
             return NotImplemented
-        if self._cache._settings() != other._cache._settings() or self.seq_len != other.seq_len:
+        if self._settings != other._settings or self.seq_len != other.seq_len:
             return False
-        if self._cache._buffer.is_spliced or other._cache._buffer.is_spliced:
-            same = self._cache._buffer.segment_list() == other._cache._buffer.segment_list()
+        if self._buffer.is_spliced or other._buffer.is_spliced:
+            same = self._buffer.segment_list() == other._buffer.segment_list()
             return same and all(np.array_equal(*pair) for pairs in zip(self.to_arrays(), other.to_arrays()) for pair in zip(*pairs))
         if self.block_size > other.block_size:
             return other == self
+        buffer = other._buffer
         if self.block_size != other.block_size:  # a ring with smaller blocks may hold fewer tokens behind the window
-            cache = self._empty_cache(None)
-            cache.restore(other)
-            other = Snapshot(cache)
-        if self._cache._buffer.resume_states() != other._cache._buffer.resume_states():
+            buffer = other._copied(None, self.block_size)
+        if self._buffer.resume_states() != buffer.resume_states():
             return False
-        mine, others = arrays_of(self._cache._buffer), arrays_of(other._cache._buffer)
+        mine, others = arrays_of(self._buffer), arrays_of(buffer)
         return all(np.array_equal(array, others[name]) for name, array in mine.items())
 
     __hash__ = None  # type: ignore[assignment]
@@ -324,22 +323,10 @@ class Snapshot(StorageProperties):
 
     @property
     def _storage(self):
-        return self._cache._buffer
+        return self._buffer
 
     def __repr__(self) -> str:
         return f"Snapshot({self._shape()}, {self.seq_len} tokens, {size_text(self.nbytes)} of its own)"
-
-
-def cache_of(snapshot):
-    """The cache that holds a snapshot's tokens, for packages above the caches. It must not be changed."""
-    return snapshot._cache
-
-
-def new_cache(settings, block_size, max_seq_len):
-    """See `loading.new_cache`. It is imported here because all classes of caches import this module."""
-    from kvfast.caches import loading
-
-    return loading.new_cache(settings, block_size, max_seq_len)
 
 
 def _shown(name, value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.caches.snapshot import Snapshot, cache_of
+from kvfast.caches.snapshot import Snapshot
 from kvfast.codec.rope import Rope, frequencies_of
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_TOKENS
@@ -80,7 +80,7 @@ class Splicing:
                 f"{shown([len(one) for one in snapshots])} tokens"
             )
         snapshots = [one for one in snapshots if len(one)]
-        buffers = [cache_of(one)._buffer for one in snapshots]
+        buffers = [one._buffer for one in snapshots]
         check_splice(self._buffer, buffers, ropes, recomputed)
         if len(self) == 0 and len(snapshots) == 1:
             self.restore(snapshots[0])
@@ -128,7 +128,7 @@ class Splicing:
 
     def _rotations(self, rope):
         """The rotation of each layer as `storage.splicing` takes it."""
-        if getattr(self, "_rope", None) is not None:
+        if self._settings.get("rope") is not None:
             raise ValueError('a cache with rope="cache" cannot be spliced: it rotates queries and keys itself')
         ropes = list(rope) if isinstance(rope, (list, tuple)) else [rope] * self.num_layers
         if len(ropes) != self.num_layers:

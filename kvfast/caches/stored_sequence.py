@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from kvfast.caches.snapshot import Snapshot, new_cache
+from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.storage_properties import StorageProperties
 from kvfast.core.checks import checked_lengths
 from kvfast.errors import IncompatibleSnapshotError
 from kvfast.files.state import from_arrays
+from kvfast.storage.kinds import decoded
+from kvfast.storage.settings import NAMES
 
 if TYPE_CHECKING:
     import os
@@ -18,20 +20,15 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
-# For caches that own their memory: tokens of a block, unless the format requires another number, and the blocks that a
-# growing cache starts with.
-BLOCK_SIZE = 64
-GROW_BLOCKS = 8
-
 
 def buffer_of(cache):
-    """The `SequenceBuffer` of a cache, for packages above the caches."""
+    """The `SequenceBuffer` of a cache or a snapshot, for packages above the caches."""
     return cache._buffer
 
 
 def settings_of(cache):
     """What a header has of a cache: its kind, shape and formats."""
-    return cache._settings()
+    return cache._settings
 
 
 def salt_of(cache):
@@ -48,15 +45,25 @@ def know_tokens(cache, token_ids, salt):
 class StoredSequence(StorageProperties):
     """Lengths, going back, snapshots and files, over the compiled buffer."""
 
-    __slots__ = ("__weakref__", "_buffer")
+    __slots__ = ("__weakref__", "_buffer", "_settings")
 
     is_paged = False
 
     _salt: bytes | None = b""
 
+    @classmethod
+    def _over(cls, settings, buffer):
+        """A cache over a storage with these settings."""
+        cache = cls.__new__(cls)
+        cache._open(settings, buffer)
+        return cache
+
+    def _open(self, settings, buffer):
+        self._settings, self._buffer = settings, buffer
+
     def _decoded(self, layer):
         """The two sides of a layer's tokens, float32 of shape (tokens, heads, dim)."""
-        raise NotImplementedError
+        return decoded(self._settings, self._buffer, layer)
 
     def _know_tokens(self, token_ids, salt):
         pass
@@ -88,22 +95,14 @@ class StoredSequence(StorageProperties):
 
     def copy(self) -> Self:
         """An independent deep copy, with all tokens, counted or not."""
-        return self._with_buffer(self._buffer.copy())
+        return self._over(self._settings, self._buffer.copy())
 
     def fork(self) -> Self:
         """Another cache with the same tokens, counted or not, in the same blocks.
 
         A block is copied when one of the two writes to it. The two share memory, and for threads they count as one cache.
         """
-        return self._with_buffer(self._buffer.share())
-
-    def _with_buffer(self, buffer):
-        """A cache with the same settings and another buffer."""
-        other = object.__new__(type(self))
-        for name in type(self).__slots__:
-            setattr(other, name, getattr(self, name))
-        other._buffer = buffer
-        return other
+        return self._over(self._settings, self._buffer.share())
 
     def snapshot(
         self,
@@ -134,7 +133,7 @@ class StoredSequence(StorageProperties):
         ValueError
             If layers hold tokens that were never counted, and for `token_ids` of another number.
         """
-        return Snapshot(self._with_buffer(self._buffer.share_counted(uncounted)), token_ids, metadata)
+        return Snapshot(self._settings, self._buffer.share_counted(uncounted), token_ids, metadata)
 
     def restore(self, snapshot: Snapshot, convert: bool = False) -> None:
         """Return to the state of a snapshot of this cache, or of another with the same settings.
@@ -159,9 +158,10 @@ class StoredSequence(StorageProperties):
         CacheFullError
             If the pool of a `Sequence` has too few blocks.
         """
-        self._buffer.restore(self._fitting(snapshot, convert)._cache._buffer)
+        self._buffer.restore(self._fitting(snapshot, convert))
 
     def _fitting(self, snapshot, convert):
+        """The storage to restore."""
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"restore needs a Snapshot, got {type(snapshot).__name__}")
         return snapshot._fitted(self, convert)
@@ -208,10 +208,11 @@ class StoredSequence(StorageProperties):
         CorruptFileError, IncompatibleSnapshotError
             If the arrays are damaged, of another kind of cache, or of a version that this kvfast cannot read.
         """
-        cache, *_ = from_arrays(arrays, new_cache)
-        if type(cache) is not cls:
-            raise IncompatibleSnapshotError(f"this is the state of a {type(cache).__name__}, not of a {cls.__name__}")
-        return cache
+        settings, buffer, *_ = from_arrays(arrays)
+        name = NAMES[settings["kind"]]
+        if name != cls.__name__:
+            raise IncompatibleSnapshotError(f"this is the state of a {name}, not of a {cls.__name__}")
+        return cls._over(settings, buffer)
 
     __copy__ = copy
 

@@ -258,6 +258,24 @@ def formats_of(dtype, k_dtype, v_dtype, num_layers):
     return [KVFormat(f"{canonical_dtype(k)}/{canonical_dtype(v)}") for k, v in zip(keys, values)]
 
 
+# Presets of keys and values that need another format for latent rows: a row that is also read as values can have neither
+# channel scales nor float rows beside its codes.
+_LATENT_PRESETS = {PRESETS["int4"]: KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True)}
+
+
+def latent_format(fmt):
+    """The format of latent rows for a format of keys and values; ValueError if there is none."""
+    fmt = _LATENT_PRESETS.get(fmt, fmt)
+    if fmt.calibration is not None:
+        raise ValueError("a calibration is for keys, and latent rows are keys and values at once")
+    if fmt.seals or fmt.num_float_tokens:
+        raise ValueError(
+            f"latent rows are keys and values at once and need a format with a scale per token and without tokens "
+            f"that stay floats, got {fmt}"
+        )
+    return fmt
+
+
 def _of_layer(fmt, layer, num_layers):
     """The format of a layer, with the layer's part of a calibration."""
     if not isinstance(fmt.calibration, Calibration):

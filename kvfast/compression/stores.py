@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 
 from kvfast.caches.contiguous import KVCache
+from kvfast.caches.loading import load
 from kvfast.codec.formats import KVFormat
 from kvfast.compression.basis import Basis, eigen, rank_of_energy
 from kvfast.core.limits import LANES
@@ -50,7 +51,7 @@ class CacheStore:
         cache.append(0, k.swapaxes(0, 1)[again], v.swapaxes(0, 1)[again])
         cache.advance(len(again))
         cache.truncate(tokens)
-        return cls(cache.snapshot().to_cache(tokens))
+        return cls(load(cache.snapshot(), max_seq_len=tokens))
 
     @property
     def num_tokens(self):

@@ -101,25 +101,25 @@ def _drop_pages(path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read(path, new_cache, mmap, max_seq_len):
-    """The arguments of a Snapshot: cache, token ids, metadata, salt; see `state.Opening` for `new_cache`."""
+def read(path, mmap, max_seq_len):
+    """The arguments of a Snapshot: settings, buffer, token ids, metadata, salt."""
     with _opened(path) as content:
-        return _snapshot_of(content, new_cache, mmap, max_seq_len)
+        return _snapshot_of(content, mmap, max_seq_len)
 
 
-def from_bytes(data, new_cache):
+def from_bytes(data):
     """The arguments of a Snapshot, from the result of `to_bytes`; see `read`."""
     content = _BytesContent(data)
     content.check_header()
-    return _snapshot_of(content, new_cache, False, None)
+    return _snapshot_of(content, False, None)
 
 
-def _snapshot_of(content, new_cache, mmap, max_seq_len):
-    opening = state.Opening(content.header, content.sides, new_cache, max_seq_len)
+def _snapshot_of(content, mmap, max_seq_len):
+    opening = state.Opening(content.header, content.sides, max_seq_len)
     token_ids = content.token_ids(opening.seq_len)
     states = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
     _results(content.nbytes, content.fill, states)
-    return opening.cache, token_ids, opening.metadata, opening.salt
+    return opening.settings, opening.buffer, token_ids, opening.metadata, opening.salt
 
 
 def read_tensors(path):

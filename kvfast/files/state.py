@@ -11,8 +11,9 @@ from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
 from kvfast.files import block_bytes
 from kvfast.files.fields import HEADER, check_fields, parsed
+from kvfast.storage.kinds import storage_of
+from kvfast.storage.settings import SIZED, check_sized, checked_settings
 
-SIZED = ("full", "latent")  # kinds with a max_seq_len
 VERSION = 6
 
 
@@ -41,7 +42,7 @@ def header_of(settings, buffer, metadata, is_salted=False):
     Parameters
     ----------
     settings : dict
-        Kind, shape and formats, as the class of the cache writes them.
+        Kind, shape and formats; see `kvfast.storage.settings`.
     buffer : SequenceBuffer
         The tokens of the cache.
     metadata : dict of str to str
@@ -94,7 +95,7 @@ def arrays_of(buffer):
 
 
 class Opening:
-    """A checked header, and the empty cache that it describes.
+    """A checked header, and the storage of the empty cache that it describes.
 
     Parameters
     ----------
@@ -102,9 +103,6 @@ class Opening:
         The JSON.
     shapes : dict of str to tuple
         Shapes of the uint8 arrays that came with the header. They are checked before anything is allocated.
-    new_cache : callable
-        Makes an empty cache from settings, a block_size and a max_seq_len. Returns the cache, its buffer, and the settings
-        that the cache would write itself. KeyError for an unknown kind.
     max_seq_len : int, optional
         Replaces the max_seq_len of the header.
 
@@ -115,7 +113,7 @@ class Opening:
         If the tokens do not fit `max_seq_len`.
     """
 
-    def __init__(self, text, shapes, new_cache, max_seq_len=None):
+    def __init__(self, text, shapes, max_seq_len=None):
         fields = _fields(text)
         settings, block_size, self.seq_len = fields["settings"], fields["block_size"], fields["seq_len"]
         self.metadata, self.tables, self.salt = fields["metadata"], fields["tables"], None if "salted" in fields else b""
@@ -126,18 +124,18 @@ class Opening:
             given = json.dumps(settings, sort_keys=True)
             if "dtype" in settings:
                 settings["dtype"] = _formats_of(settings["dtype"])
-            self.cache, self.buffer, written = new_cache(settings, block_size, None)
+            self.settings = checked_settings(settings)
+            self.buffer = storage_of(self.settings, block_size)
             layout = block_bytes.layout(self.buffer, self.seq_len, self.tables)
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
         except LookupError as error:  # no calibration
             raise IncompatibleSnapshotError(str(error)) from None
-        if json_of(written, sort_keys=True) != given:
+        if json_of(self.settings, sort_keys=True) != given:
             raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
-        if max_seq_len is not None and settings["kind"] not in SIZED:
-            raise ValueError(f"a {type(self.cache).__name__} has no max_seq_len, got {max_seq_len}")
+        check_sized(settings, max_seq_len)
         self._sides = self._checked_sides(layout, shapes)
-        self._new_cache, self._reserve = new_cache, None if max_seq_len is None else (settings, block_size, max_seq_len)
+        self._reserve = max_seq_len
         self.buffer.max_seq_len = fields["max_seq_len"] if max_seq_len is None else max_seq_len
 
     def _checked_sides(self, layout, shapes):
@@ -179,7 +177,7 @@ class Opening:
             The name of each array, the rows that its bytes are written to, and a check of what is written.
         """
         if self._reserve is not None:
-            self.cache, self.buffer, _ = self._new_cache(*self._reserve)
+            self.buffer = storage_of(self.settings, self.buffer.block_size, self._reserve)
         block_bytes.reopen(self.buffer, self.seq_len, self.tables)
         for name, array in named(block_bytes.targets(self.buffer)):
             yield name, [array] if isinstance(array, np.ndarray) else array, self._floats_of(name)
@@ -212,15 +210,14 @@ class Opening:
                     "else write the file?); load it without mmap"
                 )
             sides.append((int(starts[0]), int(strides[0])))
-        reserve = 0 if self._reserve is None else self._reserve[-1]
-        block_bytes.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), reserve)
+        block_bytes.reopen(buffer, self.seq_len, self.tables, memory, list(zip(sides[::2], sides[1::2])), self._reserve or 0)
         for name, array in named(block_bytes.targets(buffer)):
             if not isinstance(array, np.ndarray):
                 yield name, array, self._floats_of(name)
 
 
 def _fields(text):
-    """The header as a dict whose fields are right, each by itself. The classes of the caches check the rest."""
+    """The header as a dict whose fields are right, each by itself. `checked_settings` checks the rest."""
     try:
         fields = parsed(text)
     except (ValueError, RecursionError) as error:
@@ -256,8 +253,8 @@ def checked_arrays(arrays):
     return {name: np.asarray(array) for name, array in arrays.items()}
 
 
-def from_arrays(arrays, new_cache):
-    """`Snapshot.from_state_dict`: the arguments of a Snapshot; see `Opening` for `new_cache`."""
+def from_arrays(arrays):
+    """`Snapshot.from_state_dict`: the arguments of a Snapshot."""
     arrays = checked_arrays(arrays)
     token_ids = arrays.pop("token_ids", None)
     header = arrays.pop("header", None)
@@ -267,7 +264,7 @@ def from_arrays(arrays, new_cache):
         if array.dtype != np.uint8:
             raise CorruptFileError(f"{name} must be uint8, got {array.dtype}")
     shapes = {name: array.shape for name, array in arrays.items()}
-    opening = Opening(header.tobytes().decode(errors="replace"), shapes, new_cache)
+    opening = Opening(header.tobytes().decode(errors="replace"), shapes)
     if token_ids is not None:
         try:
             token_ids = checked_token_ids(token_ids, opening.seq_len)
@@ -280,4 +277,4 @@ def from_arrays(arrays, new_cache):
                 check(row)
             except CorruptFileError as error:
                 raise CorruptFileError(f"{name} cannot be used: {error}") from None
-    return opening.cache, token_ids, opening.metadata, opening.salt
+    return opening.settings, opening.buffer, token_ids, opening.metadata, opening.salt

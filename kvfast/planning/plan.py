@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from kvfast.caches.latent_rows import latent_format
-from kvfast.caches.ring import ROLLBACK, ring_blocks
-from kvfast.caches.stored_sequence import BLOCK_SIZE
 from kvfast.codec.dtypes import FLOATS, NAMES, dtype_row
-from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of
+from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of, latent_format
 from kvfast.core.checks import check_size
 from kvfast.core.hardware import read_bandwidth
 from kvfast.core.limits import CHUNK_BLOCKS, MAX_TOKENS, PIECE
@@ -17,6 +14,7 @@ from kvfast.core.text import one_of, shown
 from kvfast.planning.engine import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
+from kvfast.storage.kinds import BLOCK_SIZE, ROLLBACK, ring_blocks
 from kvfast.storage.memory.pool import BlockPool
 
 __all__ = ["DtypePlan", "MemoryPlan", "plan"]

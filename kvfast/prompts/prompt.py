@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfast.caches.loading import new_cache
-from kvfast.caches.snapshot import cache_of
-from kvfast.caches.stored_sequence import BLOCK_SIZE, buffer_of, salt_of, settings_of
+from kvfast.caches.stored_sequence import buffer_of, salt_of, settings_of
 from kvfast.codec.formats import block_size_of
 from kvfast.core.checks import checked_salt
 from kvfast.core.text import shown
 from kvfast.files import chunk_bytes, state
 from kvfast.prompts.chain import Chain
 from kvfast.prompts.payloads import ChunkForm, End
+from kvfast.storage.kinds import BLOCK_SIZE, storage_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,16 +47,16 @@ class Prompt:
         salt = salt_of(cache) if salt is None else checked_salt(salt)
         if salt is None:
             raise ValueError("the sequence is of a file that does not tell its salt: pass the salt")
-        self._settings, self.token_ids, self.chunk_tokens = settings_of(cache), token_ids, chunk_tokens
+        self.settings, self.token_ids, self.chunk_tokens = settings_of(cache), token_ids, chunk_tokens
         self.salt, self.secret = salt, secret
         self.block_size = block_size_of(buffer_of(cache).formats, None, BLOCK_SIZE)
         if chunk_tokens % self.block_size:
             raise ValueError(f"chunk_tokens must be a multiple of the {self.block_size} tokens of a block, got {chunk_tokens}")
         self._secure = cache.secure
-        self.template = cache if cache.block_size == self.block_size else self.empty()
-        self.form = ChunkForm(buffer_of(self.template), chunk_tokens)
-        self.keeps_all = chunk_bytes.keeps_everything(buffer_of(self.template))
-        text = state.json_of([state.VERSION, model, salt.hex(), self._settings, self.block_size], sort_keys=True)
+        self.template = buffer_of(cache) if cache.block_size == self.block_size else self.empty()
+        self.form = ChunkForm(self.template, chunk_tokens)
+        self.keeps_all = chunk_bytes.keeps_everything(self.template)
+        text = state.json_of([state.VERSION, model, salt.hex(), self.settings, self.block_size], sort_keys=True)
         self.chain = Chain(text, token_ids, chunk_tokens, secret)
 
     def chunks(self, count: int) -> list[bytes]:
@@ -66,16 +65,16 @@ class Prompt:
 
     def end(self, payload: memoryview, node: int, seq_len: int) -> End:
         """The end of a prompt of `seq_len` tokens behind a node; CorruptFileError."""
-        return End(payload, buffer_of(self.template), node * self.form.blocks, seq_len)
+        return End(payload, self.template, node * self.form.blocks, seq_len)
 
     def empty(self) -> Any:
-        """An empty cache of its own with the settings, and with the blocks of chunks."""
-        return new_cache(self._settings | {"secure": self._secure}, self.block_size, None)[0]
+        """The storage of an empty cache with the settings, and with the blocks of chunks."""
+        return storage_of(self.settings, self.block_size, secure=self._secure)
 
     def buffer_with(self, snapshot: Any) -> Any:
         """The buffer of a snapshot, with the blocks of chunks."""
         if snapshot.block_size == self.block_size:
-            return buffer_of(cache_of(snapshot))
+            return buffer_of(snapshot)
         other = self.empty()
-        other.restore(snapshot)
-        return buffer_of(other)
+        other.restore(buffer_of(snapshot))
+        return other

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvfast.caches.snapshot import Snapshot
 from kvfast.caches.stored_sequence import buffer_of, know_tokens
 from kvfast.errors import CorruptFileError
 from kvfast.files import chunk_bytes
@@ -69,21 +70,22 @@ class Reader:
             if end is None:
                 return 0
         direct = cache.block_size == prompt.block_size and seq_len <= _room(cache)
-        target = cache if direct else prompt.empty()
+        buffer = buffer_of(cache) if direct else prompt.empty()
         try:
             if end is None:
-                chunk_bytes.extend(buffer_of(target), seq_len)
+                chunk_bytes.extend(buffer, seq_len)
             else:
-                end.open(buffer_of(target))
-            good = self.write_chunks(buffer_of(target), prompt, range(len(chunks)), deadline, end=end)
+                end.open(buffer)
+            good = self.write_chunks(buffer, prompt, range(len(chunks)), deadline, end=end)
             if good < len(chunks):
                 num_tokens = good * prompt.chunk_tokens
+            target = cache if direct else buffer  # a Sequence cuts its token ids as well
             try:
                 target.truncate(num_tokens)
             except ValueError:  # a ring that cannot go back that far
-                target.clear()
-            if not direct and len(target):
-                cache.restore(target.snapshot())
+                target.truncate(0)
+            if not direct and buffer.length:
+                cache.restore(Snapshot(prompt.settings, buffer))
             know_tokens(cache, prompt.token_ids[: len(cache)], prompt.salt)
         except BaseException:
             cache.clear()

@@ -151,7 +151,7 @@ def test_going_back_and_keeping(tmp_path, rng, dtype, rope_dim):
     path = tmp_path / "latents.safetensors"
     cache.save(path)
     caches = [cache, copy, other, kvfast.load(path), kvfast.load(path, mmap=True), kvfast.load(path, max_seq_len=400)]
-    for one in [*caches, kvfast.MLAKVCache.from_state_dict(cache.state_dict()), snapshot.to_cache()]:
+    for one in [*caches, kvfast.MLAKVCache.from_state_dict(cache.state_dict()), kvfast.load(snapshot)]:
         assert isinstance(one, kvfast.MLAKVCache) and len(one) == 150
         assert np.array_equal(one.attend(1, q), before)
         assert all(np.array_equal(one.get_latent(layer), latents[layer]) for layer in range(3))

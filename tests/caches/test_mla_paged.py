@@ -99,7 +99,7 @@ def test_between_paged_and_contiguous(tmp_path, rng, dtype, rope_dim):
         found,
         other.restore(snapshot),
         kvfast.load(path),
-        snapshot.to_cache(),
+        kvfast.load(snapshot),
         kvfast.MLAKVCache.from_state_dict(fork.state_dict()),
     ):
         assert len(one) == 150

@@ -261,7 +261,7 @@ class Machine(RuleBasedStateMachine):
         elif way == "state":
             snapshot = kvfast.Snapshot.from_state_dict(snapshot.state_dict())
         if way == "copied":
-            self.cache = snapshot.to_cache()
+            self.cache = kvfast.load(snapshot)
         elif way == "another":
             self.cache = MultiHeadKVCache(self.cache.num_heads, self.cache.config)
         self.cache.restore(snapshot)

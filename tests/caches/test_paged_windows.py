@@ -154,7 +154,7 @@ def test_snapshots_files_and_rings(tmp_path, name, size, other, window):
         restored = [
             loaded,
             fresh,
-            snapshot.to_cache(),
+            kvfast.load(snapshot),
             pool.restore(snapshot),
             pool.restore(ring.snapshot()),
             second.restore(snapshot),

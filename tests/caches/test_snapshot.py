@@ -107,7 +107,7 @@ def test_snapshot_outlives_its_cache(rng, kind, dtype):
         fresh.restore(snapshot)
         assert same(fresh, before)
         fill(fresh, rng, 70)
-    again = snapshot.to_cache()
+    again = kvfast.load(snapshot)
     assert isinstance(again, ALONE.get(kind, type(make(kind))))
     assert same(again, before) and again.snapshot() == snapshot
 
@@ -448,8 +448,14 @@ def test_to_arrays_and_from_arrays(rng, dtype):
     k_flat, v_flat = ([layer[i].reshape(130, -1) for layer in given] for i in (0, 1))
     snapshot = kvfast.Snapshot.from_arrays(k_flat, v_flat, HEADS, dtype, token_ids=range(130), metadata={"model": "m"})
     assert snapshot == cache.snapshot() and snapshot.token_ids.tolist() == list(range(130)) and snapshot.metadata == {"model": "m"}
-    assert same(snapshot.to_cache(), cache) and snapshot.to_cache().max_seq_len is None
-    assert snapshot.to_cache(max_seq_len=140).max_seq_len == 140
+    assert same(kvfast.load(snapshot), cache) and kvfast.load(snapshot).max_seq_len is None
+    assert kvfast.load(snapshot, max_seq_len=140).max_seq_len == 140
+    with pytest.raises(kvfast.IncompatibleSnapshotError, match="holds .* tokens, the cache has room for 5"):
+        kvfast.load(snapshot, max_seq_len=5)
+    with pytest.raises(ValueError, match="mmap must be False"):
+        kvfast.load(snapshot, mmap=True)
+    with pytest.raises(ValueError, match="a RingKVCache has no max_seq_len, got 140"):
+        kvfast.load(make("ring").snapshot(), max_seq_len=140)
     half = kvfast.Snapshot.from_arrays([k.astype(np.float16) for k in k_flat], v_flat, np.int64(HEADS), dtype)
     assert half.seq_len == 130
 
@@ -464,7 +470,7 @@ def test_from_arrays_refuses():
     x = np.ones((4, HEADS * DIM), np.float32)
     make_from = kvfast.Snapshot.from_arrays
     empty = make_from([x[:0]], [x[:0]], HEADS)
-    assert empty.seq_len == 0 and len(empty.to_cache()) == 0
+    assert empty.seq_len == 0 and len(kvfast.load(empty)) == 0
     mismatch = kvfast.DimensionMismatchError
     for keys, values, heads, error in [
         ([], [], HEADS, mismatch),
@@ -617,7 +623,7 @@ def test_copies_of_a_cache_that_went_back_attend_as_it_does(rng, dtype):
     """They have no float rows at all, not even any memory for them."""
     cache = fill(make("growing", dtype), rng, 300)
     cache.truncate(133)
-    for other in (cache.copy(), kvfast.KVCache.from_state_dict(cache.state_dict()), cache.snapshot().to_cache()):
+    for other in (cache.copy(), kvfast.KVCache.from_state_dict(cache.state_dict()), kvfast.load(cache.snapshot())):
         assert same(other, cache)
         assert same(fill(other, np.random.default_rng(1), 40), fill(cache.copy(), np.random.default_rng(1), 40))
 

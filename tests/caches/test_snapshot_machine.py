@@ -79,7 +79,7 @@ class SnapshotMachine(RuleBasedStateMachine):
     def check_bytes(self, snapshot, given, length, lost_from):
         assert len(snapshot) == length
         if not self.is_fresh(snapshot, length, lost_from):
-            cache = snapshot.to_cache()
+            cache = kvfast.load(snapshot)
             for layer, (k, v) in enumerate(given):
                 assert close(cache.k(layer), k[:length]) and close(cache.v(layer), v[:length])
             assert cache.snapshot() == snapshot
@@ -205,7 +205,7 @@ class SnapshotMachine(RuleBasedStateMachine):
         given = [rows[:, : model.length] for rows in model.given]
         again = kvfast.Snapshot.from_state_dict(model.cache.state_dict(uncounted="drop"))
         assert again == model.cache.snapshot(uncounted="drop") and alike(
-            again.to_cache(), model.cache.snapshot(uncounted="drop").to_cache()
+            kvfast.load(again), kvfast.load(model.cache.snapshot(uncounted="drop"))
         )
         self.taken.append(Model(again, given, model.length, lost_from=model.lost_from))
 

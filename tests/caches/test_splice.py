@@ -178,7 +178,7 @@ def test_snapshots_forks_and_copies_are_spliced_too(dtype):
     model = Model(cache_of(dtype), rope).append(100).splice(*chunks(dtype, (100, 30), rope)).append(20).drop(30, 50).append(7)
     cache, q = model.cache, model.queries(3)
     out, snapshot = cache.attend(0, q), cache.snapshot()
-    others = [cache.copy(), cache.fork(), snapshot.to_cache(), cache_of(dtype, max_seq_len=400)]
+    others = [cache.copy(), cache.fork(), kvfast.load(snapshot), cache_of(dtype, max_seq_len=400)]
     others[-1].restore(snapshot)
     model.drop(10, 120).append(50).check(4)
     for other in others:
@@ -236,7 +236,7 @@ def test_paged_sequences(dtype):
     fork = one.cache.fork()
     assert np.array_equal(fork.k(0), one.cache.k(0))
     snapshot = one.cache.snapshot()
-    alone = snapshot.to_cache()
+    alone = kvfast.load(snapshot)
     assert np.array_equal(alone.k(0), fork.k(0))
     del snapshot
     for model in [*models, *documents]:

@@ -219,7 +219,7 @@ class TestCaches:
         fill(whole, np.random.default_rng(13), 70)
         whole.restore(snapshot)
         assert same(seen, whole)
-        assert same(seen, kvfast.Snapshot.from_state_dict(snapshot.state_dict()).to_cache())
+        assert same(seen, kvfast.load(kvfast.Snapshot.from_state_dict(snapshot.state_dict())))
         with pytest.raises(kvfast.IncompatibleSnapshotError, match="dtype|calibr"):
             other.restore(snapshot)
 

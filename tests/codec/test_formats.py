@@ -466,7 +466,7 @@ def test_a_side_that_is_float_stays_what_it_is(rng, fmt, kind):
         cache.advance(stop - start)
         others = [cache]
         if kind in ("growing", "bounded"):
-            others += [cache.copy(), type(cache).from_state_dict(cache.state_dict()), cache.snapshot().to_cache()]
+            others += [cache.copy(), type(cache).from_state_dict(cache.state_dict()), kvfast.load(cache.snapshot())]
         for one in others:
             for dtype, rows, exact in zip((fmt.k_dtype, fmt.v_dtype), (one.k(0), one.v(0)), given[:, :stop]):
                 if dtype in dtypes:

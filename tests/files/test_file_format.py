@@ -14,7 +14,7 @@ from cache_kinds import DIM, DTYPES, HEADS, KINDS, LAYERS, fill, make, tokens
 from file_reader import FLOATS, SIMD, Reader
 
 import kvfast
-from kvfast.caches.multi_head_config import signs_of
+from kvfast.codec.multi_head import signs_of
 
 safetensors = pytest.importorskip("safetensors")
 xxhash = pytest.importorskip("xxhash")

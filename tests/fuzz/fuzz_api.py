@@ -47,7 +47,7 @@ MOST_BYTES = 8 << 30  # of address space: what is asked for beyond it is refused
 MOST_OF_A_KIND = 4
 MOST_STREAMS = 64  # layers times heads of a cache that stays
 ALLOWED = (ValueError, TypeError, IndexError, BufferError, OverflowError, MemoryError, kvfast.CacheFullError)
-WITH_FILES = {"path", "store", "model"}  # parameters that also may raise what the system says of files
+WITH_FILES = {"path", "source", "store", "model"}  # parameters that also may raise what the system says of files
 # What these return may be infinite by their definition: a product with any scale, the log-sum-exp of nothing, no bound.
 INFINITE = {"dequantize", "merge_states", "plan"}
 SLOW = {"read_bandwidth", "peak_rate", "fidelity", "choose_format", "plan", "show_config", "config"}
@@ -165,7 +165,7 @@ def state(one):
         states = one._buffer.segment_list() if one._buffer.is_spliced else one._buffer.resume_states()
         return len(one), one.context_lens.tolist(), shown, states
     if isinstance(one, kvfast.Snapshot | kvfast.CompressedKV):
-        if isinstance(one, kvfast.Snapshot) and one._cache._buffer.is_spliced:
+        if isinstance(one, kvfast.Snapshot) and one._buffer.is_spliced:
             return [array.tobytes() for side in one.to_arrays() for array in side]
         return {name: array.tobytes() for name, array in one.state_dict().items()}
     if isinstance(one, PagedStorage):

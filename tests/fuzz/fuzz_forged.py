@@ -178,7 +178,9 @@ class ForgedWorld:
         if way < 0.5:
             cache = self.read(type(cache).from_state_dict, self.forge(cache.state_dict()))
         elif way < 0.75:
-            cache = self.read(lambda data: kvfast.Snapshot.from_bytes(data).to_cache(), self.through_file(cache.snapshot().to_bytes()))
+            cache = self.read(
+                lambda data: kvfast.load(kvfast.Snapshot.from_bytes(data)), self.through_file(cache.snapshot().to_bytes())
+            )
         else:
             with tempfile.NamedTemporaryFile(dir=FOLDER) as file:
                 cache.save(file.name)
@@ -206,7 +208,7 @@ class ForgedWorld:
             num_tokens = int.from_bytes(value[72:80], "little")
             values[key] = bytes(complete(value, bytes.fromhex(key[2:]), b"", num_tokens))
             self.case.note("forged", key[:1])
-            new = cache.snapshot().truncated(0).to_cache()
+            new = kvfast.load(cache.snapshot().truncated(0))
             self.legal("restore", prompts.restore, new, np.arange(len(cache) + 1))
         self.use(new)
 

@@ -416,7 +416,7 @@ class World:
     def through_store(self, held):
         """The first tokens of a cache, by way of a store of prompts that has lost some of its values."""
         later, length, size = self.case.later, held.track.length, held.cache.block_size
-        cache, token_ids = held.cache.snapshot().truncated(0).to_cache(), np.arange(length)
+        cache, token_ids = kvfast.load(held.cache.snapshot().truncated(0)), np.arange(length)
         asked = int(later.integers(1, length + 1)) if often(later, 0.5) else length
         with kvfast.PromptCache(DictStore(), chunk_tokens=max(64, size), secret=b"s" * int(later.integers(2))) as prompts:
             if not prompts.save(held.cache, token_ids) or not prompts.store.values:

@@ -6,7 +6,7 @@ from fuzz_inputs import DIMS, Rows, as_given, often, one_of, random_dim, random_
 from fuzz_oracle import Finding, Side, allowed, check_output, exact_attention, norms
 
 import kvfast
-from kvfast.caches.multi_head_config import signs_of
+from kvfast.codec.multi_head import signs_of
 
 
 class HeadsWorld(World):

@@ -373,6 +373,7 @@ RECIPES = {
     "seed": small(0, 7),
     "quant_bits": small(8, 4),
     "path": Call.path,
+    "source": lambda c: c.rng.choice([c.path(), c.any("Snapshot")]),
     "mmap": small(True, False),
     "folder": Call.path,
     "max_bytes": none_or(0, 10**6),

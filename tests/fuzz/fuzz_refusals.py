@@ -183,7 +183,7 @@ def _through_file(_, cache):
 
 # What takes the tokens of a cache over.
 MAKERS = {
-    "snapshot": lambda _, cache: cache.snapshot().to_cache(),
+    "snapshot": lambda _, cache: kvfast.load(cache.snapshot()),
     "state_dict": lambda world, cache: world.plain_class.from_state_dict(cache.state_dict()),
     "save": _through_file,
     "copy": lambda _, cache: cache.copy(),

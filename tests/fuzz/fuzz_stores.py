@@ -23,7 +23,7 @@ def longer_prompt(world, held, rng):
         prompts.save(cache, ids)
         prompts.flush()
         for more in (1, int(one_of(rng, [2, 60, 80, 129, 300, 700]))):
-            new = cache.snapshot().truncated(0).to_cache()
+            new = kvfast.load(cache.snapshot().truncated(0))
             found.append((prompts.restore(new, [*ids, *range(length, length + more)]), new))
     world.case.note("longer prompt", length, more, [one for one, _ in found])
     if found[0][0] != length:

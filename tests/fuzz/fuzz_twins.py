@@ -128,7 +128,7 @@ class Twins:
             with contextlib.suppress(kvfast.CacheFullError):
                 other = getattr(cache, way)()
                 if way == "snapshot":
-                    other = other.to_cache()
+                    other = kvfast.load(other)
                 self.kept.append((other, self.seen(other)))
         if len(self.kept) > 3:
             self.forget()

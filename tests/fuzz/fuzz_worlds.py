@@ -99,7 +99,7 @@ class SingleWorld(World):
             if often(self.rng, 0.5) and not self.windows:
                 track.truncate(int(self.rng.integers(track.length + 1)))
                 snapshot = snapshot.truncated(track.length)
-            self.keep(Held(snapshot.to_cache(), track, source))
+            self.keep(Held(kvfast.load(snapshot), track, source))
             return
         try:
             held.cache.restore(snapshot)

@@ -193,7 +193,7 @@ def test_truncated_tokens_are_zero(pool, rng):
     sequence.append(0, *tokens(rng, 5))
     sequence.truncate(70)
     other = pool.new_sequence()
-    other.restore(kvfast.Snapshot(sequence.snapshot()._cache.copy()))  # whose last block is filled up with zeros
+    other.restore(kvfast.load(sequence.snapshot()).snapshot())  # whose last block is filled up with zeros
     mine, copy = raw(pool)[sequence.block_indices()], raw(pool)[other.block_indices()]
     if not pool.format.seals:
         assert np.array_equal(mine, copy)
@@ -212,8 +212,8 @@ def test_a_copied_block_takes_over_only_what_is_kept(pool, rng):
     twin = kvfast.KVCache(2, 2, 20, dtype=pool.format, block_size=pool.block_size)
     twin.restore(sequence.snapshot())
     assert np.array_equal(raw(pool)[sequence.block_indices()], raw(twin)[twin.block_indices()])
-    assert snapshot.seq_len == 30 and snapshot.to_cache().k(0).any()
-    block = snapshot._cache._buffer.block_ids(0)
+    assert snapshot.seq_len == 30 and kvfast.load(snapshot).k(0).any()
+    block = snapshot._buffer.block_ids(0)
     del snapshot
     pool.new_sequence().free()  # the pool is entered again
     assert not raw(pool)[block].any()
@@ -265,7 +265,7 @@ def test_secure_stays_with_copies_and_snapshots(rng):
         sequence,
         sequence.fork(),
         sequence.snapshot(),
-        sequence.snapshot().to_cache(),
+        kvfast.load(sequence.snapshot()),
         latent,
         latent.new_sequence(),
         ring,

@@ -38,7 +38,7 @@ def test_one_document_is_not_changed_by_its_place(tiny_model):
     model, _ = tiny_model
     tokens, text = drawn(model, 60, 1), drawn(model, 8, 2)
     document = llama.compute_document(model, [*drawn(model, 40, 3), *tokens], dtype="float32")
-    moved, plain = new_cache(model), document.to_cache()
+    moved, plain = new_cache(model), kvfast.load(document)
     llama.splice_documents(model, moved, [document, document])
     moved.drop(0, 100, rope=model.rope)
     assert np.abs(model.prefill(text, moved) - model.prefill(text, plain)).max() < 1e-4

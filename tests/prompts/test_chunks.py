@@ -43,7 +43,7 @@ def test_every_format_comes_back(name, kind):
         found = prompts.restore(cache, given_tokens)
         if found < common:  # only full blocks are shared, and the end of another prompt at least 16 tokens long
             assert common - found < prompts.chunk_tokens and found % prompts.chunk_tokens == 0
-        expected = whole.snapshot().truncated(found).to_cache()
+        expected = kvfast.load(whole.snapshot().truncated(found))
         assert same_rows(cache, expected)
         if not seals(dtype):
             assert cache.snapshot() == STREAM.feed(make("growing", dtype), found).snapshot()
@@ -226,7 +226,7 @@ def test_lies_are_never_attended_to(wrong, dtype):
             found = prompts.restore(cache, TOKENS)
         if found < 299 and not seed:  # each kind of warning comes once
             assert "cannot be used" in str(caught[0].message)
-        assert found == len(cache) and (found == 0 or same_rows(cache, whole.snapshot().truncated(found).to_cache()))
+        assert found == len(cache) and (found == 0 or same_rows(cache, kvfast.load(whole.snapshot().truncated(found))))
         store.values = values
 
 

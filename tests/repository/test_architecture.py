@@ -23,6 +23,17 @@ def test_packages_import_only_from_those_below_and_nothing_private(rooms):
     assert rooms.violations() == []
 
 
+def test_no_files_import_each_other(rooms):
+    """Imports for types and inside functions count, all of them: what kvfast imports there for speed, or because it is an extra, are
+    other projects."""
+    assert rooms.circles() == []
+    files = rooms.imports_of_files()
+    assert "kvfast.caches.paged" in files["kvfast.capi"]  # inside a function
+    assert "kvfast.caches.snapshot" in files["kvfast.caches.paged_storage"]  # for types
+    assert "kvfast.storage.sequences.sequence" in files["kvfast.storage.sequences.heads"]  # cimport
+    assert "kvfast.core.tuning" in files["kvfast"]  # as a name of a package
+
+
 def test_every_package_has_a_floor(rooms):
     assert set(rooms.rooms()) == set(rooms.FLOOR_OF) - {"simd"}
 
@@ -41,10 +52,31 @@ def test_every_package_has_a_floor(rooms):
 )
 def test_what_breaks_the_rules_is_found(rooms, tmp_path, monkeypatch, wrong):
     file, text, message = wrong
-    for path in (path for paths in rooms.rooms().values() for path in paths):
-        copy = tmp_path / "kvfast" / path.relative_to(rooms.PACKAGE)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(path.read_text() + (f"\n{text}\n" if path == rooms.PACKAGE / file else ""))
-    monkeypatch.setattr(rooms, "PACKAGE", tmp_path / "kvfast")
+    monkeypatch.setattr(rooms, "PACKAGE", copied(rooms, tmp_path, file, text))
     (found,) = rooms.violations()
     assert message in found and re.match(rf"kvfast/{file}:\d+:", found)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("caches/snapshot.py", "def f():\n    from kvfast.caches.loading import CLASSES", {"caches.loading", "caches.snapshot"}),
+        ("caches/snapshot.py", "def f():\n    import kvfast.caches.loading", {"caches.loading", "caches.snapshot"}),
+        ("caches/latent_rows.py", "from kvfast.caches import mla", {"caches.latent_rows", "caches.mla"}),
+        ("storage/sequences/segments.pxd", "from kvfast.storage.sequences.splicing cimport splice", {"storage.sequences.segments"}),
+    ],
+)
+def test_circles_are_found(rooms, tmp_path, monkeypatch, wrong):
+    file, text, names = wrong
+    monkeypatch.setattr(rooms, "PACKAGE", copied(rooms, tmp_path, file, text))
+    (circle,) = rooms.circles()
+    assert {f"kvfast.{name}" for name in names} <= set(circle) and rooms.violations() == []
+
+
+def copied(rooms, folder, file, text):
+    """A copy of the sources with some lines more at the end of a file."""
+    for path in (path for paths in rooms.rooms().values() for path in paths):
+        copy = folder / "kvfast" / path.relative_to(rooms.PACKAGE)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text() + (f"\n{text}\n" if path == rooms.PACKAGE / file else ""))
+    return folder / "kvfast"

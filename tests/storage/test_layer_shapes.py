@@ -83,7 +83,7 @@ def test_going_back_and_copies(new, dtype):
     cache.truncate(71)
     other = new(dtype)
     other.restore(snapshot)
-    for one in (copy, snapshot.to_cache(), other, kvfast.Snapshot.from_state_dict(snapshot.state_dict()).to_cache()):
+    for one in (copy, kvfast.load(snapshot), other, kvfast.load(kvfast.Snapshot.from_state_dict(snapshot.state_dict()))):
         assert same(one, cache if dtype in ("float32", "int8") else copy) and len(one) == 71
     fill(cache, 10)
     cache.restore(snapshot)

@@ -83,7 +83,7 @@ def restored(cache, stream, path):
     Stream(77, LENGTH).feed(cache, 200, 30)
     cache.restore(snapshot)
     snapshot = stream.feed(cache, 203, 3).snapshot()
-    other = snapshot.to_cache()
+    other = kvfast.load(snapshot)
     if isinstance(cache, kvfast.Sequence):
         names = () if cache.rollback is None else ("sliding_window", "num_sink_tokens", "rollback")
         window = {name: getattr(cache.pool, name) for name in names}
@@ -94,7 +94,7 @@ def restored(cache, stream, path):
 
 def from_state(cache, stream, path):
     state = stream.feed(cache, 77, 4).snapshot().state_dict()
-    return stream.feed(kvfast.Snapshot.from_state_dict(state).to_cache(), LENGTH, 50)
+    return stream.feed(kvfast.load(kvfast.Snapshot.from_state_dict(state)), LENGTH, 50)
 
 
 def from_file(cache, stream, path):
@@ -216,7 +216,7 @@ def test_snapshots_do_not_change(kind, name):
         stream.feed(cache, n, 13)
         stream.feed(cache, n + 3, advance=False)  # not complete, and not in the snapshot
         snapshot = cache.snapshot(uncounted="drop")
-        seen = snapshot.to_cache()
+        seen = kvfast.load(snapshot)
         taken.append((snapshot, told(snapshot), snapshot.to_arrays(), seen.attend(0, q)))
         cache.truncate(n)
         if n == 130:
@@ -281,7 +281,7 @@ def test_a_cut_block_that_goes_on_is_copied_with_its_codes(name):
         cache = stream.feed(make("growing", SEALING[name]), LENGTH)
         cache.truncate(240)
         stream.feed(cache, 245)
-        cache = [cache, cache.copy(), cache.snapshot().to_cache()][number]
+        cache = [cache, cache.copy(), kvfast.load(cache.snapshot())][number]
         if told(stream.feed(cache, LENGTH)) != expected:
             wrong.append(number)
     assert wrong == []
@@ -500,7 +500,7 @@ def test_kept_tokens_keep_their_codes_whatever_follows(rng, tmp_path, kind, name
         out = cache.attend(1, q)
         expected, _ = attention(q, cache.k(1), cache.v(1))
         assert relative_error(out, expected) < bound(name)
-        for other in (cache.fork() if kind == "sequence" else cache.copy(), cache.snapshot().to_cache()):
+        for other in (cache.fork() if kind == "sequence" else cache.copy(), kvfast.load(cache.snapshot())):
             assert np.array_equal(other.k(0), cache.k(0))
             assert np.array_equal(other.attend(1, q), out)
     cache.save(tmp_path / "edited.kv")
@@ -581,7 +581,7 @@ def test_a_patched_block_that_is_open_again_is_saved(rng, tmp_path):
 WAYS = {
     "copy": lambda cache, path: cache.copy(),
     "fork": lambda cache, path: cache.fork(),
-    "restore": lambda cache, path: cache.snapshot().to_cache(),
+    "restore": lambda cache, path: kvfast.load(cache.snapshot()),
     "state_dict": lambda cache, path: type(cache).from_state_dict(cache.state_dict()),
     "file": lambda cache, path: (cache.save(path), kvfast.load(path))[1],
     "mapped file": lambda cache, path: (cache.save(path), kvfast.load(path, mmap=True))[1],

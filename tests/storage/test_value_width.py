@@ -113,9 +113,9 @@ def test_what_a_cache_becomes(tmp_path, rng, kind, name):
     snapshot = cache.snapshot()
     others = [
         cache.copy(),
-        snapshot.to_cache(),
-        kvfast.Snapshot.from_state_dict(cache.state_dict()).to_cache(),
-        kvfast.Snapshot.from_bytes(snapshot.to_bytes()).to_cache(),
+        kvfast.load(snapshot),
+        kvfast.load(kvfast.Snapshot.from_state_dict(cache.state_dict())),
+        kvfast.load(kvfast.Snapshot.from_bytes(snapshot.to_bytes())),
     ]
     cache.save(tmp_path / "cache")
     others += [kvfast.load(tmp_path / "cache"), kvfast.load(tmp_path / "cache", mmap=True)]
@@ -135,7 +135,7 @@ def test_what_a_cache_becomes(tmp_path, rng, kind, name):
         assert outputs(cache) == outputs(short)
     keys, values = snapshot.to_arrays()
     assert keys[0].shape[1] == HEADS * 24 and values[0].shape[1] == HEADS * 40
-    again = kvfast.Snapshot.from_arrays(keys[1:], values[1:], HEADS, "float32").to_cache()
+    again = kvfast.load(kvfast.Snapshot.from_arrays(keys[1:], values[1:], HEADS, "float32"))
     assert np.array_equal(again.k(0).reshape(230, -1), keys[1]) and np.array_equal(again.v(0).reshape(230, -1), values[1])
 
 

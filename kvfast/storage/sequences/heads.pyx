@@ -196,6 +196,13 @@ cdef class HeadsBuffer(SequenceBuffer):
     def num_held(self):
         return max(<Py_ssize_t>0, (<HeadsTable>self.tables[0]).num_held())
 
+    def truncate(self, n, begin=None):
+        """Keep the first `n` of the tokens that are held."""
+        cdef Py_ssize_t held = self.num_held, kept = check_count(n, "n", 0)
+        if kept > held:
+            raise ValueError(f"n must be between 0 and the {held} tokens of the cache, got {n}")
+        SequenceBuffer.truncate(self, self.length - held + kept if kept else 0, begin)
+
     def evict(self, Py_ssize_t window):
         """Keep the last `window` tokens; returns the number of evicted tokens."""
         cdef HeadsTable table = self.tables[0]

@@ -69,6 +69,11 @@ cdef class SequenceTables:
         return (<BlockTable>self.tables[0]).length + self.base
 
     @property
+    def num_held(self):
+        """Tokens that are shown: all of them, but in a `HeadsBuffer`."""
+        return self.length
+
+    @property
     def num_uncounted(self):
         """Most tokens of a layer that `advance` has not counted."""
         return max([(<BlockTable>table).num_uncounted() for table in self.tables])

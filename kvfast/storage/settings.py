@@ -1,0 +1,106 @@
+"""What kind of cache it is: a dict that a file has, too, and that two caches must share for the bytes of one to be valid in the other.
+
+Each function here makes the settings of one kind, from the arguments of its class or from the fields of a file, and checks them.
+Everything about the storage of a cache follows from its settings, but for the number of its blocks and tokens; see `kinds`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from kvfast.codec.formats import formats_of, latent_format
+from kvfast.codec.multi_head import MultiHeadConfig
+from kvfast.codec.rope import RotaryTables
+from kvfast.core.checks import check_size
+from kvfast.core.limits import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS, MAX_ROPE_DIM, MAX_TOKENS
+from kvfast.core.text import same_or_tuple, shown
+from kvfast.errors import DimensionMismatchError
+
+SIZED = ("full", "latent")  # kinds with a max_seq_len
+# For messages: the class that users know a kind by.
+NAMES = {"full": "KVCache", "ring": "RingKVCache", "latent": "MLAKVCache", "heads": "MultiHeadKVCache"}
+
+
+def _per_layer(value, name, num_layers):
+    """One value for each layer, from one for all or from a list."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_layers
+    if len(values) != num_layers:
+        raise DimensionMismatchError(f"{name} must be one number or a list of {num_layers}, one per layer, got {len(values)}")
+    return values
+
+
+def full(num_layers, num_kv_heads, head_dim, dtype, k_dtype=None, v_dtype=None, v_head_dim=None):
+    """Of layers that keep all tokens. A v_head_dim of None, for all layers or for one, means head_dim."""
+    num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
+    formats = formats_of(dtype, k_dtype, v_dtype, num_layers)
+    heads, dims, v_dims = (
+        _per_layer(value, name, num_layers)
+        for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim))
+    )
+    heads = same_or_tuple([check_size(one, "num_kv_heads", 1, MAX_KV_HEADS) for one in heads])
+    dims = [check_size(one, "head_dim", 1, MAX_HEAD_DIM) for one in dims]
+    v_dims = [k if v is None else check_size(v, "v_head_dim", 1, MAX_HEAD_DIM) for k, v in zip(dims, v_dims)]
+    settings = {"kind": "full", "num_layers": num_layers, "num_kv_heads": heads, "head_dim": same_or_tuple(dims), "dtype": formats}
+    # With one head_dim, files stay as they were before v_head_dim existed.
+    return settings if v_dims == dims else settings | {"v_head_dim": same_or_tuple(v_dims)}
+
+
+def ring(windows, num_sink_tokens, rollback, rope=None, **layers):
+    """Of layers with windows, or None for one that keeps all tokens. `layers`: as in `full`; `rope`: a dict, see `_checked_rope`."""
+    settings = full(**layers) | {"kind": "ring"}
+    windows = _per_layer(windows, "window", settings["num_layers"])
+    windows = [one if one is None else check_size(one, "window", 1, MAX_TOKENS) for one in windows]
+    local = [one for one in windows if one is not None]
+    if not local:
+        raise ValueError("window must be a number for at least one layer, got None for all; a KVCache keeps everything")
+    num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
+    if num_sink_tokens > min(local):
+        raise ValueError(f"num_sink_tokens must be at most the window of {min(local)}, got {num_sink_tokens}")
+    rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
+    rope = rope and _checked_rope(settings["head_dim"], **rope)
+    return settings | {"windows": windows, "num_sink_tokens": num_sink_tokens, "rollback": rollback, "rope": rope}
+
+
+def _checked_rope(head_dim, frequencies=None, interleaved=False, theta=10000.0, rotary_dim=None):
+    """The rotation of a ring that rotates keys itself: radians per position of each pair, and which elements make a pair."""
+    differs = isinstance(head_dim, tuple)
+    if differs:
+        raise ValueError(
+            f'rope="cache" rotates all layers alike and needs the same head_dim in all of them, got {shown(list(head_dim))}'
+        )
+    rotary_dim = head_dim if rotary_dim is None else check_size(rotary_dim, "rotary_dim", 2, head_dim)
+    if frequencies is None and rotary_dim % 2:
+        raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
+    frequencies = RotaryTables(rotary_dim, theta, frequencies).frequencies
+    if frequencies.ndim != 1 or not 1 <= frequencies.size <= head_dim // 2 or not (abs(frequencies) <= 1e6).all():
+        raise ValueError(f"rope_frequencies must be 1 to {head_dim // 2} numbers of at most 1e6, got {shown(frequencies)}")
+    return {"frequencies": frequencies.tolist(), "interleaved": bool(interleaved)}
+
+
+def latent(num_layers, latent_dim, rope_dim, dtype):
+    """Of latent rows: one row per token, shared by all heads, and its rotary part."""
+    num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
+    latent_dim = check_size(latent_dim, "latent_dim", 1, MAX_HEAD_DIM)
+    rope_dim = check_size(rope_dim, "rope_dim", 0, MAX_ROPE_DIM)
+    formats = [latent_format(one) for one in formats_of(dtype, None, None, num_layers)]
+    return {"kind": "latent", "num_layers": num_layers, "latent_dim": latent_dim, "rope_dim": rope_dim, "dtype": formats}
+
+
+def heads(num_heads, config, num_layers=1):
+    """Of one layer that is read head by head. `config`: the fields of a `MultiHeadConfig`."""
+    num_heads, config = check_size(num_heads, "num_heads", 1, MAX_KV_HEADS), MultiHeadConfig(**config)
+    if config.num_q_heads is not None and config.num_q_heads % num_heads:
+        raise DimensionMismatchError(f"num_q_heads must be a multiple of the {num_heads} heads, got {config.num_q_heads}")
+    return {"kind": "heads", "num_layers": num_layers, "num_heads": num_heads, "config": asdict(config)}
+
+
+def checked_settings(fields):
+    """The settings that a file tells; KeyError for an unknown kind."""
+    kinds, others = {"full": full, "ring": ring, "latent": latent, "heads": heads}, dict(fields)
+    return kinds[others.pop("kind")](**others)
+
+
+def check_sized(settings, max_seq_len):
+    """ValueError for the `max_seq_len` of a kind without one."""
+    if max_seq_len is not None and settings["kind"] not in SIZED:
+        raise ValueError(f"a {NAMES[settings['kind']]} has no max_seq_len, got {max_seq_len}")

@@ -1,10 +1,10 @@
 """A small llama-style runtime on kvfast: GGUF models, in NumPy, with a compressed KV cache.
 
-    gguf_file -> weights -> model -> speculative -> generation -> serving
-                                  -> evaluation -> retrieval -> peers, report
-                                  -> documents, calibration
-                                  -> session
-    gguf_file -> tokenizer
+    interop.gguf_file -> weights -> model -> speculative -> generation -> serving
+                                          -> evaluation -> retrieval, compression
+                                          -> documents, calibration
+                                          -> session
+    interop.gguf_file -> tokenizer -> prompts
     fetch
 
 >>> import kvfast

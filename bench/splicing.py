@@ -13,7 +13,6 @@ from the shifted cache, from the same tokens computed anew, and from the whole p
 """
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import numpy as np
 
 import kvfast
 from kvfast import llama
+from kvfast.cli.bench.json_file import write_json
 from kvfast.llama.evaluation import compare
 
 KEEP = 16
@@ -109,7 +109,7 @@ def main():
         report["shift"][dtype] = measure(model, passages, args.size, dtype, shifted)
     print(table(report))
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, report)
 
 
 if __name__ == "__main__":

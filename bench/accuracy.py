@@ -14,7 +14,7 @@ import numpy as np
 from simulated_cache import SimulatedCache
 
 import kvfast
-from kvfast import llama
+from kvfast import evaluation, llama
 from kvfast.cli.bench.json_file import write_json
 
 TEXTS = ("austen", "python", "german", "chinese")
@@ -32,7 +32,7 @@ def scores(model, tokens, calibration):
     calibrated = [replace(kvfast.PRESETS[name], calibration=calibration) for name in CALIBRATED]
     caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in (*FORMATS, *calibrated)]
     simulated = [SimulatedCache(shape, room, ("q4_0", "q4_0"), **floats) for floats in ({}, FLOATS)]
-    found = llama.evaluate(model, tokens, [*caches, *simulated])
+    found = evaluation.evaluate(model, tokens, [*caches, *simulated])
     rows = [row_of(one) for one in found]
     for row, one in zip(rows[len(caches) :], simulated):
         row |= {"runtime": "simulated", "floats": bool(one.num_recent_tokens)}
@@ -79,7 +79,7 @@ def main():
     def tokens_of(name, count):
         return tokenizer.encode((args.texts / f"{name}.txt").read_text("utf-8"))[:count]
 
-    calibration = llama.calibrate(model, tokens_of("calibration", CALIBRATION_TOKENS))
+    calibration = evaluation.calibrate(model, tokens_of("calibration", CALIBRATION_TOKENS))
     for name in [args.only] if args.only else TEXTS:
         rows, nll = scores(model, tokens_of(name, args.tokens), calibration)
         report.setdefault("texts", {})[name] = {"nll_float32": round(nll, 4), "results": rows}

@@ -21,6 +21,7 @@ WORDS = {
     "capi": "kvfast.h for C and Cython",
     "planning": "plan, fidelity",
     "__init__": "import kvfast",
+    "evaluation": "perplexity, KL divergence, retrieval, calibration of a text, reports",
     "llama": "the example runtime",
     "llama_cpp": "a backend for llama.cpp",
     "transformers": "a cache for Hugging Face",

@@ -13,7 +13,7 @@ Keys and values are stored in 4 or 8 bits (or as float32, float16, bfloat16), an
 
 The packages below, each importing only from those before it: ``simd``, ``core``, ``codec``, ``attention``, ``storage``,
 ``files``, ``caches``, ``capi`` (the door for C and Cython), ``compression``, ``interop``, ``prompts``, ``planning``; above stand
-``llama``, ``llama_cpp``, ``transformers``, ``vllm`` and ``cli``. See ``docs/architecture.md``.
+``evaluation``, ``llama``, ``llama_cpp``, ``transformers``, ``vllm`` and ``cli``. See ``docs/architecture.md``.
 """
 
 from __future__ import annotations

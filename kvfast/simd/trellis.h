@@ -1,7 +1,7 @@
 /* Codes of a trellis: 4 bits whose levels depend on the codes before them.
 
    A trellis-coded quantiser (Marcellin and Fischer, Trellis coded quantization of memoryless and Gauss-Markov sources,
-   1990) of 128 states, with a trained table as in QTIP (arXiv 2406.11235); bench/trellis_table.py trains one. Its state is
+   1990) of 128 states, with a trained table as in QTIP (arXiv 2406.11235); bench/studies/trellis_table.py trains one. Its state is
    the lowest bits of the last seven codes, the newest as bit 0. Three parities of these bits are the context, and the level
    is in a table of 8 contexts x 16 codes. So the decoder finds all levels of a row at once, by a few XORs and one look-up
    each, while the encoder searches for the best of all paths (Viterbi). On Gaussian rows of 128 elements the error is

@@ -15,7 +15,7 @@ from kvfast.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, WORKS, Case
 from kvfast.cli.bench.json_file import write_json
 from kvfast.cli.bench.measure import cpu_name, default_threads, measure
 from kvfast.cli.bench.report import as_json, machine_text, plot, tables
-from kvfast.cli.plotting import check_plot
+from kvfast.evaluation.plotting import check_plot
 
 # What is measured when nothing else is said: (contexts, most of prefill), and with --short.
 CONTEXTS = (1024, 4096, 16384, 65536)

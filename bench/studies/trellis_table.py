@@ -1,10 +1,12 @@
 """Trains levels for the trellis of kvfast/simd/trellis.h on Gaussian rows, and tells what they leave of the energy.
 
-    python bench/trellis_table.py [--rows 1000] [--rounds 40]
+    python bench/studies/trellis_table.py [--rows 1000] [--rounds 40]
 
 Rows of 128 are coded by Viterbi's search, and each level becomes the mean of what it stands for, by turns. The first levels
 are evenly likely ones of a Gaussian 1.3 times as wide, dealt out so that those of a context and bit lie far from each other. The table there was trained in this way on 1,500 rows, in the last rounds
 each with the best of three scales; rows that it has not seen leave 0.0050 with one scale and 0.0048 with the best of three.
+
+Belongs to the commit 20c22a5, "Trellis-coded INT4: codebook="trellis" in KVFormat and MultiHeadConfig".
 """
 
 import argparse

@@ -19,8 +19,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 import kvfast
-from kvfast.llama.evaluation import CacheScore, compare
-from kvfast.llama.retrieval import retrieve
+from kvfast.evaluation.perplexity import CacheScore, compare
+from kvfast.evaluation.retrieval import retrieve
 
 # Those that llama.cpp's own command line knows.
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -126,7 +126,7 @@ class LlamaCpp:
         self._folder.cleanup()
 
     def evaluate(self, tokens, types, *, chunk_size=512, progress=None):
-        """Predict every token of a text with each type of cache; see `kvfast.llama.evaluate`.
+        """Predict every token of a text with each type of cache; see `kvfast.evaluation.evaluate`.
 
         Parameters
         ----------
@@ -149,7 +149,7 @@ class LlamaCpp:
         return [self._score(pair, len(tokens) - 1, nll_float32, row) for pair, row in zip(types, means)]
 
     def retrieve(self, task, types, *, chunk_size=512, progress=None):
-        """`kvfast.llama.retrieval.retrieve` with llama.cpp's own float32 cache and with each type of cache."""
+        """`kvfast.evaluation.retrieval.retrieve` with llama.cpp's own float32 cache and with each type of cache."""
         with self._predictor(types, len(task.tokens), chunk_size) as predict:
             return retrieve(task, predict, chunk_size=chunk_size, progress=progress)
 

@@ -1,6 +1,6 @@
 """What documents in any order, and context shift, change in a model's answers: NLL of the text that follows.
 
-    python bench/splicing.py --text emma.txt persuasion.txt --json bench/splicing.json
+    python bench/studies/splicing.py --text emma.txt persuasion.txt --json bench/splicing.json
 
 A passage of each text is cut into two documents and the text that follows them. The model predicts that text behind
 
@@ -10,6 +10,9 @@ A passage of each text is cut into two documents and the text that follows them.
 
 For context shift the model reads a passage, half of it is dropped behind the first tokens, and the text that follows is predicted
 from the shifted cache, from the same tokens computed anew, and from the whole passage: the reference.
+
+Belongs to the commit 8c001f6, "The example runtime splices documents, and goes on beyond a full cache; a script measures what that
+changes".
 """
 
 import argparse
@@ -21,7 +24,7 @@ import numpy as np
 import kvfast
 from kvfast import llama
 from kvfast.cli.bench.json_file import write_json
-from kvfast.llama.evaluation import compare
+from kvfast.evaluation.perplexity import compare
 
 KEEP = 16
 

@@ -38,30 +38,30 @@ from kvfast.errors import DimensionMismatchError, NonFiniteInputError
 cdef enum:
     # More tasks than this in one item do not balance better.
     ENOUGH_TASKS = 64
-    # Each task costs a cold start and a merge. So few heads are split from 1,024 tokens on, 8 and more only
-    # from 4,096 (at 4k, 8 KV heads and 2 threads int8 reached 0.75 of the bandwidth, 0.71 if cut in halves).
+    # Fewest tokens of a split: each task costs a cold start and a merge. MIN_ is for few heads, MAX_ for 8 and more;
+    # python -m kvfast bench --work decode --contexts 1024,4096 sets all three.
     MIN_SPLIT_TOKENS = 1024
     MAX_SPLIT_TOKENS = 4096
     SPLIT_TOKENS_PER_UNIT = 512
-    # A matrix unit pays from this context on (64 queries took 1.5 times as long with it to 64 tokens, 0.83 to 256 tokens), and so do
-    # words (0.8 to 256 tokens, EPYC Zen 4).
+    # Tokens of context from which a matrix unit and words pay for their operands. This and the rows below are set by
+    # python -m kvfast bench --work prefill --tokens N, with N from 16 to 128.
     LEAST_WIDE_CONTEXT = 200
-    # Words pay from so many query rows on: 28 to 40 take 0.8 of the time of floats, 20 take 1.3 times (the same EPYC, 4,096 tokens).
+    # Query rows from which words are faster than floats.
     LEAST_WORD_ROWS = 28
-    # A panel of words takes as long as so many rows of codes in vectors, and so does making the operands of its tiles. So 64 rows
-    # take 0.95 of the time of vectors, 80 take 0.97, 128 take 0.94, and 68 would take 1.15 times (EPYC Zen 5, int8 and int4).
+    # A panel of words takes as long as 12.5 rows of codes in vectors, here in half rows.
     HALF_ROWS_OF_PANEL = 25
-    # Making the operands of a tile takes about as long as so many panels.
+    # Panels that take as long as making the operands of a tile.
     OPERANDS = 1
     LATENT_OPERANDS = 4
-    # More tasks than so many for each thread do not balance better.
+    # Tasks of a thread; more do not balance better.
     ENOUGH_ROUNDS = 16
-    # Latent rows have many query heads. So many panels of query rows share a tile's operands, and a split has at least so
-    # many tokens, as it leaves a partial result for every head.
+    # Latent rows have many query heads. LATENT_PANELS panels of query rows share a tile's operands. A split has at least
+    # MIN_LATENT_SPLIT_TOKENS tokens, as it leaves a partial result for every head (bench/bench_mla.py).
     LATENT_PANELS = 8
     MIN_LATENT_SPLIT_TOKENS = 2048
 
-    # Segments are read by the same tasks where these are enough for some threads, with at least so many panels each.
+    # Segments are read by the same tasks where there are LEAST_JOINED_TASKS, with LEAST_JOINED_PANELS panels each, or more
+    # (bench/studies/bench_splice.py).
     LEAST_JOINED_TASKS = 8
     LEAST_JOINED_PANELS = 4
 

@@ -22,8 +22,7 @@ cdef extern from *:
     void kv_touch(const void *address) noexcept nogil
 
 cdef enum:
-    # Tokens from which the matrix unit reads codes faster than vectors do. Measured on a Xeon: with 512 tokens INT8 takes 1.02 of the
-    # time from memory, and nothing is gained with two threads.
+    # Tokens from which the matrix unit reads codes for a few rows faster than vectors do; python -m kvfast bench --work decode sets it.
     MATRIX_TOKENS = 1024
 
 

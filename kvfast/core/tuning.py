@@ -84,8 +84,7 @@ class Reading:
 
 NAMES = tuple(field.name for field in fields(Reading))
 
-# What nothing is known about goes by: on x86 level 2, as every x86 that was measured reads so at least as fast as with another
-# level; elsewhere level 1, which nobody measured.
+# For processors that are not in the table: on x86 level 2, elsewhere level 1.
 DEFAULT = Reading()
 
 
@@ -101,8 +100,7 @@ class Row:
     tier : str
         The best of the machine, as a hypervisor may hide some; empty for any.
     reading : Reading
-    measured : str
-        What was measured: ratios of times to those with this row, one token from memory, shape 32/8/128.
+        By ``python -m kvfast tune`` on such a processor.
     """
 
     name: str
@@ -111,33 +109,25 @@ class Row:
     models: frozenset[int]
     tier: str
     reading: Reading
-    measured: str
 
 
-_SAPPHIRE_RAPIDS = frozenset([0x8F, 0xCF])
-
+# Names are labels for `kvfast.config()`; what was measured stands in the commits that set the rows.
 TABLE = (
     Row(
         "Xeon Sapphire Rapids and Emerald Rapids with AMX",
         "GenuineIntel",
         6,
-        _SAPPHIRE_RAPIDS,
+        frozenset([0x8F, 0xCF]),
         "amx",
         Reading(2, narrow_lead=2048),
-        "16,384 tokens, 2 threads: level 1: int8 1.04, int4 1.00, float32 1.05; 32,768 tokens: narrow_lead 0: int4 1.01 to 1.04, "
-        "lead and int8_lead 2048: 1.03 to 1.17 (the same with other kernels: all orders side 1.16)",
     ),
     Row(
         "Xeon Sapphire Rapids and Emerald Rapids, AMX hidden",
         "GenuineIntel",
         6,
-        _SAPPHIRE_RAPIDS,
+        frozenset([0x8F, 0xCF]),
         "avx512_vbmi",
         Reading(2, int8_order="side"),
-        "Emerald Rapids, 16,384 tokens, 1 / 2 threads: level 1: float32 1.02 / 1.01, float16 1.01 / 0.96, int8 1.04 / 1.05, int4 1.02 / "
-        "1.02; order side: float32 1.03 / 1.01, float16 1.04 / 0.99; lead 2048: float32 1.07 / 1.06, float16 0.99 / "
-        "1.01; int8_order memory: 1.06 / 1.06; all with tiles of 128 tokens, half of today's; narrow formats then read best with a "
-        "lead of 2048",
     ),
     Row(
         "EPYC and Ryzen Zen 4",
@@ -146,23 +136,8 @@ TABLE = (
         frozenset([*range(0x10, 0x20), *range(0x60, 0x80), *range(0xA0, 0xB0)]),
         "",
         Reading(2, float32_order="rows"),
-        "16,384 tokens, 1 / 2 threads: level 1: float16 1.34 / 1.21, int8 1.41 / 1.10, int4 1.04 / 1.05; "
-        "order side: float16 1.04 / 0.97; lead 2048: float16 1.03 / 1.00, k8v4 1.20 / 1.13; int8_order side: 1.04 / "
-        "0.94; int8_lead 2048: 1.22 / 0.94; narrow_order side: 1.03 / 1.04; narrow_lead 1024: 1.24 / 1.23, 2048: 1.14 / 1.15, 4096: 1.00 / "
-        "1.03; float32_order side: 4,096 tokens 1.38 / 1.05, 16,384 tokens 1.21 / 1.10, 32,768 tokens 1.34 / 1.06; memory: 1.45 / 1.14, "
-        "1.35 / 1.11, 1.39 / 1.07",
     ),
-    Row(
-        "EPYC Zen 5",
-        "AuthenticAMD",
-        26,
-        frozenset(range(0x20)),
-        "",
-        Reading(1),
-        "16,384 tokens, float32 / float16 / int8 / k8v4 / int4, 1 thread: level 2: 1.11 / 1.03 / 1.10 / 1.05 / 1.01; orders side: 1.06 / "
-        "1.03 / 1.05 / 1.04 / 1.05; leads 2048: 1.05 / 1.05 / 1.04 / 1.04 / 1.03, 8192: 1.11 / 1.05 / 1.09 / 1.08 / 1.01; float32 / int8, 2 "
-        "threads: level 2: 1.03 / 1.09; orders side: 1.09 / 1.06; leads 2048: 1.01 / 1.07",
-    ),
+    Row("EPYC Zen 5", "AuthenticAMD", 26, frozenset(range(0x20)), "", Reading(1)),
 )
 
 

@@ -1,8 +1,8 @@
 """llama.cpp's KV caches on the same text, through llama-cpp-python (extra ``llama-cpp``).
 
 Its weights are made float32 first. llama.cpp would otherwise round what it multiplies with quantised weights
-to 8 bits, and that alone moves the predictions of any two caches apart (SmolLM2-135M: by a KL of 0.004, more
-than a cache of 8 bits does). In float32 both runtimes predict the same, and what differs is the cache.
+to 8 bits, and that alone moves the predictions of any two caches apart, by more than a cache of 8 bits
+does. In float32 both runtimes predict the same, and what differs is the cache.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
    before the other. Here a pass over four tokens, 2 KB, reads whole rows, keys by twos, for two rows of queries: 16 registers hold
    these, or their outputs. The next pass finds the tokens in the first level. Bits are those of panels, as each sum has the same order.
 
-   On an EPYC Zen 4, one token behind 8,192 takes 0.74 and 0.95 of the time of panels with one and two threads (32/8/128; 24/8/128 0.84
-   and 0.94, 16/8/128 0.90 and 0.94, 8/8/128 0.78 and 0.86; November 2026), but 1.3 times as long from the second level. With 5 to 8
-   rows of queries it takes 0.9 to 1.2 times as long; rows of 4 vectors take 0.93 to 1.04. Longer runs of tokens compute faster, and
-   yet read slower: 16 tokens 1.07 times. A pass fetches its lines one by one between products for the same reason: 32 at a time
-   take 1.05. */
+   They are faster than panels from memory, and slower from the second level or with more rows of queries. Longer runs of tokens
+   compute faster, and yet read slower. A pass fetches its lines one by one between products for the same reason.
+   python -m kvfast tune sets where they are used, bench/bench_attend.py the length of a run. */
 
 enum { KV_RUN = 4, KV_RUN_VECTORS = 8 }; /* tokens of a pass, and vectors of a row */
 

@@ -72,8 +72,8 @@ static inline int KV(fits_matrix)(const kv_side *side)
     return side->padded_dim % TILE_DEPTH == 0 && side->padded_dim <= MATRIX_DIM;
 }
 
-/* Widens consecutive lines of nibbles to twice as many lines of bytes. As a loop that is unrolled, int4 takes 0.94
-   of the time in the processor's cache, but 1.07 from memory (Xeon, 32k tokens). */
+/* Widens consecutive lines of nibbles to twice as many lines of bytes. An unrolled loop is faster
+   in the processor's cache, and slower from memory (python -m kvfast bench --work decode,cached --formats int4). */
 static inline __attribute__((always_inline)) void KV(widen_nibbles)(const char *codes, int lines, const char *ahead, int8_t *out,
                                                                   const int dtype)
 {
@@ -344,7 +344,7 @@ static void KV(prepare_operands)(const kv_side *side, const float *rows, int num
     }
 }
 
-/* Nibbles of KV_PANEL rows of 128, the most common, take 0.96 of the time if these numbers are constants. */
+/* Nibbles of KV_PANEL rows of 128 are the most common, and faster if these numbers are constants. */
 #define KV_EACH_DIM(dtype, ...)                                                                       \
     if (dtype != KV_INT8 && num_rows == KV_PANEL && side->padded_dim == 2 * TILE_DEPTH)               \
         KV(scores_matrix)(side, queries, KV_PANEL, tile, ahead, scores, 2 * TILE_DEPTH, dtype, __VA_ARGS__); \

@@ -14,7 +14,8 @@ import numpy as np
 from simulated_cache import SimulatedCache
 
 import kvfast
-from kvfast import llama
+from kvfast import evaluation, llama
+from kvfast.cli.bench.json_file import write_json
 
 TEXTS = ("austen", "python", "german", "chinese")
 FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3", "int3", "int2")
@@ -31,7 +32,7 @@ def scores(model, tokens, calibration):
     calibrated = [replace(kvfast.PRESETS[name], calibration=calibration) for name in CALIBRATED]
     caches = [kvfast.KVCache(*shape, max_seq_len=room, dtype=dtype) for dtype in (*FORMATS, *calibrated)]
     simulated = [SimulatedCache(shape, room, ("q4_0", "q4_0"), **floats) for floats in ({}, FLOATS)]
-    found = llama.evaluate(model, tokens, [*caches, *simulated])
+    found = evaluation.evaluate(model, tokens, [*caches, *simulated])
     rows = [row_of(one) for one in found]
     for row, one in zip(rows[len(caches) :], simulated):
         row |= {"runtime": "simulated", "floats": bool(one.num_recent_tokens)}
@@ -58,10 +59,6 @@ def bits(dtype, context):
     return [round(8 * nbytes / (2 * context * cache.entry_size), 2) for nbytes in (cache.nbytes_used, cache.nbytes)]
 
 
-def save(report, path):
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -74,7 +71,7 @@ def main():
     report |= {"model": Path(args.model).stem, "tokens": args.tokens}
     if args.only in (None, "bits"):
         report["bits"] = {dtype: {context: bits(dtype, context) for context in CONTEXTS} for dtype in FORMATS}
-        save(report, args.json)
+        write_json(args.json, report)
     if args.only == "bits":
         return
     model, tokenizer = llama.load(args.model)
@@ -82,12 +79,12 @@ def main():
     def tokens_of(name, count):
         return tokenizer.encode((args.texts / f"{name}.txt").read_text("utf-8"))[:count]
 
-    calibration = llama.calibrate(model, tokens_of("calibration", CALIBRATION_TOKENS))
+    calibration = evaluation.calibrate(model, tokens_of("calibration", CALIBRATION_TOKENS))
     for name in [args.only] if args.only else TEXTS:
         rows, nll = scores(model, tokens_of(name, args.tokens), calibration)
         report.setdefault("texts", {})[name] = {"nll_float32": round(nll, 4), "results": rows}
         print(name, *rows, sep="\n", flush=True)
-        save(report, args.json)
+        write_json(args.json, report)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,9 @@ def save_model(name, folder):
     if name == "1B":
         LlamaConfig(**LLAMA_1B, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(folder)
         return "dummy"
+    from llama_folder import save_folder
+
     from kvfast import llama
-    from kvfast.cli.bench.llama_folder import save_folder
 
     save_folder(llama.load()[0], folder)
     return "auto"

@@ -6,7 +6,7 @@ import pytest
 import kvfast
 from kvfast.cli.bench.measure import Meter, using_threads
 
-collect_ignore = ["bench_transformers.py", "bench_vllm.py"]  # scripts, of packages that need not be there
+collect_ignore = ["bench_transformers.py", "bench_vllm.py", "studies"]  # scripts, of packages that need not be there
 
 
 @pytest.hookimpl(optionalhook=True)

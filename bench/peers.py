@@ -29,10 +29,11 @@ from statistics import median
 
 from contenders import BATCH, DECODE, PEERS, PREFILL, QUANTISE, Work, tolerance
 from contenders.process import Process
-from contenders.table import tables
+from contenders.table import compared, tables
 
 import kvfast
 from kvfast.cli.bench.cases import MODELS, Model
+from kvfast.cli.bench.json_file import write_json
 
 SHAPES = MODELS | {"MQA": Model("MQA", 1, 8, 1, 256)}
 REST = 0.03  # seconds between two runs, in which the threads of the last one stop spinning
@@ -166,8 +167,10 @@ def figures(work, result, seconds, passes, own):
         "rounds": len(taken),
         "GBps": result["nbytes"] / median(taken) / 1e9,
         "bandwidth_fraction": result["nbytes"] / work.total / medians(seconds, passes),
-        "times_kvfast": {storage: medians(per_layer, one) for storage, one in own.items()},
     }
+    if result["peer"] != "kvfast":
+        wanted = compared(work.kind, result["peer"], result["storage"])
+        found["times_kvfast"] = {storage: medians(per_layer, one) for storage, one in own.items() if storage in wanted}
     if work.kind == PREFILL:
         pairs = work.queries * (work.context - work.queries) + work.queries * (work.queries + 1) // 2
         found["gflops"] = 4 * work.num_q_heads * work.head_dim * pairs * result["layers"] / median(taken) / 1e9
@@ -234,7 +237,7 @@ def measure(given):
                 for cell in cells(SHAPES[name], work, given, versions, say):
                     measured["cells"] = [one for one in measured["cells"] if key(one) != key(cell)] + [cell]
                     if given.json:  # after every cell: what is measured stays, whatever comes
-                        Path(given.json).write_text(json.dumps(measured, indent=1) + "\n")
+                        write_json(given.json, measured)
     return measured
 
 

@@ -10,11 +10,11 @@ Or a search, on this machine's best tier, among rows whose values are nearly mul
 """
 
 import argparse
-import json
 
 import numpy as np
 
 import kvfast
+from kvfast.cli.bench.json_file import write_json
 from kvfast.cli.bench.measure import cpu_name
 
 FORMATS = ("int4", "k8v4", "int8", "int4-plain", "int8-plain", "float16", "bfloat16", "float32")
@@ -182,9 +182,7 @@ def main():
             f"{row['format']:>10} loud channel {loud}; many small weights {row['peaked']:.1e}, "
             f"a lone loud value {row['lone']:.1e} (at most {row['bound']:.0e})"
         )
-    with open(args.json, "w", encoding="utf-8") as file:
-        json.dump(report, file, indent=1)
-        file.write("\n")
+    write_json(args.json, report)
 
 
 if __name__ == "__main__":

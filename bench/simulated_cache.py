@@ -1,6 +1,6 @@
 """A cache of other codes, simulated: its rows are float32 numbers that a quantiser has rounded.
 
-It takes the place of a `kvfast.KVCache` in `llama.evaluate`, which shows what first and newest tokens in float would do for the
+It takes the place of a `kvfast.KVCache` in `evaluation.evaluate`, which shows what first and newest tokens in float would do for the
 types of llama.cpp.
 """
 

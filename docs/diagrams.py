@@ -1,5 +1,7 @@
 """The drawings of `docs/architecture.md`: the floors, read from the sources, and the life of a token. See `pictures.py`."""
 
+import textwrap
+
 from matplotlib.patches import FancyBboxPatch
 from rooms import FLOORS, arrows
 
@@ -19,19 +21,27 @@ WORDS = {
     "caches": "KVCache, RingKVCache, PagedKVCache, MLAKVCache, Snapshot, ...",
     "compression": "low rank, product quantisation, hybrid",
     "interop": "ggml, llama.cpp, GGUF",
+    "prompts": "PromptCache, stores",
     "capi": "kvfast.h for C and Cython",
     "planning": "plan, fidelity",
     "__init__": "import kvfast",
+    "evaluation": "perplexity, KL divergence, retrieval, calibration of a text, reports",
     "llama": "the example runtime",
+    "llama_cpp": "a backend for llama.cpp",
     "transformers": "a cache for Hugging Face",
+    "vllm": "attention for vLLM",
     "cli": "python -m kvfast, bench",
 }
+DOORS = {"__main__"}  # not drawn: it only calls cli
 EDGE, INK = "#2f78bd", "#777777"  # which can be read on white and on a dark page
 
 
 def rooms_data():
-    """Packages by floor, and what each imports."""
-    return {"floors": [[room for room in floor if room in WORDS] for floor in FLOORS], "arrows": arrows(), "words": WORDS}
+    """Packages by floor, and what each imports. ValueError for a package that `WORDS` does not have."""
+    floors = [[room for room in floor if room not in DOORS] for floor in FLOORS]
+    if missing := sorted({room for floor in floors for room in floor} ^ set(WORDS)):
+        raise ValueError(f"WORDS must have the words of each package and no others, got a difference of {', '.join(missing)}")
+    return {"floors": floors, "arrows": arrows(), "words": WORDS}
 
 
 def rooms(figure, data):
@@ -42,13 +52,17 @@ def rooms(figure, data):
         width = 12 / len(floor)
         for place, room in enumerate(floor):
             below = [other for other in data["arrows"].get(room, ["errors"] if room == "simd" else []) if other != "errors"]
-            name = "kvfast" if room == "__init__" else room
             _box(axes, place * width + 0.06, level + 0.07, width - 0.12, 0.86)
             middle = place * width + width / 2
-            axes.text(middle, level + 0.68, name, ha="center", va="center", size=10.5, weight="bold", color=INK)
-            axes.text(middle, level + 0.42, data["words"][room], ha="center", va="center", size=7.5, color=INK)
+            axes.text(middle, level + 0.74, _name(room), ha="center", va="center", size=10.5, weight="bold", color=INK)
+            axes.text(middle, level + 0.51, data["words"][room], ha="center", va="center", size=7.5, color=INK)
             if below:
-                axes.text(middle, level + 0.2, "imports " + ", ".join(below), ha="center", va="center", size=6.5, color=INK)
+                text = textwrap.fill("imports " + ", ".join(map(_name, below)), round(12 * width))
+                axes.text(middle, level + 0.25, text, ha="center", va="center", size=6.5, color=INK, linespacing=1)
+
+
+def _name(room):
+    return "kvfast" if room == "__init__" else room
 
 
 LIFE = (

@@ -312,7 +312,7 @@ PICTURES = {
     "fidelity": (precision_data, fidelity, (7, 3.8)),
     "peers": (peers_data, peers, (7.4, 5.4)),
     "runtimes": (runtimes_data, runtimes, (7.4, 2.9)),
-    "rooms": (diagrams.rooms_data, diagrams.rooms, (9, 8)),
+    "rooms": (diagrams.rooms_data, diagrams.rooms, (9, 9)),
     "life": (diagrams.life_data, diagrams.life, (10, 3.6)),
 }
 

@@ -26,6 +26,7 @@ FLOORS = (
     ("capi", "compression", "interop", "prompts"),
     ("planning",),
     ("__init__",),  # the public names, which is what those above use
+    ("evaluation",),
     ("llama", "llama_cpp", "transformers", "vllm"),
     ("cli",),
     ("__main__",),

@@ -82,11 +82,13 @@ def memory():
 def dtypes():
     """The storage dtypes."""
     families = {"float": "as it is", "tiled": "multiplied as stored", "packed": "becomes INT8 when it is read"}
+    few_bits = "unpacked in registers as it is multiplied"  # KV_FEW_BITS of kvfast/simd
     rows = []
     for row in ROWS:
         codebooks = ", ".join(row.codebooks) or "-"
         levels, scale = (f"{row.levels}", f"{row.scale_bytes} bytes") if row.levels else ("-", "-")
-        rows.append([f"`{row.name}`", codebooks, f"{row.bits}", levels, scale, f"{row.limit:g}", families[row.family]])
+        codes = few_bits if row.bits in (2, 3) else families[row.family]
+        rows.append([f"`{row.name}`", codebooks, f"{row.bits}", levels, scale, f"{row.limit:g}", codes])
     return _table(["dtype", "codebook", "bits", "levels", "scale of a token", "largest magnitude", "codes"], rows)
 
 

@@ -12,8 +12,8 @@ Keys and values are stored in 4 or 8 bits (or as float32, float16, bfloat16), an
 - Planning and tuning: `plan`, `config`, `set_num_threads`, `use_isa`.
 
 The packages below, each importing only from those before it: ``simd``, ``core``, ``codec``, ``attention``, ``storage``,
-``files``, ``caches``, ``prompts``, ``compression``, ``interop``, ``planning``; above stand ``transformers``, ``llama`` and ``cli``. See
-``docs/architecture.md``.
+``files``, ``caches``, ``capi`` (the door for C and Cython), ``compression``, ``interop``, ``prompts``, ``planning``; above stand
+``evaluation``, ``llama``, ``llama_cpp``, ``transformers``, ``vllm`` and ``cli``. See ``docs/architecture.md``.
 """
 
 from __future__ import annotations

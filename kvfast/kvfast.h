@@ -25,7 +25,7 @@
 #include <stddef.h>
 
 #define KVFAST_ABI 1 /* version of the structs; tables with the same number have their functions in the same places */
-#define KVFAST_API 2 /* version of the functions; a table with a higher number has more of them, after the others */
+#define KVFAST_API 1 /* version of the functions; a table with a higher number has more of them, after the others */
 
 enum {
     KVFAST_OK = 0,
@@ -105,12 +105,11 @@ typedef struct {
        against the version that runs. */
     const void *(*kernels)(void);
 
-    /* From API 2 on; both need the GIL.
-       Bytes of one block of one layer, as `kvfast.buffer_layout` has them; -1 with a Python exception. */
+    /* Bytes of one block of one layer, as `kvfast.buffer_layout` has them; -1 with a Python exception. Needs the GIL. */
     ptrdiff_t (*block_nbytes)(const kvfast_shape *shape);
     /* A new PagedKVCache whose blocks lie in memory of the caller: those of layer i from layers[i] on, block_stride bytes apart (0:
        block after block). It keeps a reference to owner, unless that is NULL; the memory must be there as long as the pool and
-       its sequences. NULL with a Python exception. */
+       its sequences. NULL with a Python exception. Needs the GIL. */
     PyObject *(*open_pool)(const kvfast_shape *shape, void *const *layers, ptrdiff_t block_stride, PyObject *owner);
 } kvfast_api;
 

@@ -34,12 +34,17 @@ def _time(seconds):
     return f"{seconds * 1e6:,.0f} us" if seconds < 0.1 else f"{seconds * 1e3:,.0f} ms"
 
 
-def partner(cell, result):
+def partner(kind, storage):
     """The storage of kvfast that a peer's is compared with."""
-    same = SAME_WIDTH[result["storage"]]
-    if cell["kind"] != QUANTISE:
+    same = SAME_WIDTH[storage]
+    if kind != QUANTISE:
         return same
-    return f"quantize {same}" if result["storage"].startswith("quantize_") else f"append {same}-plain"
+    return f"quantize {same}" if storage.startswith("quantize_") else f"append {same}-plain"
+
+
+def compared(kind, peer, storage):
+    """All storages of kvfast that a peer's is compared with here."""
+    return {partner(kind, storage)} | (set() if kind == QUANTISE else {own for own, _, wanted in _AIMS if wanted(peer, storage)})
 
 
 def _entry(cell, result):
@@ -54,7 +59,7 @@ def _entry(cell, result):
         entry = f"{result['bandwidth_fraction']:.2f} ({time})"
     if result["peer"] == "kvfast":
         return entry
-    ratio = result["times_kvfast"].get(partner(cell, result))
+    ratio = result["times_kvfast"].get(partner(cell["kind"], result["storage"]))
     return entry if ratio is None else f"{entry}, {ratio:.1f}x"
 
 

@@ -20,31 +20,33 @@ from kvfast.core.flags cimport kv_drop
 from kvfast.core.kernels cimport KV_HALVES, active, kv_rope_scratch, kv_wide_scratch
 from kvfast.core.limits cimport KV_FEW_QUERIES, KV_MATRIX_PANELS, KV_PANELS, KV_ROWS, KV_TILE
 
-# What splits and panels cost; `python -m kvfast bench` measures it.
 cdef enum:
     # More tasks than this in one item do not balance better.
     ENOUGH_TASKS = 64
-    # Each task costs a cold start and a merge. So few heads are split from the least number of tokens on, and many only from the most.
+    # Fewest tokens of a split: each task costs a cold start and a merge. MIN_ is for few heads, MAX_ for 8 and more;
+    # python -m kvfast bench --work decode --contexts 1024,4096 sets all three.
     MIN_SPLIT_TOKENS = 1024
     MAX_SPLIT_TOKENS = 4096
     SPLIT_TOKENS_PER_UNIT = 512
-    # Tokens of a context from which a matrix unit pays, and words do.
+    # Tokens of context from which a matrix unit and words pay for their operands. This and the rows below are set by
+    # python -m kvfast bench --work prefill --tokens N, with N from 16 to 128.
     LEAST_WIDE_CONTEXT = 200
-    # Query rows from which words pay.
+    # Query rows from which words are faster than floats.
     LEAST_WORD_ROWS = 28
-    # A panel of words takes as long as this number of rows of codes in vectors, and so does making the operands of its tiles.
+    # A panel of words takes as long as 12.5 rows of codes in vectors, here in half rows.
     HALF_ROWS_OF_PANEL = 25
     # Panels that take as long as making the operands of a tile.
     OPERANDS = 1
     LATENT_OPERANDS = 4
-    # More tasks for each thread do not balance better.
+    # Tasks of a thread; more do not balance better.
     ENOUGH_ROUNDS = 16
-    # Latent rows have many query heads. This number of panels of query rows share a tile's operands, and a split has at least this
-    # number of tokens, as it leaves a partial result for every head.
+    # Latent rows have many query heads. LATENT_PANELS panels of query rows share a tile's operands. A split has at least
+    # MIN_LATENT_SPLIT_TOKENS tokens, as it leaves a partial result for every head (bench/bench_mla.py).
     LATENT_PANELS = 8
     MIN_LATENT_SPLIT_TOKENS = 2048
 
-    # Segments are read by the same tasks where these are enough for some threads, with at least this number of panels each.
+    # Segments are read by the same tasks where there are LEAST_JOINED_TASKS, with LEAST_JOINED_PANELS panels each, or more
+    # (bench/studies/bench_splice.py).
     LEAST_JOINED_TASKS = 8
     LEAST_JOINED_PANELS = 4
 

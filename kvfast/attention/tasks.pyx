@@ -148,7 +148,7 @@ cdef int _attend_task(void *shared, Py_ssize_t index, int thread, kv_watch *watc
     cdef float *acc
     cdef float *partial
     index -= item.first_task
-    # The last rows see most tokens. So they come first: 0.94 to 0.99 of the time of prompts on two threads.
+    # The last rows see most tokens. So they come first, and the threads end together.
     row0 = (item.row_blocks - 1 - index % item.row_blocks) * item.block_rows
     split = index // item.row_blocks % item.splits
     while last + 1 < call.items + call.num_items and last[1].continues:

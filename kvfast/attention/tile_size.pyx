@@ -8,19 +8,15 @@ cdef extern from "simd/platform.h" nogil:
     enum: KV_X86
 
 cdef enum:
-    # Most bytes of float rows in a tile. Larger tiles have fewer softmax corrections and fewer turns between keys and values. Ratio of
-    # times to 4 KiB on a Xeon without AMX (November 2026), one token, 32/8/128, from memory with 1 / 2 threads behind 16,384 others:
-    # float16 0.98 / 0.90 to 0.96, float32 0.98 / 0.95; from the cache behind 1,024: float16 0.87, float32 1.02.
+    # Most bytes of float rows in a tile. Larger tiles have fewer softmax corrections and fewer turns between keys and values.
+    # python -m kvfast bench --work decode,cached --formats all sets this and the sizes below.
     FLOAT_TILE_BYTES = 32768
-    # The same of float rows beside codes, which are few, and of processors other than x86, where nobody measured more.
+    # The same of float rows next to codes, which are few, and of processors other than x86, where more was not measured.
     FEW_ROWS_BYTES = 4096
-    # The same of codes. Between the passes of a tile nothing is fetched, and rows wait for their maxima. On an EPYC Zen 4 (November
-    # 2026, 32/8/128, 1 / 2 threads) 256 tokens take of the time of 128: one token behind 32,768 int4 0.96 / 0.94, k8v4 0.95 / 0.94,
-    # int8 0.95 / 1.01, behind 4,096 0.95 / 0.96, 0.92 / 0.94, 0.94 / 0.91, prompts 0.95 to 0.98. 128 take 0.82 to 0.85 of 64, and on a
-    # Xeon without AMX 0.95 to 1.00 (int8 and k8v4; 1.03 with a head_dim of 256).
+    # The same of codes. Between the passes of a tile nothing is fetched, and rows wait for their maxima.
     CODE_TILE_BYTES = 32768
-    # Most tokens of a tile where a side is expanded before it is read, as nobody has measured more; and where values are not rotated:
-    # the weights of a tile are rounded beside the largest of them, and it is these values that may show it.
+    # Most tokens of a tile where a side is expanded before it is read (more was not measured), and where values are not rotated: the
+    # weights of a tile are rounded to a unit that the largest of them sets, and unrotated values may show it.
     SHORT_TILE = 128
     # Tokens of a tile where one side has 8 bits, on a matrix unit and on processors other than x86.
     INTEGER_TILE = 64

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import kvfast
-from kvfast import llama
-from kvfast.cli.peers import LlamaCpp, parse_cache_types
-from kvfast.cli.plotting import check_plot
-from kvfast.cli.report import as_rows, compression_table, memory_text, plot_scores, retrieval_table, score_table
+from kvfast import evaluation, llama
 from kvfast.core.text import size_text
-from kvfast.llama.compression import evaluate_compressed, parse_methods
-from kvfast.llama.evaluation import FORMATS, bits_per_element
+from kvfast.evaluation.compressed_prompts import evaluate_compressed, parse_methods
+from kvfast.evaluation.llama_cpp_caches import LlamaCpp, parse_cache_types
+from kvfast.evaluation.perplexity import FORMATS, bits_per_element
+from kvfast.evaluation.plotting import check_plot
+from kvfast.evaluation.report import as_rows, compression_table, memory_text, plot_scores, retrieval_table, score_table
+from kvfast.evaluation.retrieval import retrieval_scores, retrieval_task, retrieve_with
 from kvfast.llama.prompts import chat_prompts
-from kvfast.llama.retrieval import retrieval_scores, retrieval_task, retrieve_with
 
 
 def run_generate(args):
@@ -216,14 +216,14 @@ def run_eval(args):
         for tokens in texts:
             room = max(1, len(tokens))
             caches = [kvfast.KVCache(*model.cache_shape, max_seq_len=room, **storage) for storage in storages]
-            per_text.append(llama.evaluate(model, tokens, caches, chunk_size=args.chunk, progress=progress))
+            per_text.append(evaluation.evaluate(model, tokens, caches, chunk_size=args.chunk, progress=progress))
         if types:
             with LlamaCpp(path, model.cache_shape) as peer:
                 for tokens, scores in zip(texts, per_text):
                     scores += peer.evaluate(tokens, types, progress=progress)
                 rotated = peer.rotated
 
-    means = [llama.mean_score(scores) for scores in zip(*per_text)]
+    means = [evaluation.mean_score(scores) for scores in zip(*per_text)]
     title = f"{', '.join(args.text)}: {means[0].num_predictions:,} tokens predicted"
     if args.plot:
         plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
@@ -308,7 +308,7 @@ def _run_compress(args):
             evaluate_compressed(model, tokens, prompt, methods, chunk_size=args.chunk, progress=progress)
             for tokens, prompt in zip(texts, prompts)
         ]
-    means = [llama.mean_score(scores) for scores in zip(*per_text)]
+    means = [evaluation.mean_score(scores) for scores in zip(*per_text)]
     title = f"{means[0].num_predictions:,} predictions behind prompts of {', '.join(f'{prompt:,}' for prompt in prompts)} tokens"
     if args.plot:
         plot_scores(means, args.plot, f"{Path(path).stem}, {means[0].num_predictions:,} predictions")
@@ -407,7 +407,7 @@ def run_calibrate(args):
     _set_threads(args.threads)
     model, tokenizer = llama.load(args.model)
     tokens = tokenizer.encode(text)[: min(args.tokens, model.config.context_length)]
-    calibration = llama.calibrate(model, tokens)
+    calibration = evaluation.calibrate(model, tokens)
     calibration.save(args.out)
     print(f"{calibration!r} of {len(tokens):,} tokens of {args.text}: {size_text(Path(args.out).stat().st_size)} in {args.out}")
 

@@ -8,8 +8,8 @@ from kvfast.core.limits cimport KV_CHUNK_SHIFT, KV_PIECE
 # A chunk of memory with the blocks of one layer from `first` on. The keys of block b of KV head h start at the store's
 # base + k + h * k_head_stride + (b - first) * k_block_stride; the same with v for values.
 #
-# These are distances from one base, not addresses: loading a pointer for each block costs up to a quarter of the
-# bandwidth, measured on a Xeon with AVX-512, perhaps because its prefetcher follows pointers.
+# These are distances from one base, not addresses: loading a pointer for each block costs bandwidth, perhaps because
+# prefetchers follow pointers (bench/bench_attend.py).
 ctypedef struct kv_chunk:
     int32_t first
     Py_ssize_t k               # this and all below in bytes

@@ -27,8 +27,9 @@ class KVFormat:
     dtype : str
         ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"int8"`` or ``"int4"``, or two of them for keys and values,
         ``"int8/int4"``. Integers have one scale per token per KV head, unless `per_channel`. ``"int2"``, ``"int3"``,
-        ``"int5"``, ``"int6"`` and ``"int7"`` are packed without unused bits, and become INT8 when they are read: they
-        save memory, and save time only where memory bandwidth is the limit.
+        ``"int5"``, ``"int6"`` and ``"int7"`` are packed without unused bits. INT2 and INT3 are unpacked in registers as they
+        are multiplied (with AVX2 and above); the others become INT8 when they are read. All save memory, and save time only
+        where memory bandwidth is the limit.
     rotation : {"", "k", "v", "kv"}
         The sides (keys, values) that are rotated by a Hadamard transform of their head_dim elements before encoding, so
         that there are no outliers (QuaRot, arXiv 2404.00456). Queries are rotated like keys, and outputs are rotated

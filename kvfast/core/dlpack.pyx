@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Tensors of other libraries by the C functions that their types offer (``__dlpack_c_exchange_api__`` of DLPack 1.2).
 
-It takes a tenth of a microsecond, where ``tensor.numpy()`` or a capsule take one or more, and NumPy has no bfloat16.
+It is much faster than ``tensor.numpy()`` or a capsule, and NumPy has no bfloat16.
 """
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 

@@ -79,7 +79,7 @@ def _start_of(path):
     """What the paths of parts of a file begin with."""
     folder, name = os.path.split(path)
     if len(os.fsencode(name)) > _MOST_NAME:
-        from hashlib import blake2b  # takes 10 ms, and few names need it
+        from hashlib import blake2b  # slow to import, and few names need it
 
         name = blake2b(os.fsencode(name), digest_size=16).hexdigest()
     return os.path.join(folder, f"{name}.")

@@ -1,7 +1,8 @@
-"""Slow paths, on which a call takes more than 10 % longer than it could. `explain` lists them; ``KVFAST_LOG=1`` logs each once.
+"""Slow paths: each makes a call slower by more than a tenth. `explain` lists them; ``KVFAST_LOG=1`` logs each once.
 
 Paths that cost less in measurements are not listed: queries whose rows are not contiguous, float16 and bfloat16 instead of
-float32, rotation with ``interleaved``, blocks of 16 tokens. Times were measured on a Xeon with AVX-512 VNNI, one thread.
+float32, rotation with ``interleaved``, blocks of 16 tokens. The ratios in the texts are for one thread;
+``python -m kvfast bench`` with ``KVFAST_ISA`` shows those of a machine.
 """
 
 import os

@@ -70,6 +70,7 @@ class Row:
     tier : str
         The best of the machine, as a hypervisor may hide some; empty for any.
     reading : Reading
+        By ``python -m kvfast tune`` on such a processor.
     """
 
     name: str

@@ -31,7 +31,7 @@ class Workers:
         """Begin a call."""
         try:
             if self._pool is None or self._process != os.getpid():
-                from concurrent.futures import ThreadPoolExecutor  # takes 10 ms, and only files need it
+                from concurrent.futures import ThreadPoolExecutor  # slow to import, and only files need it
 
                 self._pool, self._process = ThreadPoolExecutor(self._count, self._name), os.getpid()
             return self._pool.submit(work)

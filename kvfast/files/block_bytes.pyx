@@ -108,7 +108,7 @@ cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict state):
     cdef BlockTable other = table.empty(table.pool)
     other.check_resume_state(length, state)
     other.set_resume_state(length, state)
-    other.kept_codes, other.patched = state.get("kept_tokens", 0), state.get("patches", [])
+    other.kept_codes, other.patched = state.get("kept_codes", 0), state.get("patches", [])
     return other
 
 
@@ -122,7 +122,7 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
         pool.first_blocks = min(pool.first_blocks, max(4 * count, <Py_ssize_t>8))
     table.open(count)
     table.set_resume_state(length, state)
-    table.set_kept_codes(state.get("kept_tokens", 0))
+    table.set_kept_codes(state.get("kept_codes", 0))
     table.set_patches(state.get("patches", []))
     for position in table.pieces(length):
         slot = table.slot(position)

@@ -77,7 +77,7 @@ def write_tensors(tensors, header, path):
             raise OSError(f"cannot write {path}: {error}") from None
 
 
-# Slow imports that only files need are inside the functions: at the top, they made `import kvfast` 40 ms slower.
+# Slow imports that only files need are inside the functions: at the top, they would slow down `import kvfast`.
 
 
 def _results(nbytes, function, calls):
@@ -95,8 +95,8 @@ def remove_file(path):
 
 
 def _drop_pages(path):
-    """Drop the cached pages of a file that is about to be replaced, to make room for those of the new file.
-    Saving 2 GB took 1.9 s with this, and 2.5 s without."""
+    """Drop the cached pages of a file that is about to be replaced, to make room for those of the new file
+    (bench/bench_snapshot.py)."""
     with contextlib.suppress(OSError, AttributeError), open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -14,26 +14,12 @@ from kvfast.files.fields import HEADER, check_fields, parsed
 from kvfast.storage.kinds import storage_of
 from kvfast.storage.settings import SIZED, check_sized, checked_settings
 
-VERSION = 6
+VERSION = 1
 
 
 def json_of(value, **options):
     """JSON of settings, formats included."""
-    return json.dumps(value, default=_fields_of_format, **options)
-
-
-def _fields_of_format(form):
-    """A KVFormat as in a header, where its `block_size` is called ``"block"``; see `_formats_of`."""
-    return {"block" if name == "block_size" else name: value for name, value in form.to_dict().items()}
-
-
-def _formats_of(value):
-    """The formats of a header, with the field names of `KVFormat`."""
-    if isinstance(value, list):
-        return [_formats_of(one) for one in value]
-    if isinstance(value, dict):
-        return {"block_size" if name == "block" else name: one for name, one in value.items()}
-    return value
+    return json.dumps(value, default=lambda form: form.to_dict(), **options)
 
 
 def header_of(settings, buffer, metadata, is_salted=False):
@@ -122,8 +108,6 @@ class Opening:
         try:
             # Without max_seq_len, so that nothing is reserved: a size from a file is not trusted for that.
             given = json.dumps(settings, sort_keys=True)
-            if "dtype" in settings:
-                settings["dtype"] = _formats_of(settings["dtype"])
             self.settings = checked_settings(settings)
             self.buffer = storage_of(self.settings, block_size)
             layout = block_bytes.layout(self.buffer, self.seq_len, self.tables)

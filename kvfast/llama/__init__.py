@@ -1,10 +1,9 @@
 """A small llama-style runtime on kvfast: GGUF models, in NumPy, with a compressed KV cache.
 
-    gguf_file -> weights -> model -> speculative -> generation -> serving
-                                  -> evaluation -> retrieval -> peers, report
-                                  -> documents, calibration
-                                  -> session
-    gguf_file -> tokenizer
+    interop.gguf_file -> weights -> model -> speculative -> generation -> serving
+                                          -> documents
+                                          -> session
+    interop.gguf_file -> tokenizer -> prompts
     fetch
 
 >>> import kvfast
@@ -24,9 +23,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f'kvfast.llama needs the package {error.name}: pip install "kvfast[llama]"', name=error.name) from None
 
-from kvfast.llama.calibration import calibrate
 from kvfast.llama.documents import compute_document, shift_context, splice_documents
-from kvfast.llama.evaluation import CacheScore, evaluate, mean_score
 from kvfast.llama.fetch import FetchError, fetch_model
 from kvfast.llama.generation import Sampler, generate
 from kvfast.llama.model import LlamaModel
@@ -37,7 +34,6 @@ from kvfast.llama.weights import LlamaConfig
 
 __all__ = [
     "BatchGenerator",
-    "CacheScore",
     "FetchError",
     "GGUFFile",
     "LlamaConfig",
@@ -50,13 +46,10 @@ __all__ = [
     "SkipLayers",
     "SpeculationStats",
     "Tokenizer",
-    "calibrate",
     "compute_document",
-    "evaluate",
     "fetch_model",
     "generate",
     "load",
-    "mean_score",
     "shift_context",
     "splice_documents",
 ]

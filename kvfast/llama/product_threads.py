@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SECONDS = 0.05  # of products, after which the share is looked at
-LEAST_SHARE = 0.75  # of its time that a thread gets on processors that nobody else needs; measured: 0.99, with a neighbour 0.6
+LEAST_SHARE = 0.75  # of its time that a thread gets: alone nearly all, with a neighbour less (bench/studies/bench_neighbours.py)
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds with fewer threads until all are tried again, doubled each time that this is in vain
 
 

@@ -62,7 +62,7 @@ class Chain:
         return self.token_ids[start:end].astype("<i8").tobytes()
 
     def _digest(self, person, *parts):
-        from hashlib import blake2b  # takes 10 ms, and only prefixes need it
+        from hashlib import blake2b  # slow to import, and only prefixes need it
 
         state = blake2b(digest_size=32, key=self._secret, person=person)
         for part in parts:

@@ -22,11 +22,8 @@
 #define KV_TARGET_END _Pragma("GCC pop_options")
 #endif
 
-/* The level that prefetches fill where nothing else is chosen. On x86 the second (prefetcht1). Ratio of times to prefetcht0, which
-   fills the first level too, from memory with two threads, one token behind 16,384 others, 32/8/128: on a Xeon with AMX int8 0.96,
-   int4 1.00, float32 0.95 (November 2026); on an EPYC Zen 4, behind 4,096, int8 0.65, int4 0.83, float32 0.57; on an EPYC Zen 5
-   int8 1.06, int4 1.00, float32 1.03. prefetchnta takes 1.9 to 2.7 times as long on the Xeon, no prefetch at all 1.4 to 3 times
-   on all of them. */
+/* The level that prefetches fill where nothing else is chosen. On x86 the second (prefetcht1), which on most processors is at
+   least as fast as the first (prefetcht0). prefetchnta and no prefetch at all are much slower. python -m kvfast tune chooses. */
 #ifndef KV_PREFETCH_LEVEL
 #define KV_PREFETCH_LEVEL (KV_X86 ? 2 : 1)
 #endif

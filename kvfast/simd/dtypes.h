@@ -47,7 +47,7 @@
 enum { KV_DTYPES(KV_NUMBER) KV_NUM_DTYPES };
 #undef KV_NUMBER
 
-enum { KV_FLOAT_ROWS, KV_TILED_CODES, KV_PACKED_CODES }; /* families; packed codes may become INT8 when read, see expand.inc.h */
+enum { KV_FLOAT_ROWS, KV_TILED_CODES, KV_PACKED_CODES }; /* families; few_bits.inc.h and expand.inc.h read packed codes */
 
 typedef struct {
     const char *number, *name; /* "GAUSS4", "int4" */

@@ -1,7 +1,7 @@
 """Which format of kvfast a layer of vLLM has."""
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
 from kvfast import KVFormat, buffer_layout
 from kvfast.planning.engine import VLLM_FORMATS, vllm_format
@@ -11,6 +11,9 @@ FLOATS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 
 MODES = {KVQuantMode[name.upper()]: name for name in VLLM_FORMATS if name != "auto"}
 NAMES = tuple(MODES.values())  # of kv_cache_dtype
+LATENT_MODES = {KVQuantMode.INT8_PER_TOKEN_HEAD: "int8", KVQuantMode.INT4_PER_TOKEN_HEAD: "int4"}
+LATENT_NAMES = tuple(mode.name.lower() for mode in LATENT_MODES)  # of kv_cache_dtype
+SMALLEST_LATENT_BLOCK = 16  # what vLLM sets as block size where it would use its own CPU_MLA
 
 
 class Directions:
@@ -43,3 +46,26 @@ def content_bytes(spec, fmt):
     widest = VLLM_FORMATS.get(MODES.get(spec.kv_quant_mode), fmt)
     size = block_sizes(widest)[0]
     return max(buffer_layout(1, 1, spec.head_size, 1, size, one, v_head_dim=spec.head_size_v).nbytes // size for one in (fmt, widest))
+
+
+def latent_format_of(spec):
+    """The KVFormat of the latent rows of a KVCacheSpec; ValueError for what kvfast does not carry."""
+    if type(spec) is MLAAttentionSpec:
+        fmt = FLOATS.get(spec.dtype) if spec.kv_quant_mode is KVQuantMode.NONE else LATENT_MODES.get(spec.kv_quant_mode)
+        if fmt is not None:
+            return KVFormat.of(fmt)
+    raise ValueError(
+        f"kvfast keeps latent rows as auto, float16, bfloat16, {' or '.join(LATENT_NAMES)}, got {type(spec).__name__} with "
+        f"kv_cache_dtype={spec.cache_dtype_str}; KVFAST_VLLM=0 leaves them to vLLM's own backend"
+    )
+
+
+def latent_block_sizes(spec):
+    """Those that vLLM may choose from for latent rows."""
+    return BLOCK_SIZES if spec is None or spec.block_size % BLOCK_SIZES[0] == 0 else (SMALLEST_LATENT_BLOCK,)
+
+
+def latent_content_bytes(spec, fmt, latent_dim, rope_dim):
+    """Bytes of a token's latent row, the same for all `latent_block_sizes`."""
+    size = latent_block_sizes(spec)[0]
+    return buffer_layout(1, 1, latent_dim, 1, size, fmt, rope_dim=rope_dim).nbytes // size

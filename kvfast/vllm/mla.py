@@ -10,46 +10,18 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
-from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
-from kvfast import KVFormat, PagedMLAKVCache, buffer_layout
-from kvfast.vllm.formats import BLOCK_SIZES, FLOATS
+from kvfast import PagedMLAKVCache
+from kvfast.vllm.formats import LATENT_NAMES, SMALLEST_LATENT_BLOCK, latent_block_sizes, latent_content_bytes, latent_format_of
 from kvfast.vllm.memory import GroupMemory, arrays_of, as_numpy
 
 logger = init_logger("vllm.kvfast")
-
-FORMATS = {KVQuantMode.INT8_PER_TOKEN_HEAD: "int8", KVQuantMode.INT4_PER_TOKEN_HEAD: "int4"}
-NAMES = tuple(mode.name.lower() for mode in FORMATS)  # of kv_cache_dtype
-SMALLEST = 16  # what vLLM sets as block size where it would use its own CPU_MLA
-
-
-def format_of(spec):
-    """The KVFormat of the latent rows of a KVCacheSpec; ValueError for what kvfast does not carry."""
-    if type(spec) is MLAAttentionSpec:
-        fmt = FLOATS.get(spec.dtype) if spec.kv_quant_mode is KVQuantMode.NONE else FORMATS.get(spec.kv_quant_mode)
-        if fmt is not None:
-            return KVFormat.of(fmt)
-    raise ValueError(
-        f"kvfast keeps latent rows as auto, float16, bfloat16, {' or '.join(NAMES)}, got {type(spec).__name__} with "
-        f"kv_cache_dtype={spec.cache_dtype_str}; KVFAST_VLLM=0 leaves them to vLLM's own backend"
-    )
-
-
-def block_sizes(spec):
-    return BLOCK_SIZES if spec is None or spec.block_size % BLOCK_SIZES[0] == 0 else (SMALLEST,)
-
-
-def content_bytes(spec, fmt):
-    """Bytes of a token, the same for all `block_sizes`."""
-    latent_dim, rope_dim = KVFastMLAImpl.parts[spec.head_size]
-    size = block_sizes(spec)[0]
-    return buffer_layout(1, 1, latent_dim, 1, size, fmt, rope_dim=rope_dim).nbytes // size
 
 
 class KVFastMLABackend(CPUMLABackend):
     """In place of CPU_MLA, and of AMX_MLA on CPUs with AMX."""
 
-    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *NAMES]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *LATENT_NAMES]
 
     @classmethod
     def get_supported_head_sizes(cls):
@@ -57,17 +29,18 @@ class KVFastMLABackend(CPUMLABackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
-        return list(block_sizes(kv_cache_spec))
+        return list(latent_block_sizes(kv_cache_spec))
 
     @classmethod
     def supports_block_size(cls, block_size):
-        return block_size is None or block_size % SMALLEST == 0
+        return block_size is None or block_size % SMALLEST_LATENT_BLOCK == 0
 
     @classmethod
     def customize_spec(cls, spec):
         if spec.state_content_bytes is not None:
             return spec
-        return replace(spec, state_content_bytes=content_bytes(spec, format_of(spec)))
+        fmt = latent_format_of(spec)
+        return replace(spec, state_content_bytes=latent_content_bytes(spec, fmt, *KVFastMLAImpl.parts[spec.head_size]))
 
     @staticmethod
     def get_impl_cls():
@@ -99,7 +72,7 @@ class KVFastMLAMetadataBuilder(AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, MLAAttention, layer_names)
-        layers, fmt = [named[name] for name in layer_names], format_of(kv_cache_spec)
+        layers, fmt = [named[name] for name in layer_names], latent_format_of(kv_cache_spec)
 
         def new_pool(buffer):
             num_blocks, block_size, _ = buffer[0].shape
@@ -111,7 +84,7 @@ class KVFastMLAMetadataBuilder(AttentionMetadataBuilder):
         logger.info_once(
             "kvfast keeps latent rows as %s, %d bytes per token (kv_cache_dtype=%s)",
             str(fmt),
-            content_bytes(kv_cache_spec, fmt),
+            latent_content_bytes(kv_cache_spec, fmt, *KVFastMLAImpl.parts[kv_cache_spec.head_size]),
             vllm_config.cache_config.cache_dtype,
         )
 

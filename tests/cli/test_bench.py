@@ -16,6 +16,7 @@ from kvfast.cli.bench import baseline as baselines
 from kvfast.cli.bench import measure as measuring
 from kvfast.cli.bench.baseline import STANDARD, Baseline, Outcome, check, find_baseline, short_of
 from kvfast.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
+from kvfast.cli.bench.json_file import json_text
 from kvfast.cli.bench.measure import interleaved, measure
 
 TINY = Model("tiny", 2, 4, 2, 32)
@@ -313,6 +314,16 @@ def test_tables_and_json(tmp_path):
         for form in ("float16", "int4")
     ]
     assert all(row["seconds"] > 0 and 0 < row["compute_fraction"] and row["model"] == "SmolLM2-135M" for row in report["results"])
+
+
+def test_json_has_one_line_per_result():
+    rows = [{"name": f"row {i}", "seconds": i / 3, "of": {"int8": 1.5, "int4": None}, "list": [1, 2]} for i in range(3)]
+    report = {"cpu": "one \u00e9", "rows": rows, "deep": {"within": {"rows": rows[:1]}}, "empty": [], "long": list(range(300))}
+    text = json_text(report)
+    assert json.loads(text) == report
+    lines = [line.strip().rstrip(",") for line in text.splitlines()]
+    assert [line for line in lines if line.startswith('{"name"')] == [json.dumps(row) for row in [*rows, rows[0]]]
+    assert max(map(len, lines)) <= 480
 
 
 def test_every_work_and_format():

@@ -310,7 +310,7 @@ def test_eval_json(model, text):
 
 
 def test_eval_formats(model, text):
-    from kvfast.llama.evaluation import FORMATS
+    from kvfast.evaluation.perplexity import FORMATS
 
     def results(*args):
         code, out, err = run_here("eval", "--model", model, "--text", text, "--tokens", 40, "--json", *args)

@@ -192,7 +192,7 @@ def test_tensors_lie_as_told(tmp_path):
 def test_header(written):
     headers = [json.loads(written(name)[1]["kvfast"]) for name in CACHES]
     for header in headers:
-        assert set(header) == set(named("header")) - {"salted"} and header["version"] == 6
+        assert set(header) == set(named("header")) - {"salted"} and header["version"] == 1
     settings, inside = set().union(*(one["settings"] for one in headers)), Counter()
     for name in ("rope", "config"):
         inside += Counter(set().union(*(one["settings"].get(name) or {} for one in headers)))

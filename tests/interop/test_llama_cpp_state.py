@@ -148,7 +148,7 @@ def test_damaged_states(rng, transposed, tmp_path):
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
 def test_texts_go_on_in_the_other_runtime(smollm2, kind):
     pytest.importorskip("llama_cpp")
-    from kvfast.cli.peers import CacheTypes, LlamaCpp, _Context
+    from kvfast.evaluation.llama_cpp_caches import CacheTypes, LlamaCpp, _Context
 
     path, model, tokenizer = smollm2
     prompt = tokenizer.encode("The capital of France is Paris, and the capital of Italy is")

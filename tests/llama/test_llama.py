@@ -1,4 +1,4 @@
-"""kvfast.llama: files, tokenizers, the model, generation, evaluation and fetching."""
+"""kvfast.llama: files, tokenizers, the model, generation and fetching."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,6 @@ import pytest
 
 pytest.importorskip("gguf")
 pytest.importorskip("tokenizers")
-from selection import exhaustive
 
 import kvfast
 from kvfast import llama
@@ -574,80 +573,6 @@ def test_requests_that_cannot_be_served_are_refused(tiny_model):
         server.add([], 5)
     with pytest.raises(ValueError, match="20 tokens and 13 more do not fit a pool of 32"):
         server.add([1] * 20, 13)
-
-
-# --- evaluation --------------------------------------------------------------------------------
-
-
-def test_evaluation_equals_its_definition(tiny_model):
-    model, _ = tiny_model
-    model.batch_invariant = True  # `evaluate` puts all caches into one batch
-    tokens = np.random.default_rng(7).integers(0, model.config.vocab_size, 150)
-
-    def log_probabilities(dtype):
-        logits = model.logits(model.forward(tokens[:-1], new_cache(model, dtype))).astype(np.float64)
-        return logits - np.log(np.exp(logits).sum(1, keepdims=True))
-
-    p, q = log_probabilities("float32"), log_probabilities("int4")
-    (score,) = llama.evaluate(model, tokens, [new_cache(model, "int4")], chunk_size=512)
-    assert score.dtype == "int4"
-    assert score.num_predictions == 149
-    assert score.nll_float32 == pytest.approx(-p[np.arange(149), tokens[1:]].mean(), rel=1e-6)
-    assert score.nll == pytest.approx(-q[np.arange(149), tokens[1:]].mean(), rel=1e-6)
-    assert score.nll_difference == score.nll - score.nll_float32
-    assert score.kl == pytest.approx((np.exp(p) * (p - q)).sum(1).mean(), rel=1e-4)
-    assert score.top1 == (p.argmax(1) == q.argmax(1)).mean()
-
-
-def test_evaluation_of_several_caches_in_chunks(tiny_model):
-    model, _ = tiny_model
-    tokens = np.random.default_rng(8).integers(0, model.config.vocab_size, 150)
-    done = []
-    caches = [new_cache(model, dtype) for dtype in ("float32", "int8", "int4")]
-    exact, int8, int4 = llama.evaluate(model, tokens, caches, chunk_size=40, progress=done.append)
-    assert done == [40, 40, 40, 29]
-    assert abs(exact.kl) < 1e-9
-    assert exact.top1 == 1
-    assert exact.kl < int8.kl < int4.kl
-    assert int8.bytes_per_token > int4.bytes_per_token
-    (alone,) = llama.evaluate(model, tokens, [new_cache(model, "int8")])
-    assert alone.kl == pytest.approx(int8.kl, rel=1e-3)
-
-
-def test_bits_per_element_count_all_bytes_in_use(tiny_model):
-    model, _ = tiny_model
-    cache = new_cache(model, "int8")
-    (score,) = llama.evaluate(model, list(range(101)), [cache])
-    elements = 2 * cache.num_layers * cache.entry_size
-    nbytes = getattr(cache, "nbytes_used", 100 * cache.bytes_per_token)
-    assert score.bits_per_element == 8 * nbytes / (100 * elements)
-
-
-def test_mean_score_weighs_texts_by_their_predictions():
-    first = llama.CacheScore("int8", 100, 3.0, 2.0, 0.1, 0.9, 12, 9.0)
-    second = llama.CacheScore("int8", 300, 5.0, 4.0, 0.5, 0.5, 12, 8.0)
-    mean = llama.mean_score([first, second])
-    assert (mean.dtype, mean.num_predictions, mean.bytes_per_token) == ("int8", 400, 12)
-    assert (mean.nll, mean.nll_float32, mean.nll_difference) == (4.5, 3.5, 1.0)
-    assert (mean.kl, mean.top1, mean.bits_per_element) == pytest.approx((0.4, 0.6, 8.25))
-    assert llama.mean_score([first]) == first
-
-
-def test_evaluation_needs_two_tokens(tiny_model):
-    model, _ = tiny_model
-    with pytest.raises(ValueError, match="at least two tokens"):
-        llama.evaluate(model, [1], [new_cache(model)])
-
-
-@pytest.mark.model
-@exhaustive
-def test_smollm2_int8_cache_is_faithful(smollm2):
-    _, model, tokenizer = smollm2
-    (score,) = llama.evaluate(model, tokenizer.encode(reference["TEXT"]), [new_cache(model, "int8")])
-    assert 2.5 < score.nll_float32 < 3.5
-    assert abs(score.nll_difference) < 0.02
-    assert 0 < score.kl < 0.003
-    assert score.top1 > 0.93
 
 
 # --- fetching ----------------------------------------------------------------------------------

@@ -80,3 +80,58 @@ def copied(rooms, folder, file, text):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(path.read_text() + (f"\n{text}\n" if path == rooms.PACKAGE / file else ""))
     return folder / "kvfast"
+
+
+MACHINES = (
+    r"EPYC|Ryzen|Threadripper|Xeon|Zen ?[1-9]|Bulldozer|(?:Sapphire|Emerald|Granite) Rapids|"
+    r"(?:Cascade|Cooper|Ice|Sky|Alder|Arrow|Raptor) ?[Ll]ake|Haswell|Broadwell|Graviton|Neoverse|Cortex|Apple M[1-9]|Core i[3579]"
+)
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+DATES = rf"(?:{MONTHS}) (?:\d\d?, )?20\d\d|20\d\d-\d\d-\d\d|\b202[4-9]\b"
+FIGURES = r"\d of the time\b|\d %? ?(?:of the time|longer|faster|slower)\b|\d (?:us|ns)\b"
+LABELS = re.compile(r"^TABLE = \(\n.*?^\)\n", re.MULTILINE | re.DOTALL)
+
+
+def told(text):
+    """Machines, dates and measured times that a text names."""
+    return re.findall(rf"{MACHINES}|{DATES}|{FIGURES}", text)
+
+
+def test_sources_name_no_machine_no_date_and_no_measured_time(rooms):
+    """These belong into commits and the pages of performance: a constant has a reason, and the bench that sets it. The one exception
+    is the table of `core/tuning.py`, whose rows are processors: their labels are what `kvfast.config()` shows."""
+    kinds = {".py", ".pyi", ".pyx", ".pxd", ".h", ".c"}
+    paths = [path for path in rooms.PACKAGE.rglob("*") if path.suffix in kinds]
+    sources = [path for path in paths if path.suffix != ".c" or not path.with_suffix(".pyx").exists()]
+    assert len(sources) > 200
+    found = []
+    for path in sources:
+        text, name = path.read_text(encoding="utf-8"), str(path.relative_to(rooms.PACKAGE))
+        if name == "core/tuning.py":
+            (table,) = LABELS.findall(text)
+            assert told(table) and not re.findall(f"{DATES}|{FIGURES}", table)
+            text = text.replace(table, "")
+        found += [f"{name}: {one}" for one in told(text)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "128 rows take 0.94 on an EPYC",
+        "(Zen 5, int8)",
+        "a Xeon without AMX",
+        "Sapphire Rapids",
+        "(November 2026)",
+        "on 2026-11-26",
+        "0.95 of the time of vectors",
+        "nested loops take 8 % longer",
+        "0.4 us more",
+    ],
+)
+def test_a_machine_a_date_or_a_time_is_found(text):
+    assert told(text)
+
+
+def test_papers_sizes_and_shares_are_no_figures():
+    assert told("(KIVI, arXiv 2402.00456; Wilson 1927; OSDI 2022), 2048 tokens, 95 % intervals, more than 15 % below") == []

@@ -252,6 +252,15 @@ def test_pictures_are_those_of_the_json(docs_script):
             assert drawn == committed, f"{name}.svg: run python docs/pictures.py"
 
 
+def test_a_package_without_words_is_not_left_out_of_the_picture(docs_script, monkeypatch):
+    pytest.importorskip("matplotlib")
+    diagrams = docs_script("diagrams")
+    assert {room for floor in diagrams.rooms_data()["floors"] for room in floor} == set(docs_script("rooms").FLOOR_OF) - {"__main__"}
+    monkeypatch.delitem(diagrams.WORDS, "prompts")
+    with pytest.raises(ValueError, match="prompts"):
+        diagrams.rooms_data()
+
+
 @pytest.mark.parametrize("page", ["#ffffff", "#0d1117", "#131416"], ids=["white", "GitHub, dark", "the site, dark"])
 def test_pictures_can_be_read_on_any_page(page, docs_script):
     """Nothing is painted behind them, and the contrast is what WCAG asks of graphics, of text a little more."""

@@ -54,13 +54,13 @@ class Reader:
         names = form["dtype"].split("/")
         dtype, dim = names[0] if side == "k" else names[-1], self.dims[layer][side == "v"]
         together = [one for one, group in zip(self.formats, self.group) if group == self.group[layer]]
-        whole, seals = any("block" in one for one in together), "block" in form
+        whole, seals = any("block_size" in one for one in together), "block_size" in form
         skipped = table["skipped_blocks"]
         windowed = "evicted_tokens" in table
         sinks = -(-self.settings.get("num_sink_tokens", 0) // size) if windowed else 0
-        encoded = max(table["coded_tokens"], length // size * size) if whole else length
+        encoded = max(table["floats_begin"], length // size * size) if whole else length
         full = (encoded - skipped * size) // size
-        end = max(encoded, table["coded_tokens"] + table["kept_tokens"]) if seals else length
+        end = max(encoded, table["floats_begin"] + table["kept_codes"]) if seals else length
         tails = -(-(end - skipped * size) // size) - full
         heads = self.heads[layer]
         start = f"layers.{layer:0{len(str(self.num_layers - 1))}}.{side}."
@@ -69,7 +69,7 @@ class Reader:
             tail = self.take(f"{start}tail", tails * heads).reshape(tails, heads, -1)
             blocks = [np.concatenate([one, tail[:, head]]) for head, one in enumerate(blocks)]
         codes = np.stack([self.decode(one, form, side, dtype, dim) for one in blocks], axis=1)
-        begin = table["coded_tokens"] if seals else length
+        begin = table["floats_begin"] if seals else length
         patches = dict(table.get("patches", [])) if seals else {}
         pieces, floats = {}, None
         if seals or "num_float_tokens" in form:
@@ -106,10 +106,10 @@ class Reader:
             found.append(0)
         if whole:
             for index, n in table.get("patches", []):
-                if index * self.block_size >= table["coded_tokens"]:
+                if index * self.block_size >= table["floats_begin"]:
                     continue  # among those that follow
                 found += range(index * self.block_size + n // 16 * 16, min((index + 1) * self.block_size, length), 16)
-            found += range(table["coded_tokens"] // 16 * 16, length, 16) if table["coded_tokens"] < length else []
+            found += range(table["floats_begin"] // 16 * 16, length, 16) if table["floats_begin"] < length else []
         return list(dict.fromkeys(found))
 
     def decode(self, blocks, form, side, dtype, dim):

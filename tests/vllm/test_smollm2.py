@@ -1,6 +1,8 @@
 """SmolLM2 in vLLM with kvfast's cache: the texts of vLLM's own backend, and of kvfast's own runtime on the same format."""
 
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,10 +10,12 @@ import pytest
 pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 pytest.importorskip("gguf", reason="the model is a GGUF file")
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+from llama_folder import save_folder
 from vllm_engines import SamplingParams, TokensPrompt, in_engine
 
 import kvfast
-from kvfast.cli.bench.llama_folder import save_folder
 from kvfast.llama.prompts import chat_prompts
 from kvfast.planning.engine import VLLM_FORMATS
 

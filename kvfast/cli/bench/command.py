@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,9 +12,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import kvfast
 from kvfast.cli.bench.baseline import STANDARD, TOLERANCE, Baseline, check, find_baseline, short_of
 from kvfast.cli.bench.cases import FORMATS, LEAST_BYTES, MODELS, WORKS, Case
+from kvfast.cli.bench.json_file import write_json
 from kvfast.cli.bench.measure import cpu_name, default_threads, measure
 from kvfast.cli.bench.report import as_json, machine_text, plot, tables
-from kvfast.cli.plotting import check_plot
+from kvfast.evaluation.plotting import check_plot
 
 # What is measured when nothing else is said: (contexts, most of prefill), and with --short.
 CONTEXTS = (1024, 4096, 16384, 65536)
@@ -136,7 +136,7 @@ def _baseline_to_write(path, megabytes):
 
 def _write_json(path, report):
     if path:
-        Path(path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(path, report)
 
 
 def _check_folder(path):

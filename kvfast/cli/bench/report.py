@@ -10,7 +10,7 @@ from rich.table import Table
 
 import kvfast
 from kvfast.cli.bench.measure import cpu_name
-from kvfast.cli.plotting import new_figure
+from kvfast.evaluation.plotting import new_figure
 
 TITLES = {
     "decode": "decode: one token attends to the context",

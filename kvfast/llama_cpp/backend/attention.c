@@ -12,8 +12,7 @@ enum {
     TILE_BYTES = 64 << 10,      /* of keys, of stored rows with those to come: stays in the second cache */
     DECODED_BYTES = 16 << 10,   /* the same of decoded rows, in the first one */
     SERIAL_BYTES = 64 << 10,    /* a second thread does not pay for less */
-    PRODUCT_ROWS = 3 * KV_ROWS, /* fewest query rows for which panels pay without one: on an EPYC Zen 4, 9/3/64, 48 rows take
-                                   0.81 (q4_0) to 0.94 (f16) of the time, 24 rows 0.88 to 1.16 */
+    PRODUCT_ROWS = 3 * KV_ROWS, /* fewest query rows for which panels pay without one; bench/bench_ggml_attention.py sets these */
 };
 
 static float option(const struct ggml_tensor *op, int i)

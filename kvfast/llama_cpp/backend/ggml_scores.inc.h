@@ -7,7 +7,7 @@
 enum { KV(CODES_8), KV(CODES_4) };
 
 /* 16 bytes of 16 tokens as 4 lines: dword t of line i is dword i of token t. The lanes of a vector come from memory, so that half of
-   the shuffles are loads: 0.66 of the time on an EPYC Zen 4. */
+   the shuffles are loads (bench/bench_ggml_attention.py). */
 static inline __attribute__((always_inline)) void KV(transpose_bytes)(const char *bytes, ptrdiff_t stride, kv_lines *ahead, vi lines[4])
 {
     vi x[4]; /* of tokens i, 4 + i, 8 + i and 12 + i */

@@ -11,8 +11,8 @@ static const char *stored_rows(const side *s, const task *t, int64_t token)
 }
 
 /* What kernels fetch while they read `count` tokens from `token` on: as much of the same tokens of the next split, in the order of
-   memory, where heads that lie side by side share their lines. On a Xeon, q8_0 takes 0.78 to 0.82 of the time that it takes with
-   the rows of the next tile; on an EPYC Zen 5, f16 0.6 to 0.8. */
+   memory, where heads that lie side by side share their lines. To fetch the rows of the next tile is slower
+   (bench/bench_ggml_attention.py). */
 static kv_lines lines_ahead(const side *s, const task *t, int64_t token, int count)
 {
     const struct ggml_tensor *x = s->tensor;

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 PREFIX, HITS = b"kvfast:", b"kvfast:hits:"
 HITS_SECONDS = 30 * 86400  # that a count of uses stays after the last one; its value may have been removed long before
-# Commands that are sent before their answers are there. A server copies what it cannot send yet: asking for 40 values of 1.6 MB at
-# once took 1.6 times as long as asking for the next one while one comes, or more.
+# Commands that are sent before their answers are there. A server copies what it cannot send yet, so asking for many large
+# values at once is slower than asking for the next one while one comes (bench/bench_store.py).
 LEAST_AHEAD, MOST_AHEAD, BYTES_AHEAD = 2, 1000, 1 << 20
 SCANNED = 1000  # keys that are listed at once
 # What redis-py makes of answers that no Redis server gives.

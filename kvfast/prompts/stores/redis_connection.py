@@ -37,7 +37,7 @@ def connection_class(base: type) -> type:
                 self._timed.deadline = time.monotonic() + self._timeout
 
         def read_value(self) -> bytearray | None:
-            """The answer to GET. What redis-py would copy three times comes straight to its memory, in a sixth of the time on a processor."""
+            """The answer to GET. The bytes that redis-py would copy three times come straight to their memory."""
             try:
                 return self._timed.read_value()
             except TimeoutError as error:

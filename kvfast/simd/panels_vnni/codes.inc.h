@@ -4,8 +4,8 @@
    KV_MAX_HEAD_DIM elements are summed up in one set, and the values of a whole tile under one unit of the weights:
        |sum q k| <= 512 * 32767 * 127 = 2 130 641 408 < 2^31,
        |sum w v| <= 128 * 32639 * 127 = 530 580 000 < 2^31.
-   The norm of queries is limited only where other keys are beside them: without the limit their rounding is half as large, and prompts
-   of SmolLM2 in int8 take 0.92 of the time.
+   The norm of queries is limited only where other keys are next to them: without the limit their rounding is half as large, and
+   prompts of a model are faster (bench/studies/bench_model.py).
    Keys with channel scales are rounded to words as float rows are. Packed codes are expanded to INT8 before, and values of latent rows
    are their keys, transposed. */
 

@@ -42,7 +42,7 @@ static inline int KV(find_seen)(const kv_panel *panel, int whole, int *begin, in
 }
 
 /* As add_words for two groups of tokens from `group` on, two lanes of values and 4 rows from `row` on. The panel's sums are loaded and
-   stored for both at once: 0.93 of the time of a prompt on an EPYC Zen 5. All four groups at once, for 2 rows, take 1.2 of it. */
+   stored for both at once. All four groups at once, for 2 rows, are slower (python -m kvfast bench --work prefill). */
 static inline void KV(add_two_groups)(const int8_t *values, const KV(word_weights) *w, int group, int row, const float *rescale,
                                       float *acc)
 {

@@ -24,7 +24,7 @@ static void KV(prepare_words)(const kv_side *side, const float *rows, const kv_s
 }
 
 /* Products of 8 keys with the rows of one panel or two, over `lines` pairs of elements from element d on. The sums stay in registers.
-   Two panels load a key once: 0.96 of the time of a prompt on an EPYC Zen 5, where two loads go with two products. */
+   Two panels load a key once (python -m kvfast bench --work prefill). */
 static inline __attribute__((always_inline)) void KV(multiply_keys)(const KV(word_queries) *queries, const int panels, int d,
                                                                     const int8_t *keys, int lines, vi sums[2][8])
 {

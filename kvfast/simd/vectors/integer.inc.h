@@ -8,8 +8,8 @@ static inline __attribute__((always_inline)) vf KV(load_scales)(const char *scal
 }
 
 /* Multiplies (INT_VECTORS or 1) x W lanes by `rows` rows of activations over `lines` 64-byte lines: from base +
-   block[0] on, or with `gather` block_lines of each block. (Without gather a single loop is used: nested loops
-   take 8 % longer.) */
+   block[0] on, or with `gather` block_lines of each block. (Without gather a single loop is used: nested
+   loops are slower, see bench/bench_attend.py.) */
 static inline __attribute__((always_inline)) void KV(dot_lines)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int lines, const int gather, int block_lines,
     const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, const int level,
@@ -22,7 +22,7 @@ static inline __attribute__((always_inline)) void KV(dot_lines)(
         const int here = gather && block_lines < lines ? block_lines : lines;
         for (int line = 0; line < here; line++) {
             kv_prefetch_lines(ahead, (vectors * W + KV_LANES - 1) / KV_LANES, level);
-            if (dtype == KV_INT8 && W == KV_LANES) { /* load after the products of the last load: 5 % faster from memory */
+            if (dtype == KV_INT8 && W == KV_LANES) { /* load after the products of the last load: faster from memory */
                 KV_FOR4(v, vectors,
                     const vwide wide = vcodes_widen(vcodes_bytes(vcodes_load(codes + v * tile_bytes)));
                     KV_FOR4(r, rows, vacc_dot(a[r][v], b[r][v], wide, x + 8 * r);););
@@ -54,8 +54,7 @@ static inline __attribute__((always_inline)) void KV(dot_lines)(
     KV_FOR4(r, rows, KV_FOR4(v, vectors, out[r][v] = vacc_total(a[r][v], b[r][v]);););
 }
 
-/* The loops are there for each level: 0.97 to 0.99 of the time of nibbles with a branch in them, which competes with the products
-   for ports, and 11 % more code (Xeon, tier avx512_vbmi); 0.96 to 1.00 on an EPYC Zen 5, level 1. */
+/* The loops are there for each level, because a branch in them competes with the products for ports (bench/bench_attend.py, int4). */
 static inline __attribute__((always_inline)) void KV(dot_panel)(
     const char *base, const ptrdiff_t *block, ptrdiff_t tile_bytes, int lines, const int gather, int block_lines,
     const int dtype, const int8_t *x, const int rows, const int vectors, const char *ahead, vi out[KV_PANEL][4])

@@ -34,7 +34,7 @@ cdef class PrefixIndex:
 
     def digests(self, token_ids, Py_ssize_t block_size, salt=b"", known=()):
         """Digests of the full blocks of `token_ids`. `known` are the first digests, if computed already."""
-        from hashlib import blake2b  # here, as it takes 10 ms and only prefixes need it
+        from hashlib import blake2b  # here, as it is slow to import and only prefixes need it
 
         cdef Py_ssize_t start
         tokens = np.asarray(token_ids, np.int64)

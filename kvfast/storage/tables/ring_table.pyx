@@ -122,7 +122,7 @@ cdef class RingTable(BlockTable):
             raise ValueError(f"the state of a ring must fit its window of {self.window}, {self.num_sink_tokens} sink tokens and "
                              f"{length} tokens, got {shown(state)}")
         if self.pool.seals and skipped and (
-                state["coded_tokens"] < (self.sink_blocks + skipped) * size
+                state["floats_begin"] < (self.sink_blocks + skipped) * size
                 or any([self.sink_blocks <= index < self.sink_blocks + skipped for index, _ in state.get("patches", [])])):
             raise ValueError(f"the state of a ring must fit the {skipped} blocks that it has dropped, got {shown(state)}")
         return (length + size - 1) // size - skipped

@@ -219,14 +219,14 @@ cdef class TokenStates(BlockMap):
 
     cdef dict resume_state(self):
         """What a file stores of a table besides its blocks, for `set_resume_state`."""
-        floats_begin = {"coded_tokens": self.floats_begin, "kept_tokens": self._kept_codes()} if self.pool.seals else {}
+        floats_begin = {"floats_begin": self.floats_begin, "kept_codes": self._kept_codes()} if self.pool.seals else {}
         patches = [list(patch) for patch in self.patches(self.length)]
         return {"skipped_blocks": self.skipped} | floats_begin | ({"patches": patches} if patches else {})
 
     cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
         """Become a sequence of `length` tokens, after `check_resume_state`. The caller takes its blocks."""
         cdef Py_ssize_t i
-        self.skipped, self.length, self.floats_begin = state["skipped_blocks"], length, state.get("coded_tokens", 0)
+        self.skipped, self.length, self.floats_begin = state["skipped_blocks"], length, state.get("floats_begin", 0)
         for i in range(self.pool.num_layers):
             self.lengths[i] = length
         return 0
@@ -243,14 +243,14 @@ cdef class TokenStates(BlockMap):
         if not self.pool.seals:
             return state
         # Tokens that no query reads as floats have no float rows. So few tokens have them, however long the file claims to be.
-        floats_begin = check_count(state.get("coded_tokens"), "coded_tokens", self.floats_begin_at(length), length)
+        floats_begin = check_count(state.get("floats_begin"), "floats_begin", self.floats_begin_at(length), length)
         if floats_begin != length and floats_begin % self.pool.block_size:
-            raise ValueError(f"coded_tokens must be all {length} tokens or a multiple of the block size {self.pool.block_size}, "
+            raise ValueError(f"floats_begin must be all {length} tokens or a multiple of the block size {self.pool.block_size}, "
                              f"got {floats_begin}")
         kept_codes = min(length - floats_begin, self.pool.block_size)
-        check_count(state.get("kept_tokens"), "kept_tokens", 0, kept_codes)
+        check_count(state.get("kept_codes"), "kept_codes", 0, kept_codes)
         self._check_patches(floats_begin, length, state.get("patches", []))
-        return {name: value for name, value in state.items() if name not in ("coded_tokens", "kept_tokens", "patches")}
+        return {name: value for name, value in state.items() if name not in ("floats_begin", "kept_codes", "patches")}
 
     def _check_patches(self, Py_ssize_t floats_begin, Py_ssize_t length, patches):
         """Check that each patch is in a block of its own, which is full or below the coded tokens."""

@@ -1,8 +1,10 @@
 """Attention on the keys, values and queries of a model beside Gaussian ones, which need no refinement.
 
-    python bench/bench_model.py TEXT [--tokens 4096] [--formats int8,float16]
+    python bench/studies/bench_model.py TEXT [--tokens 4096] [--formats int8,float16]
 
 TEXT is a file in any language. Times are medians over rounds, microseconds a layer of SmolLM2-135M; Gaussian and real rows take turns.
+
+Belongs to the commit 2371c2e, "A bench times attention on a model's own rows beside Gaussian ones; a long line is broken".
 """
 
 import argparse

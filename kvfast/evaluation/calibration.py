@@ -1,4 +1,4 @@
-"""Calibrates the caches of a model on a text."""
+"""Calibrates the caches of a model on a text: the moments of its keys and queries."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import kvfast
 from kvfast.compression.compressor import square_sum
-from kvfast.llama.evaluation import CacheScore, compare
+from kvfast.evaluation.perplexity import CacheScore, compare
 
 # What `python -m kvfast eval --compress all` stands for.
 METHODS = (

@@ -1,8 +1,7 @@
-"""The report of `python -m kvfast eval`: llama.cpp's caches beside kvfast's, and the plot."""
+"""The caches of llama.cpp, scored like those of kvfast."""
 
 import contextlib
 import ctypes
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,15 +12,11 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("rich")
 
 import kvfast
-from kvfast import llama
-from kvfast.cli import peers, report
-from kvfast.cli.peers import CacheTypes, LlamaCpp, parse_cache_types
+from kvfast import evaluation
+from kvfast.evaluation import llama_cpp_caches
+from kvfast.evaluation.llama_cpp_caches import CacheTypes, LlamaCpp, parse_cache_types
 
 TOKENS = np.random.default_rng(0).integers(0, 250, 150).tolist()
-
-
-def score(dtype, bits, kl, runtime="kvfast", count=10):
-    return llama.CacheScore(dtype, count, 3.0 + kl, 3.0, kl, 0.9, 100, bits, runtime)
 
 
 STANDS_FOR = {0: "float32", 8: "int8", 2: "int4"}  # by ggml's numbers
@@ -71,7 +66,7 @@ class FakeBindings:
 
     def llama_init_from_model(self, model, options):
         rotates = options.type_k != 0
-        peers._log.extend(["llama_kv_cache: ", f"attn_rot_k = {rotates:d}, n\n", "last words\n"])
+        llama_cpp_caches._log.extend(["llama_kv_cache: ", f"attn_rot_k = {rotates:d}, n\n", "last words\n"])
         if self.fail == "context" and rotates:
             return None
         names = [STANDS_FOR[number] for number in (options.type_k, options.type_v)]
@@ -118,12 +113,9 @@ class FakeBindings:
 @pytest.fixture
 def bindings(tiny_model, monkeypatch):
     fake = FakeBindings(tiny_model[0])
-    monkeypatch.setattr(peers, "_library", lambda: fake)
-    peers._log.clear()
+    monkeypatch.setattr(llama_cpp_caches, "_library", lambda: fake)
+    llama_cpp_caches._log.clear()
     return fake
-
-
-# --- llama.cpp ---------------------------------------------------------------------------------
 
 
 def test_cache_types_are_parsed():
@@ -131,7 +123,7 @@ def test_cache_types_are_parsed():
     assert types == [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "q4_0")]
     assert [str(pair) for pair in types] == ["f16", "q8_0", "q8_0/q4_0"]
     assert [pair.bits for pair in types] == [(16, 16), (8.5, 8.5), (8.5, 4.5)]
-    assert all(sum(CacheTypes(name, name).bits) for name in peers.CACHE_TYPES)
+    assert all(sum(CacheTypes(name, name).bits) for name in llama_cpp_caches.CACHE_TYPES)
     for wrong in ("", "q8_0,", "int8", "q8_0/q4_0/q4_0", "/q8_0"):
         with pytest.raises(ValueError, match="f16"):
             parse_cache_types(wrong)
@@ -152,7 +144,7 @@ def test_llama_cpp_is_scored_as_kvfast_is(tiny_model, bindings, chunk_size):
         kvfast.KVCache(*model.cache_shape, max_seq_len=150, k_dtype=k, v_dtype=v)
         for k, v in [("float32",) * 2, ("int8",) * 2, ("int8", "int4"), ("int4",) * 2]
     ]
-    for found, expected in zip(scores, llama.evaluate(model, TOKENS, caches, chunk_size=chunk_size), strict=True):
+    for found, expected in zip(scores, evaluation.evaluate(model, TOKENS, caches, chunk_size=chunk_size), strict=True):
         for name in ("num_predictions", "nll", "nll_float32", "kl", "top1"):
             assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-5, abs=1e-6)
     assert [found.name for found in scores] == [f"llama.cpp {pair}" for pair in types]
@@ -166,7 +158,7 @@ def test_llama_cpp_scores_several_texts(tiny_model, bindings):
         with pytest.raises(ValueError, match="two tokens"):
             peer.evaluate([1], [CacheTypes("q4_0", "q4_0")])
     assert bindings.all_freed() and peer.rotated == ["q4_0"]
-    mean = llama.mean_score([first, second])
+    mean = evaluation.mean_score([first, second])
     assert mean.num_predictions == 149 + 49 and mean.runtime == "llama.cpp"
     assert mean.kl == pytest.approx((149 * first.kl + 49 * second.kl) / 198)
 
@@ -174,55 +166,8 @@ def test_llama_cpp_scores_several_texts(tiny_model, bindings):
 @pytest.mark.parametrize("step", ["quantize", "load", "context", "decode"])
 def test_llama_cpps_failures_are_told_and_free_everything(tiny_model, bindings, step):
     bindings.fail = step
-    peers._log.append("last words\n")
+    llama_cpp_caches._log.append("last words\n")
     with pytest.raises(RuntimeError, match=r"^llama\.cpp .*: last words$"), contextlib.ExitStack() as stack:
         peer = stack.enter_context(LlamaCpp("model.gguf", tiny_model[0].cache_shape))
         peer.evaluate(TOKENS, [CacheTypes("q8_0", "q8_0")])
     assert bindings.all_freed()
-
-
-# --- table and plot ----------------------------------------------------------------------------
-
-SCORES = [
-    score("bfloat16", 16, 6e-5),
-    score("int8", 8.5, 1e-3),
-    score("int8/int4", 6.5, 6.2e-3),
-    score("int4", 4.5, 0.055),
-    score("int4-plain", 4.5, 0.33),
-    score("f16", 16, 8e-7, "llama.cpp"),
-    score("q8_0", 8.5, 9e-4, "llama.cpp"),
-    score("q8_0/q4_0", 6.5, 6e-3, "llama.cpp"),
-    score("q4_0", 4.5, 0.06, "llama.cpp"),
-    score("iq4_nl", 4.5, 0.05, "llama.cpp"),
-]
-
-
-def test_table_has_a_float_row_for_each_runtime():
-    table = report.score_table(SCORES, (30, 3, 64))
-    names, bits = (list(table.columns[index].cells) for index in (0, 5))
-    assert names[:2] == ["float32", "bfloat16"] and names[6:8] == ["llama.cpp f32", "llama.cpp f16"]
-    assert (bits[0], bits[2], bits[6]) == ("32.00", "8.50", "32.00")
-
-
-def test_labels_of_the_plot_do_not_collide(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-    from matplotlib.text import Annotation, Text
-
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
-    report.plot_scores([*SCORES, score("float32", 32, 0.0)], tmp_path / "kl.png", "a title")
-    (figure,) = figures
-    (axes,) = figure.axes
-    assert axes.get_yscale() == "log"
-    assert "bits" in axes.get_xlabel() and "nats" in axes.get_ylabel()
-    assert "float32" in figure.get_supxlabel()
-    labels = [child for child in axes.get_children() if isinstance(child, Annotation)]
-    assert [label.get_text() for label in labels] == [shown.dtype for shown in SCORES]
-    assert len({line.get_marker() for line in axes.lines}) == 2
-    boxes = [Text.get_window_extent(label) for label in labels]
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-    points = [axes.transData.transform((shown.bits_per_element, shown.kl)) for shown in SCORES]
-    assert not any(box.contains(*point) for box in boxes for point in points)
-    frame = axes.get_window_extent()
-    assert all(frame.contains(*corner) for box in boxes for corner in (box.min, box.max))

@@ -1,6 +1,6 @@
 """What documents in any order, and context shift, change in a model's answers: NLL of the text that follows.
 
-    python bench/splicing.py --text emma.txt persuasion.txt --json bench/splicing.json
+    python bench/studies/splicing.py --text emma.txt persuasion.txt --json bench/splicing.json
 
 A passage of each text is cut into two documents and the text that follows them. The model predicts that text behind
 
@@ -10,10 +10,12 @@ A passage of each text is cut into two documents and the text that follows them.
 
 For context shift the model reads a passage, half of it is dropped behind the first tokens, and the text that follows is predicted
 from the shifted cache, from the same tokens computed anew, and from the whole passage: the reference.
+
+Belongs to the commit 8c001f6, "The example runtime splices documents, and goes on beyond a full cache; a script measures what that
+changes".
 """
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +23,8 @@ import numpy as np
 
 import kvfast
 from kvfast import llama
-from kvfast.llama.evaluation import compare
+from kvfast.cli.bench.json_file import write_json
+from kvfast.evaluation.perplexity import compare
 
 KEEP = 16
 
@@ -109,7 +112,7 @@ def main():
         report["shift"][dtype] = measure(model, passages, args.size, dtype, shifted)
     print(table(report))
     if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, report)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,27 @@
 
     python -m kvfast llama-cpp build
     python bench/texts.py packages texts
-    python bench/llama_cpp_fidelity.py MODEL.gguf texts/austen.txt texts/python.txt texts/german.txt texts/chinese.txt
+    python bench/studies/llama_cpp_fidelity.py MODEL.gguf texts/austen.txt texts/python.txt texts/german.txt texts/chinese.txt
 
 For each pair of types of K and V: `flash` is ggml's own flash attention, `kvfast` computes the same operation, and `plain` is ggml
 without flash attention, which needs V in floats. `flash` and `plain` are two implementations of one author, so what lies between them
 is the measure for what may lie between `flash` and `kvfast`. The reference is `plain` on a cache of f32.
+
+Belongs to the commit e93a981, "Without an option llama-server loads no backend: the guide names it; a bench of how near kvfast is
+to ggml's own attention".
 """
 
 import argparse
 import ctypes
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_llama_cpp import BATCH, Session, open_model, tokens_of
 
 import kvfast.llama_cpp

@@ -1,6 +1,8 @@
 """Texts that change runtime: a prompt in llama.cpp goes on in kvfast, and the other way round.
 
-``python bench/llama_cpp_state.py`` (extras ``llama`` and ``llama-cpp``), for SmolLM2-135M-Instruct with weights in float32.
+``python bench/studies/llama_cpp_state.py`` (extras ``llama`` and ``llama-cpp``), for SmolLM2-135M-Instruct with weights in float32.
+
+Belongs to the commit 30a5a0b, "llama_cpp_state: sequences move between llama.cpp and kvfast".
 """
 
 import argparse
@@ -13,7 +15,7 @@ from rich.table import Table
 
 import kvfast
 from kvfast import llama
-from kvfast.cli.peers import CacheTypes, LlamaCpp, _Context
+from kvfast.evaluation.llama_cpp_caches import CacheTypes, LlamaCpp, _Context
 from kvfast.interop.llama_cpp_state import read_state, write_state
 
 PROMPTS = (

@@ -1,10 +1,12 @@
 """Tokens per second of `python -m kvfast generate` beside processes that compute all the time, and its fair share of them.
 
-    python bench/bench_neighbours.py
-    python bench/bench_neighbours.py --neighbours 6 --max-tokens 24
+    python bench/studies/bench_neighbours.py
+    python bench/studies/bench_neighbours.py --neighbours 6 --max-tokens 24
 
 The scheduler gives each thread the same time. So the fair share of a process with one thread per processor beside n busy
 processes is its speed alone times processors / (processors + n).
+
+Belongs to the commit 946e487, "generate beside busy processes: fewer threads of the BLAS, 4.9 tokens a second instead of 1.4".
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """llama.cpp's KV caches on the same text, through llama-cpp-python (extra ``llama-cpp``).
 
 Its weights are made float32 first. llama.cpp would otherwise round what it multiplies with quantised weights
-to 8 bits, and that alone moves the predictions of any two caches apart (SmolLM2-135M: by a KL of 0.004, more
-than a cache of 8 bits does). In float32 both runtimes predict the same, and what differs is the cache.
+to 8 bits, and that alone moves the predictions of any two caches apart, by more than a cache of 8 bits
+does. In float32 both runtimes predict the same, and what differs is the cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 import kvfast
-from kvfast.llama.evaluation import CacheScore, compare
-from kvfast.llama.retrieval import retrieve
+from kvfast.evaluation.perplexity import CacheScore, compare
+from kvfast.evaluation.retrieval import retrieve
 
 # Those that llama.cpp's own command line knows.
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
@@ -126,7 +126,7 @@ class LlamaCpp:
         self._folder.cleanup()
 
     def evaluate(self, tokens, types, *, chunk_size=512, progress=None):
-        """Predict every token of a text with each type of cache; see `kvfast.llama.evaluate`.
+        """Predict every token of a text with each type of cache; see `kvfast.evaluation.evaluate`.
 
         Parameters
         ----------
@@ -149,7 +149,7 @@ class LlamaCpp:
         return [self._score(pair, len(tokens) - 1, nll_float32, row) for pair, row in zip(types, means)]
 
     def retrieve(self, task, types, *, chunk_size=512, progress=None):
-        """`kvfast.llama.retrieval.retrieve` with llama.cpp's own float32 cache and with each type of cache."""
+        """`kvfast.evaluation.retrieval.retrieve` with llama.cpp's own float32 cache and with each type of cache."""
         with self._predictor(types, len(task.tokens), chunk_size) as predict:
             return retrieve(task, predict, chunk_size=chunk_size, progress=progress)
 

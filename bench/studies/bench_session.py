@@ -1,6 +1,8 @@
 """Time to the first token of SmolLM2-135M with a prompt of 4,096 tokens: computed, or brought back from a file.
 
-python bench/bench_session.py
+python bench/studies/bench_session.py
+
+Belongs to the commit e75990d, "load: mapped files with max_seq_len, one snapshot for a pool; type stubs".
 """
 
 import argparse

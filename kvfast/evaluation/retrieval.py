@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvfast
-from kvfast.llama.evaluation import log_softmax
+from kvfast.evaluation.perplexity import log_softmax
 
 NAMES = (
     "Athens",

@@ -8,7 +8,7 @@ from itertools import groupby, product
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from kvfast.cli.plotting import new_figure
+from kvfast.evaluation.plotting import new_figure
 
 # Names of the caches that the others are compared with.
 REFERENCES = {"kvfast": "float32", "llama.cpp": "llama.cpp f32"}

@@ -1,0 +1,34 @@
+"""What a compressed cache costs a model in quality: measured on texts, against a float32 cache.
+
+    perplexity -> compressed_prompts, retrieval -> llama_cpp_caches
+    calibration
+    plotting -> report
+
+A model is anything with the methods `cache_shape`, `forward`, `forward_each` and `logits` of `kvfast.llama.LlamaModel`. The caches of
+llama.cpp need the extra ``llama-cpp``, tables the extra ``llama``, plots the extra ``plot``.
+
+>>> from kvfast import KVCache, evaluation, llama
+>>> model, tokenizer = llama.load()
+>>> tokens = tokenizer.encode(text)
+>>> (score,) = evaluation.evaluate(model, tokens, [KVCache(*model.cache_shape, dtype="int4")])
+>>> score.kl, score.nll_difference
+"""
+
+from kvfast.evaluation.calibration import calibrate
+from kvfast.evaluation.compressed_prompts import CompressionScore, evaluate_compressed
+from kvfast.evaluation.perplexity import CacheScore, evaluate, mean_score
+from kvfast.evaluation.retrieval import RetrievalScore, RetrievalTask, retrieval_scores, retrieval_task, retrieve
+
+__all__ = [
+    "CacheScore",
+    "CompressionScore",
+    "RetrievalScore",
+    "RetrievalTask",
+    "calibrate",
+    "evaluate",
+    "evaluate_compressed",
+    "mean_score",
+    "retrieval_scores",
+    "retrieval_task",
+    "retrieve",
+]

@@ -4,8 +4,6 @@
 Every call first tries a fast path without the interpreter, which needs blocks and working memory to be allocated already.
 Anything else, errors included, takes the same path as a call from Python.
 """
-import numpy as np
-
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.math cimport pow, sqrt
@@ -419,14 +417,6 @@ cdef const void *kernels() noexcept nogil:
     return active()
 
 
-class _Memory:
-    """Memory at an address, for NumPy, and whose it is."""
-
-    def __init__(self, address, shape, stride, owner):
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "strides": (stride, 1), "data": (address, False)}
-        self.owner = owner
-
-
 cdef dict _arguments(const kvfast_shape *shape):
     """Those of `PagedKVCache`."""
     if shape == NULL or shape.dtype == NULL:
@@ -445,24 +435,16 @@ cdef Py_ssize_t block_nbytes(const kvfast_shape *shape) except -1:
 
 
 cdef object open_pool(const kvfast_shape *shape, void *const *layers, Py_ssize_t block_stride, PyObject *owner):
-    from kvfast.caches.buffer_layout import buffer_layout
-    from kvfast.caches.paged import PagedKVCache
+    from kvfast.caches.foreign_memory import pool_over
 
-    arguments = _arguments(shape)
-    layout = buffer_layout(**arguments)
-    buffer = []
-    for i in range(shape.num_layers if layers != NULL else 0):
-        if layers[i] == NULL:
-            raise ValueError(f"layers[{i}] must not be NULL")
-        buffer.append(np.asarray(_Memory(<intptr_t>layers[i], (layout.num_blocks, layout.block_nbytes[i]),
-                                         block_stride or layout.block_nbytes[i], None if owner == NULL else <object>owner)))
-    return PagedKVCache(**arguments, buffer=buffer)
+    arguments = _arguments(shape)  # which checks it
+    addresses = [<intptr_t>layers[i] for i in range(shape.num_layers if layers != NULL else 0)]
+    return pool_over(addresses, block_stride, None if owner == NULL else <object>owner, **arguments)
 
 
 cdef kvfast_api _api
 _api.abi, _api.api = KVFAST_ABI, KVFAST_API
 _api.open, _api.close, _api.append, _api.attend = open, close, append, attend
 _api.advance, _api.truncate, _api.length, _api.layer_length = advance, truncate, length, layer_length
-_api.error, _api.kernels = error, kernels
-_api.block_nbytes, _api.open_pool = block_nbytes, open_pool
+_api.error, _api.kernels, _api.block_nbytes, _api.open_pool = error, kernels, block_nbytes, open_pool
 C_API = PyCapsule_New(&_api, "kvfast.capi.C_API", NULL)

@@ -11,8 +11,8 @@ from libc.string cimport memcpy, memset
 
 from kvfast.attention.rows cimport begin_rows, load, rows_to_refine
 from kvfast.attention.spans cimport attend_span
-from kvfast.attention.tiles cimport (copy_rows, kv_call, kv_item, kv_query, kv_range, kv_seen, kv_task, kv_traffic, num_panels,
-                                     step_of, touch, touch_first_floats, touch_sinks)
+from kvfast.attention.tiles cimport (copy_rows, kv_call, kv_item, kv_query, kv_range, kv_seen, kv_task, kv_traffic, num_panels, step_of,
+                                     touch, touch_first_floats, touch_sinks)
 from kvfast.codec.blocks cimport values_of
 from kvfast.codec.dtypes cimport dtype_limit
 from kvfast.core.interrupt cimport kv_watch

@@ -8,7 +8,7 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcpy, memset
 
 from kvfast.attention.tile_size cimport token_bytes
-from kvfast.codec.blocks cimport (block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of)
+from kvfast.codec.blocks cimport block_of, k_block_at, k_offset_of, kv_context, kv_store, piece_of, v_block_at, v_offset_of
 from kvfast.core.interrupt cimport is_stopped
 from kvfast.core.kernels cimport (KV_FLOAT_ROWS, KV_INT8, int8_by_side, kv_ahead, kv_bends, kv_kernels, kv_panel, kv_prefetch,
                                   kv_scratch, kv_side, kv_softmax, kv_tile)

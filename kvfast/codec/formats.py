@@ -229,9 +229,9 @@ PRESETS = {
     "k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True),
     "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
     "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
-    "int8-recent": KVFormat("int8", rotation="kv", num_float_tokens=4, num_recent_tokens=16),
+    "int8-recent": KVFormat("int8", rotation="kv", centring=True, num_float_tokens=4, num_recent_tokens=16),
     "k8v4-recent": KVFormat(
-        "int8/int4", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=16, clip_search=True
+        "int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=4, num_recent_tokens=16, clip_search=True
     ),
     "int3": KVFormat("int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4, num_recent_tokens=96),
     "int2": KVFormat("int2", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=96),

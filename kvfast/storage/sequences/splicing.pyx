@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """Puts sequences that were computed apart one behind another, and takes runs of tokens out, without computing keys again."""
 from kvfast.core.checks cimport check_count
-from kvfast.storage.sequences.segments cimport (FrozenTables, Segment, blocks_of_copies, copy_tables, cut, frozen_of, narrowed, rotations_of,
-                                      share_tables)
+from kvfast.storage.sequences.segments cimport (FrozenTables, Segment, blocks_of_copies, copy_tables, cut, frozen_of, narrowed,
+                                                rotations_of, share_tables)
 from kvfast.storage.sequences.sequence cimport SequenceBuffer
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable

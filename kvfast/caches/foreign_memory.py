@@ -1,0 +1,43 @@
+"""Pools over memory that another program holds, for the C interface."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.caches.paged import PagedKVCache
+
+
+class _Memory:
+    """Memory at an address, for NumPy, and whose it is."""
+
+    def __init__(self, address, shape, stride, owner):
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "strides": (stride, 1), "data": (address, False)}
+        self.owner = owner
+
+
+def pool_over(addresses, block_stride, owner, **arguments):
+    """A `PagedKVCache` over the memory of each layer.
+
+    Parameters
+    ----------
+    addresses : list of int
+        Where the blocks of each layer begin; empty for memory of the pool's own.
+    block_stride : int
+        Bytes from block to block, or 0 if they lie one after the other.
+    owner : object
+        What the pool keeps alive, or None.
+    **arguments
+        Those of `PagedKVCache`.
+
+    Returns
+    -------
+    PagedKVCache
+    """
+    layout, buffer = buffer_layout(**arguments), []
+    for layer, address in enumerate(addresses):
+        if not address:
+            raise ValueError(f"layers[{layer}] must not be NULL")
+        nbytes = layout.block_nbytes[layer]
+        buffer.append(np.asarray(_Memory(address, (layout.num_blocks, nbytes), block_stride or nbytes, owner)))
+    return PagedKVCache(**arguments, buffer=buffer)

@@ -124,22 +124,13 @@ class PagedKVCache(PagedStorage):
                     f"{name} must be one number for all layers of a pool, got {shown(value)}: for layers that differ make "
                     f"a PagedKVCache for each kind, and a sequence in each of them"
                 )
-        layers = {
-            "num_layers": num_layers,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "dtype": dtype,
-            "k_dtype": k_dtype,
-            "v_dtype": v_dtype,
-            "v_head_dim": v_head_dim,
-        }
-        if sliding_window is None:
-            check_size(rollback, "rollback", 0, MAX_TOKENS)
-            if check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS):
-                raise ValueError(f"num_sink_tokens needs a sliding_window, as all tokens are kept without one, got {num_sink_tokens}")
-            settings = full(**layers)
-        else:
-            settings = ring(check_size(sliding_window, "sliding_window", 1, MAX_TOKENS), num_sink_tokens, rollback, **layers)
+        settings = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
+        num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
+        rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
+        if sliding_window is not None:
+            settings = ring(settings, check_size(sliding_window, "sliding_window", 1, MAX_TOKENS), num_sink_tokens, rollback)
+        elif num_sink_tokens:
+            raise ValueError(f"num_sink_tokens needs a sliding_window, as all tokens are kept without one, got {num_sink_tokens}")
         super().__init__(settings, num_blocks, block_size, secure, buffer)
 
     @property

@@ -11,7 +11,7 @@ from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
 from kvfast.core.text import same_or_tuple, shown, size_text
 from kvfast.storage.kinds import ROLLBACK, storage_of
-from kvfast.storage.settings import ring
+from kvfast.storage.settings import full, ring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,19 +106,8 @@ class RingKVCache(SequenceCache):
         if rope not in (None, "cache"):
             raise ValueError(f'rope must be None or "cache", got {shown(rope)}')
         rotation = {"frequencies": rope_frequencies, "interleaved": rope_interleaved, "theta": rope_theta, "rotary_dim": rotary_dim}
-        settings = ring(
-            window,
-            num_sink_tokens,
-            rollback,
-            None if rope is None else rotation,
-            num_layers=num_layers,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            k_dtype=k_dtype,
-            v_dtype=v_dtype,
-            v_head_dim=v_head_dim,
-        )
+        layers = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
+        settings = ring(layers, window, num_sink_tokens, rollback, None if rope is None else rotation)
         self._open(settings, storage_of(settings, block_size, secure=secure))
 
     def _open(self, settings, buffer):

@@ -45,10 +45,9 @@ def full(num_layers, num_kv_heads, head_dim, dtype, k_dtype=None, v_dtype=None, 
     return settings if v_dims == dims else settings | {"v_head_dim": same_or_tuple(v_dims)}
 
 
-def ring(windows, num_sink_tokens, rollback, rope=None, **layers):
-    """Of layers with windows, or None for one that keeps all tokens. `layers`: as in `full`; `rope`: a dict, see `_checked_rope`."""
-    settings = full(**layers) | {"kind": "ring"}
-    windows = _per_layer(windows, "window", settings["num_layers"])
+def ring(layers, windows, num_sink_tokens, rollback, rope=None):
+    """Of `layers`, made by `full`, with windows, or None for one that keeps all tokens; `rope`: see `_checked_rope`."""
+    windows = _per_layer(windows, "window", layers["num_layers"])
     windows = [one if one is None else check_size(one, "window", 1, MAX_TOKENS) for one in windows]
     local = [one for one in windows if one is not None]
     if not local:
@@ -57,8 +56,9 @@ def ring(windows, num_sink_tokens, rollback, rope=None, **layers):
     if num_sink_tokens > min(local):
         raise ValueError(f"num_sink_tokens must be at most the window of {min(local)}, got {num_sink_tokens}")
     rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
-    rope = rope and _checked_rope(settings["head_dim"], **rope)
-    return settings | {"windows": windows, "num_sink_tokens": num_sink_tokens, "rollback": rollback, "rope": rope}
+    rope = rope and _checked_rope(layers["head_dim"], **rope)
+    own = {"kind": "ring", "windows": windows, "num_sink_tokens": num_sink_tokens, "rollback": rollback, "rope": rope}
+    return layers | own
 
 
 def _checked_rope(head_dim, frequencies=None, interleaved=False, theta=10000.0, rotary_dim=None):
@@ -96,8 +96,12 @@ def heads(num_heads, config, num_layers=1):
 
 def checked_settings(fields):
     """The settings that a file tells; KeyError for an unknown kind."""
-    kinds, others = {"full": full, "ring": ring, "latent": latent, "heads": heads}, dict(fields)
-    return kinds[others.pop("kind")](**others)
+    others = dict(fields)
+    kind = others.pop("kind")
+    if kind == "ring":
+        own = [others.pop(name) for name in ("windows", "num_sink_tokens", "rollback", "rope")]
+        return ring(full(**others), *own)
+    return {"full": full, "latent": latent, "heads": heads}[kind](**others)
 
 
 def check_sized(settings, max_seq_len):

@@ -43,7 +43,7 @@ def installed(tmp_path_factory):
     built.mkdir(parents=True)
     for module in package.rglob("*.so"):
         name = module.relative_to(package)
-        (built / name).parent.mkdir(exist_ok=True)
+        (built / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(module, built / name)
         (folder / "source" / "kvfast" / name).unlink()
     for path in folder.rglob("*.pyx"):  # nor translated, as by a Cython that was installed after the build

@@ -230,5 +230,5 @@ def levels_of(codes, bits, codebook):
     if bits == 4:
         return table_of("common.h", "kv_gauss_levels")[codes] - 128.0
     if bits in (2, 3, 5) and codebook != "uniform":
-        return table_of("packed.h", f"kv_gauss_levels{bits}")[codes] - 128.0
+        return table_of("coding/packed.h", f"kv_gauss_levels{bits}")[codes] - 128.0
     return (codes.astype(np.int64) << 8 - bits | 1 << 7 - bits) - 128.0

@@ -4,8 +4,8 @@
    Codes, and values of float rows beside codes, are multiplied as integers, products_int8.inc.h. Keys of these float rows are
    multiplied in bfloat16, products_bfloat16.inc.h, and so are keys and values of caches of float16 or bfloat16 (`halves`). */
 
-/* The first four tile registers get so many rows, the others 16. */
-static void KV(configure_tiles)(int rows)
+/* Tile registers of 16 rows. */
+static void KV(configure_tiles)(void)
 {
     struct __attribute__((packed)) {
         uint8_t palette, start_row, reserved[14];
@@ -14,7 +14,7 @@ static void KV(configure_tiles)(int rows)
     } config;
     memset(&config, 0, sizeof config);
     config.palette = 1;
-    for (int tile = 0; tile < 8; tile++) config.bytes[tile] = TILE_DEPTH, config.rows[tile] = tile < 4 ? (uint8_t)rows : 16;
+    for (int tile = 0; tile < 8; tile++) config.bytes[tile] = TILE_DEPTH, config.rows[tile] = KV_ROWS;
     KV_SETTLE(&config);
     _tile_loadconfig(&config);
 }
@@ -49,7 +49,7 @@ static inline __attribute__((always_inline)) void KV(attend_all)(
     const kv_side *k, const kv_side *v, const kv_tile *next_keys, const kv_tile *next_values, int64_t position,
     kv_operands *operands, kv_panel *panels, int num_panels, const int halves)
 {
-    KV(configure_tiles)(16);
+    KV(configure_tiles)();
     KV(following) next = {k, v, next_keys, next_values, 0, num_panels * PREFETCHES};
     for (int i = 0; i < num_panels; i++) {
         next.part = i * PREFETCHES;
@@ -104,7 +104,7 @@ static double KV(multiply_tiles)(ptrdiff_t steps, float *sink)
     KV_ALIGNED int8_t x[TILE_BYTES];
     KV_ALIGNED int32_t sums[KV_ROWS * KV_LANES];
     for (int i = 0; i < TILE_BYTES; i++) x[i] = (int8_t)((float)(i % 100) + *sink);
-    KV(configure_tiles)(16);
+    KV(configure_tiles)();
     KV_SETTLE(x);
     _tile_zero(0);
     _tile_zero(1);

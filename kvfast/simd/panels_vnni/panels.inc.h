@@ -171,6 +171,8 @@ typedef struct {
 
 /* How the rows of panels are multiplied with keys. */
 typedef enum { KV(WORDS), KV(CODES) } KV(word_kind);
+
+/* Scores of one panel or two. `tiles` are the keys for rows that see some of the tile, and for those that see all. */
 static void KV(score_panels)(const KV(word_tile) tiles[2], const kv_panel *panels, int count,
                              KV(word_pass) *passes)
 {

@@ -20,7 +20,8 @@ from kvfast.prompts import stores
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SPHINX = ("sphinx", "myst_parser", "numpydoc", "furo")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "FINDINGS.md"]
+PAGES += sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 WHEEL = ("wheel", "--no-deps", "--wheel-dir", "dist", "dist/kvfast-*.whl")  # how one is built and installed
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 

@@ -229,6 +229,8 @@ def docs_script(monkeypatch):
 def test_tables_are_those_of_the_json(docs_script):
     tables = docs_script("tables")
     assert {path for path in PAGES if tables.fill(text := path.read_text("utf-8")) != text} == set(), "run python docs/tables.py"
+    wrong = [path.name for path, text in tables.FILES.items() if path.read_text("utf-8") != text()]
+    assert wrong == [], "run python docs/tables.py"
     used = set(re.findall(r"<!-- table: ([\w-]+) -->", "".join(path.read_text("utf-8") for path in PAGES)))
     assert used == set(tables.TABLES)
 

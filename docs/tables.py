@@ -2,8 +2,8 @@
 
     python docs/tables.py
 
-writes them into the README and the pages, between ``<!-- table: NAME -->`` and ``<!-- end -->``. The site fills them
-in again when it is built, and the tests fail where a page says something else than the JSON.
+writes them into the README and the pages, between ``<!-- table: NAME -->`` and ``<!-- end -->``, and long ones into files of
+bench/. The site fills them in again when it is built, and the tests fail where a page says something else than the JSON.
 """
 
 import json
@@ -50,10 +50,6 @@ def _table(header, rows):
 
 def _percent(fraction):
     return f"{fraction * 100:.1f} %"
-
-
-def _time(seconds):
-    return f"{seconds * 1e6:,.0f} us"
 
 
 def tokens(n):
@@ -177,17 +173,13 @@ def _way(one):
 
 
 def documents():
-    """What the text behind two documents costs."""
+    """What the text after two documents costs."""
     return _ways(load("splicing"), "documents", "what the model has read")
 
 
 def shift():
-    """What the text behind a context shift costs."""
+    """What the text after a context shift costs."""
     return _ways(load("splicing"), "shift", "context")
-
-
-def _threads(n):
-    return f"{n} thread{'s' * (n > 1)}"
 
 
 def _results(work, name="decode"):
@@ -198,49 +190,26 @@ def _results(work, name="decode"):
     return found, formats, sorted(contexts), sorted(threads)
 
 
-def decode():
-    """Fraction of the read bandwidth and time of a layer, by format and context."""
-    found, formats, contexts, threads = _results("decode")
-    parts = []
-    for n in threads:
-        rows = []
-        for form in formats:
-            cells = [found[form, context, n] for context in contexts]
-            rows.append([f"`{form}`", *(f"{one['bandwidth_fraction']:.2f} ({_time(one['seconds'])})" for one in cells)])
-        parts.append(_table([_threads(n), *map(tokens, contexts)], rows))
-    return "\n\n".join(parts)
-
-
 def speed(name="decode"):
-    """One token from 32k, and how much longer float16 takes."""
-    found, _, _, threads = _results("decode", name)
-    rows = []
-    for form in ("int4", "k8v4", "int8", "float16", "float32"):
-        cells = [found[form, 32768, n] for n in threads]
-        halves = [found["float16", 32768, n]["seconds"] / one["seconds"] for n, one in zip(threads, cells)]
-        rows.append(
-            [
-                f"`{form}`",
-                *(_time(one["seconds"]) for one in cells),
-                *(f"{one['bandwidth_fraction']:.2f}" for one in cells),
-                " / ".join(f"{ratio:.1f}x" for ratio in halves),
-            ]
-        )
-    of = [f"of bandwidth, {_threads(n)}" for n in threads]
-    return _table(["storage", *map(_threads, threads), *of, "float16 takes"], rows)
-
-
-def prefill(name="decode"):
-    """GOP/s of prompts and the fraction of the peak, by format and context."""
-    found, formats, contexts, threads = _results("prefill", name)
-    columns = [(context, n) for context in contexts for n in threads]
+    """One token and a prompt by format and context, with one thread and two."""
+    decode, formats, contexts, threads = _results("decode", name)
+    prompts, _, prompt_contexts, _ = _results("prefill", name)
+    contexts = [context for context in contexts if context in (4096, 32768)]
+    prompt_contexts = [context for context in prompt_contexts if context in (4096, 16384)]
     rows = []
     for form in formats:
-        cells = [found[(form, *column)] for column in columns]
-        rows.append(
-            [f"`{form}`", *(f"{one['operations'] / one['seconds'] / 1e9:,.0f} ({one['compute_fraction']:.2f})" for one in cells)]
-        )
-    return _table(["storage", *(f"{tokens(context)}, {_threads(n)}" for context, n in columns)], rows)
+        row = [f"`{form}`"]
+        row += [" / ".join(f"{decode[form, context, n]['seconds'] * 1e6:,.0f}" for n in threads) for context in contexts]
+        row.append(" / ".join(f"{decode[form, 32768, n]['bandwidth_fraction']:.2f}" for n in threads))
+        ratios = (decode["float16", 32768, n]["seconds"] / decode[form, 32768, n]["seconds"] for n in threads)
+        row.append(" / ".join(f"{ratio:.1f}" for ratio in ratios))
+        for context in prompt_contexts:
+            cells = [prompts[form, context, n] for n in threads if (form, context, n) in prompts]
+            rates = " / ".join(f"{one['operations'] / one['seconds'] / 1e9:,.0f}" for one in cells)
+            row.append(f"{rates} ({cells[0]['compute_fraction']:.2f})" if cells else "-")
+        rows.append(row)
+    header = ["storage", *(f"{tokens(context)}, us" for context in contexts), "of bandwidth at 32k", "speed at 32k, float16 = 1"]
+    return _table([*header, *(f"prompt at {tokens(context)}, GOP/s (of peak)" for context in prompt_contexts)], rows)
 
 
 def precision():
@@ -255,8 +224,8 @@ def precision():
 
 
 def hard():
-    """The largest error over tiers, for one query and 64, with a loud channel of the keys, beside one large weight, and
-    beside one loud element of the values."""
+    """The largest error over tiers, for one query and 64, with a loud channel of the keys, small weights next to a large
+    one, and one loud element of the values."""
     results = load("precision")["hard"]
     rows = [
         [
@@ -269,14 +238,60 @@ def hard():
     return _table(["storage", *(f"loud by {loud}" for loud in results[0]["loud"]), "small weights", "lone value", "contract"], rows)
 
 
-def peers(name="peers"):
-    """All that bench/peers.json holds, by the script that measured it."""
+def _contenders():
+    """The module that makes tables of what bench/peers.py measured."""
     sys.path.insert(0, str(BENCH))
     try:
-        from contenders.table import tables
+        from contenders import table
     finally:
         sys.path.remove(str(BENCH))
-    return tables(load(name))
+    return table
+
+
+def peers_file(name):
+    """All that a JSON of bench/peers.py holds, as a page of its own."""
+    return f"# All figures of bench/{name}.json\n\nWritten by docs/tables.py.\n\n{_contenders().tables(load(name))}"
+
+
+_PEERS = {"Zen 5": "peers_zen5", "Zen 4": "peers_zen4", "Xeon": "peers"}
+_NO_CASE = {("Xeon", "float16")}  # an old commit, whose prompts in float16 had no matrix unit
+
+
+def _case(cell):
+    shape = "" if cell["model"] == "Llama-3-8B" else f", {cell['model']}"
+    if cell["kind"] == "batch":
+        return f"{cell['queries']} sequences of {cell['context']:,}{shape}"
+    what = "1 token" if cell["kind"] == "decode" else f"{cell['queries']:,} queries"
+    return f"{what} at {cell['context']:,}{shape}"
+
+
+def _lead(cell, storage):
+    """How many times as long the fastest peer takes, whatever its storage."""
+    times = {True: [], False: []}
+    for one in cell["results"]:
+        if one["status"] == "timed" and (one["peer"] != "kvfast" or one["storage"] == storage):
+            times[one["peer"] == "kvfast"].append(one["seconds"] / one["layers"])
+    ratio = min(times[False]) / times[True][0]
+    return f"{ratio:.2f}" if ratio < 1.25 else f"{ratio:.1f}"
+
+
+def peers():
+    """kvfast against the fastest peer of any storage, on all machines."""
+    kinds = ("decode", "batch", "prefill")
+    found, order = {}, {}
+    for machine, name in _PEERS.items():
+        for cell in load(name)["cells"]:
+            order[_case(cell)] = (kinds.index(cell["kind"]), cell["model"] != "Llama-3-8B", cell["context"], cell["queries"])
+            for storage in ("float16", "int8", "int4"):
+                found.setdefault((_case(cell), machine, storage), {})[cell["threads"]] = _lead(cell, storage)
+    columns = [
+        (machine, storage) for machine in _PEERS for storage in ("float16", "int8", "int4") if (machine, storage) not in _NO_CASE
+    ]
+    rows = []
+    for case in sorted(order, key=lambda case: (order[case], case)):
+        cells = [found.get((case, *column), {}) for column in columns]
+        rows.append([case, *(", ".join(cell.get(threads, "-") for threads in (1, 2)) if cell else "-" for cell in cells)])
+    return _table(["times as fast, 1 and 2 threads", *(f"{machine} `{storage}`" for machine, storage in columns)], rows)
 
 
 def architectures():
@@ -324,26 +339,23 @@ TABLES = {
         compression,
         documents,
         shift,
-        decode,
         speed,
-        prefill,
         precision,
         hard,
         peers,
         architectures,
     )
 }
-# The same of other machines.
-for machine in ("avx512", "zen4", "zen5"):
-    TABLES |= {f"{table.__name__}_{machine}": partial(table, f"decode_{machine}") for table in (speed, prefill)}
-TABLES |= {f"peers_{machine}": partial(peers, f"peers_{machine}") for machine in ("zen4", "zen5")}
+TABLES |= {f"speed_{machine}": partial(speed, f"decode_{machine}") for machine in ("avx512", "zen4", "zen5")}
+# Long tables, which are no pages of the site.
+FILES = {BENCH / f"{name}.md": partial(peers_file, name) for name in _PEERS.values()}
 
 
 def main():
-    for path in pages():
-        text = path.read_text(encoding="utf-8")
-        if (filled := fill(text)) != text:
-            path.write_text(filled, encoding="utf-8")
+    texts = {path: fill(path.read_text(encoding="utf-8")) for path in pages()} | {path: text() for path, text in FILES.items()}
+    for path, text in texts.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
             print(path.relative_to(ROOT))
 
 

@@ -20,7 +20,8 @@ from kvfast.prompts import stores
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SPHINX = ("sphinx", "myst_parser", "numpydoc", "furo")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "FINDINGS.md"]
+PAGES += sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 WHEEL = ("wheel", "--no-deps", "--wheel-dir", "dist", "dist/kvfast-*.whl")  # how one is built and installed
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
@@ -228,6 +229,8 @@ def docs_script(monkeypatch):
 def test_tables_are_those_of_the_json(docs_script):
     tables = docs_script("tables")
     assert {path for path in PAGES if tables.fill(text := path.read_text("utf-8")) != text} == set(), "run python docs/tables.py"
+    wrong = [path.name for path, text in tables.FILES.items() if path.read_text("utf-8") != text()]
+    assert wrong == [], "run python docs/tables.py"
     used = set(re.findall(r"<!-- table: ([\w-]+) -->", "".join(path.read_text("utf-8") for path in PAGES)))
     assert used == set(tables.TABLES)
 

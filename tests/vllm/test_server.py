@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -65,13 +66,17 @@ def port(tmp_path_factory):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
         try:
             wait_for(server, port, log)
             yield port
         finally:
             server.terminate()
-            server.wait(60)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:  # how vLLM ends on a busy machine is not what this tests
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
 
 
 def wait_for(server, port, log):

@@ -240,9 +240,21 @@ def _add_plan(commands):
     add("--context", type=_positive, metavar="N", help="tokens of a sequence (default: the longest of the model)")
     add("--batch", type=_positive, default=1, metavar="N", help="sequences at once (default: 1)")
     add("--dtype", metavar="LIST", help="what the caches store, with commas (default: everything they can)")
-    add("--memory", type=_gigabytes, metavar="GB", help="memory for keys and values (default: what is available here)")
+    add(
+        "--memory",
+        type=_gigabytes,
+        metavar="GB",
+        help="memory of the machine, from which the weights are subtracted (default: what is available here); with --engine vllm "
+        "what VLLM_CPU_KVCACHE_SPACE gives to keys and values alone",
+    )
     add("--bandwidth", type=_gigabytes, metavar="GB/S", help="what the machine reads (default: measured)")
-    add("--weights", type=_gigabytes, metavar="GB", help="weights that a token reads (default: those of a GGUF file)")
+    add("--weights", type=_gigabytes, metavar="GB", help="size of the model's weights (default: those of a GGUF file)")
+    add(
+        "--weights-read",
+        type=_gigabytes,
+        metavar="GB",
+        help="of the weights, what a token reads in a mixture of experts (default: all, or the share in a GGUF file)",
+    )
     add(
         "--engine",
         choices=["kvfast", "vllm"],

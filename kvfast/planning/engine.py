@@ -6,9 +6,11 @@ from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.codec.formats import KVFormat, floats_of
 from kvfast.core.checks import check_block_size
 
-__all__ = ["ENGINES", "KEEPS_FIRST_AND_LAST", "VLLM_BLOCK_SIZE", "VLLM_FORMATS", "BlocksOfVLLM"]
+__all__ = ["DEFAULTS", "ENGINES", "KEEPS_FIRST_AND_LAST", "VLLM_BLOCK_SIZE", "VLLM_FORMATS", "BlocksOfVLLM"]
 
-ENGINES = ("kvfast", "vllm")
+DEFAULTS = {"kvfast": "int4", "vllm": "auto"}
+"""The format of an engine, if nobody names one."""
+ENGINES = tuple(DEFAULTS)
 
 
 def rotated(dtype):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kvfast.codec.dtypes import FLOATS, NAMES, dtype_row
 from kvfast.codec.formats import PRESETS, KVFormat, block_size_of, formats_of, latent_format
@@ -14,6 +14,7 @@ from kvfast.core.text import one_of, shown
 from kvfast.planning.engine import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
+from kvfast.planning.plan_text import plain_text
 from kvfast.storage.kinds import BLOCK_SIZE, ROLLBACK, ring_blocks
 from kvfast.storage.memory.pool import BlockPool
 
@@ -79,21 +80,27 @@ class DtypePlan:
         return (1 << 30) // self.bytes_per_token
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryPlan:
-    """The memory of a model's cache in several formats; see `kvfast.plan`. ``plan["int8"]`` is the `DtypePlan` of one.
+    """The memory of a model's cache in several formats; see `kvfast.plan`.
+
+    ``plan["int8"]`` is the `DtypePlan` of one format. ``print(plan)`` prints all of them as a table, which ``python -m kvfast
+    plan`` prints too.
 
     Parameters
     ----------
     model : ModelShape
+        With the weights that the plan was made with.
     context, batch : int
     memory : int or None
-        Bytes for keys and values: the `memory` argument, or by default the available memory minus the weights.
+        Bytes for keys and values: what the weights leave of the memory. None if the memory is unknown.
     bandwidth : float
         Bytes per second that the machine can read.
     dtypes : tuple of DtypePlan
     notes : tuple of str
         Notes on what the figures leave out.
+    engine : str
+        ``"kvfast"`` or ``"vllm"``: whose blocks hold the tokens.
     """
 
     model: ModelShape
@@ -103,6 +110,14 @@ class MemoryPlan:
     bandwidth: float
     dtypes: tuple[DtypePlan, ...]
     notes: tuple[str, ...] = ()
+    engine: str = "kvfast"
+
+    def __str__(self):
+        return plain_text(self)
+
+    def __repr__(self):
+        numbers = f"context={self.context}, batch={self.batch}, memory={self.memory}"
+        return f"MemoryPlan({self.model.name}, {numbers}, {len(self.dtypes)} formats)"
 
     def __getitem__(self, dtype):
         for one in self.dtypes:
@@ -115,7 +130,9 @@ class MemoryPlan:
         return asdict(self)
 
 
-def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=None, weight_bytes=None, engine="kvfast"):
+def plan(
+    model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=None, weight_bytes=None, weight_bytes_read=None, engine="kvfast"
+):
     """Memory that the cache of a model will take, and its largest possible speed, for each storage format.
 
     Parameters
@@ -131,15 +148,19 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
     dtype : str, dtype or KVFormat, or a list of them, optional
         Formats to compare; by default all presets and all storage dtypes. An entry that is a list has one per layer.
     memory : int, optional
-        Bytes for keys and values; by default what the machine has available now, within the limits of its cgroup, minus the
-        weights if their size is known.
+        Bytes of memory for the weights and for keys and values; by default what the machine has available now, within the limits
+        of its cgroup. The weights are subtracted from it if their size is known.
     bandwidth : float, optional
         Bytes per second that the machine can read. Measured by default, which takes less than a second.
     weight_bytes : int, optional
-        Bytes of the model's weights that one token reads. Known from the file if `model` is a GGUF file.
+        Bytes of the model's weights. Known from the file if `model` is a GGUF file.
+    weight_bytes_read : int, optional
+        Bytes of the weights that one token reads: less than all in a mixture of experts. By default all, or the same share as
+        in the GGUF file.
     engine : str
         ``"kvfast"``, or ``"vllm"`` for kvfast's formats in the blocks of vLLM, whose names of ``kv_cache_dtype`` `dtype` then
-        has; all of them by default. `memory` is what `VLLM_CPU_KVCACHE_SPACE` gives, in bytes. vLLM need not be installed.
+        has; all of them by default. `memory` is then what `VLLM_CPU_KVCACHE_SPACE` gives, in bytes: keys and values alone, from
+        which no weights are subtracted. vLLM need not be installed.
 
     Returns
     -------
@@ -162,18 +183,29 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
     Examples
     --------
     >>> import kvfast
-    >>> llama = dict(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+    >>> llama = dict(model_type="llama", num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
     >>> ours = kvfast.plan(llama, context=32768, batch=8, memory=16 << 30, bandwidth=20e9)
     >>> ours["int8"].bytes_per_token, ours["int8"].nbytes, ours["int8"].longest_context
     (17408, 4563533824, 123328)
+    >>> print(kvfast.plan(llama, context=32768, dtype=["int8", "int4"], memory=4 << 30, bandwidth=20e9, weight_bytes=3 << 30))
+    llama: 16 layers x 8 KV heads of 64
+    1 sequence of 32,768 tokens
+    ---------------------------------------------------------------------
+            bytes a                   longest  largest  tokens/s     with
+    dtype     token        all  fits  context    batch   at most  weights
+    ---------------------------------------------------------------------
+    int8     17,408  544.0 MiB   yes   61,632        1      35.1      5.3
+    int4 *    8,960  284.0 MiB   yes  119,360        3      67.7      5.7
+    ---------------------------------------------------------------------
+    1.0 GiB of memory for keys and values, next to 3.0 GiB of weights; 20.0 GB/s read.
+    Tokens per second, of all sequences, are at most these: they come from the read bandwidth alone. Computing takes time, too.
+    * the default format.
+    A sequence whose 32,768 tokens come in one append takes more until `advance`: int4 1.3 GiB (does not fit).
     """
     shape = read_shape(model)
     context = shape.context_length or 4096 if context is None else context
     context, batch = check_size(context, "context", 1, MAX_TOKENS), check_size(batch, "batch", 1, MAX_TOKENS)
-    weights, read = shape.weight_bytes, shape.weight_bytes_read
-    if weight_bytes is not None:
-        read = check_size(weight_bytes, "weight_bytes", 1)
-        weights = max(weights or 0, read)
+    shape = _with_weights(shape, weight_bytes, weight_bytes_read)
     if engine not in ENGINES:
         raise ValueError(f"engine must be {one_of(ENGINES)}, got {shown(engine)}")
     notes = shape.notes
@@ -182,17 +214,34 @@ def plan(model, *, context=None, batch=1, dtype=None, memory=None, bandwidth=Non
         notes += _notes_of_vllm(shape)
     else:
         caches = [(name, _caches(shape, one)) for name, one in _chosen(dtype, shape)]
+    beside = shape.weight_bytes or 0
     if memory is None:
         memory = available_memory()
-        memory = None if memory is None else max(0, memory - (weights or 0))
     else:
         memory = check_size(memory, "memory", 0)
+        if engine == "vllm":
+            beside = 0
+    memory = None if memory is None else max(0, memory - beside)
     if bandwidth is None:
         bandwidth = max(read_bandwidth() for _ in range(BANDWIDTH_PASSES))
     if isinstance(bandwidth, bool) or not isinstance(bandwidth, (int, float)) or not 0 < bandwidth < float("inf"):
         raise ValueError(f"bandwidth must be a number of bytes per second above 0, got {shown(bandwidth)}")
-    dtypes = tuple(_dtype_plan(name, parts, context, batch, memory, bandwidth, read) for name, parts in caches)
-    return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, notes)
+    dtypes = tuple(_dtype_plan(name, parts, context, batch, memory, bandwidth, shape.weight_bytes_read) for name, parts in caches)
+    return MemoryPlan(shape, context, batch, memory, float(bandwidth), dtypes, notes, engine)
+
+
+def _with_weights(shape, weight_bytes, weight_bytes_read):
+    """The shape with the weights that the arguments tell; those of its file stand for arguments that are None."""
+    total, read = shape.weight_bytes, shape.weight_bytes_read
+    if weight_bytes is not None:
+        weight_bytes = check_size(weight_bytes, "weight_bytes", 1)
+        read = weight_bytes if not total or read is None else max(1, weight_bytes * read // total)
+        total = weight_bytes
+    if weight_bytes_read is not None:
+        if total is None:
+            raise ValueError("weight_bytes_read needs weight_bytes, the size of all weights")
+        read = check_size(weight_bytes_read, "weight_bytes_read", 1, total)
+    return replace(shape, weight_bytes=total, weight_bytes_read=total if read is None else read)
 
 
 def _names_of_vllm(dtype):

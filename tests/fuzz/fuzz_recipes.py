@@ -396,6 +396,7 @@ RECIPES = {
     "memory": none_or(1 << 30),
     "bandwidth": lambda c: 1e10,
     "weight_bytes": none_or(10**9),
+    "weight_bytes_read": none_or(10**8),
     "plan.batch": small(1, 3),
     "engine": small("kvfast", "vllm"),
     "name": lambda c: c.rng.choice(kvfast.available_isas()),

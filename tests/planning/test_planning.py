@@ -14,7 +14,7 @@ from model_configs import CONFIGS, HYBRIDS
 
 import kvfast
 from kvfast import KVFormat, LayerShape, ModelShape
-from kvfast.planning.engine import VLLM_FORMATS
+from kvfast.planning.engine import DEFAULTS, VLLM_FORMATS
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import read_shape
 from kvfast.planning.plan import DTYPES
@@ -317,6 +317,8 @@ def test_files_that_are_none(tmp_path):
         ({"bandwidth": "fast"}, ValueError),
         ({"memory": -1}, ValueError),
         ({"weight_bytes": 0}, ValueError),
+        ({"weight_bytes_read": 1}, ValueError),
+        ({"weight_bytes_read": 11, "weight_bytes": 10}, ValueError),
     ],
 )
 def test_arguments_that_cannot_be(arguments, error):
@@ -359,6 +361,9 @@ def test_gguf_files(tmp_path):
     looked_up = sizes["token_embd.weight"] if "output.weight" in sizes else 0
     assert planned.model.weight_bytes_read == sum(sizes.values()) - looked_up
     assert planned.dtypes[0].tokens_per_second_with_weights < planned.dtypes[0].tokens_per_second
+    assert planned.memory == QUIET["memory"] - planned.model.weight_bytes
+    wider = kvfast.plan(path, context=100, dtype="int8", weight_bytes=2 * planned.model.weight_bytes, **QUIET).model
+    assert wider.weight_bytes_read == 2 * planned.model.weight_bytes_read  # the same share of them
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
     with pytest.raises(ModelFileError, match="damaged"):
@@ -461,6 +466,68 @@ def test_memory_within_cgroups(tmp_path):
     assert available_memory(fake_system(tmp_path / "v1", 500, "9:name=systemd:/\n4:cpu,memory:/gone\n0::/\n", **old)) == 0
 
 
+def test_weights_share_the_memory_with_keys_and_values():
+    def planned(**weights):
+        return kvfast.plan(of_heads(), context=4096, dtype="int8", memory=4 << 20, bandwidth=1e10, **weights)
+
+    alone, beside = planned(), planned(weight_bytes=3 << 20)
+    assert (alone.memory, beside.memory) == (4 << 20, 1 << 20) and alone.dtypes[0].fits and not beside.dtypes[0].fits
+    assert beside.dtypes[0].longest_context < alone.dtypes[0].longest_context
+    assert beside == kvfast.plan(of_heads(), context=4096, dtype="int8", memory=4 << 20, bandwidth=1e10, weight_bytes=3 << 20)
+    assert (beside.model.weight_bytes, beside.model.weight_bytes_read) == (3 << 20, 3 << 20)
+    none = planned(weight_bytes=5 << 20)
+    assert (none.memory, none.dtypes[0].longest_context, none.dtypes[0].largest_batch, none.dtypes[0].fits) == (0, 0, 0, False)
+    # A mixture of experts has all of its weights in memory, and reads few of them.
+    experts = planned(weight_bytes=3 << 20, weight_bytes_read=1 << 20)
+    assert experts.memory == beside.memory
+    assert experts.dtypes[0].tokens_per_second_with_weights == pytest.approx(1e10 / (beside.dtypes[0].bytes_read + (1 << 20)))
+
+
+def test_weights_lie_outside_the_memory_that_vllm_has_for_keys_and_values():
+    plans = [kvfast.plan(of_heads(), engine="vllm", weight_bytes=weights, **QUIET) for weights in (None, 1 << 29)]
+    assert [plan.memory for plan in plans] == [QUIET["memory"]] * 2
+    assert [plan["auto"].tokens_per_second_with_weights is None for plan in plans] == [True, False]
+
+
+def test_the_default_is_that_of_the_caches():
+    cache = kvfast.KVCache(1, 1, 16)
+    assert kvfast.KVCache(1, 1, 16, dtype=DEFAULTS["kvfast"]).dtype == cache.dtype == kvfast.PagedKVCache(1, 1, 16, 4).dtype
+    assert DEFAULTS["vllm"] == "auto"
+
+
+def test_a_plan_prints_as_a_table():
+    many = kvfast.plan(CONFIGS["gpt-oss-20b"], context=32768, batch=8, memory=6 << 30, bandwidth=2e10, weight_bytes=4 << 30)
+    lines = str(many).splitlines()
+    rules = [i for i, line in enumerate(lines) if set(line) == {"-"}]
+    assert lines[0] == "gpt_oss: 12 layers x 8 KV heads of 64, window 128; 12 layers x 8 KV heads of 64"
+    assert lines[1] == "8 sequences of 32,768 tokens" and rules == [2, 5, 6 + len(DTYPES)]
+    rows = lines[rules[1] + 1 : rules[2]]
+    assert [row.split()[0] for row in rows] == list(DTYPES) and {len(row) for row in rows} == {len(lines[2])}
+    assert [row for row in rows if "*" in row] == [row for row in rows if row.startswith("int4 *")]
+    int8 = many["int8"]
+    for text in (f"{int8.bytes_per_token:,}", "no", f"{int8.longest_context:,}", str(int8.largest_batch)):
+        assert text in rows[list(DTYPES).index("int8")].split()
+    assert "2.0 GiB of memory for keys and values, next to 4.0 GiB of weights; 20.0 GB/s read." in lines
+    assert "at most" in lines[4] and "from the read bandwidth alone" in str(many) and "* the default format." in lines
+    assert repr(many) == f"MemoryPlan(gpt_oss, context=32768, batch=8, memory=2147483648, {len(DTYPES)} formats)"
+
+    one = str(kvfast.plan(of_heads(model_type="mistral", sliding_window=8), dtype="int8", **QUIET))
+    assert "1 sequence of 4,096 tokens" in one and " any " in one
+    assert not any(text in one for text in ("weights", "default", "a GiB")) and "sequence" not in one.splitlines()[4]
+    served = str(kvfast.plan(of_heads(), engine="vllm", **QUIET))
+    assert "a GiB" in served and "auto *" in served and "* the default format of vLLM." in served
+
+
+def test_a_prompt_that_does_not_fit_is_told():
+    def told(memory):
+        return str(kvfast.plan(of_heads(), context=4096, batch=2, dtype="int4", memory=memory, bandwidth=1e10))
+
+    of_all = kvfast.plan(of_heads(), context=4096, batch=2, dtype="int4", **QUIET).dtypes[0]
+    enough = of_all.bytes_of_prompt + of_all.bytes_per_sequence  # while the second comes, the first is there
+    assert "in one append takes more" in told(enough) and "does not fit" not in told(enough)
+    assert "(does not fit)" in told(enough - 1)
+
+
 def run(*arguments):
     return subprocess.run([sys.executable, "-m", "kvfast", "plan", *map(str, arguments)], capture_output=True, text=True, check=False)
 
@@ -472,7 +539,15 @@ def test_the_command(tmp_path):
     options = ["--context", 32768, "--batch", 8, "--memory", 4, "--bandwidth", 20, "--weights", 2]
     done = run(path, *options)
     assert done.returncode == 0, done.stderr
-    for text in ("12 layers x 8 KV heads of 64, window 128", "8 sequences of 32,768 tokens", "k8v4", "26,112", "20.0 GB/s"):
+    told = (
+        "12 layers x 8 KV heads of 64, window 128",
+        "8 sequences of 32,768 tokens",
+        "k8v4",
+        "26,112",
+        "int4 *",
+        "1.9 GiB of weights",
+    )
+    for text in (*told, "20.0 GB/s"):
         assert text in done.stdout
     done = run(tmp_path, *options, "--json", "--dtype", "int8, int4")
     planned = kvfast.plan(
@@ -483,6 +558,17 @@ def test_the_command(tmp_path):
     done = run(path)
     assert done.returncode == 1 and done.stderr.startswith(f"error: {path} lacks num_hidden_layers") and not done.stdout
     assert run(path, "--bandwidth", -1).returncode == 2
+
+
+def test_the_command_needs_numpy_alone(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGS["gpt-oss-20b"]))
+    args = ["plan", str(path), "--memory", "8", "--bandwidth", "20", "--weights", "4", "--weights-read", "1"]
+    packages = "rich", "gguf", "tokenizers", "safetensors", "xxhash", "threadpoolctl"
+    code = f"import sys; sys.modules |= dict.fromkeys({packages!r})\nfrom kvfast.cli import main; sys.exit(main({args!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    planned = kvfast.plan(path, memory=8 * 10**9, bandwidth=20e9, weight_bytes=4 * 10**9, weight_bytes_read=10**9)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{planned}\n", "")
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *OTHERS], ids=str)

@@ -77,7 +77,7 @@ cdef Request open_request(const kv_store *store, object q, Options options, obje
     cdef float[:, ::1] lse_view
     cdef const float[::1] view
     memset(c, 0, sizeof(kv_request))
-    self.num_threads = given = options.num_threads  # `run` checks it
+    self.num_threads = given = options.num_threads  # `run_plan` checks it
     c.threads = most_threads(given if type(given) is int and 0 < given <= 1024 else 0)
     self.q = open_rows(q, "q")
     c.q = self.q.rows
@@ -120,7 +120,7 @@ cdef Request open_request(const kv_store *store, object q, Options options, obje
 
 
 cdef int _refuse(Request self, kv_misfit found, const kv_store *store) except -1:
-    """Raise for what does not fit. NUMBERS were checked when they were converted."""
+    """Raise for what does not fit. Of the NUMBERS, only those that are beyond float32 have passed their conversion."""
     cdef const kv_rows *q = &self.c.q
     cdef const kv_rows *out = &self.c.out
     if found == DIM_OF_Q:
@@ -129,6 +129,9 @@ cdef int _refuse(Request self, kv_misfit found, const kv_store *store) except -1
         swapped = q.tokens % store.num_kv_heads == 0
         raise DimensionMismatchError(f"the heads of q, its second axis, must be a multiple of the {store.num_kv_heads} KV heads, got "
                                      f"{q.heads}" + (": if the first has them, pass q.transpose(1, 0, 2)" if swapped else ""))
+    if found == NUMBERS:
+        raise ValueError(f"scale and softcap must be within float32 (+-{KV_MAX_FLOAT32:g}), got {self.c.scale:g} and "
+                         f"{self.c.softcap:g}")
     if found == SHAPE_OF_OUT:
         raise DimensionMismatchError(f"out must have shape ({q.tokens}, {q.heads}, {values_of(store).head_dim}), "
                                      f"got ({out.tokens}, {out.heads}, {out.dim})")

@@ -87,7 +87,9 @@ def test_attend(cache):
     for name, value in [
         ("scale", np.nan),
         ("scale", np.inf),
+        ("scale", 1e300),
         ("softcap", -1.0),
+        ("softcap", 1e300),
         ("sliding_window", 0),
         ("sliding_window", -3),
         ("num_splits", -1),
@@ -96,6 +98,8 @@ def test_attend(cache):
     ]:
         with pytest.raises(ValueError, match=name):
             cache.attend(0, q, **{name: value})
+        with pytest.raises(ValueError):  # whatever is found first, nothing is written
+            cache.attend(0, q, **{name: value}, out=ones(1, 2, 16))
     for name, value in [("scale", "x"), ("sliding_window", 1.5), ("num_splits", 1.5), ("num_threads", "2")]:
         with pytest.raises(TypeError, match=name):
             cache.attend(0, q, **{name: value})

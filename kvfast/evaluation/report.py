@@ -52,11 +52,17 @@ def memory_text(cache):
     tokens, nbytes = len(cache), cache.nbytes_used
     if not tokens:
         return f"{cache.dtype}: no tokens"
-    plain = tokens * float_bytes((cache.num_layers, cache.num_kv_heads, cache.head_dim), 4)
-    return (
+    each = float_bytes((cache.num_layers, cache.num_kv_heads, cache.head_dim), 2)
+    text = (
         f"{cache.dtype}: {tokens:,} tokens take {nbytes:,} bytes, {nbytes / tokens:,.0f} each; "
-        f"as bare float32 they take {plain / nbytes:.2f}x as much, as float16 {plain / 2 / nbytes:.2f}x"
+        f"as bare float32 they take {2 * each * tokens / nbytes:.2f}x as much, as float16 {each * tokens / nbytes:.2f}x"
     )
+    if nbytes > each * tokens and cache.bytes_per_token < each:
+        text += (
+            f". The text is short: its blocks are not full, and its newest tokens may be floats. In a long text {cache.dtype} takes "
+            f"{each / cache.bytes_per_token:.1f}x fewer bytes than float16"
+        )
+    return text
 
 
 def score_table(scores, cache_shape):

@@ -110,8 +110,10 @@ def test_generate_tells_what_the_cache_took(model, dtype, max_tokens, tmp_path):
     assert code == 0 and tokens == len(cache) and taken == cache.nbytes_used
     plain = 2 * 2 * 2 * 12 * 4 * tokens  # K and V, layers, KV heads, head_dim
     assert f"as bare float32 they take {plain / taken:.2f}x as much, as float16 {plain / 2 / taken:.2f}x" in line
+    longer = f"In a long text {dtype} takes {plain / 2 / tokens / cache.bytes_per_token:.1f}x fewer bytes than float16"
+    assert (longer in line) == (plain / 2 < taken and dtype != "float32")
     if (dtype, max_tokens) == ("int4", 5):
-        assert plain / 2 < taken  # and no more is promised
+        assert plain / 2 < taken
 
 
 def test_generate_is_repeatable(model):

@@ -83,7 +83,7 @@ cdef class Plan:
         return self.reserve_queries(request.q.tokens, contexts)
 
     cdef bint reserve_queries(self, Py_ssize_t queries, Py_ssize_t contexts) noexcept nogil:
-        """Make room for so many queries, before the first `ask`; False if out of memory."""
+        """Make room for `queries` queries of `contexts` contexts, before the first `ask`; False if out of memory."""
         # One item for each context, those for shared prefixes, and as many as `add` can make.
         cdef Py_ssize_t items = 2 * contexts + min(queries, contexts * <Py_ssize_t>KV_FEW_QUERIES)
         self.call.num_queries = queries
@@ -214,7 +214,7 @@ cdef class Plan:
         self.call.wide_kind = kind
 
     cdef Py_ssize_t _choose_row_blocks(self, Py_ssize_t panels, Py_ssize_t splits) noexcept nogil:
-        """Row blocks of so many panels, at least two in each, that take the least time.
+        """The number of row blocks, with at least two of the `panels` in each, that takes the least time.
 
         The panels of a block share the operands of its tiles, and the blocks of all heads and splits are spread over the threads. No
         bit of a row depends on the other rows of its block.

@@ -68,17 +68,17 @@ def pieces():
     own = buffer.ctypes.data
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for first, last in regions():
-            for at in range(first, last, buffer.size):
-                size = min(buffer.size, last - at)
-                if at < own + buffer.size and own < at + size:
-                    continue
-                memory.seek(at)
-                try:
-                    size = memory.readinto(memoryview(buffer)[:size])
-                except OSError:
-                    continue
-                yield buffer[: size // 4 * 4]
-                buffer[:] = 0
+            # The buffer may lie within a region of others: what is before it and behind it is searched.
+            for begin, end in ((first, min(last, own)), (max(first, own + buffer.size), last)):
+                for at in range(begin, end, buffer.size):
+                    size = min(buffer.size, end - at)
+                    memory.seek(at)
+                    try:
+                        size = memory.readinto(memoryview(buffer)[:size])
+                    except OSError:
+                        continue
+                    yield buffer[: size // 4 * 4]
+                    buffer[:] = 0
 
 
 def count(kind):

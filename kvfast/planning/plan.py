@@ -12,6 +12,7 @@ from kvfast.core.hardware import read_bandwidth
 from kvfast.core.limits import CHUNK_BLOCKS, MAX_TOKENS, PIECE
 from kvfast.core.text import one_of, shown
 from kvfast.planning.engine import ENGINES, KEEPS_FIRST_AND_LAST, VLLM_BLOCK_SIZE, VLLM_FORMATS, BlocksOfVLLM
+from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import ModelShape, read_shape
 from kvfast.planning.plan_text import plain_text
@@ -212,8 +213,13 @@ def plan(
     if engine == "vllm":
         caches = [(name, [BlocksOfVLLM(shape, name)]) for name in _names_of_vllm(dtype)]
         notes += _notes_of_vllm(shape)
+        bias = key_bias_note(shape.name, {name: VLLM_FORMATS[name] for name, _ in caches}, "int4_per_token_head")
     else:
-        caches = [(name, _caches(shape, one)) for name, one in _chosen(dtype, shape)]
+        chosen = _chosen(dtype, shape)
+        caches = [(name, _caches(shape, one)) for name, one in chosen]
+        formats = [each for _, one in chosen for each in formats_of(one, None, None, len(shape.layers))]
+        bias = key_bias_note(shape.name, {str(one): one for one in formats})
+    notes += () if bias is None else (bias,)
     beside = shape.weight_bytes or 0
     if memory is None:
         memory = available_memory()

@@ -1,6 +1,7 @@
 """The cache that ``generate`` takes."""
 
 import copy
+import warnings
 
 import numpy as np
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
@@ -9,6 +10,7 @@ from kvfast.codec.formats import formats_of
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.core.text import size_text
+from kvfast.planning.key_bias import key_bias_note
 from kvfast.planning.model_shape import read_shape
 from kvfast.prompts.prompt_cache import PromptCache
 from kvfast.transformers.attention import NAME
@@ -106,7 +108,9 @@ class KVFastCache(Cache):
             max_seq_len = check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
             if any(windows):
                 raise ValueError(f"max_seq_len is for models without sliding windows, and {config.model_type} has them")
-        formats_of(dtype, k_dtype, v_dtype, len(windows))  # refuses now what it would refuse at the first token
+        formats = formats_of(dtype, k_dtype, v_dtype, len(windows))  # refuses now what it would refuse at the first token
+        if bias := key_bias_note(config.model_type, {str(one): one for one in formats}):
+            warnings.warn(bias, stacklevel=2)
         rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
         self._config, self._dtype, self._max_seq_len = config, dtype, max_seq_len
         self.prompt_cache = prompt_cache if prompt_cache is None or isinstance(prompt_cache, PromptCache) else PromptCache(prompt_cache)

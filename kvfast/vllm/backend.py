@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvfast import NonFiniteInputError, PagedKVCache
+from kvfast.planning.key_bias import key_bias_note
 from kvfast.vllm.formats import BLOCK_SIZES, NAMES, Directions, block_sizes, content_bytes, format_of
 from kvfast.vllm.memory import GroupMemory, arrays_of
 
@@ -93,6 +94,11 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
                 "request, or int8_per_token_head give the same tokens",
                 vllm_config.cache_config.cache_dtype,
             )
+        bias = key_bias_note(
+            vllm_config.model_config.hf_text_config.model_type, {vllm_config.cache_config.cache_dtype: fmt}, "int4_per_token_head"
+        )
+        if bias is not None:
+            logger.warning_once("%s", bias)
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         named = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         layers = [named[name] for name in layer_names]

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -29,6 +30,15 @@ def model(request):
 @pytest.fixture
 def llama():
     return random_model("llama")
+
+
+def test_a_format_that_loses_much_is_named():
+    config = transformers.Qwen2Config(num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, hidden_size=512)
+    with pytest.warns(UserWarning, match="the keys of qwen2 have a large bias, with which int4 loses less than int8"):
+        KVFastCache(config, dtype="int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KVFastCache(config)
 
 
 # --- the cache ---------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ cdef class Handle:
                 or v.heads != store.num_kv_heads or v.dim != store.v.head_dim or not table.is_writable(first, first + n)):
             return False
         for i in range(n):
-            slots[i] = table.slot(first + i)
+            slots[i] = table.map.slot(first + i)
         # If a value cannot be stored, the rows written so far lie behind the last token, where they are never read.
         gather_unwatched(&team, 0, work_of(k))
         if encode_rows(store, k, v, NULL, slots, True, &team) != WRITTEN:

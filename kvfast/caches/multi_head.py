@@ -15,6 +15,7 @@ from kvfast.core.checks import check_size
 from kvfast.core.text import shown, size_text
 from kvfast.errors import DimensionMismatchError
 from kvfast.storage.kinds import decoded, storage_of
+from kvfast.storage.sequences.heads import attend_heads, evict, push, rows_of, scores, truncate_held
 from kvfast.storage.settings import heads
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class _Heads:
         DimensionMismatchError, NonFiniteInputError, TypeError
         """
         q = self._queries(queries)
-        return self._cache._buffer.scores(q, self._first, self._count, softmax, num_threads)
+        return scores(self._cache._buffer, q, self._first, self._count, softmax, num_threads)
 
     def attend(self, queries: ArrayLike, *, num_threads: int | None = None) -> NDArray[np.float32]:
         """Attention of each query to all tokens of its head, computed on the stored bytes.
@@ -74,16 +75,16 @@ class _Heads:
             If the cache is empty.
         """
         q = self._queries(queries)
-        out = self._cache._buffer.attend_heads(q, self._first, self._count, Options(num_threads=num_threads))
+        out = attend_heads(self._cache._buffer, q, self._first, self._count, Options(num_threads=num_threads))
         return self._signed(out, q.shape[1])[0]
 
     def decode_keys(self) -> NDArray[np.float32]:
         """Decoded keys, rotated back: ndarray of shape (len(cache), num_heads, head_dim), float32."""
-        return self._signed(self._cache._buffer.rows_of(self._first, self._count, False), self._count)
+        return self._signed(rows_of(self._cache._buffer, self._first, self._count, False), self._count)
 
     def decode_values(self) -> NDArray[np.float32]:
         """Decoded values; see `decode_keys`."""
-        return self._signed(self._cache._buffer.rows_of(self._first, self._count, True), self._count)
+        return self._signed(rows_of(self._cache._buffer, self._first, self._count, True), self._count)
 
     @property
     def is_empty(self) -> bool:
@@ -221,7 +222,7 @@ class MultiHeadKVCache(_Heads):
         """
         k = vectors(keys, "keys", self.num_heads, self.head_dim)[None]
         v = vectors(values, "values", self.num_heads, self.head_dim)[None]
-        self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
+        push(self._buffer, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def push_tokens(self, keys: ArrayLike, values: ArrayLike) -> None:
         """Compress and store the keys and values of many tokens, as `push_token` does one by one.
@@ -239,7 +240,7 @@ class MultiHeadKVCache(_Heads):
         k, v = (tokens(one, name, self.num_heads, self.head_dim) for name, one in (("keys", keys), ("values", values)))
         if len(k) != len(v):
             raise DimensionMismatchError(f"keys and values must hold the same number of tokens, got {len(k)} and {len(v)}")
-        self._buffer.push(self._signed(k, self.num_heads), self._signed(v, self.num_heads))
+        push(self._buffer, self._signed(k, self.num_heads), self._signed(v, self.num_heads))
 
     def truncate(self, n: int) -> None:
         """Keep the first `n` tokens of the cache.
@@ -250,7 +251,7 @@ class MultiHeadKVCache(_Heads):
             If the cache holds fewer.
         TypeError
         """
-        self._buffer.truncate(n)
+        truncate_held(self._buffer, n)
 
     def snapshot(self, metadata: Mapping[str, str] | None = None) -> Snapshot:
         """Snapshot of the current tokens, in shared memory; see `KVCache.snapshot`.
@@ -298,7 +299,7 @@ class MultiHeadKVCache(_Heads):
         int
             Number of dropped tokens.
         """
-        return self._buffer.evict(check_size(window, "window", 0))
+        return evict(self._buffer, check_size(window, "window", 0))
 
     def head(self, i: int) -> HeadView:
         """View of one head, with `attention_scores`, `attend`, `decode_keys` and so on. Calls use the cache as it is then.
@@ -320,7 +321,7 @@ class MultiHeadKVCache(_Heads):
 
     def clear(self) -> None:
         """Drop all tokens; the memory is kept for new ones."""
-        self._buffer.truncate(0)
+        truncate_held(self._buffer, 0)
 
     def copy(self) -> Self:
         """An independent deep copy."""

@@ -156,7 +156,7 @@ class PagedStorage(StorageProperties):
         """
         for sequence in self._own(sequences):
             sequence._buffer.check_plain()
-        blocks = [table.block_row() for table in self._tables(sequences)]
+        blocks = [table.map.block_row() for table in self._tables(sequences)]
         table = np.full((len(blocks), max([len(one) for one in blocks], default=0)), -1, np.int32)
         for row, one in zip(table, blocks):
             row[: len(one)] = one

@@ -26,15 +26,19 @@ cdef Py_ssize_t num_full_blocks(BlockTable table) noexcept:
     """Number of blocks of the table that are full of codes in all layers."""
     cdef Py_ssize_t slots = table.num_slots()
     if table.pool.seals:
-        slots = min(slots, table.codes_end() - table.skipped * table.pool.block_size)
+        slots = min(slots, table.states.codes_end(table.length) - table.map.skipped * table.pool.block_size)
     return slots // table.pool.block_size
+
+
+cdef Py_ssize_t _slots_with_codes(BlockTable table) noexcept:
+    return table.states.slots_with_codes(table.length, table.longest())
 
 
 cdef Py_ssize_t _tail_blocks(BlockTable table, Py_ssize_t layer) noexcept:
     """Number of blocks after the full ones in which the layer has codes."""
     cdef Py_ssize_t slots = table.num_slots()
     if table.pool.stores[layer].seals:
-        slots = min(slots, table.slots_with_codes())
+        slots = min(slots, _slots_with_codes(table))
     return (slots + table.pool.block_size - 1) // table.pool.block_size - num_full_blocks(table)
 
 
@@ -43,11 +47,11 @@ cdef BlockTable _straight(BlockTable table):
     cdef Py_ssize_t i
     cdef BlockPool pool = table.pool
     if pool.layers is not None:
-        return clone_table(table, pool.exact(table.count))
+        return clone_table(table, pool.exact(table.map.count))
     for i in range(1, num_full_blocks(table)):
-        if (table.blocks[i] != table.blocks[0] + i
-                or pool.chunk_of[table.blocks[i] >> KV_CHUNK_SHIFT] != pool.chunk_of[table.blocks[0] >> KV_CHUNK_SHIFT]):
-            return clone_table(table, pool.exact(table.count))
+        if (table.map.blocks[i] != table.map.blocks[0] + i
+                or pool.chunk_of[table.map.blocks[i] >> KV_CHUNK_SHIFT] != pool.chunk_of[table.map.blocks[0] >> KV_CHUNK_SHIFT]):
+            return clone_table(table, pool.exact(table.map.count))
     return table
 
 
@@ -59,8 +63,8 @@ cdef BlockTable _tail(BlockTable table):
         return None
     other = BlockTable(table.pool.exact((rest + table.pool.block_size - 1) // table.pool.block_size))
     other.open(other.pool.num_blocks)
-    copy_slots(table.pool.stores, table.blocks + full, other.pool.stores, other.blocks, table.pool.num_layers, rest,
-               table.slots_with_codes() - first, True)
+    copy_slots(table.pool.stores, table.map.blocks + full, other.pool.stores, other.map.blocks, table.pool.num_layers, rest,
+               _slots_with_codes(table) - first, True)
     return other
 
 
@@ -69,7 +73,7 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
 
     They are views; or with `copies`, copies in which all rows are 0 that are not this sequence's, or that it never reads.
     """
-    cdef Py_ssize_t position, head, longest = table.num_positions()
+    cdef Py_ssize_t position, head, longest = table.longest()
     cdef Py_ssize_t first, last, row_bytes
     cdef FloatRows floats = table.pool.floats
     cdef kv_store *store = table.pool.stores + layer
@@ -77,14 +81,15 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
     result = []
     if store.floats == NULL:
         return result
-    begin = {index: index * size + kept_codes for index, kept_codes in table.patches(longest) if index * size < table.floats_begin}
-    for position in table.pieces(longest):
+    begin = {index: index * size + kept_codes for index, kept_codes in table.states.patches(table.length, longest)
+             if index * size < table.states.floats_begin}
+    for position in table.pieces():
         for head in range(floats.pieces.num_kv_heads):
-            piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.slot(position) // KV_PIECE], 1, head, values)[0]
+            piece = floats.pieces.bytes_of_head(layer, floats.float_of[table.map.slot(position) // KV_PIECE], 1, head, values)[0]
             if copies:
                 piece, row_bytes = piece.copy(), store.floats.v.row_stride if values else store.floats.k.row_stride
                 first = max(store.float_tokens - position, <Py_ssize_t>0)
-                last = max(begin.get(position // size, table.floats_begin) - position, <Py_ssize_t>0) if store.seals else KV_PIECE
+                last = max(begin.get(position // size, table.states.floats_begin) - position, <Py_ssize_t>0) if store.seals else KV_PIECE
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0
                 piece[min(longest - position, KV_PIECE) * row_bytes:] = 0
             result.append(piece)
@@ -108,7 +113,7 @@ cdef BlockTable _measured(BlockTable table, Py_ssize_t length, dict state):
     cdef BlockTable other = table.empty(table.pool)
     other.check_resume_state(length, state)
     other.set_resume_state(length, state)
-    other.kept_codes, other.patched = state.get("kept_codes", 0), state.get("patches", [])
+    other.states.kept_codes, other.states.patched = state.get("kept_codes", 0), state.get("patches", [])
     return other
 
 
@@ -122,10 +127,10 @@ cdef int _take_blocks(BlockTable table, Py_ssize_t length, dict state) except -1
         pool.first_blocks = min(pool.first_blocks, max(4 * count, <Py_ssize_t>8))
     table.open(count)
     table.set_resume_state(length, state)
-    table.set_kept_codes(state.get("kept_codes", 0))
-    table.set_patches(state.get("patches", []))
-    for position in table.pieces(length):
-        slot = table.slot(position)
+    table.states.set_kept_codes(state.get("kept_codes", 0))
+    table.states.set_patches(state.get("patches", []))
+    for position in table.pieces():
+        slot = table.map.slot(position)
         pool.floats.add(<int32_t>(slot // pool.block_size), position % pool.block_size, position % pool.block_size + KV_PIECE)
     return 0
 
@@ -151,7 +156,7 @@ def layout(SequenceBuffer buffer, Py_ssize_t length, list states):
         blocks = num_full_blocks(table), _tail_blocks(table, layer)
         pieces, k_bytes, v_bytes = 0, 0, 0
         if store.floats != NULL:
-            pieces, k_bytes, v_bytes = len(table.pieces(length)), store.floats.k.bytes, store.floats.v.bytes
+            pieces, k_bytes, v_bytes = len(table.pieces()), store.floats.k.bytes, store.floats.v.bytes
         result.append(((*blocks, store.k.bytes, pieces, k_bytes), (*blocks, store.v.bytes, pieces, v_bytes)))
     return result
 
@@ -217,9 +222,9 @@ def rest(SequenceBuffer buffer, Py_ssize_t skip, bint copies):
         heads = range(table.pool.num_kv_heads)
         for values in (False, True):
             for head in heads:
-                result += [table.pool.bytes_of_head(layer, table.blocks[i], 1, head, values)[0]
+                result += [table.pool.bytes_of_head(layer, table.map.blocks[i], 1, head, values)[0]
                            for i in range(skip if keeps_all(table) else 0, full)]
-            result += [tail.pool.bytes_of_head(layer, tail.blocks[first + i], 1, head, values)[0]
+            result += [tail.pool.bytes_of_head(layer, tail.map.blocks[first + i], 1, head, values)[0]
                        for i in range(_tail_blocks(table, layer)) for head in heads]
             result += _floats(table, layer, values, copies)
     return result
@@ -269,7 +274,7 @@ def reopen(SequenceBuffer buffer, Py_ssize_t length, list states, memory=None, o
         if memory is not None and full:
             table.pool.map(memory, full, [offsets[i] for i in range(buffer.num_layers) if buffer.layer_tables[i][0] is table])
         _take_blocks(table, length, state)
-        table.pool.ensure(max(<Py_ssize_t>0, (reserve + size - 1) // size - table.count))
+        table.pool.ensure(max(<Py_ssize_t>0, (reserve + size - 1) // size - table.map.count))
 
 
 def targets(SequenceBuffer buffer):
@@ -305,8 +310,8 @@ cdef list _targets(SequenceBuffer buffer, dict sources, bint copies):
         full, behind = num_full_blocks(source), _tail_blocks(table, layer)
         heads, pair = range(source.pool.num_kv_heads), []
         for values in (False, True):
-            whole = [source.pool.bytes_of_head(layer, source.blocks[0] if full else 0, full, head, values) for head in heads]
-            rests = [tail.pool.bytes_of_head(layer, tail.blocks[first + i], 1, head, values)[0]
+            whole = [source.pool.bytes_of_head(layer, source.map.blocks[0] if full else 0, full, head, values) for head in heads]
+            rests = [tail.pool.bytes_of_head(layer, tail.map.blocks[first + i], 1, head, values)[0]
                      for i in range(behind) for head in heads]
             pair.append((whole, rests, _floats(table, layer, values, copies)))
         result.append(tuple(pair))

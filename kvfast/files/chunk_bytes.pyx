@@ -90,9 +90,9 @@ def copy_blocks(SequenceBuffer buffer, Py_ssize_t first, Py_ssize_t last, data, 
         for table, layer in buffer.layer_tables:
             if not keeps_all(table):
                 continue
-            if not 0 <= first <= last <= table.count:
-                raise ValueError(f"the blocks of a chunk must be among the {table.count} of the sequence, got {first} to {last}")
-            layers[num_layers].store, layers[num_layers].blocks = table.pool.stores + <Py_ssize_t>layer, table.blocks
+            if not 0 <= first <= last <= table.map.count:
+                raise ValueError(f"the blocks of a chunk must be among the {table.map.count} of the sequence, got {first} to {last}")
+            layers[num_layers].store, layers[num_layers].blocks = table.pool.stores + <Py_ssize_t>layer, table.map.blocks
             layers[num_layers].num_kv_heads = table.pool.num_kv_heads
             num_layers += 1
         with nogil:  # once for all layers: threads that take the GIL in turns wait for each other
@@ -162,7 +162,7 @@ def first_float_rows(SequenceBuffer buffer, bint copies):
             continue
         for values in (False, True):
             for head in range(table.pool.num_kv_heads):
-                number = table.pool.floats.float_of[table.slot(0) // KV_PIECE]
+                number = table.pool.floats.float_of[table.map.slot(0) // KV_PIECE]
                 piece = table.pool.floats.pieces.bytes_of_head(layer, number, 1, head, values)[0]
                 if copies:
                     piece = piece.copy()
@@ -200,25 +200,24 @@ def extend(SequenceBuffer buffer, Py_ssize_t length):
 
 cdef int _extend(SequenceBuffer buffer, Py_ssize_t length) except -1:
     cdef BlockTable table
-    cdef Py_ssize_t size = buffer.block_size, count = length // size, i
+    cdef Py_ssize_t size = buffer.block_size, count = length // size
     for table in buffer.tables:
-        if table.length % size or length % size or length < table.length or table.pool.seals and table.floats_begin < table.length:
+        if (table.length % size or length % size or length < table.length
+                or table.pool.seals and table.states.floats_begin < table.length):
             raise ValueError(f"a sequence of {table.length} tokens cannot go on in full blocks up to {length}")
     for table in buffer.tables:
-        table.reserve_blocks(length)
-        table.ensure(count - table.count)
-        if table.pool.has_sinks and table.count == 0 and count:
+        table.map.reserve_blocks(length)
+        table.ensure(count - table.map.count)
+        if table.pool.has_sinks and table.map.count == 0 and count:
             table.pool.floats.pieces.ensure(1)
     for table in buffer.tables:
         if table.pool.seals:
-            table.floats_begin = length
-        begins = table.count == 0 and count > 0
-        while table.count < count:
-            table.blocks[table.count] = table.pool.take(table.blocks[table.count - 1] if table.count else -1)
-            table.count += 1
+            table.states.floats_begin = length
+        begins = table.map.count == 0 and count > 0
+        while table.map.count < count:
+            table.map.blocks[table.map.count] = table.pool.take(table.map.blocks[table.map.count - 1] if table.map.count else -1)
+            table.map.count += 1
         if begins and table.pool.has_sinks:
-            table.pool.floats.add(table.blocks[0], 0, KV_PIECE)
-        table.length = length
-        for i in range(table.pool.num_layers):
-            table.lengths[i] = length
+            table.pool.floats.add(table.map.blocks[0], 0, KV_PIECE)
+        table.set_length(length)
     return 0

@@ -12,7 +12,6 @@ from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.storage.batches.batch import PagedBuffer
 from kvfast.storage.memory.pool import BlockPool
-from kvfast.storage.sequences.heads import HeadsBuffer, HeadsTable
 from kvfast.storage.sequences.sequence import SequenceBuffer
 from kvfast.storage.settings import check_sized
 from kvfast.storage.tables.block_table import BlockTable
@@ -48,8 +47,8 @@ def storage_of(settings, block_size=None, max_seq_len=None, secure=False):
     if settings["kind"] == "heads":
         config = MultiHeadConfig(**settings["config"])
         pool = BlockPool(1, settings["num_heads"], config.head_dim, BLOCK_SIZE, [config.format], GROW_BLOCKS, True)
-        table = HeadsTable(pool, 1, 0, 0)
-        return HeadsBuffer([table], [(table, 0)])
+        table = RingTable(pool, 0, 0, 0)
+        return SequenceBuffer([table], [(table, 0)])
     formats, rope_dim = settings["dtype"], settings.get("rope_dim")
     block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
     if max_seq_len is not None:

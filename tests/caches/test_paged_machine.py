@@ -104,7 +104,7 @@ class PagedMachine(RuleBasedStateMachine):
 
     def watch(self, model):
         """Follow a table to the blocks it has now: new ones were taken, missing ones given back."""
-        old, model.blocks = model.blocks, model.sequence._table.block_row().tolist()
+        old, model.blocks = model.blocks, model.sequence._table.map.block_row().tolist()
         for i, block in enumerate(model.blocks):
             if block == -1:
                 self.give_back(old[i : i + 1])
@@ -128,7 +128,7 @@ class PagedMachine(RuleBasedStateMachine):
     def adopt(self, model):
         """A new sequence, with blocks that are there already."""
         self.live.append(model)
-        assert model.sequence._table.block_row().tolist() == model.blocks
+        assert model.sequence._table.map.block_row().tolist() == model.blocks
         assert model.sequence.block_indices().tolist() == [block for block in model.blocks if block >= 0]
         for block in model.sequence.block_indices():
             self.owners[block] += 1

@@ -113,7 +113,7 @@ cdef class PagedBuffer(PagedSequences):
                 foreign.append(array[i:end])
             else:
                 table, index = self.given[block], self.given_at[block]
-                if table is None or not table.has(index, block) or self.pool.is_frozen(block):
+                if table is None or not table.map.has(index, block) or self.pool.is_frozen(block):
                     raise ValueError(f"slot_mapping[{i}] is slot {slot}, in a block of a sequence that slot_mapping() "
                                      f"did not give out for writing, or that is shared since: ask it for slots again")
                 expected = table.lengths[layer] + gains.get(table, 0)

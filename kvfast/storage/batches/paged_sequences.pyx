@@ -9,7 +9,6 @@ from libc.stdlib cimport free, malloc
 from kvfast.storage.batches.scheduler_blocks cimport SchedulerBlocks
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.memory.prefix_index cimport PrefixIndex
-from kvfast.storage.tables.block_map cimport entry_of
 from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
@@ -49,7 +48,7 @@ cdef class PagedSequences:
 
     def num_coded(self, Py_ssize_t num_tokens):
         """Number of first tokens that a sequence of so many computed tokens reads as codes."""
-        return self.kind.floats_begin_at(num_tokens) if self.pool.seals else num_tokens
+        return self.kind.states.floats_begin_at(num_tokens) if self.pool.seals else num_tokens
 
     def start(self, BlockTable table, digests):
         """Begin a sequence: its empty table takes the blocks that the pool knows by the first of these digests."""
@@ -80,8 +79,8 @@ cdef class PagedSequences:
         cdef Py_ssize_t i
         self.pool.enter()
         try:
-            for i in range(table.count):
-                self.given[table.blocks[i]] = None
+            for i in range(table.map.count):
+                self.given[table.map.blocks[i]] = None
             table.close()
         finally:
             self.pool.leave()
@@ -146,9 +145,9 @@ cdef class PagedSequences:
                 if count == 0:
                     continue
                 end = (table.length + <Py_ssize_t>count + size - 1) // size
-                needed += max(0, end - table.count - table.skipped)
-                for i in range(table.length // size, min(end, table.count + table.skipped)):
-                    block = table.blocks[entry_of(table, i)]
+                needed += max(0, end - table.map.end())
+                for i in range(table.length // size, min(end, table.map.end())):
+                    block = table.map.block(i)
                     if self.index.knows(block):
                         needed += 1
                     elif self.pool.owners[block] > 1:
@@ -175,17 +174,17 @@ cdef class PagedSequences:
             view = slots
             pairs = [pair for pair in zip(tables, counts) if pair[1]]
             for table, n in pairs:
-                table.reserve_blocks(table.length + n)
+                table.map.reserve_blocks(table.length + n)
                 floats += table.floats_needed(table.length, table.length + n)
             if floats:
                 self.pool.floats.pieces.ensure(floats)
             for table, n in pairs:
                 table.make_writable(table.length, table.length + n)
                 for i in range(table.length, table.length + n):
-                    view[at] = table.slot(i)
+                    view[at] = table.map.slot(i)
                     at += 1
-                for i in range(table.length // self.pool.block_size, table.count + table.skipped):
-                    block = table.blocks[entry_of(table, i)]
+                for i in range(table.length // self.pool.block_size, table.map.end()):
+                    block = table.map.block(i)
                     self.given[block], self.given_at[block] = table, i
             return slots
         finally:

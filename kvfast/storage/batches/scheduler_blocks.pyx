@@ -12,13 +12,10 @@ however long it rests and whoever shares its blocks and runs ahead. One that has
 cannot spare that memory bounds the number of sequences: those that were not seen for longest are closed, so that their tokens keep
 codes alone. A sequence that goes on in such a block gets float rows of these codes.
 """
-import numpy as np
-
 from libc.stdint cimport int16_t, int32_t, int64_t, uint8_t
-from libc.stdlib cimport abs, calloc, free
+from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
-from kvfast.codec.seal cimport seal_blocks
 from kvfast.storage.batches.prepared_batch cimport PreparedBatch
 from kvfast.storage.memory.pool cimport BlockPool
 
@@ -174,20 +171,13 @@ cdef class SchedulerBlocks:
 
     cdef int _seal(self, list chosen) except -1:
         """Encode the tokens of some open blocks that have been written, from their float rows."""
-        cdef int32_t[::1] blocks
-        cdef uint8_t[::1] unfit
         cdef int32_t block
-        cdef Py_ssize_t i
         # Only the first of the blocks of one call can begin a sequence.
-        parts = [[block] for block in chosen if self.begins[block]] + [[block for block in chosen if not self.begins[block]]]
-        for part in parts if parts[-1] else parts[:-1]:
-            blocks, unfit = np.array(part, np.int32), np.zeros(len(part), np.uint8)
-            seal_blocks(self.pool.stores, self.pool.num_layers, &blocks[0], blocks.shape[0], self.begins[blocks[0]],
-                        self.pool.floats.kept_codes, &unfit[0], self.written)
-            for i in range(blocks.shape[0]):
-                if unfit[i]:
-                    self.pool.floats.set_kept_codes(blocks[i], -abs(self.pool.floats.kept_codes[blocks[i]]))
-                self.state[blocks[i]] = SEALED
+        for part in [[block] for block in chosen if self.begins[block]] + [[block for block in chosen if not self.begins[block]]]:
+            if part:
+                self.pool.floats.seal(part, self.begins[<int32_t>part[0]], self.written)
+            for block in part:
+                self.state[block] = SEALED
         return 0
 
     cdef list _going_on(self, PreparedBatch batch):
@@ -269,7 +259,7 @@ cdef class SchedulerBlocks:
                 idle.append(block)
         self._seal([block for block in idle if self.state[block] == OPEN])
         for block in idle:
-            self.pool.floats.release_sealed(block, 1 if self.begins[block] and self.pool.has_sinks else 0)
+            self.pool.floats.release_sealed(block, self.begins[block])
             self.state[block] = CODES
         return len(idle) > 0
 

@@ -9,6 +9,7 @@ cdef class FloatRows:
     cdef BlockMemory pieces            # blocks of KV_PIECE tokens
     cdef int per_block                 # pieces of a block
     cdef bint seals                    # whether some layers seal blocks
+    cdef bint has_sinks                # whether some layers keep their first tokens as floats
     cdef Py_ssize_t num_layers
     cdef kv_store *stores              # (num_layers,) of the blocks; their memory owns these rows
     cdef int32_t *float_of             # as in kv_store
@@ -25,7 +26,8 @@ cdef class FloatRows:
     cdef int add(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef void set_kept_codes(self, int32_t block, Py_ssize_t kept_codes) noexcept
     cdef int release(self, int32_t block, int first) except -1
-    cdef int release_sealed(self, int32_t block, int first) except -1
+    cdef int release_sealed(self, int32_t block, bint is_first) except -1
+    cdef int seal(self, list blocks, bint at_start, const int16_t *written) except -1
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1
     cdef int move_down(self, int32_t block) except -1
     cdef int copy(self, int32_t source, int32_t target) except -1

@@ -1,9 +1,12 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Float rows of tokens: which pieces belong to which block."""
-from libc.stdint cimport int16_t, int32_t
+"""Float rows of tokens: which pieces belong to which block, and how a block is sealed from them and opened again."""
+import numpy as np
+
+from libc.stdint cimport int16_t, int32_t, uint8_t
 from libc.stdlib cimport abs, free
 
 from kvfast.codec.decode cimport restore_floats
+from kvfast.codec.seal cimport seal_blocks
 from kvfast.core.limits cimport KV_CHUNK_BLOCKS, KV_PIECE
 from kvfast.storage.memory.block_memory cimport BlockMemory, grown
 
@@ -109,9 +112,23 @@ cdef class FloatRows:
         """Release the pieces of a block from its piece `first` on."""
         return self._release_range(block, first, self.per_block)
 
-    cdef int release_sealed(self, int32_t block, int first) except -1:
-        """Release the pieces of a sealed block from its piece `first` on, as far as all of their tokens have codes."""
-        return self._release_range(block, first, self.per_block if self.kept_codes[block] >= 0 else -self.kept_codes[block] // KV_PIECE)
+    cdef int release_sealed(self, int32_t block, bint is_first) except -1:
+        """Release the pieces of a sealed block, as far as all of their tokens have codes. The first block of a sequence keeps those
+        that always are floats."""
+        return self._release_range(block, 1 if is_first and self.has_sinks else 0,
+                                   self.per_block if self.kept_codes[block] >= 0 else -self.kept_codes[block] // KV_PIECE)
+
+    cdef int seal(self, list blocks, bint at_start, const int16_t *written) except -1:
+        """Encode full blocks as a whole, from the float rows of their tokens; see `seal_blocks`. A block becomes a patched one if its
+        new tokens do not fit the statistics that it has kept."""
+        cdef int32_t[::1] view = np.array(blocks, np.int32)
+        cdef uint8_t[::1] unfit = np.zeros(view.shape[0], np.uint8)
+        cdef Py_ssize_t i
+        seal_blocks(self.stores, self.num_layers, &view[0], view.shape[0], at_start, self.kept_codes, &unfit[0], written)
+        for i in range(view.shape[0]):
+            if unfit[i]:
+                self.set_kept_codes(view[i], -abs(self.kept_codes[view[i]]))
+        return 0
 
     cdef int _release_range(self, int32_t block, Py_ssize_t first, Py_ssize_t last) except -1:
         cdef Py_ssize_t i
@@ -199,6 +216,7 @@ cdef FloatRows float_rows_of(BlockMemory blocks):
     self.stores, self.num_layers = blocks.stores, blocks.num_layers
     for i in range(self.num_layers):
         self.seals |= self.stores[i].seals
+        self.has_sinks |= self.stores[i].float_tokens > 0
         if formats[i] is not None:
             self.stores[i].floats = self.pieces.stores + i
     return self

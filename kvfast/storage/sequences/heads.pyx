@@ -1,5 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The storage of one layer, accessed head by head: scores, attention and rows of some of its heads."""
+"""The storage of one layer, accessed head by head: scores, attention and rows of some of its heads. Its table is a `RingTable` that
+evicts on request."""
 import math
 
 import numpy as np
@@ -20,46 +21,15 @@ from kvfast.core.arrays cimport Rows, kv_rows, open_pair, open_rows
 from kvfast.core.checks cimport check_count
 from kvfast.core.interrupt cimport is_stopped, kv_watch
 from kvfast.core.kernels cimport active, kv_ahead, kv_kernels, kv_scratch, kv_side, kv_tile
-from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_ROWS, KV_TILE, KV_UNLIMITED
+from kvfast.core.limits cimport KV_LANES, KV_MAX_FLOAT32, KV_ROWS, KV_TILE
 from kvfast.core.scratch cimport give_scratch, take_scratch
 from kvfast.core.threads cimport DYNAMIC, STATIC, for_each, gather, kv_team
 from kvfast.core.wipe cimport kv_wipe_pages
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.sequence cimport SequenceBuffer
-from kvfast.storage.tables.block_table cimport BlockTable
 from kvfast.storage.tables.ring_table cimport RingTable
 
 from kvfast.errors import NonFiniteInputError
-
-cdef Py_ssize_t NO_WINDOW = KV_UNLIMITED
-
-
-cdef class HeadsTable(RingTable):
-    """A ring without a fixed window: each `evict` gets the window to keep."""
-
-    def __cinit__(self, BlockPool pool, *args):
-        self.window, self.rollback = NO_WINDOW, 0
-
-    cdef int evict(self, Py_ssize_t window) except -1:
-        if window == 0:
-            return self.truncate(0)
-        self.evicted = max(self.evicted, self.length - window)
-        return RingTable.release_evicted(self)
-
-    cdef Py_ssize_t num_held(self) noexcept nogil:
-        return self.length - self.evicted
-
-    cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
-        return min(self.evicted, length)
-
-    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
-        # The state says what was evicted, as there is no window from which it would follow.
-        self.evicted = check_count(state.get("evicted_tokens"), "evicted_tokens", 0, length)
-        return RingTable.check_resume_state(self, length, state)
-
-    cdef BlockTable empty(self, BlockPool pool):
-        return HeadsTable(pool, NO_WINDOW, 0, 0)
-
 
 cdef class Heads:
     def __dealloc__(self):
@@ -189,116 +159,110 @@ cdef int _to_weights(void *shared, Py_ssize_t index, int thread, kv_watch *watch
     return 0
 
 
-cdef class HeadsBuffer(SequenceBuffer):
-    """The buffer of one layer whose table evicts on request."""
+def truncate_held(SequenceBuffer buffer, n):
+    """Keep the first `n` of the tokens that are held."""
+    cdef Py_ssize_t held = buffer.num_held, kept = check_count(n, "n", 0)
+    if kept > held:
+        raise ValueError(f"n must be between 0 and the {held} tokens of the cache, got {n}")
+    buffer.truncate(buffer.length - held + kept if kept else 0)
 
-    @property
-    def num_held(self):
-        return max(<Py_ssize_t>0, (<HeadsTable>self.tables[0]).num_held())
 
-    def truncate(self, n, begin=None):
-        """Keep the first `n` of the tokens that are held."""
-        cdef Py_ssize_t held = self.num_held, kept = check_count(n, "n", 0)
-        if kept > held:
-            raise ValueError(f"n must be between 0 and the {held} tokens of the cache, got {n}")
-        SequenceBuffer.truncate(self, self.length - held + kept if kept else 0, begin)
+def evict(SequenceBuffer buffer, Py_ssize_t window):
+    """Keep the last `window` tokens; returns the number of evicted tokens."""
+    cdef RingTable table = buffer.tables[0]
+    cdef Py_ssize_t before
+    buffer._enter()
+    try:
+        before = table.num_held()
+        table.evict(window)
+        return before - table.num_held()
+    finally:
+        buffer._leave()
 
-    def evict(self, Py_ssize_t window):
-        """Keep the last `window` tokens; returns the number of evicted tokens."""
-        cdef HeadsTable table = self.tables[0]
-        cdef Py_ssize_t before
-        self._enter()
-        try:
-            before = table.num_held()
-            table.evict(window)
-            return before - table.num_held()
-        finally:
-            self._leave()
 
-    def push(self, k, v):
-        """Append tokens, and count them as complete."""
-        cdef HeadsTable table = self.tables[0]
-        cdef Rows keys, values
-        keys, values = open_pair(k, v, False)
-        self._enter()
-        try:
-            table.append(0, keys, values, NULL)
-            table.advance(keys.rows.tokens)
-        finally:
-            self._leave()
+def push(SequenceBuffer buffer, k, v):
+    """Append tokens, and count them as complete."""
+    cdef RingTable table = buffer.tables[0]
+    cdef Rows keys, values
+    keys, values = open_pair(k, v, False)
+    buffer._enter()
+    try:
+        table.append(0, keys, values, NULL)
+        table.advance(keys.rows.tokens)
+    finally:
+        buffer._leave()
 
-    def _like(self, tables):
-        table = tables[self.tables[0]]
-        return HeadsBuffer([table], [(table, 0)])
 
-    def scores(self, q, Py_ssize_t head, Py_ssize_t count, bint softmax, num_threads):
-        """Scores of q, (1, query heads, head_dim), over the tokens of `count` KV heads from `head` on."""
-        cdef HeadsTable table = self.tables[0]
-        cdef Rows queries = open_rows(q, "q")
-        cdef Heads part
-        cdef kv_score_call call
-        cdef kv_team team
-        cdef float[:, ::1] out
-        cdef int failed
-        call.kernels, call.q, call.group = active(), &queries.rows, queries.rows.heads // count
-        call.scale = 1.0 / math.sqrt(queries.rows.dim)
-        self.enter_reading()
-        try:
-            table.context(0, &call.context)
-            call.begin, call.tokens = table.evicted, call.context.length - table.evicted
-            array = np.empty((queries.rows.heads, call.tokens), np.float32)
-            if call.tokens == 0:
-                return array
-            out = array
-            part = heads_of(table.pool, head, count)
-            call.store, call.out = &part.store, &out[0, 0]
-            gather(&team, num_threads, <double>call.tokens * queries.rows.heads * part.store.k.padded_dim)
-            failed = for_each(&team, _score_head, &call, count, DYNAMIC)
-            if softmax:
-                for_each(&team, _to_weights, &call, queries.rows.heads, STATIC)
-        finally:
-            self.leave_reading()
-        if failed & NO_MEMORY:
-            raise MemoryError("cannot allocate the working memory of scores")
-        if failed:
-            raise NonFiniteInputError("queries and keys are too large together: a score is beyond float32")
-        return array
+def scores(SequenceBuffer buffer, q, Py_ssize_t head, Py_ssize_t count, bint softmax, num_threads):
+    """Scores of q, (1, query heads, head_dim), over the tokens of `count` KV heads from `head` on."""
+    cdef RingTable table = buffer.tables[0]
+    cdef Rows queries = open_rows(q, "q")
+    cdef Heads part
+    cdef kv_score_call call
+    cdef kv_team team
+    cdef float[:, ::1] out
+    cdef int failed
+    call.kernels, call.q, call.group = active(), &queries.rows, queries.rows.heads // count
+    call.scale = 1.0 / math.sqrt(queries.rows.dim)
+    buffer.enter_reading()
+    try:
+        table.context(0, &call.context)
+        call.begin, call.tokens = table.evicted, call.context.length - table.evicted
+        array = np.empty((queries.rows.heads, call.tokens), np.float32)
+        if call.tokens == 0:
+            return array
+        out = array
+        part = heads_of(table.pool, head, count)
+        call.store, call.out = &part.store, &out[0, 0]
+        gather(&team, num_threads, <double>call.tokens * queries.rows.heads * part.store.k.padded_dim)
+        failed = for_each(&team, _score_head, &call, count, DYNAMIC)
+        if softmax:
+            for_each(&team, _to_weights, &call, queries.rows.heads, STATIC)
+    finally:
+        buffer.leave_reading()
+    if failed & NO_MEMORY:
+        raise MemoryError("cannot allocate the working memory of scores")
+    if failed:
+        raise NonFiniteInputError("queries and keys are too large together: a score is beyond float32")
+    return array
 
-    def attend_heads(self, q, Py_ssize_t head, Py_ssize_t count, Options options):
-        """`attend` for one query token and `count` KV heads from `head` on."""
-        cdef HeadsTable table = self.tables[0]
-        cdef Heads part
-        cdef Plan plan
-        cdef Request request
-        cdef kv_context context
-        self.enter_reading()
-        try:
-            table.context(0, &context)
-            if context.length == table.evicted:
-                raise ValueError("the cache holds no tokens to attend to")
-            part = heads_of(table.pool, head, count)
-            request = open_request(&part.store, q, options)
-            request.c.window = context.length - table.evicted
-            plan = open_plan(request, &part.store, table.pool.workspace, 1)
-            plan.ask(&context, 0, 1)
-            plan.add(&context, 0, 1, 0, 0)
-            return run_plan(request, plan)
-        finally:
-            self.leave_reading()
 
-    def rows_of(self, Py_ssize_t head, Py_ssize_t count, bint values):
-        """Keys or values of `count` KV heads from `head` on, decoded."""
-        cdef HeadsTable table = self.tables[0]
-        cdef Heads part
-        cdef Py_ssize_t i, n
-        cdef int64_t[::1] positions, slots
-        self.enter_reading()
-        try:
-            n = table.length - table.evicted
-            positions, slots = np.arange(table.evicted, table.length), np.empty(n, np.int64)
-            for i in range(n):
-                slots[i] = table.slot(positions[i])
-            part = heads_of(table.pool, head, count)
-            return decode_tokens(&part.store, positions, slots, table.length, values)
-        finally:
-            self.leave_reading()
+def attend_heads(SequenceBuffer buffer, q, Py_ssize_t head, Py_ssize_t count, Options options):
+    """`attend` for one query token and `count` KV heads from `head` on."""
+    cdef RingTable table = buffer.tables[0]
+    cdef Heads part
+    cdef Plan plan
+    cdef Request request
+    cdef kv_context context
+    buffer.enter_reading()
+    try:
+        table.context(0, &context)
+        if context.length == table.evicted:
+            raise ValueError("the cache holds no tokens to attend to")
+        part = heads_of(table.pool, head, count)
+        request = open_request(&part.store, q, options)
+        request.c.window = context.length - table.evicted
+        plan = open_plan(request, &part.store, table.pool.workspace, 1)
+        plan.ask(&context, 0, 1)
+        plan.add(&context, 0, 1, 0, 0)
+        return run_plan(request, plan)
+    finally:
+        buffer.leave_reading()
+
+
+def rows_of(SequenceBuffer buffer, Py_ssize_t head, Py_ssize_t count, bint values):
+    """Keys or values of `count` KV heads from `head` on, decoded."""
+    cdef RingTable table = buffer.tables[0]
+    cdef Heads part
+    cdef Py_ssize_t i, n
+    cdef int64_t[::1] positions, slots
+    buffer.enter_reading()
+    try:
+        n = table.length - table.evicted
+        positions, slots = np.arange(table.evicted, table.length), np.empty(n, np.int64)
+        for i in range(n):
+            slots[i] = table.map.slot(positions[i])
+        part = heads_of(table.pool, head, count)
+        return decode_tokens(&part.store, positions, slots, table.length, values)
+    finally:
+        buffer.leave_reading()

@@ -15,7 +15,7 @@ from kvfast.codec.blocks cimport kv_context
 from kvfast.codec.projection import rotated
 from kvfast.core.kernels cimport kv_transform
 from kvfast.storage.tables.block_table cimport BlockTable
-from kvfast.storage.tables.copying cimport copy_table
+from kvfast.storage.tables.copying cimport blocks_for, copy_table, pieces_for
 
 
 cdef class FrozenTables:
@@ -73,8 +73,8 @@ cdef FrozenTables copy_tables(list tables, list live):
     for table, mine in zip(tables, live):
         other = mine.empty(mine.pool)
         frozen.tables.append(other)
-        pieces = other.pieces_of(table)
-        other.reserve(other.blocks_of(table), len(pieces))
+        pieces = pieces_for(other, table)
+        other.reserve(blocks_for(other, table), len(pieces))
         copy_table(table, other, pieces, False)
     return frozen
 
@@ -92,9 +92,9 @@ cdef Segment narrowed(Segment segment):
     if segment.frozen is None:
         return segment
     table = segment.frozen.tables[0]
-    if (segment.first // table.pool.block_size == table.skipped
-            and (segment.last + table.pool.block_size - 1) // table.pool.block_size == table.count + table.skipped
-            and (not table.pool.secure or segment.first == segment.frozen.wiped and segment.last == table.num_positions())):
+    if (segment.first // table.pool.block_size == table.map.skipped
+            and (segment.last + table.pool.block_size - 1) // table.pool.block_size == table.map.end()
+            and (not table.pool.secure or segment.first == segment.frozen.wiped and segment.last == table.longest())):
         return segment
     other = segment.part(segment.start, segment.end())
     other.frozen = share_tables(segment.frozen.tables)
@@ -118,7 +118,7 @@ cdef Py_ssize_t blocks_of_copies(list segments, list tables, BlockTable live) ex
     """Number of blocks of a pool with one table a sequence that copies of the tables of some segments need: their own, or `tables`."""
     cdef Py_ssize_t needed = 0
     for frozen in dict.fromkeys([(<Segment>segment).frozen for segment in segments]):
-        needed += live.blocks_of(tables[0] if frozen is None else (<FrozenTables>frozen).tables[0])
+        needed += blocks_for(live, tables[0] if frozen is None else (<FrozenTables>frozen).tables[0])
     return needed
 
 

@@ -13,9 +13,9 @@ from kvfast.core.checks cimport check_count, check_layer
 from kvfast.core.kernels cimport KV_FLOAT32, kv_side
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.segments cimport Segment, SplicedReader, ask_spliced, blocks_of_copies, copied, plan_spliced
-from kvfast.storage.sequences.sequence_tables cimport SequenceTables
+from kvfast.storage.sequences.sequence_tables cimport SequenceTables, rows_at
 from kvfast.storage.tables.block_table cimport BlockTable
-from kvfast.storage.tables.copying cimport clone_table, copy_table
+from kvfast.storage.tables.copying cimport blocks_for, clone_table, copy_table, pieces_for
 from kvfast.storage.tables.ring_table cimport RingTable
 
 from kvfast.core.text import shown
@@ -228,14 +228,14 @@ cdef class SequenceBuffer(SequenceTables):
             if self.segments is not None:
                 return self.spliced_rows(check_layer(index, self.num_layers), table, layer, values), self.positions(index)
             if (side.dtype == KV_FLOAT32 and not store.latent and not store.seals and not pool.grows and not pool.is_shared
-                    and table.is_in_one_piece()):
+                    and table.map.is_in_one_piece()):
                 return np.ndarray((table.lengths[layer], pool.num_kv_heads, side.head_dim), np.float32,
                                   buffer=view_of(pool.arenas[0]),
                                   offset=store.chunks.v if values else store.chunks.k,
                                   strides=(side.row_stride, store.chunks.v_head_stride if values
                                            else store.chunks.k_head_stride, 4)), np.arange(table.lengths[layer])
             positions = self.positions(index)
-            return table.rows(layer, positions, values), positions
+            return rows_at(table, layer, positions, values), positions
         finally:
             self.leave_reading()
 
@@ -311,7 +311,7 @@ cdef class SequenceBuffer(SequenceTables):
     cdef int _share_blocks(self, SequenceBuffer other, begin) except -1:
         cdef Py_ssize_t i
         for i in range(len(self.tables)):
-            (<BlockTable>self.tables[i]).reserve_list((<BlockTable>other.tables[i]).count)
+            (<BlockTable>self.tables[i]).map.reserve_list((<BlockTable>other.tables[i]).map.count)
         if begin is not None:
             begin()
         for i in range(len(self.tables)):
@@ -322,10 +322,10 @@ cdef class SequenceBuffer(SequenceTables):
     cdef int _copy_blocks(self, SequenceBuffer other, begin) except -1:
         cdef Py_ssize_t i
         cdef BlockTable table
-        cdef list pieces = [(<BlockTable>mine).pieces_of(<BlockTable>table) for mine, table in zip(self.tables, other.tables)]
+        cdef list pieces = [pieces_for(<BlockTable>mine, <BlockTable>table) for mine, table in zip(self.tables, other.tables)]
         for i in range(len(self.tables)):
             table = self.tables[i]
-            table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
+            table.reserve(blocks_for(table, other.tables[i]), len(<list>pieces[i]))
         if other.segments is not None:
             return self._copy_spliced(other, pieces, begin)
         if begin is not None:
@@ -343,12 +343,12 @@ cdef class SequenceBuffer(SequenceTables):
         if table.pool.is_shared:
             frozen = [segment for segment in other.segments if (<Segment>segment).frozen is not None]
             copies = blocks_of_copies(frozen, other.tables, table)
-            table.reserve(copies + table.blocks_of(other.tables[0]), 0)
+            table.reserve(copies + blocks_for(table, other.tables[0]), 0)
             table.pool.ensure(copies)
         segments = copied(other.segments, self.tables)
         for i in range(len(self.tables)):  # again, as the copies took blocks
             table = self.tables[i]
-            table.reserve(table.blocks_of(other.tables[i]), len(<list>pieces[i]))
+            table.reserve(blocks_for(table, other.tables[i]), len(<list>pieces[i]))
         if begin is not None:
             begin()
         for i in range(len(self.tables)):
@@ -360,7 +360,7 @@ cdef class SequenceBuffer(SequenceTables):
         cdef BlockTable table
         for table in self.tables:
             table.pool.trim_surplus()
-            if isinstance(table, RingTable) and table.num_positions() == 0:
+            if isinstance(table, RingTable) and table.longest() == 0:
                 table.pool.trim()  # what a prompt took
         return 0
 

@@ -4,6 +4,9 @@ from kvfast.storage.sequences.segments cimport Segment, SplicedReader
 from kvfast.storage.tables.block_table cimport BlockTable
 
 
+cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint values)
+
+
 cdef class SequenceTables:
     cdef readonly list tables          # of BlockTable: one for each group of layers with the same window and shape
     cdef list layer_tables             # (table, layer in it) for each layer

@@ -4,14 +4,29 @@ is spliced. See `segments` for what that is, and `splicing` for how it comes abo
 cimport cython
 import numpy as np
 
+from libc.stdint cimport int64_t
+
+from kvfast.codec.decode cimport decode_tokens
 from kvfast.core.checks cimport check_layer
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.sequences.segments cimport FrozenTables, Segment, SplicedReader, copied, cut, frozen_of, narrowed, rotated_keys
 from kvfast.storage.tables.block_table cimport BlockTable
 
+from kvfast.core.interchange import aligned
+
 
 cdef tuple _shape_of(BlockTable table):
     return table.pool.num_kv_heads, table.pool.head_dim, table.pool.v_head_dim
+
+
+cdef object rows_at(BlockTable table, Py_ssize_t layer, object positions, bint values):
+    """Keys or values of a layer at some positions, decoded to float32."""
+    cdef const int64_t[::1] at = aligned(positions, np.int64)
+    cdef int64_t[::1] slots = np.empty(at.shape[0], np.int64)
+    cdef Py_ssize_t i
+    for i in range(at.shape[0]):
+        slots[i] = table.map.slot(at[i])
+    return decode_tokens(table.pool.stores + layer, at, slots, table.states.floats_begin, values)
 
 
 cdef class SequenceTables:
@@ -70,8 +85,8 @@ cdef class SequenceTables:
 
     @property
     def num_held(self):
-        """Tokens that are shown: all of them, but in a `HeadsBuffer`."""
-        return self.length
+        """Tokens that are shown: all but those that were evicted on request."""
+        return (<BlockTable>self.tables[0]).num_held() + self.base
 
     @property
     def num_uncounted(self):
@@ -154,7 +169,7 @@ cdef class SequenceTables:
         which = self.tables.index(table)
         for segment in self.all_segments(table.lengths[layer]):
             source = table if segment.frozen is None else segment.frozen.tables[which]
-            rows = source.rows(layer, np.arange(segment.first, segment.last), values)
+            rows = rows_at(source, layer, np.arange(segment.first, segment.last), values)
             parts.append(rows if values or segment.rotations is None else rotated_keys(rows, segment.rotations[index]))
         return np.concatenate(parts)
 
@@ -181,7 +196,7 @@ cdef class SequenceTables:
         """Become the ordinary sequence that only this segment is left of."""
         cdef Py_ssize_t i
         for i in range(len(self.tables)):  # first what can fail
-            (<BlockTable>self.tables[i]).reserve_list((<BlockTable>segment.frozen.tables[i]).count)
+            (<BlockTable>self.tables[i]).map.reserve_list((<BlockTable>segment.frozen.tables[i]).map.count)
         for i in range(len(self.tables)):
             (<BlockTable>self.tables[i]).share(segment.frozen.tables[i])
             (<BlockTable>self.tables[i]).truncate(segment.last)
@@ -191,8 +206,8 @@ cdef class SequenceTables:
     cdef object blocks_of(self, Py_ssize_t which):
         """Blocks of one of the tables, and of those of the same layers in all segments."""
         cdef FrozenTables frozen
-        return np.concatenate([table.block_ids() for table in [*[frozen.tables[which] for frozen in frozen_of(self.known_segments())],
-                                                               self.tables[which]]])
+        tables = [*[frozen.tables[which] for frozen in frozen_of(self.known_segments())], self.tables[which]]
+        return np.concatenate([table.map.block_ids() for table in tables])
 
     @property
     def nbytes_alone(self):

@@ -5,6 +5,7 @@ import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport free, realloc
+from libc.string cimport memmove
 
 from kvfast.storage.memory.pool cimport BlockPool
 
@@ -12,29 +13,33 @@ from kvfast.storage.memory.pool cimport BlockPool
 cdef class BlockMap:
     """The blocks of one sequence, in the order of their tokens."""
 
-    def __cinit__(self, BlockPool pool, *args):
-        self.pool = pool
+    def __cinit__(self, BlockPool pool, Py_ssize_t sink_blocks):
+        self.pool, self.sink_blocks = pool, sink_blocks
 
     def __dealloc__(self):
         free(self.blocks)
         free(self.spare)
 
+    cdef int32_t block(self, Py_ssize_t index) noexcept nogil:
+        """The block with this index."""
+        return self.blocks[entry_of(self, index)]
+
     cdef int64_t slot(self, Py_ssize_t position) noexcept nogil:
         cdef Py_ssize_t size = self.pool.block_size
-        return <int64_t>self.blocks[entry_of(self, position // size)] * size + position % size
+        return <int64_t>self.block(position // size) * size + position % size
+
+    cdef Py_ssize_t end(self) noexcept nogil:
+        """Index behind that of the last block."""
+        return self.count + self.skipped
 
     cdef Py_ssize_t blocks_needed(self, Py_ssize_t first, Py_ssize_t last) except -1:
         """Number of blocks to take before the positions first to last can be written."""
-        cdef Py_ssize_t end = self.count + self.skipped, i
-        cdef Py_ssize_t needed = max(<Py_ssize_t>0, (last + self.pool.block_size - 1) // self.pool.block_size - end)
-        for i in range(first // self.pool.block_size, min(end, (last + self.pool.block_size - 1) // self.pool.block_size)):
-            if self.pool.is_frozen(self.blocks[entry_of(self, i)]):
+        cdef Py_ssize_t size = self.pool.block_size, i
+        cdef Py_ssize_t needed = max(<Py_ssize_t>0, (last + size - 1) // size - self.end())
+        for i in range(first // size, min(self.end(), (last + size - 1) // size)):
+            if self.pool.is_frozen(self.block(i)):
                 needed += 1
         return needed
-
-    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
-        """Make sure that `num_blocks` blocks can be taken for new tokens."""
-        return self.pool.ensure(num_blocks)
 
     cdef int reserve_blocks(self, Py_ssize_t last) except -1:
         """Make sure that the list has room for the blocks up to position `last`."""
@@ -55,6 +60,17 @@ cdef class BlockMap:
             self.count -= 1
             self.pool.release(self.blocks[self.count])
 
+    cdef int skip(self, Py_ssize_t gone) except -1:
+        """Release the first `gone` blocks behind those of the sinks."""
+        cdef Py_ssize_t i
+        for i in range(gone):
+            self.pool.release(self.blocks[self.sink_blocks + i])
+        memmove(self.blocks + self.sink_blocks, self.blocks + self.sink_blocks + gone,
+                (self.count - self.sink_blocks - gone) * sizeof(self.blocks[0]))
+        self.count -= gone
+        self.skipped += gone
+        return 0
+
     cdef int reserve_list(self, Py_ssize_t num_blocks) except -1:
         """Make sure that there is memory for another list, of `num_blocks` blocks."""
         cdef void *grown = realloc(self.spare, max(num_blocks, 1) * sizeof(int32_t))
@@ -63,7 +79,7 @@ cdef class BlockMap:
         self.spare = <int32_t *>grown
         return 0
 
-    cdef void _use_list(self, Py_ssize_t num_blocks) noexcept:
+    cdef void use_list(self, Py_ssize_t num_blocks) noexcept:
         """Replace the list of an empty map by the one that was reserved."""
         with cython.critical_section(self.pool):
             free(self.blocks)
@@ -73,7 +89,7 @@ cdef class BlockMap:
         """Give known blocks to an empty map."""
         cdef Py_ssize_t i, count = len(blocks)
         self.reserve_list(count)
-        self._use_list(count)
+        self.use_list(count)
         for i in range(count):
             self.blocks[i] = blocks[i]
             self.pool.retain(self.blocks[i])
@@ -84,8 +100,12 @@ cdef class BlockMap:
         """Whether the block with this index is not skipped."""
         return index < self.sink_blocks or index >= self.sink_blocks + self.skipped
 
+    cdef Py_ssize_t gap_end(self) noexcept nogil:
+        """Index of the first block behind the skipped ones, or 0 if none are skipped."""
+        return self.sink_blocks + self.skipped if self.skipped else 0
+
     cdef bint has(self, Py_ssize_t index, int32_t block) noexcept:
-        return self.keeps(index) and entry_of(self, index) < self.count and self.blocks[entry_of(self, index)] == block
+        return self.keeps(index) and index < self.end() and self.block(index) == block
 
     cdef bint is_in_one_piece(self) noexcept:
         """Whether entry i is block i of the pool's first chunk, so that the tokens lie one after the other."""
@@ -100,7 +120,7 @@ cdef class BlockMap:
     cdef int take_blocks(self, Py_ssize_t num_blocks) except -1:
         """Take `num_blocks` blocks for an empty map, after `reserve_list`."""
         cdef Py_ssize_t i
-        self._use_list(num_blocks)
+        self.use_list(num_blocks)
         for i in range(num_blocks):
             self.blocks[i] = self.pool.take(self.blocks[i - 1] if i else -1)
             self.count += 1

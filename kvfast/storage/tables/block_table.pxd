@@ -5,13 +5,36 @@ from kvfast.codec.blocks cimport kv_context
 from kvfast.codec.encode cimport kv_rotary
 from kvfast.core.arrays cimport Rows
 from kvfast.storage.memory.pool cimport BlockPool
+from kvfast.storage.tables.block_map cimport BlockMap
 from kvfast.storage.tables.token_states cimport TokenStates
 
 
-cdef class BlockTable(TokenStates):
+cdef class BlockTable:
+    cdef readonly BlockPool pool
+    cdef readonly BlockMap map
+    cdef TokenStates states
+    cdef Py_ssize_t *lengths           # (num_layers,) tokens of each layer
+    cdef readonly Py_ssize_t length    # tokens that every layer has
     cdef bint closed                   # `close` was called
     cdef bint is_counted               # as a sequence of its pool
 
+    cdef Py_ssize_t longest(self) noexcept nogil
+    cdef Py_ssize_t num_uncounted(self) noexcept nogil
+    cdef Py_ssize_t num_slots(self) noexcept nogil
+    cdef Py_ssize_t num_held(self) noexcept nogil
+    cdef bint holds(self, Py_ssize_t position) noexcept nogil
+    cdef int prepare(self, Py_ssize_t n) except -1
+    cdef int advance(self, Py_ssize_t n) except -1
+    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil
+    cdef bint just_counts(self, Py_ssize_t n) noexcept nogil
+    cdef void count_tokens(self, Py_ssize_t n) noexcept nogil
+    cdef int release_evicted(self) except -1
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1
+    cdef dict resume_state(self)
+    cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1
+    cdef void set_length(self, Py_ssize_t length) noexcept nogil
+    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1
+    cdef list pieces(self)
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil
     cdef Py_ssize_t floats_needed(self, Py_ssize_t first, Py_ssize_t last) noexcept
@@ -32,8 +55,6 @@ cdef class BlockTable(TokenStates):
     cdef BlockTable empty(self, BlockPool pool)
     cdef int copy_resume_state(self, BlockTable other) except -1
     cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept
-    cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept
-    cdef list pieces_of(self, BlockTable other)
     cdef int start(self, digests) except -1
     cdef int begin_with(self, list blocks, Py_ssize_t skipped) except -1
     cdef int reserve(self, Py_ssize_t count, Py_ssize_t pieces) except -1
@@ -45,4 +66,3 @@ cdef class BlockTable(TokenStates):
     cdef int release(self) except -1
     cdef int close(self) except -1
     cdef int check_open(self) except -1
-    cdef object rows(self, Py_ssize_t layer, object positions, bint values)

@@ -4,38 +4,137 @@ cimport cython
 import numpy as np
 
 from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memcpy, memmove
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 from kvfast.codec.blocks cimport kv_context, kv_store
-from kvfast.codec.decode cimport decode_tokens
 from kvfast.codec.encode cimport check_rows, check_storable, kv_rotary, write_rows
 from kvfast.core.arrays cimport Rows
 from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.tables.block_map cimport entry_of
+from kvfast.storage.tables.block_map cimport BlockMap, entry_of
 from kvfast.storage.tables.token_states cimport TokenStates
 
-from kvfast.core.interchange import aligned
+from kvfast.core.text import shown
 
 
-cdef class BlockTable(TokenStates):
+cdef class BlockTable:
     """The tokens of one sequence. It evicts none; see `RingTable` for a table that does."""
 
+    def __cinit__(self, BlockPool pool, *args):
+        self.pool, self.map = pool, BlockMap(pool, 0)
+        self.states = TokenStates(self.map)
+        self.lengths = <Py_ssize_t *>calloc(pool.num_layers, sizeof(Py_ssize_t))
+        if self.lengths == NULL:
+            raise MemoryError("cannot allocate the lengths of a sequence")
+
+    def __dealloc__(self):
+        free(self.lengths)
+
+    cdef Py_ssize_t longest(self) noexcept nogil:
+        """Tokens of the longest layer."""
+        cdef Py_ssize_t longest = 0, i
+        for i in range(self.pool.num_layers):
+            longest = max(longest, self.lengths[i])
+        return longest
+
+    cdef Py_ssize_t num_uncounted(self) noexcept nogil:
+        """Most tokens of a layer that `advance` has not counted."""
+        return self.longest() - self.length
+
+    cdef Py_ssize_t num_slots(self) noexcept nogil:
+        """Number of slots in use."""
+        return self.longest() - self.map.skipped * self.pool.block_size
+
+    cdef Py_ssize_t num_held(self) noexcept nogil:
+        """Complete tokens, without those that were evicted on request; see `RingTable`."""
+        return self.length
+
+    cdef bint holds(self, Py_ssize_t position) noexcept nogil:
+        """Whether all positions from this one on are still there."""
+        return True
+
+    def knowable_block(self, Py_ssize_t index):
+        """The full block with this index, or -1 if a token of it is gone or has no codes: a sequence that finds it reads codes."""
+        if not self.holds(index * self.pool.block_size) or self.pool.is_patched(self.map.block(index)):
+            return -1
+        return self.map.block(index)
+
+    cdef int prepare(self, Py_ssize_t n) except -1:
+        """The part of `advance` that can fail: seal the blocks that become full. Their codes are not read before `advance`."""
+        cdef Py_ssize_t skipped = self.map.skipped
+        if not self.pool.seals:
+            return 0
+        if self.pool.index is None:  # else even blocks that are evicted at once may be found by their tokens
+            skipped = self.skipped_at(self.length + n)
+        return self.states.seal(self.length, n, self.map.sink_blocks + skipped if skipped else 0)
+
+    cdef int advance(self, Py_ssize_t n) except -1:
+        """Count tokens as complete, after `prepare`."""
+        self.length += n
+        self.release_evicted()
+        if self.pool.seals:
+            self.states.release_float_rows(self.length)
+        return 0
+
+    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
+        """Number of skipped blocks of a sequence of `length` tokens; see `RingTable`."""
+        return self.map.skipped
+
+    cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
+        """Whether `advance` seals no block and releases none."""
+        return self.states.just_counts(self.length, n)
+
+    cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
+        """`advance` when it just counts."""
+        self.length += n
+
+    cdef int release_evicted(self) except -1:
+        """Release the blocks that a sequence of this length does not need any more; see `RingTable`."""
+        return 0
+
+    cdef int ensure(self, Py_ssize_t num_blocks) except -1:
+        """Make sure that `num_blocks` blocks can be taken for new tokens."""
+        return self.pool.ensure(num_blocks)
+
+    cdef dict resume_state(self):
+        """What a file stores of a table besides its blocks, for `set_resume_state`."""
+        return {"skipped_blocks": self.map.skipped} | self.states.saved(self.length, self.longest())
+
+    cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
+        """Become a sequence of `length` tokens, after `check_resume_state`. The caller takes its blocks."""
+        self.set_length(length)
+        self.map.skipped, self.states.floats_begin = state["skipped_blocks"], state.get("floats_begin", 0)
+        return 0
+
+    cdef void set_length(self, Py_ssize_t length) noexcept nogil:
+        """Let all layers have as many tokens."""
+        cdef Py_ssize_t i
+        self.length = length
+        for i in range(self.pool.num_layers):
+            self.lengths[i] = length
+
+    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
+        """Number of blocks of a sequence of `length` tokens; ValueError if `state` is invalid."""
+        if self.states.check_saved(length, state) != {"skipped_blocks": 0}:
+            raise ValueError(f"the state of a cache that keeps everything must have no dropped blocks, got {shown(state)}")
+        return (length + self.pool.block_size - 1) // self.pool.block_size
+
     cdef void context(self, Py_ssize_t layer, kv_context *context) noexcept nogil:
-        context.table = self.blocks
+        context.table = self.map.blocks
         context.length = self.lengths[layer]
-        context.sink_blocks = self.sink_blocks
-        context.skipped = self.skipped
-        context.floats_begin, context.codes_end = self.floats_begin, self.codes_end()
+        context.sink_blocks = self.map.sink_blocks
+        context.skipped = self.map.skipped
+        context.floats_begin, context.codes_end = self.states.floats_begin, self.states.codes_end(self.length)
 
     cdef bint is_writable(self, Py_ssize_t first, Py_ssize_t last) noexcept nogil:
         """Whether `make_writable` has nothing to do."""
         cdef Py_ssize_t size = self.pool.block_size, end = (last + size - 1) // size, index
         cdef int32_t block
         # Only Python can look up which blocks a pool knows by their tokens.
-        if end > self.count + self.skipped or self.pool.index is not None or self.pool.seals and self.floats_begin % size:
+        if end > self.map.end() or self.pool.index is not None or self.pool.seals and self.states.floats_begin % size:
             return False
         for index in range(first // size, end):
-            block = self.blocks[entry_of(self, index)]
+            block = self.map.block(index)
             if self.pool.owners[block] > 1:
                 return False
             if self.pool.floats is not None and not self.pool.floats.is_open(block, index, first - index * size, last - index * size):
@@ -49,14 +148,14 @@ cdef class BlockTable(TokenStates):
         if self.pool.floats is None:
             return 0
         for index in range(first // size, (last + size - 1) // size):
-            at = entry_of(self, index)
-            block = self.blocks[at] if at < self.count else -1
+            at = entry_of(self.map, index)
+            block = self.map.blocks[at] if at < self.map.count else -1
             source = -1
             if block >= 0 and self.pool.is_frozen(block):
                 block, source = -1, block
             begin = first - index * size
-            if self.floats_begin % size and index == self.floats_begin // size:
-                begin = 0  # see `_reopen_block`
+            if self.states.is_cut(index):
+                begin = 0
             needed += self.pool.floats.needed(block, source, index, begin, last - index * size)
         return needed
 
@@ -68,7 +167,7 @@ cdef class BlockTable(TokenStates):
     cdef list _open(self, Py_ssize_t first, Py_ssize_t last):
         """`make_writable` so that `_undo` can go back. Returns the changes to blocks that the table had, for `_keep` or `_undo`: the
         entry of a block that was copied, and the block; or a block, its pieces of float rows and its kept codes."""
-        cdef Py_ssize_t count = self.count, floats_begin = self.floats_begin
+        cdef Py_ssize_t count = self.map.count, floats_begin = self.states.floats_begin
         cdef list changes = []
         try:
             self._take(first, last, changes)
@@ -83,33 +182,33 @@ cdef class BlockTable(TokenStates):
         cdef Py_ssize_t index, at, size = self.pool.block_size, end = (last + size - 1) // size, needed
         cdef int32_t block
         # Do first what can fail. Take all blocks and float rows at once, because large pieces of memory lie in huge pages.
-        self.reserve_blocks(last)
-        self.ensure(self.blocks_needed(first, last))
+        self.map.reserve_blocks(last)
+        self.ensure(self.map.blocks_needed(first, last))
         needed = self.floats_needed(first, last)
         if needed:
             self.pool.floats.pieces.ensure_apart(needed)
         for index in range(first // self.pool.block_size, end):
-            at = entry_of(self, index)
-            if at >= self.count:
-                self.blocks[at] = self.pool.take(self.blocks[at - 1] if at else -1)
-                self.count += 1
-            elif self.pool.is_frozen(self.blocks[at]):
+            at = entry_of(self.map, index)
+            if at >= self.map.count:
+                self.map.blocks[at] = self.pool.take(self.map.blocks[at - 1] if at else -1)
+                self.map.count += 1
+            elif self.pool.is_frozen(self.map.blocks[at]):
                 if changes is None:
                     self.pool.release(self._copy_frozen(at))
                 else:
-                    changes.append((at, self.blocks[at]))
+                    changes.append((at, self.map.blocks[at]))
                     self._copy_frozen(at)
                 if self.pool.secure:
                     self._wipe_behind(index)
             elif changes is not None and self.pool.floats is not None and (
-                    self.pool.seals and self.floats_begin % size and index == self.floats_begin // size
-                    or not self.pool.floats.is_open(self.blocks[at], index, first - index * size, last - index * size)):
-                block = self.blocks[at]
+                    self.states.is_cut(index)
+                    or not self.pool.floats.is_open(self.map.blocks[at], index, first - index * size, last - index * size)):
+                block = self.map.blocks[at]
                 changes.append((block, self.pool.floats.pieces_of(block), self.pool.floats.kept_codes[block]))
-            if self.pool.seals and self.floats_begin % size and index == self.floats_begin // size:
-                self._reopen_block()
+            if self.states.is_cut(index):
+                self.states.reopen()
             if self.pool.floats is not None:
-                self.pool.floats.open(self.blocks[at], index, first - index * size, last - index * size)
+                self.pool.floats.open(self.map.blocks[at], index, first - index * size, last - index * size)
         return 0
 
     cdef int _keep(self, list changes) except -1:
@@ -126,40 +225,41 @@ cdef class BlockTable(TokenStates):
         for change in changes:
             if len(change) == 2:
                 at, block = change
-                if self.blocks[at] != block:
-                    self.pool.release(self.blocks[at])
-                    self.blocks[at] = block
+                if self.map.blocks[at] != block:
+                    self.pool.release(self.map.blocks[at])
+                    self.map.blocks[at] = block
             else:
                 self.pool.floats.keep_pieces(change[0], change[1])
                 self.pool.floats.set_kept_codes(change[0], change[2])
-        self.floats_begin = floats_begin
-        self.release_from(count)
+        self.states.floats_begin = floats_begin
+        self.map.release_from(count)
         self.pool.trim_surplus()
         return 0
 
     cdef int32_t _copy_frozen(self, Py_ssize_t at) except -1:
         """Have a copy of a block that others own, too. Returns that block, which the caller releases."""
-        cdef int32_t block = self.pool.take(self.blocks[at - 1] if at else -1), before = self.blocks[at]
+        cdef int32_t block = self.pool.take(self.map.blocks[at - 1] if at else -1), before = self.map.blocks[at]
         self.pool.copy_block(before, block)
-        self.blocks[at] = block
+        self.map.blocks[at] = block
         return before
 
     cdef int own(self, Py_ssize_t position) except -1:
         """Before a table of a secure pool is cut inside of a block: have this block alone, so that what is cut off can be overwritten.
         CacheFullError changes nothing."""
-        cdef Py_ssize_t at = entry_of(self, position // self.pool.block_size)
-        if (not self.pool.secure or position % self.pool.block_size == 0 or not 0 <= position < self.num_positions()
-                or not self.pool.is_frozen(self.blocks[at])):
+        cdef Py_ssize_t at = entry_of(self.map, position // self.pool.block_size)
+        if (not self.pool.secure or position % self.pool.block_size == 0 or not 0 <= position < self.longest()
+                or not self.pool.is_frozen(self.map.blocks[at])):
             return 0
         self.pool.ensure(1)
         if self.pool.floats is not None:
-            self.pool.floats.pieces.ensure(self.pool.floats.num_pieces(self.blocks[at]))
+            self.pool.floats.pieces.ensure(self.pool.floats.num_pieces(self.map.blocks[at]))
         return self.pool.release(self._copy_frozen(at))
 
     cdef int append(self, Py_ssize_t layer, Rows k, Rows v, const kv_rotary *rotary) except -1:
         """Write tokens behind those of a layer. If a value cannot be stored, the table and its pool stay as they were."""
         cdef kv_store *store = self.pool.stores + layer
-        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens, floats_begin = self.floats_begin, count = self.count
+        cdef Py_ssize_t first = self.lengths[layer], i, n = k.rows.tokens
+        cdef Py_ssize_t floats_begin = self.states.floats_begin, count = self.map.count
         cdef Py_ssize_t num_chunks = max(<Py_ssize_t>1, self.pool.num_chunks)
         cdef int64_t[::1] view
         cdef int64_t slot
@@ -167,24 +267,24 @@ cdef class BlockTable(TokenStates):
         check_rows(store, k, v)
         if n > 1:
             view = np.empty(n, np.int64)
-        if self.pool.index is not None and self.blocks_needed(first, first + n) > self.pool.num_free:
-            self.ensure(self.blocks_needed(first, first + n))
+        if self.pool.index is not None and self.map.blocks_needed(first, first + n) > self.pool.num_free:
+            self.ensure(self.map.blocks_needed(first, first + n))
             check_storable(store, k, v, rotary, NULL)  # now, as a known block that is evicted does not come back
         changes = self._open(first, first + n)
         try:
             if n == 1:
-                slot = self.slot(first)
+                slot = self.map.slot(first)
                 write_rows(store, k, v, rotary, &slot, True, True)
             else:
                 for i in range(n):
-                    view[i] = self.slot(first + i)
+                    view[i] = self.map.slot(first + i)
                 write_rows(store, k, v, rotary, &view[0], True, True)
         except BaseException:
             self._undo(changes, count, floats_begin)
             if self.pool.num_chunks > num_chunks:
                 self.pool.trim()
             if self.pool.secure:
-                for i in range(first // self.pool.block_size, self.count + self.skipped):
+                for i in range(first // self.pool.block_size, self.map.end()):
                     self._wipe_behind(i)
             raise
         self._keep(changes)
@@ -206,18 +306,16 @@ cdef class BlockTable(TokenStates):
     cdef int truncate(self, Py_ssize_t n) except -1:
         """Keep the first n tokens, after `check_truncate`."""
         cdef Py_ssize_t count = (n + self.pool.block_size - 1) // self.pool.block_size, i
-        if count <= self.sink_blocks:
-            count += self.skipped
-        count -= self.skipped
-        self.release_from(count)
-        if count <= self.sink_blocks:
-            self.skipped = 0
+        if count <= self.map.sink_blocks:
+            count += self.map.skipped
+        count -= self.map.skipped
+        self.map.release_from(count)
+        if count <= self.map.sink_blocks:
+            self.map.skipped = 0
         self.length = n
-        self.floats_begin = min(self.floats_begin, n)
         for i in range(self.pool.num_layers):
             self.lengths[i] = min(self.lengths[i], n)
-        if self.pool.seals:
-            self._undo_reopening()
+        self.states.cut(n)
         if self.pool.secure and n % self.pool.block_size:
             self._wipe_behind(n // self.pool.block_size)
         return 0
@@ -230,54 +328,53 @@ cdef class BlockTable(TokenStates):
 
     cdef int drop_front(self, Py_ssize_t first) except -1:
         """Release the blocks all of whose positions lie before `first`, which is at most `length`. All layers have as many tokens."""
-        cdef Py_ssize_t gone = first // self.pool.block_size - self.skipped, i
-        if gone <= 0:
-            return 0
-        for i in range(gone):
-            self.pool.release(self.blocks[i])
-        memmove(self.blocks, self.blocks + gone, (self.count - gone) * sizeof(self.blocks[0]))
-        self.count -= gone
-        self.skipped += gone
-        self.floats_begin = max(self.floats_begin, self.skipped * self.pool.block_size if self.pool.seals else 0)
+        cdef Py_ssize_t gone = first // self.pool.block_size - self.map.skipped
+        if gone > 0:
+            self.map.skip(gone)
+            self.states.floats_begin = max(self.states.floats_begin, self.map.skipped * self.pool.block_size if self.pool.seals else 0)
         return 0
 
     cdef int wipe_before(self, Py_ssize_t first) except -1:
         """In a secure pool, overwrite the tokens before `first` in its block, unless other tables read them. After `drop_front`."""
-        cdef Py_ssize_t size = self.pool.block_size, at = entry_of(self, first // size), i
-        if self.pool.secure and first % size and at < self.count and not self.pool.is_frozen(self.blocks[at]):
+        cdef Py_ssize_t size = self.pool.block_size, at = entry_of(self.map, first // size), i
+        if self.pool.secure and first % size and at < self.map.count and not self.pool.is_frozen(self.map.blocks[at]):
             for i in range(self.pool.num_layers):
-                self.pool.wipe_tokens(self.blocks[at], i, 0, first % size)
+                self.pool.wipe_tokens(self.map.blocks[at], i, 0, first % size)
         return 0
 
     cdef int _wipe_behind(self, Py_ssize_t index) except -1:
         """In a secure pool, overwrite a block behind the tokens of each layer, unless other tables read it."""
-        cdef Py_ssize_t at = entry_of(self, index), i, size = self.pool.block_size
-        if at >= self.count or self.pool.is_frozen(self.blocks[at]):
+        cdef Py_ssize_t at = entry_of(self.map, index), i, size = self.pool.block_size
+        if at >= self.map.count or self.pool.is_frozen(self.map.blocks[at]):
             return 0
         for i in range(self.pool.num_layers):
-            self.pool.wipe_tokens(self.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)), size)
+            self.pool.wipe_tokens(self.map.blocks[at], i, max(<Py_ssize_t>0, min(self.lengths[i] - index * size, size)), size)
         return 0
 
     cdef BlockTable empty(self, BlockPool pool):
         """A table of the same kind for another pool."""
         return BlockTable(pool)
 
+    cdef list pieces(self):
+        """First positions of the pieces of float rows that the sequence reads, or will read."""
+        return self.states.pieces(self.length, self.longest())
+
     cdef int copy_resume_state(self, BlockTable other) except -1:
         """Copy the lengths of a table of the same kind, and which of its tokens are left."""
-        self.skipped, self.length, self.floats_begin = self.skipped_of(other), other.length, other.floats_begin
+        self.map.skipped, self.length, self.states.floats_begin = self.skipped_of(other), other.length, other.states.floats_begin
         memcpy(self.lengths, other.lengths, self.pool.num_layers * sizeof(Py_ssize_t))
         return 0
 
     cdef int share(self, BlockTable other) except -1:
         """Become a copy of another table of this pool that shares its blocks."""
         cdef Py_ssize_t i
-        self.reserve_list(other.count)
-        for i in range(other.count):
-            self.spare[i] = other.blocks[i]
-            self.pool.retain(other.blocks[i])
+        self.map.reserve_list(other.map.count)
+        for i in range(other.map.count):
+            self.map.spare[i] = other.map.blocks[i]
+            self.pool.retain(other.map.blocks[i])
         self.release()
-        self._use_list(other.count)
-        self.count = other.count
+        self.map.use_list(other.map.count)
+        self.map.count = other.map.count
         self.copy_resume_state(other)
         return 0
 
@@ -285,81 +382,55 @@ cdef class BlockTable(TokenStates):
         """Make sure that this table can exchange its blocks for `count` others with so many pieces of float rows. Otherwise
         raise CacheFullError or MemoryError, and change nothing."""
         cdef Py_ssize_t i, own = 0, own_pieces = 0
-        for i in range(self.count):
-            if self.pool.owners[self.blocks[i]] == 1:
+        for i in range(self.map.count):
+            if self.pool.owners[self.map.blocks[i]] == 1:
                 own += 1
                 if pieces:
-                    own_pieces += self.pool.floats.num_pieces(self.blocks[i])
+                    own_pieces += self.pool.floats.num_pieces(self.map.blocks[i])
         if self.pool.available() + own < count:
             self.pool.ensure(count - own)
         if pieces > own_pieces:
             self.pool.floats.pieces.ensure(pieces - own_pieces)
-        self.reserve_list(count)
+        self.map.reserve_list(count)
         return 0
 
     cdef int start(self, digests) except -1:
         """Let an empty table begin with the blocks that its pool knows by the first of these digests."""
-        self.begin_with(self.pool.index.find(digests), 0)
-        return 0
+        return self.begin_with(self.pool.index.find(digests), 0)
 
     cdef int begin_with(self, list blocks, Py_ssize_t skipped) except -1:
         """Let an empty table take full blocks whose contents are known; `skipped` blocks are left out."""
-        cdef Py_ssize_t i
-        self.adopt(blocks)
-        self.skipped = skipped
-        self.length = self.floats_begin = (self.count + skipped) * self.pool.block_size
-        for i in range(self.pool.num_layers):
-            self.lengths[i] = self.length
+        self.map.adopt(blocks)
+        self.map.skipped = skipped
+        self.set_length(self.map.end() * self.pool.block_size)
+        self.states.floats_begin = self.length
         return 0
 
     cdef int open(self, Py_ssize_t count) except -1:
         """Exchange all blocks for `count` new ones."""
         self.reserve(count, 0)
-        self._exchange(count)
-        return 0
+        return self._exchange(count)
 
     cdef int _exchange(self, Py_ssize_t count) except -1:
         """`open`, after `reserve`."""
         self.release()
-        self.take_blocks(count)
-        return 0
+        return self.map.take_blocks(count)
 
     cdef Py_ssize_t skipped_of(self, BlockTable other) noexcept:
         """Number of blocks that this table, perhaps with another block size, skips once it is a copy of another; see `RingTable`."""
-        return other.skipped * other.pool.block_size // self.pool.block_size
-
-    cdef Py_ssize_t blocks_of(self, BlockTable other) noexcept:
-        """Number of blocks of this pool that a copy of another table needs."""
-        return (other.num_positions() + self.pool.block_size - 1) // self.pool.block_size - self.skipped_of(other)
-
-    cdef list pieces_of(self, BlockTable other):
-        """`pieces` of this table once it is a copy of another."""
-        if self.pool.block_size == other.pool.block_size:
-            return other.pieces(other.num_positions())
-        # Only the start of the sequence has float rows: tables that seal blocks have the same block size.
-        return [0] if self.pool.has_sinks and other.num_positions() and (self.sink_blocks or self.skipped_of(other) == 0) else []
+        return other.map.skipped * other.pool.block_size // self.pool.block_size
 
     @property
     def nbytes_alone(self):
         """Bytes that this table keeps from being freed: its own, and blocks without another owner."""
         cdef Py_ssize_t i
         with cython.critical_section(self.pool):
-            alone = [self.blocks[i] for i in range(self.count) if self.pool.owners[self.blocks[i]] == 1]
-        return self.pool.bytes_of_blocks(alone) + self.capacity * sizeof(int32_t) + self.pool.num_layers * sizeof(Py_ssize_t)
+            alone = [self.map.blocks[i] for i in range(self.map.count) if self.pool.owners[self.map.blocks[i]] == 1]
+        return self.pool.bytes_of_blocks(alone) + self.map.capacity * sizeof(int32_t) + self.pool.num_layers * sizeof(Py_ssize_t)
 
     cdef int release(self) except -1:
         """Release all blocks."""
-        self.truncate(0)
-        return 0
-
-    cdef object rows(self, Py_ssize_t layer, object positions, bint values):
-        """Keys or values at some positions, decoded to float32."""
-        cdef const int64_t[::1] at = aligned(positions, np.int64)
-        cdef int64_t[::1] slots = np.empty(at.shape[0], np.int64)
-        cdef Py_ssize_t i
-        for i in range(at.shape[0]):
-            slots[i] = self.slot(at[i])
-        return decode_tokens(self.pool.stores + layer, at, slots, self.floats_begin, values)
+        return self.truncate(0)
 
     cdef int close(self) except -1:
         """Release all blocks, and refuse calls from now on."""

@@ -22,28 +22,41 @@ ctypedef struct kv_copy:
     Py_ssize_t codes_end
 
 
+cdef Py_ssize_t blocks_for(BlockTable target, BlockTable source) noexcept:
+    """Number of blocks of its pool that `target` needs to become a copy of `source`."""
+    return (source.longest() + target.pool.block_size - 1) // target.pool.block_size - target.skipped_of(source)
+
+
+cdef list pieces_for(BlockTable target, BlockTable source):
+    """`pieces` of `target` once it is a copy of `source`."""
+    if target.pool.block_size == source.pool.block_size:
+        return source.pieces()
+    # Only the start of the sequence has float rows: tables that seal blocks have the same block size.
+    return [0] if target.pool.has_sinks and source.longest() and (target.map.sink_blocks or target.skipped_of(source) == 0) else []
+
+
 cdef BlockTable clone_table(BlockTable table, BlockPool pool):
     """A deep copy in another pool of the same layers. A signal handler that raises ends it early, as no one uses the copy
     yet."""
     cdef BlockTable other = table.empty(pool)
-    cdef list pieces = other.pieces_of(table)
-    other.reserve(other.blocks_of(table), len(pieces))
+    cdef list pieces = pieces_for(other, table)
+    other.reserve(blocks_for(other, table), len(pieces))
     copy_table(table, other, pieces, True)
     return other
 
 
 cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_stop) except -1:
     """Make `target` equal to `source`, a table of another pool, with a copy of its tokens. Call `reserve` before; `pieces` are
-    the target's `pieces_of` the source."""
-    target._exchange(target.blocks_of(source))
+    those of `pieces_for`."""
+    target._exchange(blocks_for(target, source))
     target.copy_resume_state(source)
-    if source.pool.block_size != target.pool.block_size and (source.skipped or target.skipped):
+    if source.pool.block_size != target.pool.block_size and (source.map.skipped or target.map.skipped):
         _copy_held(source, target)
     else:
-        copy_slots(source.pool.stores, source.blocks, target.pool.stores, target.blocks, target.pool.num_layers,
-                   source.num_slots(), source.slots_with_codes(), may_stop)
-    target.set_kept_codes(source._kept_codes())
-    target.set_patches(source.patches(source.num_positions()))
+        copy_slots(source.pool.stores, source.map.blocks, target.pool.stores, target.map.blocks, target.pool.num_layers,
+                   source.num_slots(), source.states.slots_with_codes(source.length, source.longest()), may_stop)
+    target.states.set_kept_codes(source.states.kept_codes_of_cut(source.longest()))
+    target.states.set_patches(source.states.patches(source.length, source.longest()))
     if target.pool.floats is not None:
         _copy_floats(source, target, pieces)
     return 0
@@ -51,16 +64,16 @@ cdef int copy_table(BlockTable source, BlockTable target, list pieces, bint may_
 
 cdef int _copy_floats(BlockTable source, BlockTable target, list pieces) except -1:
     """Copy the float rows of the pieces at these positions."""
-    cdef Py_ssize_t position, longest = source.num_positions(), size = target.pool.block_size
+    cdef Py_ssize_t position, longest = source.longest(), size = target.pool.block_size
     cdef const kv_store *stores
     cdef int32_t piece
     cdef int64_t slot
     for position in pieces:
-        slot = target.slot(position)
+        slot = target.map.slot(position)
         target.pool.floats.add(<int32_t>(slot // size), slot % size, slot % size + KV_PIECE)
         stores, piece = target.pool.floats.pieces.stores, target.pool.floats.float_of[slot // KV_PIECE]
-        if source.keeps(position // source.pool.block_size):
-            _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.slot(position) // KV_PIECE],
+        if source.map.keeps(position // source.pool.block_size):
+            _copy_piece(source.pool.floats.pieces.stores, source.pool.floats.float_of[source.map.slot(position) // KV_PIECE],
                         stores, piece, target.pool.num_layers, min(longest - position, KV_PIECE))
         else:
             _copy_piece(stores, piece, stores, piece, target.pool.num_layers, 0)  # zeros, which are never read
@@ -90,14 +103,14 @@ cdef void _copy_held_side(const kv_kernels *kernels, BlockTable source, BlockTab
     cdef const kv_store *into = target.pool.stores + layer
     cdef const kv_side *side = &store.v if values else &store.k
     cdef const kv_side *target_side = &into.v if values else &into.k
-    for entry in range(target.count):
-        memset(_block(into, target.blocks[entry], head, values), 0, target_side.bytes)
-    for entry in range(source.count):
-        first = (entry if entry < source.sink_blocks else entry + source.skipped) * size
+    for entry in range(target.map.count):
+        memset(_block(into, target.map.blocks[entry], head, values), 0, target_side.bytes)
+    for entry in range(source.map.count):
+        first = (entry if entry < source.map.sink_blocks else entry + source.map.skipped) * size
         for position in range(first, min(first + size, source.lengths[layer])):
-            if target.keeps(position // target_size):
-                kernels.copy_token(side, _block(store, source.blocks[entry], head, values), <int>(position - first), target_side,
-                                   _block(into, <int32_t>(target.slot(position) // target_size), head, values),
+            if target.map.keeps(position // target_size):
+                kernels.copy_token(side, _block(store, source.map.blocks[entry], head, values), <int>(position - first), target_side,
+                                   _block(into, <int32_t>(target.map.slot(position) // target_size), head, values),
                                    <int>(position % target_size), values)
 
 

@@ -2,23 +2,36 @@
 """The ring: holds the last `window` tokens, the first `num_sink_tokens` (StreamingLLM, arXiv 2309.17453), and `rollback`
 tokens behind the window, so that going back that far is exact."""
 from libc.stdint cimport int32_t
-from libc.string cimport memmove
 
 from kvfast.core.checks cimport check_count
-from kvfast.core.limits cimport KV_MAX_TOKENS
+from kvfast.core.limits cimport KV_MAX_TOKENS, KV_UNLIMITED
 from kvfast.storage.memory.pool cimport BlockPool
 from kvfast.storage.tables.block_table cimport BlockTable
 
 from kvfast.core.text import shown
 
+cdef Py_ssize_t NO_WINDOW = KV_UNLIMITED
+
 
 cdef class RingTable(BlockTable):
+    """Without a window (0) it evicts on request alone, and each `evict` says what to keep."""
+
     def __cinit__(self, BlockPool pool, Py_ssize_t window, Py_ssize_t num_sink_tokens, Py_ssize_t rollback):
-        self.window, self.num_sink_tokens, self.rollback = window, num_sink_tokens, rollback
-        self.sink_blocks = (num_sink_tokens + pool.block_size - 1) // pool.block_size
+        self.window, self.num_sink_tokens, self.rollback = window or NO_WINDOW, num_sink_tokens, rollback
+        self.map.sink_blocks = (num_sink_tokens + pool.block_size - 1) // pool.block_size
 
     cdef Py_ssize_t oldest(self, Py_ssize_t length) noexcept nogil:
-        return max(<Py_ssize_t>0, length - self.window)
+        return min(self.evicted, length) if self.window == NO_WINDOW else max(<Py_ssize_t>0, length - self.window)
+
+    cdef Py_ssize_t num_held(self) noexcept nogil:
+        return max(<Py_ssize_t>0, self.length - self.evicted) if self.window == NO_WINDOW else self.length
+
+    cdef int evict(self, Py_ssize_t window) except -1:
+        """Keep the last `window` tokens."""
+        if window == 0:
+            return self.truncate(0)
+        self.evicted = max(self.evicted, self.length - window)
+        return self.release_evicted()
 
     cdef bint limit(self, Py_ssize_t *window, Py_ssize_t *num_sink_tokens) noexcept nogil:
         if window[0] > self.window or num_sink_tokens[0] > self.num_sink_tokens:
@@ -34,7 +47,7 @@ cdef class RingTable(BlockTable):
 
     cdef Py_ssize_t _gone(self, Py_ssize_t evicted) noexcept nogil:
         """Number of blocks to skip in addition, all of whose tokens are evicted."""
-        return evicted // self.pool.block_size - self.sink_blocks - self.skipped
+        return evicted // self.pool.block_size - self.map.sink_blocks - self.map.skipped
 
     cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
         return BlockTable.just_counts(self, n) and self._gone(self._evicted_at(self.length + n)) <= 0
@@ -47,7 +60,7 @@ cdef class RingTable(BlockTable):
         return self.pool.ensure_apart(num_blocks)
 
     cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
-        return self.skipped + max(<Py_ssize_t>0, self._gone(self._evicted_at(length)))
+        return self.map.skipped + max(<Py_ssize_t>0, self._gone(self._evicted_at(length)))
 
     cdef int release_evicted(self) except -1:
         cdef Py_ssize_t i, gone
@@ -57,17 +70,13 @@ cdef class RingTable(BlockTable):
         if gone <= 0:
             return 0
         for i in range(gone):
-            block = self.blocks[self.sink_blocks + i]
-            if self.pool.floats is not None and self.sink_blocks + self.skipped + i and self.pool.owners[block] == 1:
+            block = self.map.blocks[self.map.sink_blocks + i]
+            if self.pool.floats is not None and self.map.sink_blocks + self.map.skipped + i and self.pool.owners[block] == 1:
                 self.pool.floats.release(block, 0)  # a known block keeps only the float rows of a sequence's start
-            self.pool.release(block)
-        memmove(self.blocks + self.sink_blocks, self.blocks + self.sink_blocks + gone,
-                (self.count - self.sink_blocks - gone) * sizeof(self.blocks[0]))
-        self.count -= gone
-        self.skipped += gone
+        self.map.skip(gone)
         if self.pool.has_surplus():  # of a prompt, at whose end the newest tokens are
-            for i in range(self.count):
-                self.blocks[i] = self.pool.move_down(self.blocks[i])
+            for i in range(self.map.count):
+                self.map.blocks[i] = self.pool.move_down(self.map.blocks[i])
         self.pool.trim()
         return 0
 
@@ -77,14 +86,14 @@ cdef class RingTable(BlockTable):
         cdef list blocks = self.pool.index.look_up(digests)
         for count in range(1, len(blocks) + 1):
             known = 0 if blocks[count - 1] is None else known + 1
-            if known == 0 and count <= self.sink_blocks:
+            if known == 0 and count <= self.map.sink_blocks:
                 break
             skipped = self.skipped_at(count * size)
-            if known >= count - (self.sink_blocks + skipped if skipped else 0):
+            if known >= count - (self.map.sink_blocks + skipped if skipped else 0):
                 found = count
         skipped = self.skipped_at(found * size)
         if skipped:
-            blocks = blocks[:self.sink_blocks] + blocks[self.sink_blocks + skipped:found]
+            blocks = blocks[:self.map.sink_blocks] + blocks[self.map.sink_blocks + skipped:found]
         self.begin_with(blocks[:found - skipped], skipped)
         self.evicted = self._evicted_at(self.length)
         return 0
@@ -93,8 +102,8 @@ cdef class RingTable(BlockTable):
         """Number of blocks to skip for the tokens that `other`, perhaps with another block size, has evicted."""
         cdef Py_ssize_t evicted = (<RingTable>other).evicted
         if self.pool.block_size == other.pool.block_size:
-            return other.skipped
-        return max(<Py_ssize_t>0, evicted // self.pool.block_size - self.sink_blocks)
+            return other.map.skipped
+        return max(<Py_ssize_t>0, evicted // self.pool.block_size - self.map.sink_blocks)
 
     cdef BlockTable empty(self, BlockPool pool):
         return RingTable(pool, self.window, self.num_sink_tokens, self.rollback)
@@ -113,17 +122,19 @@ cdef class RingTable(BlockTable):
 
     cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
         """Skipped blocks must lie behind the sink tokens and hold only evicted tokens."""
-        cdef Py_ssize_t skipped, evicted, size = self.pool.block_size
-        if set(self._check_codes(length, state)) != {"skipped_blocks", "evicted_tokens"}:
+        cdef Py_ssize_t skipped, evicted, most, size = self.pool.block_size
+        if set(self.states.check_saved(length, state)) != {"skipped_blocks", "evicted_tokens"}:
             raise ValueError(f"the state of a ring must have other entries, got {shown(state)}")
         skipped = check_count(state["skipped_blocks"], "skipped_blocks", 0, KV_MAX_TOKENS)
         evicted = check_count(state["evicted_tokens"], "evicted_tokens", 0, KV_MAX_TOKENS)
-        if evicted > max(self.oldest(length), self.num_sink_tokens) or skipped and (self.sink_blocks + skipped) * size > evicted:
+        # Without a window, only the state says what was evicted.
+        most = length if self.window == NO_WINDOW else max(self.oldest(length), self.num_sink_tokens)
+        if evicted > most or skipped and (self.map.sink_blocks + skipped) * size > evicted:
             raise ValueError(f"the state of a ring must fit its window of {self.window}, {self.num_sink_tokens} sink tokens and "
                              f"{length} tokens, got {shown(state)}")
         if self.pool.seals and skipped and (
-                state["floats_begin"] < (self.sink_blocks + skipped) * size
-                or any([self.sink_blocks <= index < self.sink_blocks + skipped for index, _ in state.get("patches", [])])):
+                state["floats_begin"] < (self.map.sink_blocks + skipped) * size
+                or any([self.map.sink_blocks <= index < self.map.sink_blocks + skipped for index, _ in state.get("patches", [])])):
             raise ValueError(f"the state of a ring must fit the {skipped} blocks that it has dropped, got {shown(state)}")
         return (length + size - 1) // size - skipped
 

@@ -1,192 +1,124 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""Which tokens of a sequence each layer has, and which of them have codes, float rows, or both."""
-import numpy as np
+"""Which tokens of a sequence have codes, which have float rows, and which have both."""
+from libc.stdint cimport int16_t, int32_t
+from libc.stdlib cimport abs
 
-from libc.stdint cimport int16_t, int32_t, uint8_t
-from libc.stdlib cimport abs, calloc, free
-
-from kvfast.codec.seal cimport seal_blocks
 from kvfast.core.checks cimport check_count
 from kvfast.core.limits cimport KV_PIECE
-from kvfast.storage.memory.pool cimport BlockPool
-from kvfast.storage.tables.block_map cimport BlockMap, entry_of
-
-from kvfast.core.text import shown
+from kvfast.storage.tables.block_map cimport BlockMap
 
 
-cdef class TokenStates(BlockMap):
-    """The lengths of a sequence, and the life of its tokens: float rows, an open block, a sealed one, one that was cut."""
+cdef class TokenStates:
+    """The life of a sequence's tokens: float rows in an open block, then codes in a sealed one, which may be cut and opened again."""
 
-    def __cinit__(self, BlockPool pool, *args):
-        self.lengths = <Py_ssize_t *>calloc(pool.num_layers, sizeof(Py_ssize_t))
-        if self.lengths == NULL:
-            raise MemoryError("cannot allocate the lengths of a sequence")
+    def __cinit__(self, BlockMap map):
+        self.map, self.pool = map, map.pool
 
-    def __dealloc__(self):
-        free(self.lengths)
-
-    cdef Py_ssize_t codes_end(self) noexcept nogil:
+    cdef Py_ssize_t codes_end(self, Py_ssize_t length) noexcept nogil:
         """If blocks are sealed, number of first tokens with codes."""
-        return max(self.floats_begin, self.length // self.pool.block_size * self.pool.block_size)
+        return max(self.floats_begin, length // self.pool.block_size * self.pool.block_size)
 
-    cdef Py_ssize_t num_positions(self) noexcept nogil:
-        return self.num_slots() + self.skipped * self.pool.block_size
-
-    cdef Py_ssize_t num_uncounted(self) noexcept nogil:
-        """Most tokens of a layer that `advance` has not counted."""
-        return self.num_positions() - self.length
-
-    cdef Py_ssize_t num_slots(self) noexcept nogil:
-        """Number of slots in use."""
-        cdef Py_ssize_t longest = 0, i
-        for i in range(self.pool.num_layers):
-            longest = max(longest, self.lengths[i])
-        return longest - self.skipped * self.pool.block_size
-
-    cdef Py_ssize_t _kept_codes(self) noexcept nogil:
+    cdef Py_ssize_t kept_codes_of_cut(self, Py_ssize_t longest) noexcept nogil:
         """Number of tokens from `floats_begin` on, in a block that was cut, whose old codes are used again when it fills up."""
-        cdef Py_ssize_t longest = self.num_positions()
         if not self.pool.seals or self.floats_begin % self.pool.block_size or self.floats_begin >= longest:
             return 0
-        if self.count == 0:
+        if self.map.count == 0:
             return self.kept_codes
-        return min(abs(self.pool.floats.kept_codes[self.slot(self.floats_begin) // self.pool.block_size]), longest - self.floats_begin)
+        return min(abs(self.pool.floats.kept_codes[self.map.block(self.floats_begin // self.pool.block_size)]),
+                   longest - self.floats_begin)
 
-    cdef Py_ssize_t slots_with_codes(self) noexcept nogil:
+    cdef Py_ssize_t slots_with_codes(self, Py_ssize_t length, Py_ssize_t longest) noexcept nogil:
         """If blocks are sealed, number of slots in use that have codes."""
-        return max(self.codes_end(), self.floats_begin + self._kept_codes()) - self.skipped * self.pool.block_size
+        return (max(self.codes_end(length), self.floats_begin + self.kept_codes_of_cut(longest))
+                - self.map.skipped * self.pool.block_size)
 
-    cdef bint holds(self, Py_ssize_t position) noexcept nogil:
-        """Whether all positions from this one on are still there."""
-        return True
-
-    def knowable_block(self, Py_ssize_t index):
-        """The full block with this index, or -1 if a token of it is gone or has no codes: a sequence that finds it reads codes."""
-        cdef int32_t block
-        if not self.holds(index * self.pool.block_size):
-            return -1
-        block = self.blocks[entry_of(self, index)]
-        return -1 if self.pool.is_patched(block) else block
-
-    cdef int _reopen_block(self) except -1:
-        """Give the tokens of a sealed block that was cut float rows again, so that others can follow."""
-        cdef Py_ssize_t size = self.pool.block_size, index = self.floats_begin // size
-        self.pool.floats.restore(<int32_t>(self.slot(index * size) // size), index, self.floats_begin % size)
-        self.floats_begin = index * size
-        return 0
-
-    cdef int _undo_reopening(self) except -1:
-        """If all new tokens of a cut block are gone again, read its codes, as before they came: whoever shares its float rows."""
-        cdef Py_ssize_t size = self.pool.block_size, begin = self.length // size * size
-        cdef int32_t block
-        if self.floats_begin != begin or begin == self.length:
-            return 0
-        block = <int32_t>(self.slot(begin) // size)
-        if self.pool.floats.kept_codes[block] >= self.length - begin:
-            if self.pool.owners[block] == 1:
-                self.pool.floats.release(block, 1 if begin == 0 and self.pool.has_sinks else 0)
-                self.pool.floats.set_kept_codes(block, 0)
-            self.floats_begin = self.length
-        return 0
-
-    cdef int prepare(self, Py_ssize_t n) except -1:
-        """The part of `advance` that can fail: seal the blocks that become full. Their codes are not read before `advance`."""
-        cdef Py_ssize_t size = self.pool.block_size, skipped = self.skipped, index, gone
-        cdef int32_t[::1] view
-        cdef uint8_t[::1] unfit
-        if not self.pool.seals:
-            return 0
-        if self.pool.index is None:  # else even blocks that are evicted at once may be found by their tokens
-            skipped = self.skipped_at(self.length + n)
-        gone = self.sink_blocks + skipped if skipped else 0
-        full = [self.slot(index * size) // size for index in range(self.length // size, (self.length + n) // size)
-                if index >= gone or index < self.sink_blocks]
-        if full:
-            view = np.array(full, np.int32)
-            unfit = np.zeros(len(full), np.uint8)
-            seal_blocks(self.pool.stores, self.pool.num_layers, &view[0], view.shape[0],
-                        self.length < size and (gone == 0 or self.sink_blocks > 0), self.pool.floats.kept_codes, &unfit[0], NULL)
-            for index in range(view.shape[0]):
-                if unfit[index]:
-                    self.pool.floats.set_kept_codes(view[index], -abs(self.pool.floats.kept_codes[view[index]]))
-        return 0
-
-    cdef int advance(self, Py_ssize_t n) except -1:
-        """Count tokens as complete, after `prepare`."""
-        self.length += n
-        self.release_evicted()
-        if self.pool.seals:
-            self._release_float_rows()
-        return 0
-
-    cdef Py_ssize_t skipped_at(self, Py_ssize_t length) noexcept nogil:
-        """Number of skipped blocks of a sequence of `length` tokens; see `RingTable`."""
-        return self.skipped
-
-    cdef bint just_counts(self, Py_ssize_t n) noexcept nogil:
-        """Whether `advance` seals no block and releases none."""
-        cdef Py_ssize_t size = self.pool.block_size, length = self.length + n
-        return not self.pool.seals or length // size == self.length // size and self.floats_begin_at(length) <= self.floats_begin
-
-    cdef void count_tokens(self, Py_ssize_t n) noexcept nogil:
-        """`advance` when it just counts."""
-        self.length += n
-
-    cdef int release_evicted(self) except -1:
-        """Release the blocks that a sequence of this length does not need any more; see `RingTable`."""
-        return 0
+    cdef bint is_cut(self, Py_ssize_t index) noexcept nogil:
+        """Whether this is a sealed block that was cut, which must be opened again before others can follow."""
+        return self.pool.seals and self.floats_begin % self.pool.block_size and index == self.floats_begin // self.pool.block_size
 
     cdef Py_ssize_t floats_begin_at(self, Py_ssize_t length) noexcept nogil:
         """Number of first tokens of a sequence of `length` tokens that need no float rows."""
         cdef Py_ssize_t end = length - self.pool.open_tokens
         return end // self.pool.block_size * self.pool.block_size if end > 0 else 0
 
-    cdef int _release_float_rows(self) except -1:
+    cdef bint just_counts(self, Py_ssize_t length, Py_ssize_t n) noexcept nogil:
+        """Whether `n` more tokens seal no block and release none."""
+        cdef Py_ssize_t size = self.pool.block_size
+        return not self.pool.seals or (length + n) // size == length // size and self.floats_begin_at(length + n) <= self.floats_begin
+
+    cdef int seal(self, Py_ssize_t length, Py_ssize_t n, Py_ssize_t gone) except -1:
+        """Seal the blocks that become full by `n` more tokens. Those between the sinks and block `gone` are dropped at once. The codes
+        are not read before the tokens are counted."""
+        cdef Py_ssize_t size = self.pool.block_size, index, sinks = self.map.sink_blocks
+        full = [self.map.block(index) for index in range(length // size, (length + n) // size) if index >= gone or index < sinks]
+        if full:
+            self.pool.floats.seal(full, length < size and (gone == 0 or sinks > 0), NULL)
+        return 0
+
+    cdef int release_float_rows(self, Py_ssize_t length) except -1:
         """Release the float rows that no query reads any more."""
-        cdef Py_ssize_t size = self.pool.block_size, index, floats_begin
-        cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
-        cdef int32_t block
-        floats_begin = max(self.floats_begin, self.floats_begin_at(self.length), gone * size)
-        for index in range(self.floats_begin // size, floats_begin // size):
-            if gone > index >= self.sink_blocks:
-                continue
-            block = <int32_t>(self.slot(index * size) // size)
-            # A fork or a snapshot may still read them. Then they are released with the block.
-            if self.pool.owners[block] == 1:
-                self.pool.floats.release_sealed(block, 1 if index == 0 and self.pool.has_sinks else 0)
+        cdef Py_ssize_t size = self.pool.block_size, index, gone = self.map.gap_end()
+        cdef Py_ssize_t floats_begin = max(self.floats_begin, self.floats_begin_at(length), gone * size)
+        self._release(self.floats_begin // size, floats_begin // size)
         if floats_begin > self.floats_begin:
             self.floats_begin = floats_begin
             # The float rows of the newest tokens of a prompt lie behind all that were released.
-            for index in range(floats_begin // size, (self.length + size - 1) // size):
-                self.pool.floats.move_down(<int32_t>(self.slot(index * size) // size))
+            for index in range(floats_begin // size, (length + size - 1) // size):
+                self.pool.floats.move_down(self.map.block(index))
             self.pool.floats.pieces.trim()
         return 0
 
-    cdef int settle(self) except -1:
+    cdef int settle(self, Py_ssize_t length) except -1:
         """Let queries read full blocks by their codes alone, as no more tokens follow."""
-        cdef Py_ssize_t size = self.pool.block_size, index
+        cdef Py_ssize_t size = self.pool.block_size
+        if self.pool.seals:
+            self._release(self.floats_begin // size, length // size)
+            self.floats_begin = max(self.floats_begin, length // size * size)
+        return 0
+
+    cdef int _release(self, Py_ssize_t first, Py_ssize_t last) except -1:
+        """Release the float rows of sealed blocks. A fork or a snapshot may still read them. Then they are released with the block."""
+        cdef Py_ssize_t index
+        for index in range(first, last):
+            if self.map.keeps(index) and self.pool.owners[self.map.block(index)] == 1:
+                self.pool.floats.release_sealed(self.map.block(index), index == 0)
+        return 0
+
+    cdef int reopen(self) except -1:
+        """Give the tokens of a sealed block that was cut float rows again, so that others can follow."""
+        cdef Py_ssize_t size = self.pool.block_size, index = self.floats_begin // size
+        self.pool.floats.restore(self.map.block(index), index, self.floats_begin % size)
+        self.floats_begin = index * size
+        return 0
+
+    cdef int cut(self, Py_ssize_t length) except -1:
+        """The sequence was cut to `length` tokens. If these are all that a block had before it was opened again, its codes are read,
+        whoever shares its float rows."""
+        cdef Py_ssize_t size = self.pool.block_size, begin = length // size * size
         cdef int32_t block
-        if not self.pool.seals:
+        self.floats_begin = min(self.floats_begin, length)
+        if not self.pool.seals or self.floats_begin != begin or begin == length:
             return 0
-        for index in range(self.floats_begin // size, self.length // size):
-            block = <int32_t>(self.slot(index * size) // size)
+        block = self.map.block(begin // size)
+        if self.pool.floats.kept_codes[block] >= length - begin:
             if self.pool.owners[block] == 1:
-                self.pool.floats.release_sealed(block, 1 if index == 0 and self.pool.has_sinks else 0)
-        self.floats_begin = max(self.floats_begin, self.length // size * size)
+                self.pool.floats.release(block, 1 if begin == 0 and self.pool.has_sinks else 0)
+                self.pool.floats.set_kept_codes(block, 0)
+            self.floats_begin = length
         return 0
 
     cdef void set_kept_codes(self, Py_ssize_t kept_codes) noexcept:
-        """Take over `_kept_codes`."""
+        """Take over `kept_codes_of_cut`."""
         if kept_codes:
-            self.pool.floats.kept_codes[self.slot(self.floats_begin) // self.pool.block_size] = <int16_t>kept_codes
+            self.pool.floats.kept_codes[self.map.block(self.floats_begin // self.pool.block_size)] = <int16_t>kept_codes
 
-    cdef list pieces(self, Py_ssize_t longest):
-        """First positions of the pieces of float rows that a sequence of `longest` tokens reads, or will read."""
-        first = [0] if self.pool.has_sinks and longest > 0 and (self.skipped == 0 or self.sink_blocks) else []
+    cdef list pieces(self, Py_ssize_t length, Py_ssize_t longest):
+        """First positions of the pieces of float rows that the sequence reads, or will read."""
+        first = [0] if self.pool.has_sinks and longest > 0 and (self.map.skipped == 0 or self.map.sink_blocks) else []
         if not self.pool.seals:
             return first
         size, pieces = self.pool.block_size, first
-        for index, kept_codes in self.patches(longest):
+        for index, kept_codes in self.patches(length, longest):
             if index * size >= self.floats_begin:
                 continue
             begin = max(index * size + kept_codes // KV_PIECE * KV_PIECE, KV_PIECE * len(first))
@@ -194,19 +126,18 @@ cdef class TokenStates(BlockMap):
         begin = self.floats_begin // KV_PIECE * KV_PIECE if self.floats_begin < longest else longest
         return pieces + list(range(max(begin, KV_PIECE * len(first)), longest, KV_PIECE))
 
-    cdef list patches(self, Py_ssize_t longest):
+    cdef list patches(self, Py_ssize_t length, Py_ssize_t longest):
         """Patched blocks, see `kv_store`: the index of each, and the number of its tokens that have codes. Queries still read all
         tokens from `floats_begin` on as float rows."""
         cdef Py_ssize_t size = self.pool.block_size, index, kept_codes
-        cdef Py_ssize_t gone = self.sink_blocks + self.skipped if self.skipped else 0
         if not self.pool.seals:
             return []
-        if self.count == 0:
+        if self.map.count == 0:
             return self.patched or []
         patches = []
-        for index in range(max((self.floats_begin + size - 1) // size, self.length // size) if self.pool.floats.num_patched else 0):
-            if index >= gone or index < self.sink_blocks:
-                kept_codes = -self.pool.floats.kept_codes[self.slot(index * size) // size]
+        for index in range(max((self.floats_begin + size - 1) // size, length // size) if self.pool.floats.num_patched else 0):
+            if self.map.keeps(index):
+                kept_codes = -self.pool.floats.kept_codes[self.map.block(index)]
                 if kept_codes > 0 and index * size + kept_codes < longest:
                     patches.append((index, kept_codes))
         return patches
@@ -214,30 +145,18 @@ cdef class TokenStates(BlockMap):
     cdef int set_patches(self, list patches) except -1:
         """Take over `patches`."""
         for index, kept_codes in patches:
-            self.pool.floats.set_kept_codes(<int32_t>(self.slot(index * self.pool.block_size) // self.pool.block_size), -kept_codes)
+            self.pool.floats.set_kept_codes(self.map.block(index), -kept_codes)
         return 0
 
-    cdef dict resume_state(self):
-        """What a file stores of a table besides its blocks, for `set_resume_state`."""
-        floats_begin = {"floats_begin": self.floats_begin, "kept_codes": self._kept_codes()} if self.pool.seals else {}
-        patches = [list(patch) for patch in self.patches(self.length)]
-        return {"skipped_blocks": self.skipped} | floats_begin | ({"patches": patches} if patches else {})
+    cdef dict saved(self, Py_ssize_t length, Py_ssize_t longest):
+        """What a file stores of the states."""
+        if not self.pool.seals:
+            return {}
+        patches = [list(patch) for patch in self.patches(length, longest)]
+        codes = {"floats_begin": self.floats_begin, "kept_codes": self.kept_codes_of_cut(longest)}
+        return codes | ({"patches": patches} if patches else {})
 
-    cdef int set_resume_state(self, Py_ssize_t length, dict state) except -1:
-        """Become a sequence of `length` tokens, after `check_resume_state`. The caller takes its blocks."""
-        cdef Py_ssize_t i
-        self.skipped, self.length, self.floats_begin = state["skipped_blocks"], length, state.get("floats_begin", 0)
-        for i in range(self.pool.num_layers):
-            self.lengths[i] = length
-        return 0
-
-    cdef Py_ssize_t check_resume_state(self, Py_ssize_t length, dict state) except -1:
-        """Number of blocks of a sequence of `length` tokens; ValueError if `state` is invalid."""
-        if self._check_codes(length, state) != {"skipped_blocks": 0}:
-            raise ValueError(f"the state of a cache that keeps everything must have no dropped blocks, got {shown(state)}")
-        return (length + self.pool.block_size - 1) // self.pool.block_size
-
-    cdef dict _check_codes(self, Py_ssize_t length, dict state):
+    cdef dict check_saved(self, Py_ssize_t length, dict state):
         """Check the entries of `state` about sealed blocks; returns the other entries."""
         cdef Py_ssize_t floats_begin, kept_codes
         if not self.pool.seals:

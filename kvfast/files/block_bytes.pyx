@@ -89,7 +89,9 @@ cdef list _floats(BlockTable table, Py_ssize_t layer, bint values, bint copies):
             if copies:
                 piece, row_bytes = piece.copy(), store.floats.v.row_stride if values else store.floats.k.row_stride
                 first = max(store.float_tokens - position, <Py_ssize_t>0)
-                last = max(begin.get(position // size, table.states.floats_begin) - position, <Py_ssize_t>0) if store.seals else KV_PIECE
+                last = KV_PIECE
+                if store.seals:
+                    last = max(begin.get(position // size, table.states.floats_begin) - position, <Py_ssize_t>0)
                 piece[first * row_bytes:max(first, last) * row_bytes] = 0
                 piece[min(longest - position, KV_PIECE) * row_bytes:] = 0
             result.append(piece)

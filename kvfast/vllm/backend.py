@@ -68,6 +68,16 @@ class KVFastMetadata:
     causal: bool | list[bool]  # of all requests, or of each
 
 
+def warn_of_spans(common_attn_metadata):
+    """Say that the tokens of an image, which should see each other, are read causally. vLLM's own backend for CPUs does the same, and
+    says nothing."""
+    if any((common_attn_metadata.mm_req_doc_ranges or {}).values()):
+        logger.warning_once(
+            "the tokens of an image should see each other in this model, and attention on CPUs reads them in causal order, with "
+            "kvfast and without: texts about images may differ from what the model means"
+        )
+
+
 class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
     """Prepares tables, lengths and bounds once a step, for all layers of a group."""
 
@@ -127,6 +137,7 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        warn_of_spans(common_attn_metadata)
         if self._memory is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         causal = common_attn_metadata.causal

@@ -1,10 +1,12 @@
 """vLLM with kvfast as its KV cache, against vLLM alone and against kvfast's own pools, on tiny models with random weights."""
 
 import copy
+import dataclasses
 import importlib.metadata
 import logging
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed")
 
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_engines import MODELS, generate, in_engine, layers_of, save_model
 
 import kvfast
@@ -211,6 +214,17 @@ def test_fp8_is_left_to_vllm(folder_of, monkeypatch):
     assert said == ["kvfast leaves FullAttentionSpec with kv_cache_dtype=fp8 to vLLM's own backend"]
     monkeypatch.setenv("KVFAST_VLLM", "0")
     assert in_engine(folder_of("llama"), lambda llm: generate(llm, prompts((40,))), kv_cache_dtype="fp8") == tokens
+
+
+def test_images_that_are_read_causally_are_told(monkeypatch):
+    assert "mm_req_doc_ranges" in {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+    said = []
+    monkeypatch.setattr(backend.logger, "warning_once", lambda text, *values: said.append(text % values))
+    for ranges in (None, {}, {0: [], 1: []}):
+        backend.warn_of_spans(SimpleNamespace(mm_req_doc_ranges=ranges))
+    assert said == []
+    backend.warn_of_spans(SimpleNamespace(mm_req_doc_ranges={0: [], 1: [(4, 260)]}))
+    assert len(said) == 1 and "causal order" in said[0]
 
 
 def test_blocks_of_a_size_that_kvfast_does_not_take(folder_of):

@@ -98,7 +98,7 @@ cdef Rows open_rows(object array, str name, bint writable=False):
     if type(array) is not _ndarray and not writable and _open_tensor(self, array, False):
         return self
     if type(array) is not _ndarray or array.dtype.char not in _DTYPES or not array.dtype.isnative:
-        array = as_floats(array, name)
+        array = as_floats(array, name, not writable)
     if writable and not array.flags.writeable:
         raise ValueError(f"{name} must be writable, got a read-only array")
     PyObject_GetBuffer(array, &self.buffer, flags)

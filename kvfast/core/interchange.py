@@ -10,7 +10,7 @@ __all__ = ["aligned", "as_array", "as_float32", "as_floats", "as_numbers", "is_l
 
 _CPU = (1, 3)  # kDLCPU, and kDLCUDAHost: memory of the CPU that a GPU reads too
 _FLOAT, _BFLOAT = 2, 4
-_TYPES = {(_FLOAT, 32): "<f4", (_FLOAT, 16): "<f2", (_BFLOAT, 16): "<u2"}
+_TYPES = {(_FLOAT, 64): "<f8", (_FLOAT, 32): "<f4", (_FLOAT, 16): "<f2", (_BFLOAT, 16): "<u2"}
 
 
 class _DLTensor(ctypes.Structure):
@@ -71,13 +71,19 @@ def as_array(array, name="array"):
         return _from_capsule(array, name, error)
 
 
-def as_floats(array, name):
+def as_floats(array, name, rounds=True):
     """float32 or float16 as NumPy sees them, or the bits of bfloat16 in uint16; of the same memory where that can be.
+
+    Parameters
+    ----------
+    rounds : bool
+        Whether float64 is taken, too, as a copy that is rounded to float32. What is beyond its range becomes infinity, which the
+        caller refuses.
 
     Raises
     ------
     TypeError
-        For anything else: float64 and bytes in another order would need silent copies.
+        For anything else, such as integers, or bytes in another order.
     """
     if not isinstance(array, np.ndarray):
         try:
@@ -86,6 +92,9 @@ def as_floats(array, name):
             raise TypeError(f"{name} must be an array of float32, float16 or bfloat16, got {type(array).__name__}: {error}") from None
     if array.dtype.name == "bfloat16" and array.dtype.isnative:
         array = array.view(np.uint16)
+    if array.dtype.char == "d" and array.dtype.isnative and rounds:
+        with np.errstate(over="ignore"):
+            return array.astype(np.float32)
     if array.dtype.char not in "feH" or not array.dtype.isnative:
         way = f": pass {name}.astype(np.float32)" if array.dtype.kind in "fiu" else ""
         raise TypeError(f"{name} must be float32, float16 or bfloat16 (ml_dtypes, or its bits as uint16), got {array.dtype}{way}")

@@ -330,8 +330,8 @@ REFUSED = [
     (ONES * np.float32(-1e37), NonFiniteInputError, "at most 6e[+]35 in magnitude, got -9.99"),
     (np.ones((3, 4), np.int64), TypeError, "keys must be float32, .* got int64"),
     (np.ones((3, 4), complex), TypeError, "got complex128"),
-    (np.ones((3, 4)), TypeError, r"keys must be float32, float16 or bfloat16 \(ml_dtypes, or its bits as uint16\), got float64"),
-    ([np.ones(4)] * 3, TypeError, r"keys\[0\] must be float32, float16 or bfloat16 .* got float64"),
+    (np.ones((3, 4), np.int64), TypeError, r"keys must be float32, float16 or bfloat16 \(ml_dtypes, or its bits as uint16\), got int64"),
+    ([np.ones(4, np.int64)] * 3, TypeError, r"keys\[0\] must be float32, float16 or bfloat16 .* got int64"),
     ([["a"] * 4] * 3, TypeError, r"keys\[0\] must be float32"),
     ([[True] * 4] * 3, TypeError, "got bool"),
     (None, TypeError, "keys must be 3 vectors, one per head, got None"),
@@ -510,7 +510,7 @@ class TestFiles:
             (k[:3], v, DimensionMismatchError, "the same number of tokens, got 3 and 5"),
             (k[0], v, DimensionMismatchError, r"keys must have shape \(num_tokens, 2, 16\)"),
             (k[:0], v[:0], DimensionMismatchError, "at least one token"),
-            (k.astype(np.float64), v, TypeError, "got float64"),
+            (k.astype(np.int64), v, TypeError, "got int64"),
         ]:
             with pytest.raises(error, match=message):
                 cache.push_tokens(keys, values)

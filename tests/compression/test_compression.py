@@ -259,8 +259,8 @@ def test_bad_input(kv):
         compressor.compress_kv(k, v)
     with pytest.raises(kvfast.DimensionMismatchError, match="k must have shape .num_heads"):
         compressor.compress_kv_3d(k[None], v[None])
-    with pytest.raises(TypeError, match="got float64"):
-        compressor.compress_kv_3d(k.astype(np.float64), v)
+    with pytest.raises(TypeError, match="got int64"):
+        compressor.compress_kv_3d(k.astype(np.int64), v)
     with pytest.raises(kvfast.DimensionMismatchError, match="at most 512, got 520"):
         compressor.compress_kv_3d(*np.zeros((2, 1, 20, 520), np.float32))
     bad = v.copy()

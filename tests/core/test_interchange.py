@@ -73,6 +73,44 @@ def test_memory_is_shared_and_outlives_its_object(rng):
     assert as_array(Foreign(np.empty((0, 2, 32), ml_dtypes.bfloat16))).shape == (0, 2, 32)
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+def test_float64_is_rounded_once(rng, foreign):
+    """What takes rows takes NumPy's default type, and gives the bits of its float32."""
+    k, v, q = (rng.standard_normal((n, heads, 32)) for n, heads in ((70, 2), (70, 2), (3, 4)))
+
+    def results(given):
+        cache = kvfast.KVCache(1, 2, 32, dtype="int8")
+        cache.append(0, given(k), given(v))
+        yield cache.attend(0, given(q))
+        yield kvfast.attention(given(q), given(k), given(v))
+        yield from kvfast.quantize(given(k))[:2]
+        latent = kvfast.MLAKVCache(1, 24, 8)
+        latent.append(0, given(k[:, 0]))
+        yield latent.attend(0, given(q))
+        heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(32))
+        heads.push_tokens(given(k), given(v))
+        yield heads.decode_values()
+        pool = kvfast.PagedKVCache(1, 2, 32, 4)
+        sequence = pool.new_sequence()
+        pool.append_batch(0, given(k), given(v), pool.slot_mapping([sequence], 70))
+        yield pool.attend_batch(0, given(q[:1]), [sequence])
+
+    wide = results((lambda array: Foreign(np.ascontiguousarray(array))) if foreign else np.asarray)
+    for found, expected in zip(wide, results(lambda array: array.astype(np.float32)), strict=True):
+        assert np.array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_float64_beyond_float32_is_refused(rng):
+    k = rng.standard_normal((3, 2, 32))
+    cache = kvfast.KVCache(1, 2, 32)
+    k[1, 1, 5] = 1e300
+    with pytest.raises(kvfast.NonFiniteInputError, match=r"k must be finite, got inf at \[1, 1, 5\]"):
+        cache.append(0, k, k)
+    assert cache.layer_length(0) == 0
+    with pytest.raises(TypeError, match="out must be float32, float16 or bfloat16"):
+        kvfast.attention(k[:1], k[:1], k[:1], out=np.zeros((1, 2, 32)))
+
+
 def test_what_is_no_array_of_ours(rng):
     k = rng.standard_normal((3, 2, 32)).astype(np.float32)
     cache = kvfast.KVCache(1, 2, 32)
@@ -80,8 +118,6 @@ def test_what_is_no_array_of_ours(rng):
         cache.append(0, Foreign(k, device=2), k)
     with pytest.raises(TypeError, match="DLPack type 9"):
         cache.append(0, Foreign(k, code=9), k)
-    with pytest.raises(TypeError, match="float32, float16 or bfloat16"):
-        cache.append(0, Foreign(k.astype(np.float64)), k)
 
     class Refuses(Foreign):
         def __dlpack__(self, **options):

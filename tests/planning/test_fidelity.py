@@ -193,8 +193,8 @@ def test_bad_input(rng):
         kvfast.fidelity(q[:, :5], k, v)
     with pytest.raises(kvfast.DimensionMismatchError, match="head_dim 64, got 32"):
         kvfast.fidelity(q[:, :, :32], k, v)
-    with pytest.raises(TypeError, match="v must be .* got float64"):
-        kvfast.fidelity(q, k, v.astype(np.float64))
+    with pytest.raises(TypeError, match="v must be .* got int64"):
+        kvfast.fidelity(q, k, v.astype(np.int64))
     with pytest.raises(ValueError, match="scale"):
         kvfast.fidelity(q, k, v, scale=np.nan)
     k[3, 1, 5] = 1e5

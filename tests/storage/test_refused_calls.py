@@ -92,7 +92,7 @@ def bad_rows(rng, sequence, n):
     yield (0, k, v[:, :, :5]), kvfast.DimensionMismatchError
     yield (0, k, v[:-1]), kvfast.DimensionMismatchError
     yield (0, k[:0], v[:0]), kvfast.DimensionMismatchError
-    yield (0, k.astype(np.float64), v), TypeError
+    yield (0, k.astype(np.int64), v), TypeError
     yield (LAYERS, k, v), IndexError
     yield (0, *rows(rng, 2000)[0]), kvfast.CacheFullError
 

@@ -50,10 +50,10 @@ def setting(dtype, context, paged=False):
     arrays = [(one, np.ascontiguousarray(one[:, :LATENT_DIM])) for one in rows]
     q = np.random.default_rng(1).standard_normal((len(caches), NUM_Q_HEADS, LATENT_DIM + ROPE_DIM), np.float32)
     attend = partial(caches[0].attend, 0, q, scale=SCALE)
-    plan = caches[0].explain(q.shape)
+    plan = caches[0].explain(0, q.shape)
     if paged:
         attend = partial(pool.attend_batch, 0, q, caches, scale=SCALE)
-        plan = pool.explain_batch(q.shape, caches)
+        plan = pool.explain_batch(0, q.shape, caches)
     assert np.allclose(attend(), numpy_batch(arrays, q), atol=1e-3)
     return plan, attend, partial(numpy_batch, arrays, q)
 

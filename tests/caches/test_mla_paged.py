@@ -65,7 +65,7 @@ def test_shared_prefixes_are_read_once(isa, rng, dtype, heads):
     for num_threads in (1, 2):
         again = pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, num_threads=num_threads)
         assert np.array_equal(again, shared)
-    shared, apart = (pool.explain_batch(q.shape, sequences, cu_seqlens_q=bounds, cascade=cascade) for cascade in (True, False))
+    shared, apart = (pool.explain_batch(0, q.shape, sequences, cu_seqlens_q=bounds, cascade=cascade) for cascade in (True, False))
     assert len(shared.items) > 4 and shared.kernels[1] == "accumulate_latent"
     assert shared.bytes_read < apart.bytes_read
     q = rows(rng, 5, 32, pool.head_dim)
@@ -191,7 +191,7 @@ def test_refused(rng):
         with pytest.raises(kvfast.DimensionMismatchError, match=r"48 \+ 16"):
             pool.attend_batch(0, np.ones(shape, np.float32), [sequence])
         with pytest.raises(kvfast.DimensionMismatchError, match=r"48 \+ 16"):
-            pool.explain_batch(shape, [sequence])
+            pool.explain_batch(0, shape, [sequence])
     for sequences, options, message in [
         ([stranger], {}, "not a sequence of this pool"),
         ([], {}, "at least one sequence"),

@@ -93,7 +93,7 @@ def test_against_float64(isa, rng):
         out = sequence.attend(0, Q[:1], **options)
         assert relative_error(out, expected) < bound("int8")
         assert np.array_equal(pool.attend_batch(0, Q[:1], [sequence], **options), out)
-        assert pool.explain_batch(1, [sequence], **options).items == sequence.explain(1, **options).items
+        assert pool.explain_batch(0, 1, [sequence], **options).items == sequence.explain(0, 1, **options).items
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -288,7 +288,7 @@ def test_tables_of_others():
                     some = np.where(needed, table, gone)[None]
                     options = {"block_table": some, "seq_lens": [400], "cu_seqlens_q": [0, n]}
                     assert np.array_equal(pool.attend_batch(0, np.resize(Q, (n, 4, 20)), **options), expected)
-                    pool.explain_batch(n, **options)
+                    pool.explain_batch(0, n, **options)
                 for at in (0, int(np.argmax(needed[1:])) + 1, len(table) - 1):
                     some = table[None].copy()
                     some[0, at] = -1
@@ -409,7 +409,7 @@ def test_bad_input():
         for attend in (
             lambda **some: sequence.attend(0, Q[:1], **some),
             lambda **some: pool.attend_batch(0, Q[:1], [sequence], **some),
-            lambda **some: pool.explain_batch(1, [sequence], **some),
+            lambda **some: pool.explain_batch(0, 1, [sequence], **some),
         ):
             with pytest.raises(ValueError, match=message):
                 attend(**options)

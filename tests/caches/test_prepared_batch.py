@@ -54,7 +54,7 @@ def test_the_bits_of_the_arrays(isa, rng, dtype, cascade):
             for options in ({}, {"causal": False}, {"sliding_window": 50}, {"attention_chunk_size": 64}, {"num_splits": 3}):
                 options = options | {"cascade": cascade}
                 assert np.array_equal(one.attend_batch(layer, q, batch, **options), other.attend_batch(layer, q, **tables, **options))
-            assert one.explain_batch(q.shape, batch, layer) == other.explain_batch(q.shape, layer=layer, **tables)
+            assert one.explain_batch(layer, q.shape, batch) == other.explain_batch(layer, q.shape, **tables)
 
 
 def test_shared_blocks_are_read_once(rng):
@@ -62,7 +62,7 @@ def test_shared_blocks_are_read_once(rng):
     tables, _ = step(rng, 40)
     batch = pool.prepare_batch(**tables)
     together, apart = (
-        pool.explain_batch(batch.num_tokens, batch, num_q_heads=HEADS, cascade=each).code_bytes for each in (True, False)
+        pool.explain_batch(0, batch.num_tokens, batch, num_q_heads=HEADS, cascade=each).code_bytes for each in (True, False)
     )
     assert together < 0.7 * apart
 

@@ -243,7 +243,7 @@ def test_chunks(dtype):
             assert relative_error(whole.attend(0, q, attention_chunk_size=48, num_sink_tokens=sinks), expected) < 2e-2
         for cache in (ring, whole):
             cache.advance(n)
-    assert whole.explain(1, attention_chunk_size=48).items[0].begin == 256  # the tile with position 288, where the chunk begins
+    assert whole.explain(0, 1, attention_chunk_size=48).items[0].begin == 256  # the tile with position 288, where the chunk begins
     with pytest.raises(ValueError, match="attention_chunk_size needs causal=True, got causal=False"):
         ring.attend(0, q, attention_chunk_size=48, causal=False)
     with pytest.raises(ValueError, match="attention_chunk_size must be"):

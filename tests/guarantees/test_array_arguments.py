@@ -190,7 +190,7 @@ def calls():
                 lambda q, new=new, **more: filled(new()).attend(0, q, return_lse=True, **more),
                 {"q": q, **per_head},
             ),
-            f"{name}.explain{more}": (lambda q_shape, new=new: repr(filled(new()).explain(q_shape)), {"q_shape": q}),
+            f"{name}.explain{more}": (lambda q, new=new: repr(filled(new()).explain(0, q)), {"q": q}),
             **whole_cache_calls(name, lambda new=new: filled(new())),
         }
     return found
@@ -325,8 +325,8 @@ def paged_calls():
             one.append_batch(0, *[each[: len(slot_mapping)] for each in rows], batch)
             return one.attend_batch(0, latent_q if latents else q, batch)
 
-        def explain(q_shape, latents=latents, **options):
-            return repr(held(pool(latents), latents).explain_batch(q_shape, **options))
+        def explain(q, latents=latents, **options):
+            return repr(held(pool(latents), latents).explain_batch(0, q, **options))
 
         def match(token_ids, latents=latents):
             one = pool(latents)
@@ -343,7 +343,7 @@ def paged_calls():
             ),
             f"{name}.attend_batch": (attend, {"q": queries, **plain}),
             f"{name}.prepare_batch": (prepare, {**plain, "slot_mapping": slots[:40]}),
-            f"{name}.explain_batch": (explain, {"q_shape": queries, **plain}),
+            f"{name}.explain_batch": (explain, {"q": queries, **plain}),
             f"{name}.match_prefix": (match, {"token_ids": ids}),
         }
 
@@ -390,7 +390,7 @@ def latent_calls():
                 {"up_k": floats(RANK, HEADS, 9), "up_v": floats(RANK, HEADS, 5)},
             ),
             f"{name}.attend": (lambda q, filled=filled, **options: filled().attend(0, q, return_lse=True, **options), {"q": q}),
-            f"{name}.explain": (lambda q_shape, filled=filled: repr(filled().explain(q_shape)), {"q_shape": q}),
+            f"{name}.explain": (lambda q, filled=filled: repr(filled().explain(0, q)), {"q": q}),
             **whole_cache_calls(name, filled),
         }
     return found
@@ -501,7 +501,6 @@ ARRAYS = {
     "k_norm",
     "sinks",
     "alibi_slopes",
-    "q_shape",
     "block_table",
     "seq_lens",
     "cu_seqlens_q",
@@ -529,7 +528,6 @@ ROWS = {
     "up_v",
     "out_a",
     "out_b",
-    "q_shape",
     "q_norm",
     "k_norm",
     "cos",

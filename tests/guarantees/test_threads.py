@@ -159,7 +159,7 @@ def test_who_changes_a_cache_is_refused_while_another_thread_reads(rng, tmp_path
         "append": lambda: cache.append(0, *kv(rng, 1)),
         "write": lambda: cache.write(0, np.zeros((1, 8 * 32), np.float32)),
         "attend": lambda: cache.attend(0, q),
-        "explain": lambda: cache.explain(q.shape),
+        "explain": lambda: cache.explain(0, q.shape),
         "truncate": lambda: cache.truncate(99),
         "clear": cache.clear,
         "copy": cache.copy,
@@ -194,7 +194,7 @@ def test_every_method_is_refused_while_another_thread_changes_a_cache(rng, kind)
     calls = {
         "append": lambda: cache.append(0, *kv(rng, 1)),
         "attend": lambda: cache.attend(0, q),
-        "explain": lambda: cache.explain(q.shape),
+        "explain": lambda: cache.explain(0, q.shape),
         "truncate": lambda: cache.truncate(99),
         "copy": cache.copy,
         "snapshot": cache.snapshot,

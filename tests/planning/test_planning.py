@@ -142,7 +142,7 @@ def test_what_a_token_reads_is_what_attend_reads(dtype, context):
     cache = filled(kvfast.KVCache(2, 2, 64, context, dtype=dtype), context)
     planned = kvfast.plan(of_heads(), context=context, batch=5, dtype=dtype, **QUIET).dtypes[0]
     # Whole blocks have statistics; what attends reads of it otherwise is told to the byte.
-    assert planned.bytes_read == pytest.approx(2 * cache.explain((1, 2, 64)).bytes_read, rel=0.002)
+    assert planned.bytes_read == pytest.approx(2 * cache.explain(0, (1, 2, 64)).bytes_read, rel=0.002)
     assert planned.tokens_per_second == pytest.approx(1e10 / planned.bytes_read)
     weighed = kvfast.plan(of_heads(), context=context, batch=5, dtype=dtype, weight_bytes=10**9, **QUIET).dtypes[0]
     assert weighed.tokens_per_second_with_weights == pytest.approx(5 / ((5 * planned.bytes_read + 10**9) / 1e10))
@@ -152,7 +152,7 @@ def test_what_a_token_reads_is_what_attend_reads(dtype, context):
 def test_what_a_token_reads_in_a_window(dtype):
     ring = filled(kvfast.RingKVCache(2, 2, 64, 512, dtype=dtype), 2048)
     slides = kvfast.plan(of_heads(model_type="mistral", sliding_window=512), context=2048, dtype=dtype, **QUIET).dtypes[0]
-    assert slides.bytes_read == pytest.approx(2 * ring.explain((1, 2, 64)).bytes_read, rel=0.002)
+    assert slides.bytes_read == pytest.approx(2 * ring.explain(0, (1, 2, 64)).bytes_read, rel=0.002)
 
 
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "gpt-oss-20b", "DeepSeek-V3", "Gemma-3-4B"])

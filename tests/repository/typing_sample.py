@@ -18,14 +18,14 @@ def decode(cache: kvfast.KVCache | kvfast.RingKVCache, q: Floats, k: Floats, v: 
     cache.advance(len(k))
     assert len(cache) == cache.layer_length(0) and isinstance(lse, np.ndarray)
     cache.truncate(0)
-    plan: kvfast.AttendPlan = kvfast.KVCache(1, 2, 64).explain((1, 8, 64)) if False else _plan(cache, k, v)
+    plan: kvfast.AttendPlan = kvfast.KVCache(1, 2, 64).explain(0, (1, 8, 64)) if False else _plan(cache, k, v)
     print(plan.bytes_read, plan.notes, cache.nbytes, cache.dtype, cache.copy().is_empty)
     return out
 
 
 def _plan(cache: kvfast.KVCache | kvfast.RingKVCache, k: Floats, v: Floats) -> kvfast.AttendPlan:
     cache.append(0, k, v)
-    return cache.explain(1)
+    return cache.explain(0, 1)
 
 
 def fused(cache: kvfast.KVCache, qkv: Floats, cos: Floats, sin: Floats) -> NDArray[Any]:

@@ -62,7 +62,7 @@ def test_each_layer_is_as_in_a_cache_of_its_own(new, dtype):
             alone.advance(n)
         assert np.array_equal(cache.attend(layer, queries(layer)), alone.attend(0, queries(layer)))
         assert np.array_equal(cache.k(layer), alone.k(0)) and np.array_equal(cache.v(layer), alone.v(0))
-        plan = cache.explain((1, 4, dim), layer)
+        plan = cache.explain(layer, (1, 4, dim))
         assert (plan.num_kv_heads, plan.q_shape) == (heads, (1, 4, dim))
 
 

@@ -146,7 +146,7 @@ def test_sizes():
     cache = kvfast.KVCache(1, 8, 192, dtype="int8", v_head_dim=128)
     assert cache.bytes_per_token == 8 * (192 + 128 + 2 * 4)
     cache.append(0, *tokens(np.random.default_rng(0), 4096, 192, 128, 8))
-    plan = cache.explain(1, num_threads=1)
+    plan = cache.explain(0, 1, num_threads=1)
     assert plan.v_head_dim == 128 and plan.bytes_read == 4096 * cache.bytes_per_token and "8 KV heads of 192/128" in str(plan)
     assert plan.operations == 2 * 4096 * 8 * (192 + 128)
     shape = kvfast.ModelShape("one", (kvfast.LayerShape(8, 192, v_head_dim=128),))

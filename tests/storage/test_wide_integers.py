@@ -38,7 +38,7 @@ def test_tables_and_slots(pool, value):
         tables = pool.tables | {name: as_array(value, like)}
         refused(lambda tables=tables: pool.prepare_batch(**tables, slot_mapping=pool.slots))
         refused(lambda tables=tables: pool.attend_batch(0, pool.k, **tables))
-        refused(lambda tables=tables: pool.explain_batch((100, 2, 64), **tables))
+        refused(lambda tables=tables: pool.explain_batch(0, (100, 2, 64), **tables))
     slots = as_array(value, pool.slots)
     refused(lambda: pool.prepare_batch(**pool.tables, slot_mapping=slots))
     refused(lambda: pool.append_batch(0, pool.k, pool.v, slots))

@@ -148,7 +148,7 @@ def prefill(self):
 
 
 def explain(self):
-    return self.cache.explain(QUERIES.shape)
+    return self.cache.explain(0, QUERIES.shape)
 
 
 def copy(self):

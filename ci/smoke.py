@@ -64,7 +64,7 @@ with tempfile.TemporaryDirectory() as folder:
         for cache in (
             kvfast.KVCache(1, HEADS, DIM, dtype=form),
             kvfast.KVCache(1, HEADS, DIM, 400, dtype=form),
-            kvfast.RingKVCache(1, HEADS, DIM, window=60, num_sink_tokens=4, rollback=50, dtype=form),
+            kvfast.RingKVCache(1, HEADS, DIM, sliding_window=60, num_sink_tokens=4, rollback=50, dtype=form),
             pool.new_sequence(),
         ):
             check(cache, Path(folder))

@@ -24,7 +24,7 @@ __all__ = ["RingKVCache"]
 class RingKVCache(SequenceCache):
     """Key/value cache of a sliding window: constant memory for endless generation.
 
-    Keeps the last `window` tokens, the first `num_sink_tokens` permanently (attention sinks, StreamingLLM, arXiv
+    Keeps the last `sliding_window` tokens, the first `num_sink_tokens` permanently (attention sinks, StreamingLLM, arXiv
     2309.17453), and `rollback` tokens behind the window, so that `truncate` can go back exactly. Positions stay
     absolute: ``len(cache)`` counts all tokens that were ever complete, minus those that `truncate` removed.
 
@@ -32,7 +32,7 @@ class RingKVCache(SequenceCache):
     ----------
     num_layers, num_kv_heads, head_dim : int
         As in `KVCache`.
-    window : int, or a list with one per layer
+    sliding_window : int, or a list with one per layer
         Tokens that a query sees, itself included. None in a list stands for a layer that keeps everything, for models
         that mix local and global layers.
     num_sink_tokens : int
@@ -70,7 +70,7 @@ class RingKVCache(SequenceCache):
     Examples
     --------
     >>> import kvfast, numpy as np
-    >>> cache = kvfast.RingKVCache(1, 2, 64, window=16, num_sink_tokens=4)
+    >>> cache = kvfast.RingKVCache(1, 2, 64, sliding_window=16, num_sink_tokens=4)
     >>> k = v = np.ones((100, 2, 64), np.float32)
     >>> cache.append(0, k, v)
     >>> cache.attend(0, np.ones((100, 8, 64), np.float32)).shape
@@ -88,7 +88,7 @@ class RingKVCache(SequenceCache):
         num_layers: int,
         num_kv_heads: int | Sequence[int],
         head_dim: int | Sequence[int],
-        window: int | None | Sequence[int | None],
+        sliding_window: int | None | Sequence[int | None],
         num_sink_tokens: int = 0,
         dtype: Any = "int4",
         k_dtype: Any = None,
@@ -107,7 +107,7 @@ class RingKVCache(SequenceCache):
             raise ValueError(f'rope must be None or "cache", got {shown(rope)}')
         rotation = {"frequencies": rope_frequencies, "interleaved": rope_interleaved, "theta": rope_theta, "rotary_dim": rotary_dim}
         layers = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
-        settings = ring(layers, window, num_sink_tokens, rollback, None if rope is None else rotation)
+        settings = ring(layers, sliding_window, num_sink_tokens, rollback, None if rope is None else rotation)
         self._open(settings, storage_of(settings, block_size, secure=secure))
 
     def _open(self, settings, buffer):
@@ -152,7 +152,7 @@ class RingKVCache(SequenceCache):
         return self._buffer.positions(layer)
 
     @property
-    def window(self) -> int | tuple[int | None, ...]:
+    def sliding_window(self) -> int | tuple[int | None, ...]:
         """Window in tokens: one number, or a tuple with one per layer (None for a layer without a window)."""
         return same_or_tuple(self._settings["windows"])
 
@@ -167,7 +167,7 @@ class RingKVCache(SequenceCache):
         return self._settings["rollback"]
 
     def __repr__(self) -> str:
-        window = self.window if not isinstance(self.window, tuple) else "mixed"
+        window = self.sliding_window if not isinstance(self.sliding_window, tuple) else "mixed"
         sinks = f" + {self.num_sink_tokens} sinks" if self.num_sink_tokens else ""
         return f"RingKVCache({self._shape()}, window {window}{sinks}, {self._tokens_text()} seen, {size_text(self.nbytes)})"
 

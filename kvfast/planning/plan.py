@@ -257,7 +257,7 @@ def _notes_of_vllm(shape):
         f"blocks of {VLLM_BLOCK_SIZE} tokens; auto is the model's dtype, taken as bfloat16; turboquant modes leave the first and "
         f"last {KEEPS_FIRST_AND_LAST} layers in it"
     )
-    if len({(layer.window, layer.num_kv_heads, layer.head_dim) for layer in shape.layers}) == 1:
+    if len({(layer.sliding_window, layer.num_kv_heads, layer.head_dim) for layer in shape.layers}) == 1:
         return (basis,)
     return basis, "vLLM puts layers of one kind into groups of one size, and pads what does not fit, so it may hold less"
 
@@ -288,7 +288,7 @@ def _caches(shape, dtype):
     groups = {}
     for layer, form in zip(shape.layers, formats):
         key = None if layer.rope_dim is None else (layer.head_dim, layer.rope_dim)
-        groups.setdefault(key, []).append(((layer.window, layer.num_kv_heads, layer.head_dim, layer.v_head_dim), form))
+        groups.setdefault(key, []).append(((layer.sliding_window, layer.num_kv_heads, layer.head_dim, layer.v_head_dim), form))
     return [_Cache(None if key is None else key[1], layers) for key, layers in groups.items()]
 
 

@@ -47,14 +47,14 @@ def full(num_layers, num_kv_heads, head_dim, dtype, k_dtype=None, v_dtype=None, 
 
 def ring(layers, windows, num_sink_tokens, rollback, rope=None):
     """Of `layers`, made by `full`, with windows, or None for one that keeps all tokens; `rope`: see `_checked_rope`."""
-    windows = _per_layer(windows, "window", layers["num_layers"])
-    windows = [one if one is None else check_size(one, "window", 1, MAX_TOKENS) for one in windows]
+    windows = _per_layer(windows, "sliding_window", layers["num_layers"])
+    windows = [one if one is None else check_size(one, "sliding_window", 1, MAX_TOKENS) for one in windows]
     local = [one for one in windows if one is not None]
     if not local:
-        raise ValueError("window must be a number for at least one layer, got None for all; a KVCache keeps everything")
+        raise ValueError("sliding_window must be a number for at least one layer, got None for all; a KVCache keeps everything")
     num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
     if num_sink_tokens > min(local):
-        raise ValueError(f"num_sink_tokens must be at most the window of {min(local)}, got {num_sink_tokens}")
+        raise ValueError(f"num_sink_tokens must be at most the sliding_window of {min(local)}, got {num_sink_tokens}")
     rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
     rope = rope and _checked_rope(layers["head_dim"], **rope)
     own = {"kind": "ring", "windows": windows, "num_sink_tokens": num_sink_tokens, "rollback": rollback, "rope": rope}

@@ -163,7 +163,7 @@ def test_queries_beyond_bfloat16(rng):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", *HALVES])
 def test_ring_and_sinks(rng, dtype):
-    ring = kvfast.RingKVCache(1, 2, 64, window=150, num_sink_tokens=4, dtype=dtype)
+    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=150, num_sink_tokens=4, dtype=dtype)
     whole = kvfast.KVCache(1, 2, 64, dtype=dtype)
     for n in (100, 170, 60, 90):
         k, v = rng.standard_normal((2, n, 2, 64), np.float32)

@@ -22,7 +22,7 @@ def far(ring, tokens):
 
 def test_lengths_beyond_32_bits(rng):
     """What has room tells them, and what engines take as int32 says that it has none."""
-    near = fill(kvfast.RingKVCache(LAYERS, HEADS, DIM, window=64, dtype="int8", rollback=10), rng, 300)
+    near = fill(kvfast.RingKVCache(LAYERS, HEADS, DIM, sliding_window=64, dtype="int8", rollback=10), rng, 300)
     ring, more = far(near, 1 << 33), 1 << 33
     new = [tokens(rng, 50) for _ in range(LAYERS)]
     for one in (near, ring):

@@ -387,8 +387,8 @@ def test_what_does_not_fit_is_refused(rng, name):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("windows", {"window": 91}),
-        ("windows", {"window": [90, None]}),
+        ("windows", {"sliding_window": 91}),
+        ("windows", {"sliding_window": [90, None]}),
         ("num_sink_tokens", {"num_sink_tokens": 4}),
         ("rollback", {"rollback": 11}),
         ("rope", {"rope": "cache"}),

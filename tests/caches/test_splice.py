@@ -280,8 +280,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
     rope = ROPES["halves"]
     model, (chunk,) = Model(cache_of(max_seq_len=150), rope).append(100), chunks("int8", (40,), rope)
     cache, before = model.cache, model.cache.snapshot()
-    ring = kvfast.RingKVCache(1, HEADS, DIM, window=50)
-    turning = kvfast.RingKVCache(1, HEADS, DIM, window=50, rope="cache")
+    ring = kvfast.RingKVCache(1, HEADS, DIM, sliding_window=50)
+    turning = kvfast.RingKVCache(1, HEADS, DIM, sliding_window=50, rope="cache")
     windowed = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=4, sliding_window=50).new_sequence()
     wrong = [
         (lambda: cache.splice(chunk.cache), TypeError, "rope"),

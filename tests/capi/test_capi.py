@@ -112,8 +112,8 @@ def caches():
         "int8": lambda: kvfast.KVCache(2, 2, 64, 512, "int8"),
         "float32": lambda: kvfast.KVCache(2, 2, 64, 512, "float32"),
         "mixed": lambda: kvfast.KVCache(2, 2, 64, 512, ["int4", "k8v4"]),
-        "ring": lambda: kvfast.RingKVCache(2, 2, 64, window=40, num_sink_tokens=4, rollback=8),
-        "ring with a global layer": lambda: kvfast.RingKVCache(2, 2, 64, window=[40, None], dtype="int8"),
+        "ring": lambda: kvfast.RingKVCache(2, 2, 64, sliding_window=40, num_sink_tokens=4, rollback=8),
+        "ring with a global layer": lambda: kvfast.RingKVCache(2, 2, 64, sliding_window=[40, None], dtype="int8"),
         "paged": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=32).new_sequence(),
         "narrower values": lambda: kvfast.KVCache(2, 2, 64, 512, v_head_dim=40),
         "wider values": lambda: kvfast.RingKVCache(2, 2, 64, 400, dtype="int8", v_head_dim=80),
@@ -231,7 +231,7 @@ def test_what_cannot_be_opened(runtimes):
         with pytest.raises(TypeError, match="must be a KVCache, RingKVCache, MLAKVCache or Sequence"):
             runtimes[1].Layer(cache, 0)
     with pytest.raises(ValueError, match='rope="cache"'):
-        runtimes[1].Layer(kvfast.RingKVCache(1, 2, 64, window=16, rope="cache"), 0)
+        runtimes[1].Layer(kvfast.RingKVCache(1, 2, 64, sliding_window=16, rope="cache"), 0)
 
 
 def test_a_pool_in_memory_of_c(runtimes, rng):

@@ -105,7 +105,7 @@ class TestKVFormat:
                 with pytest.raises(ValueError, match=f"block_size must be 128, .* got {size}"):
                     make(dtype=wide, block_size=size)
                 assert make(dtype="k8v4", block_size=size).block_size == size
-        ring = kvfast.RingKVCache(2, 1, 16, window=40, dtype=wide)
+        ring = kvfast.RingKVCache(2, 1, 16, sliding_window=40, dtype=wide)
         assert ring.block_size == 128
         for make in (
             lambda dtype: kvfast.KVCache(2, 1, 16, dtype=dtype),

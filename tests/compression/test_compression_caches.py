@@ -19,7 +19,7 @@ def make(kind):
         cache = kvfast.KVCache(2, 3, 32, dtype="float32")
         return cache, lambda layer: (cache, layer), "cache"
     if kind == "ring":
-        cache = kvfast.RingKVCache(2, 3, 32, window=60, num_sink_tokens=4, dtype="float32")
+        cache = kvfast.RingKVCache(2, 3, 32, sliding_window=60, num_sink_tokens=4, dtype="float32")
         return cache, lambda layer: (cache, layer), "ring_cache"
     pool = kvfast.PagedKVCache(2, 3, 32, num_blocks=12, block_size=16, dtype="float32")
     sequence = pool.new_sequence()
@@ -146,7 +146,7 @@ def test_bad_prefixes(rng):
     with pytest.raises(ValueError, match="empty"):
         PrefixKVCache.compress(kvfast.KVCache(1, 3, 32), COMPRESSOR)
     with pytest.raises(TypeError, match="KVCache or a Sequence, got RingKVCache"):
-        PrefixKVCache.compress(kvfast.RingKVCache(1, 3, 32, window=32), COMPRESSOR)
+        PrefixKVCache.compress(kvfast.RingKVCache(1, 3, 32, sliding_window=32), COMPRESSOR)
     with pytest.raises(TypeError, match="must be a KVCacheCompressor, got str"):
         PrefixKVCache.compress(kvfast.KVCache(1, 3, 32), "hybrid")
     both = PrefixKVCache([one], max_seq_len=101)

@@ -167,7 +167,7 @@ def test_every_cache(rng, kind, dtype):
 
 
 def test_ring_reads_its_window(rng):
-    ring = kvfast.RingKVCache(1, 2, 64, window=100, num_sink_tokens=4, dtype="int8-plain")
+    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=100, num_sink_tokens=4, dtype="int8-plain")
     ring.append(0, *rng.standard_normal((2, 1000, 2, 64)).astype(np.float32))
     ring.advance(1000)
     tokens = lanes(1000 - 900 // 64 * 64) + 16

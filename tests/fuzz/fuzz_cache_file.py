@@ -175,7 +175,7 @@ def exchanged(rng, value):
             rng.choice(
                 [
                     "more",
-                    "window",
+                    "sliding_window",
                     "dtype",
                     "rotary_dim",
                     "rope_theta",

@@ -184,7 +184,7 @@ def test_a_growing_cache_grows_by_half(step, dtype):
 def test_a_ring_gives_the_memory_of_a_prompt_back(dtype, begun):
     """With the step that ends it, however it began, and with `clear`; what it holds is the same."""
     rows = np.random.default_rng(0).standard_normal((2, 8192, 2, 64), np.float32)
-    small, ring, whole = (kvfast.RingKVCache(1, 2, 64, window=512, num_sink_tokens=4, dtype=dtype) for _ in range(3))
+    small, ring, whole = (kvfast.RingKVCache(1, 2, 64, sliding_window=512, num_sink_tokens=4, dtype=dtype) for _ in range(3))
     for first in range(0, 8192, 64):
         small.append(0, *rows[:, first : first + 64])
         small.advance(64)
@@ -221,7 +221,7 @@ def test_sizes_that_no_memory_has(size):
             lambda *shape: kvfast.KVCache(*shape, max_seq_len=4096),
             lambda *shape: kvfast.KVCache(*shape),
             lambda *shape: kvfast.PagedKVCache(*shape, num_blocks=64),
-            lambda *shape: kvfast.RingKVCache(*shape, window=64),
+            lambda *shape: kvfast.RingKVCache(*shape, sliding_window=64),
             lambda *shape: kvfast.MLAKVCache(shape[0], shape[2], shape[1]),
         ):
             with pytest.raises(refused):

@@ -238,7 +238,7 @@ def test_evicted_prefixes_are_zero_for_those_who_get_the_block(rng):
 
 
 def test_what_a_ring_drops_is_zero(rng):
-    ring = fill(kvfast.RingKVCache(2, 2, 20, window=40, rollback=0, dtype="int8", secure=True), rng, 100)
+    ring = fill(kvfast.RingKVCache(2, 2, 20, sliding_window=40, rollback=0, dtype="int8", secure=True), rng, 100)
     for _ in range(30):
         fill(ring, rng, 17)
     blocks = raw(ring)
@@ -259,7 +259,7 @@ def test_secure_stays_with_copies_and_snapshots(rng):
     pool = kvfast.PagedKVCache(2, 2, 20, 40, secure=True)
     sequence = fill(pool.new_sequence(), rng, 30)
     latent = kvfast.PagedMLAKVCache(1, 16, 8, 4, secure=True)
-    ring = kvfast.RingKVCache(2, 2, 20, window=[16, None], secure=True)
+    ring = kvfast.RingKVCache(2, 2, 20, sliding_window=[16, None], secure=True)
     for one in (
         pool,
         sequence,

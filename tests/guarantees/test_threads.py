@@ -122,7 +122,7 @@ def kv(rng, n, heads=2, head_dim=32):
 
 def one_sequence(kind):
     if kind == "ring":
-        return kvfast.RingKVCache(2, 2, 32, window=64, num_sink_tokens=4, rollback=8)
+        return kvfast.RingKVCache(2, 2, 32, sliding_window=64, num_sink_tokens=4, rollback=8)
     return kvfast.KVCache(2, 2, 32) if kind == "contiguous" else kvfast.PagedKVCache(2, 2, 32, num_blocks=64).new_sequence()
 
 
@@ -653,7 +653,7 @@ class CountedBetween:
 @pytest.mark.parametrize("method", ["append", "write", "attend"])
 def test_positions_are_those_that_the_rotation_was_made_for(rng, method):
     """A ring that turns queries and keys itself stores none that were turned for another place."""
-    ring = kvfast.RingKVCache(1, 2, 32, window=64, rope="cache")
+    ring = kvfast.RingKVCache(1, 2, 32, sliding_window=64, rope="cache")
     ring.append(0, *kv(rng, 3))
     rows = {"append": kv(rng, 1), "write": np.ones((1, 1, 8 * 32), np.float32), "attend": np.ones((1, 1, 4, 32), np.float32)}[method]
     hooked = CountedBetween(rows[0], lambda: ring._buffer.append(0, *kv(rng, 1)))

@@ -485,7 +485,7 @@ def test_ring_and_paged_caches_equal_the_contiguous_one(tiny_model):
     model, tokenizer = tiny_model
     tokens = tokenizer.encode("the cat sat on the mat and the dog sat on the cat " * 3)
     expected = model.forward(tokens, new_cache(model))
-    ring = kvfast.RingKVCache(*model.cache_shape, window=len(tokens), dtype="float32")
+    ring = kvfast.RingKVCache(*model.cache_shape, sliding_window=len(tokens), dtype="float32")
     assert np.array_equal(model.forward(tokens, ring), expected)
     pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=32, block_size=16, dtype="float32")
     with pool.new_sequence() as sequence:

@@ -184,7 +184,7 @@ def test_published_models():
         "DeepSeek-V3": (61, 1, 512),
         "gpt-oss-20b": (24, 8, 64),
     }
-    windows = {name: [layer.window for layer in shape.layers] for name, shape in shapes.items()}
+    windows = {name: [layer.sliding_window for layer in shape.layers] for name, shape in shapes.items()}
     assert windows["Mistral-7B-v0.1"] == [4096] * 32
     assert windows["Gemma-2-2B"] == [4096, None] * 13
     assert windows["Gemma-3-1B"] == ([512] * 5 + [None]) * 4 + [512] * 2
@@ -200,11 +200,11 @@ def test_published_models():
 
 def test_layers_that_are_told_apart_otherwise():
     qwen = CONFIGS["Qwen3-30B-A3B"] | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 40}
-    assert [layer.window for layer in read_shape(qwen).layers] == [None] * 40 + [64] * 8
+    assert [layer.sliding_window for layer in read_shape(qwen).layers] == [None] * 40 + [64] * 8
     named = qwen | {"use_sliding_window": False, "layer_types": ["full_attention"] * 48}
-    assert {layer.window for layer in read_shape(named).layers} == {None}
+    assert {layer.sliding_window for layer in read_shape(named).layers} == {None}
     unknown = read_shape(of_heads(model_type="new", sliding_window=64))
-    assert unknown.layers[0].window is None and "64 tokens is not said" in unknown.notes[0]
+    assert unknown.layers[0].sliding_window is None and "64 tokens is not said" in unknown.notes[0]
     hybrid = read_shape(of_heads(layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"]))
     assert len(hybrid.layers) == 1 and "3 of 4 layers" in hybrid.notes[0]
     assert "chunked" in read_shape(of_heads(layer_types=["chunked_attention", "full_attention"])).notes[0]
@@ -223,7 +223,7 @@ def test_layers_that_keep_nothing_are_not_counted(name):
 
 def test_fields_that_name_layers():
     def windows(**fields):
-        return [layer.window for layer in read_shape(of_heads(layers=6) | fields).layers]
+        return [layer.sliding_window for layer in read_shape(of_heads(layers=6) | fields).layers]
 
     assert windows(attn_type_list=[0, 0, 1, 0, 0, 1]) == [None] * 2
     assert windows(layer_group_size=3) == windows(hybrid_layer_ids=[2, 5]) == [None] * 2

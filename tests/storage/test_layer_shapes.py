@@ -229,4 +229,4 @@ def test_shapes_that_configurations_tell():
         memory=1 << 30,
         bandwidth=1e9,
     )
-    assert chunks.model.layers[0].window == 64 and not chunks.notes
+    assert chunks.model.layers[0].sliding_window == 64 and not chunks.notes

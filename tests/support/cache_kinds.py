@@ -53,12 +53,12 @@ LAYERS, HEADS, DIM = 2, 2, 20
 QUERIES = np.random.default_rng(99).standard_normal((3, 4, DIM)).astype(np.float32)
 
 RINGS = {
-    "ring": {"window": 40},
-    "ring with sinks": {"window": 90, "num_sink_tokens": 5, "rollback": 10},
-    "ring without rollback": {"window": 64, "num_sink_tokens": 64, "rollback": 0},
-    "ring of two windows": {"window": [30, 100], "num_sink_tokens": 3},
-    "ring and whole layer": {"window": [50, None], "num_sink_tokens": 2},
-    "ring that rotates": {"window": 64, "num_sink_tokens": 4, "rope": "cache", "rotary_dim": 16, "rope_interleaved": True},
+    "ring": {"sliding_window": 40},
+    "ring with sinks": {"sliding_window": 90, "num_sink_tokens": 5, "rollback": 10},
+    "ring without rollback": {"sliding_window": 64, "num_sink_tokens": 64, "rollback": 0},
+    "ring of two windows": {"sliding_window": [30, 100], "num_sink_tokens": 3},
+    "ring and whole layer": {"sliding_window": [50, None], "num_sink_tokens": 2},
+    "ring that rotates": {"sliding_window": 64, "num_sink_tokens": 4, "rope": "cache", "rotary_dim": 16, "rope_interleaved": True},
 }
 KINDS = ["growing", "bounded", "sequence", "sequence with window", *RINGS]
 ALONE = {"sequence": kvfast.KVCache, "sequence with window": kvfast.RingKVCache}  # what has the same tokens to itself

@@ -24,7 +24,7 @@ def caches(kind, dtype, secure):
         pool = kvfast.PagedKVCache(1, 2, DIM, num_blocks=64, dtype=dtype, secure=secure)
         return pool.new_sequence(), pool
     if kind == "ring":
-        return kvfast.RingKVCache(1, 2, DIM, window=100, num_sink_tokens=4, dtype=dtype, secure=secure), None
+        return kvfast.RingKVCache(1, 2, DIM, sliding_window=100, num_sink_tokens=4, dtype=dtype, secure=secure), None
     if kind == "latent":
         return kvfast.MLAKVCache(1, DIM, DIM, dtype=dtype, secure=secure), None
     return kvfast.KVCache(1, 2, DIM, dtype=dtype, secure=secure), None

@@ -22,7 +22,7 @@ FORMATS = [
     "int4-plain",
     KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block_size=32),
     KVFormat("int5/int3", rotation="kv", codebook="gaussian"),
-    KVFormat("int4/int8", per_channel=True, block_size=32, num_float_tokens=2),
+    KVFormat("int4/int8", per_channel=True, block_size=32, num_first_float_tokens=2),
 ]
 rng = np.random.default_rng(0)
 

@@ -352,7 +352,7 @@ class _Cache:
         for count, window, form, pool in self.kinds:
             seen = min(context, window or context)
             newest = context - max(0, context - form.open_tokens) // self.block_size * self.block_size if form.seals else 0
-            first = min(context, form.num_float_tokens) if seen == context else 0
+            first = min(context, form.num_first_float_tokens) if seen == context else 0
             floats, newest = pool.float_pool(), min(newest, seen)
             bytes_of_floats = 0 if floats is None else (newest + first) * floats.block_bytes // PIECE
             total += count * (pool.block_bytes * (seen - newest) // self.block_size + bytes_of_floats)

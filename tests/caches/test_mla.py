@@ -259,7 +259,7 @@ def test_bad_settings():
             kvfast.MLAKVCache(*arguments)
     for fmt in (
         kvfast.KVFormat("int8", centring=True),
-        kvfast.KVFormat("int8", num_float_tokens=4),
+        kvfast.KVFormat("int8", num_first_float_tokens=4),
         kvfast.KVFormat("int4", per_channel=True),
     ):
         with pytest.raises(ValueError, match="latent rows"):

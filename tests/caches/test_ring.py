@@ -216,7 +216,7 @@ def test_bad_input(rng):
 @pytest.mark.parametrize("way", ["snapshot", "state", "file"])
 def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path, way):
     """Those of the first tokens went with their block; another pool has none at all."""
-    form = kvfast.KVFormat("int4/int6", num_float_tokens=15)
+    form = kvfast.KVFormat("int4/int6", num_first_float_tokens=15)
     ring = kvfast.RingKVCache(1, 3, 15, sliding_window=16, rollback=1, dtype=form)
     k, v = rng.standard_normal((2, 82, 3, 15), np.float32)
     for first, last in [(0, 65), (65, 81)]:

@@ -40,7 +40,7 @@ def formats(calibration):
     """One of each way in which keys are stored."""
     return {name: replace(KVFormat.of(name), calibration=calibration) for name in NAMES} | {
         "k8v4, centred": KVFormat("int8/int4", rotation="kv", centring=True, block_size=32, calibration=calibration),
-        "channels, 128": KVFormat("int4/float16", per_channel=True, block_size=128, num_float_tokens=2, calibration=calibration),
+        "channels, 128": KVFormat("int4/float16", per_channel=True, block_size=128, num_first_float_tokens=2, calibration=calibration),
     }
 
 
@@ -78,7 +78,7 @@ class TestMatrices:
         (q,), (k,) = text(rng, 512, SPREADS[:, :1])[:, :1]
         v = rng.standard_normal(k.shape).astype(np.float32)
         for name in ("int2", "int4"):
-            form = replace(KVFormat.of(name), num_float_tokens=0)
+            form = replace(KVFormat.of(name), num_first_float_tokens=0)
             plain, fitted = kvfast.fidelity(q[-128:], k, v, [form, replace(form, calibration=calibration[0])])
             assert fitted.kl < 0.8 * plain.kl
 

@@ -149,7 +149,7 @@ def test_kernels(dtype):
     codes = {"uniform": "int4", "gaussian": "gauss4"}[form.codebook]
     k, v = (codes if dtype == "int4" else dtype for dtype in (form.k_dtype, form.v_dtype))
     assert plan.kernels == (f"scores_{form.k_dtype if form.per_channel else k}", f"accumulate_{v}")
-    assert bool(plan.float_kernels) == bool(plan.float_tile) == (form.seals or form.num_float_tokens > 0)
+    assert bool(plan.float_kernels) == bool(plan.float_tile) == (form.seals or form.num_first_float_tokens > 0)
 
 
 @pytest.mark.parametrize("dtype", ["int4", "int8", "float16"])

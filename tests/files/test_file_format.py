@@ -83,7 +83,13 @@ def two_widths(rng, n, dtype="int4", v_head_dim=(12, DIM, 40)):
 
 
 ALL_OPTIONS = kvfast.KVFormat(
-    "int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=9, num_recent_tokens=32, clip_search=True
+    "int8/int4",
+    rotation="kv",
+    codebook="gaussian",
+    centring=True,
+    num_first_float_tokens=9,
+    num_recent_float_tokens=32,
+    clip_search=True,
 )
 SPREAD = np.linspace(0.3, 3, DIM, dtype=np.float32)
 CALIBRATION = kvfast.calibrate(*(np.random.default_rng(98).standard_normal((2, LAYERS, 320, HEADS, DIM), np.float32) * SPREAD))
@@ -106,7 +112,7 @@ CACHES = {
     "int3, cut": lambda rng: cut(make("growing", kvfast.KVFormat("int3", per_channel=True)), rng, 150, loud=50),
     "recent": lambda rng: fill(make("growing", "k8v4-recent"), rng, 150),
     "recent, a ring": lambda rng: fill(
-        make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_tokens=48, block_size=32)), rng, 333
+        make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=48, block_size=32)), rng, 333
     ),
     "empty": lambda rng: make("growing"),
     "a long ring": lambda rng: fill(make("ring with sinks", "int4"), rng, 700),

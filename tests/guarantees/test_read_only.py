@@ -9,7 +9,7 @@ from cache_kinds import DIM, HEADS, KINDS, LAYERS, fill, make, tokens
 
 import kvfast
 
-DTYPES = ["float32", "float16", "int8", "int4", kvfast.KVFormat("int4/float32", centring=True, num_float_tokens=4)]
+DTYPES = ["float32", "float16", "int8", "int4", kvfast.KVFormat("int4/float32", centring=True, num_first_float_tokens=4)]
 
 
 def arrays_in(value, path):

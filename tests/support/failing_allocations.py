@@ -17,7 +17,7 @@ from cache_kinds import DIM, HEADS, LAYERS, QUERIES, make, normals, tokens
 import kvfast
 from kvfast import compression
 
-FORMATS = ("int4", "int8-plain", "float32", kvfast.KVFormat("int8", num_float_tokens=4))
+FORMATS = ("int4", "int8-plain", "float32", kvfast.KVFormat("int8", num_first_float_tokens=4))
 ENOUGH = 25  # successes in a row: no allocation of the operation was left to fail
 RNG = np.random.default_rng(0)
 ROWS = tokens(RNG, 100)

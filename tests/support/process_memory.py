@@ -94,7 +94,7 @@ def count(kind):
 def main():
     kind, dtype, secure = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
     if dtype == "open":  # float rows beside codes
-        dtype = kvfast.KVFormat("int4", per_channel=True, num_float_tokens=16)
+        dtype = kvfast.KVFormat("int4", per_channel=True, num_first_float_tokens=16)
     use(kind, dtype, secure)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -83,7 +83,7 @@ typedef struct {
 typedef struct {
     int abi, api;
 
-    /* NULL with a Python exception on error. Needs the GIL. Refuses a cache that rotates its keys itself (rope="cache"). */
+    /* NULL with a Python exception on error. Needs the GIL. Refuses a ring that rotates its keys itself (`rope=`). */
     kvfast_cache *(*open)(PyObject *cache);
     void (*close)(kvfast_cache *cache); /* NULL: nothing */
 

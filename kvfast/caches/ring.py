@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
-from kvfast.core.text import same_or_tuple, shown, size_text
+from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.kinds import ROLLBACK, storage_of
 from kvfast.storage.settings import full, ring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
+
+    from kvfast.codec.rope import Rope
 
 __all__ = ["RingKVCache"]
 
@@ -41,13 +43,9 @@ class RingKVCache(SequenceCache):
         As in `KVCache`.
     rollback : int
         How far `truncate` can go back from the longest the cache has been.
-    rope : {None, "cache"}
-        ``"cache"``: pass keys and queries without rotary embedding, and the cache rotates them. It uses positions among
-        the tokens that it holds, so the sinks stay directly before the window, however far the window has moved.
-    rope_theta, rotary_dim, rope_frequencies, rope_interleaved
-        For ``rope="cache"``: base of the angles; number of dimensions to rotate (all of head_dim by default); radians
-        per position for each pair, instead of `rope_theta`; and whether element 2i forms a pair with 2i + 1, instead of
-        i with i + rotary_dim // 2.
+    rope : Rope, optional
+        The rotation of the model: pass keys and queries without rotary embedding, and the cache rotates them. It uses positions
+        among the tokens that it holds, so the sinks stay directly before the window, however far the window has moved.
     secure, block_size
         As in `KVCache`.
     v_head_dim : int, or a list with one per layer, optional
@@ -63,7 +61,7 @@ class RingKVCache(SequenceCache):
     A query sees its own window whatever was appended since, so a prompt may come in chunks of any size. The memory
     grows by a chunk while it is in progress; `advance` gives that memory back.
 
-    With ``rope="cache"``, keys are stored rotated for their absolute position, which preserves all distances inside
+    With a `rope`, keys are stored rotated for their absolute position, which preserves all distances inside
     the window. The sinks are read with a second set of queries, rotated for the position inside the cache. Scores
     depend on distances only, so the result equals that of rotating every key again, without the work.
 
@@ -94,20 +92,13 @@ class RingKVCache(SequenceCache):
         k_dtype: Any = None,
         v_dtype: Any = None,
         rollback: int = ROLLBACK,
-        rope: Literal["cache"] | None = None,
-        rope_theta: float = 10000.0,
-        rotary_dim: int | None = None,
-        rope_frequencies: ArrayLike | None = None,
-        rope_interleaved: bool = False,
+        rope: Rope | None = None,
         secure: bool = False,
         block_size: int | None = None,
         v_head_dim: int | None | Sequence[int | None] = None,
     ) -> None:
-        if rope not in (None, "cache"):
-            raise ValueError(f'rope must be None or "cache", got {shown(rope)}')
-        rotation = {"frequencies": rope_frequencies, "interleaved": rope_interleaved, "theta": rope_theta, "rotary_dim": rotary_dim}
         layers = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
-        settings = ring(layers, sliding_window, num_sink_tokens, rollback, None if rope is None else rotation)
+        settings = ring(layers, sliding_window, num_sink_tokens, rollback, rope)
         self._open(settings, storage_of(settings, block_size, secure=secure))
 
     def _open(self, settings, buffer):
@@ -130,7 +121,7 @@ class RingKVCache(SequenceCache):
         if self._rope is None:
             return q, None
         if options.attention_chunk_size:
-            raise ValueError('attention_chunk_size must be None with rope="cache", whose windows move with the queries')
+            raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
         n, length = _num_tokens(q), self.layer_length(layer)
         options.made_for = length
         first = max(0, length - n)

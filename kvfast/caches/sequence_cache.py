@@ -105,7 +105,7 @@ class SequenceCache(Splicing, StoredSequence):
         if of_k is None:
             of_k = Transform(head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         elif cos is not None or sin is not None:
-            raise ValueError('a cache with rope="cache" rotates queries and keys itself: leave out cos and sin')
+            raise ValueError("a ring with a rope rotates queries and keys itself: leave out cos and sin")
         return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
 
     def attend(

@@ -149,9 +149,7 @@ def test_rotation_by_the_place_in_the_cache(rng, rotary_dim, interleaved):
         sliding_window=50,
         num_sink_tokens=4,
         dtype="float32",
-        rope="cache",
-        rotary_dim=rotary_dim,
-        rope_interleaved=interleaved,
+        rope=kvfast.Rope(rotary_dim=rotary_dim, interleaved=interleaved),
     )
     k, v = tokens(rng, 400)
     q = rng.standard_normal((400, 4, 64)).astype(np.float32)
@@ -172,7 +170,9 @@ def test_rotation_by_the_place_in_the_cache(rng, rotary_dim, interleaved):
 
 
 def test_rotation_in_write(rng):
-    ring, other = (kvfast.RingKVCache(1, 2, 64, sliding_window=20, num_sink_tokens=2, rope="cache", dtype="float32") for _ in "ab")
+    ring, other = (
+        kvfast.RingKVCache(1, 2, 64, sliding_window=20, num_sink_tokens=2, rope=kvfast.Rope(), dtype="float32") for _ in "ab"
+    )
     qkv = rng.standard_normal((70, 8, 64)).astype(np.float32)
     q = ring.write(0, qkv.reshape(70, -1))
     other.append(0, qkv[:, 4:6], qkv[:, 6:])
@@ -192,11 +192,12 @@ def test_bad_input(rng):
         ({"sliding_window": None}, "sliding_window must be a number for at least one layer"),
         ({"sliding_window": [3]}, "list of 2"),
         ({"sliding_window": 4, "rollback": -1}, "rollback must be between 0 and .*, got -1"),
-        ({"sliding_window": 4, "rope": "keys"}, 'rope must be None or "cache"'),
-        ({"sliding_window": 4, "rope": "cache", "rotary_dim": 7}, "must be even"),
+        ({"sliding_window": 4, "rope": kvfast.Rope(rotary_dim=66)}, "rope must rotate 1 to 32 pairs"),
     ]:
         with pytest.raises(ValueError, match=message):
             kvfast.RingKVCache(2, 2, 64, **arguments)
+    with pytest.raises(TypeError, match="rope must be a Rope or None, got 'cache'"):
+        kvfast.RingKVCache(2, 2, 64, 4, rope="cache")
     ring = kvfast.RingKVCache(1, 2, 64, sliding_window=10, num_sink_tokens=2, rollback=0)
     k, v = tokens(rng, 300)
     ring.append(0, k, v)
@@ -256,7 +257,7 @@ def test_chunks(dtype):
         ring.attend(0, q, attention_chunk_size=48, causal=False)
     with pytest.raises(ValueError, match="attention_chunk_size must be"):
         whole.attend(0, q, attention_chunk_size=0)
-    turned = kvfast.RingKVCache(1, 2, 32, sliding_window=48, rope="cache")
+    turned = kvfast.RingKVCache(1, 2, 32, sliding_window=48, rope=kvfast.Rope())
     turned.append(0, k, v)
     with pytest.raises(ValueError, match="attention_chunk_size must be None"):
         turned.attend(0, q, attention_chunk_size=48)

@@ -391,7 +391,7 @@ def test_what_does_not_fit_is_refused(rng, name):
         ("windows", {"sliding_window": [90, None]}),
         ("num_sink_tokens", {"num_sink_tokens": 4}),
         ("rollback", {"rollback": 11}),
-        ("rope", {"rope": "cache"}),
+        ("rope", {"rope": kvfast.Rope()}),
     ],
 )
 def test_rings_with_other_settings_are_refused(rng, name, settings):
@@ -402,8 +402,8 @@ def test_rings_with_other_settings_are_refused(rng, name, settings):
         other.restore(ring.snapshot())
     assert stored(other) == bytes_before and same(other, before)
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="rope"):
-        one = kvfast.RingKVCache(LAYERS, HEADS, DIM, 64, rope="cache", rope_theta=10000.0)
-        one.restore(kvfast.RingKVCache(LAYERS, HEADS, DIM, 64, rope="cache", rope_theta=5000.0).snapshot())
+        one = kvfast.RingKVCache(LAYERS, HEADS, DIM, 64, rope=kvfast.Rope(10000.0))
+        one.restore(kvfast.RingKVCache(LAYERS, HEADS, DIM, 64, rope=kvfast.Rope(5000.0)).snapshot())
 
 
 def test_sequence_without_room_stays_as_it_was(rng):

@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
     model, (chunk,) = Model(cache_of(max_seq_len=150), rope).append(100), chunks("int8", (40,), rope)
     cache, before = model.cache, model.cache.snapshot()
     ring = kvfast.RingKVCache(1, HEADS, DIM, sliding_window=50)
-    turning = kvfast.RingKVCache(1, HEADS, DIM, sliding_window=50, rope="cache")
+    turning = kvfast.RingKVCache(1, HEADS, DIM, sliding_window=50, rope=kvfast.Rope())
     windowed = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=4, sliding_window=50).new_sequence()
     wrong = [
         (lambda: cache.splice(chunk.cache), TypeError, "rope"),
@@ -303,7 +303,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         (lambda: cache.drop(1.5, 5, rope=rope), TypeError, "first"),
         (lambda: ring.drop(0, 0, rope=rope), ValueError, "a ring"),
         (lambda: ring.splice(ring, rope=rope), ValueError, "a ring"),
-        (lambda: turning.drop(0, 0, rope=rope), ValueError, 'rope="cache"'),
+        (lambda: turning.drop(0, 0, rope=rope), ValueError, "a ring with a rope"),
         (lambda: windowed.drop(0, 0, rope=rope), ValueError, "a ring or a pool with a window"),
     ]
     for call, error, text in wrong:

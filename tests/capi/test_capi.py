@@ -230,8 +230,8 @@ def test_what_cannot_be_opened(runtimes):
     for cache in (None, kvfast.PagedKVCache(1, 2, 64, num_blocks=4), kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=64))):
         with pytest.raises(TypeError, match="must be a KVCache, RingKVCache, MLAKVCache or Sequence"):
             runtimes[1].Layer(cache, 0)
-    with pytest.raises(ValueError, match='rope="cache"'):
-        runtimes[1].Layer(kvfast.RingKVCache(1, 2, 64, sliding_window=16, rope="cache"), 0)
+    with pytest.raises(ValueError, match="a ring with a rope"):
+        runtimes[1].Layer(kvfast.RingKVCache(1, 2, 64, sliding_window=16, rope=kvfast.Rope()), 0)
 
 
 def test_a_pool_in_memory_of_c(runtimes, rng):

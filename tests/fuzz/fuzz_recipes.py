@@ -263,10 +263,7 @@ RECIPES = {
     "buffer": lambda c: c.pick(None, None, np.frombuffer(mmap.mmap(-1, 1 << 22), np.uint8)),
     "data": lambda c: c.any("Snapshot").to_bytes() if c.any("Snapshot") is not None else b"",
     # rope
-    "rope": none_or("cache"),
-    "rope_theta": small(10000.0, 1.5),
-    "rope_frequencies": lambda c: None,
-    "rope_interleaved": small(True, False),
+    "RingKVCache.rope": lambda c: c.pick(None, kvfast.Rope(), kvfast.Rope(1.5, rotary_dim=16, interleaved=True)),
     "splice.rope": lambda c: c.pick(None, kvfast.Rope(), kvfast.Rope(rotary_dim=16)),
     "drop.rope": lambda c: c.pick(None, kvfast.Rope()),
     "theta": small(10000.0, 1.5),

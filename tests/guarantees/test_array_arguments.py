@@ -128,7 +128,7 @@ def caches():
     """(class name, what else tells it, function that makes an empty cache with one layer)."""
     yield "KVCache", "", lambda: kvfast.KVCache(1, HEADS, DIM)
     yield "RingKVCache", "", lambda: kvfast.RingKVCache(1, HEADS, DIM, 50)
-    yield "RingKVCache", " with rope", lambda: kvfast.RingKVCache(1, HEADS, DIM, 50, 4, rope="cache")
+    yield "RingKVCache", " with rope", lambda: kvfast.RingKVCache(1, HEADS, DIM, 50, 4, rope=kvfast.Rope())
     yield "Sequence", "", lambda: kvfast.PagedKVCache(1, HEADS, DIM, 8).new_sequence()
 
 
@@ -161,11 +161,9 @@ def calls():
         "choose_format": (lambda q, k, v: kvfast.choose_format(q, k, v, 0.5), {"q": q, "k": k, "v": v}),
         "ggml.to_ggml": (lambda rows: ggml.to_ggml(rows, "q8_0"), {"rows": k}),
         "ggml.from_ggml": (lambda blocks: ggml.from_ggml(blocks, "q8_0", HEADS, DIM), {"blocks": ggml.to_ggml(k, "q8_0")}),
-        "RingKVCache": (
-            lambda rope_frequencies: seen(
-                filled(kvfast.RingKVCache(1, HEADS, DIM, 90, rope="cache", rope_frequencies=rope_frequencies))
-            ),
-            {"rope_frequencies": np.linspace(1, 0.01, DIM // 2)},
+        "Rope": (
+            lambda frequencies: seen(filled(kvfast.RingKVCache(1, HEADS, DIM, 90, rope=kvfast.Rope(frequencies=frequencies)))),
+            {"frequencies": np.linspace(1, 0.01, DIM // 2)},
         ),
     }
     for make in (heads_calls, compression_calls, paged_calls, latent_calls, prompt_calls):
@@ -507,7 +505,7 @@ ARRAYS = {
     "slot_mapping",
     "token_ids",
     "arrays",
-    "rope_frequencies",
+    "frequencies",
 }
 UNTRIED = {"Sequence.from_state_dict", "MLASequence.from_state_dict"}
 # Arrays that may be bfloat16: rows of tokens, and what models keep beside them.

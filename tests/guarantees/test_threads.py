@@ -653,7 +653,7 @@ class CountedBetween:
 @pytest.mark.parametrize("method", ["append", "write", "attend"])
 def test_positions_are_those_that_the_rotation_was_made_for(rng, method):
     """A ring that turns queries and keys itself stores none that were turned for another place."""
-    ring = kvfast.RingKVCache(1, 2, 32, sliding_window=64, rope="cache")
+    ring = kvfast.RingKVCache(1, 2, 32, sliding_window=64, rope=kvfast.Rope())
     ring.append(0, *kv(rng, 3))
     rows = {"append": kv(rng, 1), "write": np.ones((1, 1, 8 * 32), np.float32), "attend": np.ones((1, 1, 4, 32), np.float32)}[method]
     hooked = CountedBetween(rows[0], lambda: ring._buffer.append(0, *kv(rng, 1)))

@@ -15,7 +15,7 @@ RING = {"num_sink_tokens": 4, "rollback": 16}
 CACHES = {
     "full": lambda: kvfast.KVCache(3, [2, 4, 2], 32, dtype=["int8", "int4", "float16"], v_head_dim=[None, 16, None]),
     "ring": lambda: kvfast.RingKVCache(2, 2, 32, [48, None], **RING, dtype="int8"),
-    "ring that rotates": lambda: kvfast.RingKVCache(2, 2, 32, 48, **RING, rope="cache", rotary_dim=16, rope_interleaved=True),
+    "ring that rotates": lambda: kvfast.RingKVCache(2, 2, 32, 48, **RING, rope=kvfast.Rope(rotary_dim=16, interleaved=True)),
     "latent": lambda: kvfast.MLAKVCache(2, 64, 16),
     "heads": lambda: kvfast.MultiHeadKVCache(4, kvfast.MultiHeadConfig(32, bits=(5, 4), num_q_heads=8)),
 }

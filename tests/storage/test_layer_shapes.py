@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="head_dim"):
         kvfast.KVCache(2, 2, [16, 600])
     with pytest.raises(ValueError, match="the same head_dim in all"):
-        kvfast.RingKVCache(2, 2, [16, 32], 8, rope="cache")
+        kvfast.RingKVCache(2, 2, [16, 32], 8, rope=kvfast.Rope())
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="num_kv_heads"):
         kvfast.KVCache(5, 2, DIMS, dtype="float32").restore(full().snapshot())
     with pytest.raises(TypeError, match="num_kv_heads"):

@@ -62,7 +62,7 @@ RINGS = {
     "ring without rollback": {"sliding_window": 64, "num_sink_tokens": 64, "rollback": 0},
     "ring of two windows": {"sliding_window": [30, 100], "num_sink_tokens": 3},
     "ring and whole layer": {"sliding_window": [50, None], "num_sink_tokens": 2},
-    "ring that rotates": {"sliding_window": 64, "num_sink_tokens": 4, "rope": "cache", "rotary_dim": 16, "rope_interleaved": True},
+    "ring that rotates": {"sliding_window": 64, "num_sink_tokens": 4, "rope": kvfast.Rope(rotary_dim=16, interleaved=True)},
 }
 KINDS = ["growing", "bounded", "sequence", "sequence with window", *RINGS]
 ALONE = {"sequence": kvfast.KVCache, "sequence with window": kvfast.RingKVCache}  # what has the same tokens to itself

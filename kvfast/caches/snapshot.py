@@ -15,6 +15,7 @@ from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
 from kvfast.files.state import arrays_of, from_arrays, to_arrays
 from kvfast.storage.kinds import append_decoded, decoded, storage_of
+from kvfast.storage.sequences.sequence import SequenceBuffer
 from kvfast.storage.settings import full
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Snapshot(StorageProperties):
         metadata: Mapping[str, str] | None = None,
         salt: bytes | None = b"",
     ) -> None:
+        if not (isinstance(settings, dict) and isinstance(buffer, SequenceBuffer)):
+            raise TypeError("a Snapshot is made by the snapshot() of a cache, by Snapshot.load or by Snapshot.from_arrays")
         self._settings = settings  # see `kvfast.storage.settings`
         self._buffer = buffer  # a SequenceBuffer that nothing else refers to, so that it never changes
         self._token_ids = None

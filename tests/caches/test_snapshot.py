@@ -466,6 +466,12 @@ def test_to_arrays_of_a_ring_is_what_it_shows(rng):
     assert keys[0].shape == (95, HEADS * DIM) and np.array_equal(keys[0].reshape(95, HEADS, DIM), ring.k(0))
 
 
+def test_a_snapshot_is_not_made_by_hand():
+    for arguments in (({}, np.ones(3)), (3, kvfast.KVCache(1, 1, 16)._buffer)):
+        with pytest.raises(TypeError, match="made by the snapshot"):
+            kvfast.Snapshot(*arguments)
+
+
 def test_from_arrays_refuses():
     x = np.ones((4, HEADS * DIM), np.float32)
     make_from = kvfast.Snapshot.from_arrays

@@ -17,16 +17,17 @@ def make(kind):
     """(cache to append to, what its bridges take besides a layer, names of the bridges)."""
     if kind == "cache":
         cache = kvfast.KVCache(2, 3, 32, dtype="float32")
-        return cache, lambda layer: (cache, layer), "cache"
-    if kind == "ring":
+    elif kind == "ring":
         cache = kvfast.RingKVCache(2, 3, 32, sliding_window=60, num_sink_tokens=4, dtype="float32")
-        return cache, lambda layer: (cache, layer), "ring_cache"
-    pool = kvfast.PagedKVCache(2, 3, 32, num_blocks=12, block_size=16, dtype="float32")
-    sequence = pool.new_sequence()
-    return sequence, lambda layer: (pool, layer, sequence), "paged_cache"
+    else:
+        pool = kvfast.PagedKVCache(2, 3, 32, num_blocks=12, block_size=16, dtype="float32")
+        cache = pool.new_sequence()
+    if kind == "paged":
+        return cache, lambda layer: (pool, layer, cache), "paged_cache"
+    return cache, lambda layer: (cache, layer), "cache"
 
 
-@pytest.mark.parametrize("kind", ["cache", "ring", "paged"])
+@pytest.mark.parametrize("kind", ["cache", "ring", "sequence", "paged"])
 def test_bridges(kind, rng):
     cache, place, name = make(kind)
     compress, decompress = getattr(COMPRESSOR, f"compress_{name}"), getattr(COMPRESSOR, f"decompress_to_{name}")
@@ -67,15 +68,32 @@ def test_bridges_of_the_wrong_kind():
     cache, pool = kvfast.KVCache(1, 1, 16), kvfast.PagedKVCache(1, 1, 16, num_blocks=4)
     foreign = kvfast.PagedKVCache(1, 1, 16, num_blocks=4).new_sequence()
     for call in (
-        lambda: COMPRESSOR.compress_ring_cache(cache, 0),
         lambda: COMPRESSOR.compress_cache(pool, 0),
+        lambda: COMPRESSOR.compress_cache(cache.snapshot(), 0),
         lambda: COMPRESSOR.compress_paged_cache(cache, 0, pool.new_sequence()),
         lambda: COMPRESSOR.compress_paged_cache(pool, 0, 3),
     ):
         with pytest.raises(TypeError, match="must be a"):
             call()
+    with pytest.raises(TypeError, match="a sequence of the pool, got PagedKVCache"):
+        COMPRESSOR.decompress_to_cache(COMPRESSOR.compress_kv_3d(*np.ones((2, 1, 20, 16), np.float32)), pool, 0)
     with pytest.raises(ValueError, match="not a sequence of this pool"):
         COMPRESSOR.compress_paged_cache(pool, 0, foreign)
+
+
+def test_bridges_of_a_cache_by_head(rng):
+    cache, other = (kvfast.MultiHeadKVCache(3, kvfast.MultiHeadConfig(head_dim=32, bits=8)) for _ in "ab")
+    cache.push_tokens(*rng.standard_normal((2, 100, 3, 32)).astype(np.float32))
+    compressed = COMPRESSOR.compress_cache(cache, 0)
+    COMPRESSOR.decompress_to_cache(compressed, other, 0)
+    assert len(other) == 100 and reference.relative_error(other.decode_keys(), cache.decode_keys()) < 0.05
+    with pytest.raises(kvfast.DimensionMismatchError, match="2 heads of 32 like the cache, got 3"):
+        COMPRESSOR.decompress_to_cache(compressed, kvfast.MultiHeadKVCache(2, cache.config), 0)
+    for call in (lambda: COMPRESSOR.compress_cache(cache, 1), lambda: COMPRESSOR.decompress_to_cache(compressed, other, 1)):
+        with pytest.raises(IndexError, match="layer must be between 0 and 0, got 1"):
+            call()
+    with pytest.raises(ValueError, match="layer 0 is empty"):
+        COMPRESSOR.compress_cache(kvfast.MultiHeadKVCache(3, cache.config), 0)
 
 
 def test_pool_too_small(rng):

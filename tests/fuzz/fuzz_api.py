@@ -76,7 +76,6 @@ WRITING = OFTEN - {"attend", "attend_batch"} | {
     "decompress_to_cache",
     "decompress_to_mla_cache",
     "decompress_to_paged_cache",
-    "decompress_to_ring_cache",
     "copy",
     "match_prefix",
     "deepcopy",

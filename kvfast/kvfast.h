@@ -73,7 +73,7 @@ typedef struct {
 typedef struct {
     int num_layers, num_kv_heads, head_dim;
     int v_head_dim;        /* 0: head_dim */
-    int block_size;        /* 0: 32 tokens, or what the format needs */
+    int block_size;        /* 0: 64 tokens, or what the format needs */
     ptrdiff_t num_blocks;
     const char *dtype;     /* "int4", "int8", "k8v4", "bfloat16", ... */
 } kvfast_shape;

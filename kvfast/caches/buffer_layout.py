@@ -10,7 +10,7 @@ from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 from kvfast.core.text import shown
-from kvfast.storage.kinds import POOL_BLOCK_SIZE
+from kvfast.storage.kinds import BLOCK_SIZE
 from kvfast.storage.settings import latent
 
 __all__ = ["BufferLayout", "buffer_layout"]
@@ -95,7 +95,7 @@ def buffer_layout(
                 f"v_head_dim={shown(v_head_dim)}"
             )
         formats = latent(num_layers, head_dim, rope_dim, dtype)["dtype"]
-    block_size = check_block_size(block_size_of(formats, block_size, POOL_BLOCK_SIZE))
+    block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     sizes = tuple(block_nbytes(one, num_kv_heads, head_dim, v_head_dim, block_size, rope_dim) for one in formats)
     return BufferLayout(num_blocks, block_size, sizes, BLOCK_ALIGNMENT)

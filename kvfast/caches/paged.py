@@ -32,7 +32,7 @@ class PagedKVCache(PagedStorage):
     num_blocks : int
         Blocks of the pool. A block spans all layers.
     block_size : int
-        Tokens of a block: 16, 32, 64, 128 or 256; by default 32, or what the format requires.
+        Tokens of a block: 16, 32, 64, 128 or 256; by default 64, or what the format requires.
     dtype, k_dtype, v_dtype
         As in `KVCache`.
     secure : bool

@@ -48,7 +48,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
     num_blocks : int
         Blocks of the pool. A block spans all layers.
     block_size : int, optional
-        Tokens of a block: 16, 32, 64, 128 or 256; by default 32.
+        Tokens of a block: 16, 32, 64, 128 or 256; by default 64.
     dtype, secure
         As in `MLAKVCache`.
     buffer : buffer of bytes, or one array per layer, optional

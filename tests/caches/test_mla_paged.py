@@ -12,7 +12,7 @@ SCALE = 0.1
 
 
 def new_pool(num_blocks=64, layers=1, rope_dim=ROPE, **options):
-    return kvfast.PagedMLAKVCache(layers, LATENT, rope_dim, num_blocks, **options)
+    return kvfast.PagedMLAKVCache(layers, LATENT, rope_dim, num_blocks, **{"block_size": 32} | options)
 
 
 def filled(pool, rng, n, token_ids=None):

@@ -22,9 +22,11 @@ def queries(rng, n, group=3):
 
 
 def new_pool(num_blocks=32, layers=1, **options):
-    """By default of int8, whose blocks have 32 tokens and are all that is stored."""
+    """By default of int8, whose blocks are all that is stored, with blocks of 32 tokens unless the format has a size of its own."""
     if "k_dtype" not in options:
         options = {"dtype": "int8"} | options
+    if not kvfast.KVFormat.of(options.get("dtype", "int8")).seals:
+        options = {"block_size": 32} | options
     return kvfast.PagedKVCache(layers, HEADS, DIM, num_blocks, **options)
 
 

@@ -8,7 +8,7 @@ import pytest
 import kvfast
 from kvfast.caches.stored_sequence import buffer_of, settings_of
 from kvfast.files.state import json_of
-from kvfast.storage.kinds import BLOCK_SIZE, POOL_BLOCK_SIZE, decoded, storage_of
+from kvfast.storage.kinds import BLOCK_SIZE, decoded, storage_of
 from kvfast.storage.settings import checked_settings
 
 RING = {"num_sink_tokens": 4, "rollback": 16}
@@ -54,8 +54,8 @@ def test_settings_are_all_that_a_storage_needs(kind):
         assert kind in ("heads", "latent") or all(map(np.array_equal, (cache.k(layer), cache.v(layer)), given))
 
 
-def test_blocks_of_a_pool_are_smaller():
+def test_blocks_of_caches_and_pools_have_one_size():
     assert kvfast.KVCache(1, 2, 32, dtype="int8").block_size == BLOCK_SIZE
     pools = kvfast.PagedKVCache(1, 2, 32, num_blocks=4, dtype="int8"), kvfast.PagedMLAKVCache(1, 32, 16, num_blocks=4)
     layout = kvfast.buffer_layout(1, 2, 32, 4)
-    assert {one.block_size for one in (*pools, layout)} == {POOL_BLOCK_SIZE} and POOL_BLOCK_SIZE < BLOCK_SIZE
+    assert {one.block_size for one in (*pools, layout)} == {BLOCK_SIZE}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvfast.codec.calibration import Calibration, LayerCalibration, opened
+from kvfast.codec.calibration import Calibration, LayerCalibration
 from kvfast.codec.dtypes import CODEBOOKS, FLOATS, canonical_dtype, dtype_row, names_with
 from kvfast.core.checks import check_size
 from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_RECENT_TOKENS, OPEN_TOKENS, PIECE
@@ -137,7 +137,7 @@ class KVFormat:
         if self.calibration is None:
             return
         if not isinstance(self.calibration, (Calibration, LayerCalibration)):
-            object.__setattr__(self, "calibration", opened(self.calibration))
+            raise TypeError(f"calibration must be a Calibration or one of its layers, got {shown(self.calibration)}")
         if "k" not in self.rotation and not self.per_channel:
             raise ValueError(
                 f'calibration is for keys that are rotated or per_channel, got rotation="{self.rotation}" and no per_channel'
@@ -187,13 +187,13 @@ class KVFormat:
 
     @classmethod
     def of(cls, value: Any) -> KVFormat:
-        """The format for a name, a dict of `to_dict`, a NumPy dtype, or a format.
+        """The format for a name, a dict of its fields, a NumPy dtype, or a format.
 
         Raises
         ------
         ValueError
-        LookupError
-            For the dict of a format with a calibration that this process does not hold.
+        TypeError
+            For the result of `to_dict` of a format with a calibration, which has only the digest of it.
         """
         if isinstance(value, cls):
             return value

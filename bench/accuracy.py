@@ -79,7 +79,7 @@ def main():
     def tokens_of(name, count):
         return tokenizer.encode((args.texts / f"{name}.txt").read_text("utf-8"))[:count]
 
-    calibration = evaluation.calibrate(model, tokens_of("calibration", CALIBRATION_TOKENS))
+    calibration = evaluation.calibrate_on_text(model, tokens_of("calibration", CALIBRATION_TOKENS))
     for name in [args.only] if args.only else TEXTS:
         rows, nll = scores(model, tokens_of(name, args.tokens), calibration)
         report.setdefault("texts", {})[name] = {"nll_float32": round(nll, 4), "results": rows}

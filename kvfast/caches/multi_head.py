@@ -77,12 +77,12 @@ class _Heads:
         out = self._cache._buffer.attend_heads(q, self._first, self._count, Options(num_threads=num_threads))
         return self._signed(out, q.shape[1])[0]
 
-    def decode_keys(self) -> NDArray[np.float32]:
+    def k(self) -> NDArray[np.float32]:
         """Decoded keys, rotated back: ndarray of shape (len(cache), num_heads, head_dim), float32."""
         return self._signed(self._cache._buffer.rows_of(self._first, self._count, False), self._count)
 
-    def decode_values(self) -> NDArray[np.float32]:
-        """Decoded values; see `decode_keys`."""
+    def v(self) -> NDArray[np.float32]:
+        """Decoded values; see `k`."""
         return self._signed(self._cache._buffer.rows_of(self._first, self._count, True), self._count)
 
     @property
@@ -290,18 +290,18 @@ class MultiHeadKVCache(_Heads):
         """
         self.snapshot(metadata).save(path)
 
-    def evict_outside_window(self, window: int) -> int:
-        """Drop all tokens before the last `window`. Blocks that hold none of those are reused.
+    def evict_outside_window(self, sliding_window: int) -> int:
+        """Drop all tokens before the last `sliding_window`. Blocks that hold none of those are reused.
 
         Returns
         -------
         int
             Number of dropped tokens.
         """
-        return self._buffer.evict(check_size(window, "window", 0))
+        return self._buffer.evict(check_size(sliding_window, "sliding_window", 0))
 
     def head(self, i: int) -> HeadView:
-        """View of one head, with `attention_scores`, `attend`, `decode_keys` and so on. Calls use the cache as it is then.
+        """View of one head, with `attention_scores`, `attend`, `k` and so on. Calls use the cache as it is then.
 
         Parameters
         ----------

@@ -108,7 +108,7 @@ def _rows_of(cache, layer):
     _check_kind(cache)
     if isinstance(cache, MultiHeadKVCache):
         buffer_of(cache).shape(layer)  # IndexError for another than 0
-        return cache.decode_keys(), cache.decode_values()
+        return cache.k(), cache.v()
     if isinstance(cache, LatentSequence):
         rows = cache.get_latent(layer)[:, None]
         return _filled(rows[..., : cache.latent_dim], _width(cache)), _filled(rows[..., cache.latent_dim :], _width(cache))

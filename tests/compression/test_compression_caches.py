@@ -86,7 +86,7 @@ def test_bridges_of_a_cache_by_head(rng):
     cache.push_tokens(*rng.standard_normal((2, 100, 3, 32)).astype(np.float32))
     compressed = COMPRESSOR.compress_cache(cache, 0)
     COMPRESSOR.decompress_to_cache(compressed, other, 0)
-    assert len(other) == 100 and reference.relative_error(other.decode_keys(), cache.decode_keys()) < 0.05
+    assert len(other) == 100 and reference.relative_error(other.k(), cache.k()) < 0.05
     with pytest.raises(kvfast.DimensionMismatchError, match="2 heads of 32 like the cache, got 3"):
         COMPRESSOR.decompress_to_cache(compressed, kvfast.MultiHeadKVCache(2, cache.config), 0)
     for call in (lambda: COMPRESSOR.compress_cache(cache, 1), lambda: COMPRESSOR.decompress_to_cache(compressed, other, 1)):

@@ -389,7 +389,7 @@ def shown_by(cache, layer):
         both = cache.get_latent(layer)[:, None]
         return both[..., :40], both[..., 40:]
     if isinstance(cache, kvfast.MultiHeadKVCache):
-        return cache.decode_keys(), cache.decode_values()
+        return cache.k(), cache.v()
     return cache.k(layer), cache.v(layer)
 
 

@@ -178,7 +178,7 @@ def state(one):
             for side in (False, True)
         ]
     if isinstance(one, kvfast.MultiHeadKVCache):
-        return len(one), one.decode_keys().tobytes(), one.decode_values().tobytes()
+        return len(one), one.k().tobytes(), one.v().tobytes()
     if isinstance(one, kvfast.PrefixKVCache):
         return state(one.live)
     return None

@@ -41,7 +41,7 @@ class HeadsWorld(World):
             if often(rng, 0.2):
                 cache = cache.copy()
             self.case.calls += len(k) + 4
-            rows, positions = [cache.decode_keys(), cache.decode_values()], np.arange(len(kept[0])) + 16
+            rows, positions = [cache.k(), cache.v()], np.arange(len(kept[0])) + 16
             for side, got, given in zip(sides, rows, kept):
                 side.check(got * signs, given * signs, positions, np.zeros(1), 1 << 60, where)
             q = source.queries(1, config.num_q_heads, kept)

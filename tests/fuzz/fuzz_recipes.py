@@ -230,7 +230,6 @@ RECIPES = {
     "num_blocks": small(1, 3, 20),
     "batch": none_or(1, 2),
     "seq_len": small(1, 40),
-    "window": small(1, 30, 100),
     "RingKVCache.sliding_window": small(1, 30, 100, [30, None], [16, 40]),
     "rollback": small(0, 10, 64),
     "num_sink_tokens": small(0, 1, 5),

@@ -206,12 +206,12 @@ def heads_calls():
 
     def pushed(keys, values):
         cache = push((keys, values))
-        return cache.decode_keys(), cache.decode_values()
+        return cache.k(), cache.v()
 
     def pushed_together(keys, values):
         cache = push()
         cache.push_tokens(keys, values)
-        return cache.decode_keys(), cache.decode_values()
+        return cache.k(), cache.v()
 
     def attend(queries):
         return push(*zip(*kv())).attend(queries)

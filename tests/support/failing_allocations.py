@@ -338,7 +338,7 @@ class ManyHeads:
             self.cache.push_token(*row)
 
     def seen(self):
-        return [len(self.cache), self.cache.decode_keys().tobytes(), self.cache.decode_values().tobytes()]
+        return [len(self.cache), self.cache.k().tobytes(), self.cache.v().tobytes()]
 
 
 def push(self):

@@ -105,7 +105,7 @@ typedef struct {
        against the version that runs. */
     const void *(*kernels)(void);
 
-    /* Bytes of one block of one layer, as `kvfast.buffer_layout` has them; -1 with a Python exception. Needs the GIL. */
+    /* Bytes of one block of one layer, as those of `buffer_layout`; -1 with a Python exception. Needs the GIL. */
     ptrdiff_t (*block_nbytes)(const kvfast_shape *shape);
     /* A new PagedKVCache whose blocks lie in memory of the caller: those of layer i from layers[i] on, block_stride bytes apart (0:
        block after block). It keeps a reference to owner, unless that is NULL; the memory must be there as long as the pool and

@@ -76,12 +76,13 @@ def buffer_layout(
     Examples
     --------
     >>> import kvfast, numpy as np
-    >>> layout = kvfast.buffer_layout(2, num_kv_heads=2, head_dim=64, num_blocks=16, dtype="int8")
+    >>> from kvfast.caches.buffer_layout import buffer_layout
+    >>> layout = buffer_layout(2, num_kv_heads=2, head_dim=64, num_blocks=16, dtype="int8")
     >>> layout.block_nbytes, layout.nbytes, layout.alignment
-    ((8704, 8704), 278528, 64)
-    >>> memory = np.empty((2, 16, 8704 + 64), np.uint8)          # each block with 64 bytes behind it
+    ((17408, 17408), 557056, 64)
+    >>> memory = np.empty((2, 16, 17408 + 64), np.uint8)          # each block with 64 bytes behind it
     >>> start = -memory.ctypes.data % layout.alignment            # NumPy aligns less
-    >>> pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=16, dtype="int8", buffer=memory[:, :, start : start + 8704])
+    >>> pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=16, dtype="int8", buffer=memory[:, :, start : start + 17408])
     """
     num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
     num_blocks = check_size(num_blocks, "num_blocks", 1, MAX_TOKENS)

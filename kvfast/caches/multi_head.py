@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
-__all__ = ["MultiHeadKVCache"]
+__all__ = ["MultiHeadConfig", "MultiHeadKVCache"]
 
 
 class _Heads:
@@ -161,7 +161,8 @@ class MultiHeadKVCache(_Heads):
     Examples
     --------
     >>> import kvfast, numpy as np
-    >>> cache = kvfast.MultiHeadKVCache(8, kvfast.MultiHeadConfig(head_dim=128, bits=4, num_q_heads=32))
+    >>> from kvfast.caches.multi_head import MultiHeadConfig
+    >>> cache = kvfast.MultiHeadKVCache(8, MultiHeadConfig(head_dim=128, bits=4, num_q_heads=32))
     >>> for keys, values in np.random.default_rng(0).standard_normal((640, 2, 8, 128), np.float32):
     ...     cache.push_token(keys, values)
     >>> queries = np.ones((32, 128), np.float32)

@@ -6,6 +6,7 @@ from latent_reference import DTYPES, oracle, rows
 from reference import bound, relative_error, ways_agree
 
 import kvfast
+from kvfast.caches.paged_mla import MLASequence
 
 LATENT, ROPE = 48, 16
 SCALE = 0.1
@@ -116,7 +117,7 @@ def test_forks_and_prefixes(rng):
     ids = rng.integers(0, 1000, 70)
     parent = filled(pool, rng, 70, ids)
     child, before = parent.fork(), parent.get_latent(0)
-    assert isinstance(child, kvfast.MLASequence) and pool.usage == 3 / 8
+    assert isinstance(child, MLASequence) and pool.usage == 3 / 8
     child.append(0, rows(rng, 1, pool.head_dim))
     assert pool.usage == 4 / 8 and np.array_equal(parent.get_latent(0), before)
     parent.free()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvfast
+from kvfast.storage.batches.prepared_batch import PreparedBatch
 
 LAYERS, HEADS, DIM, SIZE = 2, 2, 32, 32
 
@@ -156,7 +157,7 @@ def test_what_the_calls_refuse(rng):
     with pytest.raises(ValueError, match="prepared without slot_mapping"):
         pool.append_batch(0, q, q, pool.prepare_batch([[0, 3], [1, 2]], [40, 50]))
     with pytest.raises(TypeError, match="prepare_batch"):
-        kvfast.PreparedBatch()
+        PreparedBatch()
     assert np.array_equal(pool.attend_batch(0, q, batch), before)
 
 

@@ -15,6 +15,8 @@ import pytest
 from selection import exhaustive
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.llama_cpp import building
 
 HERE = Path(__file__).parent
@@ -227,7 +229,7 @@ def test_misuse_is_an_error_code(runtimes):
 
 
 def test_what_cannot_be_opened(runtimes):
-    for cache in (None, kvfast.PagedKVCache(1, 2, 64, num_blocks=4), kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=64))):
+    for cache in (None, kvfast.PagedKVCache(1, 2, 64, num_blocks=4), kvfast.MultiHeadKVCache(2, MultiHeadConfig(head_dim=64))):
         with pytest.raises(TypeError, match="must be a KVCache, RingKVCache, MLAKVCache or Sequence"):
             runtimes[1].Layer(cache, 0)
     with pytest.raises(ValueError, match="a ring with a rope"):
@@ -235,7 +237,7 @@ def test_what_cannot_be_opened(runtimes):
 
 
 def test_a_pool_in_memory_of_c(runtimes, rng):
-    layout = kvfast.buffer_layout(2, 2, 64, 4, 16, "int8")
+    layout = buffer_layout(2, 2, 64, 4, 16, "int8")
     memory = np.full(2 * layout.nbytes + 128, 255, np.uint8)
     start, gap = -memory.ctypes.data % 64, 64
     memory = memory[start : start + 2 * 4 * (layout.block_nbytes[0] + gap)]

@@ -9,6 +9,7 @@ from compressed_rows import METHODS, correlated, tokens_first
 
 import kvfast
 from kvfast import CompressedKV, Hybrid, KVCacheCompressor, LowRank, PrefixKVCache, Quantize, VectorQuantization
+from kvfast.caches.multi_head import MultiHeadConfig
 
 COMPRESSOR = KVCacheCompressor(Hybrid())
 
@@ -82,7 +83,7 @@ def test_bridges_of_the_wrong_kind():
 
 
 def test_bridges_of_a_cache_by_head(rng):
-    cache, other = (kvfast.MultiHeadKVCache(3, kvfast.MultiHeadConfig(head_dim=32, bits=8)) for _ in "ab")
+    cache, other = (kvfast.MultiHeadKVCache(3, MultiHeadConfig(head_dim=32, bits=8)) for _ in "ab")
     cache.push_tokens(*rng.standard_normal((2, 100, 3, 32)).astype(np.float32))
     compressed = COMPRESSOR.compress_cache(cache, 0)
     COMPRESSOR.decompress_to_cache(compressed, other, 0)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.core.interchange import _DLTensor, as_array
 
 
@@ -122,7 +123,7 @@ def test_numbers_that_are_still_to_be_negated(kv):
 
 
 def test_memory_to_write_to_is_not_still_to_be_negated():
-    layout = kvfast.buffer_layout(1, 2, 64, 4, dtype="int8")
+    layout = buffer_layout(1, 2, 64, 4, dtype="int8")
     memory = [np.zeros((4, layout.block_nbytes[0] // 4), np.float32)]
     with pytest.raises(TypeError, match="must be memory that NumPy can share, got a copy of a Lazy"):
         kvfast.PagedKVCache(1, 2, 64, 4, dtype="int8", buffer=[Lazy(memory[0])])

@@ -14,6 +14,7 @@ from cache_kinds import DIM, DTYPES, HEADS, KINDS, LAYERS, fill, make, tokens
 from file_reader import FLOATS, SIMD, Reader
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.codec.multi_head import signs_of
 
 safetensors = pytest.importorskip("safetensors")
@@ -57,7 +58,7 @@ def latent(rng, n, dtype="int8", rope_dim=12):
 
 
 def heads(rng, n, window=None, **config):
-    cache = kvfast.MultiHeadKVCache(3, kvfast.MultiHeadConfig(DIM, **config))
+    cache = kvfast.MultiHeadKVCache(3, MultiHeadConfig(DIM, **config))
     cache.push_tokens(*rng.standard_normal((2, n, 3, DIM), np.float32))
     if window:
         cache.evict_outside_window(window)

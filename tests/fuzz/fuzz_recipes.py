@@ -14,6 +14,16 @@ import numpy as np
 from cache_kinds import DTYPES
 
 import kvfast
+from kvfast.attention.explained import AttendItem, AttendPlan
+from kvfast.caches.buffer_layout import BufferLayout, buffer_layout
+from kvfast.caches.multi_head import MultiHeadConfig
+from kvfast.caches.paged_mla import MLASequence
+from kvfast.compression import CompressedShape, ReconstructionError
+from kvfast.core.hardware import peak_rate, read_bandwidth
+from kvfast.core.kernels import cpu_features
+from kvfast.planning import DtypePlan, Fidelity, LayerShape, MemoryPlan, ModelShape
+from kvfast.prompts.stats import PromptCacheStats
+from kvfast.storage.batches.prepared_batch import PreparedBatch
 
 # Made by kvfast alone, for reading: they check nothing, and are made but not used.
 RECORDS = {
@@ -40,6 +50,27 @@ RECORDS = {
     "StoreError",
     "PromptCacheStats",
 }
+# Public, in their modules.
+IN_MODULES = [
+    AttendItem,
+    AttendPlan,
+    BufferLayout,
+    CompressedShape,
+    DtypePlan,
+    Fidelity,
+    LayerShape,
+    MLASequence,
+    MemoryPlan,
+    ModelShape,
+    MultiHeadConfig,
+    PreparedBatch,
+    PromptCacheStats,
+    ReconstructionError,
+    buffer_layout,
+    cpu_features,
+    peak_rate,
+    read_bandwidth,
+]
 # What every object answers to.
 PROTOCOL = {
     "repr": repr,
@@ -58,11 +89,12 @@ FORMATS = [*DTYPES, "int8/int4", "float16/int8"]
 def public_names():
     """Every public function, class, method and property: {name: (function of a target, or None for a property; its class)}."""
     names = {}
-    classes = {name: getattr(kvfast, name) for name in kvfast.__all__ if inspect.isclass(getattr(kvfast, name))}
-    classes["HeadView"] = type(kvfast.MultiHeadKVCache(1, kvfast.MultiHeadConfig(1)).head(0))
-    for name in kvfast.__all__:
-        if callable(getattr(kvfast, name)):
-            names[name] = getattr(kvfast, name), None
+    public = {name: getattr(kvfast, name) for name in kvfast.__all__} | {one.__name__: one for one in IN_MODULES}
+    classes = {name: one for name, one in public.items() if inspect.isclass(one)}
+    classes["HeadView"] = type(kvfast.MultiHeadKVCache(1, MultiHeadConfig(1)).head(0))
+    for name, one in public.items():
+        if callable(one):
+            names[name] = one, None
     for name, kind in classes.items():
         if issubclass(kind, BaseException):
             continue  # nothing but its attributes

@@ -23,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("support", "f
 import fuzz_recipes
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.interop import ggml
 
 SECONDS = 60  # for all calls of a name; each takes milliseconds
@@ -195,7 +196,7 @@ def calls():
 
 
 def heads_calls():
-    config = kvfast.MultiHeadConfig(DIM, num_q_heads=HEADS * GROUP)
+    config = MultiHeadConfig(DIM, num_q_heads=HEADS * GROUP)
     queries = floats(HEADS * GROUP, DIM)
 
     def push(*pairs):

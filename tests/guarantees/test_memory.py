@@ -14,6 +14,7 @@ from cache_kinds import KINDS, fill, make
 from selection import parametrize
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -233,7 +234,7 @@ def test_sizes_that_no_memory_has(size):
         lambda: kvfast.PagedKVCache(32, 8, 128, num_blocks=size),
         lambda: kvfast.PagedKVCache(1, 1, 1, num_blocks=size, block_size=256),
         lambda: kvfast.PagedMLAKVCache(1, 512, 64, num_blocks=size),
-        lambda: kvfast.MultiHeadKVCache(size, kvfast.MultiHeadConfig(head_dim=64)),
+        lambda: kvfast.MultiHeadKVCache(size, MultiHeadConfig(head_dim=64)),
     ):
         with pytest.raises(refused):
             make_one()

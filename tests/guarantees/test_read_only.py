@@ -8,6 +8,7 @@ import pytest
 from cache_kinds import DIM, HEADS, KINDS, LAYERS, fill, make, tokens
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 
 DTYPES = ["float32", "float16", "int8", "int4", kvfast.KVFormat("int4/float32", centring=True, num_first_float_tokens=4)]
 
@@ -62,7 +63,7 @@ def things(tmp_path):
     latent.append(0, rng.standard_normal((100, 40), np.float32))
     latent.advance(100)
     yield latent
-    heads = kvfast.MultiHeadKVCache(HEADS, kvfast.MultiHeadConfig(DIM))
+    heads = kvfast.MultiHeadKVCache(HEADS, MultiHeadConfig(DIM))
     for k, v in zip(*tokens(rng, 20)):
         heads.push_token(k, v)
     yield heads

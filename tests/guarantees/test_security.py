@@ -13,6 +13,7 @@ import pytest
 from cache_kinds import DTYPES, fill, make, tokens
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +96,7 @@ def test_nothing_is_unpickled_or_executed():
 def test_no_cache_can_be_pickled():
     cache = fill(make("growing"), np.random.default_rng(0), 3)
     pool = kvfast.PagedKVCache(1, 1, 16, 4)
-    heads = kvfast.MultiHeadKVCache(1, kvfast.MultiHeadConfig(16))
+    heads = kvfast.MultiHeadKVCache(1, MultiHeadConfig(16))
     rows = np.ones((1, 20, 16), np.float32)
     compressed = kvfast.KVCacheCompressor(kvfast.Quantize(8)).compress_kv_3d(rows, rows)
     latent = kvfast.MLAKVCache(1, 16, 8)

@@ -13,6 +13,7 @@ from selection import parametrize
 
 import kvfast
 import kvfast.compression
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.codec.rope import RotaryTables
 
 
@@ -211,7 +212,7 @@ def test_threads_read_together(rng):
     cache = kvfast.KVCache(2, 2, 32)
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=64)
     sequences = [pool.new_sequence() for _ in range(3)]
-    heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(32))
+    heads = kvfast.MultiHeadKVCache(2, MultiHeadConfig(32))
     for layer in range(2):
         cache.append(layer, *kv(rng, 700))
     for sequence in sequences:
@@ -628,7 +629,7 @@ def test_compressed_tokens_share_no_memory_with_their_state(rng):
 
 def test_heads_without_tokens_are_refused_inside_the_lock():
     """Another thread may clear the cache between the call and the lock: a division by its length ended the process."""
-    cache = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=32))
+    cache = kvfast.MultiHeadKVCache(2, MultiHeadConfig(head_dim=32))
     for call in (cache.attend, cache.head(1).attend):
         queries = 2 if call == cache.attend else 1
         with pytest.raises(ValueError, match="no tokens"):

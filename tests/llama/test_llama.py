@@ -23,6 +23,7 @@ pytest.importorskip("tokenizers")
 
 import kvfast
 from kvfast import llama
+from kvfast.core.kernels import cpu_features
 from kvfast.llama import fetch
 
 TESTS = Path(__file__).parents[1]
@@ -525,7 +526,7 @@ for outputs, inputs in ((37, 24), (96, 32), (960, 576), (576, 1536)):
 @pytest.mark.parametrize("kernels", ["", "Haswell", "Nehalem"])
 def test_invariant_products(kernels):
     """Also with the kernels that OpenBLAS takes on older processors."""
-    if kernels == "Haswell" and not kvfast.cpu_features().get("avx2"):
+    if kernels == "Haswell" and not cpu_features().get("avx2"):
         pytest.skip("needs AVX2")
     environment = {**os.environ, "OPENBLAS_CORETYPE": kernels}
     if not kernels:

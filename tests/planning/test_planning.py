@@ -13,7 +13,9 @@ import pytest
 from model_configs import CONFIGS, HYBRIDS
 
 import kvfast
-from kvfast import KVFormat, LayerShape, ModelShape
+from kvfast import KVFormat
+from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.planning import LayerShape, ModelShape
 from kvfast.planning.engine import DEFAULTS, VLLM_FORMATS
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import read_shape
@@ -603,7 +605,7 @@ def test_blocks_of_vllm():
     found = kvfast.plan(of_heads(3, 64, 30), context=8000, batch=8, engine="vllm", memory=1 << 30, bandwidth=1e10)
     assert [one.dtype for one in found.dtypes] == list(VLLM_FORMATS)
     for name, form in VLLM_FORMATS.items():
-        inner, outer = (kvfast.buffer_layout(1, 3, 64, 125, 64, each).nbytes for each in (form, "bfloat16"))
+        inner, outer = (buffer_layout(1, 3, 64, 125, 64, each).nbytes for each in (form, "bfloat16"))
         ends = 4 if name.startswith("turboquant") else 0
         one = found[name]
         assert one.bytes_per_sequence == (30 - ends) * inner + ends * outer == one.bytes_per_token * 8000

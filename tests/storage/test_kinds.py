@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.caches.stored_sequence import buffer_of, settings_of
 from kvfast.files.state import json_of
 from kvfast.storage.kinds import BLOCK_SIZE, decoded, storage_of
@@ -17,7 +19,7 @@ CACHES = {
     "ring": lambda: kvfast.RingKVCache(2, 2, 32, [48, None], **RING, dtype="int8"),
     "ring that rotates": lambda: kvfast.RingKVCache(2, 2, 32, 48, **RING, rope=kvfast.Rope(rotary_dim=16, interleaved=True)),
     "latent": lambda: kvfast.MLAKVCache(2, 64, 16),
-    "heads": lambda: kvfast.MultiHeadKVCache(4, kvfast.MultiHeadConfig(32, bits=(5, 4), num_q_heads=8)),
+    "heads": lambda: kvfast.MultiHeadKVCache(4, MultiHeadConfig(32, bits=(5, 4), num_q_heads=8)),
 }
 
 
@@ -57,5 +59,5 @@ def test_settings_are_all_that_a_storage_needs(kind):
 def test_blocks_of_caches_and_pools_have_one_size():
     assert kvfast.KVCache(1, 2, 32, dtype="int8").block_size == BLOCK_SIZE
     pools = kvfast.PagedKVCache(1, 2, 32, num_blocks=4, dtype="int8"), kvfast.PagedMLAKVCache(1, 32, 16, num_blocks=4)
-    layout = kvfast.buffer_layout(1, 2, 32, 4)
+    layout = buffer_layout(1, 2, 32, 4)
     assert {one.block_size for one in (*pools, layout)} == {BLOCK_SIZE}

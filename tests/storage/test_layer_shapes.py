@@ -7,6 +7,7 @@ import pytest
 from reference import attention, relative_error
 
 import kvfast
+from kvfast.planning import LayerShape, ModelShape
 
 HEADS, DIMS, WINDOWS = [4, 2, 4, 2, 1], [32, 64, 32, 64, 20], [16, None, 16, None, None]
 DTYPES = ["float32", "int8", "int4", "k8v4"]
@@ -177,17 +178,15 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_plan_is_what_the_caches_take():
-    layers = tuple(kvfast.LayerShape(*shape) for shape in zip(HEADS, DIMS))
-    windows = tuple(kvfast.LayerShape(*shape) for shape in zip(HEADS, DIMS, WINDOWS))
+    layers = tuple(LayerShape(*shape) for shape in zip(HEADS, DIMS))
+    windows = tuple(LayerShape(*shape) for shape in zip(HEADS, DIMS, WINDOWS))
     for dtype in DTYPES:
         told = {"context": 640, "dtype": dtype, "memory": 1 << 30, "bandwidth": 1e9}
-        one = kvfast.plan(kvfast.ModelShape("five", layers), **told)[dtype]
-        alone = [
-            kvfast.plan(kvfast.ModelShape("one", tuple(group)), **told)[dtype] for group in (layers[:3:2], layers[1:4:2], layers[4:])
-        ]
+        one = kvfast.plan(ModelShape("five", layers), **told)[dtype]
+        alone = [kvfast.plan(ModelShape("one", tuple(group)), **told)[dtype] for group in (layers[:3:2], layers[1:4:2], layers[4:])]
         assert one.cache == "KVCache" and one.bytes_per_token == full(dtype).bytes_per_token
         assert one.nbytes == sum(each.nbytes for each in alone) and one.bytes_read == sum(each.bytes_read for each in alone)
-        one = kvfast.plan(kvfast.ModelShape("five", windows), **told)[dtype]
+        one = kvfast.plan(ModelShape("five", windows), **told)[dtype]
         assert one.cache == "RingKVCache" and one.bytes_per_token == ring(dtype).bytes_per_token
 
 

@@ -16,6 +16,7 @@ from cache_kinds import DIM, HEADS, LAYERS, QUERIES, make, normals, tokens
 
 import kvfast
 from kvfast import compression
+from kvfast.caches.multi_head import MultiHeadConfig
 
 FORMATS = ("int4", "int8-plain", "float32", kvfast.KVFormat("int8", num_first_float_tokens=4))
 ENOUGH = 25  # successes in a row: no allocation of the operation was left to fail
@@ -333,7 +334,7 @@ def attend_latent(self):
 
 class ManyHeads:
     def __init__(self):
-        self.cache = kvfast.MultiHeadKVCache(3, kvfast.MultiHeadConfig(head_dim=DIM, bits=5, num_q_heads=6))
+        self.cache = kvfast.MultiHeadKVCache(3, MultiHeadConfig(head_dim=DIM, bits=5, num_q_heads=6))
         for row in np.random.default_rng(4).standard_normal((64, 2, 3, DIM), np.float32):
             self.cache.push_token(*row)
 

@@ -21,7 +21,7 @@ TEXTS = ("austen", "python", "german", "chinese")
 FORMATS = ("int8", "int8-recent", "k8v4", "k8v4-recent", "int4", "k4v3", "int3", "int2")
 CALIBRATED = ("int4", "int3", "int2")
 CALIBRATION_TOKENS = 3072
-FLOATS = {"num_float_tokens": 4, "num_recent_tokens": 16}  # as int4 has them
+FLOATS = {"num_first_float_tokens": 4, "num_recent_float_tokens": 16}  # as int4 has them
 CONTEXTS = (128, 512, 2048, 8192, 32768)
 SHAPE = (2, 64)  # KV heads and head_dim of the caches whose bits are counted
 
@@ -35,7 +35,7 @@ def scores(model, tokens, calibration):
     found = evaluation.evaluate(model, tokens, [*caches, *simulated])
     rows = [row_of(one) for one in found]
     for row, one in zip(rows[len(caches) :], simulated):
-        row |= {"runtime": "simulated", "floats": bool(one.num_recent_tokens)}
+        row |= {"runtime": "simulated", "floats": bool(one.num_recent_float_tokens)}
     return rows, found[0].nll_float32
 
 
@@ -79,7 +79,7 @@ def main():
     def tokens_of(name, count):
         return tokenizer.encode((args.texts / f"{name}.txt").read_text("utf-8"))[:count]
 
-    calibration = evaluation.calibrate(model, tokens_of("calibration", CALIBRATION_TOKENS))
+    calibration = evaluation.calibrate_on_text(model, tokens_of("calibration", CALIBRATION_TOKENS))
     for name in [args.only] if args.only else TEXTS:
         rows, nll = scores(model, tokens_of(name, args.tokens), calibration)
         report.setdefault("texts", {})[name] = {"nll_float32": round(nll, 4), "results": rows}

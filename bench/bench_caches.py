@@ -20,7 +20,7 @@ NUM_SINK_TOKENS = 4
 
 def paged(model, dtype, context, num_layers, spare=32):
     """A sequence in a pool of blocks of 32 tokens, and the pool."""
-    pool = kvfast.PagedKVCache(num_layers, model.num_kv_heads, model.head_dim, context // 32 + spare, dtype=dtype)
+    pool = kvfast.PagedKVCache(num_layers, model.num_kv_heads, model.head_dim, context // 32 + spare, 32, dtype=dtype)
     sequence = pool.new_sequence()
     fill(sequence, context)
     return sequence, pool

@@ -12,6 +12,7 @@ import pytest
 
 import kvfast
 from kvfast.cli.bench.measure import interleaved, using_threads
+from kvfast.core.hardware import peak_rate, read_bandwidth
 
 LATENT_DIM, ROPE_DIM, NUM_Q_HEADS, SCALE = 512, 64, 128, 192**-0.5
 DTYPES = ["int8", "int4", "bfloat16", "float32"]
@@ -50,10 +51,10 @@ def setting(dtype, context, paged=False):
     arrays = [(one, np.ascontiguousarray(one[:, :LATENT_DIM])) for one in rows]
     q = np.random.default_rng(1).standard_normal((len(caches), NUM_Q_HEADS, LATENT_DIM + ROPE_DIM), np.float32)
     attend = partial(caches[0].attend, 0, q, scale=SCALE)
-    plan = caches[0].explain(q.shape)
+    plan = caches[0].explain(0, q.shape)
     if paged:
         attend = partial(pool.attend_batch, 0, q, caches, scale=SCALE)
-        plan = pool.explain_batch(q.shape, caches)
+        plan = pool.explain_batch(0, q.shape, caches)
     assert np.allclose(attend(), numpy_batch(arrays, q), atol=1e-3)
     return plan, attend, partial(numpy_batch, arrays, q)
 
@@ -64,9 +65,9 @@ def bounds(plan, threads):
     isa = kvfast.active_isa()
     is_float = plan.storage.startswith(("float", "bfloat"))
     matrix = isa == "amx" and plan.storage != "float32"
-    peak = kvfast.peak_rate("int8" if matrix or not is_float else "float32", threads) / (2 if matrix and is_float else 1)
+    peak = peak_rate("int8" if matrix or not is_float else "float32", threads) / (2 if matrix and is_float else 1)
     parts = 2 if matrix or (not is_float and isa in ("avx512_vbmi", "avx512_vnni", "avx_vnni")) else 1
-    return plan.bytes_read / kvfast.read_bandwidth(num_threads=threads), plan.operations / peak, parts
+    return plan.bytes_read / read_bandwidth(num_threads=threads), plan.operations / peak, parts
 
 
 def figures(plan, times, threads):

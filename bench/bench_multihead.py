@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.cli.bench.measure import using_threads
+from kvfast.core.hardware import read_bandwidth
 
 DIM = 128
 CASES = [(bits, "gaussian") for bits in (2, 3, 4, (5, 4), 5, 6, 7, 8)]
@@ -19,7 +21,7 @@ each_case = pytest.mark.parametrize("bits, codebook", CASES, ids=[f"{bits} {code
 
 @functools.lru_cache(maxsize=1)
 def filled(bits, codebook, num_heads, num_tokens):
-    cache = kvfast.MultiHeadKVCache(num_heads, kvfast.MultiHeadConfig(DIM, bits, codebook=codebook))
+    cache = kvfast.MultiHeadKVCache(num_heads, MultiHeadConfig(DIM, bits, codebook=codebook))
     keys, values = np.random.default_rng(0).standard_normal((2, num_tokens, num_heads, DIM)).astype(np.float32)
     for token in range(num_tokens):
         cache.push_token(keys[token], values[token])
@@ -36,7 +38,7 @@ def bench_attention_scores(benchmark, bits, codebook):
     assert np.corrcoef(got.ravel(), exact.ravel())[0, 1] > 0.93
     key_bytes = 8 * 4096 * (DIM * (bits if isinstance(bits, int) else bits[0]) // 8 + (4 if bits == 8 else 2))
     with using_threads(1):
-        bandwidth = kvfast.read_bandwidth(num_threads=1)
+        bandwidth = read_bandwidth(num_threads=1)
         benchmark.pedantic(cache.attention_scores, args=(q,), rounds=50, warmup_rounds=3)
     seconds = benchmark.stats.stats.median
     benchmark.extra_info.update(

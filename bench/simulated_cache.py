@@ -21,14 +21,18 @@ class SimulatedCache:
         Most tokens.
     kinds : (str, str)
         Types of ggml, of keys and of values.
-    num_float_tokens, num_recent_tokens, block_size : int
-        As in `kvfast.KVFormat`. With `num_recent_tokens` 0 each token is rounded when it comes.
+    num_first_float_tokens, num_recent_float_tokens, block_size : int
+        As in `kvfast.KVFormat`. With `num_recent_float_tokens` 0 each token is rounded when it comes.
     """
 
-    def __init__(self, shape, room, kinds, num_float_tokens=0, num_recent_tokens=0, block_size=64):
+    def __init__(self, shape, room, kinds, num_first_float_tokens=0, num_recent_float_tokens=0, block_size=64):
         self.num_layers, self.num_kv_heads, self.head_dim = shape
         self.kinds, self.dtype = kinds, "/".join(dict.fromkeys(kinds))
-        self.num_float_tokens, self.num_recent_tokens, self.block_size = num_float_tokens, num_recent_tokens, block_size
+        self.num_first_float_tokens, self.num_recent_float_tokens, self.block_size = (
+            num_first_float_tokens,
+            num_recent_float_tokens,
+            block_size,
+        )
         self.entry_size = self.num_kv_heads * self.head_dim
         self._rows = np.zeros((2, self.num_layers, room, self.num_kv_heads, self.head_dim), np.float32)
         self._lengths, self._rounded = [0] * self.num_layers, [0] * self.num_layers
@@ -45,7 +49,7 @@ class SimulatedCache:
     @property
     def nbytes_used(self):
         """Bytes of all tokens, float rows as float16."""
-        floats = self._length - self._rounded[0] + min(self.num_float_tokens, self._rounded[0])
+        floats = self._length - self._rounded[0] + min(self.num_first_float_tokens, self._rounded[0])
         return (self._length - floats) * self.bytes_per_token + floats * 4 * self.num_layers * self.entry_size
 
     def write(self, layer, qkv, **transform):
@@ -57,8 +61,10 @@ class SimulatedCache:
         for rows, new in zip(self._rows[:, layer], pair):
             rows[first:end] = new.astype(np.float16)
         # What the first of these tokens sees as codes.
-        settled = max(0, first - self.num_recent_tokens) // self.block_size * self.block_size if self.num_recent_tokens else end
-        begin = max(self._rounded[layer], self.num_float_tokens)
+        settled = (
+            max(0, first - self.num_recent_float_tokens) // self.block_size * self.block_size if self.num_recent_float_tokens else end
+        )
+        begin = max(self._rounded[layer], self.num_first_float_tokens)
         if begin < settled:
             for rows, kind in zip(self._rows[:, layer], self.kinds):
                 rows[begin:settled] = _rounded(rows[begin:settled], kind)

@@ -22,7 +22,7 @@ FORMATS = [
     "int4-plain",
     KVFormat("int4", rotation="kv", codebook="gaussian", centring=True, block_size=32),
     KVFormat("int5/int3", rotation="kv", codebook="gaussian"),
-    KVFormat("int4/int8", per_channel=True, block_size=32, num_float_tokens=2),
+    KVFormat("int4/int8", per_channel=True, block_size=32, num_first_float_tokens=2),
 ]
 rng = np.random.default_rng(0)
 
@@ -64,7 +64,7 @@ with tempfile.TemporaryDirectory() as folder:
         for cache in (
             kvfast.KVCache(1, HEADS, DIM, dtype=form),
             kvfast.KVCache(1, HEADS, DIM, 400, dtype=form),
-            kvfast.RingKVCache(1, HEADS, DIM, window=60, num_sink_tokens=4, rollback=50, dtype=form),
+            kvfast.RingKVCache(1, HEADS, DIM, sliding_window=60, num_sink_tokens=4, rollback=50, dtype=form),
             pool.new_sequence(),
         ):
             check(cache, Path(folder))

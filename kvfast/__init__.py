@@ -11,6 +11,10 @@ Keys and values are stored in 4 or 8 bits (or as float32, float16, bfloat16), an
 - Attention without a cache: `attention`, `merge_states`.
 - Planning and tuning: `plan`, `config`, `set_num_threads`, `use_isa`.
 
+What these take and return, and seldom is named, is in its module: ``kvfast.planning`` (shapes of models, plans of memory),
+``kvfast.attention.explained`` (the plan of a call), ``kvfast.caches.multi_head`` (`MultiHeadConfig`),
+``kvfast.caches.buffer_layout`` (memory for a pool), ``kvfast.core.hardware`` (how fast the machine reads and multiplies).
+
 The packages below, each importing only from those before it: ``simd``, ``core``, ``codec``, ``attention``, ``storage``,
 ``files``, ``caches``, ``capi`` (the door for C and Cython), ``compression``, ``interop``, ``prompts``, ``planning``; above stand
 ``evaluation``, ``llama``, ``llama_cpp``, ``transformers``, ``vllm`` and ``cli``. See ``docs/architecture.md``.
@@ -24,37 +28,24 @@ from typing import Any
 
 import kvfast.core.spin as _spin  # noqa: F401  (before what loads OpenMP)
 from kvfast.attention.dense import attention, merge_states
-from kvfast.attention.explained import AttendItem, AttendPlan
-from kvfast.caches.buffer_layout import BufferLayout, buffer_layout
 from kvfast.caches.contiguous import KVCache
 from kvfast.caches.loading import load
 from kvfast.caches.mla import MLAKVCache
 from kvfast.caches.multi_head import MultiHeadKVCache
 from kvfast.caches.paged import PagedKVCache
-from kvfast.caches.paged_mla import MLASequence, PagedMLAKVCache
+from kvfast.caches.paged_mla import PagedMLAKVCache
 from kvfast.caches.paged_sequence import Sequence
 from kvfast.caches.ring import RingKVCache
 from kvfast.caches.snapshot import Snapshot
 from kvfast.codec.calibration import Calibration, calibrate
 from kvfast.codec.formats import PRESETS, KVFormat
-from kvfast.codec.multi_head import MultiHeadConfig
 from kvfast.codec.projection import split_qkv_norm_rope
 from kvfast.codec.quantize import dequantize, quantize
 from kvfast.codec.rope import Rope
-from kvfast.compression import (
-    CompressedKV,
-    CompressedShape,
-    Hybrid,
-    KVCacheCompressor,
-    LowRank,
-    PrefixKVCache,
-    Quantize,
-    ReconstructionError,
-    VectorQuantization,
-)
+from kvfast.compression import CompressedKV, Hybrid, KVCacheCompressor, LowRank, PrefixKVCache, Quantize, VectorQuantization
 from kvfast.core import tuning as _tuning
-from kvfast.core.hardware import peak_rate, read_bandwidth
-from kvfast.core.kernels import active_isa, available_isas, cpu_features, use_isa
+from kvfast.core.kernels import active_isa, available_isas, use_isa
+from kvfast.core.kernels import cpu_features as _cpu_features
 from kvfast.core.threads import get_num_threads, has_openmp, set_num_threads
 from kvfast.errors import (
     CacheFullError,
@@ -65,78 +56,64 @@ from kvfast.errors import (
     StoreError,
 )
 from kvfast.interop import ggml, llama_cpp_state  # noqa: F401  (kvfast.ggml, kvfast.llama_cpp_state)
-from kvfast.planning.fidelity import Fidelity, choose_format, fidelity
-from kvfast.planning.model_shape import LayerShape, ModelShape
-from kvfast.planning.plan import DtypePlan, MemoryPlan, plan
+from kvfast.planning.fidelity import choose_format, fidelity
+from kvfast.planning.plan import plan
 from kvfast.prompts.prompt_cache import PromptCache
-from kvfast.prompts.stats import PromptCacheStats
-from kvfast.storage.batches.prepared_batch import PreparedBatch
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022  (by what it is for; the reference has the same groups)
+    # caches
+    "KVCache",
+    "RingKVCache",
+    "PagedKVCache",
+    "Sequence",
+    "MLAKVCache",
+    "PagedMLAKVCache",
+    "MultiHeadKVCache",
+    "Rope",
+    # formats
+    "KVFormat",
     "PRESETS",
-    "AttendItem",
-    "AttendPlan",
-    "BufferLayout",
-    "CacheFullError",
     "Calibration",
+    "calibrate",
+    "fidelity",
+    "choose_format",
+    # a cache at one point in time, and prompts that are kept
+    "Snapshot",
+    "load",
+    "PromptCache",
+    # finished prompts in fewer bits
+    "KVCacheCompressor",
     "CompressedKV",
-    "CompressedShape",
+    "PrefixKVCache",
+    "LowRank",
+    "Hybrid",
+    "VectorQuantization",
+    "Quantize",
+    # arrays, without a cache
+    "attention",
+    "merge_states",
+    "split_qkv_norm_rope",
+    "quantize",
+    "dequantize",
+    # the machine, and what fits it
+    "plan",
+    "config",
+    "show_config",
+    "get_num_threads",
+    "set_num_threads",
+    "active_isa",
+    "available_isas",
+    "use_isa",
+    "get_include",
+    # errors
+    "CacheFullError",
     "CorruptFileError",
     "DimensionMismatchError",
-    "DtypePlan",
-    "Fidelity",
-    "Hybrid",
     "IncompatibleSnapshotError",
-    "KVCache",
-    "KVCacheCompressor",
-    "KVFormat",
-    "LayerShape",
-    "LowRank",
-    "MLAKVCache",
-    "MLASequence",
-    "MemoryPlan",
-    "ModelShape",
-    "MultiHeadConfig",
-    "MultiHeadKVCache",
     "NonFiniteInputError",
-    "PagedKVCache",
-    "PagedMLAKVCache",
-    "PrefixKVCache",
-    "PreparedBatch",
-    "PromptCache",
-    "PromptCacheStats",
-    "Quantize",
-    "ReconstructionError",
-    "RingKVCache",
-    "Rope",
-    "Sequence",
-    "Snapshot",
     "StoreError",
-    "VectorQuantization",
-    "active_isa",
-    "attention",
-    "available_isas",
-    "buffer_layout",
-    "calibrate",
-    "choose_format",
-    "config",
-    "cpu_features",
-    "dequantize",
-    "fidelity",
-    "get_include",
-    "get_num_threads",
-    "load",
-    "merge_states",
-    "peak_rate",
-    "plan",
-    "quantize",
-    "read_bandwidth",
-    "set_num_threads",
-    "show_config",
-    "split_qkv_norm_rope",
-    "use_isa",
 ]
 
 
@@ -154,7 +131,7 @@ def config() -> dict[str, Any]:
         "available_isas": available_isas(),
         "openmp": has_openmp(),
         "num_threads": get_num_threads(),
-        "cpu_features": cpu_features(),
+        "cpu_features": _cpu_features(),
         "tuning": {**asdict(reading), "source": source},
     }
 

@@ -82,7 +82,7 @@ cdef class Handle:
         if not isinstance(cache, StoredSequence):
             raise TypeError(f"cache must be a KVCache, RingKVCache, MLAKVCache or Sequence, got {type(cache).__name__}")
         if getattr(cache, "_rope", None) is not None:
-            raise ValueError('the C interface needs rope=None, got a cache with rope="cache", which rotates queries and keys itself')
+            raise ValueError("the C interface needs rope=None, got a ring with a rope, which rotates queries and keys itself")
         self.cache, self.buffer, self.is_paged = cache, buffer_of(cache), cache.is_paged
         self.tables = <void **>calloc(self.buffer.num_layers, sizeof(void *))
         self.layers = <Py_ssize_t *>calloc(self.buffer.num_layers, sizeof(Py_ssize_t))

@@ -73,7 +73,7 @@ typedef struct {
 typedef struct {
     int num_layers, num_kv_heads, head_dim;
     int v_head_dim;        /* 0: head_dim */
-    int block_size;        /* 0: 32 tokens, or what the format needs */
+    int block_size;        /* 0: 64 tokens, or what the format needs */
     ptrdiff_t num_blocks;
     const char *dtype;     /* "int4", "int8", "k8v4", "bfloat16", ... */
 } kvfast_shape;
@@ -83,7 +83,7 @@ typedef struct {
 typedef struct {
     int abi, api;
 
-    /* NULL with a Python exception on error. Needs the GIL. Refuses a cache that rotates its keys itself (rope="cache"). */
+    /* NULL with a Python exception on error. Needs the GIL. Refuses a ring that rotates its keys itself (`rope=`). */
     kvfast_cache *(*open)(PyObject *cache);
     void (*close)(kvfast_cache *cache); /* NULL: nothing */
 
@@ -105,7 +105,7 @@ typedef struct {
        against the version that runs. */
     const void *(*kernels)(void);
 
-    /* Bytes of one block of one layer, as `kvfast.buffer_layout` has them; -1 with a Python exception. Needs the GIL. */
+    /* Bytes of one block of one layer, as those of `buffer_layout`; -1 with a Python exception. Needs the GIL. */
     ptrdiff_t (*block_nbytes)(const kvfast_shape *shape);
     /* A new PagedKVCache whose blocks lie in memory of the caller: those of layer i from layers[i] on, block_stride bytes apart (0:
        block after block). It keeps a reference to owner, unless that is NULL; the memory must be there as long as the pool and

@@ -4,6 +4,7 @@ import numpy as np
 
 import kvfast
 from contenders import BATCH, QUANTISE, relative
+from kvfast.core.hardware import read_bandwidth
 
 CHUNK = 1024
 
@@ -38,7 +39,7 @@ class _Bandwidth:
         self.nbytes = work.total  # whole MiB
 
     def run(self, num_threads):
-        kvfast.read_bandwidth(self.nbytes, num_threads)
+        read_bandwidth(self.nbytes, num_threads)
 
     def check(self):
         return 0.0

@@ -10,7 +10,7 @@ from kvfast.codec.formats import block_size_of, formats_of
 from kvfast.core.checks import check_block_size, check_size
 from kvfast.core.limits import MAX_LAYERS, MAX_TOKENS
 from kvfast.core.text import shown
-from kvfast.storage.kinds import POOL_BLOCK_SIZE
+from kvfast.storage.kinds import BLOCK_SIZE
 from kvfast.storage.settings import latent
 
 __all__ = ["BufferLayout", "buffer_layout"]
@@ -76,12 +76,13 @@ def buffer_layout(
     Examples
     --------
     >>> import kvfast, numpy as np
-    >>> layout = kvfast.buffer_layout(2, num_kv_heads=2, head_dim=64, num_blocks=16, dtype="int8")
+    >>> from kvfast.caches.buffer_layout import buffer_layout
+    >>> layout = buffer_layout(2, num_kv_heads=2, head_dim=64, num_blocks=16, dtype="int8")
     >>> layout.block_nbytes, layout.nbytes, layout.alignment
-    ((8704, 8704), 278528, 64)
-    >>> memory = np.empty((2, 16, 8704 + 64), np.uint8)          # each block with 64 bytes behind it
+    ((17408, 17408), 557056, 64)
+    >>> memory = np.empty((2, 16, 17408 + 64), np.uint8)          # each block with 64 bytes behind it
     >>> start = -memory.ctypes.data % layout.alignment            # NumPy aligns less
-    >>> pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=16, dtype="int8", buffer=memory[:, :, start : start + 8704])
+    >>> pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=16, dtype="int8", buffer=memory[:, :, start : start + 17408])
     """
     num_layers = check_size(num_layers, "num_layers", 1, MAX_LAYERS)
     num_blocks = check_size(num_blocks, "num_blocks", 1, MAX_TOKENS)
@@ -95,7 +96,7 @@ def buffer_layout(
                 f"v_head_dim={shown(v_head_dim)}"
             )
         formats = latent(num_layers, head_dim, rope_dim, dtype)["dtype"]
-    block_size = check_block_size(block_size_of(formats, block_size, POOL_BLOCK_SIZE))
+    block_size = check_block_size(block_size_of(formats, block_size, BLOCK_SIZE))
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
     sizes = tuple(block_nbytes(one, num_kv_heads, head_dim, v_head_dim, block_size, rope_dim) for one in formats)
     return BufferLayout(num_blocks, block_size, sizes, BLOCK_ALIGNMENT)

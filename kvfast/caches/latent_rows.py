@@ -25,11 +25,11 @@ class LatentRows(StorageProperties):
         self._check_query_shape(rows.shape)
         return self._parts(rows)
 
-    def _latent_shape(self, q_shape, num_q_heads):
+    def _latent_shape(self, q, num_q_heads):
         """Queries, their shape, or their number, without the rotary part: the latents, or a shape."""
-        if getattr(q_shape, "ndim", 0):
-            return self._query_parts(q_shape)[0]
-        shape = q_shape if isinstance(q_shape, (tuple, list)) else (q_shape, num_q_heads, self.head_dim)
+        if getattr(q, "ndim", 0):
+            return self._query_parts(q)[0]
+        shape = q if isinstance(q, (tuple, list)) else (q, num_q_heads, self.head_dim)
         self._check_query_shape(shape)
         return *shape[:2], self.latent_dim
 

@@ -14,12 +14,19 @@ from kvfast.files import cache_file
 if TYPE_CHECKING:
     import os
 
+    from kvfast.codec.calibration import Calibration, LayerCalibration
+
 __all__ = ["load"]
 
 CLASSES = {"full": KVCache, "ring": RingKVCache, "latent": MLAKVCache, "heads": MultiHeadKVCache}
 
 
-def load(source: str | os.PathLike[str] | Snapshot, mmap: bool = False, max_seq_len: int | None = None) -> Any:
+def load(
+    source: str | os.PathLike[str] | Snapshot,
+    mmap: bool = False,
+    max_seq_len: int | None = None,
+    calibration: Calibration | LayerCalibration | None = None,
+) -> Any:
     """Make a cache from a file that `KVCache.save` or `Snapshot.save` wrote, or from a snapshot.
 
     Parameters
@@ -32,6 +39,8 @@ def load(source: str | os.PathLike[str] | Snapshot, mmap: bool = False, max_seq_
         shortened while the cache exists; `save` may replace it.
     max_seq_len : int, optional
         Reserve room for this many tokens, instead of the saved `max_seq_len`. A cache of a snapshot has none by default.
+    calibration : Calibration, or one of its layers, optional
+        For a file whose format has one: a file holds the digests of its matrices alone. Without need it is ignored.
 
     Returns
     -------
@@ -44,7 +53,8 @@ def load(source: str | os.PathLike[str] | Snapshot, mmap: bool = False, max_seq_
     CorruptFileError
         If the file is truncated or damaged, or kvfast did not write it.
     IncompatibleSnapshotError
-        If this kvfast cannot read the version of the file, or if the tokens of a snapshot do not fit `max_seq_len`.
+        If this kvfast cannot read the version of the file, if the file needs another calibration (the message has the digest), or
+        if the tokens of a snapshot do not fit `max_seq_len`.
     ValueError
         If the tokens of a file do not fit `max_seq_len`, for a kind of cache without one, and for a snapshot with `mmap`.
     ModuleNotFoundError
@@ -53,7 +63,9 @@ def load(source: str | os.PathLike[str] | Snapshot, mmap: bool = False, max_seq_
     if isinstance(source, Snapshot):
         if mmap:
             raise ValueError("mmap must be False for a Snapshot, which is no file")
+        if calibration is not None:
+            raise ValueError("calibration must be None for a Snapshot, which has its own")
         settings, buffer = source._settings, source._copied(max_seq_len)
     else:
-        settings, buffer, *_ = cache_file.read(source, mmap, max_seq_len)
+        settings, buffer, *_ = cache_file.read(source, mmap, max_seq_len, calibration)
     return CLASSES[settings["kind"]]._over(settings, buffer)

@@ -175,8 +175,8 @@ class LatentSequence(LatentRows, StoredSequence):
 
     def explain(
         self,
-        q_shape: Any = 1,
-        layer: int = 0,
+        layer: int,
+        q: Any = 1,
         *,
         num_q_heads: int = 1,
         dtype: Any = "float32",
@@ -188,13 +188,13 @@ class LatentSequence(LatentRows, StoredSequence):
 
         Parameters
         ----------
-        q_shape : tuple of int, array or int
-            Shape of q, (num_tokens, num_q_heads, latent_dim + rope_dim); or q itself; or the number of its tokens.
         layer : int
+        q : array, tuple of int, or int
+            As in `attend`, or its shape, (num_tokens, num_q_heads, latent_dim + rope_dim), or the number of its tokens.
         num_q_heads : int
-            Query heads, if `q_shape` is a number of tokens.
+            Query heads, if `q` is a number of tokens.
         dtype : str or dtype
-            dtype of q, if `q_shape` is not an array.
+            dtype of the queries, if `q` is not an array.
         causal, num_splits, num_threads
             As in `attend`.
 
@@ -202,7 +202,7 @@ class LatentSequence(LatentRows, StoredSequence):
         -------
         AttendPlan
         """
-        shape = self._latent_shape(q_shape, num_q_heads)
+        shape = self._latent_shape(q, num_q_heads)
         options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
         return self._buffer.explain(layer, shape, None, dtype, options)
 

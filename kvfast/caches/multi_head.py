@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
-__all__ = ["MultiHeadKVCache"]
+__all__ = ["MultiHeadConfig", "MultiHeadKVCache"]
 
 
 class _Heads:
@@ -78,12 +78,12 @@ class _Heads:
         out = attend_heads(self._cache._buffer, q, self._first, self._count, Options(num_threads=num_threads))
         return self._signed(out, q.shape[1])[0]
 
-    def decode_keys(self) -> NDArray[np.float32]:
+    def k(self) -> NDArray[np.float32]:
         """Decoded keys, rotated back: ndarray of shape (len(cache), num_heads, head_dim), float32."""
         return self._signed(rows_of(self._cache._buffer, self._first, self._count, False), self._count)
 
-    def decode_values(self) -> NDArray[np.float32]:
-        """Decoded values; see `decode_keys`."""
+    def v(self) -> NDArray[np.float32]:
+        """Decoded values; see `k`."""
         return self._signed(rows_of(self._cache._buffer, self._first, self._count, True), self._count)
 
     @property
@@ -162,7 +162,8 @@ class MultiHeadKVCache(_Heads):
     Examples
     --------
     >>> import kvfast, numpy as np
-    >>> cache = kvfast.MultiHeadKVCache(8, kvfast.MultiHeadConfig(head_dim=128, bits=4, num_q_heads=32))
+    >>> from kvfast.caches.multi_head import MultiHeadConfig
+    >>> cache = kvfast.MultiHeadKVCache(8, MultiHeadConfig(head_dim=128, bits=4, num_q_heads=32))
     >>> for keys, values in np.random.default_rng(0).standard_normal((640, 2, 8, 128), np.float32):
     ...     cache.push_token(keys, values)
     >>> queries = np.ones((32, 128), np.float32)
@@ -291,18 +292,18 @@ class MultiHeadKVCache(_Heads):
         """
         self.snapshot(metadata).save(path)
 
-    def evict_outside_window(self, window: int) -> int:
-        """Drop all tokens before the last `window`. Blocks that hold none of those are reused.
+    def evict_outside_window(self, sliding_window: int) -> int:
+        """Drop all tokens before the last `sliding_window`. Blocks that hold none of those are reused.
 
         Returns
         -------
         int
             Number of dropped tokens.
         """
-        return evict(self._buffer, check_size(window, "window", 0))
+        return evict(self._buffer, check_size(sliding_window, "sliding_window", 0))
 
     def head(self, i: int) -> HeadView:
-        """View of one head, with `attention_scores`, `attend`, `decode_keys` and so on. Calls use the cache as it is then.
+        """View of one head, with `attention_scores`, `attend`, `k` and so on. Calls use the cache as it is then.
 
         Parameters
         ----------

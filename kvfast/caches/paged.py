@@ -32,7 +32,7 @@ class PagedKVCache(PagedStorage):
     num_blocks : int
         Blocks of the pool. A block spans all layers.
     block_size : int
-        Tokens of a block: 16, 32, 64, 128 or 256; by default 32, or what the format requires.
+        Tokens of a block: 16, 32, 64, 128 or 256; by default 64, or what the format requires.
     dtype, k_dtype, v_dtype
         As in `KVCache`.
     secure : bool
@@ -283,9 +283,9 @@ class PagedKVCache(PagedStorage):
 
     def explain_batch(
         self,
-        q_shape: Any,
+        layer: int,
+        q: Any,
         sequences: Any = None,
-        layer: int = 0,
         *,
         block_table: ArrayLike | None = None,
         seq_lens: ArrayLike | None = None,
@@ -304,7 +304,7 @@ class PagedKVCache(PagedStorage):
 
         Parameters
         ----------
-        q_shape, layer, num_q_heads, dtype
+        layer, q, num_q_heads, dtype
             As in `KVCache.explain`.
         sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, sliding_window, num_sink_tokens, num_splits, \
         num_threads, attention_chunk_size
@@ -323,5 +323,5 @@ class PagedKVCache(PagedStorage):
             attention_chunk_size=attention_chunk_size,
         )
         return self._buffer.explain_batch(
-            layer, q_shape, num_q_heads, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
+            layer, q, num_q_heads, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade
         )

@@ -48,7 +48,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
     num_blocks : int
         Blocks of the pool. A block spans all layers.
     block_size : int, optional
-        Tokens of a block: 16, 32, 64, 128 or 256; by default 32.
+        Tokens of a block: 16, 32, 64, 128 or 256; by default 64.
     dtype, secure
         As in `MLAKVCache`.
     buffer : buffer of bytes, or one array per layer, optional
@@ -163,9 +163,9 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
 
     def explain_batch(
         self,
-        q_shape: Any,
+        layer: int,
+        q: Any,
         sequences: Any = None,
-        layer: int = 0,
         *,
         block_table: ArrayLike | None = None,
         seq_lens: ArrayLike | None = None,
@@ -181,7 +181,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
 
         Parameters
         ----------
-        q_shape, layer, num_q_heads, dtype
+        layer, q, num_q_heads, dtype
             As in `MLAKVCache.explain`.
         sequences, block_table, seq_lens, cu_seqlens_q, cascade, causal, num_splits, num_threads
             As in `attend_batch`.
@@ -190,7 +190,7 @@ class PagedMLAKVCache(LatentRows, PagedStorage):
         -------
         AttendPlan
         """
-        shape = self._latent_shape(q_shape, num_q_heads)
+        shape = self._latent_shape(q, num_q_heads)
         options = Options(causal=causal, num_splits=num_splits, num_threads=num_threads)
         return self._buffer.explain_batch(
             layer, shape, None, dtype, *self._batch(sequences, block_table, seq_lens, cu_seqlens_q), options, cascade

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.codec.projection import Transform, rotated
 from kvfast.codec.rope import RotaryTables
-from kvfast.core.text import same_or_tuple, shown, size_text
+from kvfast.core.text import same_or_tuple, size_text
 from kvfast.storage.kinds import ROLLBACK, storage_of
 from kvfast.storage.settings import full, ring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
+
+    from kvfast.codec.rope import Rope
 
 __all__ = ["RingKVCache"]
 
@@ -24,7 +26,7 @@ __all__ = ["RingKVCache"]
 class RingKVCache(SequenceCache):
     """Key/value cache of a sliding window: constant memory for endless generation.
 
-    Keeps the last `window` tokens, the first `num_sink_tokens` permanently (attention sinks, StreamingLLM, arXiv
+    Keeps the last `sliding_window` tokens, the first `num_sink_tokens` permanently (attention sinks, StreamingLLM, arXiv
     2309.17453), and `rollback` tokens behind the window, so that `truncate` can go back exactly. Positions stay
     absolute: ``len(cache)`` counts all tokens that were ever complete, minus those that `truncate` removed.
 
@@ -32,7 +34,7 @@ class RingKVCache(SequenceCache):
     ----------
     num_layers, num_kv_heads, head_dim : int
         As in `KVCache`.
-    window : int, or a list with one per layer
+    sliding_window : int, or a list with one per layer
         Tokens that a query sees, itself included. None in a list stands for a layer that keeps everything, for models
         that mix local and global layers.
     num_sink_tokens : int
@@ -41,13 +43,9 @@ class RingKVCache(SequenceCache):
         As in `KVCache`.
     rollback : int
         How far `truncate` can go back from the longest the cache has been.
-    rope : {None, "cache"}
-        ``"cache"``: pass keys and queries without rotary embedding, and the cache rotates them. It uses positions among
-        the tokens that it holds, so the sinks stay directly before the window, however far the window has moved.
-    rope_theta, rotary_dim, rope_frequencies, rope_interleaved
-        For ``rope="cache"``: base of the angles; number of dimensions to rotate (all of head_dim by default); radians
-        per position for each pair, instead of `rope_theta`; and whether element 2i forms a pair with 2i + 1, instead of
-        i with i + rotary_dim // 2.
+    rope : Rope, optional
+        The rotation of the model: pass keys and queries without rotary embedding, and the cache rotates them. It uses positions
+        among the tokens that it holds, so the sinks stay directly before the window, however far the window has moved.
     secure, block_size
         As in `KVCache`.
     v_head_dim : int, or a list with one per layer, optional
@@ -63,14 +61,14 @@ class RingKVCache(SequenceCache):
     A query sees its own window whatever was appended since, so a prompt may come in chunks of any size. The memory
     grows by a chunk while it is in progress; `advance` gives that memory back.
 
-    With ``rope="cache"``, keys are stored rotated for their absolute position, which preserves all distances inside
+    With a `rope`, keys are stored rotated for their absolute position, which preserves all distances inside
     the window. The sinks are read with a second set of queries, rotated for the position inside the cache. Scores
     depend on distances only, so the result equals that of rotating every key again, without the work.
 
     Examples
     --------
     >>> import kvfast, numpy as np
-    >>> cache = kvfast.RingKVCache(1, 2, 64, window=16, num_sink_tokens=4)
+    >>> cache = kvfast.RingKVCache(1, 2, 64, sliding_window=16, num_sink_tokens=4)
     >>> k = v = np.ones((100, 2, 64), np.float32)
     >>> cache.append(0, k, v)
     >>> cache.attend(0, np.ones((100, 8, 64), np.float32)).shape
@@ -88,26 +86,19 @@ class RingKVCache(SequenceCache):
         num_layers: int,
         num_kv_heads: int | Sequence[int],
         head_dim: int | Sequence[int],
-        window: int | None | Sequence[int | None],
+        sliding_window: int | None | Sequence[int | None],
         num_sink_tokens: int = 0,
         dtype: Any = "int4",
         k_dtype: Any = None,
         v_dtype: Any = None,
         rollback: int = ROLLBACK,
-        rope: Literal["cache"] | None = None,
-        rope_theta: float = 10000.0,
-        rotary_dim: int | None = None,
-        rope_frequencies: ArrayLike | None = None,
-        rope_interleaved: bool = False,
+        rope: Rope | None = None,
         secure: bool = False,
         block_size: int | None = None,
         v_head_dim: int | None | Sequence[int | None] = None,
     ) -> None:
-        if rope not in (None, "cache"):
-            raise ValueError(f'rope must be None or "cache", got {shown(rope)}')
-        rotation = {"frequencies": rope_frequencies, "interleaved": rope_interleaved, "theta": rope_theta, "rotary_dim": rotary_dim}
         layers = full(num_layers, num_kv_heads, head_dim, dtype, k_dtype, v_dtype, v_head_dim)
-        settings = ring(layers, window, num_sink_tokens, rollback, None if rope is None else rotation)
+        settings = ring(layers, sliding_window, num_sink_tokens, rollback, rope)
         self._open(settings, storage_of(settings, block_size, secure=secure))
 
     def _open(self, settings, buffer):
@@ -130,7 +121,7 @@ class RingKVCache(SequenceCache):
         if self._rope is None:
             return q, None
         if options.attention_chunk_size:
-            raise ValueError('attention_chunk_size must be None with rope="cache", whose windows move with the queries')
+            raise ValueError("attention_chunk_size must be None in a ring with a rope, whose windows move with the queries")
         n, length = _num_tokens(q), self.layer_length(layer)
         options.made_for = length
         first = max(0, length - n)
@@ -152,7 +143,7 @@ class RingKVCache(SequenceCache):
         return self._buffer.positions(layer)
 
     @property
-    def window(self) -> int | tuple[int | None, ...]:
+    def sliding_window(self) -> int | tuple[int | None, ...]:
         """Window in tokens: one number, or a tuple with one per layer (None for a layer without a window)."""
         return same_or_tuple(self._settings["windows"])
 
@@ -167,7 +158,7 @@ class RingKVCache(SequenceCache):
         return self._settings["rollback"]
 
     def __repr__(self) -> str:
-        window = self.window if not isinstance(self.window, tuple) else "mixed"
+        window = self.sliding_window if not isinstance(self.sliding_window, tuple) else "mixed"
         sinks = f" + {self.num_sink_tokens} sinks" if self.num_sink_tokens else ""
         return f"RingKVCache({self._shape()}, window {window}{sinks}, {self._tokens_text()} seen, {size_text(self.nbytes)})"
 

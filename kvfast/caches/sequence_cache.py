@@ -105,7 +105,7 @@ class SequenceCache(Splicing, StoredSequence):
         if of_k is None:
             of_k = Transform(head_dim, k_norm, eps, name="k_norm", rotation=of_q)
         elif cos is not None or sin is not None:
-            raise ValueError('a cache with rope="cache" rotates queries and keys itself: leave out cos and sin')
+            raise ValueError("a ring with a rope rotates queries and keys itself: leave out cos and sin")
         return self._buffer.write(layer, qkv, num_q_heads, of_q, of_k, out, num_threads)
 
     def attend(
@@ -187,8 +187,8 @@ class SequenceCache(Splicing, StoredSequence):
 
     def explain(
         self,
-        q_shape: Any = 1,
-        layer: int = 0,
+        layer: int,
+        q: Any = 1,
         *,
         num_q_heads: int | None = None,
         dtype: Any = "float32",
@@ -203,13 +203,13 @@ class SequenceCache(Splicing, StoredSequence):
 
         Parameters
         ----------
-        q_shape : tuple of int, array or int
-            Shape of q, (num_tokens, num_q_heads, head_dim); or q itself; or the number of its tokens.
         layer : int
+        q : array, tuple of int, or int
+            As in `attend`, or its shape, (num_tokens, num_q_heads, head_dim), or the number of its tokens.
         num_q_heads : int, optional
-            Query heads, if `q_shape` is a number of tokens; one for each KV head by default.
+            Query heads, if `q` is a number of tokens; one for each KV head by default.
         dtype : str or dtype
-            dtype of q, if `q_shape` is not an array.
+            dtype of the queries, if `q` is not an array.
         causal, sliding_window, num_sink_tokens, num_splits, num_threads, attention_chunk_size
             As in `attend`.
 
@@ -228,7 +228,7 @@ class SequenceCache(Splicing, StoredSequence):
         >>> import kvfast, numpy as np
         >>> cache = kvfast.KVCache(num_layers=1, num_kv_heads=8, head_dim=128, dtype="int8")
         >>> cache.append(0, *np.ones((2, 4096, 8, 128), np.float32))
-        >>> plan = cache.explain((1, 32, 128), num_threads=1)
+        >>> plan = cache.explain(0, (1, 32, 128), num_threads=1)
         >>> plan.kernels, plan.num_tasks, plan.bytes_read
         (('scores_int8', 'accumulate_int8'), 8, 8650752)
         """
@@ -240,7 +240,7 @@ class SequenceCache(Splicing, StoredSequence):
             num_threads=num_threads,
             attention_chunk_size=attention_chunk_size,
         )
-        return self._buffer.explain(layer, q_shape, num_q_heads, dtype, options)
+        return self._buffer.explain(layer, q, num_q_heads, dtype, options)
 
     def k(self, layer: int) -> NDArray[np.float32]:
         """Keys of a layer, including tokens that are not yet advanced. In a spliced cache they are rotated for their positions there.

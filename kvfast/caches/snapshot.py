@@ -15,6 +15,7 @@ from kvfast.errors import DimensionMismatchError, IncompatibleSnapshotError
 from kvfast.files import cache_file
 from kvfast.files.state import arrays_of, from_arrays, to_arrays
 from kvfast.storage.kinds import append_decoded, decoded, storage_of
+from kvfast.storage.sequences.sequence import SequenceBuffer
 from kvfast.storage.settings import full
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
+
+    from kvfast.codec.calibration import Calibration, LayerCalibration
 
 __all__ = ["Snapshot"]
 
@@ -59,6 +62,8 @@ class Snapshot(StorageProperties):
         metadata: Mapping[str, str] | None = None,
         salt: bytes | None = b"",
     ) -> None:
+        if not (isinstance(settings, dict) and isinstance(buffer, SequenceBuffer)):
+            raise TypeError("a Snapshot is made by the snapshot() of a cache, by Snapshot.load or by Snapshot.from_arrays")
         self._settings = settings  # see `kvfast.storage.settings`
         self._buffer = buffer  # a SequenceBuffer that nothing else refers to, so that it never changes
         self._token_ids = None
@@ -192,24 +197,24 @@ class Snapshot(StorageProperties):
         return to_arrays(self._settings, self._buffer, self._token_ids, self._metadata, self._is_salted)
 
     @classmethod
-    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """A snapshot from what `state_dict` returned.
+    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration | LayerCalibration | None = None) -> Self:
+        """A snapshot from what `state_dict` returned; `calibration` as in `kvfast.load`.
 
         Raises
         ------
         CorruptFileError, IncompatibleSnapshotError
             If the arrays are damaged, or of a version that this kvfast cannot read.
         """
-        return cls(*from_arrays(arrays))
+        return cls(*from_arrays(arrays, calibration))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to a file; see `KVCache.save`."""
         cache_file.write(self._settings, self._buffer, self._token_ids, self._metadata, self._is_salted, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], mmap: bool = False) -> Self:
+    def load(cls, path: str | os.PathLike[str], mmap: bool = False, calibration: Calibration | LayerCalibration | None = None) -> Self:
         """Read from a file; see `kvfast.load`."""
-        return cls(*cache_file.read(path, mmap, None))
+        return cls(*cache_file.read(path, mmap, None, calibration))
 
     def to_bytes(self) -> bytes:
         """The bytes that `save` would write to a file, for a database or a socket.
@@ -222,12 +227,14 @@ class Snapshot(StorageProperties):
         return cache_file.to_bytes(self._settings, self._buffer, self._token_ids, self._metadata, self._is_salted)
 
     @classmethod
-    def from_bytes(cls, data: Any) -> Self:
+    def from_bytes(cls, data: Any, calibration: Calibration | LayerCalibration | None = None) -> Self:
         """A snapshot from the result of `to_bytes`, or from the bytes of any file that kvfast wrote.
 
         Parameters
         ----------
         data : bytes, or any object with a buffer
+        calibration
+            As in `kvfast.load`.
 
         Raises
         ------
@@ -235,7 +242,7 @@ class Snapshot(StorageProperties):
             As `kvfast.load`.
         TypeError, ModuleNotFoundError
         """
-        return cls(*cache_file.from_bytes(data))
+        return cls(*cache_file.from_bytes(data, calibration))
 
     def _fitted(self, cache, convert):
         """The storage for `cache` to restore: this one, or with `convert` its tokens in the formats of `cache`."""

@@ -129,7 +129,7 @@ class Splicing:
     def _rotations(self, rope):
         """The rotation of each layer as `storage.splicing` takes it."""
         if self._settings.get("rope") is not None:
-            raise ValueError('a cache with rope="cache" cannot be spliced: it rotates queries and keys itself')
+            raise ValueError("a ring with a rope cannot be spliced: it rotates queries and keys itself")
         ropes = list(rope) if isinstance(rope, (list, tuple)) else [rope] * self.num_layers
         if len(ropes) != self.num_layers:
             raise ValueError(f"rope must be one Rope or {self.num_layers}, one per layer, got {len(ropes)}")

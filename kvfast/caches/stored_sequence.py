@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Self
 
+    from kvfast.codec.calibration import Calibration, LayerCalibration
+
 
 def buffer_of(cache):
     """The `SequenceBuffer` of a cache or a snapshot, for packages above the caches."""
@@ -200,15 +202,15 @@ class StoredSequence(StorageProperties):
         return self.snapshot(uncounted=uncounted).state_dict()
 
     @classmethod
-    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
-        """A cache from the result of `state_dict`.
+    def from_state_dict(cls, arrays: Mapping[str, NDArray[Any]], calibration: Calibration | LayerCalibration | None = None) -> Self:
+        """A cache from the result of `state_dict`; `calibration` as in `kvfast.load`.
 
         Raises
         ------
         CorruptFileError, IncompatibleSnapshotError
             If the arrays are damaged, of another kind of cache, or of a version that this kvfast cannot read.
         """
-        settings, buffer, *_ = from_arrays(arrays)
+        settings, buffer, *_ = from_arrays(arrays, calibration)
         name = NAMES[settings["kind"]]
         if name != cls.__name__:
             raise IncompatibleSnapshotError(f"this is the state of a {name}, not of a {cls.__name__}")

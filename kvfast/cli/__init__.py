@@ -205,7 +205,7 @@ def _add_serve_sim(commands):
     add("--max-tokens", type=_positive, default=32, help="tokens per request (default: 32)")
     add("--dtype", default="int4", help="as for generate (default: int4)")
     add("--blocks", type=_positive, help="blocks of the pool (default: as many as all requests at once need)")
-    add("--block-size", type=_positive, help="tokens of a block (default: 32, or what the format asks for)")
+    add("--block-size", type=_positive, help="tokens of a block (default: 64, or what the format asks for)")
     add("--max-running", type=_positive, default=16, help="requests in one step (default: 16)")
     add("--show", type=_natural, default=2, help="print so many of the texts (default: 2)")
     _add_prompt_cache(parser)

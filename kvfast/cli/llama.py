@@ -407,7 +407,7 @@ def run_calibrate(args):
     _set_threads(args.threads)
     model, tokenizer = llama.load(args.model)
     tokens = tokenizer.encode(text)[: min(args.tokens, model.config.context_length)]
-    calibration = evaluation.calibrate(model, tokens)
+    calibration = evaluation.calibrate_on_text(model, tokens)
     calibration.save(args.out)
     print(f"{calibration!r} of {len(tokens):,} tokens of {args.text}: {size_text(Path(args.out).stat().st_size)} in {args.out}")
 

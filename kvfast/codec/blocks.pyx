@@ -107,7 +107,7 @@ cdef int init_sides(kv_store *store, object fmt, int head_dim, int v_head_dim, i
     store.k.gaussian = store.v.gaussian and not fmt.per_channel
     store.k.rotated, store.v.rotated = "k" in fmt.rotation, "v" in fmt.rotation and rope_dim != 0
     store.k.clip_search = store.v.clip_search = fmt.clip_search
-    store.seals, store.open_tokens, store.float_tokens = fmt.seals, fmt.open_tokens, fmt.num_float_tokens
+    store.seals, store.open_tokens, store.float_tokens = fmt.seals, fmt.open_tokens, fmt.num_first_float_tokens
     return 0
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from functools import cached_property
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -24,7 +22,6 @@ BLOCK = 64  # tokens that share a mean
 _RIDGE = 1e-3  # of the mean variance: what every direction has at least
 _CONDITION = 1e4  # of a matrix: beyond it, what is decoded is far from what was given
 _KINDS = ("rows", "channels")
-_open: WeakValueDictionary[int, LayerCalibration | Calibration] = WeakValueDictionary()  # all that there are, by id: for files
 
 
 class LayerCalibration:
@@ -43,7 +40,6 @@ class LayerCalibration:
         self._pairs: dict[int, np.ndarray] = {}
         self.num_kv_heads, self.head_dim = matrices.shape[1:3]
         self.digest = _digest_of(repr(matrices.shape).encode() + matrices.astype("<f4").tobytes())
-        _open[id(self)] = self
 
     def matrices(self, of_channels: bool, num_kv_heads: int, head_dim: int) -> np.ndarray:
         """What keys are multiplied by, and what queries are, for a cache of this shape.
@@ -83,7 +79,7 @@ class LayerCalibration:
     def __repr__(self) -> str:
         return f"<calibration {self.digest[:8]} of {self.num_kv_heads} KV heads x {self.head_dim}>"
 
-    def __reduce__(self) -> tuple[Any, ...]:  # so that a copy is open as well
+    def __reduce__(self) -> tuple[Any, ...]:
         return LayerCalibration, (self._given,)
 
 
@@ -115,7 +111,6 @@ class Calibration:
         if both[0].shape != both[1].shape:
             raise DimensionMismatchError(f"rows and channels must have the same shape, got {both[0].shape} and {both[1].shape}")
         self._layers = [LayerCalibration(np.stack(pair)) for pair in zip(*both)]
-        _open[id(self)] = self
 
     @property
     def num_layers(self) -> int:
@@ -299,14 +294,15 @@ def calibration_of(bases) -> Calibration:
     return Calibration(*np.stack(bases, axis=1))
 
 
-def opened(digest: Any) -> LayerCalibration | Calibration:
-    """The calibration with this digest, of those that the process holds; LookupError if there is none."""
-    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{32}", digest):
-        raise TypeError(f"calibration must be a Calibration or one of its layers, got {shown(digest)}")
-    found = next((one for one in list(_open.values()) if one.digest == digest), None)
-    if found is None:
-        raise LookupError(f"the calibration with digest {digest} is needed: load it first (kvfast.Calibration.load), and keep it")
-    return found
+def layers_by_digest(calibration: Any) -> dict[str, LayerCalibration]:
+    """The layers of a calibration, a layer alone, or nothing for None, by their digests."""
+    if calibration is None:
+        return {}
+    if isinstance(calibration, LayerCalibration):
+        return {calibration.digest: calibration}
+    if not isinstance(calibration, Calibration):
+        raise TypeError(f"calibration must be a Calibration or one of its layers, got {shown(calibration)}")
+    return {layer.digest: layer for layer in calibration}
 
 
 def _check_member(archive, member, nbytes):

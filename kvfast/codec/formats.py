@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from kvfast.codec.calibration import Calibration, LayerCalibration, opened
+from kvfast.codec.calibration import Calibration, LayerCalibration
 from kvfast.codec.dtypes import CODEBOOKS, FLOATS, canonical_dtype, dtype_row, names_with
 from kvfast.core.checks import check_size
 from kvfast.core.limits import BLOCK_SIZES, MAX_FLOAT_TOKENS, MAX_RECENT_TOKENS, OPEN_TOKENS, PIECE
@@ -47,11 +47,11 @@ class KVFormat:
         channels of a rotary pair. Four adjacent channels have the same.
     block_size : int or None
         Tokens that are encoded together: 32, 64, 128 or 256, the `block_size` of the cache. Only with `centring`, `per_channel`
-        or `num_recent_tokens`, where the tokens of a block stay float16 until it is full.
-    num_float_tokens : int
+        or `num_recent_float_tokens`, where the tokens of a block stay float16 until it is full.
+    num_first_float_tokens : int
         Number of first tokens of a sequence, up to 16, whose integer sides always stay float16. These tokens receive much
         attention, whatever their content (attention sinks, StreamingLLM, arXiv 2309.17453).
-    num_recent_tokens : int
+    num_recent_float_tokens : int
         Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a block is read as codes
         once it is full and so many tokens follow it. So between this number and `block_size` - 1 more are floats. With
         `centring` or `per_channel` they are 16 at least. A rollback of so many tokens is exact. Sink tokens are read as codes once
@@ -78,7 +78,7 @@ class KVFormat:
     --------
     >>> import kvfast
     >>> kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian")
-    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block_size=None, num_float_tokens=0, num_recent_tokens=0, clip_search=False, calibration=None)
+    KVFormat(dtype='int8/int4', rotation='kv', codebook='gaussian', centring=False, per_channel=False, block_size=None, num_first_float_tokens=0, num_recent_float_tokens=0, clip_search=False, calibration=None)
     >>> str(kvfast.KVFormat("int8/int4"))
     'int8/int4'
     """
@@ -89,8 +89,8 @@ class KVFormat:
     centring: bool = False
     per_channel: bool = False
     block_size: int | None = None
-    num_float_tokens: int = 0
-    num_recent_tokens: int = 0
+    num_first_float_tokens: int = 0
+    num_recent_float_tokens: int = 0
     clip_search: bool = False
     calibration: Calibration | LayerCalibration | None = None
 
@@ -107,9 +107,9 @@ class KVFormat:
         for name in ("centring", "per_channel", "clip_search"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {shown(getattr(self, name))}")
-        check_size(self.num_float_tokens, "num_float_tokens", 0, MAX_FLOAT_TOKENS)
-        if check_size(self.num_recent_tokens, "num_recent_tokens", 0, MAX_RECENT_TOKENS) % PIECE:
-            raise ValueError(f"num_recent_tokens must be a multiple of {PIECE}, got {self.num_recent_tokens}")
+        check_size(self.num_first_float_tokens, "num_first_float_tokens", 0, MAX_FLOAT_TOKENS)
+        if check_size(self.num_recent_float_tokens, "num_recent_float_tokens", 0, MAX_RECENT_TOKENS) % PIECE:
+            raise ValueError(f"num_recent_float_tokens must be a multiple of {PIECE}, got {self.num_recent_float_tokens}")
         self._check_rotation()
         self._check_blocks()
         self._check_calibration()
@@ -122,7 +122,7 @@ class KVFormat:
             raise ValueError(
                 f"clip_search is for {names_with('clip_search')} with a scale per token, which neither side of this format has"
             )
-        for name in ("num_float_tokens", "num_recent_tokens"):
+        for name in ("num_first_float_tokens", "num_recent_float_tokens"):
             if getattr(self, name) and k in FLOATS and v in FLOATS:
                 raise ValueError(f"{name} is for integer formats; all tokens of {self.dtype} are floats")
 
@@ -137,7 +137,7 @@ class KVFormat:
         if self.calibration is None:
             return
         if not isinstance(self.calibration, (Calibration, LayerCalibration)):
-            object.__setattr__(self, "calibration", opened(self.calibration))
+            raise TypeError(f"calibration must be a Calibration or one of its layers, got {shown(self.calibration)}")
         if "k" not in self.rotation and not self.per_channel:
             raise ValueError(
                 f'calibration is for keys that are rotated or per_channel, got rotation="{self.rotation}" and no per_channel'
@@ -157,7 +157,7 @@ class KVFormat:
             if self.block_size not in _SEALED_SIZES:
                 raise ValueError(f"block_size must be {one_of(_SEALED_SIZES)} tokens, got {shown(self.block_size)}")
         elif self.block_size is not None:
-            raise ValueError("block_size is for centring, per_channel and num_recent_tokens, and this format has none of them")
+            raise ValueError("block_size is for centring, per_channel and num_recent_float_tokens, and this format has none of them")
 
     @property
     def k_dtype(self) -> str:
@@ -172,12 +172,12 @@ class KVFormat:
     @property
     def seals(self) -> bool:
         """Whether blocks are sealed, that is, encoded when they are full."""
-        return self.centring or self.per_channel or self.num_recent_tokens > 0
+        return self.centring or self.per_channel or self.num_recent_float_tokens > 0
 
     @property
     def open_tokens(self) -> int:
         """Tokens that follow a sealed block before it is read as codes; 0 if no blocks are sealed."""
-        return max(self.num_recent_tokens, OPEN_TOKENS) if self.seals else 0
+        return max(self.num_recent_float_tokens, OPEN_TOKENS) if self.seals else 0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from ``KVFormat()``, and `dtype`, for JSON; of a calibration its digest."""
@@ -187,13 +187,13 @@ class KVFormat:
 
     @classmethod
     def of(cls, value: Any) -> KVFormat:
-        """The format for a name, a dict of `to_dict`, a NumPy dtype, or a format.
+        """The format for a name, a dict of its fields, a NumPy dtype, or a format.
 
         Raises
         ------
         ValueError
-        LookupError
-            For the dict of a format with a calibration that this process does not hold.
+        TypeError
+            For the result of `to_dict` of a format with a calibration, which has only the digest of it.
         """
         if isinstance(value, cls):
             return value
@@ -227,14 +227,20 @@ class KVFormat:
 PRESETS = {
     "int8": KVFormat("int8", rotation="kv"),
     "k8v4": KVFormat("int8/int4", rotation="kv", codebook="gaussian", clip_search=True),
-    "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
-    "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4),
-    "int8-recent": KVFormat("int8", rotation="kv", centring=True, num_float_tokens=4, num_recent_tokens=16),
+    "int4": KVFormat("int4", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
+    "k4v3": KVFormat("int4/int3", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4),
+    "int8-recent": KVFormat("int8", rotation="kv", centring=True, num_first_float_tokens=4, num_recent_float_tokens=16),
     "k8v4-recent": KVFormat(
-        "int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=4, num_recent_tokens=16, clip_search=True
+        "int8/int4",
+        rotation="kv",
+        codebook="gaussian",
+        centring=True,
+        num_first_float_tokens=4,
+        num_recent_float_tokens=16,
+        clip_search=True,
     ),
-    "int3": KVFormat("int3", rotation="v", codebook="gaussian", per_channel=True, num_float_tokens=4, num_recent_tokens=96),
-    "int2": KVFormat("int2", rotation="kv", codebook="gaussian", num_float_tokens=4, num_recent_tokens=96),
+    "int3": KVFormat("int3", rotation="v", codebook="gaussian", per_channel=True, num_first_float_tokens=4, num_recent_float_tokens=96),
+    "int2": KVFormat("int2", rotation="kv", codebook="gaussian", num_first_float_tokens=4, num_recent_float_tokens=96),
     "int8-plain": KVFormat("int8"),
     "int4-plain": KVFormat("int4"),
     "int3-plain": KVFormat("int3"),
@@ -269,7 +275,7 @@ def latent_format(fmt):
     fmt = _LATENT_PRESETS.get(fmt, fmt)
     if fmt.calibration is not None:
         raise ValueError("a calibration is for keys, and latent rows are keys and values at once")
-    if fmt.seals or fmt.num_float_tokens:
+    if fmt.seals or fmt.num_first_float_tokens:
         raise ValueError(
             f"latent rows are keys and values at once and need a format with a scale per token and without tokens "
             f"that stay floats, got {fmt}"
@@ -288,7 +294,7 @@ def _of_layer(fmt, layer, num_layers):
 
 def floats_of(fmt):
     """The format of the float rows of a layer, or None if it has none. A side that is stored as floats keeps its dtype."""
-    if not fmt.seals and not fmt.num_float_tokens:
+    if not fmt.seals and not fmt.num_first_float_tokens:
         return None
     return KVFormat("/".join(one if one in FLOATS else "float16" for one in (fmt.k_dtype, fmt.v_dtype)))
 

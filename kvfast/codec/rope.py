@@ -18,7 +18,7 @@ __all__ = ["Rope"]
 
 @dataclass(frozen=True)
 class Rope:
-    """How a model rotates its queries and keys, for `KVCache.splice` and `KVCache.drop`.
+    """How a model rotates its queries and keys, for `KVCache.splice`, `KVCache.drop` and `RingKVCache`.
 
     Parameters
     ----------

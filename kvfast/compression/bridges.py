@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvfast.caches.contiguous import KVCache
-from kvfast.caches.mla import MLAKVCache
+from kvfast.caches.mla import LatentSequence, MLAKVCache
+from kvfast.caches.multi_head import MultiHeadKVCache
 from kvfast.caches.paged import PagedKVCache
 from kvfast.caches.paged_mla import PagedMLAKVCache
 from kvfast.caches.paged_sequence import PagedSequence
-from kvfast.caches.ring import RingKVCache
+from kvfast.caches.sequence_cache import SequenceCache
 from kvfast.caches.stored_sequence import buffer_of
 from kvfast.errors import DimensionMismatchError
 
@@ -20,20 +20,23 @@ if TYPE_CHECKING:
 
 
 class CacheBridges:
-    """Methods of `KVCacheCompressor` for whole caches. All pairs are based on `_compress_layer` and `_append_layer`."""
+    """Methods of `KVCacheCompressor` for whole caches."""
 
     def compress_cache(self, cache: Any, layer: int) -> CompressedKV:
-        """Compress the tokens of a layer of a `KVCache`; the cache stays as it is.
+        """Compress the tokens of a layer of a cache; the cache stays as it is.
 
         Parameters
         ----------
-        cache : KVCache
+        cache : KVCache, RingKVCache, Sequence, MLAKVCache, MLASequence or MultiHeadKVCache
+            Of a ring the visible tokens, see `RingKVCache.positions`.
         layer : int
+            0 for a `MultiHeadKVCache`.
 
         Returns
         -------
         CompressedKV
-            Without a batch.
+            Without a batch. That of latent rows has one head: its keys are the latents and its values the rotary parts, and the
+            shorter of the two are padded with zeros. Use it with `decompress_to_cache`, not with `attend`.
 
         Raises
         ------
@@ -41,11 +44,20 @@ class CacheBridges:
         ValueError
             If the layer is empty, and as in `compress_kv`.
         """
-        return self._compress_layer(_of_kind(cache, KVCache), layer)
+        k, v = _rows_of(cache, layer)
+        if not len(k):
+            raise ValueError(f"layer {layer} is empty: there is nothing to compress")
+        return self.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1))
 
     def decompress_to_cache(self, compressed: CompressedKV, cache: Any, layer: int) -> None:
-        """Append the decoded tokens to a layer of a `KVCache`. As after `KVCache.append`, call `advance` when all layers have
-        their tokens.
+        """Append the decoded tokens to a layer of a cache. As after `append`, call `advance` when all layers have their tokens.
+
+        Parameters
+        ----------
+        compressed : CompressedKV
+        cache : KVCache, RingKVCache, Sequence, MLAKVCache, MLASequence or MultiHeadKVCache
+            Of the same kind of contents as that of `compress_cache`; a `MultiHeadKVCache` needs no `advance`.
+        layer : int
 
         Raises
         ------
@@ -53,66 +65,64 @@ class CacheBridges:
             If heads or head_dim differ, or if `compressed` is a batch.
         CacheFullError, IndexError
         """
-        self._append_layer(compressed, _of_kind(cache, KVCache), layer)
-
-    def compress_ring_cache(self, cache: Any, layer: int) -> CompressedKV:
-        """As `compress_cache`, for a `RingKVCache`: the visible tokens of the layer, see `RingKVCache.positions`."""
-        return self._compress_layer(_of_kind(cache, RingKVCache), layer)
-
-    def decompress_to_ring_cache(self, compressed: CompressedKV, cache: Any, layer: int) -> None:
-        """As `decompress_to_cache`, for a `RingKVCache`."""
-        self._append_layer(compressed, _of_kind(cache, RingKVCache), layer)
-
-    def compress_paged_cache(self, cache: Any, layer: int, sequence: Any) -> CompressedKV:
-        """As `compress_cache`, for a `Sequence` of a `PagedKVCache`."""
-        return self._compress_layer(_sequence_of(cache, sequence), layer)
-
-    def decompress_to_paged_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any) -> None:
-        """As `decompress_to_cache`, for a `Sequence` of a `PagedKVCache`; CacheFullError if the pool has too few blocks."""
-        self._append_layer(compressed, _sequence_of(cache, sequence), layer)
-
-    def compress_mla_cache(self, cache: Any, layer: int, sequence: Any = None) -> CompressedKV:
-        """As `compress_cache`, for an `MLAKVCache`, or for a sequence of a `PagedMLAKVCache`. The result has one head: its
-        keys are the latents and its values the rotary parts, and the shorter of the two are padded with zeros. Use it with
-        `decompress_to_mla_cache`, not with `attend`."""
-        cache = _latents_of(cache, sequence)
-        rows = cache.get_latent(layer)[:, None]
-        latent, rope = rows[..., : cache.latent_dim], rows[..., cache.latent_dim :]
-        return self._compress_pair(layer, *(_filled(one, _width(cache)) for one in (latent, rope)))
-
-    def decompress_to_mla_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any = None) -> None:
-        """As `decompress_to_cache`, for an `MLAKVCache`, or for a sequence of a `PagedMLAKVCache`."""
-        cache = _latents_of(cache, sequence)
-        latent, rope = self.decompress_kv_3d(compressed)
-        if latent.shape[::2] != (1, _width(cache)):
-            raise DimensionMismatchError(
-                f"latents of {cache.latent_dim} with rotary parts of {cache.rope_dim} are compressed as one "
-                f"head of {_width(cache)}, got {latent.shape[0]} of {latent.shape[2]}"
-            )
-        cache.append(layer, np.concatenate((latent[0, :, : cache.latent_dim], rope[0, :, : cache.rope_dim]), axis=1))
-
-    def _compress_layer(self, cache, layer):
-        return self._compress_pair(layer, cache.k(layer), cache.v(layer))
-
-    def _compress_pair(self, layer, k, v):
-        if not len(k):
-            raise ValueError(f"layer {layer} is empty: there is nothing to compress")
-        return self.compress_kv_3d(k.swapaxes(0, 1), v.swapaxes(0, 1))
-
-    def _append_layer(self, compressed, cache, layer):
-        k, v = self.decompress_kv_3d(compressed)
-        heads, _, dim = k.shape
+        _check_kind(cache)
+        k, v = (np.ascontiguousarray(one.swapaxes(0, 1)) for one in self.decompress_kv_3d(compressed))
+        if isinstance(cache, LatentSequence):
+            cache.append(layer, _latent_rows(cache, k, v))
+            return
+        heads, dim = k.shape[1:]
         shape = buffer_of(cache).shape(layer)
         if shape != (heads, dim, dim):
             dims = shape[1] if shape[1] == shape[2] else f"{shape[1]} (values {shape[2]})"
             raise DimensionMismatchError(f"compressed must have {shape[0]} heads of {dims} like the cache, got {heads} of {dim}")
-        cache.append(layer, np.ascontiguousarray(k.swapaxes(0, 1)), np.ascontiguousarray(v.swapaxes(0, 1)))
+        if isinstance(cache, MultiHeadKVCache):
+            cache.push_tokens(k, v)
+        else:
+            cache.append(layer, k, v)
+
+    def compress_paged_cache(self, cache: Any, layer: int, sequence: Any) -> CompressedKV:
+        """As `compress_cache(sequence, layer)`, for a `Sequence` of the `PagedKVCache` `cache`."""
+        return self.compress_cache(_sequence_of(cache, sequence, PagedKVCache), layer)
+
+    def decompress_to_paged_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any) -> None:
+        """As `decompress_to_cache(compressed, sequence, layer)`; CacheFullError if the pool `cache` has too few blocks."""
+        self.decompress_to_cache(compressed, _sequence_of(cache, sequence, PagedKVCache), layer)
+
+    def compress_mla_cache(self, cache: Any, layer: int, sequence: Any = None) -> CompressedKV:
+        """As `compress_cache`, for an `MLAKVCache`, or for an `MLASequence` of the `PagedMLAKVCache` `cache`."""
+        return self.compress_cache(_latents_of(cache, sequence), layer)
+
+    def decompress_to_mla_cache(self, compressed: CompressedKV, cache: Any, layer: int, sequence: Any = None) -> None:
+        """As `decompress_to_cache`, for an `MLAKVCache`, or for an `MLASequence` of the `PagedMLAKVCache` `cache`."""
+        self.decompress_to_cache(compressed, _latents_of(cache, sequence), layer)
 
 
-def _of_kind(cache, kind):
-    if not isinstance(cache, kind):
-        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
-    return cache
+def _check_kind(cache):
+    if not isinstance(cache, (SequenceCache, LatentSequence, MultiHeadKVCache)):
+        needed = "a sequence of the pool" if isinstance(cache, (PagedKVCache, PagedMLAKVCache)) else "a cache of one sequence"
+        raise TypeError(f"cache must be {needed}, got {type(cache).__name__}")
+
+
+def _rows_of(cache, layer):
+    """Keys and values of the tokens of a layer, or latents and rotary parts, as arrays of shape (tokens, heads, dim)."""
+    _check_kind(cache)
+    if isinstance(cache, MultiHeadKVCache):
+        buffer_of(cache).shape(layer)  # IndexError for another than 0
+        return cache.k(), cache.v()
+    if isinstance(cache, LatentSequence):
+        rows = cache.get_latent(layer)[:, None]
+        return _filled(rows[..., : cache.latent_dim], _width(cache)), _filled(rows[..., cache.latent_dim :], _width(cache))
+    return cache.k(layer), cache.v(layer)
+
+
+def _latent_rows(cache, latent, rope):
+    """The rows of latents and rotary parts of `_rows_of`."""
+    if latent.shape[1:] != (1, _width(cache)):
+        raise DimensionMismatchError(
+            f"latents of {cache.latent_dim} with rotary parts of {cache.rope_dim} are compressed as one "
+            f"head of {_width(cache)}, got {latent.shape[1]} of {latent.shape[2]}"
+        )
+    return np.concatenate((latent[:, 0, : cache.latent_dim], rope[:, 0, : cache.rope_dim]), axis=1)
 
 
 def _width(cache):
@@ -124,7 +134,13 @@ def _filled(array, width):
     return np.pad(array, ((0, 0), (0, 0), (0, width - array.shape[2])))
 
 
-def _sequence_of(cache, sequence, kind=PagedKVCache):
+def _of_kind(cache, kind):
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache must be a {kind.__name__}, got {type(cache).__name__}")
+    return cache
+
+
+def _sequence_of(cache, sequence, kind):
     _of_kind(cache, kind)
     if not isinstance(sequence, PagedSequence):
         raise TypeError(f"sequence must be a sequence of the cache, got {type(sequence).__name__}")

@@ -14,7 +14,7 @@ llama.cpp need the extra ``llama-cpp``, tables the extra ``llama``, plots the ex
 >>> score.kl, score.nll_difference
 """
 
-from kvfast.evaluation.calibration import calibrate
+from kvfast.evaluation.calibration import calibrate_on_text
 from kvfast.evaluation.compressed_prompts import CompressionScore, evaluate_compressed
 from kvfast.evaluation.perplexity import CacheScore, evaluate, mean_score
 from kvfast.evaluation.retrieval import RetrievalScore, RetrievalTask, retrieval_scores, retrieval_task, retrieve
@@ -24,7 +24,7 @@ __all__ = [
     "CompressionScore",
     "RetrievalScore",
     "RetrievalTask",
-    "calibrate",
+    "calibrate_on_text",
     "evaluate",
     "evaluate_compressed",
     "mean_score",

@@ -10,7 +10,7 @@ from kvfast.codec.calibration import BLOCK, Calibration, Moments, calibration_of
 _CHUNK = 4 * BLOCK  # tokens of a forward pass
 
 
-def calibrate(model, tokens, *, progress=None) -> Calibration:
+def calibrate_on_text(model, tokens, *, progress=None) -> Calibration:
     """Run a text through a model, and find the bases for its keys; see `kvfast.calibrate`.
 
     Parameters

@@ -101,21 +101,21 @@ def _drop_pages(path):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read(path, mmap, max_seq_len):
+def read(path, mmap, max_seq_len, calibration=None):
     """The arguments of a Snapshot: settings, buffer, token ids, metadata, salt."""
     with _opened(path) as content:
-        return _snapshot_of(content, mmap, max_seq_len)
+        return _snapshot_of(content, mmap, max_seq_len, calibration)
 
 
-def from_bytes(data):
+def from_bytes(data, calibration=None):
     """The arguments of a Snapshot, from the result of `to_bytes`; see `read`."""
     content = _BytesContent(data)
     content.check_header()
-    return _snapshot_of(content, False, None)
+    return _snapshot_of(content, False, None, calibration)
 
 
-def _snapshot_of(content, mmap, max_seq_len):
-    opening = state.Opening(content.header, content.sides, max_seq_len)
+def _snapshot_of(content, mmap, max_seq_len, calibration):
+    opening = state.Opening(content.header, content.sides, max_seq_len, calibration)
     token_ids = content.token_ids(opening.seq_len)
     states = opening.take_mapped(content.map(), content.offsets) if mmap else opening.take()
     _results(content.nbytes, content.fill, states)

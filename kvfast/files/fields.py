@@ -146,8 +146,8 @@ FORMAT = fields(
     per_channel_=TRUE,
     clip_search_=TRUE,
     block_size_=Kind("a block size", lambda value: type(value) is int and value in BLOCK_SIZES),
-    num_float_tokens_=integer(0, MAX_FLOAT_TOKENS),
-    num_recent_tokens_=integer(0, MAX_RECENT_TOKENS),
+    num_first_float_tokens_=integer(0, MAX_FLOAT_TOKENS),
+    num_recent_float_tokens_=integer(0, MAX_RECENT_TOKENS),
     calibration_=text("[0-9a-f]{32}", "32 hexadecimal digits"),
 )
 _DTYPE = {"num_layers": LAYERS, "dtype": list_of(FORMAT, 1)}

@@ -6,6 +6,7 @@ from itertools import islice
 
 import numpy as np
 
+from kvfast.codec.calibration import layers_by_digest
 from kvfast.core.checks import check_size, checked_token_ids
 from kvfast.core.limits import MAX_TOKENS
 from kvfast.errors import CorruptFileError, IncompatibleSnapshotError
@@ -91,30 +92,31 @@ class Opening:
         Shapes of the uint8 arrays that came with the header. They are checked before anything is allocated.
     max_seq_len : int, optional
         Replaces the max_seq_len of the header.
+    calibration : Calibration, one of its layers, or None
+        The bases that formats name.
 
     Raises
     ------
-    CorruptFileError, IncompatibleSnapshotError
+    CorruptFileError, IncompatibleSnapshotError, TypeError
     ValueError
         If the tokens do not fit `max_seq_len`.
     """
 
-    def __init__(self, text, shapes, max_seq_len=None):
+    def __init__(self, text, shapes, max_seq_len=None, calibration=None):
         fields = _fields(text)
         settings, block_size, self.seq_len = fields["settings"], fields["block_size"], fields["seq_len"]
         self.metadata, self.tables, self.salt = fields["metadata"], fields["tables"], None if "salted" in fields else b""
         if max_seq_len is not None and check_size(max_seq_len, "max_seq_len", 1, MAX_TOKENS) < self.seq_len:
             raise ValueError(f"max_seq_len must be at least the {self.seq_len} tokens that are stored, got {max_seq_len}")
+        based = _with_bases(settings, layers_by_digest(calibration))
         try:
             # Without max_seq_len, so that nothing is reserved: a size from a file is not trusted for that.
             given = json.dumps(settings, sort_keys=True)
-            self.settings = checked_settings(settings)
+            self.settings = checked_settings(based)
             self.buffer = storage_of(self.settings, block_size)
             layout = block_bytes.layout(self.buffer, self.seq_len, self.tables)
-        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise CorruptFileError(f"the header describes no cache: {error}") from None
-        except LookupError as error:  # no calibration
-            raise IncompatibleSnapshotError(str(error)) from None
         if json_of(self.settings, sort_keys=True) != given:
             raise CorruptFileError("the header describes no cache: its settings are not what kvfast writes")
         check_sized(settings, max_seq_len)
@@ -222,6 +224,21 @@ def _fields(text):
     return fields
 
 
+def _with_bases(settings, bases):
+    """The settings of a header, with the layers of a calibration in place of their digests."""
+    formats = []
+    for layer, form in enumerate(settings.get("dtype", ())):
+        digest = form.get("calibration")
+        if digest is not None and digest not in bases:
+            given = "; the one that was passed has no such layer" if bases else ""
+            raise IncompatibleSnapshotError(
+                f"the keys of layer {layer} are in a basis with the digest {digest}: pass the calibration that has it, "
+                f"calibration=kvfast.Calibration.load(path){given}"
+            )
+        formats.append(form if digest is None else form | {"calibration": bases[digest]})
+    return settings | {"dtype": formats} if formats else settings
+
+
 def to_arrays(settings, buffer, token_ids, metadata, is_salted):
     """`Snapshot.state_dict`; see `header_of`."""
     arrays = {"header": np.frombuffer(header_of(settings, buffer, metadata, is_salted).encode(), np.uint8)}
@@ -237,7 +254,7 @@ def checked_arrays(arrays):
     return {name: np.asarray(array) for name, array in arrays.items()}
 
 
-def from_arrays(arrays):
+def from_arrays(arrays, calibration=None):
     """`Snapshot.from_state_dict`: the arguments of a Snapshot."""
     arrays = checked_arrays(arrays)
     token_ids = arrays.pop("token_ids", None)
@@ -248,7 +265,7 @@ def from_arrays(arrays):
         if array.dtype != np.uint8:
             raise CorruptFileError(f"{name} must be uint8, got {array.dtype}")
     shapes = {name: array.shape for name, array in arrays.items()}
-    opening = Opening(header.tobytes().decode(errors="replace"), shapes)
+    opening = Opening(header.tobytes().decode(errors="replace"), shapes, calibration=calibration)
     if token_ids is not None:
         try:
             token_ids = checked_token_ids(token_ids, opening.seq_len)

@@ -51,7 +51,7 @@ class BlocksOfVLLM:
         for index, layer in enumerate(layers):
             form = VLLM_FORMATS[name if index in kept else "auto"]  # with a window, too: vLLM needs blocks of one size
             layout = buffer_layout(1, layer.num_kv_heads, layer.head_dim, 1, block_size, form, v_head_dim=layer.v_head_dim)
-            self.layers.append((layer.window, layout.nbytes))
+            self.layers.append((layer.sliding_window, layout.nbytes))
         self.bytes_per_token = sum(size for _, size in self.layers) // block_size
         self.form = VLLM_FORMATS[name]
 

@@ -65,7 +65,7 @@ class LayerShape:
         1 for latent rows.
     head_dim : int
         For latent rows, that of the latent.
-    window : int or None
+    sliding_window : int or None
         Tokens that a query sees, itself included; None for all.
     rope_dim : int or None
         For latent rows, see `MLAKVCache`; None for keys and values.
@@ -75,7 +75,7 @@ class LayerShape:
 
     num_kv_heads: int
     head_dim: int
-    window: int | None = None
+    sliding_window: int | None = None
     rope_dim: int | None = None
     v_head_dim: int | None = None
 

@@ -263,7 +263,7 @@ def _notes_of_vllm(shape):
         f"blocks of {VLLM_BLOCK_SIZE} tokens; auto is the model's dtype, taken as bfloat16; turboquant modes leave the first and "
         f"last {KEEPS_FIRST_AND_LAST} layers in it"
     )
-    if len({(layer.window, layer.num_kv_heads, layer.head_dim) for layer in shape.layers}) == 1:
+    if len({(layer.sliding_window, layer.num_kv_heads, layer.head_dim) for layer in shape.layers}) == 1:
         return (basis,)
     return basis, "vLLM puts layers of one kind into groups of one size, and pads what does not fit, so it may hold less"
 
@@ -294,7 +294,7 @@ def _caches(shape, dtype):
     groups = {}
     for layer, form in zip(shape.layers, formats):
         key = None if layer.rope_dim is None else (layer.head_dim, layer.rope_dim)
-        groups.setdefault(key, []).append(((layer.window, layer.num_kv_heads, layer.head_dim, layer.v_head_dim), form))
+        groups.setdefault(key, []).append(((layer.sliding_window, layer.num_kv_heads, layer.head_dim, layer.v_head_dim), form))
     return [_Cache(None if key is None else key[1], layers) for key, layers in groups.items()]
 
 
@@ -358,7 +358,7 @@ class _Cache:
         for count, window, form, pool in self.kinds:
             seen = min(context, window or context)
             newest = context - max(0, context - form.open_tokens) // self.block_size * self.block_size if form.seals else 0
-            first = min(context, form.num_float_tokens) if seen == context else 0
+            first = min(context, form.num_first_float_tokens) if seen == context else 0
             floats, newest = pool.float_pool(), min(newest, seen)
             bytes_of_floats = 0 if floats is None else (newest + first) * floats.block_bytes // PIECE
             total += count * (pool.block_bytes * (seen - newest) // self.block_size + bytes_of_floats)

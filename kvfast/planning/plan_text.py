@@ -103,7 +103,7 @@ def _layers(layers):
             shape = f"{_count(layer.num_kv_heads, 'KV head')} of {layer.head_dim}"
             if layer.v_head_dim is not None:
                 shape += f" and {layer.v_head_dim}"
-        window = "" if layer.window is None else f", window {layer.window:,}"
+        window = "" if layer.sliding_window is None else f", window {layer.sliding_window:,}"
         parts.append(f"{_count(count, 'layer')} x {shape}{window}")
     return "; ".join(parts)
 

@@ -17,10 +17,7 @@ from kvfast.storage.settings import check_sized
 from kvfast.storage.tables.block_table import BlockTable
 from kvfast.storage.tables.ring_table import RingTable
 
-# Tokens of a block, unless the format requires another number: in memory of a cache's own, and in a pool, where sequences share
-# more of a prompt if blocks are small.
-BLOCK_SIZE = 64
-POOL_BLOCK_SIZE = 32
+BLOCK_SIZE = 64  # tokens of a block of any cache or pool, unless the caller or the format asks for another number
 GROW_BLOCKS = 8  # that a growing cache starts with
 ROLLBACK = 64  # tokens that a ring keeps behind its window
 
@@ -91,7 +88,7 @@ def pool_of(settings, num_blocks, block_size=None, secure=False, buffer=None):
         num_kv_heads,
         head_dim,
         num_blocks,
-        block_size_of(settings["dtype"], block_size, POOL_BLOCK_SIZE),
+        block_size_of(settings["dtype"], block_size, BLOCK_SIZE),
         settings["dtype"],
         settings.get("rope_dim"),
         secure,

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from kvfast.codec.formats import formats_of, latent_format
 from kvfast.codec.multi_head import MultiHeadConfig
-from kvfast.codec.rope import RotaryTables
+from kvfast.codec.rope import Rope, frequencies_of
 from kvfast.core.checks import check_size
 from kvfast.core.limits import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS, MAX_ROPE_DIM, MAX_TOKENS
 from kvfast.core.text import same_or_tuple, shown
@@ -46,35 +46,29 @@ def full(num_layers, num_kv_heads, head_dim, dtype, k_dtype=None, v_dtype=None, 
 
 
 def ring(layers, windows, num_sink_tokens, rollback, rope=None):
-    """Of `layers`, made by `full`, with windows, or None for one that keeps all tokens; `rope`: see `_checked_rope`."""
-    windows = _per_layer(windows, "window", layers["num_layers"])
-    windows = [one if one is None else check_size(one, "window", 1, MAX_TOKENS) for one in windows]
+    """Of `layers`, made by `full`, with windows, or None for one that keeps all tokens; `rope`: the `Rope` by which a ring rotates keys itself."""
+    windows = _per_layer(windows, "sliding_window", layers["num_layers"])
+    windows = [one if one is None else check_size(one, "sliding_window", 1, MAX_TOKENS) for one in windows]
     local = [one for one in windows if one is not None]
     if not local:
-        raise ValueError("window must be a number for at least one layer, got None for all; a KVCache keeps everything")
+        raise ValueError("sliding_window must be a number for at least one layer, got None for all; a KVCache keeps everything")
     num_sink_tokens = check_size(num_sink_tokens, "num_sink_tokens", 0, MAX_TOKENS)
     if num_sink_tokens > min(local):
-        raise ValueError(f"num_sink_tokens must be at most the window of {min(local)}, got {num_sink_tokens}")
+        raise ValueError(f"num_sink_tokens must be at most the sliding_window of {min(local)}, got {num_sink_tokens}")
     rollback = check_size(rollback, "rollback", 0, MAX_TOKENS)
-    rope = rope and _checked_rope(layers["head_dim"], **rope)
+    rope = None if rope is None else _rotation(layers["head_dim"], rope)
     own = {"kind": "ring", "windows": windows, "num_sink_tokens": num_sink_tokens, "rollback": rollback, "rope": rope}
     return layers | own
 
 
-def _checked_rope(head_dim, frequencies=None, interleaved=False, theta=10000.0, rotary_dim=None):
+def _rotation(head_dim, rope):
     """The rotation of a ring that rotates keys itself: radians per position of each pair, and which elements make a pair."""
+    if not isinstance(rope, Rope):
+        raise TypeError(f"rope must be a Rope or None, got {shown(rope)}")
     differs = isinstance(head_dim, tuple)
     if differs:
-        raise ValueError(
-            f'rope="cache" rotates all layers alike and needs the same head_dim in all of them, got {shown(list(head_dim))}'
-        )
-    rotary_dim = head_dim if rotary_dim is None else check_size(rotary_dim, "rotary_dim", 2, head_dim)
-    if frequencies is None and rotary_dim % 2:
-        raise ValueError(f"rotary_dim must be even, got {rotary_dim}")
-    frequencies = RotaryTables(rotary_dim, theta, frequencies).frequencies
-    if frequencies.ndim != 1 or not 1 <= frequencies.size <= head_dim // 2 or not (abs(frequencies) <= 1e6).all():
-        raise ValueError(f"rope_frequencies must be 1 to {head_dim // 2} numbers of at most 1e6, got {shown(frequencies)}")
-    return {"frequencies": frequencies.tolist(), "interleaved": bool(interleaved)}
+        raise ValueError(f"a rope rotates all layers alike and needs the same head_dim in all of them, got {shown(list(head_dim))}")
+    return {"frequencies": list(frequencies_of(rope, head_dim)), "interleaved": bool(rope.interleaved)}
 
 
 def latent(num_layers, latent_dim, rope_dim, dtype):
@@ -99,8 +93,8 @@ def checked_settings(fields):
     others = dict(fields)
     kind = others.pop("kind")
     if kind == "ring":
-        own = [others.pop(name) for name in ("windows", "num_sink_tokens", "rollback", "rope")]
-        return ring(full(**others), *own)
+        windows, num_sink_tokens, rollback, rope = [others.pop(name) for name in ("windows", "num_sink_tokens", "rollback", "rope")]
+        return ring(full(**others), windows, num_sink_tokens, rollback, rope and Rope(**rope))
     return {"full": full, "latent": latent, "heads": heads}[kind](**others)
 
 

@@ -138,7 +138,7 @@ def _check(module, query, mask, window, chunk, dropout, is_causal, others):
             f"kvfast cannot apply a mask of its own making, got one of shape {tuple(mask.shape)}: give generate the 2D "
             f'attention_mask of padding, or use attn_implementation="sdpa"'
         )
-    if mask is not None and not (mask.is_causal and (mask.window, mask.chunk) == (window, chunk)):
+    if mask is not None and not (mask.is_causal and (mask.sliding_window, mask.chunk) == (window, chunk)):
         raise ValueError(
             "kvfast knows causal masks with a sliding window or chunks and padding, and this model asks for more in "
             f'{type(module).__name__}: use attn_implementation="sdpa"'

@@ -17,8 +17,8 @@ class LazyMask:
     q_offset, q_length : int
         Tokens before the queries, and queries; padding counts.
     is_causal : bool
-        Whether the mask is causal with `window` or `chunk` and padding, and nothing else.
-    window : int or None
+        Whether the mask is causal with `sliding_window` or `chunk` and padding, and nothing else.
+    sliding_window : int or None
         Tokens that a query sees, itself included.
     chunk : int or None
         Tokens of a chunk, beyond whose first none is seen.
@@ -30,18 +30,18 @@ class LazyMask:
         What `Rows.parts` made of it, and whose.
     """
 
-    __slots__ = ("_arguments", "_matrix", "chunk", "is_causal", "padding", "parts", "q_length", "q_offset", "width", "window")
+    __slots__ = ("_arguments", "_matrix", "chunk", "is_causal", "padding", "parts", "q_length", "q_offset", "sliding_window", "width")
 
     def __init__(self, arguments):
         self._arguments, self._matrix = arguments, self  # the mask itself: not made yet
         self.q_offset, self.q_length = int(arguments["q_offset"]), int(arguments["q_length"])
         given = arguments["attention_mask"]
         self.width = None if given is None else given.shape[-1]
-        self.window = self.chunk = None
+        self.sliding_window = self.chunk = None
         # What is laid over a causal mask (images, packed sequences) forbids this shortcut of another attention.
         self.is_causal = arguments.get("allow_is_causal_skip", True)
         if self.is_causal:
-            self.window, self.chunk, self.is_causal = _pattern(arguments["mask_function"], arguments.get("local_size"), given)
+            self.sliding_window, self.chunk, self.is_causal = _pattern(arguments["mask_function"], arguments.get("local_size"), given)
         self.padding, self.parts = None, (None, None)
         if given is not None and not given.all():
             self.padding = given.cpu().numpy()

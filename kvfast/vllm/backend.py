@@ -92,12 +92,12 @@ class KVFastMetadataBuilder(CPUAttentionMetadataBuilder):
             )
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             return
-        if fmt.num_float_tokens and vllm_config.kv_transfer_config is not None:
+        if fmt.num_first_float_tokens and vllm_config.kv_transfer_config is not None:
             raise ValueError(
                 f"kv_cache_dtype={vllm_config.cache_config.cache_dtype} keeps some tokens as floats beside vLLM's blocks, which "
                 f"a KV connector would not send: choose turboquant_4bit_nc or int8_per_token_head"
             )
-        if fmt.num_float_tokens and vllm_config.cache_config.enable_prefix_caching:
+        if fmt.num_first_float_tokens and vllm_config.cache_config.enable_prefix_caching:
             logger.warning_once(
                 "kv_cache_dtype=%s reads a prompt as floats when it computes it, and as codes where the prefix cache has it: the "
                 "same request may get other tokens then. --no-enable-prefix-caching, skip_reading_prefix_cache=True of a "

@@ -3,7 +3,8 @@
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
-from kvfast import KVFormat, buffer_layout
+from kvfast import KVFormat
+from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.planning.engine import VLLM_FORMATS, vllm_format
 
 BLOCK_SIZES = (32, 64, 128, 256)

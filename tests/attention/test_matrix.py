@@ -163,7 +163,7 @@ def test_queries_beyond_bfloat16(rng):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", *HALVES])
 def test_ring_and_sinks(rng, dtype):
-    ring = kvfast.RingKVCache(1, 2, 64, window=150, num_sink_tokens=4, dtype=dtype)
+    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=150, num_sink_tokens=4, dtype=dtype)
     whole = kvfast.KVCache(1, 2, 64, dtype=dtype)
     for n in (100, 170, 60, 90):
         k, v = rng.standard_normal((2, n, 2, 64), np.float32)
@@ -198,7 +198,7 @@ def test_words_are_used(rng, isa):
         outs = []
         for tier in (isa, "avx512"):
             with kvfast.use_isa(tier):
-                outs.append((cache.attend(0, q), cache.attend(0, q[-16:]), "attend_panels" in str(cache.explain(40, num_q_heads=4))))
+                outs.append((cache.attend(0, q), cache.attend(0, q[-16:]), "attend_panels" in str(cache.explain(0, 40, num_q_heads=4))))
         (many, few, used), (many_floats, few_floats, _) = outs
         assert used != exact and np.array_equal(few, few_floats)
         assert np.array_equal(many, many_floats) == exact

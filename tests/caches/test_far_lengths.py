@@ -22,7 +22,7 @@ def far(ring, tokens):
 
 def test_lengths_beyond_32_bits(rng):
     """What has room tells them, and what engines take as int32 says that it has none."""
-    near = fill(kvfast.RingKVCache(LAYERS, HEADS, DIM, window=64, dtype="int8", rollback=10), rng, 300)
+    near = fill(kvfast.RingKVCache(LAYERS, HEADS, DIM, sliding_window=64, dtype="int8", rollback=10), rng, 300)
     ring, more = far(near, 1 << 33), 1 << 33
     new = [tokens(rng, 50) for _ in range(LAYERS)]
     for one in (near, ring):
@@ -32,7 +32,7 @@ def test_lengths_beyond_32_bits(rng):
     assert len(ring) == ring.layer_length(0) == 350 + more and np.array_equal(ring.positions(1), near.positions(1) + more)
     q = rng.standard_normal((3, 4, DIM), np.float32)
     assert np.array_equal(ring.attend(0, q), near.attend(0, q)) and np.array_equal(ring.k(0), near.k(0))
-    assert str(350 + more) in repr(ring) and ring.explain((1, 4, DIM)).context == 350 + more
+    assert str(350 + more) in repr(ring) and ring.explain(0, (1, 4, DIM)).context == 350 + more
     with pytest.raises(ValueError, match=f"context_lens are int32, for at most 2147483647 tokens, got {350 + more}"):
         _ = ring.context_lens
     assert np.array_equal(near.context_lens, [350] * LAYERS) and near.context_lens.dtype == np.int32

@@ -180,7 +180,7 @@ def test_sizes(rng):
     cache.advance(128)
     with pytest.raises(kvfast.CacheFullError):
         cache.append(0, rows(rng, 1, 576))
-    plan = cache.explain((1, 128, 576))
+    plan = cache.explain(0, (1, 128, 576))
     assert plan.kernels[:2] == ("scores_int8", "accumulate_latent")
     assert plan.bytes_read % (128 * 584) == 0 and plan.operations == 2 * 128 * 128 * (2 * 512 + 64)
 
@@ -225,7 +225,7 @@ def test_bad_queries(cache, rng):
     with pytest.raises(ValueError, match="share memory"):
         cache.attend(0, q, out=q[..., 16:])
     with pytest.raises(kvfast.DimensionMismatchError):
-        cache.explain((1, 4, 32))
+        cache.explain(0, (1, 4, 32))
     with pytest.raises(ValueError, match="no tokens"):
         kvfast.MLAKVCache(1, 32, 16).attend(0, q)
 
@@ -259,7 +259,7 @@ def test_bad_settings():
             kvfast.MLAKVCache(*arguments)
     for fmt in (
         kvfast.KVFormat("int8", centring=True),
-        kvfast.KVFormat("int8", num_float_tokens=4),
+        kvfast.KVFormat("int8", num_first_float_tokens=4),
         kvfast.KVFormat("int4", per_channel=True),
     ):
         with pytest.raises(ValueError, match="latent rows"):

@@ -6,13 +6,14 @@ from latent_reference import DTYPES, oracle, rows
 from reference import bound, relative_error, ways_agree
 
 import kvfast
+from kvfast.caches.paged_mla import MLASequence
 
 LATENT, ROPE = 48, 16
 SCALE = 0.1
 
 
 def new_pool(num_blocks=64, layers=1, rope_dim=ROPE, **options):
-    return kvfast.PagedMLAKVCache(layers, LATENT, rope_dim, num_blocks, **options)
+    return kvfast.PagedMLAKVCache(layers, LATENT, rope_dim, num_blocks, **{"block_size": 32} | options)
 
 
 def filled(pool, rng, n, token_ids=None):
@@ -65,7 +66,7 @@ def test_shared_prefixes_are_read_once(isa, rng, dtype, heads):
     for num_threads in (1, 2):
         again = pool.attend_batch(0, q, sequences, cu_seqlens_q=bounds, num_threads=num_threads)
         assert np.array_equal(again, shared)
-    shared, apart = (pool.explain_batch(q.shape, sequences, cu_seqlens_q=bounds, cascade=cascade) for cascade in (True, False))
+    shared, apart = (pool.explain_batch(0, q.shape, sequences, cu_seqlens_q=bounds, cascade=cascade) for cascade in (True, False))
     assert len(shared.items) > 4 and shared.kernels[1] == "accumulate_latent"
     assert shared.bytes_read < apart.bytes_read
     q = rows(rng, 5, 32, pool.head_dim)
@@ -116,7 +117,7 @@ def test_forks_and_prefixes(rng):
     ids = rng.integers(0, 1000, 70)
     parent = filled(pool, rng, 70, ids)
     child, before = parent.fork(), parent.get_latent(0)
-    assert isinstance(child, kvfast.MLASequence) and pool.usage == 3 / 8
+    assert isinstance(child, MLASequence) and pool.usage == 3 / 8
     child.append(0, rows(rng, 1, pool.head_dim))
     assert pool.usage == 4 / 8 and np.array_equal(parent.get_latent(0), before)
     parent.free()
@@ -191,7 +192,7 @@ def test_refused(rng):
         with pytest.raises(kvfast.DimensionMismatchError, match=r"48 \+ 16"):
             pool.attend_batch(0, np.ones(shape, np.float32), [sequence])
         with pytest.raises(kvfast.DimensionMismatchError, match=r"48 \+ 16"):
-            pool.explain_batch(shape, [sequence])
+            pool.explain_batch(0, shape, [sequence])
     for sequences, options, message in [
         ([stranger], {}, "not a sequence of this pool"),
         ([], {}, "at least one sequence"),
@@ -225,7 +226,7 @@ def test_compression(rng):
     compressor = kvfast.KVCacheCompressor(kvfast.Quantize(8))
     compressed = compressor.compress_mla_cache(pool, 0, sequence)
     compressor.decompress_to_mla_cache(compressed, pool, 0, target)
-    compressor.decompress_to_mla_cache(compressed, other, 0)
+    compressor.decompress_to_cache(compressor.compress_cache(sequence, 0), other, 0)
     assert np.array_equal(target.get_latent(0), other.get_latent(0))
     assert relative_error(target.get_latent(0), sequence.get_latent(0)) < 0.05
     with pytest.raises(TypeError, match="MLAKVCache"):

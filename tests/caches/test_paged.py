@@ -22,9 +22,11 @@ def queries(rng, n, group=3):
 
 
 def new_pool(num_blocks=32, layers=1, **options):
-    """By default of int8, whose blocks have 32 tokens and are all that is stored."""
+    """By default of int8, whose blocks are all that is stored, with blocks of 32 tokens unless the format has a size of its own."""
     if "k_dtype" not in options:
         options = {"dtype": "int8"} | options
+    if not kvfast.KVFormat.of(options.get("dtype", "int8")).seals:
+        options = {"block_size": 32} | options
     return kvfast.PagedKVCache(layers, HEADS, DIM, num_blocks, **options)
 
 
@@ -81,7 +83,7 @@ def test_ragged_batches_have_the_bits_of_contiguous_caches(isa, rng, dtype, bloc
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
 def test_float_tokens_are_those_of_the_sequence(isa, rng, block_size, secure):
     """Each sequence holds a constant of its own, which no other's rows give."""
-    form = kvfast.KVFormat("int8", num_float_tokens=4)
+    form = kvfast.KVFormat("int8", num_first_float_tokens=4)
     pool = new_pool(64, block_size=block_size, dtype=form, secure=secure)
     q = queries(rng, 1)
     sequences = {}
@@ -280,7 +282,7 @@ class TestForeignTables:
 
     @pytest.mark.parametrize(
         ("dtype", "name"),
-        [("int4", "int4"), (CENTRED, "centring=True"), (kvfast.KVFormat("int8", num_float_tokens=4), "num_float_tokens=4")],
+        [("int4", "int4"), (CENTRED, "centring=True"), (kvfast.KVFormat("int8", num_first_float_tokens=4), "num_first_float_tokens=4")],
     )
     def test_refused_by_formats_with_float_tokens(self, rng, dtype, name):
         """They need to know where a sequence begins and ends."""

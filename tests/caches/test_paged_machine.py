@@ -11,6 +11,7 @@ from reference import bound, halves_bound, relative_error
 from selection import cases_of_machine
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
 
 LAYERS, HEADS, DIM = 2, 2, 20
 SALTS, WHICH = st.sampled_from([b"", b"salt"]), st.integers(0, 99)
@@ -410,7 +411,7 @@ class BufferedMachine(PagedMachine):
 
     def new_pool(self, num_blocks, block_size):
         shape = LAYERS, HEADS, DIM, num_blocks, block_size
-        layout = kvfast.buffer_layout(*shape, **self.dtypes)  # float rows lie in memory of the pool's own
+        layout = buffer_layout(*shape, **self.dtypes)  # float rows lie in memory of the pool's own
         self.arrays, self.memory = strided(layout, gap=64, by_layer=num_blocks % 2 == 0)
         return kvfast.PagedKVCache(*shape, **self.dtypes, buffer=self.arrays)
 

@@ -93,7 +93,7 @@ def test_against_float64(isa, rng):
         out = sequence.attend(0, Q[:1], **options)
         assert relative_error(out, expected) < bound("int8")
         assert np.array_equal(pool.attend_batch(0, Q[:1], [sequence], **options), out)
-        assert pool.explain_batch(1, [sequence], **options).items == sequence.explain(1, **options).items
+        assert pool.explain_batch(0, 1, [sequence], **options).items == sequence.explain(0, 1, **options).items
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -206,7 +206,7 @@ def test_prefixes_are_found_behind_the_window(name, step):
             expected = ring_of(form, sliding_window=window)  # which reads codes where `first` may have floats
             expected.restore(sequence.snapshot())
             for layer in range(2):
-                if not pool.format.seals and not pool.format.num_float_tokens:
+                if not pool.format.seals and not pool.format.num_first_float_tokens:
                     assert np.array_equal(sequence.k(layer)[ours], shown[layer][at])
                 assert relative_error(sequence.k(layer), stream.arrays[layer, 0, sequence.positions()]) < 0.5
             for attend in (
@@ -288,7 +288,7 @@ def test_tables_of_others():
                     some = np.where(needed, table, gone)[None]
                     options = {"block_table": some, "seq_lens": [400], "cu_seqlens_q": [0, n]}
                     assert np.array_equal(pool.attend_batch(0, np.resize(Q, (n, 4, 20)), **options), expected)
-                    pool.explain_batch(n, **options)
+                    pool.explain_batch(0, n, **options)
                 for at in (0, int(np.argmax(needed[1:])) + 1, len(table) - 1):
                     some = table[None].copy()
                     some[0, at] = -1
@@ -409,7 +409,7 @@ def test_bad_input():
         for attend in (
             lambda **some: sequence.attend(0, Q[:1], **some),
             lambda **some: pool.attend_batch(0, Q[:1], [sequence], **some),
-            lambda **some: pool.explain_batch(1, [sequence], **some),
+            lambda **some: pool.explain_batch(0, 1, [sequence], **some),
         ):
             with pytest.raises(ValueError, match=message):
                 attend(**options)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvfast
+from kvfast.storage.batches.prepared_batch import PreparedBatch
 
 LAYERS, HEADS, DIM, SIZE = 2, 2, 32, 32
 
@@ -54,7 +55,7 @@ def test_the_bits_of_the_arrays(isa, rng, dtype, cascade):
             for options in ({}, {"causal": False}, {"sliding_window": 50}, {"attention_chunk_size": 64}, {"num_splits": 3}):
                 options = options | {"cascade": cascade}
                 assert np.array_equal(one.attend_batch(layer, q, batch, **options), other.attend_batch(layer, q, **tables, **options))
-            assert one.explain_batch(q.shape, batch, layer) == other.explain_batch(q.shape, layer=layer, **tables)
+            assert one.explain_batch(layer, q.shape, batch) == other.explain_batch(layer, q.shape, **tables)
 
 
 def test_shared_blocks_are_read_once(rng):
@@ -62,7 +63,7 @@ def test_shared_blocks_are_read_once(rng):
     tables, _ = step(rng, 40)
     batch = pool.prepare_batch(**tables)
     together, apart = (
-        pool.explain_batch(batch.num_tokens, batch, num_q_heads=HEADS, cascade=each).code_bytes for each in (True, False)
+        pool.explain_batch(0, batch.num_tokens, batch, num_q_heads=HEADS, cascade=each).code_bytes for each in (True, False)
     )
     assert together < 0.7 * apart
 
@@ -156,7 +157,7 @@ def test_what_the_calls_refuse(rng):
     with pytest.raises(ValueError, match="prepared without slot_mapping"):
         pool.append_batch(0, q, q, pool.prepare_batch([[0, 3], [1, 2]], [40, 50]))
     with pytest.raises(TypeError, match="prepare_batch"):
-        kvfast.PreparedBatch()
+        PreparedBatch()
     assert np.array_equal(pool.attend_batch(0, q, batch), before)
 
 

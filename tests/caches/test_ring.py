@@ -14,7 +14,7 @@ def tokens(rng, n, heads=2, dim=64):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_as_contiguous_on_every_tier(isa, rng, dtype):
-    ring = kvfast.RingKVCache(1, 2, 64, window=100, num_sink_tokens=4, dtype=dtype)
+    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=100, num_sink_tokens=4, dtype=dtype)
     whole = kvfast.KVCache(1, 2, 64, dtype=dtype)
     for n in [1, 30, 300, 1, 64, 1, 1, 500, 1]:  # chunks below and above the window
         k, v = tokens(rng, n)
@@ -47,7 +47,7 @@ def test_against_oracle(rng, dtype, num_sink_tokens):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_memory_stays_constant_and_prompts_give_theirs_back(rng, dtype):
-    ring = kvfast.RingKVCache(2, 2, 64, window=256, num_sink_tokens=4, rollback=32, dtype=dtype)
+    ring = kvfast.RingKVCache(2, 2, 64, sliding_window=256, num_sink_tokens=4, rollback=32, dtype=dtype)
     k, v = tokens(rng, 4000)
 
     def run(n):
@@ -63,7 +63,7 @@ def test_memory_stays_constant_and_prompts_give_theirs_back(rng, dtype):
     for _ in range(500):
         run(1)
     assert ring.nbytes == steady
-    again = kvfast.RingKVCache(2, 2, 64, window=256, num_sink_tokens=4, rollback=32, dtype=dtype)
+    again = kvfast.RingKVCache(2, 2, 64, sliding_window=256, num_sink_tokens=4, rollback=32, dtype=dtype)
     for layer in (0, 1):  # one that starts with a long prompt
         again.append(layer, k, v)
     again.advance(4000)
@@ -76,13 +76,13 @@ def test_memory_stays_constant_and_prompts_give_theirs_back(rng, dtype):
 
 
 def test_layers_with_and_without_window(rng):
-    ring = kvfast.RingKVCache(3, 2, 64, window=[32, None, 100], num_sink_tokens=2, dtype="float32")
+    ring = kvfast.RingKVCache(3, 2, 64, sliding_window=[32, None, 100], num_sink_tokens=2, dtype="float32")
     k, v = tokens(rng, 400)
     for start in range(0, 400, 40):
         for layer in range(3):
             ring.append(layer, k[start : start + 40], v[start : start + 40])
         ring.advance(40)
-    assert ring.window == (32, None, 100)
+    assert ring.sliding_window == (32, None, 100)
     assert [len(ring.positions(layer)) for layer in range(3)] == [34, 400, 102]
     q = rng.standard_normal((1, 4, 64)).astype(np.float32)
     for layer, window in enumerate((32, None, 100)):
@@ -95,7 +95,7 @@ def test_layers_with_and_without_window(rng):
 def test_going_back_after_the_ring_has_wrapped(rng, dtype):
     k, v = tokens(rng, 2000)
     q = rng.standard_normal((1, 4, 64)).astype(np.float32)
-    ring = kvfast.RingKVCache(1, 2, 64, window=100, num_sink_tokens=3, rollback=40, dtype=dtype)
+    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=100, num_sink_tokens=3, rollback=40, dtype=dtype)
     expected = kvfast.KVCache(1, 2, 64, dtype=dtype)
     for cache in (ring, expected):
         cache.append(0, k[:1900], v[:1900])
@@ -120,7 +120,7 @@ def test_going_back_after_the_ring_has_wrapped(rng, dtype):
 
 def test_copies_are_independent(rng):
     k, v = tokens(rng, 300)
-    ring = kvfast.RingKVCache(1, 2, 64, window=64, num_sink_tokens=1)
+    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=64, num_sink_tokens=1)
     ring.append(0, k, v)
     ring.advance(300)
     other = ring.copy()
@@ -143,7 +143,13 @@ def rotated(x, positions, pairs, interleaved):
 def test_rotation_by_the_place_in_the_cache(rng, rotary_dim, interleaved):
     """Every query sees its keys turned as StreamingLLM turns them: by their place among what is held."""
     ring = kvfast.RingKVCache(
-        1, 2, 64, window=50, num_sink_tokens=4, dtype="float32", rope="cache", rotary_dim=rotary_dim, rope_interleaved=interleaved
+        1,
+        2,
+        64,
+        sliding_window=50,
+        num_sink_tokens=4,
+        dtype="float32",
+        rope=kvfast.Rope(rotary_dim=rotary_dim, interleaved=interleaved),
     )
     k, v = tokens(rng, 400)
     q = rng.standard_normal((400, 4, 64)).astype(np.float32)
@@ -164,7 +170,9 @@ def test_rotation_by_the_place_in_the_cache(rng, rotary_dim, interleaved):
 
 
 def test_rotation_in_write(rng):
-    ring, other = (kvfast.RingKVCache(1, 2, 64, window=20, num_sink_tokens=2, rope="cache", dtype="float32") for _ in "ab")
+    ring, other = (
+        kvfast.RingKVCache(1, 2, 64, sliding_window=20, num_sink_tokens=2, rope=kvfast.Rope(), dtype="float32") for _ in "ab"
+    )
     qkv = rng.standard_normal((70, 8, 64)).astype(np.float32)
     q = ring.write(0, qkv.reshape(70, -1))
     other.append(0, qkv[:, 4:6], qkv[:, 6:])
@@ -179,17 +187,18 @@ def test_rotation_in_write(rng):
 
 def test_bad_input(rng):
     for arguments, message in [
-        ({"window": 0}, "window must be between 1 and .*, got 0"),
-        ({"window": 4, "num_sink_tokens": 5}, "num_sink_tokens must be at most the window of 4, got 5"),
-        ({"window": None}, "window must be a number for at least one layer"),
-        ({"window": [3]}, "list of 2"),
-        ({"window": 4, "rollback": -1}, "rollback must be between 0 and .*, got -1"),
-        ({"window": 4, "rope": "keys"}, 'rope must be None or "cache"'),
-        ({"window": 4, "rope": "cache", "rotary_dim": 7}, "must be even"),
+        ({"sliding_window": 0}, "sliding_window must be between 1 and .*, got 0"),
+        ({"sliding_window": 4, "num_sink_tokens": 5}, "num_sink_tokens must be at most the sliding_window of 4, got 5"),
+        ({"sliding_window": None}, "sliding_window must be a number for at least one layer"),
+        ({"sliding_window": [3]}, "list of 2"),
+        ({"sliding_window": 4, "rollback": -1}, "rollback must be between 0 and .*, got -1"),
+        ({"sliding_window": 4, "rope": kvfast.Rope(rotary_dim=66)}, "rope must rotate 1 to 32 pairs"),
     ]:
         with pytest.raises(ValueError, match=message):
             kvfast.RingKVCache(2, 2, 64, **arguments)
-    ring = kvfast.RingKVCache(1, 2, 64, window=10, num_sink_tokens=2, rollback=0)
+    with pytest.raises(TypeError, match="rope must be a Rope or None, got 'cache'"):
+        kvfast.RingKVCache(2, 2, 64, 4, rope="cache")
+    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=10, num_sink_tokens=2, rollback=0)
     k, v = tokens(rng, 300)
     ring.append(0, k, v)
     ring.advance(300)
@@ -208,8 +217,8 @@ def test_bad_input(rng):
 @pytest.mark.parametrize("way", ["snapshot", "state", "file"])
 def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path, way):
     """Those of the first tokens went with their block; another pool has none at all."""
-    form = kvfast.KVFormat("int4/int6", num_float_tokens=15)
-    ring = kvfast.RingKVCache(1, 3, 15, window=16, rollback=1, dtype=form)
+    form = kvfast.KVFormat("int4/int6", num_first_float_tokens=15)
+    ring = kvfast.RingKVCache(1, 3, 15, sliding_window=16, rollback=1, dtype=form)
     k, v = rng.standard_normal((2, 82, 3, 15), np.float32)
     for first, last in [(0, 65), (65, 81)]:
         ring.append(0, k[first:last], v[first:last])
@@ -230,7 +239,7 @@ def test_a_ring_without_its_first_tokens_needs_no_float_rows(isa, rng, tmp_path,
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_chunks(dtype):
     """A ring whose window is a chunk keeps all that attention to chunks sees; prompts come in pieces across their edges."""
-    ring, whole = kvfast.RingKVCache(1, 2, 32, window=48, dtype=dtype, num_sink_tokens=2), kvfast.KVCache(1, 2, 32, dtype=dtype)
+    ring, whole = kvfast.RingKVCache(1, 2, 32, sliding_window=48, dtype=dtype, num_sink_tokens=2), kvfast.KVCache(1, 2, 32, dtype=dtype)
     rng = np.random.default_rng(0)
     for n in (1, 46, 1, 1, 60, 100, 3, 100):
         k, v, q = rng.standard_normal((3, n, 2, 32)).astype(np.float32)
@@ -243,12 +252,12 @@ def test_chunks(dtype):
             assert relative_error(whole.attend(0, q, attention_chunk_size=48, num_sink_tokens=sinks), expected) < 2e-2
         for cache in (ring, whole):
             cache.advance(n)
-    assert whole.explain(1, attention_chunk_size=48).items[0].begin == 256  # the tile with position 288, where the chunk begins
+    assert whole.explain(0, 1, attention_chunk_size=48).items[0].begin == 256  # the tile with position 288, where the chunk begins
     with pytest.raises(ValueError, match="attention_chunk_size needs causal=True, got causal=False"):
         ring.attend(0, q, attention_chunk_size=48, causal=False)
     with pytest.raises(ValueError, match="attention_chunk_size must be"):
         whole.attend(0, q, attention_chunk_size=0)
-    turned = kvfast.RingKVCache(1, 2, 32, window=48, rope="cache")
+    turned = kvfast.RingKVCache(1, 2, 32, sliding_window=48, rope=kvfast.Rope())
     turned.append(0, k, v)
     with pytest.raises(ValueError, match="attention_chunk_size must be None"):
         turned.attend(0, q, attention_chunk_size=48)

@@ -7,9 +7,10 @@ from pool_buffers import CANARY, outside, strided
 from reference import attention, relative_error
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
 
 LAYERS, HEADS, DIM = 2, 2, 32
-FORMATS = SEALING | {name: fmt for name, fmt in UNSEALED.items() if fmt.num_float_tokens}
+FORMATS = SEALING | {name: fmt for name, fmt in UNSEALED.items() if fmt.num_first_float_tokens}
 
 
 def rows(rng, n):
@@ -267,7 +268,7 @@ def test_a_closed_text_goes_on_from_its_codes(isa, rng):
 
 def test_in_memory_of_the_caller(isa, rng):
     scheduler = Scheduler("int4", rng)
-    layout = kvfast.buffer_layout(LAYERS, HEADS, DIM, 24, dtype="int4")
+    layout = buffer_layout(LAYERS, HEADS, DIM, 24, dtype="int4")
     arrays, memory = strided(layout, gap=64, by_layer=False)
     for array in arrays:
         array.view(np.uint8)[...] = 255  # no numbers

@@ -387,11 +387,11 @@ def test_what_does_not_fit_is_refused(rng, name):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("windows", {"window": 91}),
-        ("windows", {"window": [90, None]}),
+        ("windows", {"sliding_window": 91}),
+        ("windows", {"sliding_window": [90, None]}),
         ("num_sink_tokens", {"num_sink_tokens": 4}),
         ("rollback", {"rollback": 11}),
-        ("rope", {"rope": "cache"}),
+        ("rope", {"rope": kvfast.Rope()}),
     ],
 )
 def test_rings_with_other_settings_are_refused(rng, name, settings):
@@ -402,8 +402,8 @@ def test_rings_with_other_settings_are_refused(rng, name, settings):
         other.restore(ring.snapshot())
     assert stored(other) == bytes_before and same(other, before)
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="rope"):
-        one = kvfast.RingKVCache(LAYERS, HEADS, DIM, 64, rope="cache", rope_theta=10000.0)
-        one.restore(kvfast.RingKVCache(LAYERS, HEADS, DIM, 64, rope="cache", rope_theta=5000.0).snapshot())
+        one = kvfast.RingKVCache(LAYERS, HEADS, DIM, 64, rope=kvfast.Rope(10000.0))
+        one.restore(kvfast.RingKVCache(LAYERS, HEADS, DIM, 64, rope=kvfast.Rope(5000.0)).snapshot())
 
 
 def test_sequence_without_room_stays_as_it_was(rng):
@@ -464,6 +464,12 @@ def test_to_arrays_of_a_ring_is_what_it_shows(rng):
     ring = fill(make("ring with sinks"), rng, 300)
     keys, _ = ring.snapshot().to_arrays()
     assert keys[0].shape == (95, HEADS * DIM) and np.array_equal(keys[0].reshape(95, HEADS, DIM), ring.k(0))
+
+
+def test_a_snapshot_is_not_made_by_hand():
+    for arguments in (({}, np.ones(3)), (3, kvfast.KVCache(1, 1, 16)._buffer)):
+        with pytest.raises(TypeError, match="made by the snapshot"):
+            kvfast.Snapshot(*arguments)
 
 
 def test_from_arrays_refuses():

@@ -222,7 +222,7 @@ def test_paged_sequences(dtype):
         out = pool.attend_batch(0, np.concatenate(q), sequences, cu_seqlens_q=np.cumsum([0, *counts]))
         alone = [model.cache.attend(0, rows) for model, rows in zip(models, q) if len(rows)]
         assert np.array_equal(out, np.concatenate(alone))
-        assert pool.explain_batch((sum(counts), 6, DIM), sequences, cu_seqlens_q=np.cumsum([0, *counts])).num_tasks
+        assert pool.explain_batch(0, (sum(counts), 6, DIM), sequences, cu_seqlens_q=np.cumsum([0, *counts])).num_tasks
     for model in models:
         model.check(3)
     slots = pool.slot_mapping(sequences, 2)
@@ -280,8 +280,8 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
     rope = ROPES["halves"]
     model, (chunk,) = Model(cache_of(max_seq_len=150), rope).append(100), chunks("int8", (40,), rope)
     cache, before = model.cache, model.cache.snapshot()
-    ring = kvfast.RingKVCache(1, HEADS, DIM, window=50)
-    turning = kvfast.RingKVCache(1, HEADS, DIM, window=50, rope="cache")
+    ring = kvfast.RingKVCache(1, HEADS, DIM, sliding_window=50)
+    turning = kvfast.RingKVCache(1, HEADS, DIM, sliding_window=50, rope=kvfast.Rope())
     windowed = kvfast.PagedKVCache(1, HEADS, DIM, num_blocks=4, sliding_window=50).new_sequence()
     wrong = [
         (lambda: cache.splice(chunk.cache), TypeError, "rope"),
@@ -303,7 +303,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes():
         (lambda: cache.drop(1.5, 5, rope=rope), TypeError, "first"),
         (lambda: ring.drop(0, 0, rope=rope), ValueError, "a ring"),
         (lambda: ring.splice(ring, rope=rope), ValueError, "a ring"),
-        (lambda: turning.drop(0, 0, rope=rope), ValueError, 'rope="cache"'),
+        (lambda: turning.drop(0, 0, rope=rope), ValueError, "a ring with a rope"),
         (lambda: windowed.drop(0, 0, rope=rope), ValueError, "a ring or a pool with a window"),
     ]
     for call, error, text in wrong:
@@ -348,7 +348,7 @@ def test_a_rope_checks_its_numbers():
 def test_the_plan_of_a_spliced_cache_has_an_item_for_each_segment():
     rope = ROPES["halves"]
     model = Model(cache_of(), rope).append(100).splice(*chunks("int8", (200, 300), rope)).append(1)
-    plan = model.cache.explain((1, 6, DIM))
+    plan = model.cache.explain(0, (1, 6, DIM))
     assert [(item.begin, item.end) for item in plan.items] == [(0, 100), (0, 200), (0, 300), (0, 1)]
     assert plan.context == 601
     assert str(plan)
@@ -358,8 +358,8 @@ def test_a_task_of_many_queries_reads_all_segments():
     rope = ROPES["halves"]
     spliced = Model(cache_of(), rope).append(300).splice(*chunks("int8", (200, 300), rope)).append(250)
     whole = Model(cache_of(), rope).append(1050)
-    assert spliced.cache.explain((250, 6, DIM)).num_tasks == whole.cache.explain((250, 6, DIM)).num_tasks
-    assert spliced.cache.explain((16, 6, DIM)).num_tasks > whole.cache.explain((16, 6, DIM)).num_tasks
+    assert spliced.cache.explain(0, (250, 6, DIM)).num_tasks == whole.cache.explain(0, (250, 6, DIM)).num_tasks
+    assert spliced.cache.explain(0, (16, 6, DIM)).num_tasks > whole.cache.explain(0, (16, 6, DIM)).num_tasks
 
 
 def test_queries_in_bfloat16_are_floats_once_rotated():
@@ -382,7 +382,7 @@ def test_rows_that_need_exact_weights_are_read_again_in_all_segments(isa, dtype)
             chunk.append(0, np.random.default_rng(2).standard_normal((160, 1, 512), np.float32), v)
             chunk.advance(160)
             cache.splice(chunk, rope=ROPES["halves"])
-        assert len(cache.explain((64, 4, 512)).items) == 2
+        assert len(cache.explain(0, (64, 4, 512)).items) == 2
         q = np.random.default_rng(3).standard_normal((64, 4, 512), np.float32)
         expected, _ = attention(q, cache.k(0), cache.v(0))
         assert relative_error(cache.attend(0, q), expected) < bound(dtype)

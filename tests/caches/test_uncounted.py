@@ -145,13 +145,13 @@ def test_latent_rows_are_not_left_out():
 def test_explain_names_what_stays_float16(kind, dtype, rng):
     """Where blocks are sealed. The tokens of a step that runs are no slow path."""
     cache = opened(kind, rng, 30, 70, dtype)
-    plan = cache.explain(1)
+    plan = cache.explain(0, 1)
     assert plan.uncounted == 70 and "100 tokens (70 not counted)" in str(plan)
     found = [note for note in plan.notes if "70 tokens were never counted" in note and "advance" in note]
     assert bool(found) == (dtype != "int8")
-    assert not any("never counted" in note for note in cache.explain(70).notes)
+    assert not any("never counted" in note for note in cache.explain(0, 70).notes)
     cache.advance(70)
-    plan = cache.explain(1)
+    plan = cache.explain(0, 1)
     assert plan.uncounted == 0 and "not counted" not in str(plan)
 
 
@@ -160,5 +160,5 @@ def test_explain_of_a_batch_counts_all_sequences(rng):
     some = [fill(pool.new_sequence(), rng, 30) for _ in range(2)]
     for sequence, n in zip(some, (50, 3)):
         sequence.append(0, *tokens(rng, n))
-    plan = pool.explain_batch((2, HEADS, 20), some)
+    plan = pool.explain_batch(0, (2, HEADS, 20), some)
     assert plan.uncounted == 53 and any("53 tokens were never counted" in note for note in plan.notes)

@@ -15,6 +15,8 @@ import pytest
 from selection import exhaustive
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.llama_cpp import building
 
 HERE = Path(__file__).parent
@@ -112,8 +114,8 @@ def caches():
         "int8": lambda: kvfast.KVCache(2, 2, 64, 512, "int8"),
         "float32": lambda: kvfast.KVCache(2, 2, 64, 512, "float32"),
         "mixed": lambda: kvfast.KVCache(2, 2, 64, 512, ["int4", "k8v4"]),
-        "ring": lambda: kvfast.RingKVCache(2, 2, 64, window=40, num_sink_tokens=4, rollback=8),
-        "ring with a global layer": lambda: kvfast.RingKVCache(2, 2, 64, window=[40, None], dtype="int8"),
+        "ring": lambda: kvfast.RingKVCache(2, 2, 64, sliding_window=40, num_sink_tokens=4, rollback=8),
+        "ring with a global layer": lambda: kvfast.RingKVCache(2, 2, 64, sliding_window=[40, None], dtype="int8"),
         "paged": lambda: kvfast.PagedKVCache(2, 2, 64, num_blocks=32).new_sequence(),
         "narrower values": lambda: kvfast.KVCache(2, 2, 64, 512, v_head_dim=40),
         "wider values": lambda: kvfast.RingKVCache(2, 2, 64, 400, dtype="int8", v_head_dim=80),
@@ -227,15 +229,15 @@ def test_misuse_is_an_error_code(runtimes):
 
 
 def test_what_cannot_be_opened(runtimes):
-    for cache in (None, kvfast.PagedKVCache(1, 2, 64, num_blocks=4), kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=64))):
+    for cache in (None, kvfast.PagedKVCache(1, 2, 64, num_blocks=4), kvfast.MultiHeadKVCache(2, MultiHeadConfig(head_dim=64))):
         with pytest.raises(TypeError, match="must be a KVCache, RingKVCache, MLAKVCache or Sequence"):
             runtimes[1].Layer(cache, 0)
-    with pytest.raises(ValueError, match='rope="cache"'):
-        runtimes[1].Layer(kvfast.RingKVCache(1, 2, 64, window=16, rope="cache"), 0)
+    with pytest.raises(ValueError, match="a ring with a rope"):
+        runtimes[1].Layer(kvfast.RingKVCache(1, 2, 64, sliding_window=16, rope=kvfast.Rope()), 0)
 
 
 def test_a_pool_in_memory_of_c(runtimes, rng):
-    layout = kvfast.buffer_layout(2, 2, 64, 4, 16, "int8")
+    layout = buffer_layout(2, 2, 64, 4, 16, "int8")
     memory = np.full(2 * layout.nbytes + 128, 255, np.uint8)
     start, gap = -memory.ctypes.data % 64, 64
     memory = memory[start : start + 2 * 4 * (layout.block_nbytes[0] + gap)]

@@ -18,6 +18,7 @@ from kvfast.cli.bench.baseline import STANDARD, Baseline, Outcome, check, find_b
 from kvfast.cli.bench.cases import FORMATS, LLAMA_3_8B, MODELS, SMOLLM2_135M, Case, Model
 from kvfast.cli.bench.json_file import json_text
 from kvfast.cli.bench.measure import interleaved, measure
+from kvfast.core.hardware import peak_rate, read_bandwidth
 
 TINY = Model("tiny", 2, 4, 2, 32)
 CHECKOUT = Path(__file__).parents[2]
@@ -34,15 +35,15 @@ def default_threads():
 
 @pytest.mark.parametrize("kind", ["int8", "float32"])
 def test_peak_rate(isa, kind):
-    rate = kvfast.peak_rate(kind, num_threads=1)
+    rate = peak_rate(kind, num_threads=1)
     assert 1e8 < rate < 1e13
-    assert kvfast.peak_rate(kind) > 0
+    assert peak_rate(kind) > 0
 
 
 def test_vectors_multiply_faster_than_plain_c():
     def best(isa):
         with kvfast.use_isa(isa):
-            return [max(kvfast.peak_rate(kind, 1) for _ in range(5)) for kind in ("int8", "float32")]
+            return [max(peak_rate(kind, 1) for _ in range(5)) for kind in ("int8", "float32")]
 
     tiers = kvfast.available_isas()
     if tiers[0].startswith("avx"):
@@ -52,14 +53,14 @@ def test_vectors_multiply_faster_than_plain_c():
 def test_peak_rate_refuses_what_it_does_not_know():
     for kind in ("int4", None):
         with pytest.raises(ValueError, match='"int8" or "float32"'):
-            kvfast.peak_rate(kind)
+            peak_rate(kind)
     with pytest.raises(ValueError, match="num_threads"):
-        kvfast.peak_rate(num_threads=0)
+        peak_rate(num_threads=0)
 
 
 def test_read_bandwidth_of_any_size(isa):
     for nbytes in (0, 1 << 20, 5 << 20, 3 << 20):
-        assert kvfast.read_bandwidth(nbytes, num_threads=1) > 1e6
+        assert read_bandwidth(nbytes, num_threads=1) > 1e6
 
 
 # --- cases -------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ def test_results():
 def test_fractions_are_of_the_same_round(monkeypatch):
     """A machine that is half as fast for a while, and a call with it, is the same fraction."""
     speeds = iter([4e9, 2e9, 1e9])
-    monkeypatch.setattr(kvfast, "read_bandwidth", lambda *args: next(speeds))
+    monkeypatch.setattr(measuring, "read_bandwidth", lambda *args: next(speeds))
     case = Case("append", TINY, "int8", 64)
     meter = measuring.Meter(case, case.prepare(), 1)
     for _ in range(3):

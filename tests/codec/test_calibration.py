@@ -40,7 +40,7 @@ def formats(calibration):
     """One of each way in which keys are stored."""
     return {name: replace(KVFormat.of(name), calibration=calibration) for name in NAMES} | {
         "k8v4, centred": KVFormat("int8/int4", rotation="kv", centring=True, block_size=32, calibration=calibration),
-        "channels, 128": KVFormat("int4/float16", per_channel=True, block_size=128, num_float_tokens=2, calibration=calibration),
+        "channels, 128": KVFormat("int4/float16", per_channel=True, block_size=128, num_first_float_tokens=2, calibration=calibration),
     }
 
 
@@ -78,7 +78,7 @@ class TestMatrices:
         (q,), (k,) = text(rng, 512, SPREADS[:, :1])[:, :1]
         v = rng.standard_normal(k.shape).astype(np.float32)
         for name in ("int2", "int4"):
-            form = replace(KVFormat.of(name), num_float_tokens=0)
+            form = replace(KVFormat.of(name), num_first_float_tokens=0)
             plain, fitted = kvfast.fidelity(q[-128:], k, v, [form, replace(form, calibration=calibration[0])])
             assert fitted.kl < 0.8 * plain.kl
 
@@ -152,7 +152,9 @@ class TestFormats:
     def test_names_and_fields(self, calibration):
         form = replace(KVFormat.of("int2"), calibration=calibration)
         assert str(form) == "int2 calibrated" and form != KVFormat.of("int2")
-        assert KVFormat.of(json.loads(json.dumps(form.to_dict()))) == form
+        assert json.loads(json.dumps(form.to_dict()))["calibration"] == calibration.digest
+        with pytest.raises(TypeError, match="calibration must be a Calibration or one of its layers"):
+            KVFormat.of(form.to_dict())
         assert pickle.loads(pickle.dumps(form)) == form and hash(form) == hash(pickle.loads(pickle.dumps(form)))
 
     def test_refusals(self, calibration):
@@ -161,11 +163,9 @@ class TestFormats:
                 KVFormat(**options, calibration=calibration)
         with pytest.raises(ValueError, match="k_dtype and v_dtype name plain dtypes, which have no calibration"):
             kvfast.KVCache(LAYERS, HEADS, DIM, dtype=KVFormat("int8", rotation="kv", calibration=calibration), v_dtype="int4")
-        for wrong in (7, "a file", np.eye(3)):
+        for wrong in (7, "a file", "0" * 32, np.eye(3)):
             with pytest.raises(TypeError, match="calibration must be a Calibration or one of its layers"):
                 KVFormat("int8", rotation="kv", calibration=wrong)
-        with pytest.raises(LookupError, match=f"digest {'0' * 32} is needed"):
-            KVFormat("int8", rotation="kv", calibration="0" * 32)
 
     @pytest.mark.parametrize(
         "make_cache",
@@ -219,7 +219,7 @@ class TestCaches:
         fill(whole, np.random.default_rng(13), 70)
         whole.restore(snapshot)
         assert same(seen, whole)
-        assert same(seen, kvfast.load(kvfast.Snapshot.from_state_dict(snapshot.state_dict())))
+        assert same(seen, kvfast.load(kvfast.Snapshot.from_state_dict(snapshot.state_dict(), calibration)))
         with pytest.raises(kvfast.IncompatibleSnapshotError, match="dtype|calibr"):
             other.restore(snapshot)
 
@@ -239,13 +239,34 @@ class TestCaches:
         seen = contents(cache)
         cache.save(tmp_path / "cache")
         mine.save(tmp_path / "calibration")
-        assert same(seen, kvfast.load(tmp_path / "cache"))
-        del cache, mine
-        with pytest.raises(kvfast.IncompatibleSnapshotError, match="the calibration with digest .* is needed"):
-            kvfast.load(tmp_path / "cache")
-        kept = Calibration.load(tmp_path / "calibration")
-        assert same(seen, kvfast.load(tmp_path / "cache"))
-        del kept
+        mine = Calibration.load(tmp_path / "calibration")
+        state, data = cache.state_dict(), cache.snapshot().to_bytes()
+        reads = {
+            "load": lambda **given: kvfast.load(tmp_path / "cache", **given),
+            "mapped": lambda **given: kvfast.load(tmp_path / "cache", mmap=True, **given),
+            "Snapshot.load": lambda **given: kvfast.load(kvfast.Snapshot.load(tmp_path / "cache", **given)),
+            "from_bytes": lambda **given: kvfast.load(kvfast.Snapshot.from_bytes(data, **given)),
+            "from_state_dict": lambda **given: kvfast.KVCache.from_state_dict(state, **given),
+        }
+        for read in reads.values():
+            assert same(seen, read(calibration=mine))
+            with pytest.raises(kvfast.IncompatibleSnapshotError, match=rf"{mine[0].digest}: pass .*Calibration.load\(path\)$"):
+                read()
+            for other in (calibration, calibration[0], mine[1]):
+                with pytest.raises(kvfast.IncompatibleSnapshotError, match=f"{mine[0].digest}: pass .* has no such layer"):
+                    read(calibration=other)
+            with pytest.raises(TypeError, match="calibration must be a Calibration or one of its layers, got 7"):
+                read(calibration=7)
+        with pytest.raises(ValueError, match="calibration must be None for a Snapshot"):
+            kvfast.load(cache.snapshot(), calibration=mine)
+
+    def test_one_layer_is_enough_for_its_file(self, calibration, name):
+        cache = kvfast.KVCache(1, HEADS, DIM, dtype=formats(calibration[1])[name])
+        cache.append(0, *np.random.default_rng(18).standard_normal((2, 150, HEADS, DIM)).astype(np.float32))
+        cache.advance(150)
+        for given in (calibration, calibration[1]):
+            again = kvfast.KVCache.from_state_dict(cache.state_dict(), given)
+            assert np.array_equal(again.k(0), cache.k(0)) and again.format == cache.format
 
 
 def test_splices_turn_the_queries_of_each_segment(calibration):

@@ -56,7 +56,7 @@ def test_a_token_takes_the_bytes_of_the_table(row):
 def test_the_row_is_what_is_read(row):
     cache = cache_of(row)
     cache.append(0, *np.ones((2, 1, 1, DIM), np.float32))
-    plan = cache.explain(1)
+    plan = cache.explain(0, 1)
     assert plan.kernels[:2] == (f"scores_{row.number.lower()}", f"accumulate_{row.number.lower()}")
 
 

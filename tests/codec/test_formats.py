@@ -30,19 +30,19 @@ class TestKVFormat:
             ({"dtype": "int5/int8", "centring": True}, "centring is for int8 and int4 keys, got int5"),
             ({"dtype": "int8", "clip_search": True}, "clip_search is for int4 with a scale per token"),
             ({"dtype": "int4/int8", "clip_search": True, "per_channel": True}, "clip_search is for int4"),
-            ({"dtype": "int4", "block_size": 64}, "block_size is for centring, per_channel and num_recent_tokens"),
+            ({"dtype": "int4", "block_size": 64}, "block_size is for centring, per_channel and num_recent_float_tokens"),
             ({"dtype": "int4", "per_channel": True, "block_size": 16}, "block_size must be 32, 64, 128 or 256 tokens, got 16"),
             ({"dtype": "int8", "centring": True, "block_size": 100}, "block_size must be 32, 64, 128 or 256 tokens, got 100"),
-            ({"dtype": "int4", "num_float_tokens": 17}, "num_float_tokens must be between 0 and 16, got 17"),
-            ({"dtype": "int4", "num_float_tokens": -1}, "num_float_tokens must be between 0 and 16, got -1"),
-            ({"dtype": "float16", "num_float_tokens": 4}, "num_float_tokens is for integer formats"),
+            ({"dtype": "int4", "num_first_float_tokens": 17}, "num_first_float_tokens must be between 0 and 16, got 17"),
+            ({"dtype": "int4", "num_first_float_tokens": -1}, "num_first_float_tokens must be between 0 and 16, got -1"),
+            ({"dtype": "float16", "num_first_float_tokens": 4}, "num_first_float_tokens is for integer formats"),
             ({"dtype": "int9"}, "unknown storage dtype 'int9'"),
             ({"dtype": "int4/int4/int4"}, "one storage dtype, or two"),
             ({"dtype": "int4", "rotation": "vk"}, "rotation must be .* got 'vk'"),
-            ({"dtype": "int8", "num_recent_tokens": 24}, "num_recent_tokens must be a multiple of 16, got 24"),
-            ({"dtype": "int8", "num_recent_tokens": 1040}, "num_recent_tokens must be between 0 and 1024, got 1040"),
-            ({"dtype": "float16", "num_recent_tokens": 16}, "num_recent_tokens is for integer formats"),
-            ({"dtype": "int8", "num_recent_tokens": 16, "block_size": 16}, "block_size must be 32, 64, 128 or 256 tokens"),
+            ({"dtype": "int8", "num_recent_float_tokens": 24}, "num_recent_float_tokens must be a multiple of 16, got 24"),
+            ({"dtype": "int8", "num_recent_float_tokens": 1040}, "num_recent_float_tokens must be between 0 and 1024, got 1040"),
+            ({"dtype": "float16", "num_recent_float_tokens": 16}, "num_recent_float_tokens is for integer formats"),
+            ({"dtype": "int8", "num_recent_float_tokens": 16, "block_size": 16}, "block_size must be 32, 64, 128 or 256 tokens"),
             ({"dtype": "int4", "codebook": "nf4"}, "codebook must be .* got 'nf4'"),
         ],
     )
@@ -54,7 +54,7 @@ class TestKVFormat:
         for name in ("centring", "per_channel", "clip_search"):
             with pytest.raises(TypeError, match=f"{name} must be a bool"):
                 KVFormat("int4", **{name: 1})
-        for name in ("num_float_tokens", "num_recent_tokens"):
+        for name in ("num_first_float_tokens", "num_recent_float_tokens"):
             with pytest.raises(TypeError, match=f"{name} must be an integer"):
                 KVFormat("int4", **{name: 2.0})
         with pytest.raises(TypeError):
@@ -105,7 +105,7 @@ class TestKVFormat:
                 with pytest.raises(ValueError, match=f"block_size must be 128, .* got {size}"):
                     make(dtype=wide, block_size=size)
                 assert make(dtype="k8v4", block_size=size).block_size == size
-        ring = kvfast.RingKVCache(2, 1, 16, window=40, dtype=wide)
+        ring = kvfast.RingKVCache(2, 1, 16, sliding_window=40, dtype=wide)
         assert ring.block_size == 128
         for make in (
             lambda dtype: kvfast.KVCache(2, 1, 16, dtype=dtype),
@@ -222,7 +222,7 @@ def test_stored_error(isa, name):
     for dtype, got, given, most in zip(sides, (cache.k(0), cache.v(0)), (k, v), ERRORS[name]):
         rounding = 2.0**-8 if dtype == "bfloat16" else 1e-3  # of floats, which a side of bfloat16 is anyway
         assert 0.85 * most <= relative_rms(got[16:512], given[16:512]) <= most
-        first = FORMATS[name].num_float_tokens
+        first = FORMATS[name].num_first_float_tokens
         assert np.allclose(got[:first], given[:first], rtol=rounding, atol=2e-3)
         if name in SEALING:  # the rest is still floats
             assert np.allclose(got[512:], given[512:], rtol=rounding, atol=2e-3)
@@ -460,7 +460,9 @@ class TestRefusals:
         with pool.new_sequence() as sequence:
             sequence.append(0, *tokens(rng, 30, 32))
             q, table = np.ones((1, HEADS, 32), np.float32), pool.block_table([sequence])
-            with pytest.raises(ValueError, match="need a format without num_float_tokens, num_recent_tokens, centring and per_channel"):
+            with pytest.raises(
+                ValueError, match="need a format without num_first_float_tokens, num_recent_float_tokens, centring and per_channel"
+            ):
                 pool.attend_batch(0, q, block_table=table, seq_lens=[30])
             assert pool.attend_batch(0, q, [sequence]).shape == q.shape
         assert pool.num_free_blocks == 4
@@ -470,8 +472,8 @@ class TestRefusals:
 HALF_FLOAT = [
     KVFormat(dtype, **options)
     for dtypes, options in [
-        (("float32/int6", "int8/float32", "bfloat16/int4", "int8/bfloat16"), {"num_float_tokens": 4}),
-        (("int4/float32", "int4/bfloat16", "int4/float16"), {"per_channel": True, "num_float_tokens": 4}),
+        (("float32/int6", "int8/float32", "bfloat16/int4", "int8/bfloat16"), {"num_first_float_tokens": 4}),
+        (("int4/float32", "int4/bfloat16", "int4/float16"), {"per_channel": True, "num_first_float_tokens": 4}),
         (("int8/float32", "int4/bfloat16"), {"centring": True}),
     ]
     for dtype in dtypes
@@ -502,7 +504,7 @@ def test_a_side_that_is_float_stays_what_it_is(rng, fmt, kind):
                 if dtype in dtypes:
                     np.testing.assert_array_equal(rows, exact.astype(dtypes[dtype]).astype(np.float32))
                     continue
-                first = fmt.num_float_tokens
+                first = fmt.num_first_float_tokens
                 np.testing.assert_array_equal(rows[:first], exact[:first].astype(np.float16).astype(np.float32))
             q = given[0, :3]
             want, _ = attention(q, one.k(0), one.v(0))
@@ -511,7 +513,7 @@ def test_a_side_that_is_float_stays_what_it_is(rng, fmt, kind):
 
 def test_a_float_side_takes_what_its_dtype_holds():
     """Float rows of the other side are float16, which does not bound this one."""
-    cache = kvfast.KVCache(1, 1, 16, dtype=KVFormat("float32/int8", num_float_tokens=4))
+    cache = kvfast.KVCache(1, 1, 16, dtype=KVFormat("float32/int8", num_first_float_tokens=4))
     k, v = np.full((6, 1, 16), 1e30, np.float32), np.ones((6, 1, 16), np.float32)
     cache.append(0, k, v)
     assert np.array_equal(cache.k(0), k)

@@ -60,7 +60,7 @@ def test_write_is_split_and_append(rng, kind, dtype, source):
     dim, pool = 64, kvfast.PagedKVCache(1, KV_HEADS, 64, num_blocks=8, **storage)
     make = {
         "contiguous": lambda: kvfast.KVCache(1, KV_HEADS, dim, **storage),
-        "ring": lambda: kvfast.RingKVCache(1, KV_HEADS, dim, window=30, **storage),
+        "ring": lambda: kvfast.RingKVCache(1, KV_HEADS, dim, sliding_window=30, **storage),
         "paged": pool.new_sequence,
         "batch": pool.new_sequence,
     }[kind]

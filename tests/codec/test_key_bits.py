@@ -9,6 +9,7 @@ from reference import attention, bound, relative_error
 
 import kvfast
 from kvfast import KVFormat
+from kvfast.caches.buffer_layout import buffer_layout
 
 FLAG = 0x4000  # in the uint16 of a channel's scale
 FLAGS = {
@@ -57,7 +58,7 @@ def test_all_readers_agree_on_any_flags(isa, rng, dtype, name, head_dim):
 def test_flags_that_change_in_the_memory_of_a_pool(isa, rng, dtype):
     shape, form = (1, 1, 64, 4, 64), KVFormat(f"{dtype}/int8", per_channel=True)
     codes = 64 * 64 * int(dtype[3:]) // 8
-    with before_a_page(kvfast.buffer_layout(*shape, form).nbytes) as memory:
+    with before_a_page(buffer_layout(*shape, form).nbytes) as memory:
         sequence = kvfast.PagedKVCache(*shape, form, buffer=memory).new_sequence()
         sequence.append(0, *rng.standard_normal((2, 256, 1, 64), np.float32))
         sequence.advance(256)

@@ -362,5 +362,5 @@ def test_a_compressed_prompt_has_no_recent_floats(kv):
     """No tokens follow, so that all of them are codes, whatever the format keeps of tokens that others follow."""
     for options in ({"dtype": "int8"}, {"dtype": "int4", "per_channel": True}):
         plain = CacheStore.of(*kv, kvfast.KVFormat(**options))
-        recent = CacheStore.of(*kv, kvfast.KVFormat(**options, num_recent_tokens=256))
+        recent = CacheStore.of(*kv, kvfast.KVFormat(**options, num_recent_float_tokens=256))
         assert recent.nbytes == plain.nbytes and np.array_equal(recent.cache.k(0), plain.cache.k(0))

@@ -9,6 +9,7 @@ from compressed_rows import METHODS, correlated, tokens_first
 
 import kvfast
 from kvfast import CompressedKV, Hybrid, KVCacheCompressor, LowRank, PrefixKVCache, Quantize, VectorQuantization
+from kvfast.caches.multi_head import MultiHeadConfig
 
 COMPRESSOR = KVCacheCompressor(Hybrid())
 
@@ -17,16 +18,17 @@ def make(kind):
     """(cache to append to, what its bridges take besides a layer, names of the bridges)."""
     if kind == "cache":
         cache = kvfast.KVCache(2, 3, 32, dtype="float32")
-        return cache, lambda layer: (cache, layer), "cache"
-    if kind == "ring":
-        cache = kvfast.RingKVCache(2, 3, 32, window=60, num_sink_tokens=4, dtype="float32")
-        return cache, lambda layer: (cache, layer), "ring_cache"
-    pool = kvfast.PagedKVCache(2, 3, 32, num_blocks=12, block_size=16, dtype="float32")
-    sequence = pool.new_sequence()
-    return sequence, lambda layer: (pool, layer, sequence), "paged_cache"
+    elif kind == "ring":
+        cache = kvfast.RingKVCache(2, 3, 32, sliding_window=60, num_sink_tokens=4, dtype="float32")
+    else:
+        pool = kvfast.PagedKVCache(2, 3, 32, num_blocks=12, block_size=16, dtype="float32")
+        cache = pool.new_sequence()
+    if kind == "paged":
+        return cache, lambda layer: (pool, layer, cache), "paged_cache"
+    return cache, lambda layer: (cache, layer), "cache"
 
 
-@pytest.mark.parametrize("kind", ["cache", "ring", "paged"])
+@pytest.mark.parametrize("kind", ["cache", "ring", "sequence", "paged"])
 def test_bridges(kind, rng):
     cache, place, name = make(kind)
     compress, decompress = getattr(COMPRESSOR, f"compress_{name}"), getattr(COMPRESSOR, f"decompress_to_{name}")
@@ -67,15 +69,32 @@ def test_bridges_of_the_wrong_kind():
     cache, pool = kvfast.KVCache(1, 1, 16), kvfast.PagedKVCache(1, 1, 16, num_blocks=4)
     foreign = kvfast.PagedKVCache(1, 1, 16, num_blocks=4).new_sequence()
     for call in (
-        lambda: COMPRESSOR.compress_ring_cache(cache, 0),
         lambda: COMPRESSOR.compress_cache(pool, 0),
+        lambda: COMPRESSOR.compress_cache(cache.snapshot(), 0),
         lambda: COMPRESSOR.compress_paged_cache(cache, 0, pool.new_sequence()),
         lambda: COMPRESSOR.compress_paged_cache(pool, 0, 3),
     ):
         with pytest.raises(TypeError, match="must be a"):
             call()
+    with pytest.raises(TypeError, match="a sequence of the pool, got PagedKVCache"):
+        COMPRESSOR.decompress_to_cache(COMPRESSOR.compress_kv_3d(*np.ones((2, 1, 20, 16), np.float32)), pool, 0)
     with pytest.raises(ValueError, match="not a sequence of this pool"):
         COMPRESSOR.compress_paged_cache(pool, 0, foreign)
+
+
+def test_bridges_of_a_cache_by_head(rng):
+    cache, other = (kvfast.MultiHeadKVCache(3, MultiHeadConfig(head_dim=32, bits=8)) for _ in "ab")
+    cache.push_tokens(*rng.standard_normal((2, 100, 3, 32)).astype(np.float32))
+    compressed = COMPRESSOR.compress_cache(cache, 0)
+    COMPRESSOR.decompress_to_cache(compressed, other, 0)
+    assert len(other) == 100 and reference.relative_error(other.k(), cache.k()) < 0.05
+    with pytest.raises(kvfast.DimensionMismatchError, match="2 heads of 32 like the cache, got 3"):
+        COMPRESSOR.decompress_to_cache(compressed, kvfast.MultiHeadKVCache(2, cache.config), 0)
+    for call in (lambda: COMPRESSOR.compress_cache(cache, 1), lambda: COMPRESSOR.decompress_to_cache(compressed, other, 1)):
+        with pytest.raises(IndexError, match="layer must be between 0 and 0, got 1"):
+            call()
+    with pytest.raises(ValueError, match="layer 0 is empty"):
+        COMPRESSOR.compress_cache(kvfast.MultiHeadKVCache(3, cache.config), 0)
 
 
 def test_pool_too_small(rng):
@@ -146,7 +165,7 @@ def test_bad_prefixes(rng):
     with pytest.raises(ValueError, match="empty"):
         PrefixKVCache.compress(kvfast.KVCache(1, 3, 32), COMPRESSOR)
     with pytest.raises(TypeError, match="KVCache or a Sequence, got RingKVCache"):
-        PrefixKVCache.compress(kvfast.RingKVCache(1, 3, 32, window=32), COMPRESSOR)
+        PrefixKVCache.compress(kvfast.RingKVCache(1, 3, 32, sliding_window=32), COMPRESSOR)
     with pytest.raises(TypeError, match="must be a KVCacheCompressor, got str"):
         PrefixKVCache.compress(kvfast.KVCache(1, 3, 32), "hybrid")
     both = PrefixKVCache([one], max_seq_len=101)

@@ -12,6 +12,7 @@ import pytest
 from selection import parametrize
 
 import kvfast
+from kvfast.core.kernels import cpu_features
 
 ARM = platform.machine() in ("aarch64", "arm64")
 # Older processors that qemu knows, and the tier that they can run at best.
@@ -33,18 +34,18 @@ for dtype in ("float32", "float16", "bfloat16", "int8-plain", "int4-plain", "int
 def test_tiers():
     tiers = kvfast.available_isas()
     assert tiers[-1] == "scalar" and kvfast.active_isa() in tiers
-    if kvfast.cpu_features().get("avx2"):
+    if cpu_features().get("avx2"):
         assert "avx2" in tiers and "sse2" in tiers
-    assert ("avx_vnni" in tiers) == kvfast.cpu_features().get("avxvnni", False)  # gcc 11 and clang 13 know it
-    if kvfast.cpu_features().get("avx512bw"):
+    assert ("avx_vnni" in tiers) == cpu_features().get("avxvnni", False)  # gcc 11 and clang 13 know it
+    if cpu_features().get("avx512bw"):
         assert "avx512" in tiers
-    if kvfast.cpu_features().get("avx512vnni"):
+    if cpu_features().get("avx512vnni"):
         assert "avx512_vnni" in tiers
-        assert ("avx512_vbmi" in tiers) == kvfast.cpu_features()["avx512vbmi"]
+        assert ("avx512_vbmi" in tiers) == cpu_features()["avx512vbmi"]
     assert ("neon" in tiers) == ARM
-    assert ("neon_dotprod" in tiers) == kvfast.cpu_features().get("dotprod", False)  # gcc and clang 16 know it
+    assert ("neon_dotprod" in tiers) == cpu_features().get("dotprod", False)  # gcc and clang 16 know it
     for feature in ("amx_int8", "amx_bf16"):
-        assert (tiers[0] == "amx") == kvfast.cpu_features().get(feature, False)
+        assert (tiers[0] == "amx") == cpu_features().get(feature, False)
 
 
 def test_use_isa():

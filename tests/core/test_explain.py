@@ -54,7 +54,7 @@ def test_bytes_of_one_query(dtype, length, dim):
             scales += 2 * lanes(length) * 4
         else:
             floats += 2 * length * padded * BITS[side] // 8
-    plan = cache.explain((1, 6, dim), num_splits=1)
+    plan = cache.explain(0, (1, 6, dim), num_splits=1)
     assert told(plan) == (codes, scales, floats)
     assert plan.bytes_read == codes + scales + floats
     read = lanes(length) if codes else length
@@ -67,7 +67,7 @@ def test_bytes_of_many_queries(data):
     length, heads, group = data.draw(st.integers(1, 3000)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     n = data.draw(st.integers(1, min(length, 60)))
     cache = filled(length, heads, 32)
-    plan = cache.explain((n, heads * group, 32), num_splits=data.draw(st.integers(0, 9)))
+    plan = cache.explain(0, (n, heads * group, 32), num_splits=data.draw(st.integers(0, 9)))
     passes = list(ranges(plan, heads, group, length, n))
     tokens = heads * sum(lanes(end - begin) for begin, end in passes)
     assert told(plan) == (tokens * 2 * 32, tokens * 2 * 4, 0)
@@ -79,11 +79,11 @@ def test_bytes_of_many_queries(data):
 @pytest.mark.parametrize("window", [1, 100, 700])
 def test_bytes_of_a_window(window):
     length, cache = 2000, filled(2000)
-    plan = cache.explain((1, 4, 64), sliding_window=window)
+    plan = cache.explain(0, (1, 4, 64), sliding_window=window)
     step = min(plan.tile, cache.block_size)  # what lies before the block or tile with the first token is not read
     tokens = length - (length - window) // step * step
     assert told(plan) == (2 * lanes(tokens) * 2 * 64, 2 * lanes(tokens) * 8, 0)
-    plan = filled(length).explain((1, 4, 64), sliding_window=window, num_sink_tokens=5)
+    plan = filled(length).explain(0, (1, 4, 64), sliding_window=window, num_sink_tokens=5)
     tokens = lanes(tokens) + 16
     assert told(plan) == (2 * tokens * 2 * 64, 2 * tokens * 8, 0)
 
@@ -92,7 +92,7 @@ def test_bytes_of_a_window(window):
 def test_bytes_of_float_rows(length):
     """Of int4: the first 4 tokens, and from the last full block that 16 tokens follow on."""
     dim, heads = 64, 2
-    plan = filled(length, dtype="int4").explain((1, 8, dim), num_splits=1)
+    plan = filled(length, dtype="int4").explain(0, (1, 8, dim), num_splits=1)
     coded = max(0, length - 1 - 16) // 64 * 64
     first = min(4, length)
     newest = length - coded if length > first else 0
@@ -105,36 +105,36 @@ def test_bytes_of_float_rows(length):
 def test_splits_and_threads():
     cache = filled(20000, dtype="int8")
     for num_splits in (1, 2, 5):
-        plan = cache.explain((1, 4, 64), num_splits=num_splits)
+        plan = cache.explain(0, (1, 4, 64), num_splits=num_splits)
         assert plan.num_splits == num_splits and plan.num_tasks == 2 * num_splits
         assert plan.items[0].split_tokens * num_splits >= 20000
-    assert cache.explain((1, 4, 64)).num_splits > 1
-    assert cache.explain((1, 4, 64), num_threads=1).num_threads == 1
-    assert cache.explain((1, 4, 64), num_threads=7).num_threads == (7 if kvfast.has_openmp() else 1)
-    assert filled(10).explain((1, 4, 64), num_threads=7).num_threads == 1  # not worth a second thread
+    assert cache.explain(0, (1, 4, 64)).num_splits > 1
+    assert cache.explain(0, (1, 4, 64), num_threads=1).num_threads == 1
+    assert cache.explain(0, (1, 4, 64), num_threads=7).num_threads == (7 if kvfast.has_openmp() else 1)
+    assert filled(10).explain(0, (1, 4, 64), num_threads=7).num_threads == 1  # not worth a second thread
     with kvfast.use_isa("scalar"):
-        wide = cache.explain((40, 16, 64))
+        wide = cache.explain(0, (40, 16, 64))
     assert wide.rows == 16 and wide.items[0].row_blocks == 40 * 8 // 16
 
 
 @pytest.mark.skipif("amx" not in kvfast.available_isas(), reason="this CPU has no matrix unit")
 def test_the_matrix_unit_takes_many_rows():
     with kvfast.use_isa("amx"):
-        plan = filled(20000, dtype="int8").explain((400, 16, 64), num_threads=1)
+        plan = filled(20000, dtype="int8").explain(0, (400, 16, 64), num_threads=1)
         assert plan.rows == 256 and plan.items[0].row_blocks == 13 and "attend_panels" in plan.kernels
-        assert "attend_panels" in filled(500, dtype="bfloat16").explain((400, 16, 64)).kernels
+        assert "attend_panels" in filled(500, dtype="bfloat16").explain(0, (400, 16, 64)).kernels
         for dtype, n in (("float32", 400), ("int8", 16), ("float16", 16)):
-            assert filled(500, dtype=dtype).explain((n, 16, 64)).rows == 16
+            assert filled(500, dtype=dtype).explain(0, (n, 16, 64)).rows == 16
 
 
 def test_what_q_may_be():
     cache = filled(500, dtype="int8/int4")
-    plan = cache.explain((2, 2, 64))
-    assert cache.explain(2) == plan == cache.explain(np.ones((2, 2, 64), np.float32)) == cache.explain([2, 2, 64])
-    assert cache.explain(np.int64(2), num_q_heads=6).q_shape == (2, 6, 64)
-    half = cache.explain(np.ones((2, 8, 64), np.float16)[:, ::2])
-    assert half.q_dtype == "float16" and half == cache.explain((2, 4, 64), dtype=np.float16)
-    assert cache.explain(1, dtype="bf16").q_dtype == "bfloat16"
+    plan = cache.explain(0, (2, 2, 64))
+    assert cache.explain(0, 2) == plan == cache.explain(0, np.ones((2, 2, 64), np.float32)) == cache.explain(0, [2, 2, 64])
+    assert cache.explain(0, np.int64(2), num_q_heads=6).q_shape == (2, 6, 64)
+    half = cache.explain(0, np.ones((2, 8, 64), np.float16)[:, ::2])
+    assert half.q_dtype == "float16" and half == cache.explain(0, (2, 4, 64), dtype=np.float16)
+    assert cache.explain(0, 1, dtype="bf16").q_dtype == "bfloat16"
     assert plan.kernels == ("scores_int8", "accumulate_int4") and plan.float_kernels == ()
     with pytest.raises(AttributeError):
         plan.tile = 3
@@ -142,14 +142,14 @@ def test_what_q_may_be():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels(dtype):
-    plan = filled(300, dtype=dtype).explain()
+    plan = filled(300, dtype=dtype).explain(0)
     assert plan.isa == kvfast.active_isa()
     form = kvfast.KVFormat.of(dtype)
     assert plan.storage == str(form)
     codes = {"uniform": "int4", "gaussian": "gauss4"}[form.codebook]
     k, v = (codes if dtype == "int4" else dtype for dtype in (form.k_dtype, form.v_dtype))
     assert plan.kernels == (f"scores_{form.k_dtype if form.per_channel else k}", f"accumulate_{v}")
-    assert bool(plan.float_kernels) == bool(plan.float_tile) == (form.seals or form.num_float_tokens > 0)
+    assert bool(plan.float_kernels) == bool(plan.float_tile) == (form.seals or form.num_first_float_tokens > 0)
 
 
 @pytest.mark.parametrize("dtype", ["int4", "int8", "float16"])
@@ -159,7 +159,7 @@ def test_every_cache(rng, kind, dtype):
     cache = fill(make(kind, dtype), rng, 150)
     before = cache.copy()
     for layer in range(LAYERS):
-        plan = cache.explain((1, 4, 20), layer, num_threads=1)
+        plan = cache.explain(layer, (1, 4, 20), num_threads=1)
         assert plan.context == 150 and plan.num_kv_heads == HEADS and plan.bytes_read > 0
         assert all(item.begin >= 0 and item.end == plan.context for item in plan.items)
         assert plan.storage in str(plan) and plan.isa in str(plan)
@@ -167,11 +167,11 @@ def test_every_cache(rng, kind, dtype):
 
 
 def test_ring_reads_its_window(rng):
-    ring = kvfast.RingKVCache(1, 2, 64, window=100, num_sink_tokens=4, dtype="int8-plain")
+    ring = kvfast.RingKVCache(1, 2, 64, sliding_window=100, num_sink_tokens=4, dtype="int8-plain")
     ring.append(0, *rng.standard_normal((2, 1000, 2, 64)).astype(np.float32))
     ring.advance(1000)
     tokens = lanes(1000 - 900 // 64 * 64) + 16
-    assert told(ring.explain((1, 4, 64))) == (2 * tokens * 2 * 64, 2 * tokens * 8, 0)
+    assert told(ring.explain(0, (1, 4, 64))) == (2 * tokens * 2 * 64, 2 * tokens * 8, 0)
 
 
 def test_batch(rng):
@@ -183,19 +183,19 @@ def test_batch(rng):
     for branch in branches:
         branch.append(0, *rng.standard_normal((2, 10, 2, 64)).astype(np.float32))
         branch.advance(10)
-    alone = branches[0].explain((1, 8, 64))
-    apart = pool.explain_batch((4, 8, 64), branches, cascade=False)
+    alone = branches[0].explain(0, (1, 8, 64))
+    apart = pool.explain_batch(0, (4, 8, 64), branches, cascade=False)
     assert apart.bytes_read == 4 * alone.bytes_read and len(apart.items) == 4 and apart.context == 4 * 1034
-    shared = pool.explain_batch((4, 8, 64), branches)
+    shared = pool.explain_batch(0, (4, 8, 64), branches)
     tokens = 2 * (1024 + 4 * 16)
     assert told(shared) == (tokens * 2 * 64, tokens * 8, 0)
     assert shared.items[0].num_queries == 4 and shared.items[0].end == 1024
-    ragged = pool.explain_batch(5, branches, cu_seqlens_q=[0, 2, 3, 4, 5], num_q_heads=8)
+    ragged = pool.explain_batch(0, 5, branches, cu_seqlens_q=[0, 2, 3, 4, 5], num_q_heads=8)
     assert ragged.q_shape == (5, 8, 64)
     blocks, lens = pool.block_table(branches), pool.seq_lens(branches)
-    assert pool.explain_batch((4, 8, 64), block_table=blocks, seq_lens=lens) == shared
+    assert pool.explain_batch(0, (4, 8, 64), block_table=blocks, seq_lens=lens) == shared
     with pytest.raises(ValueError, match="either sequences"):
-        pool.explain_batch(1)
+        pool.explain_batch(0, 1)
 
 
 def test_what_is_refused():
@@ -209,18 +209,18 @@ def test_what_is_refused():
         (1.5, TypeError, "tokens of q"),
     ):
         with pytest.raises(error, match=words):
-            cache.explain(bad)
+            cache.explain(0, bad)
     with pytest.raises(ValueError, match="float32, float16 or bfloat16"):
-        cache.explain(1, dtype="int8")
+        cache.explain(0, 1, dtype="int8")
     with pytest.raises(IndexError):
         cache.explain(1, 1)
     with pytest.raises(ValueError, match="no tokens"):
-        kvfast.KVCache(1, 2, 64).explain()
+        kvfast.KVCache(1, 2, 64).explain(0)
 
 
 def notes(dim, dtype="int8", **options):
     """Of the best tier, which may not be the best that there is."""
-    return [note for note in filled(64, dim=dim, dtype=dtype).explain(**options).notes if "tier" not in note]
+    return [note for note in filled(64, dim=dim, dtype=dtype).explain(0, **options).notes if "tier" not in note]
 
 
 def test_notes():
@@ -228,12 +228,12 @@ def test_notes():
     assert len(notes(20, "float16")) == 1 and "stored as 32" in notes(20, "float16")[0]
     assert len(notes(100)) == 2 and "100 is 4 x 25" in notes(100)[0] and "12% more bytes" in notes(100)[1]
     with kvfast.use_isa("scalar"):
-        assert "scalar" in filled(64).explain().notes[0]
+        assert "scalar" in filled(64).explain(0).notes[0]
     with kvfast.use_isa(kvfast.available_isas()[0]):
-        best = filled(64).explain().notes
+        best = filled(64).explain(0).notes
     assert not best or kvfast.active_isa() in ("avx512", "avx_vnni", "avx2", "sse2", "neon", "scalar")
     if kvfast.has_openmp():
-        idle = filled(20000, 1).explain(1, num_splits=1, num_threads=3)
+        idle = filled(20000, 1).explain(0, 1, num_splits=1, num_threads=3)
         assert idle.num_tasks == 1 and "3 threads share 1 task" in idle.notes[-1] and "note" in str(idle)
 
 
@@ -242,9 +242,9 @@ def test_packed_codes_go_without_the_matrix_unit():
     for form, packed in (("int8", False), ("int5", True), ("int8/int3", True)):
         cache = kvfast.KVCache(1, 2, 32, dtype=kvfast.KVFormat(form))
         cache.append(0, *np.ones((2, 500, 2, 32), np.float32))
-        plan = cache.explain((100, 4, 32))
+        plan = cache.explain(0, (100, 4, 32))
         told = any("without the matrix unit" in note for note in plan.notes)
         assert told == (packed and kvfast.active_isa() == "amx")
         words = kvfast.active_isa() in ("avx512_vbmi", "avx512_vnni")
         assert ("attend_panels" in plan.kernels) == (words or (not packed and kvfast.active_isa() == "amx"))
-        assert not any("matrix unit" in note for note in cache.explain((1, 4, 32)).notes)
+        assert not any("matrix unit" in note for note in cache.explain(0, (1, 4, 32)).notes)

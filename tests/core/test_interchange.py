@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
 from kvfast.core.interchange import _DLTensor, as_array
 
 
@@ -89,7 +90,7 @@ def test_float64_is_rounded_once(rng, foreign):
         yield latent.attend(0, given(q))
         heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(32))
         heads.push_tokens(given(k), given(v))
-        yield heads.decode_values()
+        yield heads.v()
         pool = kvfast.PagedKVCache(1, 2, 32, 4)
         sequence = pool.new_sequence()
         pool.append_batch(0, given(k), given(v), pool.slot_mapping([sequence], 70))
@@ -158,7 +159,7 @@ def test_numbers_that_are_still_to_be_negated(kv):
 
 
 def test_memory_to_write_to_is_not_still_to_be_negated():
-    layout = kvfast.buffer_layout(1, 2, 64, 4, dtype="int8")
+    layout = buffer_layout(1, 2, 64, 4, dtype="int8")
     memory = [np.zeros((4, layout.block_nbytes[0] // 4), np.float32)]
     with pytest.raises(TypeError, match="must be memory that NumPy can share, got a copy of a Lazy"):
         kvfast.PagedKVCache(1, 2, 64, 4, dtype="int8", buffer=[Lazy(memory[0])])

@@ -58,7 +58,7 @@ def test_fork():
         "one = cache(64, 'int8', 20000, num_threads=2)\n"
         "if os.fork() == 0:\n"
         "    one.attend(0, np.ones((1, 4, 64), np.float32), num_threads=2)\n"
-        "    assert one.explain(num_threads=2).num_threads == 2\n"
+        "    assert one.explain(0, num_threads=2).num_threads == 2\n"
         "    os._exit(0)\n"
         "assert os.wait()[1] == 0\n"
     )

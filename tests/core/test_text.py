@@ -85,7 +85,7 @@ def test_no_error_prints_data(rng):
         lambda x: kvfast.KVFormat(x),
         lambda x: kvfast.KVFormat("int4", block_size=x),
         lambda x: kvfast.Rope(x),
-        lambda x: kvfast.RingKVCache(1, 1, 64, window=x),
+        lambda x: kvfast.RingKVCache(1, 1, 64, sliding_window=x),
         lambda x: kvfast.use_isa(x),
         lambda x: kvfast.set_num_threads(x),
         lambda x: kvfast.attention(good, good, x),

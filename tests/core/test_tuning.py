@@ -46,7 +46,7 @@ def calls(form):
         cache.append(0, *rng.standard_normal((2, length, 2, dim), np.float32))
         cache.advance(length)
         yield functools.partial(cache.attend, 0, rng.standard_normal((queries, heads, dim), np.float32))
-    ring = kvfast.RingKVCache(1, 2, 32, dtype=form, window=200, num_sink_tokens=20)
+    ring = kvfast.RingKVCache(1, 2, 32, dtype=form, sliding_window=200, num_sink_tokens=20)
     for rows in rng.standard_normal((5, 2, 100, 2, 32), np.float32):
         ring.append(0, *rows)
         ring.advance(100)

@@ -664,7 +664,7 @@ def test_settings_of_rings(path, rng, mmap):
         {"rope": []},
         {"rope": {}},
         {"rope": True},
-        {"window": 90},
+        {"sliding_window": 90},
         {"more": 1},
         {"windows": [90, 40]},
         {"kind": "full"},
@@ -688,7 +688,7 @@ def test_windows_of_any_size_reserve_nothing(path, rng, mmap):
             for rollback in (0, 1 << 40):
                 path.write_bytes(with_settings(data, windows=[window] * 2, rollback=rollback))
                 ring = kvfast.load(path, mmap=mmap)
-                assert ring.window == window and ring.nbytes < 1 << 20
+                assert ring.sliding_window == window and ring.nbytes < 1 << 20
                 fill(ring, rng, 100)
                 assert ring.nbytes < 1 << 20 and len(contents(ring)) == 7
 

@@ -12,6 +12,7 @@ from file_parts import with_text
 from fuzz_cache_file import places
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.compression.fields import COMPRESSED
 from kvfast.files.fields import HEADER, check_fields
 from kvfast.prompts.envelope import HEADER_BYTES, complete, num_tokens_of, payload_of
@@ -30,7 +31,7 @@ def other_types(value):
 
 
 def heads():
-    cache = kvfast.MultiHeadKVCache(3, kvfast.MultiHeadConfig(1, bits=(5, 3), num_q_heads=3))
+    cache = kvfast.MultiHeadKVCache(3, MultiHeadConfig(1, bits=(5, 3), num_q_heads=3))
     cache.push_tokens(*np.random.default_rng(0).standard_normal((2, 50, 3, 1), np.float32))
     return cache
 

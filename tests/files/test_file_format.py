@@ -14,6 +14,7 @@ from cache_kinds import DIM, DTYPES, HEADS, KINDS, LAYERS, fill, make, tokens
 from file_reader import FLOATS, SIMD, Reader
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.codec.multi_head import signs_of
 
 safetensors = pytest.importorskip("safetensors")
@@ -57,7 +58,7 @@ def latent(rng, n, dtype="int8", rope_dim=12):
 
 
 def heads(rng, n, window=None, **config):
-    cache = kvfast.MultiHeadKVCache(3, kvfast.MultiHeadConfig(DIM, **config))
+    cache = kvfast.MultiHeadKVCache(3, MultiHeadConfig(DIM, **config))
     cache.push_tokens(*rng.standard_normal((2, n, 3, DIM), np.float32))
     if window:
         cache.evict_outside_window(window)
@@ -83,7 +84,13 @@ def two_widths(rng, n, dtype="int4", v_head_dim=(12, DIM, 40)):
 
 
 ALL_OPTIONS = kvfast.KVFormat(
-    "int8/int4", rotation="kv", codebook="gaussian", centring=True, num_float_tokens=9, num_recent_tokens=32, clip_search=True
+    "int8/int4",
+    rotation="kv",
+    codebook="gaussian",
+    centring=True,
+    num_first_float_tokens=9,
+    num_recent_float_tokens=32,
+    clip_search=True,
 )
 SPREAD = np.linspace(0.3, 3, DIM, dtype=np.float32)
 CALIBRATION = kvfast.calibrate(*(np.random.default_rng(98).standard_normal((2, LAYERS, 320, HEADS, DIM), np.float32) * SPREAD))
@@ -106,7 +113,7 @@ CACHES = {
     "int3, cut": lambda rng: cut(make("growing", kvfast.KVFormat("int3", per_channel=True)), rng, 150, loud=50),
     "recent": lambda rng: fill(make("growing", "k8v4-recent"), rng, 150),
     "recent, a ring": lambda rng: fill(
-        make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_tokens=48, block_size=32)), rng, 333
+        make("ring with sinks", kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=48, block_size=32)), rng, 333
     ),
     "empty": lambda rng: make("growing"),
     "a long ring": lambda rng: fill(make("ring with sinks", "int4"), rng, 700),
@@ -383,7 +390,7 @@ def shown_by(cache, layer):
         both = cache.get_latent(layer)[:, None]
         return both[..., :40], both[..., 40:]
     if isinstance(cache, kvfast.MultiHeadKVCache):
-        return cache.decode_keys(), cache.decode_values()
+        return cache.k(), cache.v()
     return cache.k(layer), cache.v(layer)
 
 

@@ -37,6 +37,7 @@ from fuzz_recipes import FORMATS, PROTOCOL, RECORDS, Call, parameters, public_na
 from hostile_values import Misfit, hostile, is_finite
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.caches.paged_sequence import PagedSequence
 from kvfast.caches.paged_storage import PagedStorage
 from kvfast.caches.stored_sequence import StoredSequence
@@ -76,7 +77,6 @@ WRITING = OFTEN - {"attend", "attend_batch"} | {
     "decompress_to_cache",
     "decompress_to_mla_cache",
     "decompress_to_paged_cache",
-    "decompress_to_ring_cache",
     "copy",
     "match_prefix",
     "deepcopy",
@@ -102,7 +102,7 @@ class World:
         ring_pool = kvfast.PagedKVCache(LAYERS, HEADS, DIM, num_blocks=20, dtype=rng.choice(FORMATS), **window)
         mla_pool = kvfast.PagedMLAKVCache(LAYERS, 20, 8, num_blocks=20)
         mla = kvfast.MLAKVCache(LAYERS, 20, rng.choice([0, 8]), dtype=rng.choice(["int8", "float32"]))
-        heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(20, rng.choice([4, 8, (3, 5)])))
+        heads = kvfast.MultiHeadKVCache(2, MultiHeadConfig(20, rng.choice([4, 8, (3, 5)])))
         k, v = self.numbers.standard_normal((2, 2, 40, 20), np.float32)
         compressor = kvfast.KVCacheCompressor(
             rng.choice([kvfast.Hybrid(), kvfast.Quantize(), kvfast.LowRank(4), kvfast.VectorQuantization(4)])
@@ -179,7 +179,7 @@ def state(one):
             for side in (False, True)
         ]
     if isinstance(one, kvfast.MultiHeadKVCache):
-        return len(one), one.decode_keys().tobytes(), one.decode_values().tobytes()
+        return len(one), one.k().tobytes(), one.v().tobytes()
     if isinstance(one, kvfast.PrefixKVCache):
         return state(one.live)
     return None

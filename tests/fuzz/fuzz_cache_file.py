@@ -125,7 +125,7 @@ VALUES = [
     [{"dtype": "int8"}] * 2,
     [{"dtype": "int4", "per_channel": True, "block_size": 32}] * 2,
     {"dtype": "int4", "rotation": "kv", "centring": True, "block_size": 64},
-    [{"dtype": "int4", "num_float_tokens": 16}] * 2,
+    [{"dtype": "int4", "num_first_float_tokens": 16}] * 2,
     {"skipped_blocks": 0},
     {"skipped_blocks": 0, "floats_begin": 64, "kept_codes": 3},
     {"skipped_blocks": 1, "evicted_tokens": 128},
@@ -175,7 +175,7 @@ def exchanged(rng, value):
             rng.choice(
                 [
                     "more",
-                    "window",
+                    "sliding_window",
                     "dtype",
                     "rotary_dim",
                     "rope_theta",
@@ -188,8 +188,8 @@ def exchanged(rng, value):
                     "centring",
                     "per_channel",
                     "block_size",
-                    "num_float_tokens",
-                    "num_recent_tokens",
+                    "num_first_float_tokens",
+                    "num_recent_float_tokens",
                     "clip_search",
                 ]
             )

@@ -63,7 +63,7 @@ def random_format(rng, latent=False):
         if not latent:
             finishing = int(rng.integers(4))
             parts |= {"centring": finishing == 1, "per_channel": finishing == 2}
-            parts["num_float_tokens"] = int(one_of(rng, [0, 0, 1, 3, 4, 5, 15, 16]))
+            parts["num_first_float_tokens"] = int(one_of(rng, [0, 0, 1, 3, 4, 5, 15, 16]))
         with contextlib.suppress(ValueError):
             return KVFormat(f"{k}/{v}", **parts)
     raise RuntimeError("no format was good")
@@ -78,7 +78,7 @@ def random_formats(rng, layers, latent=False):
     # From a copy, so that the cases that found something stay what they were.
     recent = int(one_of(copy.deepcopy(rng), [16, 0, 32, 0, 64, 128, 0, 0, 0, 0, 0]))
     if recent:
-        formats = [replace(one, num_recent_tokens=recent) if "int" in one.dtype else one for one in formats]
+        formats = [replace(one, num_recent_float_tokens=recent) if "int" in one.dtype else one for one in formats]
     return [replace(one, block_size=block) if one.seals else one for one in formats]
 
 
@@ -86,7 +86,7 @@ def told(form):
     """A format without what makes no difference in kind."""
     kinds = ["float32" if one == "float32" else "halves" if "float" in one else "int" for one in (form.k_dtype, form.v_dtype)]
     parts = ["/".join(kinds), *(name for name in ("per_channel", "centring") if getattr(form, name))]
-    return " ".join(parts + ["float tokens"] * bool(form.num_float_tokens))
+    return " ".join(parts + ["float tokens"] * bool(form.num_first_float_tokens))
 
 
 class Rows:
@@ -96,7 +96,7 @@ class Rows:
         self.rng, self.layers, self.heads, self.dims = rng, layers, heads, (k_dim, v_dim)
         # Processors take long with denormals, which a long row is not needed for.
         self.flavour = str(one_of(rng, [one for one in FLAVOURS if one != "denormal" or k_dim <= 64]))
-        half = any(one.seals or one.num_float_tokens or "float16" in one.dtype for one in formats)
+        half = any(one.seals or one.num_first_float_tokens or "float16" in one.dtype for one in formats)
         self.size = {"tiny": 1e-18, "large": 3e3 if half else 1e12, "denormal": 1e-41}.get(
             self.flavour, float(one_of(rng, [1, 1, 1, 0.1, 8]))
         )

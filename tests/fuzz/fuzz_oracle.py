@@ -26,7 +26,7 @@ GAPS = {
 
 def open_tokens(form):
     """For so many tokens more the tokens of a full block stay floats."""
-    return max(16, form.num_recent_tokens) if form.seals else 0
+    return max(16, form.num_recent_float_tokens) if form.seals else 0
 
 
 class Finding(AssertionError):
@@ -73,7 +73,7 @@ class Side:
         self.rotated = "v" in form.rotation if values else "k" in form.rotation
         self.is_float = self.dtype not in INTEGERS
         self.per_channel, self.centred = form.per_channel and not values, form.centring and not values
-        self.seals, self.num_float_tokens = form.seals, form.num_float_tokens
+        self.seals, self.num_first_float_tokens = form.seals, form.num_first_float_tokens
         codebook = form.codebook if self.dtype in ("int2", "int3", "int4", "int5") else "uniform"
         self.codebook = codebook
         # Whether a row's scale clips nothing, so that each of its elements is within half a step.
@@ -124,7 +124,7 @@ class Side:
         if not np.isfinite(got).all():
             raise Finding(f"rows that are not finite | {where}")
         rows, error = self.turned(given.astype(np.float64)), np.abs(self.turned(got.astype(np.float64) - given))
-        floats = positions < (1 << 62 if self.is_float else self.num_float_tokens)
+        floats = positions < (1 << 62 if self.is_float else self.num_first_float_tokens)
         if self.seals:
             floats = floats | (positions >= lossy)
         excess = error - self.float_bounds(rows)

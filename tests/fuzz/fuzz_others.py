@@ -6,6 +6,7 @@ from fuzz_inputs import DIMS, Rows, as_given, often, one_of, random_dim, random_
 from fuzz_oracle import Finding, Side, allowed, check_output, exact_attention, norms
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.codec.multi_head import signs_of
 
 
@@ -19,9 +20,7 @@ class HeadsWorld(World):
         dim, heads = random_dim(rng), int(rng.integers(1, 5))
         bits = int(rng.integers(2, 9)) if often(rng, 0.5) else tuple(map(int, rng.integers(2, 9, 2)))
         codebook = str(one_of(rng, ["gaussian", "uniform"]))
-        config = kvfast.MultiHeadConfig(
-            dim, bits, often(rng, 0.7), codebook, heads * int(one_of(rng, [1, 2, 4])), int(rng.integers(1 << 30))
-        )
+        config = MultiHeadConfig(dim, bits, often(rng, 0.7), codebook, heads * int(one_of(rng, [1, 2, 4])), int(rng.integers(1 << 30)))
         form = config.format
         self.case.note(self.name, heads, config)
         cache, source = kvfast.MultiHeadKVCache(heads, config), Rows(rng, [form], 1, heads, dim, dim)
@@ -41,7 +40,7 @@ class HeadsWorld(World):
             if often(rng, 0.2):
                 cache = cache.copy()
             self.case.calls += len(k) + 4
-            rows, positions = [cache.decode_keys(), cache.decode_values()], np.arange(len(kept[0])) + 16
+            rows, positions = [cache.k(), cache.v()], np.arange(len(kept[0])) + 16
             for side, got, given in zip(sides, rows, kept):
                 side.check(got * signs, given * signs, positions, np.zeros(1), 1 << 60, where)
             q = source.queries(1, config.num_q_heads, kept)

@@ -14,6 +14,16 @@ import numpy as np
 from cache_kinds import DTYPES
 
 import kvfast
+from kvfast.attention.explained import AttendItem, AttendPlan
+from kvfast.caches.buffer_layout import BufferLayout, buffer_layout
+from kvfast.caches.multi_head import MultiHeadConfig
+from kvfast.caches.paged_mla import MLASequence
+from kvfast.compression import CompressedShape, ReconstructionError
+from kvfast.core.hardware import peak_rate, read_bandwidth
+from kvfast.core.kernels import cpu_features
+from kvfast.planning import DtypePlan, Fidelity, LayerShape, MemoryPlan, ModelShape
+from kvfast.prompts.stats import PromptCacheStats
+from kvfast.storage.batches.prepared_batch import PreparedBatch
 
 # Made by kvfast alone, for reading: they check nothing, and are made but not used.
 RECORDS = {
@@ -40,6 +50,27 @@ RECORDS = {
     "StoreError",
     "PromptCacheStats",
 }
+# Public, in their modules.
+IN_MODULES = [
+    AttendItem,
+    AttendPlan,
+    BufferLayout,
+    CompressedShape,
+    DtypePlan,
+    Fidelity,
+    LayerShape,
+    MLASequence,
+    MemoryPlan,
+    ModelShape,
+    MultiHeadConfig,
+    PreparedBatch,
+    PromptCacheStats,
+    ReconstructionError,
+    buffer_layout,
+    cpu_features,
+    peak_rate,
+    read_bandwidth,
+]
 # What every object answers to.
 PROTOCOL = {
     "repr": repr,
@@ -58,11 +89,12 @@ FORMATS = [*DTYPES, "int8/int4", "float16/int8"]
 def public_names():
     """Every public function, class, method and property: {name: (function of a target, or None for a property; its class)}."""
     names = {}
-    classes = {name: getattr(kvfast, name) for name in kvfast.__all__ if inspect.isclass(getattr(kvfast, name))}
-    classes["HeadView"] = type(kvfast.MultiHeadKVCache(1, kvfast.MultiHeadConfig(1)).head(0))
-    for name in kvfast.__all__:
-        if callable(getattr(kvfast, name)):
-            names[name] = getattr(kvfast, name), None
+    public = {name: getattr(kvfast, name) for name in kvfast.__all__} | {one.__name__: one for one in IN_MODULES}
+    classes = {name: one for name, one in public.items() if inspect.isclass(one)}
+    classes["HeadView"] = type(kvfast.MultiHeadKVCache(1, MultiHeadConfig(1)).head(0))
+    for name, one in public.items():
+        if callable(one):
+            names[name] = one, None
     for name, kind in classes.items():
         if issubclass(kind, BaseException):
             continue  # nothing but its attributes
@@ -230,7 +262,7 @@ RECIPES = {
     "num_blocks": small(1, 3, 20),
     "batch": none_or(1, 2),
     "seq_len": small(1, 40),
-    "window": small(1, 30, 100, [30, None], [16, 40]),
+    "RingKVCache.sliding_window": small(1, 30, 100, [30, None], [16, 40]),
     "rollback": small(0, 10, 64),
     "num_sink_tokens": small(0, 1, 5),
     "rotary_dim": none_or(16, 20),
@@ -248,8 +280,8 @@ RECIPES = {
     "centring": small(True, False),
     "per_channel": small(True, False),
     "block": none_or(32, 64),
-    "num_float_tokens": small(0, 16),
-    "num_recent_tokens": small(0, 16, 64),
+    "num_first_float_tokens": small(0, 16),
+    "num_recent_float_tokens": small(0, 16, 64),
     "clip_search": small(True, False),
     "value": fmt,
     "formats": lambda c: [fmt(c), fmt(c)],
@@ -262,10 +294,7 @@ RECIPES = {
     "buffer": lambda c: c.pick(None, None, np.frombuffer(mmap.mmap(-1, 1 << 22), np.uint8)),
     "data": lambda c: c.any("Snapshot").to_bytes() if c.any("Snapshot") is not None else b"",
     # rope
-    "rope": none_or("cache"),
-    "rope_theta": small(10000.0, 1.5),
-    "rope_frequencies": lambda c: None,
-    "rope_interleaved": small(True, False),
+    "RingKVCache.rope": lambda c: c.pick(None, kvfast.Rope(), kvfast.Rope(1.5, rotary_dim=16, interleaved=True)),
     "splice.rope": lambda c: c.pick(None, kvfast.Rope(), kvfast.Rope(rotary_dim=16)),
     "drop.rope": lambda c: c.pick(None, kvfast.Rope()),
     "theta": small(10000.0, 1.5),
@@ -286,6 +315,8 @@ RECIPES = {
     "k": lambda c: c.floats(c.tokens, c.heads, c.dim),
     "v": lambda c: c.floats(c.tokens, c.heads, c.v_dim),
     "q": Call.queries,
+    "explain.q": lambda c: c.pick(1, (1, c.heads * c.group, c.dim), c.floats(1, c.heads, c.dim)),
+    "explain_batch.q": lambda c: c.pick(1, (1, c.heads * c.group, c.dim), c.floats(1, c.heads, c.dim)),
     "attention.q": lambda c: c.floats(1, 2 * c.group, 20),
     "latent": lambda c: c.floats(c.tokens, c.dim),
     "MLAKVCache.append_kv.k": lambda c: np.repeat(c.floats(c.tokens, 1, 9 + c.target.rope_dim), 2, 1),
@@ -345,7 +376,6 @@ RECIPES = {
     "num_threads": small(1, 2, None),
     "cascade": small(True, False),
     "zero_nonfinite": small(True, False),
-    "q_shape": lambda c: c.pick(1, (1, c.heads * c.group, c.dim), c.floats(1, c.heads, c.dim)),
     "sequences": lambda c: (c.any("PreparedBatch") if c.rng.random() < 0.1 else None) or c.batch,
     "block_table": lambda c: c.target.block_table(c.batch),
     "seq_lens": lambda c: c.target.seq_lens(c.batch),
@@ -358,8 +388,8 @@ RECIPES = {
     "cache": lambda c: c.any(*CACHES, "PagedKVCache"),
     "snapshot": lambda c: c.any("Snapshot"),
     "sequence": lambda c: c.any("Sequence", "MLASequence"),
-    "compress_cache.cache": lambda c: c.any("KVCache"),
-    "compress_ring_cache.cache": lambda c: c.any("RingKVCache"),
+    "compress_cache.cache": lambda c: c.any(*CACHES, "MultiHeadKVCache"),
+    "decompress_to_cache.cache": lambda c: c.any(*CACHES, "MultiHeadKVCache"),
     "compressed": lambda c: c.any("CompressedKV"),
     "compressor": lambda c: c.any("KVCacheCompressor"),
     "arrays": Call.state,

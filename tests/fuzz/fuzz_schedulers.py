@@ -39,7 +39,7 @@ class PreparedWorld(PoolWorld):
     def shape(self):
         super().shape()
         self.dims = tuple(min(one, 64) for one in self.dims)
-        while not any(one.seals or one.num_float_tokens for one in self.formats):
+        while not any(one.seals or one.num_first_float_tokens for one in self.formats):
             self.formats = random_formats(self.rng, len(self.formats))
 
     def arrange(self):

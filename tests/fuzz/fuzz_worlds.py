@@ -142,7 +142,7 @@ class RingWorld(SingleWorld):
         least = min(one for one in windows if one is not None)
         self.num_sink_tokens = int(rng.integers(min(least, 20) + 1)) if often(rng, 0.5) else 0
         self.rollback = int(one_of(rng, [0, 1, 10, 64, 100]))
-        self.settings |= {"window": windows, "num_sink_tokens": self.num_sink_tokens, "rollback": self.rollback}
+        self.settings |= {"sliding_window": windows, "num_sink_tokens": self.num_sink_tokens, "rollback": self.rollback}
 
     def make(self):
         return kvfast.RingKVCache(

@@ -23,6 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("support", "f
 import fuzz_recipes
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.interop import ggml
 
 SECONDS = 60  # for all calls of a name; each takes milliseconds
@@ -128,7 +129,7 @@ def caches():
     """(class name, what else tells it, function that makes an empty cache with one layer)."""
     yield "KVCache", "", lambda: kvfast.KVCache(1, HEADS, DIM)
     yield "RingKVCache", "", lambda: kvfast.RingKVCache(1, HEADS, DIM, 50)
-    yield "RingKVCache", " with rope", lambda: kvfast.RingKVCache(1, HEADS, DIM, 50, 4, rope="cache")
+    yield "RingKVCache", " with rope", lambda: kvfast.RingKVCache(1, HEADS, DIM, 50, 4, rope=kvfast.Rope())
     yield "Sequence", "", lambda: kvfast.PagedKVCache(1, HEADS, DIM, 8).new_sequence()
 
 
@@ -161,11 +162,9 @@ def calls():
         "choose_format": (lambda q, k, v: kvfast.choose_format(q, k, v, 0.5), {"q": q, "k": k, "v": v}),
         "ggml.to_ggml": (lambda rows: ggml.to_ggml(rows, "q8_0"), {"rows": k}),
         "ggml.from_ggml": (lambda blocks: ggml.from_ggml(blocks, "q8_0", HEADS, DIM), {"blocks": ggml.to_ggml(k, "q8_0")}),
-        "RingKVCache": (
-            lambda rope_frequencies: seen(
-                filled(kvfast.RingKVCache(1, HEADS, DIM, 90, rope="cache", rope_frequencies=rope_frequencies))
-            ),
-            {"rope_frequencies": np.linspace(1, 0.01, DIM // 2)},
+        "Rope": (
+            lambda frequencies: seen(filled(kvfast.RingKVCache(1, HEADS, DIM, 90, rope=kvfast.Rope(frequencies=frequencies)))),
+            {"frequencies": np.linspace(1, 0.01, DIM // 2)},
         ),
     }
     for make in (heads_calls, compression_calls, paged_calls, latent_calls, prompt_calls):
@@ -190,14 +189,14 @@ def calls():
                 lambda q, new=new, **more: filled(new()).attend(0, q, return_lse=True, **more),
                 {"q": q, **per_head},
             ),
-            f"{name}.explain{more}": (lambda q_shape, new=new: repr(filled(new()).explain(q_shape)), {"q_shape": q}),
+            f"{name}.explain{more}": (lambda q, new=new: repr(filled(new()).explain(0, q)), {"q": q}),
             **whole_cache_calls(name, lambda new=new: filled(new())),
         }
     return found
 
 
 def heads_calls():
-    config = kvfast.MultiHeadConfig(DIM, num_q_heads=HEADS * GROUP)
+    config = MultiHeadConfig(DIM, num_q_heads=HEADS * GROUP)
     queries = floats(HEADS * GROUP, DIM)
 
     def push(*pairs):
@@ -208,12 +207,12 @@ def heads_calls():
 
     def pushed(keys, values):
         cache = push((keys, values))
-        return cache.decode_keys(), cache.decode_values()
+        return cache.k(), cache.v()
 
     def pushed_together(keys, values):
         cache = push()
         cache.push_tokens(keys, values)
-        return cache.decode_keys(), cache.decode_values()
+        return cache.k(), cache.v()
 
     def attend(queries):
         return push(*zip(*kv())).attend(queries)
@@ -325,8 +324,8 @@ def paged_calls():
             one.append_batch(0, *[each[: len(slot_mapping)] for each in rows], batch)
             return one.attend_batch(0, latent_q if latents else q, batch)
 
-        def explain(q_shape, latents=latents, **options):
-            return repr(held(pool(latents), latents).explain_batch(q_shape, **options))
+        def explain(q, latents=latents, **options):
+            return repr(held(pool(latents), latents).explain_batch(0, q, **options))
 
         def match(token_ids, latents=latents):
             one = pool(latents)
@@ -343,7 +342,7 @@ def paged_calls():
             ),
             f"{name}.attend_batch": (attend, {"q": queries, **plain}),
             f"{name}.prepare_batch": (prepare, {**plain, "slot_mapping": slots[:40]}),
-            f"{name}.explain_batch": (explain, {"q_shape": queries, **plain}),
+            f"{name}.explain_batch": (explain, {"q": queries, **plain}),
             f"{name}.match_prefix": (match, {"token_ids": ids}),
         }
 
@@ -390,7 +389,7 @@ def latent_calls():
                 {"up_k": floats(RANK, HEADS, 9), "up_v": floats(RANK, HEADS, 5)},
             ),
             f"{name}.attend": (lambda q, filled=filled, **options: filled().attend(0, q, return_lse=True, **options), {"q": q}),
-            f"{name}.explain": (lambda q_shape, filled=filled: repr(filled().explain(q_shape)), {"q_shape": q}),
+            f"{name}.explain": (lambda q, filled=filled: repr(filled().explain(0, q)), {"q": q}),
             **whole_cache_calls(name, filled),
         }
     return found
@@ -501,14 +500,13 @@ ARRAYS = {
     "k_norm",
     "sinks",
     "alibi_slopes",
-    "q_shape",
     "block_table",
     "seq_lens",
     "cu_seqlens_q",
     "slot_mapping",
     "token_ids",
     "arrays",
-    "rope_frequencies",
+    "frequencies",
 }
 UNTRIED = {"Sequence.from_state_dict", "MLASequence.from_state_dict"}
 # Arrays that may be bfloat16: rows of tokens, and what models keep beside them.
@@ -529,7 +527,6 @@ ROWS = {
     "up_v",
     "out_a",
     "out_b",
-    "q_shape",
     "q_norm",
     "k_norm",
     "cos",

@@ -8,6 +8,8 @@ from cache_kinds import DTYPES, PLAIN
 from reference import attention, bound, relative_error
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
+from kvfast.caches.paged_mla import MLASequence
 
 MOST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4028235e38, "int8-plain": 3.3e38, "int4-plain": 3.3e38}
 
@@ -218,7 +220,7 @@ def test_rotation_and_norm_beyond_float32_are_refused(isa):
 
 
 def test_scores_of_heads_beyond_float32_are_refused(isa):
-    heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(16, 8))
+    heads = kvfast.MultiHeadKVCache(2, MultiHeadConfig(16, 8))
     rows = np.full((2, 16), 1e30, np.float32)
     heads.push_token(rows, rows)
     for method in (heads.attend, heads.attention_scores):
@@ -241,7 +243,7 @@ def test_projections_beyond_float32_are_refused():
 
 def test_a_sequence_is_made_by_its_pool():
     """Another object in the place of its table was read as one."""
-    pools = {kvfast.Sequence: kvfast.PagedKVCache(1, 1, 16, 4), kvfast.MLASequence: kvfast.PagedMLAKVCache(1, 16, 4, num_blocks=4)}
+    pools = {kvfast.Sequence: kvfast.PagedKVCache(1, 1, 16, 4), MLASequence: kvfast.PagedMLAKVCache(1, 16, 4, num_blocks=4)}
     for kind, own in pools.items():
         others = [pool for pool in pools.values() if pool is not own]
         for wrong in (None, 3, object(), own._buffer, own.new_sequence(), *others):

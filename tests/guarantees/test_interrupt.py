@@ -12,6 +12,7 @@ from kvfast.storage.sequences.heads import push
 from selection import parametrize
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.compression import pq_training as codebook
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals of POSIX")
@@ -166,7 +167,7 @@ def test_training_of_codebooks(rng):
 
 
 def test_heads(rng):
-    cache = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=DIM, bits=5, num_q_heads=512))
+    cache = kvfast.MultiHeadKVCache(2, MultiHeadConfig(head_dim=DIM, bits=5, num_q_heads=512))
     with kvfast.use_isa(kvfast.available_isas()[0]):
         push(cache._buffer, *(long_rows(rng, LONG, 2),) * 2)
     q = rng.standard_normal((512, DIM), np.float32)

@@ -14,6 +14,7 @@ from cache_kinds import KINDS, fill, make
 from selection import parametrize
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -184,7 +185,7 @@ def test_a_growing_cache_grows_by_half(step, dtype):
 def test_a_ring_gives_the_memory_of_a_prompt_back(dtype, begun):
     """With the step that ends it, however it began, and with `clear`; what it holds is the same."""
     rows = np.random.default_rng(0).standard_normal((2, 8192, 2, 64), np.float32)
-    small, ring, whole = (kvfast.RingKVCache(1, 2, 64, window=512, num_sink_tokens=4, dtype=dtype) for _ in range(3))
+    small, ring, whole = (kvfast.RingKVCache(1, 2, 64, sliding_window=512, num_sink_tokens=4, dtype=dtype) for _ in range(3))
     for first in range(0, 8192, 64):
         small.append(0, *rows[:, first : first + 64])
         small.advance(64)
@@ -221,7 +222,7 @@ def test_sizes_that_no_memory_has(size):
             lambda *shape: kvfast.KVCache(*shape, max_seq_len=4096),
             lambda *shape: kvfast.KVCache(*shape),
             lambda *shape: kvfast.PagedKVCache(*shape, num_blocks=64),
-            lambda *shape: kvfast.RingKVCache(*shape, window=64),
+            lambda *shape: kvfast.RingKVCache(*shape, sliding_window=64),
             lambda *shape: kvfast.MLAKVCache(shape[0], shape[2], shape[1]),
         ):
             with pytest.raises(refused):
@@ -233,7 +234,7 @@ def test_sizes_that_no_memory_has(size):
         lambda: kvfast.PagedKVCache(32, 8, 128, num_blocks=size),
         lambda: kvfast.PagedKVCache(1, 1, 1, num_blocks=size, block_size=256),
         lambda: kvfast.PagedMLAKVCache(1, 512, 64, num_blocks=size),
-        lambda: kvfast.MultiHeadKVCache(size, kvfast.MultiHeadConfig(head_dim=64)),
+        lambda: kvfast.MultiHeadKVCache(size, MultiHeadConfig(head_dim=64)),
     ):
         with pytest.raises(refused):
             make_one()
@@ -250,9 +251,9 @@ def test_counts_beyond_all_bounds(rng, size):
         lambda: cache.advance(size),
         lambda: cache.truncate(size),
         lambda: cache.attend(0, q, num_threads=size),
-        lambda: cache.explain(size),
-        lambda: cache.explain((size, 4, 20)),
-        lambda: cache.explain((1, size, 20)),
+        lambda: cache.explain(0, size),
+        lambda: cache.explain(0, (size, 4, 20)),
+        lambda: cache.explain(0, (1, size, 20)),
         lambda: pool.slot_mapping([pool.new_sequence()], size),
         lambda: pool.append_batch(0, *np.ones((2, 1, 2, 20), np.float32), [size]),
         lambda: pool.attend_batch(0, q, block_table=[[size]], seq_lens=[1]),

@@ -52,12 +52,12 @@ def test_a_forked_child_has_threads():
     """And its own child; and the parent goes on with its."""
     cache, q = filled(0), queries()
     expected = cache.attend(0, q, num_threads=2).tobytes()
-    notes = cache.explain(q, num_threads=2)
+    notes = cache.explain(0, q, num_threads=2)
     for _ in range(3):
         assert fork(lambda: cache.attend(0, q, num_threads=2).tobytes()) == expected
         assert fork(lambda: fork(lambda: cache.attend(0, q, num_threads=2).tobytes())) == expected
         assert cache.attend(0, q, num_threads=2).tobytes() == expected
-    plan = fork(lambda: repr(cache.explain(q, num_threads=2)).encode()).decode()
+    plan = fork(lambda: repr(cache.explain(0, q, num_threads=2)).encode()).decode()
     assert plan == repr(notes)
     if sys.platform == "linux" and kvfast.has_openmp():
         assert notes.num_threads == 2

@@ -8,8 +8,9 @@ import pytest
 from cache_kinds import DIM, HEADS, KINDS, LAYERS, fill, make, tokens
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 
-DTYPES = ["float32", "float16", "int8", "int4", kvfast.KVFormat("int4/float32", centring=True, num_float_tokens=4)]
+DTYPES = ["float32", "float16", "int8", "int4", kvfast.KVFormat("int4/float32", centring=True, num_first_float_tokens=4)]
 
 
 def arrays_in(value, path):
@@ -62,7 +63,7 @@ def things(tmp_path):
     latent.append(0, rng.standard_normal((100, 40), np.float32))
     latent.advance(100)
     yield latent
-    heads = kvfast.MultiHeadKVCache(HEADS, kvfast.MultiHeadConfig(DIM))
+    heads = kvfast.MultiHeadKVCache(HEADS, MultiHeadConfig(DIM))
     for k, v in zip(*tokens(rng, 20)):
         heads.push_token(k, v)
     yield heads
@@ -89,7 +90,7 @@ def test_what_is_given_out_cannot_change_what_it_came_from(tmp_path):
             else:
                 array[...] = 1
         assert seen(thing) == before, thing
-    assert {"KVCache.k", "KVCache.state_dict", "Snapshot.token_ids", "CompressedKV.decode", "MultiHeadKVCache.decode_keys"} <= names
+    assert {"KVCache.k", "KVCache.state_dict", "Snapshot.token_ids", "CompressedKV.decode", "MultiHeadKVCache.k"} <= names
 
 
 def test_a_view_keeps_its_memory_and_sees_what_is_appended():

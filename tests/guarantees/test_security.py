@@ -13,6 +13,7 @@ import pytest
 from cache_kinds import DTYPES, fill, make, tokens
 
 import kvfast
+from kvfast.caches.multi_head import MultiHeadConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +96,7 @@ def test_nothing_is_unpickled_or_executed():
 def test_no_cache_can_be_pickled():
     cache = fill(make("growing"), np.random.default_rng(0), 3)
     pool = kvfast.PagedKVCache(1, 1, 16, 4)
-    heads = kvfast.MultiHeadKVCache(1, kvfast.MultiHeadConfig(16))
+    heads = kvfast.MultiHeadKVCache(1, MultiHeadConfig(16))
     rows = np.ones((1, 20, 16), np.float32)
     compressed = kvfast.KVCacheCompressor(kvfast.Quantize(8)).compress_kv_3d(rows, rows)
     latent = kvfast.MLAKVCache(1, 16, 8)
@@ -238,7 +239,7 @@ def test_evicted_prefixes_are_zero_for_those_who_get_the_block(rng):
 
 
 def test_what_a_ring_drops_is_zero(rng):
-    ring = fill(kvfast.RingKVCache(2, 2, 20, window=40, rollback=0, dtype="int8", secure=True), rng, 100)
+    ring = fill(kvfast.RingKVCache(2, 2, 20, sliding_window=40, rollback=0, dtype="int8", secure=True), rng, 100)
     for _ in range(30):
         fill(ring, rng, 17)
     blocks = raw(ring)
@@ -259,7 +260,7 @@ def test_secure_stays_with_copies_and_snapshots(rng):
     pool = kvfast.PagedKVCache(2, 2, 20, 40, secure=True)
     sequence = fill(pool.new_sequence(), rng, 30)
     latent = kvfast.PagedMLAKVCache(1, 16, 8, 4, secure=True)
-    ring = kvfast.RingKVCache(2, 2, 20, window=[16, None], secure=True)
+    ring = kvfast.RingKVCache(2, 2, 20, sliding_window=[16, None], secure=True)
     for one in (
         pool,
         sequence,

@@ -13,6 +13,7 @@ from selection import parametrize
 
 import kvfast
 import kvfast.compression
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.codec.rope import RotaryTables
 
 
@@ -122,7 +123,7 @@ def kv(rng, n, heads=2, head_dim=32):
 
 def one_sequence(kind):
     if kind == "ring":
-        return kvfast.RingKVCache(2, 2, 32, window=64, num_sink_tokens=4, rollback=8)
+        return kvfast.RingKVCache(2, 2, 32, sliding_window=64, num_sink_tokens=4, rollback=8)
     return kvfast.KVCache(2, 2, 32) if kind == "contiguous" else kvfast.PagedKVCache(2, 2, 32, num_blocks=64).new_sequence()
 
 
@@ -159,7 +160,7 @@ def test_who_changes_a_cache_is_refused_while_another_thread_reads(rng, tmp_path
         "append": lambda: cache.append(0, *kv(rng, 1)),
         "write": lambda: cache.write(0, np.zeros((1, 8 * 32), np.float32)),
         "attend": lambda: cache.attend(0, q),
-        "explain": lambda: cache.explain(q.shape),
+        "explain": lambda: cache.explain(0, q.shape),
         "truncate": lambda: cache.truncate(99),
         "clear": cache.clear,
         "copy": cache.copy,
@@ -194,7 +195,7 @@ def test_every_method_is_refused_while_another_thread_changes_a_cache(rng, kind)
     calls = {
         "append": lambda: cache.append(0, *kv(rng, 1)),
         "attend": lambda: cache.attend(0, q),
-        "explain": lambda: cache.explain(q.shape),
+        "explain": lambda: cache.explain(0, q.shape),
         "truncate": lambda: cache.truncate(99),
         "copy": cache.copy,
         "snapshot": cache.snapshot,
@@ -211,7 +212,7 @@ def test_threads_read_together(rng):
     cache = kvfast.KVCache(2, 2, 32)
     pool = kvfast.PagedKVCache(1, 2, 32, num_blocks=64)
     sequences = [pool.new_sequence() for _ in range(3)]
-    heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(32))
+    heads = kvfast.MultiHeadKVCache(2, MultiHeadConfig(32))
     for layer in range(2):
         cache.append(layer, *kv(rng, 700))
     for sequence in sequences:
@@ -628,7 +629,7 @@ def test_compressed_tokens_share_no_memory_with_their_state(rng):
 
 def test_heads_without_tokens_are_refused_inside_the_lock():
     """Another thread may clear the cache between the call and the lock: a division by its length ended the process."""
-    cache = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=32))
+    cache = kvfast.MultiHeadKVCache(2, MultiHeadConfig(head_dim=32))
     for call in (cache.attend, cache.head(1).attend):
         queries = 2 if call == cache.attend else 1
         with pytest.raises(ValueError, match="no tokens"):
@@ -653,7 +654,7 @@ class CountedBetween:
 @pytest.mark.parametrize("method", ["append", "write", "attend"])
 def test_positions_are_those_that_the_rotation_was_made_for(rng, method):
     """A ring that turns queries and keys itself stores none that were turned for another place."""
-    ring = kvfast.RingKVCache(1, 2, 32, window=64, rope="cache")
+    ring = kvfast.RingKVCache(1, 2, 32, sliding_window=64, rope=kvfast.Rope())
     ring.append(0, *kv(rng, 3))
     rows = {"append": kv(rng, 1), "write": np.ones((1, 1, 8 * 32), np.float32), "attend": np.ones((1, 1, 4, 32), np.float32)}[method]
     hooked = CountedBetween(rows[0], lambda: ring._buffer.append(0, *kv(rng, 1)))

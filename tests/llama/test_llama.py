@@ -23,6 +23,7 @@ pytest.importorskip("tokenizers")
 
 import kvfast
 from kvfast import llama
+from kvfast.core.kernels import cpu_features
 from kvfast.llama import fetch
 
 TESTS = Path(__file__).parents[1]
@@ -485,7 +486,7 @@ def test_ring_and_paged_caches_equal_the_contiguous_one(tiny_model):
     model, tokenizer = tiny_model
     tokens = tokenizer.encode("the cat sat on the mat and the dog sat on the cat " * 3)
     expected = model.forward(tokens, new_cache(model))
-    ring = kvfast.RingKVCache(*model.cache_shape, window=len(tokens), dtype="float32")
+    ring = kvfast.RingKVCache(*model.cache_shape, sliding_window=len(tokens), dtype="float32")
     assert np.array_equal(model.forward(tokens, ring), expected)
     pool = kvfast.PagedKVCache(*model.cache_shape, num_blocks=32, block_size=16, dtype="float32")
     with pool.new_sequence() as sequence:
@@ -525,7 +526,7 @@ for outputs, inputs in ((37, 24), (96, 32), (960, 576), (576, 1536)):
 @pytest.mark.parametrize("kernels", ["", "Haswell", "Nehalem"])
 def test_invariant_products(kernels):
     """Also with the kernels that OpenBLAS takes on older processors."""
-    if kernels == "Haswell" and not kvfast.cpu_features().get("avx2"):
+    if kernels == "Haswell" and not cpu_features().get("avx2"):
         pytest.skip("needs AVX2")
     environment = {**os.environ, "OPENBLAS_CORETYPE": kernels}
     if not kernels:

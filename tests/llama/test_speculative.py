@@ -27,7 +27,7 @@ OTHERS = [kind for kind in CACHES if kind != "int8"]
 
 def new_cache(model, kind="int8"):
     if kind == "ring":
-        return kvfast.RingKVCache(*model.cache_shape, window=64, num_sink_tokens=2, dtype="int8-plain", rollback=5)
+        return kvfast.RingKVCache(*model.cache_shape, sliding_window=64, num_sink_tokens=2, dtype="int8-plain", rollback=5)
     if kind == "paged":
         return kvfast.PagedKVCache(*model.cache_shape, num_blocks=32, block_size=16, dtype="int8").new_sequence()
     if kind == "paged with a window":

@@ -13,7 +13,9 @@ import pytest
 from model_configs import CONFIGS, HYBRIDS
 
 import kvfast
-from kvfast import KVFormat, LayerShape, ModelShape
+from kvfast import KVFormat
+from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.planning import LayerShape, ModelShape
 from kvfast.planning.engine import DEFAULTS, VLLM_FORMATS
 from kvfast.planning.memory import available_memory
 from kvfast.planning.model_shape import read_shape
@@ -21,11 +23,11 @@ from kvfast.planning.plan import DTYPES
 
 QUIET = {"memory": 1 << 30, "bandwidth": 1e10}  # nothing of this machine
 OTHERS = [
-    KVFormat("int4/bfloat16", per_channel=True, block_size=128, num_float_tokens=16),
-    KVFormat("int4", per_channel=True, block_size=256, num_float_tokens=1),
+    KVFormat("int4/bfloat16", per_channel=True, block_size=128, num_first_float_tokens=16),
+    KVFormat("int4", per_channel=True, block_size=256, num_first_float_tokens=1),
     KVFormat("int8", rotation="v", centring=True),
-    KVFormat("int8", num_float_tokens=4),
-    KVFormat("int8/int4", num_recent_tokens=64, block_size=32),
+    KVFormat("int8", num_first_float_tokens=4),
+    KVFormat("int8/int4", num_recent_float_tokens=64, block_size=32),
     "int5/int2",
 ]
 TINY_GGUF = runpy.run_path(Path(__file__).parents[1] / "data" / "tiny_gguf.py")
@@ -142,7 +144,7 @@ def test_what_a_token_reads_is_what_attend_reads(dtype, context):
     cache = filled(kvfast.KVCache(2, 2, 64, context, dtype=dtype), context)
     planned = kvfast.plan(of_heads(), context=context, batch=5, dtype=dtype, **QUIET).dtypes[0]
     # Whole blocks have statistics; what attends reads of it otherwise is told to the byte.
-    assert planned.bytes_read == pytest.approx(2 * cache.explain((1, 2, 64)).bytes_read, rel=0.002)
+    assert planned.bytes_read == pytest.approx(2 * cache.explain(0, (1, 2, 64)).bytes_read, rel=0.002)
     assert planned.tokens_per_second == pytest.approx(1e10 / planned.bytes_read)
     weighed = kvfast.plan(of_heads(), context=context, batch=5, dtype=dtype, weight_bytes=10**9, **QUIET).dtypes[0]
     assert weighed.tokens_per_second_with_weights == pytest.approx(5 / ((5 * planned.bytes_read + 10**9) / 1e10))
@@ -152,7 +154,7 @@ def test_what_a_token_reads_is_what_attend_reads(dtype, context):
 def test_what_a_token_reads_in_a_window(dtype):
     ring = filled(kvfast.RingKVCache(2, 2, 64, 512, dtype=dtype), 2048)
     slides = kvfast.plan(of_heads(model_type="mistral", sliding_window=512), context=2048, dtype=dtype, **QUIET).dtypes[0]
-    assert slides.bytes_read == pytest.approx(2 * ring.explain((1, 2, 64)).bytes_read, rel=0.002)
+    assert slides.bytes_read == pytest.approx(2 * ring.explain(0, (1, 2, 64)).bytes_read, rel=0.002)
 
 
 @pytest.mark.parametrize("name", ["Llama-3.2-1B", "gpt-oss-20b", "DeepSeek-V3", "Gemma-3-4B"])
@@ -184,7 +186,7 @@ def test_published_models():
         "DeepSeek-V3": (61, 1, 512),
         "gpt-oss-20b": (24, 8, 64),
     }
-    windows = {name: [layer.window for layer in shape.layers] for name, shape in shapes.items()}
+    windows = {name: [layer.sliding_window for layer in shape.layers] for name, shape in shapes.items()}
     assert windows["Mistral-7B-v0.1"] == [4096] * 32
     assert windows["Gemma-2-2B"] == [4096, None] * 13
     assert windows["Gemma-3-1B"] == ([512] * 5 + [None]) * 4 + [512] * 2
@@ -200,11 +202,11 @@ def test_published_models():
 
 def test_layers_that_are_told_apart_otherwise():
     qwen = CONFIGS["Qwen3-30B-A3B"] | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 40}
-    assert [layer.window for layer in read_shape(qwen).layers] == [None] * 40 + [64] * 8
+    assert [layer.sliding_window for layer in read_shape(qwen).layers] == [None] * 40 + [64] * 8
     named = qwen | {"use_sliding_window": False, "layer_types": ["full_attention"] * 48}
-    assert {layer.window for layer in read_shape(named).layers} == {None}
+    assert {layer.sliding_window for layer in read_shape(named).layers} == {None}
     unknown = read_shape(of_heads(model_type="new", sliding_window=64))
-    assert unknown.layers[0].window is None and "64 tokens is not said" in unknown.notes[0]
+    assert unknown.layers[0].sliding_window is None and "64 tokens is not said" in unknown.notes[0]
     hybrid = read_shape(of_heads(layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"]))
     assert len(hybrid.layers) == 1 and "3 of 4 layers" in hybrid.notes[0]
     assert "chunked" in read_shape(of_heads(layer_types=["chunked_attention", "full_attention"])).notes[0]
@@ -223,7 +225,7 @@ def test_layers_that_keep_nothing_are_not_counted(name):
 
 def test_fields_that_name_layers():
     def windows(**fields):
-        return [layer.window for layer in read_shape(of_heads(layers=6) | fields).layers]
+        return [layer.sliding_window for layer in read_shape(of_heads(layers=6) | fields).layers]
 
     assert windows(attn_type_list=[0, 0, 1, 0, 0, 1]) == [None] * 2
     assert windows(layer_group_size=3) == windows(hybrid_layer_ids=[2, 5]) == [None] * 2
@@ -603,7 +605,7 @@ def test_blocks_of_vllm():
     found = kvfast.plan(of_heads(3, 64, 30), context=8000, batch=8, engine="vllm", memory=1 << 30, bandwidth=1e10)
     assert [one.dtype for one in found.dtypes] == list(VLLM_FORMATS)
     for name, form in VLLM_FORMATS.items():
-        inner, outer = (kvfast.buffer_layout(1, 3, 64, 125, 64, each).nbytes for each in (form, "bfloat16"))
+        inner, outer = (buffer_layout(1, 3, 64, 125, 64, each).nbytes for each in (form, "bfloat16"))
         ends = 4 if name.startswith("turboquant") else 0
         one = found[name]
         assert one.bytes_per_sequence == (30 - ends) * inner + ends * outer == one.bytes_per_token * 8000

@@ -41,7 +41,7 @@ def test_models_and_settings_are_kept_apart(tmp_path):
     for model, settings in [("b", {}), ("a", {"dtype": "int4"}), ("a", {"dtype": "int8-plain"}), ("a", {"v_dtype": "float16"})]:
         assert prompts.restore(kvfast.KVCache(2, 2, 20, **({"dtype": "int8"} | settings)), [1, 2, 3, 4], model=model) == 0
     assert prompts.restore(kvfast.KVCache(3, 2, 20, dtype="int8"), [1, 2, 3, 4], model="a") == 0
-    assert prompts.restore(kvfast.RingKVCache(2, 2, 20, window=5, dtype="int8"), [1, 2, 3, 4], model="a") == 0
+    assert prompts.restore(kvfast.RingKVCache(2, 2, 20, sliding_window=5, dtype="int8"), [1, 2, 3, 4], model="a") == 0
     assert prompts.restore(kvfast.KVCache(2, 2, 20, dtype="int8"), [1, 2, 3, 4], model="a") == 3
 
 
@@ -89,7 +89,7 @@ def test_every_format(tmp_path, dtype):
 
 def test_a_ring_goes_back_only_as_far_as_it_can(tmp_path):
     prompts = kvfast.PromptCache(tmp_path)
-    make = lambda: kvfast.RingKVCache(2, 2, 20, window=20, num_sink_tokens=2, rollback=10)
+    make = lambda: kvfast.RingKVCache(2, 2, 20, sliding_window=20, num_sink_tokens=2, rollback=10)
     token_ids = list(range(100))
     for end in (30, 100):
         prompts.save(extend(make(), token_ids[:end]), token_ids[:end])

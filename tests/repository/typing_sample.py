@@ -7,6 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvfast
+from kvfast.attention.explained import AttendPlan
+from kvfast.caches.multi_head import MultiHeadConfig
 
 Floats = NDArray[np.float32]
 
@@ -18,14 +20,14 @@ def decode(cache: kvfast.KVCache | kvfast.RingKVCache, q: Floats, k: Floats, v: 
     cache.advance(len(k))
     assert len(cache) == cache.layer_length(0) and isinstance(lse, np.ndarray)
     cache.truncate(0)
-    plan: kvfast.AttendPlan = kvfast.KVCache(1, 2, 64).explain((1, 8, 64)) if False else _plan(cache, k, v)
+    plan: AttendPlan = kvfast.KVCache(1, 2, 64).explain(0, (1, 8, 64)) if False else _plan(cache, k, v)
     print(plan.bytes_read, plan.notes, cache.nbytes, cache.dtype, cache.copy().is_empty)
     return out
 
 
-def _plan(cache: kvfast.KVCache | kvfast.RingKVCache, k: Floats, v: Floats) -> kvfast.AttendPlan:
+def _plan(cache: kvfast.KVCache | kvfast.RingKVCache, k: Floats, v: Floats) -> AttendPlan:
     cache.append(0, k, v)
-    return cache.explain(1)
+    return cache.explain(0, 1)
 
 
 def fused(cache: kvfast.KVCache, qkv: Floats, cos: Floats, sin: Floats) -> NDArray[Any]:
@@ -71,7 +73,7 @@ def keep(cache: kvfast.KVCache, path: Path) -> kvfast.KVCache:
 
 
 def others(k: Floats, v: Floats) -> None:
-    heads = kvfast.MultiHeadKVCache(2, kvfast.MultiHeadConfig(head_dim=64, bits=4))
+    heads = kvfast.MultiHeadKVCache(2, MultiHeadConfig(head_dim=64, bits=4))
     heads.push_token(k[0], v[0])
     weights: Floats = heads.attention_scores(k[0], softmax=True)
     latent = kvfast.MLAKVCache(1, 48, 16, dtype="int8")

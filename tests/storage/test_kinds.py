@@ -6,18 +6,20 @@ import numpy as np
 import pytest
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
+from kvfast.caches.multi_head import MultiHeadConfig
 from kvfast.caches.stored_sequence import buffer_of, settings_of
 from kvfast.files.state import json_of
-from kvfast.storage.kinds import BLOCK_SIZE, POOL_BLOCK_SIZE, decoded, storage_of
+from kvfast.storage.kinds import BLOCK_SIZE, decoded, storage_of
 from kvfast.storage.settings import checked_settings
 
 RING = {"num_sink_tokens": 4, "rollback": 16}
 CACHES = {
     "full": lambda: kvfast.KVCache(3, [2, 4, 2], 32, dtype=["int8", "int4", "float16"], v_head_dim=[None, 16, None]),
     "ring": lambda: kvfast.RingKVCache(2, 2, 32, [48, None], **RING, dtype="int8"),
-    "ring that rotates": lambda: kvfast.RingKVCache(2, 2, 32, 48, **RING, rope="cache", rotary_dim=16, rope_interleaved=True),
+    "ring that rotates": lambda: kvfast.RingKVCache(2, 2, 32, 48, **RING, rope=kvfast.Rope(rotary_dim=16, interleaved=True)),
     "latent": lambda: kvfast.MLAKVCache(2, 64, 16),
-    "heads": lambda: kvfast.MultiHeadKVCache(4, kvfast.MultiHeadConfig(32, bits=(5, 4), num_q_heads=8)),
+    "heads": lambda: kvfast.MultiHeadKVCache(4, MultiHeadConfig(32, bits=(5, 4), num_q_heads=8)),
 }
 
 
@@ -49,13 +51,13 @@ def test_settings_are_all_that_a_storage_needs(kind):
     other.restore(mine)
     assert other.resume_states() == mine.resume_states()
     for layer in range(other.num_layers):
-        given = (cache.decode_keys(), cache.decode_values()) if kind == "heads" else decoded(settings, mine, layer)
+        given = (cache.k(), cache.v()) if kind == "heads" else decoded(settings, mine, layer)
         assert all(map(np.array_equal, decoded(settings, other, layer), given))
         assert kind in ("heads", "latent") or all(map(np.array_equal, (cache.k(layer), cache.v(layer)), given))
 
 
-def test_blocks_of_a_pool_are_smaller():
+def test_blocks_of_caches_and_pools_have_one_size():
     assert kvfast.KVCache(1, 2, 32, dtype="int8").block_size == BLOCK_SIZE
     pools = kvfast.PagedKVCache(1, 2, 32, num_blocks=4, dtype="int8"), kvfast.PagedMLAKVCache(1, 32, 16, num_blocks=4)
-    layout = kvfast.buffer_layout(1, 2, 32, 4)
-    assert {one.block_size for one in (*pools, layout)} == {POOL_BLOCK_SIZE} and POOL_BLOCK_SIZE < BLOCK_SIZE
+    layout = buffer_layout(1, 2, 32, 4)
+    assert {one.block_size for one in (*pools, layout)} == {BLOCK_SIZE}

@@ -7,6 +7,7 @@ import pytest
 from reference import attention, relative_error
 
 import kvfast
+from kvfast.planning import LayerShape, ModelShape
 
 HEADS, DIMS, WINDOWS = [4, 2, 4, 2, 1], [32, 64, 32, 64, 20], [16, None, 16, None, None]
 DTYPES = ["float32", "int8", "int4", "k8v4"]
@@ -62,7 +63,7 @@ def test_each_layer_is_as_in_a_cache_of_its_own(new, dtype):
             alone.advance(n)
         assert np.array_equal(cache.attend(layer, queries(layer)), alone.attend(0, queries(layer)))
         assert np.array_equal(cache.k(layer), alone.k(0)) and np.array_equal(cache.v(layer), alone.v(0))
-        plan = cache.explain((1, 4, dim), layer)
+        plan = cache.explain(layer, (1, 4, dim))
         assert (plan.num_kv_heads, plan.q_shape) == (heads, (1, 4, dim))
 
 
@@ -169,7 +170,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="head_dim"):
         kvfast.KVCache(2, 2, [16, 600])
     with pytest.raises(ValueError, match="the same head_dim in all"):
-        kvfast.RingKVCache(2, 2, [16, 32], 8, rope="cache")
+        kvfast.RingKVCache(2, 2, [16, 32], 8, rope=kvfast.Rope())
     with pytest.raises(kvfast.IncompatibleSnapshotError, match="num_kv_heads"):
         kvfast.KVCache(5, 2, DIMS, dtype="float32").restore(full().snapshot())
     with pytest.raises(TypeError, match="num_kv_heads"):
@@ -177,17 +178,15 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_plan_is_what_the_caches_take():
-    layers = tuple(kvfast.LayerShape(*shape) for shape in zip(HEADS, DIMS))
-    windows = tuple(kvfast.LayerShape(*shape) for shape in zip(HEADS, DIMS, WINDOWS))
+    layers = tuple(LayerShape(*shape) for shape in zip(HEADS, DIMS))
+    windows = tuple(LayerShape(*shape) for shape in zip(HEADS, DIMS, WINDOWS))
     for dtype in DTYPES:
         told = {"context": 640, "dtype": dtype, "memory": 1 << 30, "bandwidth": 1e9}
-        one = kvfast.plan(kvfast.ModelShape("five", layers), **told)[dtype]
-        alone = [
-            kvfast.plan(kvfast.ModelShape("one", tuple(group)), **told)[dtype] for group in (layers[:3:2], layers[1:4:2], layers[4:])
-        ]
+        one = kvfast.plan(ModelShape("five", layers), **told)[dtype]
+        alone = [kvfast.plan(ModelShape("one", tuple(group)), **told)[dtype] for group in (layers[:3:2], layers[1:4:2], layers[4:])]
         assert one.cache == "KVCache" and one.bytes_per_token == full(dtype).bytes_per_token
         assert one.nbytes == sum(each.nbytes for each in alone) and one.bytes_read == sum(each.bytes_read for each in alone)
-        one = kvfast.plan(kvfast.ModelShape("five", windows), **told)[dtype]
+        one = kvfast.plan(ModelShape("five", windows), **told)[dtype]
         assert one.cache == "RingKVCache" and one.bytes_per_token == ring(dtype).bytes_per_token
 
 
@@ -229,4 +228,4 @@ def test_shapes_that_configurations_tell():
         memory=1 << 30,
         bandwidth=1e9,
     )
-    assert chunks.model.layers[0].window == 64 and not chunks.notes
+    assert chunks.model.layers[0].sliding_window == 64 and not chunks.notes

@@ -5,6 +5,7 @@ import pytest
 from pool_buffers import CANARY, aligned, before_a_page, outside, strided
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
 
 LAYERS = 2
 FORMATS = ["float32", "float16", "bfloat16", "int8", "int4", "int3-plain", "int8/bfloat16"]
@@ -12,7 +13,7 @@ SIZES = [(512, 64), (100, 20), (64, 0)]
 
 
 def layout_of(latent_dim, rope_dim, num_blocks, block_size, dtype, layers=LAYERS):
-    return kvfast.buffer_layout(layers, 1, latent_dim, num_blocks, block_size, dtype, rope_dim=rope_dim)
+    return buffer_layout(layers, 1, latent_dim, num_blocks, block_size, dtype, rope_dim=rope_dim)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -113,4 +114,4 @@ def test_what_cannot_be_is_refused_and_left_alone():
         ({"dtype": kvfast.KVFormat("int4", centring=True)}, "a scale per token"),
     ]:
         with pytest.raises(ValueError, match=message):
-            kvfast.buffer_layout(**{"num_layers": 2, "num_kv_heads": 1, "head_dim": 64, "num_blocks": 4, "rope_dim": 16} | options)
+            buffer_layout(**{"num_layers": 2, "num_kv_heads": 1, "head_dim": 64, "num_blocks": 4, "rope_dim": 16} | options)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pool_buffers import CANARY, FORMATS, aligned, before_a_page, outside, strided
 
 import kvfast
+from kvfast.caches.buffer_layout import buffer_layout
 
 LAYERS, HEADS = 2, 3
 
@@ -21,7 +22,7 @@ def test_a_schedulers_blocks_have_the_bits_of_a_pool_of_its_own(isa, dtype, head
     """Whatever the memory held before: blocks are written, written anew, and copied as bytes."""
     rng = np.random.default_rng(1)
     shape = LAYERS, HEADS, head_dim, 12, 32
-    layout = kvfast.buffer_layout(*shape, dtype)
+    layout = buffer_layout(*shape, dtype)
     arrays, memory = strided(layout, gap=192, by_layer=False)
     pool, own = kvfast.PagedKVCache(*shape, dtype, buffer=arrays), kvfast.PagedKVCache(*shape, dtype)
     tables = np.zeros((3, 4), np.int32)
@@ -73,7 +74,7 @@ def copy_block(pool, num_blocks, source, target):
 def test_no_byte_beyond_the_last_block_is_read(isa, dtype):
     """The memory ends where a page begins that nobody may touch."""
     shape = 1, 1, 64, 3, 16
-    with before_a_page(kvfast.buffer_layout(*shape, dtype).nbytes) as memory:
+    with before_a_page(buffer_layout(*shape, dtype).nbytes) as memory:
         pool = kvfast.PagedKVCache(*shape, dtype, buffer=memory)
         k, v = np.random.default_rng(0).standard_normal((2, 48, 1, 64), np.float32)
         for n in (47, 48):
@@ -89,7 +90,7 @@ def test_sequences_in_a_buffer_are_saved_copied_and_found_again(tmp_path, rng):
     """All that looks at the bytes of blocks finds those of a strided buffer."""
     shape = LAYERS, HEADS, 64, 8, 32
     for dtype in ("float32", "int8"):
-        arrays, _ = strided(kvfast.buffer_layout(*shape, dtype), gap=64, by_layer=True)
+        arrays, _ = strided(buffer_layout(*shape, dtype), gap=64, by_layer=True)
         pool, own = kvfast.PagedKVCache(*shape, dtype, buffer=arrays), kvfast.PagedKVCache(*shape, dtype)
         k, v = rng.standard_normal((2, 70, HEADS, 64), np.float32)
         pair = [each.new_sequence() for each in (pool, own)]
@@ -124,7 +125,7 @@ def test_sequences_in_a_buffer_are_saved_copied_and_found_again(tmp_path, rng):
     dtype=st.sampled_from(FORMATS),
 )
 def test_a_layout_is_what_the_pool_takes(heads, dim, v_dim, blocks, size, dtype):
-    layout = kvfast.buffer_layout(2, heads, dim, blocks, size, dtype, v_head_dim=v_dim)
+    layout = buffer_layout(2, heads, dim, blocks, size, dtype, v_head_dim=v_dim)
     own = kvfast.PagedKVCache(2, heads, dim, blocks, size, dtype, v_head_dim=v_dim)
     assert (layout.num_blocks, layout.block_size, layout.alignment) == (blocks, size, 64)
     assert layout.nbytes == blocks * size * own.bytes_per_token == blocks * sum(layout.block_nbytes)
@@ -138,7 +139,7 @@ def test_a_layout_is_what_the_pool_takes(heads, dim, v_dim, blocks, size, dtype)
 
 
 def test_any_kind_of_memory():
-    layout = kvfast.buffer_layout(1, 1, 64, 2, 16)
+    layout = buffer_layout(1, 1, 64, 2, 16)
     shared = mmap.mmap(-1, layout.nbytes)
     numbers = aligned(layout.nbytes).view(np.float32)
     for buffer in (shared, numbers, [numbers.reshape(2, -1)], numbers.reshape(1, 2, -1), (memoryview(numbers.reshape(2, -1)),)):
@@ -153,7 +154,7 @@ def test_the_memory_lives_as_long_as_the_pool():
     class Memory(np.ndarray):
         pass
 
-    layout = kvfast.buffer_layout(1, 1, 64, 2, 16)
+    layout = buffer_layout(1, 1, 64, 2, 16)
     memory = aligned(layout.nbytes).view(Memory)
     gone = weakref.ref(memory)
     pool = kvfast.PagedKVCache(1, 1, 64, 2, 16, "int8", buffer=[memory.reshape(2, -1)])
@@ -168,7 +169,7 @@ def test_the_memory_lives_as_long_as_the_pool():
 
 
 def test_what_cannot_be_is_refused_and_left_alone():
-    layout = kvfast.buffer_layout(2, 1, 64, 4, 16, "int8")
+    layout = buffer_layout(2, 1, 64, 4, 16, "int8")
     memory = aligned(2 * layout.nbytes, CANARY)
     size = layout.block_nbytes[0]
     flat = memory[: layout.nbytes]
@@ -208,12 +209,12 @@ def test_what_cannot_be_is_refused_and_left_alone():
     assert (memory == CANARY).all()
     for arguments in [(0, 1, 64, 4), (2, 0, 64, 4), (2, 1, 513, 4), (2, 1, 64, 0), (2, 1, 64, 4, 24), (2, 1, 64, 4, 32, "int4")]:
         with pytest.raises(ValueError):
-            kvfast.buffer_layout(*arguments)
+            buffer_layout(*arguments)
 
 
 def test_alternating_layers_may_share_their_memory():
     """Layers as the inner axis: each block of a layer lies before the next layer's."""
-    layout = kvfast.buffer_layout(3, 1, 64, 4, 16, "int8")
+    layout = buffer_layout(3, 1, 64, 4, 16, "int8")
     memory = aligned(layout.nbytes).reshape(4, 3, -1)
     pool = kvfast.PagedKVCache(3, 1, 64, 4, 16, "int8", buffer=[memory[:, i] for i in range(3)])
     pool.append_batch(1, np.ones((1, 1, 64), np.float32), np.ones((1, 1, 64), np.float32), [2 * 16])

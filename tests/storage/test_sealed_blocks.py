@@ -17,9 +17,9 @@ from kvfast import KVFormat
 make = functools.partial(cache_kinds.make, long=True)
 
 DIM = 20
-MIXED_SINKS = [KVFormat("int8", num_float_tokens=2), "int4", KVFormat("int8", centring=True, num_float_tokens=9)]
+MIXED_SINKS = [KVFormat("int8", num_first_float_tokens=2), "int4", KVFormat("int8", centring=True, num_first_float_tokens=9)]
 SETS = FORMATS | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS}
-MIXED_RECENT = [KVFormat("int8/int4", num_recent_tokens=80), "int4", KVFormat("int3", num_float_tokens=9)]
+MIXED_RECENT = [KVFormat("int8/int4", num_recent_float_tokens=80), "int4", KVFormat("int3", num_first_float_tokens=9)]
 SETS["mixed, with recent"] = MIXED_RECENT
 FINISHING_SETS = SEALING | {"mixed": MIXED, "mixed, with sinks": MIXED_SINKS, "mixed, with recent": MIXED_RECENT}
 # Past the border of every block by more than the 16 tokens for which it is open.

@@ -9,6 +9,7 @@ from reference import attention, bound, relative_error
 from selection import TIERS, pairwise
 
 import kvfast
+from kvfast.planning import LayerShape, ModelShape
 
 # Padded and not, wider and narrower, equal once they are padded, and as far apart as can be.
 WIDTHS = [(24, 16), (192, 128), (64, 80), (1, 3), (20, 30), (512, 8)]
@@ -146,10 +147,10 @@ def test_sizes():
     cache = kvfast.KVCache(1, 8, 192, dtype="int8", v_head_dim=128)
     assert cache.bytes_per_token == 8 * (192 + 128 + 2 * 4)
     cache.append(0, *tokens(np.random.default_rng(0), 4096, 192, 128, 8))
-    plan = cache.explain(1, num_threads=1)
+    plan = cache.explain(0, 1, num_threads=1)
     assert plan.v_head_dim == 128 and plan.bytes_read == 4096 * cache.bytes_per_token and "8 KV heads of 192/128" in str(plan)
     assert plan.operations == 2 * 4096 * 8 * (192 + 128)
-    shape = kvfast.ModelShape("one", (kvfast.LayerShape(8, 192, v_head_dim=128),))
+    shape = ModelShape("one", (LayerShape(8, 192, v_head_dim=128),))
     assert kvfast.plan(shape, context=640, memory=1 << 30, bandwidth=1e9)["int8"].bytes_per_token == cache.bytes_per_token
     told = {
         "num_hidden_layers": 2,
@@ -161,7 +162,7 @@ def test_sizes():
     }
     assert kvfast.plan(told, memory=1 << 30, bandwidth=1e9).model.layers == shape.layers * 2
     latent = kvfast.plan(told | {"kv_lora_rank": 512}, memory=1 << 30, bandwidth=1e9)
-    assert latent.model.layers == (kvfast.LayerShape(1, 512, None, 64),) * 2 and "8 heads of 192 and 128" in latent.notes[0]
+    assert latent.model.layers == (LayerShape(1, 512, None, 64),) * 2 and "8 heads of 192 and 128" in latent.notes[0]
 
 
 @pytest.mark.parametrize("name", ["float32", "int8", "int4"])

@@ -38,7 +38,7 @@ def test_tables_and_slots(pool, value):
         tables = pool.tables | {name: as_array(value, like)}
         refused(lambda tables=tables: pool.prepare_batch(**tables, slot_mapping=pool.slots))
         refused(lambda tables=tables: pool.attend_batch(0, pool.k, **tables))
-        refused(lambda tables=tables: pool.explain_batch((100, 2, 64), **tables))
+        refused(lambda tables=tables: pool.explain_batch(0, (100, 2, 64), **tables))
     slots = as_array(value, pool.slots)
     refused(lambda: pool.prepare_batch(**pool.tables, slot_mapping=slots))
     refused(lambda: pool.append_batch(0, pool.k, pool.v, slots))
@@ -58,7 +58,7 @@ def test_what_a_table_says_of_blocks_that_are_not_read_does_not_matter(pool):
 @pytest.mark.parametrize("value", MORE, ids=range(len(MORE)))
 def test_numbers(rng, value):
     k = v = rng.standard_normal((20, 2, 64)).astype(np.float32)
-    caches = [kvfast.KVCache(1, 2, 64, dtype="int8"), kvfast.RingKVCache(1, 2, 64, window=64)]
+    caches = [kvfast.KVCache(1, 2, 64, dtype="int8"), kvfast.RingKVCache(1, 2, 64, sliding_window=64)]
     pool = kvfast.PagedKVCache(1, 2, 64, num_blocks=8, dtype="int8")
     for cache in (*caches, pool.new_sequence()):
         cache.append(0, k, v)
@@ -89,9 +89,9 @@ def test_numbers(rng, value):
     for name in ("num_layers", "num_kv_heads", "head_dim", "num_blocks", "block_size"):
         with pytest.raises((ValueError, MemoryError)):
             kvfast.PagedKVCache(**{"num_layers": 1, "num_kv_heads": 2, "head_dim": 64, "num_blocks": 8} | {name: value})
-    for name in ("window", "rollback"):
+    for name in ("sliding_window", "rollback"):
         try:
-            ring = kvfast.RingKVCache(1, 2, 64, **{"window": 64} | {name: value})
+            ring = kvfast.RingKVCache(1, 2, 64, **{"sliding_window": 64} | {name: value})
         except ValueError:
             continue
         assert getattr(ring, name) == value  # which is not beyond what can be counted

@@ -18,33 +18,37 @@ ANY_BLOCK = [dtype for dtype in DTYPES if not kvfast.KVFormat.of(dtype).seals]
 SEALING = {
     "int4": kvfast.KVFormat.of("int4"),
     "channels, 32": kvfast.KVFormat("int4/int8", per_channel=True, block_size=32, clip_search=False),
-    "channels, 128": kvfast.KVFormat("int4/bfloat16", per_channel=True, block_size=128, num_float_tokens=16),
-    "channels, 256": kvfast.KVFormat("int4", per_channel=True, block_size=256, num_float_tokens=1, clip_search=True),
+    "channels, 128": kvfast.KVFormat("int4/bfloat16", per_channel=True, block_size=128, num_first_float_tokens=16),
+    "channels, 256": kvfast.KVFormat("int4", per_channel=True, block_size=256, num_first_float_tokens=1, clip_search=True),
     "means, int8": kvfast.KVFormat("int8", rotation="v", centring=True),
-    "means, k8v4": kvfast.KVFormat("int8/int4", rotation="kv", codebook="gaussian", centring=True, block_size=32, num_float_tokens=5),
-    "means, int4": kvfast.KVFormat("int4", rotation="k", codebook="gaussian", centring=True, block_size=128, clip_search=True),
-    "channels, packed values": kvfast.KVFormat("int4/int3", per_channel=True, codebook="gaussian", block_size=32, num_float_tokens=2),
-    "means, float values": kvfast.KVFormat("int4/float32", centring=True, num_float_tokens=4),
-    "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_tokens=16, block_size=32),
-    "recent, k8v4": kvfast.KVFormat(
-        "int8/int4", rotation="kv", codebook="gaussian", clip_search=True, num_recent_tokens=64, num_float_tokens=4
+    "means, k8v4": kvfast.KVFormat(
+        "int8/int4", rotation="kv", codebook="gaussian", centring=True, block_size=32, num_first_float_tokens=5
     ),
-    "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_tokens=144, block_size=128),
+    "means, int4": kvfast.KVFormat("int4", rotation="k", codebook="gaussian", centring=True, block_size=128, clip_search=True),
+    "channels, packed values": kvfast.KVFormat(
+        "int4/int3", per_channel=True, codebook="gaussian", block_size=32, num_first_float_tokens=2
+    ),
+    "means, float values": kvfast.KVFormat("int4/float32", centring=True, num_first_float_tokens=4),
+    "recent, int8": kvfast.KVFormat("int8", rotation="kv", num_recent_float_tokens=16, block_size=32),
+    "recent, k8v4": kvfast.KVFormat(
+        "int8/int4", rotation="kv", codebook="gaussian", clip_search=True, num_recent_float_tokens=64, num_first_float_tokens=4
+    ),
+    "recent, packed": kvfast.KVFormat("int3/bfloat16", num_recent_float_tokens=144, block_size=128),
     "channels, int3": kvfast.KVFormat.of("int3"),
-    "channels, int3, 32": kvfast.KVFormat("int3/int8", per_channel=True, block_size=32, num_float_tokens=2),
+    "channels, int3, 32": kvfast.KVFormat("int3/int8", per_channel=True, block_size=32, num_first_float_tokens=2),
     "channels, int3, 256": kvfast.KVFormat("int3/int4", per_channel=True, block_size=256, codebook="gaussian"),
-    "recent, channels": kvfast.KVFormat("int4", per_channel=True, num_recent_tokens=48, num_float_tokens=1),
+    "recent, channels": kvfast.KVFormat("int4", per_channel=True, num_recent_float_tokens=48, num_first_float_tokens=1),
 }
 UNSEALED = {
     "int8": kvfast.KVFormat.of("int8"),
     "k8v4": kvfast.KVFormat.of("k8v4"),
     "int8-plain": kvfast.KVFormat.of("int8-plain"),
     "int4-plain": kvfast.KVFormat.of("int4-plain"),
-    "int4, gaussian": kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", num_float_tokens=16),
-    "int4, clipped": kvfast.KVFormat("int4", rotation="v", clip_search=True, num_float_tokens=1),
-    "int8/float16": kvfast.KVFormat("int8/float16", rotation="k", num_float_tokens=4),
+    "int4, gaussian": kvfast.KVFormat("int4", rotation="kv", codebook="gaussian", num_first_float_tokens=16),
+    "int4, clipped": kvfast.KVFormat("int4", rotation="v", clip_search=True, num_first_float_tokens=1),
+    "int8/float16": kvfast.KVFormat("int8/float16", rotation="k", num_first_float_tokens=4),
     "int3": kvfast.KVFormat("int3", rotation="kv", codebook="gaussian"),
-    "int5/int2": kvfast.KVFormat("int5/int2", rotation="v", codebook="gaussian", num_float_tokens=3),
+    "int5/int2": kvfast.KVFormat("int5/int2", rotation="v", codebook="gaussian", num_first_float_tokens=3),
     "int7/int6": kvfast.KVFormat("int7/int6"),
 }
 FORMATS = SEALING | UNSEALED
@@ -53,12 +57,12 @@ LAYERS, HEADS, DIM = 2, 2, 20
 QUERIES = np.random.default_rng(99).standard_normal((3, 4, DIM)).astype(np.float32)
 
 RINGS = {
-    "ring": {"window": 40},
-    "ring with sinks": {"window": 90, "num_sink_tokens": 5, "rollback": 10},
-    "ring without rollback": {"window": 64, "num_sink_tokens": 64, "rollback": 0},
-    "ring of two windows": {"window": [30, 100], "num_sink_tokens": 3},
-    "ring and whole layer": {"window": [50, None], "num_sink_tokens": 2},
-    "ring that rotates": {"window": 64, "num_sink_tokens": 4, "rope": "cache", "rotary_dim": 16, "rope_interleaved": True},
+    "ring": {"sliding_window": 40},
+    "ring with sinks": {"sliding_window": 90, "num_sink_tokens": 5, "rollback": 10},
+    "ring without rollback": {"sliding_window": 64, "num_sink_tokens": 64, "rollback": 0},
+    "ring of two windows": {"sliding_window": [30, 100], "num_sink_tokens": 3},
+    "ring and whole layer": {"sliding_window": [50, None], "num_sink_tokens": 2},
+    "ring that rotates": {"sliding_window": 64, "num_sink_tokens": 4, "rope": kvfast.Rope(rotary_dim=16, interleaved=True)},
 }
 KINDS = ["growing", "bounded", "sequence", "sequence with window", *RINGS]
 ALONE = {"sequence": kvfast.KVCache, "sequence with window": kvfast.RingKVCache}  # what has the same tokens to itself

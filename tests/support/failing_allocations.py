@@ -16,8 +16,9 @@ from cache_kinds import DIM, HEADS, LAYERS, QUERIES, make, normals, tokens
 
 import kvfast
 from kvfast import compression
+from kvfast.caches.multi_head import MultiHeadConfig
 
-FORMATS = ("int4", "int8-plain", "float32", kvfast.KVFormat("int8", num_float_tokens=4))
+FORMATS = ("int4", "int8-plain", "float32", kvfast.KVFormat("int8", num_first_float_tokens=4))
 ENOUGH = 25  # successes in a row: no allocation of the operation was left to fail
 RNG = np.random.default_rng(0)
 ROWS = tokens(RNG, 100)
@@ -148,7 +149,7 @@ def prefill(self):
 
 
 def explain(self):
-    return self.cache.explain(QUERIES.shape)
+    return self.cache.explain(0, QUERIES.shape)
 
 
 def copy(self):
@@ -333,12 +334,12 @@ def attend_latent(self):
 
 class ManyHeads:
     def __init__(self):
-        self.cache = kvfast.MultiHeadKVCache(3, kvfast.MultiHeadConfig(head_dim=DIM, bits=5, num_q_heads=6))
+        self.cache = kvfast.MultiHeadKVCache(3, MultiHeadConfig(head_dim=DIM, bits=5, num_q_heads=6))
         for row in np.random.default_rng(4).standard_normal((64, 2, 3, DIM), np.float32):
             self.cache.push_token(*row)
 
     def seen(self):
-        return [len(self.cache), self.cache.decode_keys().tobytes(), self.cache.decode_values().tobytes()]
+        return [len(self.cache), self.cache.k().tobytes(), self.cache.v().tobytes()]
 
 
 def push(self):

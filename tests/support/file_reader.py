@@ -72,7 +72,7 @@ class Reader:
         begin = table["floats_begin"] if seals else length
         patches = dict(table.get("patches", [])) if seals else {}
         pieces, floats = {}, None
-        if seals or "num_float_tokens" in form:
+        if seals or "num_first_float_tokens" in form:
             order = self.pieces(table, together, whole, sinks, length)
             pieces = {position: i for i, position in enumerate(order)}
             if order:
@@ -82,7 +82,7 @@ class Reader:
         result = np.empty((len(positions), heads, dim))
         for row, position in zip(result, positions):
             index, place = divmod(int(position), size)
-            if position < form.get("num_float_tokens", 0) or position >= begin or place >= patches.get(index, size):
+            if position < form.get("num_first_float_tokens", 0) or position >= begin or place >= patches.get(index, size):
                 row[...] = floats[pieces[position // 16 * 16], :, position % 16]
             else:
                 row[...] = codes[(index if index < sinks else index - skipped) * size + place]
@@ -102,7 +102,7 @@ class Reader:
     def pieces(self, table, together, whole, sinks, length):
         """Positions at which the pieces of float rows begin, in their order."""
         found = []
-        if any("num_float_tokens" in one for one in together) and length and (not table["skipped_blocks"] or sinks):
+        if any("num_first_float_tokens" in one for one in together) and length and (not table["skipped_blocks"] or sinks):
             found.append(0)
         if whole:
             for index, n in table.get("patches", []):

@@ -24,7 +24,7 @@ def caches(kind, dtype, secure):
         pool = kvfast.PagedKVCache(1, 2, DIM, num_blocks=64, dtype=dtype, secure=secure)
         return pool.new_sequence(), pool
     if kind == "ring":
-        return kvfast.RingKVCache(1, 2, DIM, window=100, num_sink_tokens=4, dtype=dtype, secure=secure), None
+        return kvfast.RingKVCache(1, 2, DIM, sliding_window=100, num_sink_tokens=4, dtype=dtype, secure=secure), None
     if kind == "latent":
         return kvfast.MLAKVCache(1, DIM, DIM, dtype=dtype, secure=secure), None
     return kvfast.KVCache(1, 2, DIM, dtype=dtype, secure=secure), None
@@ -94,7 +94,7 @@ def count(kind):
 def main():
     kind, dtype, secure = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
     if dtype == "open":  # float rows beside codes
-        dtype = kvfast.KVFormat("int4", per_channel=True, num_float_tokens=16)
+        dtype = kvfast.KVFormat("int4", per_channel=True, num_first_float_tokens=16)
     use(kind, dtype, secure)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

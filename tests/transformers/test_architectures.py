@@ -55,7 +55,7 @@ def planned(config):
     """What `plan` says that each layer keeps, as `kept_layers`. Of latents transformers keeps their rotary part as the values."""
     layers = read_shape(config).layers
     return [
-        (one.num_kv_heads, one.head_dim, one.v_head_dim or one.head_dim if one.rope_dim is None else one.rope_dim, one.window)
+        (one.num_kv_heads, one.head_dim, one.v_head_dim or one.head_dim if one.rope_dim is None else one.rope_dim, one.sliding_window)
         for one in layers
     ]
 
@@ -112,7 +112,7 @@ def check_windows(family, fields):
     elif family in FEWER:
         assert len(read_shape(fields).layers) <= len(expected)
     else:
-        assert [one.window for one in read_shape(fields).layers] == expected
+        assert [one.sliding_window for one in read_shape(fields).layers] == expected
 
 
 @pytest.mark.parametrize("model", HYBRIDS)

@@ -97,7 +97,7 @@ def test_rows_have_the_shapes_of_the_layers(tmp_path):
     cache = KVFastCache(model_of("gemma4_text").config, "int8")
     logits(model_of("gemma4_text"), prompt(1, 30)[0], "kvfast", cache)
     row = cache.rows[0]
-    assert row.num_layers == 2 and row.head_dim == (16, 32) and row.window == (16, None)  # and two layers that read theirs
+    assert row.num_layers == 2 and row.head_dim == (16, 32) and row.sliding_window == (16, None)  # and two layers that read theirs
     row.save(tmp_path / "row.safetensors")
     assert kvfast.load(tmp_path / "row.safetensors").snapshot() == row.snapshot()
     for implementation in ("kvfast", "eager"):
@@ -163,7 +163,7 @@ def test_masks_with_chunks():
     padding[1, :5] = False
     sizes = {"batch_size": 2, "q_length": 60, "kv_length": 60, "local_size": 8}
     mask = lazy_mask(**sizes, mask_function=chunks(8, torch.tensor([0, 5])), attention_mask=padding)
-    assert mask.is_causal and (mask.window, mask.chunk) == (None, 8)
+    assert mask.is_causal and (mask.sliding_window, mask.chunk) == (None, 8)
     for begins in ([0, 0], [5, 5], [0, 4]):  # not where the tokens of a row begin
         assert not lazy_mask(**sizes, mask_function=chunks(8, torch.tensor(begins)), attention_mask=padding).is_causal
 

@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_engines import MODELS, generate, in_engine, layers_of, save_model
 
 import kvfast
+from kvfast.core.kernels import cpu_features
 from kvfast.vllm import backend, formats, versions
 
 # Of vLLM and PyTorch, which use parts of each other that are deprecated.
@@ -200,7 +201,7 @@ def test_vllm_finds_the_plugin():
 
 def test_fp8_is_left_to_vllm(folder_of, monkeypatch):
     """Which is said, and the tokens are those of vLLM's own backend. It needs AVX-512."""
-    if not kvfast.cpu_features()["avx512f"]:
+    if not cpu_features()["avx512f"]:
         pytest.skip("vLLM needs AVX-512 for fp8")
 
     def use(llm):

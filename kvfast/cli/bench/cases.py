@@ -51,9 +51,9 @@ class Work:
     operations : int
         Multiplications and additions, of the scores and values that queries can see alone; 0 where they do not count.
     arithmetic : str
-        What they are done in, see `kvfast.peak_rate`.
+        What they are done in, see `kvfast.core.hardware.peak_rate`.
     read_bytes : int
-        What `kvfast.read_bandwidth` is to read for comparison.
+        What `kvfast.core.hardware.read_bandwidth` is to read for comparison.
     check : callable
         Raises AssertionError if the results of the call are wrong.
     """

@@ -14,6 +14,7 @@ import numpy as np
 
 import kvfast
 from kvfast.cli.bench.cases import LEAST_BYTES, Case
+from kvfast.core.hardware import peak_rate, read_bandwidth
 
 ROUNDS = (3, 15)  # fewest and most
 PEAK_TIMES = 5  # where it counts: a call of a second sees all that a machine is busy with, a peak of 10 ms some of it
@@ -75,12 +76,12 @@ class Meter:
         times = 1
         if self.case.work == "cached":  # as often as the call does, after one that brings the bytes into the caches
             times = work.count
-            kvfast.read_bandwidth(work.read_bytes, self.num_threads)
-        reads = [kvfast.read_bandwidth(work.read_bytes, self.num_threads) for _ in range(times)]
+            read_bandwidth(work.read_bytes, self.num_threads)
+        reads = [read_bandwidth(work.read_bytes, self.num_threads) for _ in range(times)]
         self._bandwidths.append(harmonic_mean(reads))
         if work.operations:
             times = PEAK_TIMES if self.case.is_compute_bound else 1
-            self._peaks.append(fmean(kvfast.peak_rate(work.arithmetic, self.num_threads) for _ in range(times)))
+            self._peaks.append(fmean(peak_rate(work.arithmetic, self.num_threads) for _ in range(times)))
 
     def result(self, times):
         """What came out, of the last ``len(times)`` samples and the times of the calls after them."""

@@ -311,4 +311,4 @@ cdef class PagedBuffer(PagedSequences):
             names = ", ".join(sorted({str(one) for one in self.pool.formats}))
             raise ValueError(f"this pool needs sequences, or batches from prepare_batch without a window, as it keeps the first or "
                              f"newest tokens of a sequence as floats ({names}); a scheduler's own slots and block tables need a "
-                             f"format without num_float_tokens, num_recent_tokens, centring and per_channel")
+                             f"format without num_first_float_tokens, num_recent_float_tokens, centring and per_channel")

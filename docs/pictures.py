@@ -318,7 +318,7 @@ PICTURES = {
 
 
 def checksum(data):
-    """Of what a picture shows, to five digits."""
+    """A checksum of what a picture shows, to five digits."""
     return hashlib.sha256(json.dumps(_rounded(data)).encode()).hexdigest()[:16]
 
 

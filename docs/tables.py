@@ -57,7 +57,7 @@ def tokens(n):
 
 
 def bytes_per_token(model, dtype):
-    """Of all layers of a model."""
+    """Bytes of a token in all layers of a model."""
     cache = kvfast.KVCache(model.num_layers, model.num_kv_heads, model.head_dim, dtype=dtype)
     return round(cache.bytes_per_token)
 
@@ -347,7 +347,7 @@ TABLES = {
     )
 }
 TABLES |= {f"speed_{machine}": partial(speed, f"decode_{machine}") for machine in ("avx512", "zen4", "zen5")}
-# Long tables, which are no pages of the site.
+# Long tables, which are not pages of the site.
 FILES = {BENCH / f"{name}.md": partial(peers_file, name) for name in _PEERS.values()}
 
 

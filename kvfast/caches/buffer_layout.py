@@ -27,7 +27,7 @@ class BufferLayout:
         Tokens of a block.
     block_nbytes : tuple of int
         Bytes of one block of each layer, scales and padding included: head after head, the keys of a head before its values.
-        Of latent rows, the latents before the rotary parts.
+        In latent rows, the latents come before the rotary parts.
     alignment : int
         What the address of each block must be a multiple of, in bytes.
     """
@@ -79,7 +79,7 @@ def buffer_layout(
     >>> layout = kvfast.buffer_layout(2, num_kv_heads=2, head_dim=64, num_blocks=16, dtype="int8")
     >>> layout.block_nbytes, layout.nbytes, layout.alignment
     ((8704, 8704), 278528, 64)
-    >>> memory = np.empty((2, 16, 8704 + 64), np.uint8)          # each block with 64 bytes behind it
+    >>> memory = np.empty((2, 16, 8704 + 64), np.uint8)          # each block with 64 bytes after it
     >>> start = -memory.ctypes.data % layout.alignment            # NumPy aligns less
     >>> pool = kvfast.PagedKVCache(2, 2, 64, num_blocks=16, dtype="int8", buffer=memory[:, :, start : start + 8704])
     """

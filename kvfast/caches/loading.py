@@ -31,7 +31,7 @@ def load(source: str | os.PathLike[str] | Snapshot, mmap: bool = False, max_seq_
         changes stay in this process. The checksums of full blocks are then not verified. The file must not be
         shortened while the cache exists; `save` may replace it.
     max_seq_len : int, optional
-        Reserve room for this many tokens, instead of the saved `max_seq_len`. A cache of a snapshot has none by default.
+        Reserve room for this many tokens, instead of the saved `max_seq_len`. A cache of a snapshot has no limit by default.
 
     Returns
     -------
@@ -52,7 +52,7 @@ def load(source: str | os.PathLike[str] | Snapshot, mmap: bool = False, max_seq_
     """
     if isinstance(source, Snapshot):
         if mmap:
-            raise ValueError("mmap must be False for a Snapshot, which is no file")
+            raise ValueError("mmap must be False for a Snapshot, which is not a file")
         settings, buffer = source._settings, source._copied(max_seq_len)
     else:
         settings, buffer, *_ = cache_file.read(source, mmap, max_seq_len)

@@ -174,7 +174,7 @@ class Calibration:
         Raises
         ------
         CorruptFileError
-            If the file is none of a calibration.
+            If the file is not a calibration.
         """
         from zipfile import BadZipFile  # `import kvfast` loads neither
         from zlib import error as zlib_error

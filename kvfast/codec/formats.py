@@ -53,8 +53,8 @@ class KVFormat:
         attention, whatever their content (attention sinks, StreamingLLM, arXiv 2309.17453).
     num_recent_tokens : int
         Number of newest tokens, a multiple of 16 up to 1024, whose integer sides are read as float16: a block is read as codes
-        once it is full and so many tokens follow it. So between this number and `block_size` - 1 more are floats. With
-        `centring` or `per_channel` they are 16 at least. A rollback of so many tokens is exact. Sink tokens are read as codes once
+        once it is full and this number of tokens follow it. So between this number and `block_size` - 1 more are floats. With
+        `centring` or `per_channel` they are 16 at least. A rollback of this many tokens is exact. Sink tokens are read as codes once
         blocks between them and the window are gone.
     clip_search : bool
         Choose each token's INT4 scale for the least squared error, even if that clips the largest elements. Writing takes
@@ -157,7 +157,7 @@ class KVFormat:
             if self.block_size not in _SEALED_SIZES:
                 raise ValueError(f"block_size must be {one_of(_SEALED_SIZES)} tokens, got {shown(self.block_size)}")
         elif self.block_size is not None:
-            raise ValueError("block_size is for centring, per_channel and num_recent_tokens, and this format has none of them")
+            raise ValueError("block_size is for centring, per_channel and num_recent_tokens, and this format does not have them")
 
     @property
     def k_dtype(self) -> str:
@@ -260,7 +260,7 @@ def formats_of(dtype, k_dtype, v_dtype, num_layers):
 
 
 # Presets of keys and values that need another format for latent rows: a row that is also read as values can have neither
-# channel scales nor float rows beside its codes.
+# channel scales nor float rows next to its codes.
 _LATENT_PRESETS = {PRESETS["int4"]: KVFormat("int4", rotation="kv", codebook="gaussian", clip_search=True)}
 
 
@@ -287,7 +287,7 @@ def _of_layer(fmt, layer, num_layers):
 
 
 def floats_of(fmt):
-    """The format of the float rows of a layer, or None if it has none. A side that is stored as floats keeps its dtype."""
+    """The format of the float rows of a layer, or None without float rows. A side that is stored as floats keeps its dtype."""
     if not fmt.seals and not fmt.num_float_tokens:
         return None
     return KVFormat("/".join(one if one in FLOATS else "float16" for one in (fmt.k_dtype, fmt.v_dtype)))

@@ -23,7 +23,7 @@ from kvfast.storage.tables.ring_table import RingTable
 BLOCK_SIZE = 64
 POOL_BLOCK_SIZE = 32
 GROW_BLOCKS = 8  # that a growing cache starts with
-ROLLBACK = 64  # tokens that a ring keeps behind its window
+ROLLBACK = 64  # tokens before its window that a ring keeps
 
 
 def storage_of(settings, block_size=None, max_seq_len=None, secure=False):

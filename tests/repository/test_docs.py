@@ -267,7 +267,7 @@ def test_a_package_without_words_is_not_left_out_of_the_picture(docs_script, mon
 
 @pytest.mark.parametrize("page", ["#ffffff", "#0d1117", "#131416"], ids=["white", "GitHub, dark", "the site, dark"])
 def test_pictures_can_be_read_on_any_page(page, docs_script):
-    """Nothing is painted behind them, and the contrast is what WCAG asks of graphics, of text a little more."""
+    """They have no background, and the contrast that WCAG asks of graphics; text has a little more."""
     pytest.importorskip("matplotlib")
     for path in docs_script("pictures").FOLDER.glob("*.svg"):
         seen = 0
@@ -287,7 +287,7 @@ def contrast(first, second):
 
 
 def luminance(colour):
-    """Of #rrggbb: WCAG 2's relative luminance."""
+    """WCAG 2's relative luminance of #rrggbb."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

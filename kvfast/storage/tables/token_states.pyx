@@ -156,7 +156,7 @@ cdef class TokenStates(BlockMap):
                 self.pool.floats.release_sealed(block, 1 if index == 0 and self.pool.has_sinks else 0)
         if floats_begin > self.floats_begin:
             self.floats_begin = floats_begin
-            # The float rows of the newest tokens of a prompt lie behind all that were released.
+            # The float rows of the newest tokens of a prompt lie after all that were released.
             for index in range(floats_begin // size, (self.length + size - 1) // size):
                 self.pool.floats.move_down(<int32_t>(self.slot(index * size) // size))
             self.pool.floats.pieces.trim()
@@ -259,6 +259,6 @@ cdef class TokenStates(BlockMap):
             index = check_count(index, "the block of a patch", last + 1, max(last + 1, blocks - 1))
             kept_codes = check_count(kept_codes, "the coded tokens of a patched block", 1, size - 1)
             if index >= blocks or index * size < floats_begin <= index * size + kept_codes:
-                raise ValueError(f"a patch must be in a full block or below the {floats_begin} coded tokens, got one behind "
+                raise ValueError(f"a patch must be in a full block or below the {floats_begin} coded tokens, got one after "
                                  f"{kept_codes} tokens of block {index}")
             last = index

@@ -314,6 +314,8 @@ PICTURES = {
     "runtimes": (runtimes_data, runtimes, (7.4, 2.9)),
     "rooms": (diagrams.rooms_data, diagrams.rooms, (9, 9)),
     "life": (diagrams.life_data, diagrams.life, (10, 3.6)),
+    "nouns": (diagrams.nouns_data, diagrams.nouns, (10, 3.1)),
+    "sees": (diagrams.sees_data, diagrams.sees, (10, 2.2)),
 }
 
 

@@ -55,11 +55,11 @@ def rooms(figure, data):
             below = [other for other in data["arrows"].get(room, ["errors"] if room == "simd" else []) if other != "errors"]
             _box(axes, place * width + 0.06, level + 0.07, width - 0.12, 0.86)
             middle = place * width + width / 2
-            axes.text(middle, level + 0.74, _name(room), ha="center", va="center", size=10.5, weight="bold", color=INK)
-            axes.text(middle, level + 0.51, data["words"][room], ha="center", va="center", size=7.5, color=INK)
+            axes.text(middle, level + 0.77, _name(room), ha="center", va="center", size=10.5, weight="bold", color=INK)
+            axes.text(middle, level + 0.54, data["words"][room], ha="center", va="center", size=7.5, color=INK)
             if below:
                 text = textwrap.fill("imports " + ", ".join(map(_name, below)), round(12 * width))
-                axes.text(middle, level + 0.25, text, ha="center", va="center", size=6.5, color=INK, linespacing=1)
+                axes.text(middle, level + 0.26, text, ha="center", va="center", size=6.5, color=INK, linespacing=1)
 
 
 def _name(room):

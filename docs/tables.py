@@ -330,7 +330,7 @@ def _reason(text):
 
 TABLES = {
     function.__name__: function
-    for function in (memory, dtypes, kernels, accuracy, texts, bits, retrieval, compression, speed, precision, peers, architectures)
+    for function in (memory, dtypes, kernels, accuracy, texts, retrieval, compression, speed, precision, peers, architectures)
 }
 TABLES["speed_zen5"] = partial(speed, "decode_zen5")
 
@@ -349,6 +349,7 @@ FILES |= {
         "decode_zen4": [partial(speed, "decode_zen4")],
         "splicing": [documents, shift],
         "precision": [hard],
+        "bits": [bits],
         "architectures": [partial(architectures, reasons=True)],
     }.items()
 }

@@ -91,7 +91,7 @@ def _add_generate(commands):
     add("--text", metavar="FILE", help="continue the text of a file")
     _add_model_arguments(parser)
     add("--dtype", help="what the cache stores, K and V apart with a slash: int8/int4 (default: int4)")
-    add("--session", metavar="FILE", help="go on with the text that FILE holds, and keep the longer one there")
+    add("--session", metavar="FILE", help="continue the text in FILE, and save the longer text there")
     _add_prompt_cache(parser)
     add("--max-tokens", type=_positive, default=128, help="stop after this many (default: 128)")
     add("--max-seq-len", type=_positive, help="tokens the cache has room for (default: as many as needed)")
@@ -101,7 +101,7 @@ def _add_generate(commands):
         metavar="N",
         help="when the cache is full, go on: keep the first N tokens, and drop half of the others (default: stop)",
     )
-    add("--temperature", type=float, help="0 takes the likeliest token (default: 0, and 0.7 without a text)")
+    add("--temperature", type=float, help="0 takes the likeliest token (default: 0, and 1 without a text)")
     add("--top-k", type=int, default=0, help="draw from the k likeliest tokens only (default: 0, no limit)")
     add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that sum to this (default: 1)")
     add("--seed", type=_natural, help="make the draws repeatable")

@@ -103,7 +103,7 @@ def _text_to_continue(args):
 def _sampling(args, text, seed):
     """What a Sampler takes. The novel of `opening_text` is drawn, as the likeliest tokens of a small model repeat themselves."""
     if args.temperature is None and text == opening_text():
-        return 0.7, args.top_k, min(args.top_p, 0.9), 1 if args.seed is None else seed
+        return 1.0, args.top_k, min(args.top_p, 0.9), 1 if args.seed is None else seed
     return args.temperature or 0.0, args.top_k, args.top_p, seed
 
 

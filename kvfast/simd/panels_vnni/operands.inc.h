@@ -226,7 +226,7 @@ static void KV(load_key_words)(const kv_side *side, const kv_tile *tile, int les
     KV(find_most)(keys, count);
 }
 
-/* The root mean square of values as words; a weight's rounding counts twice, for the next weight takes it back. */
+/* The root mean square of values as words; a weight's rounding is taken twice, because the next weight takes it back. */
 static inline float KV(size_of_values)(float squares, int elements)
 {
     return __builtin_sqrtf(2.0f * squares / (float)elements);

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
 """The blocks of a pool with float rows that another scheduler gives out.
 
-A scheduler's tables say which blocks a sequence has, and not which tokens of them have codes or float rows. That is known of each
+A scheduler's tables say which blocks a sequence has, and not which tokens of them have codes or float rows. The pool keeps it by
 block: a block begins anew when its first token is written, it is sealed once all of its tokens belong to a sequence that goes on
 after them, and it loses its float rows when no sequence reads them any more. So blocks may be freed, given to other sequences, shared
 by prefix, and written again from any token on while they are open.

@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, cdivision=True
-"""The tables of a sequence: which layer is in which, who may enter their pools, their shapes and sizes; and its segments, if it
-is spliced. See `segments` for what that is, and `splicing` for how it comes about."""
+"""The tables of a sequence: which layer is in which, who may enter their pools, their shapes and sizes; and the segments of a
+spliced sequence. `segments` defines them, and `splicing` makes them."""
 cimport cython
 import numpy as np
 

@@ -44,7 +44,7 @@ cdef class TokenStates(BlockMap):
         return longest - self.skipped * self.pool.block_size
 
     cdef Py_ssize_t _kept_codes(self) noexcept nogil:
-        """Number of tokens from `floats_begin` on, in a block that was cut, whose old codes are used again when it fills up."""
+        """Number of tokens from `floats_begin` on that keep their old codes when their block, which was cut, fills up again."""
         cdef Py_ssize_t longest = self.num_positions()
         if not self.pool.seals or self.floats_begin % self.pool.block_size or self.floats_begin >= longest:
             return 0

@@ -23,6 +23,7 @@ SPHINX = ("sphinx", "myst_parser", "numpydoc", "furo")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests" / "FINDINGS.md"]
 PAGES += sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 WHEEL = ("wheel", "--no-deps", "--wheel-dir", "dist", "dist/kvfast-*.whl")  # how one is built and installed
+PYTORCH = ("torch", "--index-url", "https://download.pytorch.org/whl/cpu")  # its builds for CPUs
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 
 
@@ -116,7 +117,7 @@ def check_pip(args):
         if found := re.fullmatch(r"\.\[([\w,-]+)\]", arg):
             assert set(found[1].split(",")) <= set(extras)
         else:
-            assert arg in ("install", "-e", ".", "cython", "numpy", "setuptools", *WHEEL)
+            assert arg in ("install", "-e", ".", "cython", "numpy", "setuptools", *WHEEL, *PYTORCH)
 
 
 def check_command(words):
